@@ -1,0 +1,18 @@
+"""Graph filters. Every module in this package is imported here: a new filter is one new file."""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from .base import (
+    FilterConfig,
+    GraphFilter,
+    as_config,
+    available_filters,
+    get_filter,
+    register_filter,
+)
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
+
+__all__ = ["FilterConfig", "GraphFilter", "as_config", "available_filters", "get_filter", "register_filter"]

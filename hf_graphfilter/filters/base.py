@@ -1,0 +1,248 @@
+"""The open registry of graph filters: a filter is a config dataclass and a module, in one file.
+
+Example: a filter of one's own.
+
+    >>> import torch
+    >>> from dataclasses import dataclass
+    >>> from hf_graphfilter import FilterConfig, GraphFilter, register_filter
+    >>> class Damped(GraphFilter):
+    ...     def __init__(self, config, site):
+    ...         super().__init__(config, site)
+    ...         self.damping = torch.nn.Parameter(torch.empty(site.heads))
+    ...         self.reset_parameters()
+    ...     def reset_parameters(self):
+    ...         torch.nn.init.ones_(self.damping)
+    ...     def forward(self, shift, value):
+    ...         return self.damping.view(-1, 1, 1) * shift(value)
+    >>> @register_filter("damped")
+    ... @dataclass(frozen=True)
+    ... class DampedConfig(FilterConfig):
+    ...     module = Damped
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+import typing
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, fields
+from importlib import metadata
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import GraphFilterError
+from ..shift import ShiftOperator
+
+if typing.TYPE_CHECKING:
+    from ..hosts import AttentionSite
+
+_FILTERS: dict[str, type[FilterConfig]] = {}
+C = TypeVar("C", bound="type[FilterConfig]")
+
+
+class GraphFilter(nn.Module):
+    """A function of the shift operator with learned coefficients; the child ``graph_filter`` of an attention module.
+
+    Coefficients stay in float32 when the model is cast to bfloat16 or float16: they are few, and steps of a learning
+    rate would be lost in half precision.
+
+    Args:
+        config: the filter's config.
+        site: the attention module that it goes into (name, heads, stack, causality).
+    """
+
+    def __init__(self, config: FilterConfig, site: AttentionSite):
+        super().__init__()
+        self.config = config
+        self.site_name, self.heads = site.name, site.heads
+
+    def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
+        """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """Set the start values, in place, through ``torch.nn.init``."""
+        raise NotImplementedError
+
+    def coefficients(self) -> dict[str, Tensor]:
+        """The coefficients by name, learned or fixed, as they enter the formula."""
+        return {name: t.detach() for name, t in (*self.named_parameters(), *self.named_buffers())}
+
+    def extra_repr(self) -> str:
+        return f"{self.config}, heads={self.heads}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GraphFilter:
+        def keep_precision(t: Tensor) -> Tensor:
+            moved = fn(t)
+            lowered = moved.is_floating_point() and moved.element_size() < t.element_size()
+            return t.to(moved.device) if lowered else moved
+
+        return super()._apply(keep_precision, recurse)
+
+
+class FilterConfig:
+    """Base of all filter configs: frozen dataclasses whose fields are checked by type and by ``validate``.
+
+    Class attributes:
+        filter: the registered name, set by ``register_filter``.
+        version: of the serialised form; raise it when fields change meaning.
+        module: the ``GraphFilter`` that the config builds.
+    """
+
+    filter: ClassVar[str] = ""
+    version: ClassVar[int] = 1
+    module: ClassVar[type[GraphFilter]] = GraphFilter
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if isinstance(value, list):  # JSON has no tuples
+                value = tuple(value)
+                object.__setattr__(self, field.name, value)
+            if not _has_type(value, hints[field.name]):
+                raise GraphFilterError(
+                    f"{type(self).__name__}: {field.name} must be {_describe(hints[field.name])}, got {value!r}"
+                )
+            if isinstance(value, float) and not math.isfinite(value):
+                raise GraphFilterError(f"{type(self).__name__}: {field.name} must be finite, got {value!r}")
+        self.validate()
+
+    def validate(self) -> None:
+        """Check what types cannot say; raise ``GraphFilterError`` naming the field."""
+
+    def build(self, site: AttentionSite) -> GraphFilter:
+        """The filter's module for one attention module."""
+        return self.module(self, site)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form: ``{"filter": name, "version": int, field: value, ...}``."""
+        values = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}  # type: ignore[call-overload]
+        return {"filter": self.filter, "version": self.version, **values}
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> FilterConfig:
+        """The config that ``to_dict`` wrote; unknown filters, versions, fields and wrong types are errors by name."""
+        if not isinstance(data, dict) or not isinstance(data.get("filter"), str):
+            raise GraphFilterError(f"a filter config is a dict with a key 'filter', got {data!r}")
+        options = dict(data)
+        config_class = get_filter(options.pop("filter"))
+        version = options.pop("version", None)
+        if version != config_class.version:
+            raise GraphFilterError(
+                f"{config_class.__name__}: version {version!r} of its config is unknown, this installation reads "
+                f"version {config_class.version}; install the hf_graphfilter release that wrote it"
+            )
+        return config_class.from_options(**options)
+
+    @classmethod
+    def from_options(cls, **options: Any) -> FilterConfig:
+        """The config with these options; an unknown one is named, with the nearest known."""
+        known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+        for option in options:
+            if option not in known:
+                raise GraphFilterError(
+                    f"{cls.__name__} has no option {option!r}{_nearest(option, known)}; its options are "
+                    f"{', '.join(known) or 'none'}"
+                )
+        return cls(**options)
+
+
+def register_filter(name: str) -> Callable[[C], C]:
+    """Class decorator that makes a config class known by ``name`` to ``patch_model`` and to saved checkpoints.
+
+    A package may also name its module under the entry point group ``hf_graphfilter.filters``; it is then imported when
+    a checkpoint or a user asks for the name.
+
+    Raises:
+        GraphFilterError: the name is taken by another class, or the class has no module of its own.
+    """
+
+    def register(config_class: C) -> C:
+        taken = _FILTERS.get(name)
+        if taken is not None and (taken.__module__, taken.__qualname__) != (
+            config_class.__module__,
+            config_class.__qualname__,
+        ):
+            raise GraphFilterError(f"the filter name {name!r} is taken by {taken.__module__}.{taken.__qualname__}")
+        if not issubclass(config_class, FilterConfig) or config_class.module is GraphFilter:
+            raise GraphFilterError(
+                f"{config_class.__name__} must derive from FilterConfig and set `module` to its GraphFilter class"
+            )
+        config_class.filter = name
+        _FILTERS[name] = config_class
+        return config_class
+
+    return register
+
+
+def available_filters() -> tuple[str, ...]:
+    """Names of the registered filters, sorted."""
+    return tuple(sorted(_FILTERS))
+
+
+def get_filter(name: str) -> type[FilterConfig]:
+    """The config class registered as ``name``; an unknown name lists the known ones."""
+    if name not in _FILTERS:
+        for entry in metadata.entry_points(group="hf_graphfilter.filters", name=name):
+            entry.load()
+    if name not in _FILTERS:
+        known = available_filters()
+        raise GraphFilterError(
+            f"unknown filter {name!r}{_nearest(name, known)}; known filters: {', '.join(known)} (a third party's "
+            "filter must be imported first)"
+        )
+    return _FILTERS[name]
+
+
+def as_config(filter: str | FilterConfig, **options: Any) -> FilterConfig:
+    """A config from a name with options, or from a config object (then without options)."""
+    if isinstance(filter, str):
+        return get_filter(filter).from_options(**options)
+    if not isinstance(filter, FilterConfig):
+        raise GraphFilterError(
+            f"filter must be a name or a FilterConfig, got {type(filter).__name__}; known filters: "
+            f"{', '.join(available_filters())}"
+        )
+    if options:
+        raise GraphFilterError(f"options {sorted(options)} go into the {type(filter).__name__} object, not beside it")
+    return filter
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    by_lower = {k.lower(): k for k in known}
+    match = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.5)
+    return f" (did you mean {by_lower[match[0]]!r}?)" if match else ""
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return value in args
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_has_type(v, args[0]) for v in value)
+    if origin in (typing.Union, types.UnionType):
+        return any(_has_type(value, a) for a in args)
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+def _describe(hint: Any) -> str:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(map(repr, args))
+    if origin is tuple:
+        return f"a tuple of {_describe(args[0])}"
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_describe(a) for a in args)
+    return {int: "an integer", float: "a number", str: "a string", bool: "True or False"}.get(hint, str(hint))
+
+
+def per_head(coefficient: Tensor, signal: Tensor) -> Tensor:
+    """A coefficient of shape (heads,) shaped to multiply a signal (batch, heads, tokens, features)."""
+    return coefficient.to(torch.promote_types(coefficient.dtype, signal.dtype)).view(-1, 1, 1)

@@ -1,0 +1,102 @@
+"""GFSA: graph-filter-based self-attention, a polynomial of the attention matrix.
+
+Source: Choi et al., "Graph Convolutions Enrich the Self-Attention in Transformers!" (NeurIPS 2024), Eq. 4-6.
+"""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import GraphFilterError
+from ..shift import ShiftOperator
+from .base import FilterConfig, GraphFilter, per_head, register_filter
+
+if typing.TYPE_CHECKING:
+    from ..hosts import AttentionSite
+
+COEFFICIENTS = ("w_0", "w_1", "w_K")
+
+
+class GFSA(GraphFilter):
+    """``H V = w_0 V + w_1 S(V) + w_K P(V)`` with ``P`` the K-th power of ``S`` or its first-order approximation.
+
+    With ``approximation="taylor"`` (Eq. 4), ``P = S + (K-1)(S^2 - S)``: two applications of ``S`` whatever K. With
+    ``"none"``, ``P = S^K``: K applications. One coefficient of each kind a head, float32; the paper learns only
+    ``w_K`` and starts it at 0, so the patched model equals the original.
+
+    Dropout: each application draws its own mask, and E[A_1 A_2] = A^2 holds for independent masks only. The authors'
+    BERT and GPT-2 code squares one dropped-out matrix instead.
+    """
+
+    config: GFSAConfig
+    w_0: Tensor
+    w_1: Tensor
+    w_K: Tensor
+
+    def __init__(self, config: GFSAConfig, site: AttentionSite):
+        super().__init__(config, site)
+        for name in COEFFICIENTS:
+            start = torch.empty(site.heads)
+            if name in config.learn:
+                self.register_parameter(name, nn.Parameter(start))
+            else:
+                self.register_buffer(name, start)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for name in COEFFICIENTS:
+            nn.init.constant_(getattr(self, name), getattr(self.config, name))
+
+    def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
+        shifted = shift(value)
+        power = shifted
+        if self.config.approximation == "none":
+            for _ in range(self.config.K - 1):
+                power = shift(power)
+        elif self.config.K > 1:
+            power = torch.lerp(shifted, shift(shifted), self.config.K - 1.0)
+        out = per_head(self.w_1, shifted) * shifted
+        out = torch.addcmul(out, per_head(self.w_K, power), power)
+        out = torch.addcmul(out, per_head(self.w_0, value), shift.identity(value))
+        return out.to(value.dtype)
+
+
+@register_filter("gfsa")
+@dataclass(frozen=True)
+class GFSAConfig(FilterConfig):
+    """Options of GFSA.
+
+    Args:
+        K: order of the high-order term, an integer >= 1; the papers use 2 to 10.
+        w_0, w_1, w_K: start values of the coefficients of I, A and A^K, the same for all heads.
+        learn: which of ``"w_0"``, ``"w_1"``, ``"w_K"`` are trained; the others are fixed buffers.
+        approximation: ``"taylor"`` for Eq. 4 of the paper (error at most 2K in the infinity norm, Theorem 3.1),
+            ``"none"`` for the exact power.
+
+    Example:
+        >>> GFSAConfig(K=4, w_0=-0.01).to_dict()["K"]
+        4
+    """
+
+    module = GFSA
+
+    K: int = 3
+    w_0: float = 0.0
+    w_1: float = 1.0
+    w_K: float = 0.0
+    learn: tuple[str, ...] = ("w_K",)
+    approximation: Literal["taylor", "none"] = "taylor"
+
+    def validate(self) -> None:
+        if self.K < 1:
+            raise GraphFilterError(f"GFSAConfig: K must be an integer >= 1, got {self.K}")
+        for name in self.learn:
+            if name not in COEFFICIENTS:
+                raise GraphFilterError(f"GFSAConfig: learn names {name!r}, but the coefficients are w_0, w_1 and w_K")
+        if len(set(self.learn)) != len(self.learn):
+            raise GraphFilterError(f"GFSAConfig: learn names a coefficient twice: {self.learn}")

@@ -1,0 +1,96 @@
+"""Hosts: where attention lives in each library. One file a library, all with the functions of ``Host``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..errors import GraphFilterError
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """A self-attention module that a filter can go into.
+
+    Attributes:
+        name: path of the module in the model.
+        module: the attention module.
+        heads: number of query heads.
+        causal: whether a token sees only earlier ones.
+        stack: ``"encoder"`` or ``"decoder"``.
+        group: path of the stack; layers are counted within it.
+        index: number of the layer in its stack, from 0.
+    """
+
+    name: str
+    module: nn.Module
+    heads: int
+    causal: bool
+    stack: str
+    group: str
+    index: int
+
+
+class Host(Protocol):
+    """What ``patching`` needs of a library."""
+
+    def find(self, model: nn.Module) -> tuple[list[AttentionSite], dict[str, str]]:
+        """The sites in module order, and the refused attention modules: name -> reason."""
+
+    def attach(self, site: AttentionSite, graph_filter: nn.Module) -> None:
+        """Route the module's attention through the filter."""
+
+    def detach(self, module: nn.Module) -> None:
+        """Undo ``attach``."""
+
+    def backend(self, module: nn.Module) -> str:
+        """Name of the attention implementation behind a patched module."""
+
+    def read_record(self, model: nn.Module) -> dict[str, Any] | None:
+        """What ``write_record`` left."""
+
+    def write_record(self, model: nn.Module, record: dict[str, Any] | None) -> None:
+        """Keep the record of the patch where the library saves it, or remove it (None)."""
+
+    def relative_name(self, model: nn.Module, name: str) -> str:
+        """The module's name as it is with and without a task head."""
+
+
+def host_of(model: object) -> Host:
+    """The host of a model.
+
+    Raises:
+        GraphFilterError: no host takes this kind of object.
+    """
+    from . import transformers
+
+    if isinstance(model, transformers.PreTrainedModel):
+        return transformers  # type: ignore[return-value]
+    raise GraphFilterError(
+        f"cannot patch a {type(model).__module__}.{type(model).__qualname__}: patch_model takes a transformers "
+        "PreTrainedModel (hand in the inner model if it is wrapped)"
+    )
+
+
+def locate(name: str, causal: bool) -> tuple[str, str]:
+    """(stack, group) of a module path: ``decoder.block.3.layer.0.SelfAttention`` is in ``decoder``, ``decoder.block``."""
+    parts = name.split(".")
+    named = next((p for p in parts if p in ("encoder", "decoder")), None)
+    number = next((i for i, p in enumerate(parts) if p.isdigit()), len(parts))
+    return named or ("decoder" if causal else "encoder"), ".".join(parts[:number])
+
+
+def looks_like_attention(module: nn.Module) -> bool:
+    """Whether a refused module is worth naming: its class says attention and it owns parameters."""
+    return bool(re.search(r"attention|attn", type(module).__name__, re.I)) and any(
+        isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D" for child in module.children()
+    )
+
+
+def parameter_like(module: nn.Module) -> torch.Tensor:
+    """A tensor whose device a new filter should share."""
+    return next(module.parameters(), torch.empty(0))

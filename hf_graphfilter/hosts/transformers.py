@@ -1,0 +1,336 @@
+"""The seam into transformers: the attention interface.
+
+Nearly every modelling file computes attention through ``ALL_ATTENTION_FUNCTIONS.get_interface(
+self.config._attn_implementation, eager)``. A patched module gets a shallow copy of its config whose implementation
+names our function; that function calls the one the user chose, which is still written in the model's own config. So
+masks, ``set_attn_implementation`` and the model's code stay as they are.
+
+``install`` adds to ``PreTrainedModel`` what saving and loading need; it does nothing for models without a filter.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..errors import GraphFilterError
+from ..filters import GraphFilter
+from ..shift import AttentionShift
+from . import AttentionSite, cache, locate, looks_like_attention
+
+IMPLEMENTATION = "hf_graphfilter"
+CHILD = "graph_filter"
+_BASE_CONFIG = "_graph_filter_base_config"
+_HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
+_CROSS_NAME = re.compile(r"cross|^enc_?dec_?att|^encoder_att", re.I)
+
+
+# ----------------------------------------------------------------------------------------------- the attention function
+
+
+def graph_filter_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention as the graph filter of ``module``; the signature and results of every transformers attention function.
+
+    query (batch, heads, tokens, features), key and value (batch, key heads, key tokens, features); returns the output
+    (batch, tokens, heads, features) and the weights of the first application where the backend gives them.
+    """
+    graph_filter = getattr(module, CHILD, None)
+    if graph_filter is None:
+        raise GraphFilterError(
+            f"{type(module).__name__} runs with attn_implementation={IMPLEMENTATION!r} but has no graph filter: use "
+            "patch_model(model, ...), and leave attn_implementation to name the backend (sdpa, eager, ...)"
+        )
+    past = kwargs.pop(cache.ARGUMENT, None)
+    attend = _backend_function(module)
+    _refuse_unhonoured(module, attend, kwargs)
+    if query.shape[1] != graph_filter.heads:
+        raise GraphFilterError(
+            f"{graph_filter.site_name} ({type(module).__name__}): the filter has {graph_filter.heads} heads, the query "
+            f"{query.shape[1]} (shape {tuple(query.shape)})"
+        )
+
+    def apply(keys: Tensor, signal: Tensor) -> tuple[Tensor, Tensor | None]:
+        repeated = keys.shape[1] != key.shape[1]
+        return attend(_SingleGroup(module) if repeated else module, query, keys, signal, attention_mask, **kwargs)
+
+    shift = AttentionShift(apply, query, key, cache.memory(past, module, key))
+    output = graph_filter(shift, value)
+    return output.transpose(1, 2).contiguous(), shift.weights
+
+
+class _SingleGroup:
+    """A view of an attention module whose keys have been repeated to one group a head."""
+
+    num_key_value_groups = 1
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _forward_code(module: nn.Module) -> Callable[..., Any]:
+    return inspect.unwrap(type(module).forward)
+
+
+def backend(module: nn.Module) -> str:
+    """The attention implementation that the user chose, read at each call from the model's own config."""
+    return getattr(module.config, _BASE_CONFIG)._attn_implementation or "eager"  # type: ignore[arg-type]
+
+
+def _backend_function(module: nn.Module) -> Callable[..., Any]:
+    namespace, eager = _interface(type(module))
+    return namespace["ALL_ATTENTION_FUNCTIONS"].get_interface(backend(module), namespace.get(eager))
+
+
+@functools.cache
+def _interface(module_class: type[nn.Module]) -> tuple[dict[str, Any], str]:
+    """Globals of the modelling file and the name of the eager function that its ``forward`` falls back to."""
+    forward = inspect.unwrap(module_class.forward)
+    names = forward.__code__.co_names
+    eager = next((n for n in names if n.endswith("eager_attention_forward")), "eager_attention_forward")
+    return forward.__globals__, eager
+
+
+@functools.cache
+def _honours_softcap(attend: Callable[..., Any]) -> bool:
+    return "softcap" in inspect.signature(attend).parameters
+
+
+def _refuse_unhonoured(module: nn.Module, attend: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+    """Arguments that would break linearity or row sums, or that the backend would drop in silence."""
+    site = f"{getattr(module, CHILD).site_name} ({type(module).__name__})"
+    for sink in ("s_aux", "sinks"):
+        if kwargs.get(sink) is not None:
+            raise GraphFilterError(f"{site} uses attention sinks ({sink}): rows of A then sum to less than 1")
+    if kwargs.get("softcap") is not None and not _honours_softcap(attend):
+        raise GraphFilterError(
+            f"{site} caps its scores (softcap={kwargs['softcap']}) and {backend(module)!r} attention drops that; load "
+            "the model with attn_implementation='eager'"
+        )
+    if kwargs.get("cache") is not None:
+        raise GraphFilterError(f"{site}: paged attention (continuous batching) cannot be filtered; use generate()")
+
+
+# --------------------------------------------------------------------------------------------------------- finding sites
+
+
+def find(model: PreTrainedModel) -> tuple[list[AttentionSite], dict[str, str]]:
+    """All self-attention modules that run through the attention interface, and the others with the reason."""
+    sites, refused, counts = [], {}, Counter[str]()
+    for name, module in model.named_modules():
+        if CHILD in name.split("."):
+            continue
+        reason = _refusal(name, module)
+        if reason is None:
+            causal = bool(getattr(module, "is_causal", False))
+            stack, group = locate(name, causal)
+            sites.append(AttentionSite(name, module, _heads(module), causal, stack, group, counts[group]))  # type: ignore[arg-type]
+            counts[group] += 1
+        elif reason:
+            refused[name] = reason
+    return sites, refused
+
+
+def _refusal(name: str, module: nn.Module) -> str | None:
+    """None for a patchable module, the reason for another attention module, "" for anything else."""
+    names = _forward_code(module).__code__.co_names if hasattr(_forward_code(module), "__code__") else ()
+    if "ALL_ATTENTION_FUNCTIONS" not in names:
+        return "its forward does not use the attention interface" if looks_like_attention(module) else ""
+    if (
+        _CROSS_NAME.search(name.rsplit(".", 1)[-1])
+        or "Cross" in type(module).__name__
+        or getattr(module, "is_cross_attention", False)
+        or any(re.search(r"cross_?att|^EncDec", part, re.I) for part in name.split("."))
+    ):
+        return "cross-attention: A is not square"
+    if not hasattr(getattr(module, "config", None), "_attn_implementation"):
+        return "it has no config to route the attention through"
+    if getattr(module, "sinks", None) is not None:
+        return "attention sinks: rows of A sum to less than 1"
+    if getattr(module, "reorder_and_upcast_attn", False):
+        return "reorder_and_upcast_attn: its own eager attention goes past the interface"
+    softcap = getattr(module, "attn_logit_softcapping", None)
+    if softcap is not None and not _honours_softcap(_original_backend(module)):
+        chosen = module.config._attn_implementation
+        return f"soft-capped scores (softcap={softcap}) that {chosen!r} attention drops: load with attn_implementation='eager'"
+    if _heads(module) is None:
+        return f"none of {', '.join(_HEAD_COUNTS)} tells its number of heads"
+    return None
+
+
+def _original_backend(module: nn.Module) -> Callable[..., Any]:
+    if CHILD in module._modules:
+        return _backend_function(module)
+    namespace, eager = _interface(type(module))
+    chosen = module.config._attn_implementation or "eager"  # type: ignore[union-attr]
+    return namespace["ALL_ATTENTION_FUNCTIONS"].get_interface(chosen, namespace.get(eager))
+
+
+def _heads(module: nn.Module) -> int | None:
+    for owner in (module, module.config):
+        for attribute in _HEAD_COUNTS:
+            heads = getattr(owner, attribute, None)
+            if isinstance(heads, int):
+                return heads
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------- attach and detach
+
+
+def attach(site: AttentionSite, graph_filter: nn.Module) -> None:
+    module = site.module
+    base = module.config
+    routed = copy.copy(base)
+    routed._attn_implementation_internal = IMPLEMENTATION  # type: ignore[union-attr]
+    object.__setattr__(routed, _BASE_CONFIG, base)
+    module.add_module(CHILD, graph_filter)
+    module.config = routed
+    cache.follow(module)
+
+
+def detach(module: nn.Module) -> None:
+    cache.unfollow(module)
+    module.config = getattr(module.config, _BASE_CONFIG)
+    delattr(module, CHILD)
+
+
+def relative_name(model: PreTrainedModel, name: str) -> str:
+    return name.removeprefix(f"{model.base_model_prefix}.") if model.base_model_prefix else name
+
+
+def read_record(model: PreTrainedModel) -> dict[str, Any] | None:
+    return getattr(model.config, CHILD, None)
+
+
+def write_record(model: PreTrainedModel, record: dict[str, Any] | None) -> None:
+    """Keep the record in the config, and with it an implementation name that makes loading without us fail."""
+    config = model.config
+    if record is None:
+        for attribute in (CHILD, "attn_implementation"):
+            config.__dict__.pop(attribute, None)
+        return
+    setattr(config, CHILD, record)
+    config.__dict__["attn_implementation"] = IMPLEMENTATION
+    # read by from_pretrained: coefficients stay in float32 whatever dtype is asked for
+    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), CHILD}
+
+
+# --------------------------------------------------------------------------------------------------------------- install
+
+
+def install() -> None:
+    """Register the attention function, and teach ``PreTrainedModel`` to load patched checkpoints. Idempotent."""
+    if IMPLEMENTATION in ALL_ATTENTION_FUNCTIONS:
+        return
+    type(ALL_ATTENTION_FUNCTIONS).register(IMPLEMENTATION, graph_filter_attention)
+    for name, wrap in _WRAPS.items():
+        original = inspect.getattr_static(PreTrainedModel, name)
+        setattr(PreTrainedModel, name, wrap(original))
+
+
+def _resolve_implementation(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _check_and_adjust_attn_implementation(
+        self: PreTrainedModel, attn_implementation: str | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        # a patched checkpoint names us, so that it cannot be loaded without us: for the model it means "the default"
+        if attn_implementation == IMPLEMENTATION and hasattr(self.config, CHILD):
+            attn_implementation = None
+        return original(self, attn_implementation, *args, **kwargs)
+
+    return _check_and_adjust_attn_implementation
+
+
+def _patch_after_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def post_init(self: PreTrainedModel) -> None:
+        original(self)
+        if getattr(self.config, CHILD, None) is not None:
+            from ..patching import apply_record
+
+            apply_record(self)
+
+    return post_init
+
+
+def _initialise_filters(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _initialize_weights(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # coefficients missing from a checkpoint come up as uninitialised memory
+        if isinstance(module, GraphFilter) and not getattr(module, "_is_hf_initialized", False):
+            module.reset_parameters()
+            module._is_hf_initialized = True  # type: ignore[assignment]
+            return None
+        return original(self, module, *args, **kwargs)
+
+    return _initialize_weights
+
+
+def _check_after_load(original: classmethod[Any, Any, Any]) -> classmethod[Any, Any, Any]:
+    function = original.__func__
+
+    @functools.wraps(function)
+    def from_pretrained(
+        cls: type[PreTrainedModel], pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        wants_info = kwargs.pop("output_loading_info", False)
+        try:
+            model, info = function(cls, pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        except (SafetensorError, EOFError) as error:
+            raise GraphFilterError(
+                f"{pretrained_model_name_or_path}: a weights file is corrupted or truncated ({error}); save or "
+                "download it again"
+            ) from error
+        _check_coefficients(model, info, pretrained_model_name_or_path)
+        return (model, info) if wants_info else model
+
+    return classmethod(from_pretrained)
+
+
+def _check_coefficients(model: PreTrainedModel, info: dict[str, Any], path: Any) -> None:
+    """Nothing is silently unfiltered: every coefficient in the file went somewhere, and the file has all or none."""
+    marker = f".{CHILD}."
+    owners = dict(model.named_modules())
+    lost = sorted(k for k in info["unexpected_keys"] if marker in k and k.split(marker)[0] in owners)
+    if lost:
+        raise GraphFilterError(
+            f"{path} holds filter coefficients that {type(model).__name__} has no filter for ({lost[0]} and "
+            f"{len(lost) - 1} more): load it with the class that was saved, {model.config.architectures}, or drop its "
+            "filter there with unpatch_model"
+        )
+    expected = {k for k in model.state_dict() if marker in k}
+    missing = expected & set(info["missing_keys"])
+    if missing and missing != expected:
+        raise GraphFilterError(
+            f"{path} lacks {len(missing)} of its {len(expected)} filter coefficients ({min(missing)} ...): the "
+            "checkpoint is incomplete; save or download it again"
+        )
+
+
+_WRAPS: dict[str, Callable[[Any], Any]] = {
+    "_check_and_adjust_attn_implementation": _resolve_implementation,
+    "post_init": _patch_after_init,
+    "_initialize_weights": _initialise_filters,
+    "from_pretrained": _check_after_load,
+}

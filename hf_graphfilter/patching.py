@@ -1,0 +1,253 @@
+"""Patch a model in place, undo it, and look at what was done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .errors import GraphFilterError
+from .filters import FilterConfig, GraphFilter, as_config
+from .hosts import AttentionSite, Host, host_of, parameter_like
+
+Layers = None | Literal["even", "odd"] | Sequence[int] | slice | Callable[[int, str], bool]
+M = TypeVar("M", bound=nn.Module)
+RECORD_VERSION = 1
+
+
+def patch_model(
+    model: M,
+    filter: str | FilterConfig = "gfsa",
+    *,
+    layers: Layers = None,
+    stack: Literal["encoder", "decoder"] | None = None,
+    **options: Any,
+) -> M:
+    """Replace self-attention by a graph filter, in place.
+
+    Every selected attention module gets one child, ``graph_filter``; no other parameter changes its name or value.
+    Cross-attention is never patched.
+
+    Args:
+        model: a transformers ``PreTrainedModel`` whose attention runs through the attention interface.
+        filter: name of a registered filter, or its config object.
+        layers: which layers of each stack, counted from 0: ``None`` for all, ``"even"``, ``"odd"``, a list of indices
+            (negative ones count from the end), a slice, or a predicate ``(index, module name) -> bool``.
+        stack: ``"encoder"`` or ``"decoder"`` to patch only these; ``None`` for both.
+        **options: options of the filter, when it is given by name.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        GraphFilterError: an unknown filter or option, an empty or impossible selection, a model that has nothing to
+            patch or is patched there already. The model is then as it was.
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> model = BertModel(BertConfig(num_hidden_layers=2))
+        >>> patch_model(model, "gfsa", K=3) is model
+        True
+    """
+    config = as_config(filter, **options)
+    host = host_of(model)
+    sites, refused = host.find(model)
+    if not sites:
+        raise GraphFilterError(_nothing_to_patch(model, refused))
+    selected = select_sites(sites, layers, stack)
+    for site in selected:
+        if hasattr(site.module, "graph_filter"):
+            raise GraphFilterError(
+                f"{type(model).__name__} is already patched at {site.name} "
+                f"({site.module.graph_filter.config}); call unpatch_model first, or select other layers"
+            )
+    _attach_all(host, selected, config)
+    record = host.read_record(model) or {"version": RECORD_VERSION, "filters": []}
+    names = [host.relative_name(model, site.name) for site in selected]
+    groups = [*record["filters"], {"config": config.to_dict(), "modules": names}]
+    host.write_record(model, {"version": RECORD_VERSION, "filters": groups})
+    return model
+
+
+def unpatch_model(model: M) -> M:
+    """Take all filters out again, in place: the model is then exactly the original (with the weights it has now).
+
+    Raises:
+        GraphFilterError: the model is not patched.
+    """
+    host = host_of(model)
+    for _, module in patched_modules(model):
+        host.detach(module)
+    host.write_record(model, None)
+    return model
+
+
+@dataclass(frozen=True)
+class FilterRow:
+    """One patched module: where it is, its filter, the coefficients by name (float32, CPU), and what computes S."""
+
+    module: str
+    filter: FilterConfig
+    coefficients: dict[str, Tensor]
+    backend: str
+
+
+class FilterStatus(list[FilterRow]):
+    """Rows of ``filter_status``; prints as a table with the mean (and spread over heads) of each coefficient."""
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """(header, rows) as text."""
+        names = list(dict.fromkeys(name for row in self for name in row.coefficients))
+        header = ["module", "filter", *names, "backend"]
+        rows = [
+            [row.module, row.filter.filter, *(_summary(row.coefficients.get(n)) for n in names), row.backend]
+            for row in self
+        ]
+        return header, rows
+
+    def __str__(self) -> str:
+        if not self:
+            return "no graph filter"
+        header, rows = self.table()
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        lines = [header, ["-" * width for width in widths], *rows]
+        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def filter_status(model: nn.Module) -> FilterStatus:
+    """What is patched: a list of rows (module, filter, coefficients, backend) that prints as a table.
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> model = patch_model(BertModel(BertConfig(num_hidden_layers=2)), "gfsa", layers="even")
+        >>> [row.module for row in filter_status(model)]
+        ['encoder.layer.0.attention.self']
+    """
+    host = host_of(model)
+    rows = []
+    for name, module in patched_modules(model, required=False):
+        graph_filter = module.graph_filter
+        values = {k: v.float().cpu() for k, v in graph_filter.coefficients().items()}
+        rows.append(FilterRow(name, graph_filter.config, values, host.backend(module)))
+    return FilterStatus(rows)
+
+
+def filter_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The learned parameters of all filters in the model."""
+    for _, module in patched_modules(model, required=False):
+        yield from module.graph_filter.parameters()
+
+
+def patched_modules(model: nn.Module, required: bool = True) -> list[tuple[str, Any]]:
+    """(name, module) of the patched attention modules; an unpatched model is an error where one is ``required``."""
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if "graph_filter" in module._modules and hasattr(module.graph_filter, "site_name")
+    ]
+    if required and not found:
+        raise GraphFilterError(f"{type(model).__name__} has no graph filter; call patch_model first")
+    return found
+
+
+def apply_record(model: nn.Module) -> None:
+    """Patch what a saved record names and the model has, as ``from_pretrained`` does; patched modules stay.
+
+    A sub-model sees only its own modules, and a record written with a task head is read without it.
+
+    Raises:
+        GraphFilterError: an unknown version, filter or field, or a record of another shape.
+    """
+    host = host_of(model)
+    record = host.read_record(model)
+    if not isinstance(record, dict) or record.get("version") != RECORD_VERSION:
+        version = record.get("version") if isinstance(record, dict) else record
+        raise GraphFilterError(
+            f"{type(model).__name__}: version {version!r} of config.graph_filter is unknown, this installation reads "
+            f"version {RECORD_VERSION}; install the hf_graphfilter release that wrote it"
+        )
+    try:
+        groups = [(FilterConfig.from_dict(g["config"]), set(g["modules"])) for g in record["filters"]]
+    except (KeyError, TypeError) as error:
+        raise GraphFilterError(f"config.graph_filter is malformed ({error!r}): {record}") from error
+    sites, _ = host.find(model)
+    free = [site for site in sites if not hasattr(site.module, "graph_filter")]
+    for config, names in groups:
+        _attach_all(host, [site for site in free if host.relative_name(model, site.name) in names], config)
+    if patched_modules(model, required=False):
+        host.write_record(model, record)
+
+
+def _attach_all(host: Host, sites: list[AttentionSite], config: FilterConfig) -> None:
+    # build everything before the first change: a failure leaves the model as it was
+    filters = [_placed(config.build(site), site) for site in sites]
+    for site, graph_filter in zip(sites, filters, strict=True):
+        host.attach(site, graph_filter)
+
+
+def _placed(graph_filter: GraphFilter, site: AttentionSite) -> GraphFilter:
+    like = parameter_like(site.module)
+    dtype = torch.float64 if like.dtype == torch.float64 else None
+    graph_filter.train(site.module.training)
+    return graph_filter if like.is_meta else graph_filter.to(device=like.device, dtype=dtype)
+
+
+def select_sites(sites: list[AttentionSite], layers: Layers, stack: str | None) -> list[AttentionSite]:
+    """The sites that ``layers`` and ``stack`` of ``patch_model`` choose; layers are counted within each stack."""
+    kinds = sorted({site.stack for site in sites})
+    if stack is not None:
+        if stack not in kinds:
+            raise GraphFilterError(f"stack={stack!r}: the model has {' and '.join(kinds)} self-attention only")
+        sites = [site for site in sites if site.stack == stack]
+    groups: dict[str, list[AttentionSite]] = {}
+    for site in sites:
+        groups.setdefault(site.group, []).append(site)
+    chosen = [site for group, members in groups.items() for site in _select(group, members, layers)]
+    if not chosen:
+        counts = ", ".join(f"{group or 'model'}: {len(members)}" for group, members in groups.items())
+        raise GraphFilterError(f"layers={layers!r} selects no layer; layers found ({counts})")
+    return chosen
+
+
+def _select(group: str, sites: list[AttentionSite], layers: Layers) -> list[AttentionSite]:
+    if layers is None:
+        return sites
+    if isinstance(layers, str):
+        if layers not in ("even", "odd"):
+            raise GraphFilterError(
+                f"layers={layers!r}: use None, 'even', 'odd', a list of indices, a slice, or a predicate"
+            )
+        return sites[layers == "odd" :: 2]
+    if isinstance(layers, slice):
+        return sites[layers]
+    if callable(layers):
+        return [site for site in sites if layers(site.index, site.name)]
+    if not isinstance(layers, Sequence) or any(not isinstance(i, int) or isinstance(i, bool) for i in layers):
+        raise GraphFilterError(f"layers={layers!r}: a list of layers holds integers")
+    for i in layers:
+        if not -len(sites) <= i < len(sites):
+            raise GraphFilterError(
+                f"layers={layers!r}: {i} is out of range, {group or 'the model'} has {len(sites)} layers"
+                " (use stack= to choose encoder or decoder)"
+            )
+    wanted = {i % len(sites) for i in layers}
+    return [site for site in sites if site.index in wanted]
+
+
+def _nothing_to_patch(model: nn.Module, refused: dict[str, str]) -> str:
+    reasons: dict[tuple[str, str], int] = {}
+    for name, reason in refused.items():
+        key = (type(model.get_submodule(name)).__name__, reason)
+        reasons[key] = reasons.get(key, 0) + 1
+    found = "; ".join(f"{count} x {cls}: {reason}" for (cls, reason), count in reasons.items())
+    return f"{type(model).__name__} has no self-attention to patch. Attention found: {found or 'none'}"
+
+
+def _summary(values: Tensor | None) -> str:
+    if values is None:
+        return ""
+    spread = f" ± {values.std(correction=0):.4f}" if values.numel() > 1 and values.std(correction=0) > 0 else ""
+    return f"{values.mean():.4f}{spread}"

@@ -1,0 +1,134 @@
+"""The graph shift operator: attention as a linear map over tokens.
+
+A graph filter is a function of the shift operator ``S : x -> A x``, where ``A`` is the attention matrix after mask and
+softmax. Attention is linear in its value argument, so any attention function *is* such an operator, and ``A^2 V`` is
+``S(S(V))``: no n x n matrix is formed. Filters see only this object, never an architecture.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .errors import GraphFilterError
+
+
+class ShiftMemory(Protocol):
+    """What incremental decoding must remember: the earlier rows of every signal that ``S`` was applied to."""
+
+    def extend(self, application: int, signal: Tensor) -> Tensor:
+        """Append rows (batch, heads, new tokens, features) of application number ``application``; return all rows."""
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Repeat grouped heads: (batch, groups, tokens, features) to (batch, heads, tokens, features)."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+class ShiftOperator(ABC):
+    """Applies ``S`` to signals of shape (batch, heads, tokens, features)."""
+
+    @abstractmethod
+    def __call__(self, signal: Tensor) -> Tensor:
+        """``S(signal)``, shape (batch, heads, query tokens, features), dtype of the signal."""
+
+    @abstractmethod
+    def identity(self, value: Tensor) -> Tensor:
+        """The rows of ``value`` at the query tokens, one copy a head: what ``I`` is to ``S``."""
+
+
+class DenseShift(ShiftOperator):
+    """The reference: ``S`` given by an explicit matrix, O(n^2) memory.
+
+    Args:
+        matrix: (batch, heads, query tokens, key tokens), rows sum to 1.
+
+    Example:
+        >>> import torch
+        >>> shift = DenseShift(torch.full((1, 2, 3, 3), 1 / 3))
+        >>> shift(torch.arange(6.0).view(1, 1, 3, 2))[0, 1, 0]
+        tensor([2., 3.])
+    """
+
+    def __init__(self, matrix: Tensor):
+        self.matrix = matrix
+
+    def __call__(self, signal: Tensor) -> Tensor:
+        return self.matrix @ repeat_heads(signal, self.matrix.shape[1])
+
+    def identity(self, value: Tensor) -> Tensor:
+        return repeat_heads(value, self.matrix.shape[1])[:, :, -self.matrix.shape[2] :]
+
+
+class AttentionShift(ShiftOperator):
+    """``S`` through an attention function; O(n d) memory whenever the function's own memory is.
+
+    The first application takes the full value tensor, (batch, key heads, key tokens, features), and is the very call
+    that the model itself would make. Later applications take signals at the query tokens with one entry a head; keys
+    are then repeated for grouped-query attention, and the earlier rows come from ``memory`` when decoding with a cache.
+
+    Args:
+        attend: ``attend(key, value) -> (output, weights)``, the attention function with query, mask, scale and
+            dropout bound; output (batch, query tokens, heads, features), weights (batch, heads, query, key) or None.
+        query: (batch, heads, query tokens, features).
+        key: (batch, key heads, key tokens, features).
+        memory: the past rows of signals, where the model decodes with a cache.
+    """
+
+    def __init__(
+        self,
+        attend: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]],
+        query: Tensor,
+        key: Tensor,
+        memory: ShiftMemory | None = None,
+    ):
+        self.attend, self.query, self.key, self.memory = attend, query, key, memory
+        self.applications = 0
+        self.weights: Tensor | None = None
+
+    def __call__(self, signal: Tensor) -> Tensor:
+        key = self.key
+        if self.applications:
+            signal = self._all_rows(signal)
+            key = repeat_heads(key, signal.shape[1])
+        output, weights = self.attend(key, signal)
+        if not self.applications:
+            self.weights = weights
+        self.applications += 1
+        return output.transpose(1, 2)
+
+    def identity(self, value: Tensor) -> Tensor:
+        tokens = self.query.shape[2]
+        if value.shape[2] != tokens:
+            self._check_memory(value.shape[2])
+            value = value[:, :, -tokens:]
+        return repeat_heads(value, self.query.shape[1])
+
+    def dense(self) -> DenseShift:
+        """The same operator as an explicit matrix, found by applying it to the unit vectors (for tests, analysis)."""
+        batch, heads, tokens = *self.key.shape[:2], self.key.shape[2]
+        unit = torch.eye(tokens, dtype=self.key.dtype, device=self.key.device).expand(batch, heads, tokens, tokens)
+        return DenseShift(self.attend(self.key, unit)[0].transpose(1, 2))
+
+    def _all_rows(self, signal: Tensor) -> Tensor:
+        if self.memory is not None:
+            signal = self.memory.extend(self.applications, signal)
+        if signal.shape[2] != self.key.shape[2]:
+            self._check_memory(self.key.shape[2])
+            raise GraphFilterError(
+                f"the key/value cache holds {self.key.shape[2]} tokens but the filter has seen {signal.shape[2]} of "
+                "them: the cache was filled by an unpatched model or changed behind the filter; start with a new cache"
+            )
+        return signal
+
+    def _check_memory(self, keys: int) -> None:
+        if self.memory is None:
+            raise GraphFilterError(
+                f"attention of {self.query.shape[2]} query tokens over {keys} key tokens has no square matrix to "
+                "filter: for decoding use a DynamicCache (the default) or use_cache=False; cross-attention is never "
+                "filtered"
+            )

@@ -1,0 +1,80 @@
+"""Filter coefficients need a learning rate of their own.
+
+AdamW moves a scalar by at most about the learning rate a step: at 2e-5 a coefficient ends a fine-tuning run within
+about 0.01 of where it began, and the filter does almost nothing. Weight decay would pull it back to 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from ..errors import GraphFilterError
+from ..patching import filter_parameters
+
+FILTER_LR = 1e-2
+_NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+
+
+def parameter_groups(
+    model: nn.Module, lr: float, weight_decay: float = 0.0, filter_lr: float = FILTER_LR
+) -> list[dict[str, Any]]:
+    """Optimizer groups: decayed weights, undecayed ones (biases, norms), and the filter's, with their own rate.
+
+    Args:
+        model: a patched model, wrapped or not.
+        lr, weight_decay: of the model's own parameters.
+        filter_lr: learning rate of the filter coefficients, which get no weight decay.
+
+    Returns:
+        Groups of the parameters that require gradients; every one is in exactly one group, none is empty.
+
+    Example:
+        >>> import torch
+        >>> from transformers import BertConfig, BertModel
+        >>> from hf_graphfilter import patch_model
+        >>> model = patch_model(BertModel(BertConfig(num_hidden_layers=2)))
+        >>> optimizer = torch.optim.AdamW(parameter_groups(model, lr=2e-5, weight_decay=0.01))
+        >>> [g["lr"] for g in optimizer.param_groups]
+        [2e-05, 2e-05, 0.01]
+    """
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    own = {id(p) for p in filter_parameters(model)}
+    if not own:
+        raise GraphFilterError(f"{type(model).__name__} has no filter parameters: patch it first, with learn= not empty")
+    decayed = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    rest = [(n, p) for n, p in named if id(p) not in own]
+    groups = [
+        {"params": [p for n, p in rest if n in decayed], "lr": lr, "weight_decay": weight_decay},
+        {"params": [p for n, p in rest if n not in decayed], "lr": lr, "weight_decay": 0.0},
+        {"params": [p for _, p in named if id(p) in own], "lr": filter_lr, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def filter_optimizer(
+    args: TrainingArguments, filter_lr: float = FILTER_LR
+) -> tuple[Callable[[], Callable[..., torch.optim.Optimizer]], dict[str, Any]]:
+    """The optimizer that ``args`` asks for, with the filter in a group of its own, for a plain ``Trainer``.
+
+    The Trainer builds it itself, after the model is wrapped, and its schedule scales every group.
+
+    Example:
+        ``Trainer(model, args, optimizer_cls_and_kwargs=filter_optimizer(args, filter_lr=1e-2))``
+    """
+
+    def factory() -> Callable[..., torch.optim.Optimizer]:
+        def build(model: nn.Module, **_: Any) -> torch.optim.Optimizer:
+            optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
+            groups = parameter_groups(model, args.learning_rate, args.weight_decay, filter_lr)
+            return optimizer_class(groups, **options)
+
+        return build
+
+    return factory, {}
