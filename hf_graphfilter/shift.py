@@ -36,6 +36,13 @@ class ShiftOperator(ABC):
     def __call__(self, signal: Tensor) -> Tensor:
         """``S(signal)``, shape (batch, heads, query tokens, features), dtype of the signal."""
 
+    def powers(self, value: Tensor, count: int) -> list[Tensor]:
+        """``[S(value), S(S(value)), ...]``, ``count`` of them, each (batch, heads, query tokens, features)."""
+        signals = [self(value)]
+        while len(signals) < count:
+            signals.append(self(signals[-1]))
+        return signals
+
     @abstractmethod
     def identity(self, value: Tensor) -> Tensor:
         """The rows of ``value`` at the query tokens, one copy a head: what ``I`` is to ``S``."""
@@ -77,6 +84,7 @@ class AttentionShift(ShiftOperator):
         query: (batch, heads, query tokens, features).
         key: (batch, key heads, key tokens, features).
         memory: the past rows of signals, where the model decodes with a cache.
+        twice: a faster form of two applications, ``twice(value) -> (S(value), S(S(value)))``, where there is one.
     """
 
     def __init__(
@@ -85,8 +93,9 @@ class AttentionShift(ShiftOperator):
         query: Tensor,
         key: Tensor,
         memory: ShiftMemory | None = None,
+        twice: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
     ):
-        self.attend, self.query, self.key, self.memory = attend, query, key, memory
+        self.attend, self.query, self.key, self.memory, self.twice = attend, query, key, memory, twice
         self.applications = 0
         self.weights: Tensor | None = None
 
@@ -100,6 +109,15 @@ class AttentionShift(ShiftOperator):
             self.weights = weights
         self.applications += 1
         return output.transpose(1, 2)
+
+    def powers(self, value: Tensor, count: int) -> list[Tensor]:
+        if count == 2 and self.twice is not None and not self.applications:
+            first, second = self.twice(value)
+            if self.memory is not None:
+                self.memory.extend(1, first)
+            self.applications = 2
+            return [first, second]
+        return super().powers(value, count)
 
     def identity(self, value: Tensor) -> Tensor:
         tokens = self.query.shape[2]

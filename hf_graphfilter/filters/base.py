@@ -241,8 +241,3 @@ def _describe(hint: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_describe(a) for a in args)
     return {int: "an integer", float: "a number", str: "a string", bool: "True or False"}.get(hint, str(hint))
-
-
-def per_head(coefficient: Tensor, signal: Tensor) -> Tensor:
-    """A coefficient of shape (heads,) shaped to multiply a signal (batch, heads, tokens, features)."""
-    return coefficient.to(torch.promote_types(coefficient.dtype, signal.dtype)).view(-1, 1, 1)

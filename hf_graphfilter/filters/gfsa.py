@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import GraphFilterError
+from ..ops.combine import combine
 from ..shift import ShiftOperator
-from .base import FilterConfig, GraphFilter, per_head, register_filter
+from .base import FilterConfig, GraphFilter, register_filter
 
 if typing.TYPE_CHECKING:
     from ..hosts import AttentionSite
@@ -25,8 +26,8 @@ COEFFICIENTS = ("w_0", "w_1", "w_K")
 class GFSA(GraphFilter):
     """``H V = w_0 V + w_1 S(V) + w_K P(V)`` with ``P`` the K-th power of ``S`` or its first-order approximation.
 
-    With ``approximation="taylor"`` (Eq. 4), ``P = S + (K-1)(S^2 - S)``: two applications of ``S`` whatever K. With
-    ``"none"``, ``P = S^K``: K applications. One coefficient of each kind a head, float32; the paper learns only
+    With ``approximation="taylor"`` (Eq. 4), ``P = S + (K-1)(S^2 - S)``, so ``H = w_0 I + (w_1 + (2-K) w_K) S +
+    (K-1) w_K S^2``: two applications of ``S`` whatever K. With ``"none"``, ``P = S^K``: K applications. One coefficient of each kind a head, float32; the paper learns only
     ``w_K`` and starts it at 0, so the patched model equals the original.
 
     Dropout: each application draws its own mask, and E[A_1 A_2] = A^2 holds for independent masks only. The authors'
@@ -53,17 +54,30 @@ class GFSA(GraphFilter):
             nn.init.constant_(getattr(self, name), getattr(self.config, name))
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
-        shifted = shift(value)
-        power = shifted
+        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        terms = []
+        if not _fixed_at_zero(self.w_0):
+            terms.append((self.w_0, shift.identity(value)))
+        K = 1 if _fixed_at_zero(self.w_K) else self.config.K
         if self.config.approximation == "none":
-            for _ in range(self.config.K - 1):
-                power = shift(power)
-        elif self.config.K > 1:
-            power = torch.lerp(shifted, shift(shifted), self.config.K - 1.0)
-        out = per_head(self.w_1, shifted) * shifted
-        out = torch.addcmul(out, per_head(self.w_K, power), power)
-        out = torch.addcmul(out, per_head(self.w_0, value), shift.identity(value))
-        return out.to(value.dtype)
+            powers = shift.powers(value, K)
+            terms += [(self.w_1, powers[0]), (self.w_K, powers[-1])]
+        elif K == 1:
+            terms.append((self.w_1 + self.w_K, shift(value)))
+        else:
+            first, second = shift.powers(value, 2)
+            terms += [(self.w_1 + (2 - K) * self.w_K, first), ((K - 1) * self.w_K, second)]
+        return combine(terms)
+
+
+def _fixed_at_zero(coefficient: Tensor) -> bool:
+    """Whether a term can be left out. Asked only where the answer costs no synchronisation and no graph break."""
+    return (
+        not coefficient.requires_grad
+        and coefficient.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not coefficient.any()
+    )
 
 
 @register_filter("gfsa")

@@ -22,11 +22,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import GraphFilterError
 from ..filters import GraphFilter
-from ..shift import AttentionShift
+from ..ops.attention import apply_twice, can_apply_twice
+from ..shift import AttentionShift, repeat_heads
 from . import AttentionSite, cache, locate, looks_like_attention
 
 IMPLEMENTATION = "hf_graphfilter"
@@ -71,9 +73,37 @@ def graph_filter_attention(
         repeated = keys.shape[1] != key.shape[1]
         return attend(_SingleGroup(module) if repeated else module, query, keys, signal, attention_mask, **kwargs)
 
-    shift = AttentionShift(apply, query, key, cache.memory(past, module, key))
+    twice = None
+    if attend is sdpa_attention_forward:
+        twice = _sdpa_twice(module, query, key, value, attention_mask, **kwargs)
+    shift = AttentionShift(apply, query, key, cache.memory(past, module, key), twice)
     output = graph_filter(shift, value)
     return output.transpose(1, 2).contiguous(), shift.weights
+
+
+def _sdpa_twice(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+    """The joint form of two SDPA calls where it is the faster one; it reads its arguments as transformers does."""
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    causal = bool(is_causal) and mask is None and query.shape[2] > 1
+    if position_bias is not None or not can_apply_twice(query, key, value, mask, causal, dropout):
+        return None
+    key = repeat_heads(key, query.shape[1])
+    return lambda v: apply_twice(
+        query, key, repeat_heads(v, query.shape[1]), mask, scale=scaling, causal=causal, dropout=dropout
+    )
 
 
 class _SingleGroup:

@@ -1,0 +1,163 @@
+"""Softmax attention applied twice, ``S(V)`` and ``S(S(V))``, with one joint backward pass, for training on the CPU.
+
+The backward passes of two calls of scaled_dot_product_attention form the attention matrix twice and run 10 matrix
+products; jointly there are 7. With dropout PyTorch's CPU attention draws its mask one number at a time, which costs more
+than the attention itself; here four decisions share one random word. Work goes through the batch and heads in pieces, so
+that no more than a few MB of matrix exist at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PIECE = 1 << 19  # entries of A handled at a time, 2 MB in float32: they stay in the processor's cache
+JOINT_TOKENS = 1024  # beyond, PyTorch's blocked kernel wins
+
+
+def can_apply_twice(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, dropout: float
+) -> bool:
+    """Whether ``apply_twice`` is the faster form here: training on the CPU, with a mask that needs no gradient."""
+    tensors = (query, key, value)
+    return (
+        torch.is_grad_enabled()
+        and any(t.requires_grad for t in tensors)
+        and all(t.device.type == "cpu" and t.dtype in (torch.float32, torch.float64) for t in tensors)
+        and not torch.compiler.is_compiling()
+        and not (mask is not None and mask.requires_grad)
+        and query.shape[2] == key.shape[2] == value.shape[2]
+        and (dropout > 0 or (query.shape[2] <= JOINT_TOKENS and not causal))  # a causal kernel skips half the work
+    )
+
+
+def apply_twice(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """``(S(V), S(S(V)))`` for ``S = dropout(softmax(scale Q K^T + mask))``; the two dropout masks are independent.
+
+    Args:
+        query, key, value: (batch, heads, tokens, features), float32 or float64 on the CPU.
+        mask: bool (True: may attend) or additive, broadcastable to (batch, heads, tokens, tokens); no gradient.
+        scale: of the scores, 1 / sqrt(features) by default.
+        causal: whether a token sees only earlier ones (then without ``mask``).
+        dropout: probability with which an entry of A is dropped, in steps of 2^-16.
+
+    Returns:
+        Two tensors of the shape of ``value``; without dropout the first is bit for bit what
+        ``scaled_dot_product_attention`` returns.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return _ApplyTwice.apply(query, key, value, mask, scale, causal, dropout)
+
+
+class _ApplyTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        causal: bool,
+        dropout: float,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.options = scale, causal, dropout
+        if dropout:
+            first = _like(value)
+            keep = _random_masks((2, *query.shape[:3], key.shape[2]), dropout)
+        else:
+            first = F.scaled_dot_product_attention(query, key, value, mask, 0.0, causal, scale=scale)
+            keep = None
+        second = _like(value)
+        for piece in _pieces(query, key):
+            matrix = twice = _matrix(query, key, mask, scale, causal, piece)
+            if keep is not None:
+                first[piece] = _dropped(matrix, keep[0], dropout, piece) @ value[piece]
+                twice = _dropped(matrix, keep[1], dropout, piece)
+            second[piece] = twice @ first[piece]
+        ctx.save_for_backward(query, key, value, first, mask, keep)
+        return first, second
+
+    @staticmethod
+    def backward(ctx: Any, grad_first: Tensor, grad_second: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        query, key, value, first, mask, keep = ctx.saved_tensors
+        scale, causal, dropout = ctx.options
+        grads = _like(query), _like(key), _like(value)
+        for piece in _pieces(query, key):
+            matrix = _matrix(query, key, mask, scale, causal, piece)
+            once = twice = matrix
+            if keep is not None:
+                once, twice = (_dropped(matrix, k, dropout, piece) for k in keep)
+            # the second application: its gradient joins that of the first
+            upper = grad_second[piece]
+            lower = grad_first[piece] + twice.mT @ upper
+            grads[2][piece] = once.mT @ lower
+            if keep is None:
+                grad = torch.cat([lower, upper], -1) @ torch.cat([value[piece], first[piece]], -1).mT
+            else:
+                grad = _dropped(lower @ value[piece].mT, keep[0], dropout, piece)
+                grad += _dropped(upper @ first[piece].mT, keep[1], dropout, piece)
+            grad = torch._softmax_backward_data(grad, matrix, -1, matrix.dtype)
+            grads[0][piece] = (grad @ key[piece]).mul_(scale)
+            grads[1][piece] = (grad.mT @ query[piece]).mul_(scale)
+        return *grads, None, None, None, None
+
+
+Piece = tuple[slice, slice]
+
+
+def _like(x: Tensor) -> Tensor:
+    """An empty tensor stored as (batch, tokens, heads, features), the layout that the model's projections use."""
+    batch, heads, tokens, features = x.shape
+    return x.new_empty(batch, tokens, heads, features).transpose(1, 2)
+
+
+def _pieces(query: Tensor, key: Tensor) -> Iterator[Piece]:
+    batch, heads, tokens = query.shape[:3]
+    one_head = tokens * key.shape[2]
+    if heads * one_head <= PIECE:
+        step = max(1, PIECE // (heads * one_head))
+        yield from ((slice(b, b + step), slice(None)) for b in range(0, batch, step))
+    else:
+        step = max(1, PIECE // one_head)
+        for b in range(batch):
+            yield from ((slice(b, b + 1), slice(h, h + step)) for h in range(0, heads, step))
+
+
+def _matrix(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, causal: bool, piece: Piece) -> Tensor:
+    scores = (query[piece] * scale) @ key[piece].mT
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril_()
+    elif mask is not None:
+        mask = mask.broadcast_to(*query.shape[:2], *scores.shape[-2:])[piece]
+    if mask is None:
+        return scores.softmax(-1)
+    if mask.dtype == torch.bool:
+        # rows that may attend to nothing are zero, as PyTorch has them
+        hidden = ~mask
+        return scores.masked_fill_(hidden, torch.finfo(scores.dtype).min).softmax(-1).masked_fill_(hidden, 0.0)
+    return scores.add_(mask).softmax(-1).nan_to_num_()
+
+
+def _random_masks(shape: tuple[int, ...], dropout: float) -> Tensor:
+    """Which entries stay: 16 random bits each, from the default generator."""
+    count = torch.Size(shape).numel()
+    bits = torch.empty((count + 3) // 4, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)[:count]
+    return (bits >= round(dropout * 2**16) - 2**15).view(shape)
+
+
+def _dropped(matrix: Tensor, keep: Tensor, dropout: float, piece: Piece) -> Tensor:
+    return (matrix * keep[piece]).mul_(1 / (1 - round(dropout * 2**16) / 2**16))
