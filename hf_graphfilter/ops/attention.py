@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 PIECE = 1 << 19  # entries of A handled at a time, 2 MB in float32: they stay in the processor's cache
 JOINT_TOKENS = 1024  # beyond, PyTorch's blocked kernel wins
@@ -29,6 +30,7 @@ def can_apply_twice(
         and any(t.requires_grad for t in tensors)
         and all(t.device.type == "cpu" and t.dtype in (torch.float32, torch.float64) for t in tensors)
         and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
         and not (mask is not None and mask.requires_grad)
         and query.shape[2] == key.shape[2] == value.shape[2]
         and (dropout > 0 or (query.shape[2] <= JOINT_TOKENS and not causal))  # a causal kernel skips half the work
@@ -92,6 +94,7 @@ class _ApplyTwice(torch.autograd.Function):
         return first, second
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_first: Tensor, grad_second: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         query, key, value, first, mask, keep = ctx.saved_tensors
         scale, causal, dropout = ctx.options

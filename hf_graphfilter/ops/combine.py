@@ -28,14 +28,19 @@ def per_head(coefficient: Tensor, signal: Tensor) -> Tensor:
 
 
 class _Combine(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(*tensors)
+    def forward(count: int, *tensors: Tensor) -> Tensor:  # type: ignore[override]
         coefficients, signals = tensors[:count], tensors[count:]
         out = per_head(coefficients[0], signals[0]) * signals[0]
         for c, x in zip(coefficients[1:], signals[1:], strict=True):
             out.addcmul_(x, per_head(c, x))
         return out.to(signals[0].dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

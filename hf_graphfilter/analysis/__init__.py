@@ -1,0 +1,1 @@
+"""Looking at filters: plots of what was learned."""

@@ -1,0 +1,163 @@
+"""The filter-only file: a few KB of coefficients to be laid over any copy of the same base model.
+
+Whole patched checkpoints need nothing from here: ``save_pretrained``, ``push_to_hub`` and ``from_pretrained`` are as
+they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from .errors import GraphFilterError
+from .hosts import Host, host_of
+from .patching import RECORD_VERSION, apply_record, patched_modules, unpatch_model
+
+WEIGHTS_FILE = "graph_filter.safetensors"
+CONFIG_FILE = "graph_filter.json"
+M = TypeVar("M", bound=nn.Module)
+
+
+def save_filter(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
+    """Write the filter of a patched model, and nothing else, to ``directory``.
+
+    Two files: ``graph_filter.safetensors`` (the coefficients) and ``graph_filter.json`` (the configs, and what the base
+    model must look like).
+
+    Returns:
+        The directory.
+
+    Raises:
+        GraphFilterError: the model is not patched.
+    """
+    host, directory = host_of(model), Path(directory)
+    tensors = _coefficients(host, model)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file({k: t.detach().cpu().contiguous() for k, t in tensors.items()}, directory / WEIGHTS_FILE)
+    description = {**host.read_record(model), "base": _base(host, model)}  # type: ignore[dict-item]
+    (directory / CONFIG_FILE).write_text(json.dumps(description, indent=2) + "\n")
+    return directory
+
+
+def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) -> M:
+    """Lay a saved filter over ``model``, in place: patch it if it is plain, else replace its coefficients.
+
+    Args:
+        model: a copy of the base model that the filter was trained on, or one patched in the same way.
+        source: a directory that ``save_filter`` wrote, or the id of a Hub repository that holds its two files.
+        **hub_options: ``revision``, ``token``, ``cache_dir`` ... of the download.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        GraphFilterError: a missing or corrupted file, an unknown version, another base model (heads, layers, type), or
+            a model patched differently. The model is then as it was.
+    """
+    host = host_of(model)
+    description, tensors = _read(source, hub_options)
+    base, own = description.get("base"), _base(host, model)
+    if base != own:
+        raise GraphFilterError(f"{source} does not fit {type(model).__name__}: {_difference(base, own)}")
+    record = {key: value for key, value in description.items() if key != "base"}
+    current = host.read_record(model)
+    if current is not None and current != record:
+        raise GraphFilterError(
+            f"{type(model).__name__} is patched with {_names(current)}, {source} holds {_names(record)}; call "
+            "unpatch_model first"
+        )
+    if current is None:
+        host.write_record(model, record)
+    try:
+        if current is None:
+            apply_record(model)
+        _copy(_coefficients(host, model), tensors, source)
+    except GraphFilterError:
+        if current is None:
+            if patched_modules(model, required=False):
+                unpatch_model(model)
+            host.write_record(model, None)
+        raise
+    return model
+
+
+def _read(source: str | os.PathLike[str], hub_options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    config_file, weights_file = (_locate(source, name, hub_options) for name in (CONFIG_FILE, WEIGHTS_FILE))
+    try:
+        description = json.loads(Path(config_file).read_text())
+    except (ValueError, OSError) as error:
+        raise GraphFilterError(f"{config_file} is not readable JSON ({error}); save or download it again") from error
+    if not isinstance(description, dict) or description.get("version") != RECORD_VERSION:
+        version = description.get("version") if isinstance(description, dict) else None
+        raise GraphFilterError(
+            f"{config_file}: version {version!r} is unknown, this installation reads version {RECORD_VERSION}"
+        )
+    try:
+        return description, load_file(weights_file)
+    except (SafetensorError, OSError) as error:
+        raise GraphFilterError(
+            f"{weights_file} is corrupted or truncated ({error}); save or download it again"
+        ) from error
+
+
+def _locate(source: str | os.PathLike[str], name: str, hub_options: dict[str, Any]) -> str:
+    if Path(source).is_dir():
+        path = Path(source) / name
+        if not path.is_file():
+            raise GraphFilterError(f"{source} holds no {name}; a saved filter is {CONFIG_FILE} and {WEIGHTS_FILE}")
+        return str(path)
+    from transformers.utils import cached_file
+
+    try:
+        return cached_file(os.fspath(source), name, **hub_options)  # type: ignore[return-value]
+    except (OSError, ValueError) as error:
+        raise GraphFilterError(f"no directory and no reachable Hub repository {str(source)!r} with {name}: {error}") from error
+
+
+def _coefficients(host: Host, model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        f"{host.relative_name(model, name)}.{key}": tensor
+        for name, module in patched_modules(model)
+        for key, tensor in module.graph_filter.state_dict(keep_vars=True).items()
+    }
+
+
+def _base(host: Host, model: nn.Module) -> dict[str, Any]:
+    """What a model must share with the one the filter was trained on."""
+    sites, _ = host.find(model)
+    heads = {host.relative_name(model, site.name): site.heads for site in sites}
+    return {"model_type": getattr(model.config, "model_type", None), "heads": heads}
+
+
+def _difference(base: Any, own: dict[str, Any]) -> str:
+    if not isinstance(base, dict) or not isinstance(base.get("heads"), dict):
+        return f"it does not describe its base model ({base!r})"
+    if base.get("model_type") != own["model_type"]:
+        return f"it was made for a {base.get('model_type')} model, this is {own['model_type']}"
+    theirs, ours = base["heads"], own["heads"]
+    if len(theirs) != len(ours):
+        return f"it was made for {len(theirs)} attention layers, this model has {len(ours)}"
+    name = next(n for n in theirs if theirs[n] != ours.get(n))
+    return f"{name} had {theirs[name]} heads, here it has {ours.get(name, 'no such layer')}"
+
+
+def _names(record: dict[str, Any]) -> str:
+    return "; ".join(f"{g['config']} on {len(g['modules'])} layers" for g in record["filters"])
+
+
+def _copy(target: dict[str, torch.Tensor], source: dict[str, torch.Tensor], path: Any) -> None:
+    for name in {**target, **source}:
+        found = tuple(source[name].shape) if name in source else "nothing"
+        wanted = tuple(target[name].shape) if name in target else "nothing"
+        if found != wanted:
+            raise GraphFilterError(f"{path}: {name} should hold {wanted}, it holds {found}")
+    with torch.no_grad():
+        for name, tensor in target.items():
+            tensor.copy_(source[name])

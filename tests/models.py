@@ -1,0 +1,164 @@
+"""Tiny random models of every family, with inputs: the architecture axis of the common tester."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers as t
+from torch import nn
+
+TEXT = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+ENCODER_DECODER = {
+    "vocab_size": 99,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+}
+VISION = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "image_size": 16,
+    "patch_size": 4,
+}
+TOKENS = 9
+
+
+@dataclass(frozen=True)
+class Family:
+    """kind: encoder (text), decoder, encoder-decoder, vision, or audio."""
+
+    model_class: type
+    config: Any
+    kind: str
+    patched: int  # self-attention modules
+
+    def build(self, implementation="sdpa", **overrides) -> nn.Module:
+        config = type(self.config)(**{**self.config.to_dict(), **overrides})
+        config._attn_implementation = implementation
+        model = self.model_class(config).eval()
+        # larger weights than the default 0.02: attention far from uniform, so that errors show
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(4)
+        return model
+
+    def inputs(self, dtype=torch.float32, *, batch=2, tokens=TOKENS) -> dict[str, torch.Tensor]:
+        made = self._inputs(batch, tokens)
+        return {k: v.to(dtype) if v.is_floating_point() else v for k, v in made.items()}
+
+    def _inputs(self, batch, tokens):
+        g = torch.Generator().manual_seed(1)
+        ids = torch.randint(5, 99, (batch, tokens), generator=g)
+        if self.kind == "vision":
+            return {"pixel_values": torch.randn(batch, 3, 16, 16, generator=g)}
+        if self.model_class is t.Wav2Vec2Model:
+            return {"input_values": torch.randn(batch, 400, generator=g)}
+        if self.model_class is t.WhisperModel:
+            return {"input_features": torch.randn(batch, 8, 40, generator=g), "decoder_input_ids": ids}
+        mask = torch.ones_like(ids)
+        if self.kind == "encoder-decoder":
+            return {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids.flip(1)}
+        return {"input_ids": ids, "attention_mask": mask}
+
+
+T5 = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4}
+T5_TOKENS = {"dropout_rate": 0.0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
+
+FAMILIES = {
+    "bert": Family(t.BertModel, t.BertConfig(**TEXT, **DROPOUT), "encoder", 3),
+    "roberta": Family(t.RobertaModel, t.RobertaConfig(**TEXT, **DROPOUT), "encoder", 3),
+    "albert": Family(
+        t.AlbertModel,
+        t.AlbertConfig(**TEXT, **DROPOUT, embedding_size=16, pad_token_id=0, bos_token_id=2, eos_token_id=3),
+        "encoder",
+        1,  # one set of weights, shared by all layers
+    ),
+    "distilbert": Family(
+        t.DistilBertModel,
+        t.DistilBertConfig(vocab_size=99, dim=32, n_layers=3, n_heads=4, hidden_dim=48, dropout=0, attention_dropout=0),
+        "encoder",
+        3,
+    ),
+    "electra": Family(t.ElectraModel, t.ElectraConfig(**TEXT, **DROPOUT, embedding_size=16), "encoder", 3),
+    "gpt2": Family(
+        t.GPT2Model,
+        t.GPT2Config(
+            vocab_size=99,
+            n_embd=32,
+            n_layer=3,
+            n_head=4,
+            bos_token_id=0,
+            eos_token_id=0,
+            attn_pdrop=0.0,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+        ),
+        "decoder",
+        3,
+    ),
+    "llama": Family(t.LlamaModel, t.LlamaConfig(**TEXT, num_key_value_heads=2), "decoder", 3),
+    "bart": Family(t.BartModel, t.BartConfig(**ENCODER_DECODER), "encoder-decoder", 5),
+    "plbart": Family(t.PLBartModel, t.PLBartConfig(**ENCODER_DECODER), "encoder-decoder", 5),
+    "t5": Family(t.T5Model, t.T5Config(**T5, **T5_TOKENS), "encoder-decoder", 5),
+    "codet5": Family(
+        t.T5Model, t.T5Config(**T5, **T5_TOKENS, feed_forward_proj="gated-gelu"), "encoder-decoder", 5
+    ),
+    "deit": Family(t.DeiTModel, t.DeiTConfig(**VISION, **DROPOUT), "vision", 3),
+    "vit": Family(t.ViTModel, t.ViTConfig(**VISION, **DROPOUT), "vision", 3),
+    "whisper": Family(
+        t.WhisperModel,
+        t.WhisperConfig(**ENCODER_DECODER, num_mel_bins=8, max_source_positions=20, max_target_positions=32),
+        "encoder-decoder",
+        5,
+    ),
+    "wav2vec2": Family(
+        t.Wav2Vec2Model,
+        t.Wav2Vec2Config(
+            **{**TEXT, "vocab_size": 32},
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            activation_dropout=0.0,
+            layerdrop=0.0,
+            apply_spec_augment=False,
+            feat_proj_dropout=0.0,
+            conv_dim=(16, 16),
+            conv_stride=(5, 4),
+            conv_kernel=(10, 3),
+            num_conv_pos_embeddings=8,
+            num_conv_pos_embedding_groups=2,
+        ),
+        "audio",
+        3,
+    ),
+}
+
+
+def output(model, inputs):
+    """Last hidden state, of the decoder where there are two."""
+    return model(**inputs).last_hidden_state
+
+
+def turn_on(model, scale=0.4):
+    """Give every learned coefficient a value that makes the filter act."""
+    from hf_graphfilter import filter_parameters
+
+    g = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in filter_parameters(model):
+            parameter.add_(torch.randn(parameter.shape, generator=g) * scale)
+    return model

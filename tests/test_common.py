@@ -1,0 +1,216 @@
+"""The common tester: filters x architectures. Whatever is added to the package goes through it."""
+
+import copy
+import pickle
+from dataclasses import dataclass
+
+import pytest
+import torch
+from models import FAMILIES, TOKENS, output, turn_on
+from oracle import dense_twin, gfsa_matrix
+from transformers import AutoModel, Wav2Vec2Model
+
+from hf_graphfilter import (
+    FilterConfig,
+    GFSAConfig,
+    GraphFilter,
+    GraphFilterError,
+    filter_parameters,
+    filter_status,
+    patch_model,
+    register_filter,
+    unpatch_model,
+)
+
+
+class Damped(GraphFilter):
+    """A third party's filter: c S(V)."""
+
+    def __init__(self, config, site):
+        super().__init__(config, site)
+        self.c = torch.nn.Parameter(torch.empty(site.heads))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        torch.nn.init.ones_(self.c)
+
+    def forward(self, shift, value):
+        return self.c.to(value.dtype).view(-1, 1, 1) * shift(value)
+
+
+@register_filter("test-damped")
+@dataclass(frozen=True)
+class DampedConfig(FilterConfig):
+    module = Damped
+
+
+ALL = ("w_0", "w_1", "w_K")
+FILTERS = {
+    "gfsa": (GFSAConfig(K=3), gfsa_matrix),
+    "gfsa-all": (GFSAConfig(K=4, learn=ALL), gfsa_matrix),
+    "gfsa-exact": (GFSAConfig(K=3, learn=ALL, approximation="none"), gfsa_matrix),
+    "third-party": (DampedConfig(), lambda A, c, config: c["c"].to(A.dtype).view(-1, 1, 1) * A),
+}
+DECODERS = [name for name, family in FAMILIES.items() if family.kind in ("decoder", "encoder-decoder")]
+PADDED = [name for name, family in FAMILIES.items() if family.kind not in ("vision", "audio") and name != "whisper"]
+
+families = pytest.mark.parametrize("family", [pytest.param(f, id=n) for n, f in FAMILIES.items()])
+filters = pytest.mark.parametrize(("config", "formula"), [pytest.param(*f, id=n) for n, f in FILTERS.items()])
+backends = pytest.mark.parametrize("backend", ["sdpa", "eager"])
+
+
+def some(names):
+    return pytest.mark.parametrize("family", [pytest.param(FAMILIES[n], id=n) for n in names])
+
+
+@families
+@filters
+@backends
+def test_identical_at_the_start(family, config, formula, backend):
+    model, inputs = family.build(backend), family.inputs()
+
+    def both():  # with gradients PyTorch may take another kernel
+        with torch.no_grad():
+            inference = output(model, inputs)
+        return inference, output(model, inputs)
+
+    expected = both()
+    assert patch_model(model, config) is model
+    assert all(map(torch.equal, both(), expected))
+    status = filter_status(model)
+    assert len(status) == family.patched
+    assert {row.backend for row in status} == {backend}
+
+
+@families
+@filters
+@backends
+def test_equals_the_dense_form(family, config, formula, backend):
+    plain, inputs = family.build(backend).double(), family.inputs(torch.float64)
+    before = output(plain, inputs)
+    patched = turn_on(patch_model(copy.deepcopy(plain), config))
+    found = output(patched, inputs)
+    with torch.no_grad():
+        inference = output(patched, inputs)
+    expected = output(dense_twin(plain, patched, formula), inputs)
+    tolerance = 1e-9 if backend == "sdpa" else 1e-4  # some eager functions do their softmax in float32
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(inference, expected, atol=tolerance, rtol=tolerance)
+    assert (found - before).abs().max() > 1e-2, "the filter does nothing"
+
+
+@families
+@filters
+def test_gradients_equal_the_dense_form(family, config, formula):
+    plain, inputs = family.build().double(), family.inputs(torch.float64)
+    patched = turn_on(patch_model(copy.deepcopy(plain), config)).train()
+    weights = torch.randn(output(plain, inputs).shape)
+    (output(patched, inputs) * weights).sum().backward()
+    (output(dense_twin(plain, patched, formula).train(), inputs) * weights).sum().backward()
+    reference = dict(plain.named_parameters())
+    for name, parameter in patched.named_parameters():
+        if parameter.grad is None:
+            assert reference[name].grad is None
+            continue
+        assert parameter.grad.isfinite().all(), name
+        if name in reference:
+            torch.testing.assert_close(parameter.grad, reference[name].grad, atol=1e-8, rtol=1e-6)
+    # a decoder's first token has no path of two steps, but all layers together must learn
+    assert all(p.grad.abs().sum() > 0 for p in filter_parameters(patched))
+
+
+@some(PADDED)
+@filters
+def test_padding_changes_nothing(family, config, formula):
+    model = turn_on(patch_model(family.build().double(), config))
+    inputs = family.inputs(tokens=TOKENS)
+    short = {**inputs, "input_ids": inputs["input_ids"][:, :6], "attention_mask": inputs["attention_mask"][:, :6]}
+    padded = {**inputs, "attention_mask": inputs["attention_mask"].clone()}
+    padded["attention_mask"][:, 6:] = 0
+    found, expected = output(model, padded), output(model, short)
+    torch.testing.assert_close(found[:, : expected.shape[1]], expected, atol=1e-9, rtol=1e-9)
+
+
+@some(DECODERS)
+@filters
+@backends
+def test_a_later_token_never_changes_an_earlier_output(family, config, formula, backend):
+    model, inputs = turn_on(patch_model(family.build(backend), config)), family.inputs()
+    name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+    changed = {**inputs, name: inputs[name].clone()}
+    changed[name][:, 5:] = (changed[name][:, 5:] + 7) % 90 + 5
+    if name == "decoder_input_ids":
+        model(**inputs)
+    before, after = output(model, inputs), output(model, changed)
+    torch.testing.assert_close(before[:, :5], after[:, :5], atol=1e-6, rtol=1e-6)
+    assert not torch.allclose(before[:, 5:], after[:, 5:], atol=1e-3)
+
+
+@families
+@filters
+def test_unpatch_restores_everything(family, config, formula):
+    model, inputs = family.build(), family.inputs()
+    expected, names = output(model, inputs), list(model.state_dict())
+    saved, modules = model.config.to_dict(), {n: type(m) for n, m in model.named_modules()}
+    turn_on(patch_model(model, config))
+    assert unpatch_model(model) is model
+    assert torch.equal(output(model, inputs), expected)
+    assert list(model.state_dict()) == names
+    assert model.config.to_dict() == saved
+    assert {n: type(m) for n, m in model.named_modules()} == modules
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+@families
+@filters
+def test_save_and_load(family, config, formula, tmp_path):
+    model, inputs = turn_on(patch_model(family.build(), config)), family.inputs()
+    expected = output(model, inputs)
+    model.save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("*.bin"))
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(output(loaded, inputs), expected)
+    assert [(r.module, r.filter) for r in filter_status(loaded)] == [(r.module, r.filter) for r in filter_status(model)]
+
+
+@families
+@filters
+def test_half_precision(family, config, formula):
+    model, inputs = turn_on(patch_model(family.build(), config), scale=0.1), family.inputs()
+    expected = output(model, inputs)
+    model.to(torch.bfloat16)
+    assert {p.dtype for p in filter_parameters(model)} == {torch.float32}
+    found = output(model, family.inputs(torch.bfloat16))
+    assert found.dtype == torch.bfloat16
+    assert torch.nn.functional.cosine_similarity(found.float().flatten(), expected.flatten(), dim=0) > 0.9
+    found.float().square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in filter_parameters(model))
+
+
+@families
+@filters
+def test_double_patch_is_an_error(family, config, formula):
+    model, inputs = turn_on(patch_model(family.build(), config)), family.inputs()
+    expected = output(model, inputs)
+    with pytest.raises(GraphFilterError, match=r"already patched at .*unpatch_model"):
+        patch_model(model, "gfsa")
+    assert torch.equal(output(model, inputs), expected)
+
+
+@families
+@filters
+def test_deepcopy_and_pickle(family, config, formula):
+    model, inputs = turn_on(patch_model(family.build(), config)), family.inputs()
+    expected = output(model, inputs)
+    twins = [copy.deepcopy(model)]
+    if family.model_class is not Wav2Vec2Model:  # its weight norm cannot be pickled, patched or not
+        twins.append(pickle.loads(pickle.dumps(model)))
+    for twin in twins:
+        assert torch.equal(output(twin, inputs), expected)
+        with torch.no_grad():
+            for p in filter_parameters(twin):
+                p.add_(1)
+        twin.set_attn_implementation("eager")
+        assert {r.backend for r in filter_status(twin)} == {"eager"}
+    assert {r.backend for r in filter_status(model)} == {"sdpa"}
+    assert torch.equal(output(model, inputs), expected)
