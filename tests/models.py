@@ -76,7 +76,7 @@ class Family:
         return {"input_ids": ids, "attention_mask": mask}
 
 
-T5 = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4}
+T5 = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4}
 T5_TOKENS = {"dropout_rate": 0.0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
 
 FAMILIES = {
@@ -146,6 +146,14 @@ FAMILIES = {
         3,
     ),
 }
+
+
+def use(model, implementation):
+    """set_attn_implementation, which in transformers 5.17 passes over the stacks of T5."""
+    for module in model.modules():
+        if isinstance(module, t.PreTrainedModel):
+            module.config._attn_implementation = implementation
+    return model
 
 
 def output(model, inputs):

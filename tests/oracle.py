@@ -4,6 +4,7 @@ It shares no code with the package: scores, softmax, and each filter's formula a
 """
 
 import torch
+from models import use
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
@@ -38,7 +39,7 @@ AttentionMaskInterface.register(NAME, eager_mask)
 
 def dense_twin(plain, patched, formula):
     """``plain`` computing what ``patched`` should, with explicit matrices."""
-    plain.set_attn_implementation(NAME)
+    use(plain, NAME)
     for name, module in patched.named_modules():
         if "graph_filter" in module._modules:
             f = module.graph_filter

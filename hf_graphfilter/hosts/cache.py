@@ -31,7 +31,10 @@ class SignalRows(_Layer):
 
     def reset(self) -> None:
         super().reset()
-        self.signals = {}
+        if self.get_seq_length():  # transformers up to 5.17 keeps the tokens, as zeros
+            self._each(torch.zeros_like)
+        else:
+            self.signals = {}
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         before = self.get_seq_length()

@@ -1,0 +1,331 @@
+"""patch_model: selection, registry, errors, status, generation; a failed call leaves the model as it was."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from models import FAMILIES, output, turn_on
+from transformers import (
+    BartForConditionalGeneration,
+    BloomConfig,
+    BloomModel,
+    CLIPConfig,
+    CLIPModel,
+    DynamicCache,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    StaticCache,
+    T5ForConditionalGeneration,
+    WhisperForConditionalGeneration,
+)
+
+import hf_graphfilter
+from hf_graphfilter import (
+    FilterConfig,
+    GFSAConfig,
+    GraphFilter,
+    GraphFilterError,
+    filter_status,
+    patch_model,
+    register_filter,
+    unpatch_model,
+)
+
+
+def patched_indices(model):
+    return [row.module for row in filter_status(model)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        (None, [0, 1, 2]),
+        ("even", [0, 2]),
+        ("odd", [1]),
+        ([0, -1], [0, 2]),
+        ((1,), [1]),
+        (range(2), [0, 1]),
+        (slice(1, None), [1, 2]),
+        (slice(None, None, -2), [0, 2]),
+        (lambda i, name: i == 1 and "layer.1." in name, [1]),
+    ],
+)
+def test_layers(layers, expected):
+    model = patch_model(FAMILIES["bert"].build(), layers=layers)
+    assert patched_indices(model) == [f"encoder.layer.{i}.attention.self" for i in expected]
+
+
+def test_layers_are_counted_in_each_stack():
+    model = patch_model(FAMILIES["t5"].build(), layers=[-1])
+    assert patched_indices(model) == ["encoder.block.2.layer.0.SelfAttention", "decoder.block.1.layer.0.SelfAttention"]
+    unpatch_model(model)
+    patch_model(model, layers=[2], stack="encoder")
+    assert patched_indices(model) == ["encoder.block.2.layer.0.SelfAttention"]
+    with pytest.raises(GraphFilterError, match="2 is out of range, decoder.block has 2 layers"):
+        patch_model(FAMILIES["t5"].build(), layers=[2])
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_cross_attention_is_never_patched(name):
+    model = patch_model(FAMILIES[name].build())
+    assert not any("EncDec" in row.module or "encoder_attn" in row.module for row in filter_status(model))
+
+
+def test_two_filters_in_one_model(tmp_path):
+    model, inputs = FAMILIES["bert"].build(), FAMILIES["bert"].inputs()
+    patch_model(model, "gfsa", layers="even", K=4)
+    patch_model(model, "gfsa", layers="odd", K=2)
+    expected = output(turn_on(model), inputs)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert [row.filter.K for row in filter_status(again)] == [4, 2, 4]
+    assert torch.equal(output(again, inputs), expected)
+
+
+def test_composite_model():
+    text = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    vision = {**text, "image_size": 16, "patch_size": 8}
+    del vision["vocab_size"]
+    model = CLIPModel(CLIPConfig(text_config={**text, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0},
+                                 vision_config=vision))
+    patch_model(model, layers=[0])
+    assert patched_indices(model) == ["text_model.encoder.layers.0.self_attn", "vision_model.encoder.layers.0.self_attn"]
+
+
+MISTAKES = [
+    ({"filter": "gsfa"}, r"unknown filter 'gsfa' \(did you mean 'gfsa'\?\); known filters: .*gfsa"),
+    ({"filter": 3}, "filter must be a name or a FilterConfig, got int"),
+    ({"k": 3}, r"GFSAConfig has no option 'k' \(did you mean 'K'\?\); its options are K, w_0, w_1"),
+    ({"filter": GFSAConfig(), "K": 4}, "go into the GFSAConfig object"),
+    ({"K": 0}, "K must be an integer >= 1, got 0"),
+    ({"K": 2.5}, "K must be an integer, got 2.5"),
+    ({"K": True}, "K must be an integer, got True"),
+    ({"w_0": math.nan}, "w_0 must be finite, got nan"),
+    ({"w_1": "1"}, "w_1 must be a number, got '1'"),
+    ({"learn": ("w_2",)}, "learn names 'w_2'"),
+    ({"learn": ("w_0", "w_0")}, "twice"),
+    ({"learn": "w_K"}, "learn must be a tuple of a string"),
+    ({"approximation": "exact"}, "approximation must be one of 'taylor', 'none', got 'exact'"),
+    ({"layers": []}, r"selects no layer; layers found \(encoder.layer: 3\)"),
+    ({"layers": slice(5, 9)}, "selects no layer"),
+    ({"layers": lambda i, name: False}, "selects no layer"),
+    ({"layers": [3]}, "3 is out of range, encoder.layer has 3 layers"),
+    ({"layers": [-4]}, "-4 is out of range"),
+    ({"layers": "first"}, "use None, 'even', 'odd'"),
+    ({"layers": [True]}, "a list of layers holds integers"),
+    ({"layers": 1}, "a list of layers holds integers"),
+    ({"stack": "decoder"}, "the model has encoder self-attention only"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES)
+def test_mistakes_leave_the_model_as_it_was(arguments, message):
+    model, inputs = FAMILIES["bert"].build(), FAMILIES["bert"].inputs()
+    expected, state, config = output(model, inputs), list(model.state_dict()), model.config.to_dict()
+    with pytest.raises(GraphFilterError, match=message) as caught:
+        patch_model(model, **arguments)
+    assert isinstance(caught.value, ValueError)
+    assert "\n" not in str(caught.value)
+    assert torch.equal(output(model, inputs), expected)
+    assert (list(model.state_dict()), model.config.to_dict()) == (state, config)
+
+
+def test_a_filter_that_fails_to_build_leaves_the_model_as_it_was():
+    class Fails(GraphFilter):
+        def __init__(self, config, site):
+            if site.index == 2:
+                raise GraphFilterError("no")
+            super().__init__(config, site)
+
+    @register_filter("test-fails")
+    @dataclass(frozen=True)
+    class FailsConfig(FilterConfig):
+        module = Fails
+
+    model = FAMILIES["bert"].build()
+    with pytest.raises(GraphFilterError, match="no"):
+        patch_model(model, "test-fails")
+    assert not filter_status(model)
+    assert not hasattr(model.config, "graph_filter")
+
+
+def test_a_model_with_nothing_to_patch_lists_what_was_found():
+    model = BloomModel(BloomConfig(vocab_size=99, hidden_size=32, n_layer=2, n_head=4))
+    with pytest.raises(GraphFilterError, match="BloomModel has no self-attention to patch. Attention found: 2 x BloomAttention"):
+        patch_model(model)
+
+
+@pytest.mark.parametrize("thing", [torch.nn.Linear(2, 2), None, "bert-base-uncased"])
+def test_other_objects(thing):
+    with pytest.raises(GraphFilterError, match="patch_model takes a transformers PreTrainedModel"):
+        patch_model(thing)
+
+
+def test_unpatched_models_are_named():
+    model = FAMILIES["bert"].build()
+    with pytest.raises(GraphFilterError, match="BertModel has no graph filter"):
+        unpatch_model(model)
+    assert str(filter_status(model)) == "no graph filter"
+
+
+def test_status_prints_a_table():
+    model = turn_on(patch_model(FAMILIES["bert"].build(), layers=[1]))
+    lines = str(filter_status(model)).splitlines()
+    assert lines[0].split() == ["module", "filter", "w_K", "w_0", "w_1", "backend"]
+    assert lines[2].startswith("encoder.layer.1.attention.self  gfsa ")
+    assert lines[2].endswith("sdpa")
+
+
+def test_shapes_in_the_error_for_another_number_of_heads():
+    model = patch_model(FAMILIES["bert"].build())
+    model.encoder.layer[1].attention.self.graph_filter.heads = 3
+    with pytest.raises(GraphFilterError, match=r"encoder.layer.1.attention.self \(BertSelfAttention\).*3 heads.*\(2, 4, 9, 8\)"):
+        output(model, FAMILIES["bert"].inputs())
+
+
+def test_our_name_without_a_filter_is_an_error():
+    model = FAMILIES["bert"].build()
+    model.set_attn_implementation("hf_graphfilter")
+    with pytest.raises(GraphFilterError, match="has no graph filter: use patch_model"):
+        output(model, FAMILIES["bert"].inputs())
+
+
+def test_set_attn_implementation_keeps_the_filter():
+    model, inputs = turn_on(patch_model(FAMILIES["llama"].build())), FAMILIES["llama"].inputs()
+    expected = output(model, inputs)
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(output(model, inputs), expected, atol=1e-5, rtol=1e-5)
+    assert {row.backend for row in filter_status(model)} == {"eager"}
+
+
+def test_output_attentions_gives_the_weights():
+    model, inputs = patch_model(FAMILIES["bert"].build("eager")), FAMILIES["bert"].inputs()
+    weights = model(**inputs, output_attentions=True).attentions
+    assert len(weights) == 3
+    torch.testing.assert_close(weights[0].sum(-1), torch.ones(2, 4, 9))
+
+
+# -------------------------------------------------------------------------------------------------------- the registry
+
+
+def test_configs_round_trip():
+    config = GFSAConfig(K=5, w_0=-0.01, learn=("w_0", "w_K"), approximation="none")
+    data = config.to_dict()
+    assert data["filter"], data["version"] == ("gfsa", 1)
+    assert FilterConfig.from_dict(data) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "version 2 of its config is unknown"),
+        ({"version": None}, "version None"),
+        ({"filter": "nope"}, "unknown filter 'nope'"),
+        ({"filter": 1}, "a key 'filter'"),
+        ({"depth": 3}, "has no option 'depth'"),
+        ({"K": "3"}, "K must be an integer, got '3'"),
+        ({"learn": [1]}, "learn must be a tuple of a string"),
+    ],
+)
+def test_from_dict_refuses_by_name(change, message):
+    with pytest.raises(GraphFilterError, match=message):
+        FilterConfig.from_dict({**GFSAConfig().to_dict(), **change})
+
+
+def test_registry_is_open_and_names_are_taken_once():
+    assert "gfsa" in hf_graphfilter.available_filters()
+    with pytest.raises(GraphFilterError, match=r"'gfsa' is taken by hf_graphfilter\.filters\.gfsa\.GFSAConfig"):
+
+        @register_filter("gfsa")
+        @dataclass(frozen=True)
+        class Other(FilterConfig):
+            module = type("Mine", (GraphFilter,), {})
+
+    with pytest.raises(GraphFilterError, match="must derive from FilterConfig and set `module`"):
+
+        @register_filter("test-nothing")
+        @dataclass(frozen=True)
+        class Nothing(FilterConfig):
+            pass
+
+
+# ------------------------------------------------------------------------------------------------------------- decoding
+
+GENERATORS = {
+    "gpt2": GPT2LMHeadModel,
+    "llama": LlamaForCausalLM,
+    "t5": T5ForConditionalGeneration,
+    "bart": BartForConditionalGeneration,
+    "whisper": WhisperForConditionalGeneration,
+}
+
+
+def generator(name):
+    family = FAMILIES[name]
+    model = type(family)(GENERATORS[name], family.config, family.kind, family.patched).build()
+    inputs = {k: v for k, v in family.inputs().items() if not k.startswith("decoder")}
+    if family.kind == "decoder":
+        inputs["attention_mask"][0, :3] = 0  # left padding
+    return turn_on(patch_model(model, learn=("w_0", "w_1", "w_K")), scale=0.2), inputs
+
+
+OPTIONS = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 1}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("beams", [1, 3])
+def test_decoding_with_a_cache_equals_without(name, beams, transformers_warnings):
+    model, inputs = generator(name)
+    cached, plain = (model.generate(**inputs, **OPTIONS, num_beams=beams, use_cache=c) for c in (True, False))
+    transformers_warnings.clear()  # about generation settings
+    assert torch.equal(cached, plain)
+
+
+@pytest.mark.parametrize("approximation", ["taylor", "none"])
+def test_cached_logits(approximation):
+    family = FAMILIES["llama"]
+    model = turn_on(patch_model(family.build(), K=4, approximation=approximation, learn=("w_0", "w_1", "w_K")))
+    ids = family.inputs()["input_ids"]
+    expected, cache, found = output(model, {"input_ids": ids}), DynamicCache(config=model.config), []
+    for piece in (ids[:, :4], ids[:, 4:7], ids[:, 7:8], ids[:, 8:]):
+        found.append(model(piece, past_key_values=cache).last_hidden_state)
+    torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-5, rtol=1e-5)
+    cache.crop(-3)
+    again = model(ids[:, 6:], past_key_values=cache).last_hidden_state
+    torch.testing.assert_close(again, expected[:, 6:], atol=1e-5, rtol=1e-5)
+    cache.reset()
+    if cache.get_seq_length() == 0:  # transformers 5.17 keeps the tokens and zeroes them
+        torch.testing.assert_close(model(ids, past_key_values=cache).last_hidden_state, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_sliding_window_cache():
+    config = MistralConfig(
+        vocab_size=99,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        sliding_window=4,
+    )
+    model = turn_on(patch_model(MistralForCausalLM(config).eval()))
+    ids = torch.randint(5, 99, (2, 6))
+    cached, plain = (model.generate(ids, **OPTIONS, use_cache=c) for c in (True, False))
+    assert torch.equal(cached, plain)
+
+
+def test_caches_that_cannot_hold_the_rows_are_refused():
+    model, ids = patch_model(FAMILIES["llama"].build()), FAMILIES["llama"].inputs()["input_ids"]
+    with pytest.raises(GraphFilterError, match=r"StaticCache \(StaticLayer\) cannot hold them: use a DynamicCache"):
+        model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=32))
+
+
+def test_a_cache_from_the_plain_model_is_refused():
+    model, ids = FAMILIES["llama"].build(), FAMILIES["llama"].inputs()["input_ids"]
+    cache = model(ids[:, :5], use_cache=True).past_key_values
+    patch_model(model)
+    with pytest.raises(GraphFilterError, match=r"holds 9 tokens but the filter has seen 4.*unpatched model"):
+        model(ids[:, 5:], past_key_values=cache)

@@ -1,0 +1,281 @@
+"""The shift operator and the kernels under it, against explicit matrices."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from models import FAMILIES, output
+from torch.autograd import gradcheck
+from transformers import Gemma2Config, Gemma2Model, GptOssConfig, GptOssModel
+
+from hf_graphfilter import AttentionShift, DenseShift, GFSAConfig, GraphFilterError, patch_model, unpatch_model
+from hf_graphfilter.hosts import AttentionSite
+from hf_graphfilter.ops.attention import PIECE, apply_twice, can_apply_twice
+from hf_graphfilter.ops.combine import combine
+
+B, H, N, D = 2, 4, 7, 5
+
+
+def tensors(*shape, count=3, dtype=torch.float64, grad=False):
+    return [torch.randn(*shape, dtype=dtype, requires_grad=grad) for _ in range(count)]
+
+
+def masks():
+    """name -> (mask for SDPA, causal flag, the additive mask it means)."""
+    padding = torch.ones(B, 1, N, N, dtype=torch.bool)
+    padding[1, :, :, -2:] = False
+    causal = torch.ones(N, N, dtype=torch.bool).tril()
+    bias = torch.randn(1, H, N, N, dtype=torch.float64)
+
+    def additive(m):
+        return torch.zeros(m.shape, dtype=torch.float64).masked_fill(~m, -torch.inf)
+
+    return {
+        "none": (None, False, torch.zeros(N, N, dtype=torch.float64)),
+        "causal": (None, True, additive(causal)),
+        "boolean": (padding, False, additive(padding)),
+        "additive": (additive(padding & causal), False, additive(padding & causal)),
+        "position bias": (bias + additive(padding), False, bias + additive(padding)),
+    }
+
+
+def matrix(query, key, additive):
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    return ((query @ key.mT) * query.shape[-1] ** -0.5 + additive).softmax(-1)
+
+
+@pytest.mark.parametrize("mask", masks())
+@pytest.mark.parametrize("groups", [H, 2, 1])
+def test_attention_shift_is_the_dense_one(mask, groups):
+    mask, causal, additive = masks()[mask]
+    query = torch.randn(B, H, N, D, dtype=torch.float64)
+    key, value = tensors(B, groups, N, D, count=2)
+
+    def attend(k, v):
+        out = F.scaled_dot_product_attention(query, k, v, mask, is_causal=causal, enable_gqa=k.shape[1] != H)
+        return out.transpose(1, 2), None
+
+    shift, dense = AttentionShift(attend, query, key), DenseShift(matrix(query, key, additive))
+    for found, expected in zip(shift.powers(value, 3), dense.powers(value, 3), strict=True):
+        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(shift.identity(value), dense.identity(value))
+    torch.testing.assert_close(AttentionShift(attend, query, key).dense().matrix, dense.matrix)
+
+
+def test_cross_attention_is_refused():
+    query, key = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
+    shift = AttentionShift(lambda k, v: (torch.randn(1, 3, 2, 4), None), query, key)
+    first = shift(torch.randn(1, 2, 5, 4))
+    with pytest.raises(GraphFilterError, match="3 query tokens over 5 key tokens"):
+        shift(first)
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "boolean", "additive"])
+@pytest.mark.parametrize("piece", [PIECE, N * N * 2, 1])
+def test_apply_twice_equals_two_calls(mask, piece, monkeypatch):
+    monkeypatch.setattr("hf_graphfilter.ops.attention.PIECE", piece)
+    mask, causal, _ = masks()[mask]
+    mask = mask if mask is None or mask.dtype == torch.bool else mask.nan_to_num(neginf=-1e30)
+    inputs = tensors(B, H, N, D, grad=True)
+    weights = tensors(B, H, N, D, count=2)
+
+    def twice(q, k, v):
+        first = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
+        return first, F.scaled_dot_product_attention(q, k, first, mask, is_causal=causal)
+
+    found, expected = apply_twice(*inputs, mask, causal=causal), twice(*inputs)
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1])
+    for a, b in zip(torch.autograd.grad(found, inputs, weights), torch.autograd.grad(expected, inputs, weights), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_apply_twice_rows_that_see_nothing():
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril(-1)  # the first token sees nothing
+    inputs = tensors(1, 2, 4, 3, grad=True)
+    first, second = apply_twice(*inputs, mask)
+    assert second[:, :, 0].abs().max() == 0
+    assert all(g.isfinite().all() for g in torch.autograd.grad([first, second], inputs, [first, second]))
+
+
+def test_apply_twice_gradcheck_with_dropout():
+    inputs = tensors(1, 2, 4, 3, grad=True)
+
+    def fixed_masks(*args):
+        torch.manual_seed(3)
+        return apply_twice(*args, dropout=0.3)
+
+    assert gradcheck(fixed_masks, inputs)
+
+
+def test_dropout_masks_are_independent_and_unbiased():
+    n, p = 5, 0.25
+    q, k = torch.randn(1, 1, n, 4, requires_grad=True), torch.randn(1, 1, n, 4)
+    many = 20_000
+    eye = torch.eye(n).expand(many, 1, n, n)
+    first, second = apply_twice(q.expand(many, -1, -1, -1), k.expand(many, -1, -1, -1), eye, dropout=p)
+    A = matrix(q, k, 0)[0, 0]
+    torch.testing.assert_close(first.mean(0)[0], A, atol=0.01, rtol=0)
+    # E[A_1 A_2] = A^2 holds for independent masks; one mask used twice gives another mean
+    torch.testing.assert_close(second.mean(0)[0], A @ A, atol=0.01, rtol=0)
+    assert ((first == 0).float().mean() - p).abs() < 0.01
+
+
+def test_when_the_joint_form_is_used():
+    q, k, v = tensors(1, 2, 8, 4, grad=True)
+    assert can_apply_twice(q, k, v, None, False, 0.0)
+    assert not can_apply_twice(q, k, v, None, True, 0.0)
+    assert can_apply_twice(q, k, v, None, True, 0.1)
+    assert not can_apply_twice(q, k, v, torch.zeros(8, 8, requires_grad=True), False, 0.0)
+    assert not can_apply_twice(q[:, :, :1], k, v, None, False, 0.1)
+    assert not can_apply_twice(*(x.bfloat16() for x in (q, k, v)), None, False, 0.0)
+    with torch.no_grad():
+        assert not can_apply_twice(q, k, v, None, False, 0.1)
+
+
+def test_combine():
+    coefficients, signals = tensors(H, grad=True), tensors(B, H, N, D, grad=True)
+    expected = sum(c.view(-1, 1, 1) * x for c, x in zip(coefficients, signals, strict=True))
+    torch.testing.assert_close(combine(list(zip(coefficients, signals, strict=True))), expected)
+    assert gradcheck(lambda *t: combine(list(zip(t[:3], t[3:], strict=True))), (*coefficients, *signals))
+
+
+def test_combine_keeps_small_coefficients_in_half_precision():
+    one, small = torch.ones(H), torch.full((H,), 1e-3)
+    x = torch.ones(B, H, N, D, dtype=torch.bfloat16)
+    assert torch.equal(combine([(one, x), (-one, x), (small, x)]), torch.full_like(x, 1e-3))
+
+
+SITE = AttentionSite("self", torch.nn.Identity(), H, False, "encoder", "", 0)
+
+
+def stochastic(n, heads=H):
+    return DenseShift(torch.randn(1, heads, n, n, dtype=torch.float64).mul(2).softmax(-1))
+
+
+def built(**options):
+    return GFSAConfig(**options).build(SITE).double()
+
+
+@pytest.mark.parametrize("approximation", ["taylor", "none"])
+@pytest.mark.parametrize("K", [1, 2, 3, 7])
+def test_gfsa_is_equation_5(K, approximation):
+    w = {"w_0": -0.2, "w_1": 0.7, "w_K": 0.4}
+    shift, value = stochastic(6), torch.randn(1, H, 6, D, dtype=torch.float64)
+    A = shift.matrix
+    power = torch.matrix_power(A, K) if approximation == "none" else A + (K - 1) * (A @ A - A)
+    expected = (w["w_0"] * torch.eye(6, dtype=A.dtype) + w["w_1"] * A + w["w_K"] * power) @ value
+    for learn in ((), ("w_K",), ("w_0", "w_1", "w_K")):
+        torch.testing.assert_close(built(K=K, approximation=approximation, learn=learn, **w)(shift, value), expected)
+
+
+def test_gfsa_reductions():
+    shift, value = stochastic(6), torch.randn(1, H, 6, D, dtype=torch.float64)
+    A = shift.matrix
+    # K = 1: the vanilla GCN filter with w_1 + w_K; K = 2: the Taylor form is exact
+    torch.testing.assert_close(built(K=1, w_1=0.5, w_K=0.25)(shift, value), 0.75 * A @ value)
+    torch.testing.assert_close(built(K=2, w_K=0.3)(shift, value), built(K=2, w_K=0.3, approximation="none")(shift, value))
+    # no high-order term: one application of S, whatever K
+    counted = []
+    shift.powers = lambda v, count: counted.append(count) or [A @ v] * count
+    assert torch.equal(built(K=9, approximation="none", learn=("w_0",), w_0=0.5)(shift, value), A @ value + 0.5 * value)
+    assert counted == [1]
+
+
+def test_gfsa_gradcheck():
+    A = stochastic(5, heads=H).matrix.requires_grad_()
+    value = torch.randn(1, H, 5, 3, dtype=torch.float64, requires_grad=True)
+    graph_filter = built(K=3, learn=("w_0", "w_1", "w_K"), w_0=0.1, w_K=0.2)
+
+    def run(A, value, *coefficients):
+        values = dict(zip(("w_0", "w_1", "w_K"), coefficients, strict=True))
+        return torch.func.functional_call(graph_filter, values, (DenseShift(A), value))
+
+    assert gradcheck(run, (A, value, *(p.detach().clone().requires_grad_() for p in graph_filter.parameters())))
+
+
+@given(
+    n=st.integers(1, 12),
+    K=st.integers(1, 12),
+    sharpness=st.floats(0, 30),
+    causal=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=200, deadline=None)
+def test_theorem_3_1(n, K, sharpness, causal, seed):
+    """||A^K - (A + (K-1)(A^2 - A))||_inf <= 2K for row-stochastic A."""
+    g = torch.Generator().manual_seed(seed)
+    scores = torch.randn(n, n, dtype=torch.float64, generator=g) * sharpness
+    if causal:
+        scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf)
+    A = scores.softmax(-1)
+    error = torch.matrix_power(A, K) - (A + (K - 1) * (A @ A - A))
+    assert error.abs().sum(-1).max() <= 2 * K + 1e-9
+
+
+def test_attention_sinks_are_refused():
+    config = GptOssConfig(
+        vocab_size=99,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=2,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    config._attn_implementation = "eager"
+    with pytest.raises(GraphFilterError, match="2 x GptOssAttention: attention sinks"):
+        patch_model(GptOssModel(config))
+
+
+def test_soft_capping_is_passed_on_or_refused():
+    config = Gemma2Config(
+        vocab_size=99,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        attn_logit_softcapping=2.0,
+    )
+    config._attn_implementation = "eager"
+    model, inputs = Gemma2Model(config).eval(), {"input_ids": torch.arange(5, 12)[None]}
+    expected = output(model, inputs)
+    assert torch.equal(output(patch_model(model), inputs), expected)
+    model.config._attn_implementation_internal = "sdpa"  # as a model would that lets this through
+    with pytest.raises(GraphFilterError, match=r"softcap=2\.0.*'eager'"):
+        output(model, inputs)
+    unpatch_model(model)
+    with pytest.raises(GraphFilterError, match=r"softcap=2\.0.*'sdpa' attention drops"):
+        patch_model(model)
+
+
+def test_memory_is_linear_in_tokens():
+    """No n x n tensor on the SDPA path: the largest tensor that the filter makes grows as n."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for t in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(t, torch.Tensor):
+                    self.size = max(self.size, t.numel())
+            return out
+
+    family = FAMILIES["gpt2"]
+    model = patch_model(family.build(n_positions=4096), "gfsa")
+    sizes = {}
+    for tokens in (2048, 4096):
+        with Largest() as largest:
+            output(model, family.inputs(batch=1, tokens=tokens)).sum().backward()
+        sizes[tokens] = largest.size
+    assert sizes[4096] <= 2 * sizes[2048]
+    assert sizes[4096] < 4096 * 4096 // 8
