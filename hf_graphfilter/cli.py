@@ -120,13 +120,16 @@ def _load(source: str, auto_class: str | None) -> PreTrainedModel:
 
     import hf_graphfilter  # noqa: F401  patched checkpoints load
 
-    if auto_class is None:
-        config = transformers.AutoConfig.from_pretrained(source)
-        auto_class = next((a for a in config.architectures or () if hasattr(transformers, a)), "AutoModel")
-    model_class = getattr(transformers, auto_class, None)
-    if not hasattr(model_class, "from_pretrained"):
-        raise GraphFilterError(f"transformers has no model class {auto_class!r}")
-    return model_class.from_pretrained(source)  # type: ignore[union-attr]
+    try:
+        if auto_class is None:
+            config = transformers.AutoConfig.from_pretrained(source)
+            auto_class = next((a for a in config.architectures or () if hasattr(transformers, a)), "AutoModel")
+        model_class = getattr(transformers, auto_class, None)
+        if not hasattr(model_class, "from_pretrained"):
+            raise GraphFilterError(f"transformers has no model class {auto_class!r}")
+        return model_class.from_pretrained(source)  # type: ignore[union-attr]
+    except OSError as error:
+        raise GraphFilterError(f"cannot load {source}: {error}") from error
 
 
 def _copy_processor(source: str, output: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .errors import GraphFilterError
 from .filters import FilterConfig, GraphFilter, as_config
-from .hosts import AttentionSite, Host, host_of, parameter_like
+from .hosts import AttentionSite, host_of, parameter_like
 
 Layers = None | Literal["even", "odd"] | Sequence[int] | slice | Callable[[int, str], bool]
 M = TypeVar("M", bound=nn.Module)
@@ -64,11 +64,13 @@ def patch_model(
                 f"{type(model).__name__} is already patched at {site.name} "
                 f"({site.module.graph_filter.config}); call unpatch_model first, or select other layers"
             )
-    _attach_all(host, selected, config)
+    filters = [_build(config, site) for site in selected]  # all before the first change: failing leaves no trace
     record = host.read_record(model) or {"version": RECORD_VERSION, "filters": []}
     names = [host.relative_name(model, site.name) for site in selected]
     groups = [*record["filters"], {"config": config.to_dict(), "modules": names}]
     host.write_record(model, {"version": RECORD_VERSION, "filters": groups})
+    for site, graph_filter in zip(selected, filters, strict=True):
+        host.attach(site, graph_filter)
     return model
 
 
@@ -176,19 +178,15 @@ def apply_record(model: nn.Module) -> None:
     sites, _ = host.find(model)
     free = [site for site in sites if not hasattr(site.module, "graph_filter")]
     for config, names in groups:
-        _attach_all(host, [site for site in free if host.relative_name(model, site.name) in names], config)
+        for site in free:
+            if host.relative_name(model, site.name) in names:
+                host.attach(site, _build(config, site))
     if patched_modules(model, required=False):
         host.write_record(model, record)
 
 
-def _attach_all(host: Host, sites: list[AttentionSite], config: FilterConfig) -> None:
-    # build everything before the first change: a failure leaves the model as it was
-    filters = [_placed(config.build(site), site) for site in sites]
-    for site, graph_filter in zip(sites, filters, strict=True):
-        host.attach(site, graph_filter)
-
-
-def _placed(graph_filter: GraphFilter, site: AttentionSite) -> GraphFilter:
+def _build(config: FilterConfig, site: AttentionSite) -> GraphFilter:
+    graph_filter = config.build(site)
     like = parameter_like(site.module)
     dtype = torch.float64 if like.dtype == torch.float64 else None
     graph_filter.train(site.module.training)

@@ -74,6 +74,16 @@ def test_cross_attention_is_never_patched(name):
     assert not any("EncDec" in row.module or "encoder_attn" in row.module for row in filter_status(model))
 
 
+def test_models_that_share_a_config_stay_apart(tmp_path):
+    config = FAMILIES["bert"].config
+    one, other = FAMILIES["bert"].model_class(config), FAMILIES["bert"].model_class(config)
+    patch_model(one)
+    assert one.config is not config
+    assert not hasattr(config, "graph_filter")
+    other.save_pretrained(tmp_path)
+    assert not filter_status(type(other).from_pretrained(tmp_path))
+
+
 def test_two_filters_in_one_model(tmp_path):
     model, inputs = FAMILIES["bert"].build(), FAMILIES["bert"].inputs()
     patch_model(model, "gfsa", layers="even", K=4)

@@ -131,7 +131,8 @@ def test_when_the_joint_form_is_used():
     assert not can_apply_twice(q[:, :, :1], k, v, None, False, 0.1)
     assert not can_apply_twice(*(x.bfloat16() for x in (q, k, v)), None, False, 0.0)
     with torch.no_grad():
-        assert not can_apply_twice(q, k, v, None, False, 0.1)
+        assert not can_apply_twice(q, k, v, None, False, 0.0)
+        assert can_apply_twice(q, k, v, None, False, 0.1), "checkpointing must draw the same masks again"
 
 
 def test_combine():

@@ -255,15 +255,27 @@ def read_record(model: PreTrainedModel) -> dict[str, Any] | None:
 
 def write_record(model: PreTrainedModel, record: dict[str, Any] | None) -> None:
     """Keep the record in the config, and with it an implementation name that makes loading without us fail."""
-    config = model.config
     if record is None:
         for attribute in (CHILD, "attn_implementation"):
-            config.__dict__.pop(attribute, None)
+            model.config.__dict__.pop(attribute, None)
         return
+    if read_record(model) is None:
+        _own_config(model)
+    config = model.config
     setattr(config, CHILD, record)
     config.__dict__["attn_implementation"] = IMPLEMENTATION
     # read by from_pretrained: coefficients stay in float32 whatever dtype is asked for
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), CHILD}
+
+
+def _own_config(model: PreTrainedModel) -> None:
+    """A config object of the model's own: other models may have been built from the same one."""
+    shared = model.config
+    own = copy.copy(shared)
+    for module in model.modules():
+        for attribute, value in list(vars(module).items()):
+            if value is shared:
+                setattr(module, attribute, own)
 
 
 # --------------------------------------------------------------------------------------------------------------- install

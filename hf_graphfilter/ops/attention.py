@@ -23,17 +23,27 @@ JOINT_TOKENS = 1024  # beyond, PyTorch's blocked kernel wins
 def can_apply_twice(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, dropout: float
 ) -> bool:
-    """Whether ``apply_twice`` is the faster form here: training on the CPU, with a mask that needs no gradient."""
+    """Whether ``apply_twice`` is the faster form here: training on the CPU, with a mask that needs no gradient.
+
+    With dropout the answer is the same with and without gradients: checkpointing runs the forward pass in both ways and
+    must draw the same masks.
+    """
     tensors = (query, key, value)
     return (
-        torch.is_grad_enabled()
-        and any(t.requires_grad for t in tensors)
-        and all(t.device.type == "cpu" and t.dtype in (torch.float32, torch.float64) for t in tensors)
+        all(t.device.type == "cpu" and t.dtype in (torch.float32, torch.float64) for t in tensors)
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
         and not (mask is not None and mask.requires_grad)
         and query.shape[2] == key.shape[2] == value.shape[2]
-        and (dropout > 0 or (query.shape[2] <= JOINT_TOKENS and not causal))  # a causal kernel skips half the work
+        and (
+            dropout > 0
+            or (
+                torch.is_grad_enabled()
+                and any(t.requires_grad for t in tensors)
+                and query.shape[2] <= JOINT_TOKENS
+                and not causal  # PyTorch's causal kernel skips half the work
+            )
+        )
     )
 
 

@@ -44,8 +44,9 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        count = len(ctx.saved_tensors) // 2
-        coefficients, signals = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        saved = ctx.saved_tensors  # once: checkpointing allows a single unpacking
+        count = len(saved) // 2
+        coefficients, signals = saved[:count], saved[count:]
         needs = ctx.needs_input_grad[1:]
         grads: list[Tensor | None] = [None] * (2 * count)
         for k, (c, x) in enumerate(zip(coefficients, signals, strict=True)):

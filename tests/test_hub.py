@@ -1,0 +1,327 @@
+"""Save, load, push: whole checkpoints through transformers' own verbs, and the filter-only file."""
+
+import json
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import transformers
+from huggingface_hub import EvalResult, ModelCard
+from models import FAMILIES, output, turn_on
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    BertForSequenceClassification,
+    T5EncoderModel,
+    T5ForConditionalGeneration,
+    set_seed,
+)
+
+from hf_graphfilter import (
+    GraphFilterError,
+    create_model_card,
+    filter_parameters,
+    filter_status,
+    load_filter,
+    patch_model,
+    save_filter,
+    unpatch_model,
+)
+
+BERT = FAMILIES["bert"]
+
+
+def patched(name="bert", **options):
+    set_seed(0)
+    options = {"K": 4, "w_0": -0.01, "learn": ("w_0", "w_K"), **options}
+    return turn_on(patch_model(FAMILIES[name].build(), **options))
+
+
+def coefficients(model):
+    return torch.cat([v for row in filter_status(model) for v in row.coefficients.values()])
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    patched().save_pretrained(tmp_path / "patched")
+    return tmp_path / "patched"
+
+
+def edit(path, **changes):
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    "auto",
+    [
+        AutoModel,
+        AutoModelForMaskedLM,
+        AutoModelForQuestionAnswering,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+    ],
+)
+def test_every_auto_class(auto, checkpoint, tmp_path, transformers_warnings):
+    model = auto.from_pretrained(checkpoint)
+    transformers_warnings.clear()  # the heads are new
+    assert torch.equal(coefficients(model), coefficients(patched()))
+    # and back: a checkpoint with a head loads without it
+    model.save_pretrained(tmp_path / "again")
+    base = AutoModel.from_pretrained(tmp_path / "again")
+    transformers_warnings.clear()
+    assert torch.equal(output(base, BERT.inputs()), output(patched(), BERT.inputs()))
+
+
+def test_sharded_and_resaved(tmp_path):
+    model = patched()
+    model.save_pretrained(tmp_path / "a", max_shard_size="20KB")
+    assert len(list((tmp_path / "a").glob("*.safetensors"))) > 2
+    again = AutoModel.from_pretrained(tmp_path / "a")
+    again.save_pretrained(tmp_path / "b")
+    third = AutoModel.from_pretrained(tmp_path / "b")
+    assert torch.equal(output(third, BERT.inputs()), output(model, BERT.inputs()))
+    assert (tmp_path / "a" / "config.json").read_text() == (tmp_path / "b" / "config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"dtype": torch.bfloat16}, {"device_map": "cpu"}, {"low_cpu_mem_usage": True}, {"device_map": {"": "cpu"}}],
+)
+def test_loading_options(options, checkpoint):
+    model = AutoModel.from_pretrained(checkpoint, **options)
+    assert {p.dtype for p in filter_parameters(model)} == {torch.float32}, "coefficients stay in float32"
+    assert torch.equal(coefficients(model), coefficients(patched()))
+    assert model.dtype == options.get("dtype", torch.float32)
+
+
+def test_disk_offload(checkpoint, tmp_path):
+    layers = {f"encoder.layer.{i}": "cpu" for i in range(2)}
+    device_map = {"embeddings": "cpu", **layers, "encoder.layer.2": "disk", "pooler": "cpu"}
+    model = AutoModel.from_pretrained(checkpoint, device_map=device_map, offload_folder=tmp_path / "offload")
+    torch.testing.assert_close(output(model, BERT.inputs()), output(patched(), BERT.inputs()))
+
+
+def test_backend_can_be_chosen_at_load(checkpoint):
+    model = AutoModel.from_pretrained(checkpoint, attn_implementation="eager")
+    assert {row.backend for row in filter_status(model)} == {"eager"}
+    assert {row.backend for row in filter_status(AutoModel.from_pretrained(checkpoint))} == {"sdpa"}
+
+
+def test_from_config_gives_a_patched_model(checkpoint):
+    model = AutoModel.from_config(AutoConfig.from_pretrained(checkpoint))
+    assert len(filter_status(model)) == 3
+    assert torch.equal(filter_status(model)[0].coefficients["w_0"], torch.full((4,), -0.01))
+
+
+def test_plain_weights_into_a_patched_model(checkpoint, tmp_path, transformers_warnings):
+    plain = BERT.build()
+    plain.save_pretrained(tmp_path / "plain")
+    model = AutoModel.from_pretrained(tmp_path / "plain", config=AutoConfig.from_pretrained(checkpoint))
+    assert any("graph_filter" in message for message in transformers_warnings)
+    transformers_warnings.clear()
+    assert torch.equal(output(unpatch_model(model), BERT.inputs()), output(plain, BERT.inputs()))
+    model = AutoModel.from_pretrained(tmp_path / "plain", config=AutoConfig.from_pretrained(checkpoint))
+    transformers_warnings.clear()
+    for row in filter_status(model):
+        values = {name: set(v.tolist()) for name, v in row.coefficients.items()}
+        assert values == {"w_0": {torch.tensor(-0.01).item()}, "w_1": {1.0}, "w_K": {0.0}}
+
+
+def test_patching_a_loaded_checkpoint_differently(checkpoint):
+    model = AutoModel.from_pretrained(checkpoint)
+    with pytest.raises(GraphFilterError, match="already patched"):
+        patch_model(model, K=2)
+    patch_model(unpatch_model(model), K=2, layers="odd")
+    assert [row.filter.K for row in filter_status(model)] == [2]
+
+
+def test_sub_model_of_an_encoder_decoder(tmp_path, transformers_warnings):
+    model = T5ForConditionalGeneration(FAMILIES["t5"].config).eval()
+    turn_on(patch_model(model)).save_pretrained(tmp_path)
+    encoder = T5EncoderModel.from_pretrained(tmp_path)
+    transformers_warnings.clear()
+    ids = FAMILIES["t5"].inputs()["input_ids"]
+    assert len(filter_status(encoder)) == 3
+    assert torch.equal(encoder(ids).last_hidden_state, model.encoder(ids).last_hidden_state)
+
+
+# --------------------------------------------------------------------------------------------------- failing closed
+
+
+def run(code, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(code))
+    return subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+
+
+def test_without_the_plug_in_loading_fails_and_names_it(checkpoint, tmp_path):
+    result = run(
+        f"""
+        from transformers import AutoModel
+        AutoModel.from_pretrained({str(checkpoint)!r})
+        """,
+        tmp_path,
+    )
+    assert result.returncode == 1
+    assert "ValueError" in result.stderr
+    assert "hf_graphfilter" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"version": 9, "filters": []}, "version 9 of config.graph_filter is unknown"),
+        ("gfsa", "version 'gfsa' of config.graph_filter is unknown"),
+        ({"version": 1}, "config.graph_filter is malformed"),
+        ({"version": 1, "filters": [{"config": {"filter": "gfsa", "version": 7}, "modules": []}]}, "version 7"),
+        ({"version": 1, "filters": [{"config": {"filter": "nope", "version": 1}, "modules": []}]}, "unknown filter"),
+    ],
+)
+def test_unknown_records_are_refused(record, message, checkpoint):
+    edit(checkpoint, graph_filter=record)
+    with pytest.raises(GraphFilterError, match=message):
+        AutoModel.from_pretrained(checkpoint)
+
+
+def test_coefficients_that_no_filter_takes_are_refused(checkpoint, transformers_warnings):
+    config = AutoConfig.from_pretrained(checkpoint)
+    config.graph_filter = None
+    with pytest.raises(GraphFilterError, match="holds filter coefficients that BertModel has no filter for"):
+        AutoModel.from_pretrained(checkpoint, config=config)
+    transformers_warnings.clear()
+
+
+def test_missing_coefficients_are_refused(checkpoint, transformers_warnings):
+    from safetensors.torch import load_file, save_file
+
+    file = checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["encoder.layer.1.attention.self.graph_filter.w_K"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(GraphFilterError, match="lacks 1 of its 9 filter coefficients"):
+        AutoModel.from_pretrained(checkpoint)
+    transformers_warnings.clear()
+
+
+@pytest.mark.parametrize("keep", [0, 4, 1000, -100])
+def test_truncated_weights_are_refused(keep, checkpoint):
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(GraphFilterError, match="corrupted or truncated"):
+        AutoModel.from_pretrained(checkpoint)
+
+
+# ----------------------------------------------------------------------------------------------- the filter-only file
+
+
+def test_filter_file_over_plain_and_patched(tmp_path):
+    model = patched()
+    assert save_filter(model, tmp_path) == tmp_path
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["graph_filter.json", "graph_filter.safetensors"]
+    assert (tmp_path / "graph_filter.safetensors").stat().st_size < 4096
+    expected = output(model, BERT.inputs())
+    for other in (BERT.build(), patch_model(BERT.build(), K=4, w_0=-0.01, learn=("w_0", "w_K"))):
+        other.load_state_dict(model.state_dict(), strict=False)
+        assert load_filter(other, tmp_path) is other
+        assert torch.equal(output(other, BERT.inputs()), expected)
+
+
+def test_filter_file_carries_between_heads(tmp_path):
+    save_filter(patched(), tmp_path)
+    model = load_filter(BertForSequenceClassification(BERT.config), tmp_path)
+    assert torch.equal(coefficients(model), coefficients(patched()))
+
+
+def refused(model, path, message):
+    inputs = BERT.inputs()
+    expected, state, config = model(**inputs)[0], list(model.state_dict()), model.config.to_dict()
+    with pytest.raises(GraphFilterError, match=message):
+        load_filter(model, path)
+    assert torch.equal(model(**inputs)[0], expected)
+    assert (list(model.state_dict()), model.config.to_dict()) == (state, config)
+
+
+def test_filter_file_mismatches(tmp_path):
+    save_filter(patched(), tmp_path)
+    refused(BERT.build(num_hidden_layers=2), tmp_path, "made for 3 attention layers, this model has 2")
+    refused(BERT.build(num_attention_heads=2), tmp_path, r"layer\.0\.attention\.self had 4 heads, here it has 2")
+    refused(FAMILIES["roberta"].build(), tmp_path, "made for a bert model, this is roberta")
+    refused(patch_model(BERT.build(), K=2), tmp_path, "is patched with .*'K': 2.*unpatch_model first")
+
+
+def test_damaged_filter_files(tmp_path):
+    good = save_filter(patched(), tmp_path / "good")
+
+    def damaged(name, change):
+        bad = tmp_path / "bad"
+        shutil.rmtree(bad, ignore_errors=True)
+        shutil.copytree(good, bad)
+        change(bad / name)
+        return bad
+
+    config, weights = "graph_filter.json", "graph_filter.safetensors"
+    refused(BERT.build(), damaged(weights, lambda f: f.write_bytes(f.read_bytes()[:50])), "corrupted or truncated")
+    refused(BERT.build(), damaged(weights, lambda f: f.unlink()), "holds no graph_filter.safetensors")
+    refused(BERT.build(), damaged(config, lambda f: f.write_text("{")), "not readable JSON")
+    refused(BERT.build(), damaged(config, lambda f: f.write_text("[]")), "version None is unknown")
+
+    def set_version(file):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "version": 5}))
+
+    refused(BERT.build(), damaged(config, set_version), "version 5 is unknown")
+
+    def other_shape(file):
+        from safetensors.torch import load_file, save_file
+
+        save_file({k: v[:2] for k, v in load_file(file).items()}, file)
+
+    refused(BERT.build(), damaged(weights, other_shape), r"should hold \(4,\), it holds \(2,\)")
+    refused(BERT.build(), tmp_path / "nowhere", "no directory and no reachable Hub repository")
+
+
+def test_saving_the_filter_of_an_unpatched_model(tmp_path):
+    with pytest.raises(GraphFilterError, match="call patch_model first"):
+        save_filter(BERT.build(), tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+# -------------------------------------------------------------------------------------------------------------- the card
+
+
+def test_card(tmp_path):
+    model = turn_on(patch_model(BertForSequenceClassification(BERT.config)))
+    result = EvalResult("text-classification", "glue", "CoLA", "matthews_correlation", 0.6, dataset_split="validation")
+    card = create_model_card(model, repo_id="me/bert-gfsa", base_model="bert-base-uncased", results=[result], language="en")
+    card.save(tmp_path / "README.md")
+    again = ModelCard.load(tmp_path / "README.md")
+    data = again.data.to_dict()
+    assert data["base_model"] == "bert-base-uncased"
+    assert data["library_name"] == "transformers"
+    assert {"graph-filter", "gfsa"} <= set(data["tags"])
+    assert data["datasets"] == ["glue"]
+    assert data["metrics"] == ["matthews_correlation"]
+    assert data["model-index"][0]["results"][0]["metrics"][0]["value"] == 0.6
+    for part in (
+        "AutoModelForSequenceClassification.from_pretrained(\"me/bert-gfsa\")",
+        "import hf_graphfilter",
+        "| bert.encoder.layer.2.attention.self | gfsa |",
+        "12 parameters were added",
+        "| CoLA | validation | matthews_correlation | 0.6000 |",
+        "@inproceedings{choi2024gfsa",
+    ):
+        assert part in again.text
+    with pytest.raises(GraphFilterError, match="no graph filter to describe"):
+        create_model_card(BERT.build())
+
+
+def test_transformers_is_in_the_tested_range():
+    major, minor = map(int, transformers.__version__.split(".")[:2])
+    assert (major, minor) >= (5, 17)

@@ -1,0 +1,98 @@
+"""Importing is cheap and changes nothing for models without a filter."""
+
+import doctest
+import importlib
+import json
+import pkgutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import hf_graphfilter
+
+
+def run(code):
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_is_light():
+    found = run("""
+        import sys, transformers
+        before = set(sys.modules)
+        import hf_graphfilter
+        print("torch" in sys.modules, "transformers.modeling_utils" in sys.modules, len(set(sys.modules) - before))
+    """).split()
+    assert found[:2] == ["False", "False"]
+    assert int(found[2]) < 10
+
+
+@pytest.mark.parametrize("order", ["import hf_graphfilter, transformers", "import transformers, hf_graphfilter"])
+@pytest.mark.parametrize("early", ["", "import transformers.modeling_utils"])
+def test_import_order_does_not_matter(order, early):
+    assert run(f"""
+        {early}
+        {order}
+        from transformers import AutoModel, BertModel
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+        print("hf_graphfilter" in ALL_ATTENTION_FUNCTIONS)
+    """).strip() == "True"
+
+
+def test_nothing_changes_for_unpatched_models():
+    """The same program with and without the import: outputs, files, attention functions, load reports."""
+    code = """
+        {plug_in}
+        import hashlib, json, os, tempfile
+        import torch, transformers as t
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+        torch.manual_seed(0)
+        found = {{}}
+        for name, model in {{
+            "bert": t.BertForMaskedLM(t.BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+                                                   intermediate_size=16)),
+            "gpt2": t.GPT2LMHeadModel(t.GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, bos_token_id=0,
+                                                   eos_token_id=0)),
+        }}.items():
+            model.eval()
+            ids = torch.arange(5, 15)[None]
+            logits = model(ids, labels=ids).logits
+            logits.sum().backward()
+            with tempfile.TemporaryDirectory() as folder:
+                model.save_pretrained(folder)
+                files = {{f: hashlib.sha256(open(os.path.join(folder, f), "rb").read()).hexdigest()
+                         for f in sorted(os.listdir(folder))}}
+                again, info = type(model).from_pretrained(folder, output_loading_info=True)
+            found[name] = [
+                logits.detach().double().sum().item(),
+                sum(p.grad.double().abs().sum().item() for p in model.parameters()),
+                files,
+                torch.equal(again(ids).logits, logits),
+                {{k: sorted(map(str, v)) for k, v in info.items()}},
+                [n for n, _ in model.named_modules()],
+                model.config._attn_implementation,
+            ]
+        found["functions"] = sorted(set(ALL_ATTENTION_FUNCTIONS) - {{"hf_graphfilter"}})
+        print(json.dumps(found))
+    """
+    plain = run(code.format(plug_in=""))
+    assert json.loads(plain) == json.loads(run(code.format(plug_in="import hf_graphfilter")))
+
+
+def test_public_names():
+    for name in hf_graphfilter.__all__:
+        assert getattr(hf_graphfilter, name).__doc__, name
+    assert set(hf_graphfilter.__all__) <= set(dir(hf_graphfilter))
+    with pytest.raises(AttributeError, match="no attribute 'nope'"):
+        hf_graphfilter.nope  # noqa: B018
+
+
+MODULES = [m.name for m in pkgutil.walk_packages(hf_graphfilter.__path__, "hf_graphfilter.")]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_examples_in_docstrings(module):
+    assert doctest.testmod(importlib.import_module(module)).failed == 0

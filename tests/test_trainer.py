@@ -1,0 +1,144 @@
+"""The ordinary Trainer on a patched model."""
+
+import pytest
+import torch
+from models import FAMILIES, turn_on
+from torch.utils.data import Dataset
+from transformers import BertConfig, BertForSequenceClassification, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+
+from hf_graphfilter import (
+    GraphFilterError,
+    filter_optimizer,
+    filter_parameters,
+    filter_status,
+    parameter_groups,
+    patch_model,
+)
+
+
+class Toy(Dataset):
+    """Whether token 7 occurs; enough to have gradients."""
+
+    def __init__(self, rows=64):
+        g = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(5, 20, (rows, 10), generator=g)
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, i):
+        return {"input_ids": self.ids[i], "labels": int((self.ids[i] == 7).any())}
+
+
+def model():
+    set_seed(0)
+    config = BertConfig(**{**FAMILIES["bert"].config.to_dict(), "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1})
+    return patch_model(BertForSequenceClassification(config), K=3)
+
+
+def trainer(path, patched=None, train_dataset=None, **options):
+    options = {"max_steps": 6, "save_steps": 3, "per_device_train_batch_size": 8, **options}
+    args = TrainingArguments(
+        output_dir=str(path),
+        learning_rate=1e-3,
+        weight_decay=0.1,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        logging_steps=1,
+        **options,
+    )
+    optimizer = filter_optimizer(args, filter_lr=0.05)
+    data = train_dataset or Toy()
+    return Trainer(patched or model(), args, train_dataset=data, eval_dataset=Toy(16), optimizer_cls_and_kwargs=optimizer)
+
+
+def state(m):
+    return {k: v.clone() for k, v in m.state_dict().items()}
+
+
+def test_filter_gets_its_own_learning_rate_and_no_decay(tmp_path):
+    t = trainer(tmp_path)
+    t.train()
+    groups = t.optimizer.param_groups
+    assert [g["initial_lr"] for g in groups] == [1e-3, 1e-3, 0.05]
+    assert [g["weight_decay"] for g in groups] == [0.1, 0.0, 0.0]
+    assert {id(p) for p in groups[2]["params"]} == {id(p) for p in filter_parameters(t.model)}
+    moved = torch.stack([row.coefficients["w_K"].abs().max() for row in filter_status(t.model)])
+    assert (moved > 0.02).all(), "with the model's rate it would stay within 0.006"
+
+
+def test_groups_cover_every_parameter_once():
+    m = model()
+    groups = parameter_groups(m, lr=1e-3, weight_decay=0.1)
+    ids = [id(p) for g in groups for p in g["params"]]
+    assert sorted(ids) == sorted(id(p) for p in m.parameters())
+    m.requires_grad_(False)
+    for p in filter_parameters(m):
+        p.requires_grad_(True)
+    assert [len(g["params"]) for g in parameter_groups(m, lr=1e-3)] == [3]
+    with pytest.raises(GraphFilterError, match="has no filter parameters"):
+        parameter_groups(FAMILIES["bert"].build(), lr=1e-3)
+
+
+def test_resume_is_bit_identical(tmp_path):
+    whole = trainer(tmp_path / "a")
+    whole.train()
+    resumed = trainer(tmp_path / "b")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
+    expected, found = state(whole.model), state(resumed.model)
+    assert all(torch.equal(found[k], v) for k, v in expected.items())
+    files = {f.name for f in (tmp_path / "a" / "checkpoint-3").iterdir()}
+    assert "model.safetensors" in files
+    assert not any(name.startswith("pytorch_model") for name in files)
+
+
+def test_load_best_model_at_end(tmp_path):
+    t = trainer(tmp_path, eval_strategy="steps", eval_steps=3, load_best_model_at_end=True)
+    t.train()
+    best = BertForSequenceClassification.from_pretrained(t.state.best_model_checkpoint)
+    assert all(torch.equal(v, t.model.state_dict()[k]) for k, v in best.state_dict().items())
+
+
+class Text(Toy):
+    def __getitem__(self, i):
+        return {"input_ids": self.ids[i], "labels": self.ids[i]}
+
+
+def test_gradient_accumulation_gives_the_same_step(tmp_path, transformers_warnings):
+    # a causal model: for classifiers the Trainer of transformers itself does not average over the steps
+    found = []
+    for batch, steps in [(8, 1), (4, 2)]:
+        set_seed(0)
+        m = turn_on(patch_model(GPT2LMHeadModel(FAMILIES["gpt2"].config).double()))
+        t = trainer(
+            tmp_path / str(steps),
+            m,
+            train_dataset=Text(),
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=steps,
+            max_steps=2,
+        )
+        t.train()
+        found.append(state(t.model))
+    transformers_warnings.clear()  # about loss_type
+    for k, v in found[0].items():
+        torch.testing.assert_close(found[1][k], v, atol=1e-7, rtol=1e-7)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant, transformers_warnings):
+    found = []
+    for checkpointing in (False, True):
+        m = model().train()
+        if checkpointing:
+            enable = getattr(m, "activation_checkpointing_enable", m.gradient_checkpointing_enable)  # its name since 5.2x
+            enable({"use_reentrant": reentrant})
+        set_seed(1)
+        ids = torch.stack([Toy()[i]["input_ids"] for i in range(8)])
+        m(ids, labels=torch.tensor([0, 1] * 4)).loss.backward()
+        found.append(torch.cat([p.grad for p in filter_parameters(m)]))
+    transformers_warnings.clear()  # use_cache is switched off
+    torch.testing.assert_close(found[1], found[0])
+    assert found[0].abs().sum() > 0
