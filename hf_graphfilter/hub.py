@@ -88,7 +88,9 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
     return model
 
 
-def _read(source: str | os.PathLike[str], hub_options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _read(
+    source: str | os.PathLike[str], hub_options: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     config_file, weights_file = (_locate(source, name, hub_options) for name in (CONFIG_FILE, WEIGHTS_FILE))
     try:
         description = json.loads(Path(config_file).read_text())
@@ -118,7 +120,9 @@ def _locate(source: str | os.PathLike[str], name: str, hub_options: dict[str, An
     try:
         return cached_file(os.fspath(source), name, **hub_options)  # type: ignore[return-value]
     except (OSError, ValueError) as error:
-        raise GraphFilterError(f"no directory and no reachable Hub repository {str(source)!r} with {name}: {error}") from error
+        raise GraphFilterError(
+            f"no directory and no reachable Hub repository {str(source)!r} with {name}: {error}"
+        ) from error
 
 
 def _coefficients(host: Host, model: nn.Module) -> dict[str, torch.Tensor]:

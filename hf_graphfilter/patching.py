@@ -62,7 +62,7 @@ def patch_model(
         if hasattr(site.module, "graph_filter"):
             raise GraphFilterError(
                 f"{type(model).__name__} is already patched at {site.name} "
-                f"({site.module.graph_filter.config}); call unpatch_model first, or select other layers"
+                f"({site.module.get_submodule('graph_filter').config}); call unpatch_model first or select other layers"
             )
     filters = [_build(config, site) for site in selected]  # all before the first change: failing leaves no trace
     record = host.read_record(model) or {"version": RECORD_VERSION, "filters": []}
@@ -116,7 +116,9 @@ class FilterStatus(list[FilterRow]):
         header, rows = self.table()
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
         lines = [header, ["-" * width for width in widths], *rows]
-        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+        return "\n".join(
+            "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines
+        )
 
 
 def filter_status(model: nn.Module) -> FilterStatus:
@@ -225,13 +227,14 @@ def _select(group: str, sites: list[AttentionSite], layers: Layers) -> list[Atte
         return [site for site in sites if layers(site.index, site.name)]
     if not isinstance(layers, Sequence) or any(not isinstance(i, int) or isinstance(i, bool) for i in layers):
         raise GraphFilterError(f"layers={layers!r}: a list of layers holds integers")
-    for i in layers:
+    indices = [int(i) for i in layers]
+    for i in indices:
         if not -len(sites) <= i < len(sites):
             raise GraphFilterError(
                 f"layers={layers!r}: {i} is out of range, {group or 'the model'} has {len(sites)} layers"
                 " (use stack= to choose encoder or decoder)"
             )
-    wanted = {i % len(sites) for i in layers}
+    wanted = {i % len(sites) for i in indices}
     return [site for site in sites if site.index in wanted]
 
 

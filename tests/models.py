@@ -115,9 +115,7 @@ FAMILIES = {
     "bart": Family(t.BartModel, t.BartConfig(**ENCODER_DECODER), "encoder-decoder", 5),
     "plbart": Family(t.PLBartModel, t.PLBartConfig(**ENCODER_DECODER), "encoder-decoder", 5),
     "t5": Family(t.T5Model, t.T5Config(**T5, **T5_TOKENS), "encoder-decoder", 5),
-    "codet5": Family(
-        t.T5Model, t.T5Config(**T5, **T5_TOKENS, feed_forward_proj="gated-gelu"), "encoder-decoder", 5
-    ),
+    "codet5": Family(t.T5Model, t.T5Config(**T5, **T5_TOKENS, feed_forward_proj="gated-gelu"), "encoder-decoder", 5),
     "deit": Family(t.DeiTModel, t.DeiTConfig(**VISION, **DROPOUT), "vision", 3),
     "vit": Family(t.ViTModel, t.ViTConfig(**VISION, **DROPOUT), "vision", 3),
     "whisper": Family(

@@ -3,6 +3,8 @@
 It shares no code with the package: scores, softmax, and each filter's formula as the paper prints it.
 """
 
+from functools import partial
+
 import torch
 from models import use
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -43,7 +45,5 @@ def dense_twin(plain, patched, formula):
     for name, module in patched.named_modules():
         if "graph_filter" in module._modules:
             f = module.graph_filter
-            plain.get_submodule(name).oracle = (
-                lambda A, c=f.coefficients(), config=f.config: formula(A, c, config)
-            )
+            plain.get_submodule(name).oracle = partial(formula, c=f.coefficients(), config=f.config)
     return plain

@@ -153,7 +153,7 @@ def test_sub_model_of_an_encoder_decoder(tmp_path, transformers_warnings):
     assert torch.equal(encoder(ids).last_hidden_state, model.encoder(ids).last_hidden_state)
 
 
-# --------------------------------------------------------------------------------------------------- failing closed
+# ------------------------------------------------------------------------------------------------ failing closed
 
 
 def run(code, tmp_path):
@@ -219,7 +219,7 @@ def test_truncated_weights_are_refused(keep, checkpoint):
         AutoModel.from_pretrained(checkpoint)
 
 
-# ----------------------------------------------------------------------------------------------- the filter-only file
+# ------------------------------------------------------------------------------------------ the filter-only file
 
 
 def test_filter_file_over_plain_and_patched(tmp_path):
@@ -293,13 +293,15 @@ def test_saving_the_filter_of_an_unpatched_model(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-# -------------------------------------------------------------------------------------------------------------- the card
+# ------------------------------------------------------------------------------------------------------ the card
 
 
 def test_card(tmp_path):
     model = turn_on(patch_model(BertForSequenceClassification(BERT.config)))
     result = EvalResult("text-classification", "glue", "CoLA", "matthews_correlation", 0.6, dataset_split="validation")
-    card = create_model_card(model, repo_id="me/bert-gfsa", base_model="bert-base-uncased", results=[result], language="en")
+    card = create_model_card(
+        model, repo_id="me/bert-gfsa", base_model="bert-base-uncased", results=[result], language="en"
+    )
     card.save(tmp_path / "README.md")
     again = ModelCard.load(tmp_path / "README.md")
     data = again.data.to_dict()
@@ -310,7 +312,7 @@ def test_card(tmp_path):
     assert data["metrics"] == ["matthews_correlation"]
     assert data["model-index"][0]["results"][0]["metrics"][0]["value"] == 0.6
     for part in (
-        "AutoModelForSequenceClassification.from_pretrained(\"me/bert-gfsa\")",
+        'AutoModelForSequenceClassification.from_pretrained("me/bert-gfsa")',
         "import hf_graphfilter",
         "| bert.encoder.layer.2.attention.self | gfsa |",
         "12 parameters were added",

@@ -33,13 +33,16 @@ def test_import_is_light():
 @pytest.mark.parametrize("order", ["import hf_graphfilter, transformers", "import transformers, hf_graphfilter"])
 @pytest.mark.parametrize("early", ["", "import transformers.modeling_utils"])
 def test_import_order_does_not_matter(order, early):
-    assert run(f"""
+    assert (
+        run(f"""
         {early}
         {order}
         from transformers import AutoModel, BertModel
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
         print("hf_graphfilter" in ALL_ATTENTION_FUNCTIONS)
-    """).strip() == "True"
+    """).strip()
+        == "True"
+    )
 
 
 def test_nothing_changes_for_unpatched_models():
@@ -52,8 +55,8 @@ def test_nothing_changes_for_unpatched_models():
         torch.manual_seed(0)
         found = {{}}
         for name, model in {{
-            "bert": t.BertForMaskedLM(t.BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-                                                   intermediate_size=16)),
+            "bert": t.BertForMaskedLM(t.BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2,
+                                                   num_attention_heads=2, intermediate_size=16)),
             "gpt2": t.GPT2LMHeadModel(t.GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, bos_token_id=0,
                                                    eos_token_id=0)),
         }}.items():

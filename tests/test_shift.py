@@ -87,7 +87,9 @@ def test_apply_twice_equals_two_calls(mask, piece, monkeypatch):
     found, expected = apply_twice(*inputs, mask, causal=causal), twice(*inputs)
     assert torch.equal(found[0], expected[0])
     torch.testing.assert_close(found[1], expected[1])
-    for a, b in zip(torch.autograd.grad(found, inputs, weights), torch.autograd.grad(expected, inputs, weights), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(found, inputs, weights), torch.autograd.grad(expected, inputs, weights), strict=True
+    ):
         torch.testing.assert_close(a, b)
 
 
@@ -176,7 +178,9 @@ def test_gfsa_reductions():
     A = shift.matrix
     # K = 1: the vanilla GCN filter with w_1 + w_K; K = 2: the Taylor form is exact
     torch.testing.assert_close(built(K=1, w_1=0.5, w_K=0.25)(shift, value), 0.75 * A @ value)
-    torch.testing.assert_close(built(K=2, w_K=0.3)(shift, value), built(K=2, w_K=0.3, approximation="none")(shift, value))
+    torch.testing.assert_close(
+        built(K=2, w_K=0.3)(shift, value), built(K=2, w_K=0.3, approximation="none")(shift, value)
+    )
     # no high-order term: one application of S, whatever K
     counted = []
     shift.powers = lambda v, count: counted.append(count) or [A @ v] * count

@@ -4,7 +4,14 @@ import pytest
 import torch
 from models import FAMILIES, turn_on
 from torch.utils.data import Dataset
-from transformers import BertConfig, BertForSequenceClassification, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 from hf_graphfilter import (
     GraphFilterError,
@@ -32,7 +39,9 @@ class Toy(Dataset):
 
 def model():
     set_seed(0)
-    config = BertConfig(**{**FAMILIES["bert"].config.to_dict(), "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1})
+    config = BertConfig(
+        **{**FAMILIES["bert"].config.to_dict(), "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    )
     return patch_model(BertForSequenceClassification(config), K=3)
 
 
@@ -51,7 +60,9 @@ def trainer(path, patched=None, train_dataset=None, **options):
     )
     optimizer = filter_optimizer(args, filter_lr=0.05)
     data = train_dataset or Toy()
-    return Trainer(patched or model(), args, train_dataset=data, eval_dataset=Toy(16), optimizer_cls_and_kwargs=optimizer)
+    return Trainer(
+        patched or model(), args, train_dataset=data, eval_dataset=Toy(16), optimizer_cls_and_kwargs=optimizer
+    )
 
 
 def state(m):
@@ -133,7 +144,9 @@ def test_gradient_checkpointing(reentrant, transformers_warnings):
     for checkpointing in (False, True):
         m = model().train()
         if checkpointing:
-            enable = getattr(m, "activation_checkpointing_enable", m.gradient_checkpointing_enable)  # its name since 5.2x
+            enable = getattr(
+                m, "activation_checkpointing_enable", m.gradient_checkpointing_enable
+            )  # its name since 5.2x
             enable({"use_reentrant": reentrant})
         set_seed(1)
         ids = torch.stack([Toy()[i]["input_ids"] for i in range(8)])

@@ -24,8 +24,12 @@ def plot_coefficients(model: nn.Module, path: str | os.PathLike[str]) -> Path:
         from matplotlib.figure import Figure  # not pyplot: no global state, no display
     except ImportError as error:
         raise GraphFilterError("plots need matplotlib: pip install 'hf-graphfilter[plots]'") from error
-    learned = {name for _, module in model.named_modules() if "graph_filter" in module._modules
-               for name, _ in module.graph_filter.named_parameters()}  # type: ignore[union-attr]
+    learned = {
+        name
+        for _, module in model.named_modules()
+        if "graph_filter" in module._modules
+        for name, _ in module.graph_filter.named_parameters()
+    }  # type: ignore[union-attr]
     names = [n for n in dict.fromkeys(n for row in rows for n in row.coefficients) if n in learned] or ["w_K"]
     figure = Figure(figsize=(7, 2.6 * len(names)), layout="constrained")
     for axes, name in zip(figure.subplots(len(names), 1, squeeze=False)[:, 0], names, strict=True):

@@ -31,7 +31,6 @@ from dataclasses import asdict, fields
 from importlib import metadata
 from typing import Any, ClassVar, Literal, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import GraphFilterError

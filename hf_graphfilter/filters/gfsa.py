@@ -26,9 +26,10 @@ COEFFICIENTS = ("w_0", "w_1", "w_K")
 class GFSA(GraphFilter):
     """``H V = w_0 V + w_1 S(V) + w_K P(V)`` with ``P`` the K-th power of ``S`` or its first-order approximation.
 
-    With ``approximation="taylor"`` (Eq. 4), ``P = S + (K-1)(S^2 - S)``, so ``H = w_0 I + (w_1 + (2-K) w_K) S +
-    (K-1) w_K S^2``: two applications of ``S`` whatever K. With ``"none"``, ``P = S^K``: K applications. One coefficient of each kind a head, float32; the paper learns only
-    ``w_K`` and starts it at 0, so the patched model equals the original.
+    With ``approximation="taylor"`` (Eq. 4), ``P = S + (K-1)(S^2 - S)``, so
+    ``H = w_0 I + (w_1 + (2-K) w_K) S + (K-1) w_K S^2``: two applications of ``S`` whatever K. With ``"none"``,
+    ``P = S^K``: K applications. One coefficient of each kind a head, float32; the paper learns only ``w_K`` and starts
+    it at 0, so the patched model equals the original.
 
     Dropout: each application draws its own mask, and E[A_1 A_2] = A^2 holds for independent masks only. The authors'
     BERT and GPT-2 code squares one dropped-out matrix instead.

@@ -77,7 +77,7 @@ def host_of(model: object) -> Host:
 
 
 def locate(name: str, causal: bool) -> tuple[str, str]:
-    """(stack, group) of a module path: ``decoder.block.3.layer.0.SelfAttention`` is in ``decoder``, ``decoder.block``."""
+    """(stack, group) of a module path: ``decoder.block.3.SelfAttention`` is in ``decoder``, ``decoder.block``."""
     parts = name.split(".")
     named = next((p for p in parts if p in ("encoder", "decoder")), None)
     number = next((i for i, p in enumerate(parts) if p.isdigit()), len(parts))

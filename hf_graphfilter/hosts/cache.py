@@ -18,7 +18,10 @@ from ..errors import GraphFilterError
 
 ARGUMENT = "graph_filter_cache"
 
-_Layer = DynamicLayer if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    _Layer = DynamicLayer
+else:
+    _Layer = object
 
 
 class SignalRows(_Layer):
@@ -91,7 +94,7 @@ class _Memory:
         return rows
 
 
-def memory(past: Any, module: nn.Module, key: Tensor) -> _Memory | None:
+def memory(past: Any, module: Any, key: Tensor) -> _Memory | None:
     """The memory of ``module`` in the cache ``past``, whose layer becomes one that keeps signal rows.
 
     Raises:
@@ -103,7 +106,7 @@ def memory(past: Any, module: nn.Module, key: Tensor) -> _Memory | None:
         past = past.self_attention_cache
     layer = past.layers[module.layer_idx]
     if type(layer) in _FILTERED:
-        filtered = object.__new__(_FILTERED[type(layer)])
+        filtered: SignalRows = object.__new__(_FILTERED[type(layer)])
         filtered.__dict__ = {**layer.__dict__, "signals": {}}
         layer = past.layers[module.layer_idx] = filtered
     if not isinstance(layer, SignalRows):

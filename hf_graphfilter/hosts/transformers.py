@@ -15,10 +15,9 @@ import functools
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, cast
 
-import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -38,7 +37,7 @@ _HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
 _CROSS_NAME = re.compile(r"cross|^enc_?dec_?att|^encoder_att", re.I)
 
 
-# ----------------------------------------------------------------------------------------------- the attention function
+# ---------------------------------------------------------------------------------------- the attention function
 
 
 def graph_filter_attention(
@@ -122,20 +121,20 @@ def _forward_code(module: nn.Module) -> Callable[..., Any]:
     return inspect.unwrap(type(module).forward)
 
 
-def backend(module: nn.Module) -> str:
+def backend(module: Any) -> str:
     """The attention implementation that the user chose, read at each call from the model's own config."""
-    return getattr(module.config, _BASE_CONFIG)._attn_implementation or "eager"  # type: ignore[arg-type]
+    return getattr(module.config, _BASE_CONFIG)._attn_implementation or "eager"
 
 
 def _backend_function(module: nn.Module) -> Callable[..., Any]:
-    namespace, eager = _interface(type(module))
+    namespace, eager = _interface(cast(Hashable, type(module)))
     return namespace["ALL_ATTENTION_FUNCTIONS"].get_interface(backend(module), namespace.get(eager))
 
 
 @functools.cache
-def _interface(module_class: type[nn.Module]) -> tuple[dict[str, Any], str]:
+def _interface(module_class: Hashable) -> tuple[dict[str, Any], str]:
     """Globals of the modelling file and the name of the eager function that its ``forward`` falls back to."""
-    forward = inspect.unwrap(module_class.forward)
+    forward = inspect.unwrap(module_class.forward)  # type: ignore[attr-defined]
     names = forward.__code__.co_names
     eager = next((n for n in names if n.endswith("eager_attention_forward")), "eager_attention_forward")
     return forward.__globals__, eager
@@ -161,7 +160,7 @@ def _refuse_unhonoured(module: nn.Module, attend: Callable[..., Any], kwargs: di
         raise GraphFilterError(f"{site}: paged attention (continuous batching) cannot be filtered; use generate()")
 
 
-# --------------------------------------------------------------------------------------------------------- finding sites
+# ------------------------------------------------------------------------------------------------- finding sites
 
 
 def find(model: PreTrainedModel) -> tuple[list[AttentionSite], dict[str, str]]:
@@ -181,7 +180,7 @@ def find(model: PreTrainedModel) -> tuple[list[AttentionSite], dict[str, str]]:
     return sites, refused
 
 
-def _refusal(name: str, module: nn.Module) -> str | None:
+def _refusal(name: str, module: Any) -> str | None:
     """None for a patchable module, the reason for another attention module, "" for anything else."""
     names = _forward_code(module).__code__.co_names if hasattr(_forward_code(module), "__code__") else ()
     if "ALL_ATTENTION_FUNCTIONS" not in names:
@@ -202,21 +201,21 @@ def _refusal(name: str, module: nn.Module) -> str | None:
     softcap = getattr(module, "attn_logit_softcapping", None)
     if softcap is not None and not _honours_softcap(_original_backend(module)):
         chosen = module.config._attn_implementation
-        return f"soft-capped scores (softcap={softcap}) that {chosen!r} attention drops: load with attn_implementation='eager'"
+        return f"soft-capped scores (softcap={softcap}) that {chosen!r} attention drops: load it with 'eager' attention"
     if _heads(module) is None:
         return f"none of {', '.join(_HEAD_COUNTS)} tells its number of heads"
     return None
 
 
-def _original_backend(module: nn.Module) -> Callable[..., Any]:
+def _original_backend(module: Any) -> Callable[..., Any]:
     if CHILD in module._modules:
         return _backend_function(module)
-    namespace, eager = _interface(type(module))
-    chosen = module.config._attn_implementation or "eager"  # type: ignore[union-attr]
+    namespace, eager = _interface(cast(Hashable, type(module)))
+    chosen = module.config._attn_implementation or "eager"
     return namespace["ALL_ATTENTION_FUNCTIONS"].get_interface(chosen, namespace.get(eager))
 
 
-def _heads(module: nn.Module) -> int | None:
+def _heads(module: Any) -> int | None:
     for owner in (module, module.config):
         for attribute in _HEAD_COUNTS:
             heads = getattr(owner, attribute, None)
@@ -225,21 +224,21 @@ def _heads(module: nn.Module) -> int | None:
     return None
 
 
-# ----------------------------------------------------------------------------------------------------- attach and detach
+# --------------------------------------------------------------------------------------------- attach and detach
 
 
 def attach(site: AttentionSite, graph_filter: nn.Module) -> None:
-    module = site.module
+    module: Any = site.module
     base = module.config
     routed = copy.copy(base)
-    routed._attn_implementation_internal = IMPLEMENTATION  # type: ignore[union-attr]
+    routed._attn_implementation_internal = IMPLEMENTATION
     object.__setattr__(routed, _BASE_CONFIG, base)
     module.add_module(CHILD, graph_filter)
     module.config = routed
     cache.follow(module)
 
 
-def detach(module: nn.Module) -> None:
+def detach(module: Any) -> None:
     cache.unfollow(module)
     module.config = getattr(module.config, _BASE_CONFIG)
     delattr(module, CHILD)
@@ -278,7 +277,7 @@ def _own_config(model: PreTrainedModel) -> None:
                 setattr(module, attribute, own)
 
 
-# --------------------------------------------------------------------------------------------------------------- install
+# ------------------------------------------------------------------------------------------------------- install
 
 
 def install() -> None:

@@ -1,9 +1,9 @@
 """Softmax attention applied twice, ``S(V)`` and ``S(S(V))``, with one joint backward pass, for training on the CPU.
 
 The backward passes of two calls of scaled_dot_product_attention form the attention matrix twice and run 10 matrix
-products; jointly there are 7. With dropout PyTorch's CPU attention draws its mask one number at a time, which costs more
-than the attention itself; here four decisions share one random word. Work goes through the batch and heads in pieces, so
-that no more than a few MB of matrix exist at a time.
+products; jointly there are 7. With dropout PyTorch's CPU attention draws its mask one number at a time, which costs
+more than the attention itself; here four decisions share one random word. Work goes through the batch and heads in
+pieces, so that no more than a few MB of matrix exist at a time.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _ApplyTwice(torch.autograd.Function):
         return first, second
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_first: Tensor, grad_second: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         query, key, value, first, mask, keep = ctx.saved_tensors
         scale, causal, dropout = ctx.options

@@ -46,7 +46,9 @@ def parameter_groups(
 
     own = {id(p) for p in filter_parameters(model)}
     if not own:
-        raise GraphFilterError(f"{type(model).__name__} has no filter parameters: patch it first, with learn= not empty")
+        raise GraphFilterError(
+            f"{type(model).__name__} has no filter parameters: patch it first, with learn= not empty"
+        )
     decayed = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     rest = [(n, p) for n, p in named if id(p) not in own]
@@ -58,9 +60,7 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-def filter_optimizer(
-    args: TrainingArguments, filter_lr: float = FILTER_LR
-) -> tuple[Callable[[], Callable[..., torch.optim.Optimizer]], dict[str, Any]]:
+def filter_optimizer(args: TrainingArguments, filter_lr: float = FILTER_LR) -> tuple[Any, dict[str, Any]]:
     """The optimizer that ``args`` asks for, with the filter in a group of its own, for a plain ``Trainer``.
 
     The Trainer builds it itself, after the model is wrapped, and its schedule scales every group.
