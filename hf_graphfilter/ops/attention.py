@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-PIECE = 1 << 19  # entries of A handled at a time, 2 MB in float32: they stay in the processor's cache
+PIECE = 1 << 18  # entries of A handled at a time, 1 MB in float32: they stay in the processor's cache
 JOINT_TOKENS = 1024  # beyond, PyTorch's blocked kernel wins
 
 
@@ -97,9 +97,9 @@ class _ApplyTwice(torch.autograd.Function):
         for piece in _pieces(query, key):
             matrix = twice = _matrix(query, key, mask, scale, causal, piece)
             if keep is not None:
-                first[piece] = _dropped(matrix, keep[0], dropout, piece) @ value[piece]
+                first[piece] = (_dropped(matrix, keep[0], dropout, piece) @ _flat(value, piece)).view_as(first[piece])
                 twice = _dropped(matrix, keep[1], dropout, piece)
-            second[piece] = twice @ first[piece]
+            second[piece] = (twice @ _flat(first, piece)).view_as(second[piece])
         ctx.save_for_backward(query, key, value, first, mask, keep)
         return first, second
 
@@ -110,22 +110,21 @@ class _ApplyTwice(torch.autograd.Function):
         scale, causal, dropout = ctx.options
         grads = _like(query), _like(key), _like(value)
         for piece in _pieces(query, key):
-            matrix = _matrix(query, key, mask, scale, causal, piece)
-            once = twice = matrix
+            q, k, v, y, grad_y, grad_z = (_flat(x, piece) for x in (query, key, value, first, grad_first, grad_second))
+            matrix = once = twice = _matrix(query, key, mask, scale, causal, piece)
             if keep is not None:
-                once, twice = (_dropped(matrix, k, dropout, piece) for k in keep)
-            # the second application: its gradient joins that of the first
-            upper = grad_second[piece]
-            lower = grad_first[piece] + twice.mT @ upper
-            grads[2][piece] = once.mT @ lower
+                once, twice = (_dropped(matrix, entries, dropout, piece) for entries in keep)
+            grad_y = torch.baddbmm(grad_y, twice.mT, grad_z)  # y is what the second application was given
+            grad_v = once.mT @ grad_y
             if keep is None:
-                grad = torch.cat([lower, upper], -1) @ torch.cat([value[piece], first[piece]], -1).mT
+                grad = (grad_y @ v.mT).baddbmm_(grad_z, y.mT)
             else:
-                grad = _dropped(lower @ value[piece].mT, keep[0], dropout, piece)
-                grad += _dropped(upper @ first[piece].mT, keep[1], dropout, piece)
+                grad = _dropped(grad_y @ v.mT, keep[0], dropout, piece)
+                grad += _dropped(grad_z @ y.mT, keep[1], dropout, piece)
             grad = torch._softmax_backward_data(grad, matrix, -1, matrix.dtype)
-            grads[0][piece] = (grad @ key[piece]).mul_(scale)
-            grads[1][piece] = (grad.mT @ query[piece]).mul_(scale)
+            found = _scaled_bmm(grad, k, scale), _scaled_bmm(grad.mT, q, scale), grad_v
+            for whole, part in zip(grads, found, strict=True):
+                whole[piece] = part.view_as(whole[piece])
         return *grads, None, None, None, None
 
 
@@ -139,23 +138,30 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _pieces(query: Tensor, key: Tensor) -> Iterator[Piece]:
+    """Parts of (batch, heads); one sequence at a time is cheapest, as its heads need no copy, unless they are short."""
     batch, heads, tokens = query.shape[:3]
     one_head = tokens * key.shape[2]
-    if heads * one_head <= PIECE:
-        step = max(1, PIECE // (heads * one_head))
-        yield from ((slice(b, b + step), slice(None)) for b in range(0, batch, step))
-    else:
-        step = max(1, PIECE // one_head)
-        for b in range(batch):
-            yield from ((slice(b, b + 1), slice(h, h + step)) for h in range(0, heads, step))
+    sequences, together = max(1, PIECE // (heads * one_head)), max(1, PIECE // one_head)
+    for b in range(0, batch, sequences):
+        for h in range(0, heads, together):
+            yield slice(b, b + sequences), slice(h, h + together)
+
+
+def _flat(x: Tensor, piece: Piece) -> Tensor:
+    return x[piece].flatten(0, 1)
+
+
+def _scaled_bmm(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=scale)
 
 
 def _matrix(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, causal: bool, piece: Piece) -> Tensor:
-    scores = (query[piece] * scale) @ key[piece].mT
+    """A of a piece: (sequences x heads, tokens, tokens)."""
+    scores = _scaled_bmm(_flat(query, piece), _flat(key, piece).mT, scale)
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril_()
     elif mask is not None:
-        mask = mask.broadcast_to(*query.shape[:2], *scores.shape[-2:])[piece]
+        mask = mask.broadcast_to(*query.shape[:2], *scores.shape[-2:])[piece].flatten(0, 1)
     if mask is None:
         return scores.softmax(-1)
     if mask.dtype == torch.bool:
@@ -173,4 +179,4 @@ def _random_masks(shape: tuple[int, ...], dropout: float) -> Tensor:
 
 
 def _dropped(matrix: Tensor, keep: Tensor, dropout: float, piece: Piece) -> Tensor:
-    return (matrix * keep[piece]).mul_(1 / (1 - round(dropout * 2**16) / 2**16))
+    return (matrix * _flat(keep, piece)).mul_(1 / (1 - round(dropout * 2**16) / 2**16))

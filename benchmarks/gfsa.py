@@ -1,0 +1,317 @@
+"""Time and memory of GFSA: ``python benchmarks/gfsa.py`` (CPU, and the GPU where there is one).
+
+Attention alone, n = 128 ... 4096, causal and not: (a) plain SDPA, (b) GFSA, (c) a dense reference that forms A^2.
+Whole training steps of BERT-base-, DeiT-S- and GPT-2-shaped models, plain against patched, without attention dropout and
+with the default of the model's config. All forms are timed in turn within a round, ratios are taken within a round, and
+medians over the rounds are reported; every row goes to a CSV with percentiles and hardware.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from hf_graphfilter import AttentionShift, DenseShift, GFSAConfig, patch_model
+from hf_graphfilter.hosts import AttentionSite
+from hf_graphfilter.ops.attention import apply_twice, can_apply_twice
+
+RESULTS = Path(__file__).parent / "results"
+LENGTHS = (128, 197, 512, 1024, 2048, 4096)
+HEADS, FEATURES = 12, 64
+TOKENS_A_BATCH = 4096
+FIELDS = [
+    "date",
+    "device",
+    "case",
+    "n",
+    "causal",
+    "pass",
+    "form",
+    "p10_ms",
+    "median_ms",
+    "p90_ms",
+    "ratio_to_plain",
+    "peak_mb",
+    "rounds",
+    "torch",
+    "transformers",
+]
+
+
+def hardware(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    name = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")
+    return f"{name or platform.processor()}, {torch.get_num_threads()} threads"
+
+
+def sync(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def rounds(forms: dict[str, Callable[[], object]], device: str, seconds: float) -> dict[str, list[float]]:
+    """Milliseconds of every form, timed in turn, as many rounds (3 to 30) as fit into ``seconds``."""
+    times: dict[str, list[float]] = {name: [] for name in forms}
+    for run in forms.values():
+        run()
+    begun = time.perf_counter()
+    for done in range(30):
+        if done >= 3 and time.perf_counter() - begun > seconds:
+            break
+        for name, run in forms.items():
+            sync(device)
+            start = time.perf_counter()
+            run()
+            sync(device)
+            times[name].append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def rows(common: dict, times: dict[str, list[float]], peaks: dict[str, float]) -> list[dict]:
+    made = []
+    for form, values in times.items():
+        cuts = statistics.quantiles(values, n=10, method="inclusive")
+        ratios = [value / plain for value, plain in zip(values, times["plain"], strict=True)]
+        made.append(
+            {
+                **common,
+                "form": form,
+                "p10_ms": round(cuts[0], 3),
+                "median_ms": round(statistics.median(values), 3),
+                "p90_ms": round(cuts[-1], 3),
+                "ratio_to_plain": round(statistics.median(ratios), 3),
+                "peak_mb": round(peaks[form], 1) if form in peaks else "",
+                "rounds": len(values),
+            }
+        )
+    return made
+
+
+# ------------------------------------------------------------------------------------------------------ attention alone
+
+
+def attention(form: str, n: int, causal: bool, device: str, backward: bool) -> Callable[[], object]:
+    """One call of a form on random inputs; batch chosen so that every length has about as many tokens."""
+    batch = max(1, TOKENS_A_BATCH // n)
+    shape = (batch, n, HEADS, FEATURES)
+    generator = torch.Generator(device).manual_seed(0)
+    query, key, value = (
+        torch.randn(shape, device=device, generator=generator).transpose(1, 2).requires_grad_(backward)
+        for _ in range(3)
+    )
+    site = AttentionSite("bench", torch.nn.Identity(), HEADS, causal, "encoder", "", 0)
+    graph_filter = GFSAConfig(K=3).build(site).to(device)
+    torch.nn.init.constant_(graph_filter.w_K, 0.1)
+
+    def attend(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return F.scaled_dot_product_attention(query, k, v, is_causal=causal).transpose(1, 2), None
+
+    def twice(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return apply_twice(query, key, v, causal=causal)
+
+    def matrix() -> torch.Tensor:
+        scores = query @ key.mT * FEATURES**-0.5
+        if causal:
+            hidden = torch.ones(n, n, dtype=torch.bool, device=device).triu(1)
+            scores = scores.masked_fill(hidden, -torch.inf)
+        return scores.softmax(-1)
+
+    def forward() -> torch.Tensor:
+        if form == "plain":
+            return attend(key, value)[0].transpose(1, 2)
+        if form == "gfsa":
+            joint = twice if can_apply_twice(query, key, value, None, causal, 0.0) else None
+            return graph_filter(AttentionShift(attend, query, key, twice=joint), value)
+        A = matrix()
+        w = graph_filter.w_K.view(-1, 1, 1)
+        return DenseShift(A + w * (A + 2 * (A @ A - A)))(value)
+
+    def run() -> object:
+        if not backward:
+            with torch.no_grad():
+                return forward()
+        query.grad = key.grad = value.grad = None
+        return forward().sum().backward()
+
+    return run
+
+
+def peak_mb(arguments: list[str], device: str) -> float:
+    """Peak memory of one form in a process of its own, less that of the same process without the call."""
+    command = [sys.executable, __file__, "--measure", device, *arguments]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+
+
+def measure(device: str, form: str, n: str, causal: str, backward: str) -> None:
+    """The inside of ``peak_mb``: samples the process's resident memory while the call runs."""
+    run = attention(form, int(n), causal == "True", device, backward == "True")
+    if device == "cuda":
+        base = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        print((torch.cuda.max_memory_allocated() - base) / 2**20)
+        return
+    attention(form, 32, causal == "True", device, backward == "True")()  # loads the libraries
+    page, done, peak = resource.getpagesize(), threading.Event(), 0
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * page
+
+    base = resident()
+
+    def sample() -> None:
+        nonlocal peak
+        while not done.is_set():
+            peak = max(peak, resident())
+            time.sleep(0.0005)
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    run()
+    done.set()
+    sampler.join()
+    print((max(peak, resident()) - base) / 2**20)
+
+
+def attention_rows(common: dict, device: str, lengths: tuple[int, ...], seconds: float) -> list[dict]:
+    made = []
+    for n in lengths:
+        for causal in (False, True):
+            for backward in (False, True):
+                forms = ("plain", "gfsa", "dense")
+                calls = {form: attention(form, n, causal, device, backward) for form in forms}
+                times = rounds(calls, device, seconds)
+                calls.clear()
+                peaks = {f: peak_mb([f, str(n), str(causal), str(backward)], device) for f in forms}
+                case = {"case": "attention", "n": n, "causal": causal, "pass": "fwd+bwd" if backward else "fwd"}
+                made += report(rows({**common, **case}, times, peaks))
+    return made
+
+
+# -------------------------------------------------------------------------------------------------- whole training steps
+
+
+def bert(dropout: bool, device: str) -> tuple:
+    off = {} if dropout else {"attention_probs_dropout_prob": 0.0}
+    ids = torch.randint(0, 30000, (8, 128), device=device)
+    batch = {"input_ids": ids, "labels": torch.zeros(8, dtype=torch.long, device=device)}
+    return lambda: BertForSequenceClassification(BertConfig(**off)), batch, 128, False
+
+
+def deit_s(dropout: bool, device: str) -> tuple:
+    config = {"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536, "num_labels": 1000}
+    pixels = torch.randn(16, 3, 224, 224, device=device)
+    batch = {"pixel_values": pixels, "labels": torch.zeros(16, dtype=torch.long, device=device)}
+    return lambda: ViTForImageClassification(ViTConfig(**config)), batch, 197, False
+
+
+def gpt2(dropout: bool, device: str) -> tuple:
+    off = {} if dropout else {"attn_pdrop": 0.0}
+    ids = torch.randint(0, 50000, (1, 1024), device=device)
+    return (
+        lambda: GPT2LMHeadModel(GPT2Config(**off, loss_type="ForCausalLM")),
+        {"input_ids": ids, "labels": ids},
+        1024,
+        True,
+    )
+
+
+STEPS = {
+    "BERT-base": (bert, (False, True)),
+    "DeiT-S": (deit_s, (False,)),  # its config has no attention dropout
+    "GPT-2": (gpt2, (False, True)),
+}
+
+
+def step_rows(common: dict, device: str, seconds: float) -> list[dict]:
+    made = []
+    for name, (make, dropouts) in STEPS.items():
+        for dropout in dropouts:
+            build, batch, n, causal = make(dropout, device)
+            models = {"plain": build(), "gfsa": patch_model(build(), "gfsa", K=3)}
+            calls = {form: training_step(model.to(device).train(), batch) for form, model in models.items()}
+            times = rounds(calls, device, seconds)
+            case = f"{name} step, attention dropout {0.1 if dropout else 0.0:g}"
+            made += report(rows({**common, "case": case, "n": n, "causal": causal, "pass": "fwd+bwd+AdamW"}, times, {}))
+    return made
+
+
+def training_step(model: torch.nn.Module, batch: dict) -> Callable[[], object]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+
+    def step() -> None:
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def report(made: list[dict]) -> list[dict]:
+    for row in made:
+        print(
+            f"{row['case'][:42]:42} n={row['n']:<5} {'causal' if row['causal'] else '      '} {row['pass']:13} "
+            f"{row['form']:6} {row['median_ms']:10.2f} ms  x{row['ratio_to_plain']:<7} {row['peak_mb']} MB",
+            flush=True,
+        )
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--only", choices=("attention", "steps"))
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of rounds for each case")
+    parser.add_argument("--output", type=Path, help="CSV; benchmarks/results/gfsa-DEVICE.csv by default")
+    options = parser.parse_args()
+    common = {
+        "date": date.today().isoformat(),
+        "device": hardware(options.device),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    made: list[dict] = []
+    if options.only != "attention":
+        made += step_rows(common, options.device, options.seconds * 5)
+    if options.only != "steps":
+        made += attention_rows(common, options.device, tuple(options.lengths), options.seconds)
+    output = options.output or RESULTS / f"gfsa-{options.device}.csv"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        writer.writerows(made)
+    print(f"wrote {output}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--measure"]:
+        measure(*sys.argv[2:])
+    else:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        main()
