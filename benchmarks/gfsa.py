@@ -1,9 +1,12 @@
 """Time and memory of GFSA: ``python benchmarks/gfsa.py`` (CPU, and the GPU where there is one).
 
-Attention alone, n = 128 ... 4096, causal and not: (a) plain SDPA, (b) GFSA, (c) a dense reference that forms A^2.
-Whole training steps of BERT-base-, DeiT-S- and GPT-2-shaped models, plain against patched, without attention dropout and
-with the default of the model's config. All forms are timed in turn within a round, ratios are taken within a round, and
-medians over the rounds are reported; every row goes to a CSV with percentiles and hardware.
+start: the import, and patch_model on a BERT-base-shaped model. steps: whole training steps of BERT-base-, DeiT-S- and
+GPT-2-shaped models, plain against patched, without attention dropout and with the default of the model's config.
+attention: attention alone, n = 128 ... 4096, causal and not: (a) plain SDPA, (b) GFSA, (c) a dense reference that forms
+A^2.
+
+All forms are timed in turn within a round, ratios are taken within a round, and medians over the rounds are reported;
+every section writes benchmarks/results/gfsa-DEVICE-SECTION.csv with percentiles and hardware.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from hf_graphfilter import AttentionShift, DenseShift, GFSAConfig, patch_model
+from hf_graphfilter import AttentionShift, DenseShift, GFSAConfig, patch_model, unpatch_model
 from hf_graphfilter.hosts import AttentionSite
 from hf_graphfilter.ops.attention import apply_twice, can_apply_twice
 
@@ -43,28 +46,16 @@ LENGTHS = (128, 197, 512, 1024, 2048, 4096)
 HEADS, FEATURES = 12, 64
 TOKENS_A_BATCH = 4096
 FIELDS = [
-    "date",
-    "device",
-    "case",
-    "n",
-    "causal",
-    "pass",
-    "form",
-    "p10_ms",
-    "median_ms",
-    "p90_ms",
-    "ratio_to_plain",
-    "peak_mb",
-    "rounds",
-    "torch",
-    "transformers",
+    *("date", "device", "case", "n", "causal", "pass", "form"),
+    *("p10_ms", "median_ms", "p90_ms", "ratio_to_plain", "peak_mb", "rounds", "torch", "transformers"),
 ]
 
 
 def hardware(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
-    name = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
+    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
     return f"{name or platform.processor()}, {torch.get_num_threads()} threads"
 
 
@@ -111,7 +102,7 @@ def rows(common: dict, times: dict[str, list[float]], peaks: dict[str, float]) -
     return made
 
 
-# ------------------------------------------------------------------------------------------------------ attention alone
+# ----------------------------------------------------------------------------------------------- attention alone
 
 
 def attention(form: str, n: int, causal: bool, device: str, backward: bool) -> Callable[[], object]:
@@ -119,10 +110,11 @@ def attention(form: str, n: int, causal: bool, device: str, backward: bool) -> C
     batch = max(1, TOKENS_A_BATCH // n)
     shape = (batch, n, HEADS, FEATURES)
     generator = torch.Generator(device).manual_seed(0)
-    query, key, value = (
-        torch.randn(shape, device=device, generator=generator).transpose(1, 2).requires_grad_(backward)
-        for _ in range(3)
-    )
+
+    def random() -> torch.Tensor:
+        return torch.randn(shape, device=device, generator=generator).transpose(1, 2).requires_grad_(backward)
+
+    query, key, value = random(), random(), random()
     site = AttentionSite("bench", torch.nn.Identity(), HEADS, causal, "encoder", "", 0)
     graph_filter = GFSAConfig(K=3).build(site).to(device)
     torch.nn.init.constant_(graph_filter.w_K, 0.1)
@@ -146,9 +138,10 @@ def attention(form: str, n: int, causal: bool, device: str, backward: bool) -> C
         if form == "gfsa":
             joint = twice if can_apply_twice(query, key, value, None, causal, 0.0) else None
             return graph_filter(AttentionShift(attend, query, key, twice=joint), value)
-        A = matrix()
-        w = graph_filter.w_K.view(-1, 1, 1)
-        return DenseShift(A + w * (A + 2 * (A @ A - A)))(value)
+        A = matrix()  # Eq. 5 as it is printed, and as the authors' code computes it
+        w_0, w_1, w_K = (w.view(-1, 1, 1) for w in (graph_filter.w_0, graph_filter.w_1, graph_filter.w_K))
+        H = w_0 * torch.eye(n, device=device) + w_1 * A + w_K * (A + 2 * (A @ A - A))
+        return DenseShift(H)(value)
 
     def run() -> object:
         if not backward:
@@ -212,7 +205,7 @@ def attention_rows(common: dict, device: str, lengths: tuple[int, ...], seconds:
     return made
 
 
-# -------------------------------------------------------------------------------------------------- whole training steps
+# ------------------------------------------------------------------------------------------ whole training steps
 
 
 def bert(dropout: bool, device: str) -> tuple:
@@ -233,7 +226,7 @@ def gpt2(dropout: bool, device: str) -> tuple:
     off = {} if dropout else {"attn_pdrop": 0.0}
     ids = torch.randint(0, 50000, (1, 1024), device=device)
     return (
-        lambda: GPT2LMHeadModel(GPT2Config(**off, loss_type="ForCausalLM")),
+        lambda: GPT2LMHeadModel(GPT2Config(**off)),
         {"input_ids": ids, "labels": ids},
         1024,
         True,
@@ -271,6 +264,23 @@ def training_step(model: torch.nn.Module, batch: dict) -> Callable[[], object]:
     return step
 
 
+# ------------------------------------------------------------------------------------------------------------ the start
+
+
+def start_rows(common: dict, device: str, seconds: float) -> list[dict]:
+    """plain: ``import transformers``, gfsa: with ours, in fresh processes; then patching, which has no plain form."""
+
+    def importing(names: str) -> Callable[[], object]:
+        return lambda: subprocess.run([sys.executable, "-c", f"import {names}"], check=True)
+
+    calls = {"plain": importing("transformers"), "gfsa": importing("transformers, hf_graphfilter")}
+    case = {**common, "n": "", "causal": False, "pass": ""}
+    made = report(rows({**case, "case": "import transformers"}, rounds(calls, device, seconds), {}))
+    model = BertForSequenceClassification(BertConfig()).to(device)
+    patch = rounds({"plain": lambda: unpatch_model(patch_model(model, "gfsa", K=3))}, device, seconds)
+    return made + report(rows({**case, "case": "patch_model and unpatch_model, BERT-base"}, patch, {}))
+
+
 def report(made: list[dict]) -> list[dict]:
     for row in made:
         print(
@@ -284,10 +294,10 @@ def report(made: list[dict]) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--only", choices=("attention", "steps"))
+    parser.add_argument("--only", choices=("start", "steps", "attention"), help="one section")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--seconds", type=float, default=6.0, help="of rounds for each case")
-    parser.add_argument("--output", type=Path, help="CSV; benchmarks/results/gfsa-DEVICE.csv by default")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder")
     options = parser.parse_args()
     common = {
         "date": date.today().isoformat(),
@@ -295,18 +305,21 @@ def main() -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    made: list[dict] = []
-    if options.only != "attention":
-        made += step_rows(common, options.device, options.seconds * 5)
-    if options.only != "steps":
-        made += attention_rows(common, options.device, tuple(options.lengths), options.seconds)
-    output = options.output or RESULTS / f"gfsa-{options.device}.csv"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        writer.writerows(made)
-    print(f"wrote {output}")
+    sections = {
+        "start": lambda: start_rows(common, options.device, options.seconds),
+        "steps": lambda: step_rows(common, options.device, options.seconds * 5),
+        "attention": lambda: attention_rows(common, options.device, tuple(options.lengths), options.seconds),
+    }
+    options.output.mkdir(parents=True, exist_ok=True)
+    for section, run in sections.items():
+        if options.only in (None, section):
+            made = run()
+            output = options.output / f"gfsa-{options.device}-{section}.csv"
+            with output.open("w", newline="") as file:
+                writer = csv.DictWriter(file, FIELDS)
+                writer.writeheader()
+                writer.writerows(made)
+            print(f"wrote {output}")
 
 
 if __name__ == "__main__":

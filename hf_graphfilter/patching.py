@@ -32,7 +32,8 @@ def patch_model(
     Cross-attention is never patched.
 
     Args:
-        model: a transformers ``PreTrainedModel`` whose attention runs through the attention interface.
+        model: a transformers ``PreTrainedModel`` whose attention runs through the attention interface; the whole model
+            that will be saved, since its config keeps the record (choose parts with ``layers`` and ``stack``).
         filter: name of a registered filter, or its config object.
         layers: which layers of each stack, counted from 0: ``None`` for all, ``"even"``, ``"odd"``, a list of indices
             (negative ones count from the end), a slice, or a predicate ``(index, module name) -> bool``.

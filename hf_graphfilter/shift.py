@@ -147,6 +147,6 @@ class AttentionShift(ShiftOperator):
         if self.memory is None:
             raise GraphFilterError(
                 f"attention of {self.query.shape[2]} query tokens over {keys} key tokens has no square matrix to "
-                "filter: for decoding use a DynamicCache (the default) or use_cache=False; cross-attention is never "
-                "filtered"
+                "filter: for decoding use a DynamicCache (the default) or use_cache=False; leave a module that "
+                "attends to other tokens than its own out with layers="
             )

@@ -9,8 +9,9 @@ import textwrap
 import pytest
 import torch
 import transformers
-from huggingface_hub import EvalResult, ModelCard
+from huggingface_hub import EvalResult, HfApi, ModelCard, RepoUrl
 from models import FAMILIES, output, turn_on
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -153,6 +154,29 @@ def test_sub_model_of_an_encoder_decoder(tmp_path, transformers_warnings):
     assert torch.equal(encoder(ids).last_hidden_state, model.encoder(ids).last_hidden_state)
 
 
+def test_push_to_hub_sends_what_save_pretrained_writes(monkeypatch, tmp_path):
+    """The Hub's client is replaced by a folder; everything before it is transformers' own."""
+    repository = tmp_path / "hub"
+
+    def create_repo(self, repo_id, **_):
+        return RepoUrl(f"https://huggingface.co/{repo_id}")
+
+    def create_commit(self, repo_id, operations, **_):
+        for operation in operations:
+            target = repository / operation.path_in_repo
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with operation.as_file() as file:
+                target.write_bytes(file.read())
+
+    monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(HfApi, "create_commit", create_commit)
+    model = patched()
+    model.push_to_hub("me/bert-gfsa")
+    assert {f.name for f in repository.iterdir()} >= {"config.json", "model.safetensors"}
+    assert not list(repository.glob("*.bin"))
+    assert torch.equal(output(AutoModel.from_pretrained(repository), BERT.inputs()), output(model, BERT.inputs()))
+
+
 # ------------------------------------------------------------------------------------------------ failing closed
 
 
@@ -199,6 +223,15 @@ def test_coefficients_that_no_filter_takes_are_refused(checkpoint, transformers_
     transformers_warnings.clear()
 
 
+def test_a_patched_part_of_a_model_is_not_lost(tmp_path, transformers_warnings):
+    model = BertForSequenceClassification(BERT.config)
+    patch_model(model.bert)  # a part: the config of the whole does not know
+    model.save_pretrained(tmp_path)
+    with pytest.raises(GraphFilterError, match="patch the whole with layers="):
+        BertForSequenceClassification.from_pretrained(tmp_path)
+    transformers_warnings.clear()
+
+
 def test_missing_coefficients_are_refused(checkpoint, transformers_warnings):
     from safetensors.torch import load_file, save_file
 
@@ -209,6 +242,15 @@ def test_missing_coefficients_are_refused(checkpoint, transformers_warnings):
     with pytest.raises(GraphFilterError, match="lacks 1 of its 9 filter coefficients"):
         AutoModel.from_pretrained(checkpoint)
     transformers_warnings.clear()
+
+
+def test_a_damaged_plain_checkpoint_fails_as_it_does_without_us(tmp_path):
+    BERT.build().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(SafetensorError) as caught:
+        AutoModel.from_pretrained(tmp_path)
+    assert not isinstance(caught.value, GraphFilterError)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 1000, -100])

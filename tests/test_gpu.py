@@ -1,0 +1,43 @@
+"""What only a GPU shows: its attention kernels under the same tester. Skipped where there is none."""
+
+import copy
+
+import pytest
+import torch
+from models import FAMILIES, output, turn_on
+from oracle import dense_twin, gfsa_matrix
+
+from hf_graphfilter import filter_parameters, patch_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+families = pytest.mark.parametrize("family", [pytest.param(f, id=n) for n, f in FAMILIES.items()])
+
+
+def on_gpu(family, dtype):
+    inputs = {name: tensor.cuda() for name, tensor in family.inputs(dtype).items()}
+    return family.build().to("cuda", dtype), inputs
+
+
+@families
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_identical_at_the_start(family, dtype):
+    model, inputs = on_gpu(family, dtype)
+    with torch.no_grad():
+        expected = output(model, inputs)
+        assert torch.equal(output(patch_model(model), inputs), expected)
+
+
+@families
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-3)])
+def test_equals_the_dense_form(family, dtype, tolerance):
+    plain, inputs = on_gpu(family, dtype)
+    patched = turn_on(patch_model(copy.deepcopy(plain).cpu(), learn=("w_0", "w_1", "w_K"))).cuda()
+    found = output(patched, inputs)
+    torch.testing.assert_close(
+        found, output(dense_twin(plain, patched, gfsa_matrix), inputs), atol=tolerance, rtol=tolerance
+    )
+    found.float().square().sum().backward()
+    assert all(p.is_cuda and p.grad.isfinite().all() for p in filter_parameters(patched))
