@@ -15,8 +15,8 @@ import functools
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import transformers
 from safetensors import SafetensorError
@@ -118,27 +118,22 @@ class _SingleGroup:
         return getattr(self._module, name)
 
 
-def _forward_code(module: nn.Module) -> Callable[..., Any]:
-    return inspect.unwrap(type(module).forward)
-
-
 def backend(module: Any) -> str:
     """The attention implementation that the user chose, read at each call from the model's own config."""
-    return getattr(module.config, _BASE_CONFIG)._attn_implementation or "eager"
+    return getattr(module.config, _BASE_CONFIG, module.config)._attn_implementation or "eager"
 
 
 def _backend_function(module: nn.Module) -> Callable[..., Any]:
-    namespace, eager = _interface(cast(Hashable, type(module)))
-    return namespace["ALL_ATTENTION_FUNCTIONS"].get_interface(backend(module), namespace.get(eager))
+    return _attention_function(type(module), backend(module))
 
 
-@functools.cache
-def _interface(module_class: Hashable) -> tuple[dict[str, Any], str]:
-    """Globals of the modelling file and the name of the eager function that its ``forward`` falls back to."""
-    forward = inspect.unwrap(module_class.forward)  # type: ignore[attr-defined]
+def _attention_function(module_class: type[nn.Module], implementation: str) -> Callable[..., Any]:
+    """What the module's own ``forward`` would call: its file's interface, or the eager function that it names."""
+    forward = inspect.unwrap(module_class.forward)
     names = forward.__code__.co_names
     eager = next((n for n in names if n.endswith("eager_attention_forward")), "eager_attention_forward")
-    return forward.__globals__, eager
+    namespace = forward.__globals__
+    return namespace["ALL_ATTENTION_FUNCTIONS"].get_interface(implementation, namespace.get(eager))
 
 
 @functools.cache
@@ -183,7 +178,8 @@ def find(model: PreTrainedModel) -> tuple[list[AttentionSite], dict[str, str]]:
 
 def _refusal(name: str, module: Any) -> str | None:
     """None for a patchable module, the reason for another attention module, "" for anything else."""
-    names = _forward_code(module).__code__.co_names if hasattr(_forward_code(module), "__code__") else ()
+    forward = inspect.unwrap(type(module).forward)
+    names = forward.__code__.co_names if hasattr(forward, "__code__") else ()
     if "ALL_ATTENTION_FUNCTIONS" not in names:
         return "its forward does not use the attention interface" if looks_like_attention(module) else ""
     if (
@@ -199,20 +195,12 @@ def _refusal(name: str, module: Any) -> str | None:
     if getattr(module, "reorder_and_upcast_attn", False):
         return "reorder_and_upcast_attn: its own eager attention goes past the interface"
     softcap = getattr(module, "attn_logit_softcapping", None)
-    if softcap is not None and not _honours_softcap(_original_backend(module)):
-        chosen = module.config._attn_implementation
+    if softcap is not None and not _honours_softcap(_backend_function(module)):
+        chosen = backend(module)
         return f"soft-capped scores (softcap={softcap}) that {chosen!r} attention drops: load it with 'eager' attention"
     if _heads(module) is None:
         return f"none of {', '.join(_HEAD_COUNTS)} tells its number of heads"
     return None
-
-
-def _original_backend(module: Any) -> Callable[..., Any]:
-    if CHILD in module._modules:
-        return _backend_function(module)
-    namespace, eager = _interface(cast(Hashable, type(module)))
-    chosen = module.config._attn_implementation or "eager"
-    return namespace["ALL_ATTENTION_FUNCTIONS"].get_interface(chosen, namespace.get(eager))
 
 
 def _heads(module: Any) -> int | None:

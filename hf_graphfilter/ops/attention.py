@@ -2,8 +2,8 @@
 
 The backward passes of two calls of scaled_dot_product_attention form the attention matrix twice and run 10 matrix
 products; jointly there are 7. With dropout PyTorch's CPU attention draws its mask one number at a time, which costs
-more than the attention itself; here four decisions share one random word. Work goes through the batch and heads in
-pieces, so that no more than a few MB of matrix exist at a time.
+more than the attention itself; here four decisions share one random word, and one byte an entry is kept. Work goes
+through the batch and heads in pieces, so that no more than a few MB of matrix exist at a time.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ def can_apply_twice(
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
         and not (mask is not None and mask.requires_grad)
+        and query.shape[0] == key.shape[0] == value.shape[0]
         and query.shape[2] == key.shape[2] == value.shape[2]
         and (
-            dropout > 0
+            0 < dropout < 1
             or (
-                torch.is_grad_enabled()
+                dropout == 0
+                and torch.is_grad_enabled()
                 and any(t.requires_grad for t in tensors)
                 and query.shape[2] <= JOINT_TOKENS
                 and not causal  # PyTorch's causal kernel skips half the work
