@@ -3,7 +3,7 @@
 start: the import, and patch_model on a BERT-base-shaped model. steps: whole training steps of BERT-base-, DeiT-S- and
 GPT-2-shaped models, plain against patched, without attention dropout and with the default of the model's config.
 attention: attention alone, n = 128 ... 4096, causal and not: (a) plain SDPA, (b) GFSA, (c) a dense reference that forms
-A^2.
+A^2. memory: the peak of the same calls, each in a process of its own.
 
 All forms are timed in turn within a round, ratios are taken within a round, and medians over the rounds are reported;
 every section writes benchmarks/results/gfsa-DEVICE-SECTION.csv with percentiles and hardware.
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 
@@ -82,7 +82,7 @@ def rounds(forms: dict[str, Callable[[], object]], device: str, seconds: float) 
     return times
 
 
-def rows(common: dict, times: dict[str, list[float]], peaks: dict[str, float]) -> list[dict]:
+def rows(common: dict, times: dict[str, list[float]]) -> list[dict]:
     made = []
     for form, values in times.items():
         cuts = statistics.quantiles(values, n=10, method="inclusive")
@@ -95,7 +95,6 @@ def rows(common: dict, times: dict[str, list[float]], peaks: dict[str, float]) -
                 "median_ms": round(statistics.median(values), 3),
                 "p90_ms": round(cuts[-1], 3),
                 "ratio_to_plain": round(statistics.median(ratios), 3),
-                "peak_mb": round(peaks[form], 1) if form in peaks else "",
                 "rounds": len(values),
             }
         )
@@ -105,9 +104,11 @@ def rows(common: dict, times: dict[str, list[float]], peaks: dict[str, float]) -
 # ----------------------------------------------------------------------------------------------- attention alone
 
 
-def attention(form: str, n: int, causal: bool, device: str, backward: bool) -> Callable[[], object]:
+def attention(
+    form: str, n: int, causal: bool, device: str, backward: bool, tokens: int = TOKENS_A_BATCH
+) -> Callable[[], object]:
     """One call of a form on random inputs; batch chosen so that every length has about as many tokens."""
-    batch = max(1, TOKENS_A_BATCH // n)
+    batch = max(1, tokens // n)
     shape = (batch, n, HEADS, FEATURES)
     generator = torch.Generator(device).manual_seed(0)
 
@@ -153,14 +154,46 @@ def attention(form: str, n: int, causal: bool, device: str, backward: bool) -> C
     return run
 
 
-def peak_mb(arguments: list[str], device: str) -> float:
-    """Peak memory of one form in a process of its own, less that of the same process without the call."""
-    command = [sys.executable, __file__, "--measure", device, *arguments]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+FORMS = ("plain", "gfsa", "dense")
+
+
+def cases(common: dict, lengths: tuple[int, ...]) -> Iterator[tuple[int, bool, bool, dict]]:
+    """(n, causal, backward, the fields that they give a row)."""
+    for n in lengths:
+        for causal in (False, True):
+            for backward in (False, True):
+                fields = {"case": "attention", "n": n, "causal": causal, "pass": "fwd+bwd" if backward else "fwd"}
+                yield n, causal, backward, {**common, **fields}
+
+
+def attention_rows(common: dict, device: str, lengths: tuple[int, ...], seconds: float) -> list[dict]:
+    made = []
+    for n, causal, backward, fields in cases(common, lengths):
+        calls = {form: attention(form, n, causal, device, backward) for form in FORMS}
+        made += report(rows(fields, rounds(calls, device, seconds)))
+    return made
+
+
+def memory_rows(common: dict, device: str, lengths: tuple[int, ...]) -> list[dict]:
+    made = []
+    for n, causal, backward, fields in cases(common, lengths):
+        for form in FORMS:
+            made += report([{**fields, "form": form, "peak_mb": peak_mb(device, form, n, causal, backward)}])
+    return made
+
+
+def peak_mb(device: str, *case: object) -> float:
+    """Peak memory of one form over its inputs, in MB, in a process of its own that gives freed memory back at once."""
+    command = [sys.executable, __file__, "--measure", device, *map(str, case)]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    return round(float(done.stdout.split()[-1]), 1)
 
 
 def measure(device: str, form: str, n: str, causal: str, backward: str) -> None:
-    """The inside of ``peak_mb``: samples the process's resident memory while the call runs."""
+    """The inside of ``peak_mb``: on the CPU, samples the resident memory while the call runs."""
+    tiny = attention(form, 32, causal == "True", device, backward == "True", tokens=32)
+    tiny()  # loads the libraries
     run = attention(form, int(n), causal == "True", device, backward == "True")
     if device == "cuda":
         base = torch.cuda.memory_allocated()
@@ -168,7 +201,6 @@ def measure(device: str, form: str, n: str, causal: str, backward: str) -> None:
         run()
         print((torch.cuda.max_memory_allocated() - base) / 2**20)
         return
-    attention(form, 32, causal == "True", device, backward == "True")()  # loads the libraries
     page, done, peak = resource.getpagesize(), threading.Event(), 0
 
     def resident() -> int:
@@ -180,29 +212,15 @@ def measure(device: str, form: str, n: str, causal: str, backward: str) -> None:
         nonlocal peak
         while not done.is_set():
             peak = max(peak, resident())
-            time.sleep(0.0005)
+            time.sleep(0.0002)
 
     sampler = threading.Thread(target=sample)
     sampler.start()
-    run()
+    kept = run()  # what the call returns is part of what it needs
     done.set()
     sampler.join()
     print((max(peak, resident()) - base) / 2**20)
-
-
-def attention_rows(common: dict, device: str, lengths: tuple[int, ...], seconds: float) -> list[dict]:
-    made = []
-    for n in lengths:
-        for causal in (False, True):
-            for backward in (False, True):
-                forms = ("plain", "gfsa", "dense")
-                calls = {form: attention(form, n, causal, device, backward) for form in forms}
-                times = rounds(calls, device, seconds)
-                calls.clear()
-                peaks = {f: peak_mb([f, str(n), str(causal), str(backward)], device) for f in forms}
-                case = {"case": "attention", "n": n, "causal": causal, "pass": "fwd+bwd" if backward else "fwd"}
-                made += report(rows({**common, **case}, times, peaks))
-    return made
+    del kept
 
 
 # ------------------------------------------------------------------------------------------ whole training steps
@@ -249,7 +267,7 @@ def step_rows(common: dict, device: str, seconds: float) -> list[dict]:
             calls = {form: training_step(model.to(device).train(), batch) for form, model in models.items()}
             times = rounds(calls, device, seconds)
             case = f"{name} step, attention dropout {0.1 if dropout else 0.0:g}"
-            made += report(rows({**common, "case": case, "n": n, "causal": causal, "pass": "fwd+bwd+AdamW"}, times, {}))
+            made += report(rows({**common, "case": case, "n": n, "causal": causal, "pass": "fwd+bwd+AdamW"}, times))
     return made
 
 
@@ -275,17 +293,22 @@ def start_rows(common: dict, device: str, seconds: float) -> list[dict]:
 
     calls = {"plain": importing("transformers"), "gfsa": importing("transformers, hf_graphfilter")}
     case = {**common, "n": "", "causal": False, "pass": ""}
-    made = report(rows({**case, "case": "import transformers"}, rounds(calls, device, seconds), {}))
+    made = report(rows({**case, "case": "import transformers"}, rounds(calls, device, seconds)))
     model = BertForSequenceClassification(BertConfig()).to(device)
     patch = rounds({"plain": lambda: unpatch_model(patch_model(model, "gfsa", K=3))}, device, seconds)
-    return made + report(rows({**case, "case": "patch_model and unpatch_model, BERT-base"}, patch, {}))
+    return made + report(rows({**case, "case": "patch_model and unpatch_model, BERT-base"}, patch))
 
 
 def report(made: list[dict]) -> list[dict]:
     for row in made:
         print(
             f"{row['case'][:42]:42} n={row['n']:<5} {'causal' if row['causal'] else '      '} {row['pass']:13} "
-            f"{row['form']:6} {row['median_ms']:10.2f} ms  x{row['ratio_to_plain']:<7} {row['peak_mb']} MB",
+            f"{row['form']:6}"
+            + (
+                f"{row['median_ms']:10.2f} ms  x{row['ratio_to_plain']}"
+                if "median_ms" in row
+                else f"{row['peak_mb']:10} MB"
+            ),
             flush=True,
         )
     return made
@@ -294,7 +317,7 @@ def report(made: list[dict]) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--only", choices=("start", "steps", "attention"), help="one section")
+    parser.add_argument("--only", choices=("start", "steps", "attention", "memory"), help="one section")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--seconds", type=float, default=6.0, help="of rounds for each case")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder")
@@ -309,6 +332,7 @@ def main() -> None:
         "start": lambda: start_rows(common, options.device, options.seconds),
         "steps": lambda: step_rows(common, options.device, options.seconds * 5),
         "attention": lambda: attention_rows(common, options.device, tuple(options.lengths), options.seconds),
+        "memory": lambda: memory_rows(common, options.device, tuple(options.lengths)),
     }
     options.output.mkdir(parents=True, exist_ok=True)
     for section, run in sections.items():

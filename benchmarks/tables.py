@@ -46,12 +46,25 @@ def demo_table() -> str:
 def bench_tables() -> str:
     parts = []
     for file in sorted((ROOT / "benchmarks" / "results").glob("gfsa-*.csv"), reverse=True):
+        section = file.stem.split("-")[2]
+        if section == "memory":
+            continue  # a column of the attention table
         rows = list(csv.DictReader(file.open()))
+        if section == "attention":
+            rows = with_memory(rows, file.with_name(file.name.replace("attention", "memory")))
         first = rows[0]
         where = f"{first['device']}, {first['date']}; torch {first['torch']}, transformers {first['transformers']}."
-        caption, table = SECTIONS[file.stem.split("-")[2]]
+        caption, table = SECTIONS[section]
         parts += [f"{caption} {where}", table(rows)]
     return "\n\n".join(parts)
+
+
+def with_memory(rows: list[dict], file: Path) -> list[dict]:
+    def key(row: dict) -> tuple:
+        return row["n"], row["causal"], row["pass"], row["form"]
+
+    peaks = {key(row): row["peak_mb"] for row in csv.DictReader(file.open())}
+    return [{**row, "peak_mb": peaks[key(row)]} for row in rows]
 
 
 def start_table(rows: list[dict]) -> str:
