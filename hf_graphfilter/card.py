@@ -15,13 +15,6 @@ from .hosts import host_of
 from .patching import filter_parameters, filter_status
 
 TEMPLATE = Path(__file__).parent / "data" / "model_card.md"
-CITATION = """@inproceedings{choi2024gfsa,
-  title     = {Graph Convolutions Enrich the Self-Attention in Transformers!},
-  author    = {Jeongwhan Choi and Hyowon Wi and Jayoung Kim and Yehjin Shin and Kookjin Lee and Nathaniel Trask and
-               Noseong Park},
-  booktitle = {Advances in Neural Information Processing Systems},
-  year      = {2024}
-}"""
 AUTO_CLASSES = {
     "ForSequenceClassification": "AutoModelForSequenceClassification",
     "ForTokenClassification": "AutoModelForTokenClassification",
@@ -95,7 +88,7 @@ def create_model_card(
         coefficient_table=markdown_table(header, rows),
         added_parameters=sum(p.numel() for p in filter_parameters(model)),
         configuration=json.dumps(host_of(model).read_record(model), indent=2),
-        citation=CITATION,
+        citation="\n\n".join(dict.fromkeys(row.filter.citation for row in status if row.filter.citation)),
     )
 
 

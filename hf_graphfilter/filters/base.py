@@ -90,11 +90,13 @@ class FilterConfig:
         filter: the registered name, set by ``register_filter``.
         version: of the serialised form; raise it when fields change meaning.
         module: the ``GraphFilter`` that the config builds.
+        citation: BibTeX of its source, for model cards.
     """
 
     filter: ClassVar[str] = ""
     version: ClassVar[int] = 1
     module: ClassVar[type[GraphFilter]] = GraphFilter
+    citation: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))

@@ -20,6 +20,13 @@ from .base import FilterConfig, GraphFilter, register_filter
 if typing.TYPE_CHECKING:
     from ..hosts import AttentionSite
 
+CITATION = """@inproceedings{choi2024gfsa,
+  title     = {Graph Convolutions Enrich the Self-Attention in Transformers!},
+  author    = {Jeongwhan Choi and Hyowon Wi and Jayoung Kim and Yehjin Shin and Kookjin Lee and Nathaniel Trask and
+               Noseong Park},
+  booktitle = {Advances in Neural Information Processing Systems},
+  year      = {2024}
+}"""
 COEFFICIENTS = ("w_0", "w_1", "w_K")
 
 
@@ -99,6 +106,7 @@ class GFSAConfig(FilterConfig):
     """
 
     module = GFSA
+    citation = CITATION
 
     K: int = 3
     w_0: float = 0.0
