@@ -76,8 +76,7 @@ def start_table(rows: list[dict]) -> str:
 def step_table(rows: list[dict]) -> str:
     cases = {}
     for row in rows:
-        if row["case"] != "attention":
-            cases.setdefault(row["case"], {})[row["form"]] = row
+        cases.setdefault(row["case"], {})[row["form"]] = row
     body = [
         [
             case,
@@ -93,8 +92,7 @@ def step_table(rows: list[dict]) -> str:
 def attention_table(rows: list[dict]) -> str:
     cases = {}
     for row in rows:
-        if row["case"] == "attention":
-            cases.setdefault((int(row["n"]), row["causal"] == "True", row["pass"]), {})[row["form"]] = row
+        cases.setdefault((int(row["n"]), row["causal"] == "True", row["pass"]), {})[row["form"]] = row
     body = []
     for (n, causal, which), forms in sorted(cases.items(), key=lambda item: (item[0][1], item[0][0], item[0][2])):
         plain, gfsa, dense = (forms[f] for f in ("plain", "gfsa", "dense"))

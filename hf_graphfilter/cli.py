@@ -110,15 +110,17 @@ def demo(
     minutes: Annotated[float, typer.Option(help="Begin no pair of runs that would end after this time.")] = 6.0,
 ) -> None:
     """Fine-tune a real encoder on real text, plain and patched, and compare: a few minutes on two cores."""
+    from transformers.utils import logging
+
     from .demo import run_demo
 
+    logging.set_verbosity_error()  # the new head is no news here
+    logging.disable_progress_bar()
     run_demo(output, seeds=seeds, rows=rows, K=K, filter_lr=filter_lr, minutes=minutes)
 
 
 def _load(source: str, auto_class: str | None) -> PreTrainedModel:
     import transformers
-
-    import hf_graphfilter  # noqa: F401  patched checkpoints load
 
     try:
         if auto_class is None:

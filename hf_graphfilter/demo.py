@@ -35,7 +35,6 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.utils import logging
 
 from .analysis.plots import plot_coefficients
 from .card import create_model_card
@@ -132,8 +131,6 @@ def run_demo(
     console = console or Console()
     output, started = Path(output), time.perf_counter()
     source = pretrained_path()
-    logging.set_verbosity_error()  # the new head is no news here
-    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(source)
     snippets = load_snippets()
     order = torch.randperm(len(snippets), generator=torch.Generator().manual_seed(0)).tolist()

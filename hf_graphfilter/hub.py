@@ -18,7 +18,7 @@ from torch import nn
 
 from .errors import GraphFilterError
 from .hosts import Host, host_of
-from .patching import RECORD_VERSION, apply_record, patched_modules, unpatch_model
+from .patching import apply_record, patched_modules, read_groups
 
 WEIGHTS_FILE = "graph_filter.safetensors"
 CONFIG_FILE = "graph_filter.json"
@@ -79,10 +79,10 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
         if current is None:
             apply_record(model)
         _copy(_coefficients(host, model), tensors, source)
-    except GraphFilterError:
+    except Exception:
         if current is None:
-            if patched_modules(model, required=False):
-                unpatch_model(model)
+            for _, module in patched_modules(model, required=False):
+                host.detach(module)
             host.write_record(model, None)
         raise
     return model
@@ -96,11 +96,9 @@ def _read(
         description = json.loads(Path(config_file).read_text())
     except (ValueError, OSError) as error:
         raise GraphFilterError(f"{config_file} is not readable JSON ({error}); save or download it again") from error
-    if not isinstance(description, dict) or description.get("version") != RECORD_VERSION:
-        version = description.get("version") if isinstance(description, dict) else None
-        raise GraphFilterError(
-            f"{config_file}: version {version!r} is unknown, this installation reads version {RECORD_VERSION}"
-        )
+    if not isinstance(description, dict):
+        description = {}
+    read_groups(description, config_file)
     try:
         return description, load_file(weights_file)
     except (SafetensorError, OSError) as error:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .errors import GraphFilterError
 from .filters import FilterConfig, GraphFilter, as_config
-from .hosts import AttentionSite, host_of, parameter_like
+from .hosts import AttentionSite, host_of
 
 Layers = None | Literal["even", "odd"] | Sequence[int] | slice | Callable[[int, str], bool]
 M = TypeVar("M", bound=nn.Module)
@@ -168,16 +168,7 @@ def apply_record(model: nn.Module) -> None:
     """
     host = host_of(model)
     record = host.read_record(model)
-    if not isinstance(record, dict) or record.get("version") != RECORD_VERSION:
-        version = record.get("version") if isinstance(record, dict) else record
-        raise GraphFilterError(
-            f"{type(model).__name__}: version {version!r} of config.graph_filter is unknown, this installation reads "
-            f"version {RECORD_VERSION}; install the hf_graphfilter release that wrote it"
-        )
-    try:
-        groups = [(FilterConfig.from_dict(g["config"]), set(g["modules"])) for g in record["filters"]]
-    except (KeyError, TypeError) as error:
-        raise GraphFilterError(f"config.graph_filter is malformed ({error!r}): {record}") from error
+    groups = read_groups(record, type(model).__name__, " of config.graph_filter")
     sites, _ = host.find(model)
     free = [site for site in sites if not hasattr(site.module, "graph_filter")]
     for config, names in groups:
@@ -188,9 +179,23 @@ def apply_record(model: nn.Module) -> None:
         host.write_record(model, record)
 
 
+def read_groups(record: Any, source: str, part: str = "") -> list[tuple[FilterConfig, set[str]]]:
+    """(config, names of the modules) of a record; ``source`` and ``part`` say in errors where it was read."""
+    if not isinstance(record, dict) or record.get("version") != RECORD_VERSION:
+        version = record.get("version") if isinstance(record, dict) else record
+        raise GraphFilterError(
+            f"{source}: version {version!r}{part} is unknown, this installation reads version {RECORD_VERSION}; "
+            "install the hf_graphfilter release that wrote it"
+        )
+    try:
+        return [(FilterConfig.from_dict(g["config"]), set(g["modules"])) for g in record["filters"]]
+    except (KeyError, TypeError) as error:
+        raise GraphFilterError(f"{part.removeprefix(' of ') or source} is malformed ({error!r}): {record}") from error
+
+
 def _build(config: FilterConfig, site: AttentionSite) -> GraphFilter:
     graph_filter = config.build(site)
-    like = parameter_like(site.module)
+    like = next(site.module.parameters(), torch.empty(0))
     dtype = torch.float64 if like.dtype == torch.float64 else None
     graph_filter.train(site.module.training)
     return graph_filter if like.is_meta else graph_filter.to(device=like.device, dtype=dtype)

@@ -128,7 +128,7 @@ class AttentionShift(ShiftOperator):
 
     def dense(self) -> DenseShift:
         """The same operator as an explicit matrix, found by applying it to the unit vectors (for tests, analysis)."""
-        batch, heads, tokens = *self.key.shape[:2], self.key.shape[2]
+        batch, heads, tokens = self.key.shape[:3]
         unit = torch.eye(tokens, dtype=self.key.dtype, device=self.key.device).expand(batch, heads, tokens, tokens)
         return DenseShift(self.attend(self.key, unit)[0].transpose(1, 2))
 

@@ -39,7 +39,7 @@ TOKENS = 9
 
 @dataclass(frozen=True)
 class Family:
-    """kind: encoder (text), decoder, encoder-decoder, vision, or audio."""
+    """kind: encoder (text), decoder, encoder-decoder, vision, audio, or composite (with sub-configs)."""
 
     model_class: type
     config: Any
@@ -70,6 +70,8 @@ class Family:
             return {"input_values": torch.randn(batch, 400, generator=g)}
         if self.model_class is t.WhisperModel:
             return {"input_features": torch.randn(batch, 8, 40, generator=g), "decoder_input_ids": ids}
+        if self.kind == "composite":
+            return {"input_ids": ids, "pixel_values": torch.randn(batch, 3, 16, 16, generator=g)}
         mask = torch.ones_like(ids)
         if self.kind == "encoder-decoder":
             return {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids.flip(1)}
@@ -124,6 +126,15 @@ FAMILIES = {
         "encoder-decoder",
         5,
     ),
+    "clip": Family(
+        t.CLIPModel,
+        t.CLIPConfig(
+            text_config={**TEXT, "num_hidden_layers": 2, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0},
+            vision_config=VISION,
+        ),
+        "composite",
+        5,
+    ),
     "wav2vec2": Family(
         t.Wav2Vec2Model,
         t.Wav2Vec2Config(
@@ -155,8 +166,11 @@ def use(model, implementation):
 
 
 def output(model, inputs):
-    """Last hidden state, of the decoder where there are two."""
-    return model(**inputs).last_hidden_state
+    """Last hidden state, of the decoder where there are two; both embeddings of a composite."""
+    found = model(**inputs)
+    if "last_hidden_state" in found:
+        return found.last_hidden_state
+    return torch.cat([found.text_embeds, found.image_embeds])
 
 
 def turn_on(model, scale=0.4):

@@ -52,7 +52,11 @@ FILTERS = {
     "third-party": (DampedConfig(), lambda A, c, config: c["c"].to(A.dtype).view(-1, 1, 1) * A),
 }
 DECODERS = [name for name, family in FAMILIES.items() if family.kind in ("decoder", "encoder-decoder")]
-PADDED = [name for name, family in FAMILIES.items() if family.kind not in ("vision", "audio") and name != "whisper"]
+PADDED = [
+    name
+    for name, family in FAMILIES.items()
+    if family.kind not in ("vision", "audio", "composite") and name != "whisper"
+]
 
 families = pytest.mark.parametrize("family", [pytest.param(f, id=n) for n, f in FAMILIES.items()])
 filters = pytest.mark.parametrize(("config", "formula"), [pytest.param(*f, id=n) for n, f in FILTERS.items()])
@@ -101,10 +105,17 @@ def test_equals_the_dense_form(family, config, formula, backend):
 
 @families
 @filters
-def test_gradients_equal_the_dense_form(family, config, formula):
+@pytest.mark.parametrize("padding", [0, 3])
+def test_gradients_equal_the_dense_form(family, config, formula, padding):
     plain, inputs = family.build().double(), family.inputs(torch.float64)
+    if padding:
+        if "attention_mask" not in inputs:
+            pytest.skip("takes no mask")
+        inputs["attention_mask"][1, -padding:] = 0
     patched = turn_on(patch_model(copy.deepcopy(plain), config)).train()
     weights = torch.randn(output(plain, inputs).shape)
+    if padding:
+        weights[1, -padding:] = 0
     (output(patched, inputs) * weights).sum().backward()
     (output(dense_twin(plain, patched, formula).train(), inputs) * weights).sum().backward()
     reference = dict(plain.named_parameters())

@@ -215,20 +215,22 @@ def test_unknown_records_are_refused(record, message, checkpoint):
         AutoModel.from_pretrained(checkpoint)
 
 
-def test_coefficients_that_no_filter_takes_are_refused(checkpoint, transformers_warnings):
+@pytest.mark.parametrize("load", [AutoModel, AutoModelForSequenceClassification])
+def test_coefficients_that_no_filter_takes_are_refused(load, checkpoint, transformers_warnings):
     config = AutoConfig.from_pretrained(checkpoint)
     config.graph_filter = None
-    with pytest.raises(GraphFilterError, match="holds filter coefficients that BertModel has no filter for"):
-        AutoModel.from_pretrained(checkpoint, config=config)
+    with pytest.raises(GraphFilterError, match=r"holds filter coefficients that Bert.* has no filter for"):
+        load.from_pretrained(checkpoint, config=config)
     transformers_warnings.clear()
 
 
-def test_a_patched_part_of_a_model_is_not_lost(tmp_path, transformers_warnings):
+@pytest.mark.parametrize("load", [AutoModel, AutoModelForSequenceClassification])
+def test_a_patched_part_of_a_model_is_not_lost(load, tmp_path, transformers_warnings):
     model = BertForSequenceClassification(BERT.config)
     patch_model(model.bert)  # a part: the config of the whole does not know
     model.save_pretrained(tmp_path)
     with pytest.raises(GraphFilterError, match="patch the whole with layers="):
-        BertForSequenceClassification.from_pretrained(tmp_path)
+        load.from_pretrained(tmp_path)
     transformers_warnings.clear()
 
 
@@ -314,6 +316,9 @@ def test_damaged_filter_files(tmp_path):
     refused(BERT.build(), damaged(weights, lambda f: f.unlink()), "holds no graph_filter.safetensors")
     refused(BERT.build(), damaged(config, lambda f: f.write_text("{")), "not readable JSON")
     refused(BERT.build(), damaged(config, lambda f: f.write_text("[]")), "version None is unknown")
+    without = '{"version": 1, "base": {}}'
+    refused(BERT.build(), damaged(config, lambda f: f.write_text(without)), "is malformed")
+    refused(patch_model(BERT.build()), damaged(config, lambda f: f.write_text(without)), "is malformed")
 
     def set_version(file):
         file.write_text(json.dumps({**json.loads(file.read_text()), "version": 5}))

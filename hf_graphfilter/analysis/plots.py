@@ -8,29 +8,25 @@ from pathlib import Path
 from torch import nn
 
 from ..errors import GraphFilterError
-from ..patching import filter_status
+from ..patching import filter_status, patched_modules
 
 
 def plot_coefficients(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     """Draw every learned coefficient over the layers, one dot a head and a line through the means, to ``path`` (PNG).
 
+    Where nothing is learned, the fixed coefficients are drawn.
+
     Raises:
         GraphFilterError: the model is not patched, or matplotlib is not installed.
     """
+    learned = {name for _, module in patched_modules(model) for name, _ in module.graph_filter.named_parameters()}
     rows = filter_status(model)
-    if not rows:
-        raise GraphFilterError(f"{type(model).__name__} has no graph filter; call patch_model first")
     try:
         from matplotlib.figure import Figure  # not pyplot: no global state, no display
     except ImportError as error:
         raise GraphFilterError("plots need matplotlib: pip install 'hf-graphfilter[plots]'") from error
-    learned = {
-        name
-        for _, module in model.named_modules()
-        if "graph_filter" in module._modules
-        for name, _ in module.graph_filter.named_parameters()
-    }  # type: ignore[union-attr]
-    names = [n for n in dict.fromkeys(n for row in rows for n in row.coefficients) if n in learned] or ["w_K"]
+    found = dict.fromkeys(name for row in rows for name in row.coefficients)
+    names = [name for name in found if name in learned] or list(found)
     figure = Figure(figsize=(7, 2.6 * len(names)), layout="constrained")
     for axes, name in zip(figure.subplots(len(names), 1, squeeze=False)[:, 0], names, strict=True):
         points = [(i, row.coefficients[name].flatten()) for i, row in enumerate(rows) if name in row.coefficients]

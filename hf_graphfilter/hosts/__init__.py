@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from ..errors import GraphFilterError
@@ -89,8 +88,3 @@ def looks_like_attention(module: nn.Module) -> bool:
     return bool(re.search(r"attention|attn", type(module).__name__, re.I)) and any(
         isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D" for child in module.children()
     )
-
-
-def parameter_like(module: nn.Module) -> torch.Tensor:
-    """A tensor whose device a new filter should share."""
-    return next(module.parameters(), torch.empty(0))

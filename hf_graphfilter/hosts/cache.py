@@ -104,11 +104,12 @@ def memory(past: Any, module: Any, key: Tensor) -> _Memory | None:
         return None
     if isinstance(past, EncoderDecoderCache):
         past = past.self_attention_cache
-    layer = past.layers[module.layer_idx]
+    layers = getattr(past, "layers", [])  # some models keep a cache of their own
+    layer = layers[module.layer_idx] if layers else None
     if type(layer) in _FILTERED:
         filtered: SignalRows = object.__new__(_FILTERED[type(layer)])
         filtered.__dict__ = {**layer.__dict__, "signals": {}}
-        layer = past.layers[module.layer_idx] = filtered
+        layer = layers[module.layer_idx] = filtered
     if not isinstance(layer, SignalRows):
         raise GraphFilterError(
             f"decoding through a graph filter keeps rows of S(V) in the cache, and {type(past).__name__} "

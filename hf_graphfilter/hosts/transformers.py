@@ -290,11 +290,21 @@ def _resolve_implementation(original: Callable[..., Any]) -> Callable[..., Any]:
         self: PreTrainedModel, attn_implementation: str | None, *args: Any, **kwargs: Any
     ) -> Any:
         # a patched checkpoint names us, so that it cannot be loaded without us: for the model it means "the default"
-        if attn_implementation == IMPLEMENTATION and hasattr(self.config, CHILD):
-            attn_implementation = None
+        if hasattr(self.config, CHILD):
+            _forget_implementation(self.config)
+            attn_implementation = None if attn_implementation == IMPLEMENTATION else attn_implementation
         return original(self, attn_implementation, *args, **kwargs)
 
     return _check_and_adjust_attn_implementation
+
+
+def _forget_implementation(config: PreTrainedConfig) -> None:
+    """Take our name out of a loaded config and its sub-configs, to which transformers passed it on."""
+    if config._attn_implementation == IMPLEMENTATION:
+        config._attn_implementation_internal = None
+    for name in config.sub_configs:
+        if isinstance(part := getattr(config, name, None), PreTrainedConfig):
+            _forget_implementation(part)
 
 
 def _patch_after_init(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -364,8 +374,9 @@ def _is_patched_checkpoint(path: Any, kwargs: dict[str, Any]) -> bool:
 def _check_coefficients(model: PreTrainedModel, info: Any, path: Any) -> None:
     """Nothing is silently unfiltered: every coefficient in the file went somewhere, and the file has all or none."""
     marker = f".{CHILD}."
-    owners = {name for name, _ in model.named_modules()}
-    lost = sorted(k for k in info.unexpected_keys if marker in k and k.split(marker)[0] in owners)
+    unexpected = sorted(k for k in info.unexpected_keys if marker in k)
+    owners = {relative_name(model, name) for name, _ in model.named_modules()} if unexpected else set()
+    lost = [k for k in unexpected if relative_name(model, k.split(marker)[0]) in owners]
     if lost:
         raise GraphFilterError(
             f"{path} holds filter coefficients that {type(model).__name__} has no filter for ({lost[0]} and "

@@ -17,7 +17,6 @@ from ..errors import GraphFilterError
 from ..patching import filter_parameters
 
 FILTER_LR = 1e-2
-_NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 
 def parameter_groups(
@@ -42,14 +41,12 @@ def parameter_groups(
         >>> [g["lr"] for g in optimizer.param_groups]
         [2e-05, 2e-05, 0.01]
     """
-    from transformers.trainer_pt_utils import get_parameter_names
-
     own = {id(p) for p in filter_parameters(model)}
     if not own:
         raise GraphFilterError(
             f"{type(model).__name__} has no filter parameters: patch it first, with learn= not empty"
         )
-    decayed = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))
+    decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]  # uses nothing of a Trainer
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     rest = [(n, p) for n, p in named if id(p) not in own]
     groups = [
