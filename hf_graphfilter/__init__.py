@@ -23,6 +23,7 @@ if typing.TYPE_CHECKING:
     from .filters import GraphFilter as GraphFilter
     from .filters import available_filters as available_filters
     from .filters import register_filter as register_filter
+    from .filters.agf import AGFConfig as AGFConfig
     from .filters.gfsa import GFSAConfig as GFSAConfig
     from .hub import load_filter as load_filter
     from .hub import save_filter as save_filter
@@ -33,8 +34,14 @@ if typing.TYPE_CHECKING:
     from .shift import AttentionShift as AttentionShift
     from .shift import DenseShift as DenseShift
     from .shift import ShiftOperator as ShiftOperator
+    from .training import BlendSchedule as BlendSchedule
+    from .training import OrthogonalityCallback as OrthogonalityCallback
+    from .training import drop_blend as drop_blend
     from .training import filter_optimizer as filter_optimizer
+    from .training import orthogonality_loss as orthogonality_loss
     from .training import parameter_groups as parameter_groups
+    from .training import set_blend as set_blend
+    from .training import transfer_attention as transfer_attention
 
 __version__ = "0.1.0"
 
@@ -42,8 +49,18 @@ _EXPORTS = {
     "patching": ("patch_model", "unpatch_model", "filter_status", "filter_parameters"),
     "filters": ("FilterConfig", "GraphFilter", "available_filters", "register_filter"),
     "filters.gfsa": ("GFSAConfig",),
+    "filters.agf": ("AGFConfig",),
     "shift": ("ShiftOperator", "AttentionShift", "DenseShift"),
-    "training": ("filter_optimizer", "parameter_groups"),
+    "training": (
+        "filter_optimizer",
+        "parameter_groups",
+        "transfer_attention",
+        "BlendSchedule",
+        "set_blend",
+        "drop_blend",
+        "OrthogonalityCallback",
+        "orthogonality_loss",
+    ),
     "hub": ("save_filter", "load_filter"),
     "card": ("create_model_card",),
 }
@@ -55,6 +72,7 @@ __all__ = [
     "filter_status",
     "filter_parameters",
     "GFSAConfig",
+    "AGFConfig",
     "FilterConfig",
     "GraphFilter",
     "available_filters",
@@ -64,6 +82,12 @@ __all__ = [
     "DenseShift",
     "parameter_groups",
     "filter_optimizer",
+    "transfer_attention",
+    "BlendSchedule",
+    "set_blend",
+    "drop_blend",
+    "OrthogonalityCallback",
+    "orthogonality_loss",
     "save_filter",
     "load_filter",
     "create_model_card",

@@ -196,7 +196,7 @@ def read_groups(record: Any, source: str, part: str = "") -> list[tuple[FilterCo
 def _build(config: FilterConfig, site: AttentionSite) -> GraphFilter:
     graph_filter = config.build(site)
     like = next(site.module.parameters(), torch.empty(0))
-    dtype = torch.float64 if like.dtype == torch.float64 else None
+    dtype = like.dtype if like.is_floating_point() else None
     graph_filter.train(site.module.training)
     return graph_filter if like.is_meta else graph_filter.to(device=like.device, dtype=dtype)
 

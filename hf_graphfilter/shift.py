@@ -85,7 +85,24 @@ class AttentionShift(ShiftOperator):
         key: (batch, key heads, key tokens, features).
         memory: the past rows of signals, where the model decodes with a cache.
         twice: a faster form of two applications, ``twice(value) -> (S(value), S(S(value)))``, where there is one.
+
+    For filters that replace ``S`` rather than apply it, a host also sets these attributes:
+
+    Attributes:
+        hidden: (batch, tokens, hidden size), what the attention module was called with; None unless the filter asks
+            for it (``GraphFilter.reads_hidden``).
+        scaling: of the scores ``query @ key^T``.
+        visible: ``visible() -> (causal, keys)``: which tokens the mask leaves, see ``ops.visibility``.
+        state: a dict of tensors, batch first, that the filter may fill when decoding; None without a cache.
     """
+
+    hidden: Tensor | None = None
+    scaling: float = 1.0
+    state: dict[str, Tensor] | None = None
+
+    @staticmethod
+    def visible() -> tuple[bool, Tensor | None]:
+        return False, None
 
     def __init__(
         self,

@@ -46,13 +46,19 @@ C = TypeVar("C", bound="type[FilterConfig]")
 class GraphFilter(nn.Module):
     """A function of the shift operator with learned coefficients; the child ``graph_filter`` of an attention module.
 
-    Coefficients stay in float32 when the model is cast to bfloat16 or float16: they are few, and steps of a learning
-    rate would be lost in half precision.
+    Coefficients, the parameters and buffers of the module itself, stay in float32 when the model is cast to bfloat16 or
+    float16: they are few, and steps of a learning rate would be lost in half precision. Weights, the parameters of its
+    children, are cast and trained as the model's own.
 
     Args:
         config: the filter's config.
         site: the attention module that it goes into (name, heads, stack, causality).
+
+    Class attributes:
+        reads_hidden: whether ``shift.hidden`` is needed, the input of the attention module.
     """
+
+    reads_hidden: ClassVar[bool] = False
 
     def __init__(self, config: FilterConfig, site: AttentionSite):
         super().__init__()
@@ -63,13 +69,23 @@ class GraphFilter(nn.Module):
         """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         raise NotImplementedError
 
+    def approximate(self, shift: ShiftOperator, value: Tensor) -> Tensor:
+        """What attention transfer fits to ``S(value)``; shapes as in ``forward``, which it is by default."""
+        return self(shift, value)  # type: ignore[no-any-return]
+
+    @property
+    def decoding(self) -> Literal["rows", "state", "state and keys"]:
+        """What the cache keeps: rows of signals, or a state, with or without the model's own keys and values."""
+        return "rows"
+
     def reset_parameters(self) -> None:
         """Set the start values, in place, through ``torch.nn.init``."""
         raise NotImplementedError
 
     def coefficients(self) -> dict[str, Tensor]:
         """The coefficients by name, learned or fixed, as they enter the formula."""
-        return {name: t.detach() for name, t in (*self.named_parameters(), *self.named_buffers())}
+        own = (*self.named_parameters(recurse=False), *self.named_buffers(recurse=False))
+        return {name: t.detach() for name, t in own}
 
     def extra_repr(self) -> str:
         return f"{self.config}, heads={self.heads}"
@@ -80,7 +96,10 @@ class GraphFilter(nn.Module):
             lowered = moved.is_floating_point() and moved.element_size() < t.element_size()
             return t.to(moved.device) if lowered else moved
 
-        return super()._apply(keep_precision, recurse)
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        return super()._apply(keep_precision, recurse=False)
 
 
 class FilterConfig:

@@ -23,6 +23,10 @@ class AttentionSite:
         stack: ``"encoder"`` or ``"decoder"``.
         group: path of the stack; layers are counted within it.
         index: number of the layer in its stack, from 0.
+        hidden_size: features of what the module is called with; None where it does not pass that on.
+        head_dim: features of a query head.
+        position_bias: whether the module adds a learned bias of positions to its scores (T5).
+        sliding_window: tokens that a token sees, None for all.
     """
 
     name: str
@@ -32,6 +36,10 @@ class AttentionSite:
     stack: str
     group: str
     index: int
+    hidden_size: int | None = None
+    head_dim: int = 0
+    position_bias: bool = False
+    sliding_window: int | None = None
 
 
 class Host(Protocol):

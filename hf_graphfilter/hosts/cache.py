@@ -1,17 +1,17 @@
-"""Decoding with a key/value cache: the past rows of every signal that S was applied to, kept beside keys and values.
+"""Decoding with a key/value cache: what a filter remembers lives on the cache layer itself.
 
-Row t of ``S(S(V))`` needs all earlier rows of ``S(V)``: O(n d) memory and work a token. The rows live on the cache
-layer itself, so that beam search, cropping and batch selection treat them as they treat keys and values.
+A polynomial of ``S`` needs the past rows of every signal that ``S`` was applied to, beside keys and values: O(n d) memory
+and work a token. A filter in the singular value domain needs a state of constant size, and no keys and values. On the
+layer, beam search and batch selection treat all of it as they treat keys and values.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from ..errors import GraphFilterError
@@ -24,46 +24,50 @@ else:
     _Layer = object
 
 
-class SignalRows(_Layer):
-    """Mixin for a cache layer: signal rows (batch, heads, tokens, features) by application number."""
+class _Keeping(_Layer):
+    """Mixin for a cache layer: further tensors, batch first, by name."""
 
-    signals: dict[int, Tensor]
+    kept: dict[Any, Tensor]
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.signals = {application: change(rows) for application, rows in self.signals.items()}
+        self.kept = {name: change(tensor) for name, tensor in self.kept.items()}
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        self._each(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._each(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._each(lambda tensor: tensor[indices, ...])
+
+    def offload(self) -> None:
+        super().offload()
+        self._each(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        super().prefetch()
+        self._each(lambda tensor: tensor.to(self.device, non_blocking=True))
+
+
+class SignalRows(_Keeping):
+    """Keeps signal rows (batch, heads, tokens, features) by application number."""
 
     def reset(self) -> None:
         super().reset()
         if self.get_seq_length():  # transformers up to 5.17 keeps the tokens, as zeros
             self._each(torch.zeros_like)
         else:
-            self.signals = {}
+            self.kept = {}
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         before = self.get_seq_length()
         super().crop(*args, **kwargs)
         removed = before - self.get_seq_length()
         self._each(lambda rows: rows[..., : rows.shape[-2] - removed, :])
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
-        self._each(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self._each(lambda rows: rows.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._each(lambda rows: rows[indices, ...])
-
-    def offload(self) -> None:
-        super().offload()
-        self._each(lambda rows: rows.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        super().prefetch()
-        self._each(lambda rows: rows.to(self.device, non_blocking=True))
 
 
 class FilteredDynamicLayer(SignalRows, DynamicLayer):
@@ -74,68 +78,123 @@ class FilteredSlidingWindowLayer(SignalRows, DynamicSlidingWindowLayer):
     """A ``DynamicSlidingWindowLayer`` that also keeps signal rows."""
 
 
+class KeyedStateLayer(_Keeping, DynamicLayer):
+    """A ``DynamicLayer`` that also keeps a filter's state, for a filter that is blended with attention."""
+
+    is_croppable = False
+
+    def reset(self) -> None:
+        self.keys = self.values = None
+        self.is_initialized = False
+        self.kept = {}
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        if (args or tuple(kwargs.values()))[0] in (0, self.get_seq_length()):
+            return
+        raise GraphFilterError(
+            "a causal AGF keeps one state for all past tokens and cannot take the last ones out again (crop): assisted "
+            "decoding does not work with it; start with a new cache"
+        )
+
+
+class StateLayer(KeyedStateLayer):
+    """Keeps a filter's state and the number of tokens, no keys and values: constant size."""
+
+    length = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            # what other code reads of a cache: batch, heads, features, of zero tokens
+            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self.length += key_states.shape[-2]
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def reset(self) -> None:
+        super().reset()
+        self.length = 0
+
+
 _FILTERED: dict[type, type] = {
     DynamicLayer: FilteredDynamicLayer,
     DynamicSlidingWindowLayer: FilteredSlidingWindowLayer,
 }
+_STATEFUL: dict[str, type[KeyedStateLayer]] = {"state": StateLayer, "state and keys": KeyedStateLayer}
 
 
-class _Memory:
+class _Rows:
     """The ``ShiftMemory`` of one forward: ``keys`` rows are visible to this call."""
 
     def __init__(self, layer: SignalRows, keys: int):
         self.layer, self.keys = layer, keys
 
     def extend(self, application: int, signal: Tensor) -> Tensor:
-        past = self.layer.signals.get(application)
+        past = self.layer.kept.get(application)
         rows = signal if past is None else torch.cat([past, signal], dim=-2)
         rows = rows[..., -self.keys :, :]
-        self.layer.signals[application] = rows
+        self.layer.kept[application] = rows
         return rows
 
 
-def memory(past: Any, module: Any, key: Tensor) -> _Memory | None:
-    """The memory of ``module`` in the cache ``past``, whose layer becomes one that keeps signal rows.
+def prepare(past: Any, module: Any) -> None:
+    """Before ``module`` runs: make its layer of the cache one that keeps the state of its filter, if that has one.
 
     Raises:
-        GraphFilterError: a kind of cache that cannot keep them (static, quantized ...).
+        GraphFilterError: another kind of cache (static, quantized ...), or one that an unpatched model filled.
+    """
+    kind = module.graph_filter.decoding
+    if kind == "rows":
+        return
+    layers, index = _layers(past), module.layer_idx
+    create = getattr(_self_attention(past), "layer_class_to_replicate", None)
+    while create is not None and len(layers) <= index:
+        layers.append(create())
+    layer = layers[index] if index < len(layers) else None
+    if type(layer) is DynamicLayer and not layer.get_seq_length():
+        layer = layers[index] = _with_memory(layer, _STATEFUL[kind])
+    if type(layer) is not _STATEFUL[kind]:
+        filled = isinstance(layer, DynamicLayer) and layer.get_seq_length()
+        raise GraphFilterError(
+            f"decoding through this graph filter keeps a state in the cache, and {type(past).__name__} "
+            f"({type(layer).__name__}) "
+            + ("was filled without it: start with a new cache" if filled else "cannot hold it: use a DynamicCache")
+        )
+
+
+def memory(past: Any, module: Any, key: Tensor) -> tuple[_Rows | None, dict[str, Tensor] | None]:
+    """What the filter of ``module`` remembers in the cache ``past``: (rows of signals, state), None what it does not use.
+
+    Raises:
+        GraphFilterError: a kind of cache that cannot keep rows (static, quantized ...).
     """
     if past is None:
-        return None
-    if isinstance(past, EncoderDecoderCache):
-        past = past.self_attention_cache
-    layers = getattr(past, "layers", [])  # some models keep a cache of their own
+        return None, None
+    layers = _layers(past)
     layer = layers[module.layer_idx] if layers else None
+    if module.graph_filter.decoding != "rows":
+        return None, layer.kept  # type: ignore[union-attr]
     if type(layer) in _FILTERED:
-        filtered: SignalRows = object.__new__(_FILTERED[type(layer)])
-        filtered.__dict__ = {**layer.__dict__, "signals": {}}
-        layer = layers[module.layer_idx] = filtered
+        layer = layers[module.layer_idx] = _with_memory(layer, _FILTERED[type(layer)])
     if not isinstance(layer, SignalRows):
         raise GraphFilterError(
             f"decoding through a graph filter keeps rows of S(V) in the cache, and {type(past).__name__} "
             f"({type(layer).__name__}) cannot hold them: use a DynamicCache (the default) or use_cache=False"
         )
-    return _Memory(layer, key.shape[2])
+    return _Rows(layer, key.shape[2]), None
 
 
-def _pass_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook: the attention function is not told of the cache, but is given further keyword arguments."""
-    past = kwargs.get("past_key_values")
-    if past is None and args:
-        names = list(inspect.signature(type(module).forward).parameters)[1:]
-        past = dict(zip(names, args, strict=False)).get("past_key_values")
-    return args, kwargs if past is None else {**kwargs, ARGUMENT: past}
+def _with_memory(layer: Any, layer_class: type) -> Any:
+    made = object.__new__(layer_class)
+    made.__dict__ = {**layer.__dict__, "kept": {}}
+    return made
 
 
-def follow(module: nn.Module) -> None:
-    """Let ``memory`` see the cache that ``module`` is called with, where it takes one."""
-    parameters = inspect.signature(type(module).forward).parameters.values()
-    if any(p.name == "past_key_values" for p in parameters) and any(p.kind is p.VAR_KEYWORD for p in parameters):
-        module.register_forward_pre_hook(_pass_cache, with_kwargs=True)
+def _self_attention(past: Any) -> Any:
+    return past.self_attention_cache if isinstance(past, EncoderDecoderCache) else past
 
 
-def unfollow(module: nn.Module) -> None:
-    """Undo ``follow``."""
-    for key in [k for k, hook in module._forward_pre_hooks.items() if hook is _pass_cache]:
-        del module._forward_pre_hooks[key]
-        module._forward_pre_hooks_with_kwargs.pop(key, None)
+def _layers(past: Any) -> list[Any]:
+    return getattr(_self_attention(past), "layers", [])  # some models keep a cache of their own

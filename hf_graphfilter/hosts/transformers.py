@@ -24,17 +24,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
 
 from ..errors import GraphFilterError
 from ..filters import GraphFilter
 from ..ops.attention import apply_twice, can_apply_twice
+from ..ops.visibility import visibility
 from ..shift import AttentionShift, repeat_heads
 from . import AttentionSite, cache, locate, looks_like_attention
 
 IMPLEMENTATION = "hf_graphfilter"
 CHILD = "graph_filter"
 _BASE_CONFIG = "_graph_filter_base_config"
+_HIDDEN = "graph_filter_hidden"
 _HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
+_HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
 _CROSS_NAME = re.compile(r"cross|enc(oder)?_?dec|^encoder_att|^x_att", re.I)
 
 
@@ -60,7 +64,7 @@ def graph_filter_attention(
             f"{type(module).__name__} runs with attn_implementation={IMPLEMENTATION!r} but has no graph filter: use "
             "patch_model(model, ...), and leave attn_implementation to name the backend (sdpa, eager, ...)"
         )
-    past = kwargs.pop(cache.ARGUMENT, None)
+    past, hidden = kwargs.pop(cache.ARGUMENT, None), kwargs.pop(_HIDDEN, None)
     attend = _backend_function(module)
     _refuse_unhonoured(module, attend, kwargs)
     if query.shape[1] != graph_filter.heads:
@@ -76,7 +80,12 @@ def graph_filter_attention(
     twice = None
     if attend is sdpa_attention_forward:
         twice = _sdpa_twice(module, query, key, value, attention_mask, **kwargs)
-    shift = AttentionShift(apply, query, key, cache.memory(past, module, key), twice)
+    rows, state = cache.memory(past, module, key)
+    shift = AttentionShift(apply, query, key, rows, twice)
+    shift.hidden, shift.state = hidden, state
+    scaling = kwargs.get("scaling")
+    shift.scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    shift.visible = lambda: visibility(attention_mask, _causal(module, kwargs), query.shape[2])  # type: ignore[method-assign]
     output = graph_filter(shift, value)
     return output.transpose(1, 2).contiguous(), shift.weights
 
@@ -95,15 +104,19 @@ def _sdpa_twice(
     **_: Any,
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
     """The joint form of two SDPA calls where it is the faster one; it reads its arguments as transformers does."""
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    causal = bool(is_causal) and mask is None and query.shape[2] > 1
+    causal = mask is None and query.shape[2] > 1 and _causal(module, {"is_causal": is_causal})
     if position_bias is not None or not can_apply_twice(query, key, value, mask, causal, dropout):
         return None
     key = repeat_heads(key, query.shape[1])
     return lambda v: apply_twice(
         query, key, repeat_heads(v, query.shape[1]), mask, scale=scaling, causal=causal, dropout=dropout
     )
+
+
+def _causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether attention without a mask is causal; the eager functions never are."""
+    is_causal = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and backend(module) != "eager"
 
 
 class _SingleGroup:
@@ -169,7 +182,9 @@ def find(model: PreTrainedModel) -> tuple[list[AttentionSite], dict[str, str]]:
         if reason is None:
             causal = bool(getattr(module, "is_causal", False))
             stack, group = locate(name, causal)
-            sites.append(AttentionSite(name, module, _heads(module), causal, stack, group, counts[group]))  # type: ignore[arg-type]
+            sites.append(
+                AttentionSite(name, module, _heads(module), causal, stack, group, counts[group], **_shape(module))  # type: ignore[arg-type]
+            )
             counts[group] += 1
         elif reason:
             refused[name] = reason
@@ -212,6 +227,21 @@ def _heads(module: Any) -> int | None:
     return None
 
 
+def _shape(module: Any) -> dict[str, Any]:
+    """The fields of ``AttentionSite`` that only some filters ask for."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    passes_on = parameters[0].name == "hidden_states" and any(p.kind is p.VAR_KEYWORD for p in parameters)
+    projection = next((m for m in module.children() if isinstance(m, (nn.Linear, Conv1D))), None)
+    inputs = None if projection is None else getattr(projection, "in_features", projection.weight.shape[0])
+    head_dim = next((d for name in _HEAD_DIMS if isinstance(d := getattr(module, name, None), int)), None)
+    return {
+        "hidden_size": inputs if passes_on else None,
+        "head_dim": head_dim or (inputs or 0) // (_heads(module) or 1),
+        "position_bias": any(p.name == "position_bias" for p in parameters),
+        "sliding_window": getattr(module, "sliding_window", None),
+    }
+
+
 # --------------------------------------------------------------------------------------------- attach and detach
 
 
@@ -223,11 +253,30 @@ def attach(site: AttentionSite, graph_filter: nn.Module) -> None:
     object.__setattr__(routed, _BASE_CONFIG, base)
     module.add_module(CHILD, graph_filter)
     module.config = routed
-    cache.follow(module)
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    caches = any(p.name == "past_key_values" for p in parameters) and any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if caches or graph_filter.reads_hidden:
+        module.register_forward_pre_hook(_pass_on, with_kwargs=True)
+
+
+def _pass_on(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Forward pre-hook: the attention function is told of cache and input, as further keyword arguments."""
+    given = kwargs
+    if args:
+        given = dict(zip(list(inspect.signature(type(module).forward).parameters)[1:], args, strict=False)) | kwargs
+    further = {}
+    if (past := given.get("past_key_values")) is not None:
+        cache.prepare(past, module)
+        further[cache.ARGUMENT] = past
+    if module.graph_filter.reads_hidden:
+        further[_HIDDEN] = given["hidden_states"]
+    return args, {**kwargs, **further}
 
 
 def detach(module: Any) -> None:
-    cache.unfollow(module)
+    for key in [k for k, hook in module._forward_pre_hooks.items() if hook is _pass_on]:
+        del module._forward_pre_hooks[key]
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
     module.config = getattr(module.config, _BASE_CONFIG)
     delattr(module, CHILD)
 
@@ -252,7 +301,9 @@ def write_record(model: PreTrainedModel, record: dict[str, Any] | None) -> None:
     setattr(config, CHILD, record)
     config.__dict__["attn_implementation"] = IMPLEMENTATION
     # read by from_pretrained: coefficients stay in float32 whatever dtype is asked for
-    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), CHILD}
+    filters = [module for module in model.modules() if isinstance(module, GraphFilter)]
+    coefficients = {f"{CHILD}.{name}" for f in filters for name in f.coefficients()}
+    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *coefficients}
 
 
 def _own_config(model: PreTrainedModel) -> None:

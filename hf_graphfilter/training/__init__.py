@@ -1,5 +1,18 @@
-"""Training patched models with the ordinary Trainer."""
+"""Training patched models with the ordinary Trainer, and fitting filters to the attention that they replace."""
 
+from .blend import BlendSchedule, drop_blend, set_blend
 from .optimizer import filter_optimizer, parameter_groups
+from .orthogonality import OrthogonalityCallback, orthogonality_loss
+from .transfer import TransferReport, transfer_attention
 
-__all__ = ["filter_optimizer", "parameter_groups"]
+__all__ = [
+    "BlendSchedule",
+    "OrthogonalityCallback",
+    "TransferReport",
+    "drop_blend",
+    "filter_optimizer",
+    "orthogonality_loss",
+    "parameter_groups",
+    "set_blend",
+    "transfer_attention",
+]

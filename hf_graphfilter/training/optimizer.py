@@ -14,7 +14,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from ..errors import GraphFilterError
-from ..patching import filter_parameters
+from ..patching import patched_modules
 
 FILTER_LR = 1e-2
 
@@ -27,7 +27,8 @@ def parameter_groups(
     Args:
         model: a patched model, wrapped or not.
         lr, weight_decay: of the model's own parameters.
-        filter_lr: learning rate of the filter coefficients, which get no weight decay.
+        filter_lr: learning rate of the filter coefficients (``w_K``, ``theta`` ...), which get no weight decay. Weights
+            of a filter (``sigma`` of AGF ...) are treated as the model's own.
 
     Returns:
         Groups of the parameters that require gradients; every one is in exactly one group, none is empty.
@@ -41,11 +42,12 @@ def parameter_groups(
         >>> [g["lr"] for g in optimizer.param_groups]
         [2e-05, 2e-05, 0.01]
     """
-    own = {id(p) for p in filter_parameters(model)}
-    if not own:
+    filters = [module.graph_filter for _, module in patched_modules(model, required=False)]
+    if not any(True for f in filters for _ in f.parameters()):
         raise GraphFilterError(
             f"{type(model).__name__} has no filter parameters: patch it first, with learn= not empty"
         )
+    own = {id(p) for f in filters for p in f.parameters(recurse=False)}
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]  # uses nothing of a Trainer
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     rest = [(n, p) for n, p in named if id(p) not in own]

@@ -1,0 +1,120 @@
+"""Polynomial bases by their three-term recurrences, the expansion of a spectral filter in them, and its gradient.
+
+``T_0 = 1``, ``T_1 = c_0 + c_1 x``, ``T_k = (alpha_k x + beta_k) T_{k-1} - gamma_k T_{k-2}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import GraphFilterError
+
+Basis = Literal["jacobi", "chebyshev", "legendre", "monomial"]
+Recurrence = tuple[tuple[float, float, float], ...]
+
+
+@lru_cache
+def recurrence(basis: str, K: int, a: float = 1.0, b: float = 1.0) -> Recurrence:
+    """The steps ``(alpha_k, beta_k, gamma_k)`` for k = 1 ... K; the first is ``(c_1, c_0, 0)``.
+
+    Args:
+        basis: ``"jacobi"`` (with a and b), ``"chebyshev"`` (first kind), ``"legendre"`` or ``"monomial"``.
+        K: highest order, >= 0.
+        a, b: parameters of the Jacobi polynomials. They are orthogonal on [-1, 1] for a, b > -1; the recurrence also
+            runs outside, where no denominator vanishes.
+
+    Returns:
+        K triples. Jacobi after Eq. 22-26 of the AGF paper with ``2k+a+b-1`` in place of its misprint ``2k+a+b+1``.
+
+    Raises:
+        GraphFilterError: an unknown basis, K < 0, or a, b and k for which a denominator is zero.
+
+    Example:
+        >>> recurrence("chebyshev", 2)
+        ((1.0, 0.0, 0.0), (2.0, 0.0, 1.0))
+    """
+    if K < 0:
+        raise GraphFilterError(f"K must be an integer >= 0, got {K}")
+    if basis == "monomial":
+        return ((1.0, 0.0, 0.0),) * K
+    if basis == "chebyshev":
+        return tuple((1.0, 0.0, 0.0) if k == 1 else (2.0, 0.0, 1.0) for k in range(1, K + 1))
+    if basis == "legendre":
+        return tuple(((2 * k - 1) / k, 0.0, (k - 1) / k) for k in range(1, K + 1))
+    if basis != "jacobi":
+        raise GraphFilterError(f"unknown basis {basis!r}; use 'jacobi', 'chebyshev', 'legendre' or 'monomial'")
+    steps = [((a + b + 2) / 2, (a - b) / 2, 0.0)] if K else []
+    for k in range(2, K + 1):
+        s = 2 * k + a + b
+        if k + a + b == 0 or s == 2:
+            vanishing = "k + a + b" if k + a + b == 0 else "2k + a + b - 2"
+            raise GraphFilterError(
+                f"the Jacobi recurrence has no step k={k} for a={a:g}, b={b:g}: its denominator {vanishing} is zero; "
+                "choose other a, b or a smaller K"
+            )
+        scale = 2 * k * (k + a + b)
+        alpha = (s - 1) * s / scale
+        beta = (s - 1) * (a * a - b * b) / (scale * (s - 2))
+        gamma = 2 * (k + a - 1) * (k + b - 1) * s / (scale * (s - 2))
+        steps.append((alpha, beta, gamma))
+    return tuple(steps)
+
+
+def polynomials(x: Tensor, steps: Recurrence) -> Iterator[Tensor]:
+    """``T_0(x), T_1(x), ... T_K(x)`` one after the other, each of the shape and dtype of ``x``.
+
+    Example:
+        >>> import torch
+        >>> [t.item() for t in polynomials(torch.tensor([0.5]), recurrence("chebyshev", 2))]
+        [1.0, 0.5, -0.5]
+    """
+    earlier, current = None, torch.ones_like(x)
+    yield current
+    for alpha, beta, gamma in steps:
+        following = (x * alpha).add_(beta).mul_(current) if not x.requires_grad else (x * alpha + beta) * current
+        if gamma:
+            following = following - gamma * earlier  # type: ignore[operator]
+        earlier, current = current, following
+        yield current
+
+
+def expand(x: Tensor, theta: Tensor, steps: Recurrence) -> Tensor:
+    """``sum_k theta_k T_k(x)``.
+
+    Args:
+        x: (batch, heads, tokens, features).
+        theta: (K+1,), or (heads, K+1).
+        steps: from ``recurrence``.
+    """
+    theta = _per_head(theta, x)
+    return sum(theta[k] * t for k, t in enumerate(polynomials(x, steps)))  # type: ignore[return-value]
+
+
+def expand_with_derivatives(x: Tensor, theta: Tensor, steps: Recurrence) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """``p = sum_k theta_k T_k(x)``, ``dp/dx`` and ``[T_0, ..., T_K]``; shapes as in ``expand``."""
+    theta = _per_head(theta, x)
+    basis = [torch.ones_like(x)]
+    slopes = [torch.zeros_like(x)]
+    value, slope = theta[0] * basis[0], torch.zeros_like(x)
+    for k, (alpha, beta, gamma) in enumerate(steps, 1):
+        linear = x * alpha + beta
+        t = linear * basis[-1]
+        s = torch.addcmul(alpha * basis[-1], linear, slopes[-1])
+        if gamma:
+            t.sub_(basis[-2], alpha=gamma)
+            s.sub_(slopes[-2], alpha=gamma)
+        basis.append(t)
+        slopes.append(s)
+        value.addcmul_(theta[k], t)
+        slope.addcmul_(theta[k], s)
+    return value, slope, basis
+
+
+def _per_head(theta: Tensor, x: Tensor) -> Tensor:
+    """(K+1,) or (heads, K+1) to (K+1, 1 or heads, 1, 1)."""
+    return theta.to(x.dtype).reshape(-1, theta.shape[-1]).t().reshape(theta.shape[-1], -1, 1, 1)

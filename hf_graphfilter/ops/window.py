@@ -1,0 +1,52 @@
+"""Softmax attention within a window of tokens: linear time and memory, by blocks of queries."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+BLOCK = 32  # queries that share one slice of keys
+
+
+def attend_nearby(
+    query: Tensor, key: Tensor, value: Tensor, window: int, scaling: float, causal: bool, keys: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention of every query over the keys at most ``window`` tokens away: O(n (window + BLOCK) d) time.
+
+    Args:
+        query: (batch, heads, tokens, features), the last of the key tokens.
+        key, value: (batch, heads, key tokens, features).
+        window: tokens on each side; only on the left where ``causal``.
+        scaling: of the scores.
+        causal: whether later keys are left out.
+        keys: bool (batch, key tokens), True for tokens that are there, or None.
+
+    Returns:
+        output, (batch, heads, tokens, value features), zeros where the window is empty; and the logarithm of the sum of
+        the exponentiated scores, (batch, heads, tokens, 1), float32 or wider.
+    """
+    tokens, past = query.shape[2], key.shape[2] - query.shape[2]
+    block = max(BLOCK, window)
+    missing = -tokens % block
+    after = missing if causal else window + missing
+    width = block + (window if causal else 2 * window)
+
+    def slices(x: Tensor) -> Tensor:  # (batch, heads, blocks, width, features), one overlapping slice a block
+        before = window - past
+        x = functional.pad(x, (0, 0, before, after)) if before >= 0 else functional.pad(x[:, :, -before:], (0, 0, 0, after))
+        return x.unfold(2, width, block).transpose(-1, -2)
+
+    there = torch.ones(1, 1, key.shape[2], 1, dtype=torch.bool, device=key.device)
+    if keys is not None:
+        there = keys[:, None, :, None]
+    distance = torch.arange(width, device=key.device) - torch.arange(block, device=key.device)[:, None]
+    inside = (distance >= 0) & (distance <= (window if causal else 2 * window))
+    inside = inside & slices(there).mT
+    queries = functional.pad(query, (0, 0, 0, missing)).unflatten(2, (-1, block))
+    scores = (queries @ slices(key).mT * scaling).to(torch.promote_types(query.dtype, torch.float32))
+    scores = scores.masked_fill(~inside, -1e30)
+    mass = scores.logsumexp(-1, keepdim=True)
+    weights = (scores - mass).exp() * inside
+    out = weights.to(value.dtype) @ slices(value)
+    return out.flatten(2, 3)[:, :, :tokens], mass.flatten(2, 3)[:, :, :tokens]

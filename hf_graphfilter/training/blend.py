@@ -1,0 +1,119 @@
+"""From attention to AGF by degrees: ``AGFConfig(init="blend")`` computes (1 - g) attention + g AGF."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
+
+from torch import nn
+
+from ..errors import GraphFilterError
+from ..filters.agf import AGF, AGFConfig
+from ..hosts import host_of
+from .callbacks import LoggingCallback
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def set_blend(model: M, gate: float) -> M:
+    """Set the gate g of every blended AGF layer: 0 is the original attention, 1 is AGF alone.
+
+    Raises:
+        GraphFilterError: g outside 0 ... 1, or no blended layer.
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> from hf_graphfilter import filter_status, patch_model
+        >>> model = patch_model(BertModel(BertConfig(num_hidden_layers=1)), "agf", init="blend")
+        >>> filter_status(set_blend(model, 0.5))[0].coefficients["gate"][:2]
+        tensor([0.5000, 0.5000])
+    """
+    if not 0 <= gate <= 1:
+        raise GraphFilterError(f"the gate of a blend is between 0 and 1, got {gate!r}")
+    for layer in _blended(model):
+        assert layer.gate is not None
+        layer.gate.fill_(gate)
+    return model
+
+
+def drop_blend(model: M, *, force: bool = False) -> M:
+    """Take the softmax attention out of a blended model, in place: AGF alone is left, with linear cost.
+
+    Args:
+        model: a model patched with ``AGFConfig(init="blend")``.
+        force: also where a gate is not 1, which changes the outputs.
+
+    Raises:
+        GraphFilterError: no blended layer, or a gate that is not 1.
+    """
+    host, layers = host_of(model), _blended(model)
+    for layer in layers:
+        assert layer.gate is not None
+        if not force and not bool((layer.gate == 1).all()):
+            raise GraphFilterError(
+                f"{layer.site_name}: its gate is {layer.gate.min().item():.3g}, not 1, so that dropping the attention "
+                "would change the model; let BlendSchedule carry it to 1, or pass force=True"
+            )
+    record = host.read_record(model)
+    assert record is not None
+    groups = [
+        {**g, "config": {**g["config"], "init": "copy"}} if g["config"]["filter"] == AGFConfig.filter else g
+        for g in record["filters"]
+    ]
+    host.write_record(model, {**record, "filters": groups})
+    for layer in layers:
+        layer.gate = None
+        layer.config = replace(layer.config, init="copy")
+    return model
+
+
+class BlendSchedule(LoggingCallback):
+    """Carries the gate of a blended model from 0 to 1 while the Trainer trains; logs it as ``blend_gate``.
+
+    Args:
+        start, end: fractions of the training between which the gate rises; it is 1 after ``end``.
+        shape: ``"linear"`` or ``"cosine"``.
+
+    Raises:
+        GraphFilterError: when training begins on a model without blended layers.
+
+    Example:
+        ``Trainer(model, args, train_dataset=data, callbacks=[BlendSchedule(end=0.6)]).train(); drop_blend(model)``
+    """
+
+    def __init__(self, start: float = 0.0, end: float = 0.5, shape: Literal["linear", "cosine"] = "linear"):
+        if not 0 <= start < end <= 1:
+            raise GraphFilterError(f"BlendSchedule: 0 <= start < end <= 1, got start={start!r}, end={end!r}")
+        if shape not in ("linear", "cosine"):
+            raise GraphFilterError(f"BlendSchedule: shape={shape!r}: use 'linear' or 'cosine'")
+        self.start, self.end, self.shape = start, end, shape
+        self.gate = 0.0
+
+    def _set(self, model: nn.Module, state: Any) -> None:
+        done = state.global_step / max(1, state.max_steps)
+        rise = min(1.0, max(0.0, (done - self.start) / (self.end - self.start)))
+        self.gate = rise if self.shape == "linear" else 0.5 * (1 - math.cos(math.pi * rise))
+        set_blend(model, self.gate)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control)
+        self._set(model, state)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._set(model, state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._set(model, state)  # what is saved and evaluated after this step is what the next one begins with
+
+    def values(self) -> dict[str, float]:
+        return {"blend_gate": self.gate}
+
+
+def _blended(model: nn.Module) -> list[AGF]:
+    found = [module for module in model.modules() if isinstance(module, AGF) and module.gate is not None]
+    if not found:
+        raise GraphFilterError(
+            f'{type(model).__name__} has no blended layer; patch it with patch_model(model, "agf", init="blend")'
+        )
+    return found
