@@ -12,15 +12,9 @@ every section writes benchmarks/results/gfsa-DEVICE-SECTION.csv with percentiles
 from __future__ import annotations
 
 import argparse
-import csv
 import os
-import platform
-import resource
-import statistics
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
@@ -28,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import transformers
+from measure import RESULTS, hardware, measure, peak_mb, report, rounds, rows, write
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -41,64 +36,9 @@ from hf_graphfilter import AttentionShift, DenseShift, GFSAConfig, patch_model, 
 from hf_graphfilter.hosts import AttentionSite
 from hf_graphfilter.ops.attention import apply_twice, can_apply_twice
 
-RESULTS = Path(__file__).parent / "results"
 LENGTHS = (128, 197, 512, 1024, 2048, 4096)
 HEADS, FEATURES = 12, 64
 TOKENS_A_BATCH = 4096
-FIELDS = [
-    *("date", "device", "case", "n", "causal", "pass", "form"),
-    *("p10_ms", "median_ms", "p90_ms", "ratio_to_plain", "peak_mb", "rounds", "torch", "transformers"),
-]
-
-
-def hardware(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
-    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
-    return f"{name or platform.processor()}, {torch.get_num_threads()} threads"
-
-
-def sync(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def rounds(forms: dict[str, Callable[[], object]], device: str, seconds: float) -> dict[str, list[float]]:
-    """Milliseconds of every form, timed in turn, as many rounds (3 to 30) as fit into ``seconds``."""
-    times: dict[str, list[float]] = {name: [] for name in forms}
-    for run in forms.values():
-        run()
-    begun = time.perf_counter()
-    for done in range(30):
-        if done >= 3 and time.perf_counter() - begun > seconds:
-            break
-        for name, run in forms.items():
-            sync(device)
-            start = time.perf_counter()
-            run()
-            sync(device)
-            times[name].append((time.perf_counter() - start) * 1e3)
-    return times
-
-
-def rows(common: dict, times: dict[str, list[float]]) -> list[dict]:
-    made = []
-    for form, values in times.items():
-        cuts = statistics.quantiles(values, n=10, method="inclusive")
-        ratios = [value / plain for value, plain in zip(values, times["plain"], strict=True)]
-        made.append(
-            {
-                **common,
-                "form": form,
-                "p10_ms": round(cuts[0], 3),
-                "median_ms": round(statistics.median(values), 3),
-                "p90_ms": round(cuts[-1], 3),
-                "ratio_to_plain": round(statistics.median(ratios), 3),
-                "rounds": len(values),
-            }
-        )
-    return made
 
 
 # ----------------------------------------------------------------------------------------------- attention alone
@@ -178,49 +118,8 @@ def memory_rows(common: dict, device: str, lengths: tuple[int, ...]) -> list[dic
     made = []
     for n, causal, backward, fields in cases(common, lengths):
         for form in FORMS:
-            made += report([{**fields, "form": form, "peak_mb": peak_mb(device, form, n, causal, backward)}])
+            made += report([{**fields, "form": form, "peak_mb": peak_mb(__file__, device, form, n, causal, backward)}])
     return made
-
-
-def peak_mb(device: str, *case: object) -> float:
-    """Peak memory of one form over its inputs, in MB, in a process of its own that gives freed memory back at once."""
-    command = [sys.executable, __file__, "--measure", device, *map(str, case)]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    return round(float(done.stdout.split()[-1]), 1)
-
-
-def measure(device: str, form: str, n: str, causal: str, backward: str) -> None:
-    """The inside of ``peak_mb``: on the CPU, samples the resident memory while the call runs."""
-    tiny = attention(form, 32, causal == "True", device, backward == "True", tokens=32)
-    tiny()  # loads the libraries
-    run = attention(form, int(n), causal == "True", device, backward == "True")
-    if device == "cuda":
-        base = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        run()
-        print((torch.cuda.max_memory_allocated() - base) / 2**20)
-        return
-    page, done, peak = resource.getpagesize(), threading.Event(), 0
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * page
-
-    base = resident()
-
-    def sample() -> None:
-        nonlocal peak
-        while not done.is_set():
-            peak = max(peak, resident())
-            time.sleep(0.0002)
-
-    sampler = threading.Thread(target=sample)
-    sampler.start()
-    kept = run()  # what the call returns is part of what it needs
-    done.set()
-    sampler.join()
-    print((max(peak, resident()) - base) / 2**20)
-    del kept
 
 
 # ------------------------------------------------------------------------------------------ whole training steps
@@ -299,21 +198,6 @@ def start_rows(common: dict, device: str, seconds: float) -> list[dict]:
     return made + report(rows({**case, "case": "patch_model and unpatch_model, BERT-base"}, patch))
 
 
-def report(made: list[dict]) -> list[dict]:
-    for row in made:
-        print(
-            f"{row['case'][:42]:42} n={row['n']:<5} {'causal' if row['causal'] else '      '} {row['pass']:13} "
-            f"{row['form']:6}"
-            + (
-                f"{row['median_ms']:10.2f} ms  x{row['ratio_to_plain']}"
-                if "median_ms" in row
-                else f"{row['peak_mb']:10} MB"
-            ),
-            flush=True,
-        )
-    return made
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
@@ -334,21 +218,16 @@ def main() -> None:
         "attention": lambda: attention_rows(common, options.device, tuple(options.lengths), options.seconds),
         "memory": lambda: memory_rows(common, options.device, tuple(options.lengths)),
     }
-    options.output.mkdir(parents=True, exist_ok=True)
     for section, run in sections.items():
         if options.only in (None, section):
-            made = run()
-            output = options.output / f"gfsa-{options.device}-{section}.csv"
-            with output.open("w", newline="") as file:
-                writer = csv.DictWriter(file, FIELDS)
-                writer.writeheader()
-                writer.writerows(made)
-            print(f"wrote {output}")
+            write(run(), options.output / f"gfsa-{options.device}-{section}.csv")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--measure"]:
-        measure(*sys.argv[2:])
+    if sys.argv[1:2] == ["--measure"]:  # from peak_mb
+        device, form, n, causal, backward = sys.argv[2:]
+        case = form, int(n), causal == "True", device, backward == "True"
+        measure(device, attention(form, 32, *case[2:], tokens=32), attention(*case))
     else:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         main()

@@ -174,8 +174,12 @@ def output(model, inputs):
 
 
 def turn_on(model, scale=0.4):
-    """Give every learned coefficient a value that makes the filter act."""
+    """Give every learned coefficient a value that makes the filter act, and open the gate of a blend halfway."""
     from hf_graphfilter import filter_parameters
+
+    for module in model.modules():
+        if isinstance(getattr(module, "gate", None), torch.Tensor):
+            module.gate.fill_(0.5)
 
     g = torch.Generator().manual_seed(2)
     with torch.no_grad():

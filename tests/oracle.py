@@ -4,16 +4,18 @@ It shares no code with the package: scores, softmax, and each filter's formula a
 """
 
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from models import use
+from scipy import special
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 NAME = "dense_oracle"
 
 
-def gfsa_matrix(A, c, config):
+def gfsa_matrix(A, c, config, seen):
     """Eq. 5 of the GFSA paper, or its exact form."""
     eye = torch.eye(A.shape[-1], dtype=A.dtype)
     w_0, w_1, w_K = (c[name].to(A.dtype).view(-1, 1, 1) for name in ("w_0", "w_1", "w_K"))
@@ -21,22 +23,97 @@ def gfsa_matrix(A, c, config):
     return w_0 * eye + w_1 * A + w_K * power
 
 
+def expansion(x, theta, config):
+    """sum_k theta_k T_k(x) through scipy; theta (K+1,) or (heads, K+1), x (batch, heads, tokens, features)."""
+    functions = {
+        "jacobi": lambda k, x: special.eval_jacobi(k, config.a, config.b, x),
+        "chebyshev": special.eval_chebyt,
+        "legendre": special.eval_legendre,
+        "monomial": lambda k, x: x**k,
+    }
+    theta = theta.expand(x.shape[1], -1)[:, :, None, None].to(x.dtype)
+    terms = [theta[:, k] * _Smooth.apply(x, k, functions[config.basis]) for k in range(config.K + 1)]
+    return sum(terms)
+
+
+class _Smooth(torch.autograd.Function):
+    """A scipy function with a derivative by central differences."""
+
+    @staticmethod
+    def forward(ctx, x, k, function):
+        ctx.save_for_backward(x)
+        ctx.call = lambda y: torch.as_tensor(function(k, y.detach().numpy()), dtype=x.dtype)
+        return ctx.call(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        h = 1e-4
+        return grad * (ctx.call(x - 2 * h) - 8 * ctx.call(x - h) + 8 * ctx.call(x + h) - ctx.call(x + 2 * h)) / (12 * h), None, None
+
+
+def spectral_matrix(u, sigma, v, theta, config, allowed):
+    """Eq. 7-10 of the AGF paper as an n x n matrix; row t takes the softmax over the tokens that t is allowed to see."""
+    U, Sigma = u.softmax(-1), expansion(sigma.sigmoid(), theta, config)
+    V = v[:, :, None].masked_fill(~allowed[..., None], -1e30).softmax(3) * allowed[..., None]  # (b, h, t, s, feature)
+    return torch.einsum("bhtj,bhtsj->bhts", U * Sigma, V)
+
+
+def agf_matrix(A, c, config, seen):
+    """AGF with all that the package adds to it: corrected projections, the window, the blend."""
+    w, heads, n = seen.weights, A.shape[1], A.shape[2]
+
+    def projected(name):
+        out = torch.nn.functional.linear(seen.hidden, w[f"{name}.weight"], w.get(f"{name}.bias"))
+        return out.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+    u, v = seen.query, seen.key
+    if config.correction:
+        u, v = u + projected("correct_u"), v + projected("correct_v")
+    H = spectral_matrix(u, projected("sigma"), v, c["theta"], config, seen.allowed)
+    if config.window:
+        t = torch.arange(n)
+        near = seen.allowed & ((t[:, None] - t).abs() <= config.window)
+        scores = seen.scores.masked_fill(~near, -1e30)
+        count = seen.allowed.sum(-1, keepdim=True).clamp(min=1)
+        share = torch.sigmoid(scores.logsumexp(-1, keepdim=True) - projected("outside") - count.log())
+        H = share * scores.softmax(-1) * near + (1 - share) * H
+    gate = c["gate"].to(A.dtype).view(-1, 1, 1) if "gate" in c else 1.0
+    return (1 - gate) * A + gate * H
+
+
 def dense_attention(module, query, key, value, attention_mask, scaling=None, position_bias=None, **kwargs):
     heads = query.shape[1]
     key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
-    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    unbiased = scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if position_bias is not None:
         scores = scores + position_bias
     if attention_mask is not None:
         scores = scores + attention_mask
     matrix = scores.softmax(-1)
     if hasattr(module, "oracle"):
-        matrix = module.oracle(matrix)
+        allowed = torch.ones(1, dtype=torch.bool) if attention_mask is None else attention_mask > -1e4
+        allowed = allowed.expand(matrix.shape)
+        matrix = module.oracle(
+            matrix,
+            seen=SimpleNamespace(
+                query=query,
+                key=key,
+                scores=unbiased,
+                allowed=allowed,
+                hidden=module.seen_hidden,
+                weights=module.seen_weights,
+            ),
+        )
     return (matrix @ value).transpose(1, 2).contiguous(), matrix
 
 
 AttentionInterface.register(NAME, dense_attention)
 AttentionMaskInterface.register(NAME, eager_mask)
+
+
+def _keep_hidden(module, args, kwargs):
+    module.seen_hidden = args[0] if args else kwargs["hidden_states"]
 
 
 def dense_twin(plain, patched, formula):
@@ -45,5 +122,8 @@ def dense_twin(plain, patched, formula):
     for name, module in patched.named_modules():
         if "graph_filter" in module._modules:
             f = module.graph_filter
-            plain.get_submodule(name).oracle = partial(formula, c=f.coefficients(), config=f.config)
+            twin = plain.get_submodule(name)
+            twin.oracle = partial(formula, c=f.coefficients(), config=f.config)
+            twin.seen_weights = {k: p.detach() for k, p in f.named_parameters()}
+            twin.register_forward_pre_hook(_keep_hidden, with_kwargs=True)
     return plain

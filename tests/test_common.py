@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 from models import FAMILIES, TOKENS, output, turn_on, use
-from oracle import dense_twin, gfsa_matrix
+from oracle import agf_matrix, dense_twin, gfsa_matrix
 from transformers import AutoModel, Wav2Vec2Model
 
 from hf_graphfilter import (
+    AGFConfig,
     FilterConfig,
     GFSAConfig,
     GraphFilter,
@@ -49,7 +50,16 @@ FILTERS = {
     "gfsa": (GFSAConfig(K=3), gfsa_matrix),
     "gfsa-all": (GFSAConfig(K=4, learn=ALL), gfsa_matrix),
     "gfsa-exact": (GFSAConfig(K=3, learn=ALL, approximation="none"), gfsa_matrix),
-    "third-party": (DampedConfig(), lambda A, c, config: c["c"].to(A.dtype).view(-1, 1, 1) * A),
+    "third-party": (DampedConfig(), lambda A, c, config, seen: c["c"].to(A.dtype).view(-1, 1, 1) * A),
+    "agf": (AGFConfig(position_bias="drop"), agf_matrix),
+    "agf-blend": (
+        AGFConfig(init="blend", K=2, basis="legendre", theta="per_head", position_bias="drop"),
+        agf_matrix,
+    ),
+    "agf-all": (
+        AGFConfig(K=4, a=2, b=-1, constrain_theta=False, correction=True, window=2, position_bias="drop"),
+        agf_matrix,
+    ),
 }
 DECODERS = [name for name, family in FAMILIES.items() if family.kind in ("decoder", "encoder-decoder")]
 PADDED = [
@@ -80,7 +90,10 @@ def test_identical_at_the_start(family, config, formula, backend):
 
     expected = both()
     assert patch_model(model, config) is model
-    assert all(map(torch.equal, both(), expected))
+    if config.starts_as_original:
+        assert all(map(torch.equal, both(), expected))
+    else:
+        assert all(found.isfinite().all() and not torch.equal(found, e) for found, e in zip(both(), expected, strict=True))
     status = filter_status(model)
     assert len(status) == family.patched
     assert {row.backend for row in status} == {backend}
@@ -121,7 +134,7 @@ def test_gradients_equal_the_dense_form(family, config, formula, padding):
     reference = dict(plain.named_parameters())
     for name, parameter in patched.named_parameters():
         if parameter.grad is None:
-            assert reference[name].grad is None
+            assert reference[name].grad is None or not reference[name].grad.any()  # AGF drops a position bias
             continue
         assert parameter.grad.isfinite().all(), name
         if name in reference:
@@ -153,7 +166,7 @@ def test_a_later_token_never_changes_an_earlier_output(family, config, formula, 
     if name == "decoder_input_ids":
         model(**inputs)
     before, after = output(model, inputs), output(model, changed)
-    torch.testing.assert_close(before[:, :5], after[:, :5], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(before[:, :5], after[:, :5], atol=1e-5, rtol=1e-5)
     assert not torch.allclose(before[:, 5:], after[:, 5:], atol=1e-3)
 
 
@@ -197,7 +210,10 @@ def test_half_precision(family, config, formula):
     _, plain = loss_of_precision(family.build())
     model = turn_on(patch_model(family.build(), config), scale=0.1)
     found, patched = loss_of_precision(model)
-    assert {p.dtype for p in filter_parameters(model)} == {torch.float32}
+    filters = [m for m in model.modules() if isinstance(m, GraphFilter)]
+    assert {p.dtype for f in filters for p in f.coefficients().values()} == {torch.float32}
+    assert {p.dtype for f in filters for p in f.parameters(recurse=False)} == {torch.float32}
+    assert {p.dtype for f in filters for c in f.children() for p in c.parameters()} <= {torch.bfloat16}
     assert patched < 0.02 + 4 * plain
     found.float().square().sum().backward()
     assert all(p.grad.isfinite().all() for p in filter_parameters(model))

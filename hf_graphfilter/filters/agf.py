@@ -71,7 +71,8 @@ class AGF(GraphFilter):
         self.theta = nn.Parameter(torch.empty(shape)) if learned else None
         self.sigma = nn.Linear(site.hidden_size, inner, bias=False) if config.K else None
         self.correct_u = nn.Linear(site.hidden_size, inner) if config.correction else None
-        self.correct_v = nn.Linear(site.hidden_size, inner) if config.correction else None
+        # no bias: a softmax over tokens does not see one
+        self.correct_v = nn.Linear(site.hidden_size, inner, bias=False) if config.correction else None
         self.outside = nn.Linear(site.hidden_size, site.heads) if config.window else None
         self.register_buffer("gate", torch.empty(site.heads) if config.init == "blend" else None)
         self.regulariser: Callable[..., Tensor] | None = None
@@ -80,15 +81,16 @@ class AGF(GraphFilter):
 
     def reset_parameters(self) -> None:
         if self.theta is not None:
+            loaded = getattr(self.theta, "_is_hf_initialized", False)  # torch.nn.init asks this of whole parameters
             nn.init.zeros_(self.theta)
-            if not self.config.constrain_theta:
+            if not (self.config.constrain_theta or loaded):
                 nn.init.ones_(self.theta[..., :1])
         if self.sigma is not None:
             nn.init.xavier_uniform_(self.sigma.weight)
         for zero in (self.correct_u, self.correct_v, self.outside):
             if zero is not None:
-                nn.init.zeros_(zero.weight)
-                nn.init.zeros_(zero.bias)
+                for parameter in zero.parameters():
+                    nn.init.zeros_(parameter)
         if self.gate is not None:
             nn.init.zeros_(self.gate)
 
@@ -249,6 +251,10 @@ class AGFConfig(FilterConfig):
     correction: bool = False
     window: int = 0
     position_bias: Literal["refuse", "drop"] = "refuse"
+
+    @property
+    def starts_as_original(self) -> bool:
+        return self.init == "blend"
 
     def validate(self) -> None:
         for name in ("K", "window", "gamma"):

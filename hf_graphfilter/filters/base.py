@@ -79,7 +79,8 @@ class GraphFilter(nn.Module):
         return "rows"
 
     def reset_parameters(self) -> None:
-        """Set the start values, in place, through ``torch.nn.init``."""
+        """Set the start values, in place, through ``torch.nn.init`` and on whole parameters: what a checkpoint has loaded
+        is then left alone by transformers."""
         raise NotImplementedError
 
     def coefficients(self) -> dict[str, Tensor]:
@@ -131,6 +132,11 @@ class FilterConfig:
             if isinstance(value, float) and not math.isfinite(value):
                 raise GraphFilterError(f"{type(self).__name__}: {field.name} must be finite, got {value!r}")
         self.validate()
+
+    @property
+    def starts_as_original(self) -> bool:
+        """Whether a model equals the original right after it is patched."""
+        return True
 
     def validate(self) -> None:
         """Check what types cannot say; raise ``GraphFilterError`` naming the field."""

@@ -238,7 +238,7 @@ def _shape(module: Any) -> dict[str, Any]:
         "hidden_size": inputs if passes_on else None,
         "head_dim": head_dim or (inputs or 0) // (_heads(module) or 1),
         "position_bias": any(p.name == "position_bias" for p in parameters),
-        "sliding_window": getattr(module, "sliding_window", None),
+        "sliding_window": getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)),
     }
 
 

@@ -1,0 +1,139 @@
+"""What the benchmarks share: hardware, rounds of timing, rows, and peak memory in a process of its own."""
+
+from __future__ import annotations
+
+import csv
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+FIELDS = [
+    *("date", "device", "case", "n", "causal", "pass", "form"),
+    *("p10_ms", "median_ms", "p90_ms", "ratio_to_plain", "peak_mb", "rounds", "torch", "transformers"),
+]
+
+
+def hardware(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
+    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
+    return f"{name or platform.processor()}, {torch.get_num_threads()} threads"
+
+
+def sync(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def rounds(forms: dict[str, Callable[[], object]], device: str, seconds: float) -> dict[str, list[float]]:
+    """Milliseconds of every form, timed in turn, as many rounds (3 to 30) as fit into ``seconds``."""
+    times: dict[str, list[float]] = {name: [] for name in forms}
+    for run in forms.values():
+        run()
+    begun = time.perf_counter()
+    for done in range(30):
+        if done >= 3 and time.perf_counter() - begun > seconds:
+            break
+        for name, run in forms.items():
+            sync(device)
+            start = time.perf_counter()
+            run()
+            sync(device)
+            times[name].append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def rows(common: dict, times: dict[str, list[float]]) -> list[dict]:
+    made = []
+    for form, values in times.items():
+        cuts = statistics.quantiles(values, n=10, method="inclusive")
+        ratios = [value / plain for value, plain in zip(values, times["plain"], strict=True)] if "plain" in times else []
+        made.append(
+            {
+                **common,
+                "form": form,
+                "p10_ms": round(cuts[0], 3),
+                "median_ms": round(statistics.median(values), 3),
+                "p90_ms": round(cuts[-1], 3),
+                **({"ratio_to_plain": round(statistics.median(ratios), 3)} if ratios else {}),
+                "rounds": len(values),
+            }
+        )
+    return made
+
+
+def report(made: list[dict]) -> list[dict]:
+    for row in made:
+        print(
+            f"{row['case'][:42]:42} n={row['n']:<5} {'causal' if row['causal'] else '      '} {row['pass']:13} "
+            f"{row['form']:6}"
+            + (f"{row['median_ms']:10.2f} ms" if "median_ms" in row else f"{row['peak_mb']:10} MB")
+            + (f"  x{row['ratio_to_plain']}" if "ratio_to_plain" in row else ""),
+            flush=True,
+        )
+    return made
+
+
+def write(made: list[dict], output: Path) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        writer.writerows(made)
+    print(f"wrote {output}")
+
+
+# -------------------------------------------------------------------------------------------------------- memory
+
+
+def peak_mb(script: str, device: str, *case: object) -> float:
+    """Peak memory of one case over its inputs, in MB: ``script --measure DEVICE *case`` calls ``measure``.
+
+    It runs in a process of its own that gives freed memory back at once.
+    """
+    command = [sys.executable, script, "--measure", device, *map(str, case)]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    return round(float(done.stdout.split()[-1]), 1)
+
+
+def measure(device: str, tiny: Callable[[], object], run: Callable[[], object]) -> None:
+    """The inside of ``peak_mb``: on the CPU, samples the resident memory while ``run`` runs; ``tiny`` loads libraries."""
+    tiny()
+    if device == "cuda":
+        base = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        print((torch.cuda.max_memory_allocated() - base) / 2**20)
+        return
+    page, done, peak = resource.getpagesize(), threading.Event(), 0
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * page
+
+    base = resident()
+
+    def sample() -> None:
+        nonlocal peak
+        while not done.is_set():
+            peak = max(peak, resident())
+            time.sleep(0.0002)
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    kept = run()  # what the call returns is part of what it needs
+    done.set()
+    sampler.join()
+    print((max(peak, resident()) - base) / 2**20)
+    del kept

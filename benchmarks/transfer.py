@@ -1,0 +1,447 @@
+"""AGF in the place of pretrained attention, by each of its starts: ``python benchmarks/transfer.py --only SECTION``.
+
+minilm: attention transfer on a real encoder, by options of AGF; the chosen one longer. finetune: that encoder fine-tuned on
+movie-review snippets and SST-2 from each start. gpt2: a small GPT-2, trained from scratch on WikiText-2, and its perplexity.
+smollm2: the perplexity of SmolLM2-135M. deit: DeiT-Tiny on 20 classes of Tiny ImageNet, with L layers patched.
+
+Data and weights are read from --shared (see its READMEs). Every section writes
+benchmarks/results/transfer-DEVICE-SECTION.csv, one measured value a row, after each run, so that an interrupted one is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+
+import torch
+import transformers
+from measure import RESULTS, hardware
+from torch import Tensor, nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPT2TokenizerFast,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+from hf_graphfilter import (
+    AGFConfig,
+    BlendSchedule,
+    drop_blend,
+    filter_optimizer,
+    load_filter,
+    parameter_groups,
+    patch_model,
+    save_filter,
+    set_blend,
+    transfer_attention,
+)
+from hf_graphfilter.demo import Snippets, load_snippets, pretrained_path
+
+AGF = {"theta": "per_head", "correction": True, "window": 4}
+LR, COEFFICIENT_LR = 1e-2, 3e-2
+FIELDS = ["date", "device", "section", "task", "variant", "stage", "seed", "metric", "value", "steps", "seconds"]
+
+
+class Table:
+    """A CSV file that is complete after every row."""
+
+    def __init__(self, options: argparse.Namespace, section: str):
+        name = f"transfer-{options.device}-{section}.csv"
+        self.file = options.output / name
+        self.common = {"date": date.today().isoformat(), "device": hardware(options.device), "section": section}
+        self.rows: list[dict] = []
+
+    def add(self, task: str, variant: str, stage: str, metric: str, value: float, **more: object) -> None:
+        row = {"task": task, "variant": variant, "stage": stage, "metric": metric, "value": f"{value:.4f}", **more}
+        self.rows.append({**self.common, **row})
+        print(" ".join(str(v) for v in row.values()), flush=True)
+        with self.file.open("w", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS)
+            writer.writeheader()
+            writer.writerows(self.rows)
+
+    def add_report(self, task: str, variant: str, report: object) -> None:
+        more = {"steps": report.steps, "seconds": round(report.seconds)}
+        self.add(task, variant, "before transfer", "relative error", report.mean_before)
+        self.add(task, variant, "after transfer", "relative error", report.mean_after, **more)
+        for module, error in report.after.items():
+            self.add(task, variant, f"after transfer: {module}", "relative error", error)
+
+
+# ---------------------------------------------------------------------------------------------------- an encoder
+
+
+def reviews(options: argparse.Namespace, tokenizer: object, tokens: int = 128, batch: int = 8) -> list[dict]:
+    """Batches of real text, whole windows of film reviews."""
+    files = sorted((options.shared / "data" / "imdb-subset").rglob("*.txt"))
+    random.Random(0).shuffle(files)
+    windows = []
+    for file in files:
+        ids = tokenizer(file.read_text(errors="ignore"), truncation=True, max_length=512)["input_ids"][1:-1]
+        size = tokens - 2
+        windows += [
+            [tokenizer.cls_token_id, *ids[i : i + size], tokenizer.sep_token_id]
+            for i in range(0, len(ids) - size + 1, size)
+        ]
+    random.Random(1).shuffle(windows)
+    return [{"input_ids": part} for part in torch.tensor(windows).split(batch)]
+
+
+ABLATION = {
+    "paper's form": {"theta": "shared"},
+    "theta per head": {"theta": "per_head"},
+    "correction": {"theta": "per_head", "correction": True},
+    "correction, Chebyshev": {"theta": "per_head", "correction": True, "basis": "chebyshev"},
+    "window 4": {"theta": "per_head", "window": 4},
+    "correction, window 2": {**AGF, "window": 2},
+    "correction, window 4": AGF,
+    "correction, window 4, theta shared": {**AGF, "theta": "shared"},
+    "correction, window 8": {**AGF, "window": 8},
+}
+
+
+def minilm(options: argparse.Namespace) -> None:
+    table, source = Table(options, "minilm"), pretrained_path()
+    batches = reviews(options, AutoTokenizer.from_pretrained(source))
+
+    def fitted(config: dict, steps: int) -> tuple[nn.Module, object]:
+        set_seed(0)
+        model = patch_model(AutoModel.from_pretrained(source).to(options.device), "agf", **config)
+        rates = {"lr": LR, "coefficient_lr": COEFFICIENT_LR}
+        report = transfer_attention(model, batches, steps=steps, holdout=8, eval_every=100, progress=False, **rates)
+        return model, report
+
+    model, report = fitted(AGF, options.steps or 1000)
+    table.add_report("MiniLM-L6", "correction, window 4: longer", report)
+    save_filter(model, options.runs / "minilm-agf")
+    for variant, config in ABLATION.items():
+        table.add_report("MiniLM-L6", variant, fitted(config, 200)[1])
+
+
+class Sentences(Snippets):
+    """The same with classes."""
+
+    def __init__(self, rows: list[tuple[int, str]], tokenizer: object):
+        super().__init__(rows, tokenizer)
+        self.labels = self.ratings
+
+    def __getitem__(self, index: int) -> dict:
+        return {"input_ids": self.encoded[index], "labels": int(self.labels[index])}
+
+
+def snippets_task(options: argparse.Namespace, tokenizer: object) -> tuple:
+    rows = load_snippets()
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
+    test, train = ([rows[i] for i in part] for part in (order[:2000], order[2000:4000]))
+
+    def score(predicted: Tensor, labels: Tensor) -> float:
+        return ((predicted[:, 0] > 0) == (labels > 0)).float().mean().item()
+
+    return Snippets(train, tokenizer), Snippets(test, tokenizer), 1, score
+
+
+def sst2_task(options: argparse.Namespace, tokenizer: object) -> tuple:
+    def rows(name: str) -> list[tuple[int, str]]:
+        lines = (options.shared / "data" / "glue" / "SST-2" / name).read_text().splitlines()[1:]
+        return [(int(label), text) for text, label in (line.rsplit("\t", 1) for line in lines)]
+
+    train = random.Random(0).sample(rows("train.tsv"), 4000)
+
+    def score(predicted: Tensor, labels: Tensor) -> float:
+        return (predicted.argmax(-1) == labels).float().mean().item()
+
+    return Sentences(train, tokenizer), Sentences(rows("dev.tsv"), tokenizer), 2, score
+
+
+TASKS = {"movie-snippets": snippets_task, "SST-2": sst2_task}
+
+
+def start(model: nn.Module, variant: str, fitted: Path) -> nn.Module:
+    """Patch ``model`` by one of the starts that are compared."""
+    if variant == "original":
+        return model
+    if variant == "transfer":
+        return load_filter(model, fitted)
+    init = {"init": "blend"} if variant == "blend" else {}
+    return patch_model(model, "agf", **({} if variant == "copy, paper's form" else AGF), **init)
+
+
+def finetune(options: argparse.Namespace) -> None:
+    table, source = Table(options, "finetune"), pretrained_path()
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    for task, make in TASKS.items():
+        train, test, classes, score = make(options, tokenizer)
+        for seed in range(1, options.seeds + 1):
+            for variant in ("original", "transfer", "blend", "copy", "copy, paper's form"):
+                set_seed(seed)
+                model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=classes)
+                model = start(model, variant, options.runs / "minilm-agf")
+                args = TrainingArguments(
+                    output_dir=str(options.runs / "trainer"),
+                    num_train_epochs=1,
+                    per_device_train_batch_size=32,
+                    per_device_eval_batch_size=64,
+                    learning_rate=2e-4,
+                    warmup_steps=0.1,
+                    seed=seed,
+                    save_strategy="no",
+                    logging_strategy="no",
+                    report_to="none",
+                    disable_tqdm=True,
+                    dataloader_pin_memory=options.device == "cuda",
+                )
+                trainer = Trainer(
+                    model,
+                    args,
+                    train_dataset=train,
+                    data_collator=DataCollatorWithPadding(tokenizer),
+                    callbacks=[BlendSchedule(end=0.5)] if variant == "blend" else None,
+                    optimizer_cls_and_kwargs=None if variant == "original" else filter_optimizer(args),
+                )
+                trainer.remove_callback(transformers.PrinterCallback)
+                begun = time.perf_counter()
+                trainer.train()
+                seconds = round(time.perf_counter() - begun)
+                if variant == "blend":
+                    drop_blend(model)
+                predicted = torch.as_tensor(trainer.predict(test).predictions)
+                accuracy = score(predicted, torch.tensor(test.ratings))
+                table.add(task, variant, "fine-tuned", "accuracy", accuracy, seed=seed, seconds=seconds)
+
+
+# ------------------------------------------------------------------------------------------------ causal models
+
+
+def wikitext(options: argparse.Namespace, tokenizer: object, part: str, tokens: int, batch: int) -> list[Tensor]:
+    text = (options.shared / "data" / "wikitext-2" / f"{part}.txt").read_text()
+    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
+    return list(ids[: len(ids) // tokens * tokens].view(-1, tokens).split(batch))
+
+
+@torch.no_grad()
+def perplexity(model: nn.Module, batches: list[Tensor]) -> float:
+    """Over separate windows: every token but the first of its window is predicted."""
+    model.eval()
+    losses = [model(ids.to(model.device), labels=ids.to(model.device), use_cache=False).loss.item() for ids in batches]
+    return math.exp(sum(losses) / len(losses))
+
+
+def fit(model: nn.Module, batches: list[Tensor], steps: int, lr: float, groups: list | None = None) -> None:
+    """Language modelling; AdamW, warm-up and cosine."""
+    optimizer = torch.optim.AdamW(groups or model.parameters(), lr=lr, weight_decay=0.01)
+    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, max(1, steps // 20), steps)
+    model.train()
+    order = list(range(len(batches)))
+    random.Random(0).shuffle(order)
+    for i in itertools.islice(itertools.cycle(order), steps):
+        ids = batches[i].to(model.device)
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+
+def causal(
+    table: Table,
+    task: str,
+    build: Callable[[], nn.Module],
+    train: list[Tensor],
+    test: list[Tensor],
+    *,
+    transfer_steps: int,
+    tune_steps: int,
+    tune_lr: float,
+    **selection: object,
+) -> None:
+    """Perplexity of the original, after each start, after transfer, and of all after fine-tuning."""
+
+    def measured(model: nn.Module, variant: str, stage: str, **more: object) -> None:
+        table.add(task, variant, stage, "perplexity", perplexity(model, test), **more)
+
+    for variant in ("original", "copy", "blend", "transfer", "transfer, then end to end"):
+        set_seed(0)
+        model = build()
+        if variant == "original":
+            measured(model, variant, "at the start")
+        else:
+            init = {"init": "blend"} if variant == "blend" else {}
+            patch_model(model, "agf", **AGF, **init, **selection)
+        if variant in ("copy", "blend"):
+            measured(model, variant, "at the start")
+        if variant.startswith("transfer"):
+            more = {"end_to_end": "logits", "end_to_end_lr": 1e-3} if "end" in variant else {}
+            report = transfer_attention(
+                model,
+                [{"input_ids": ids} for ids in train],
+                steps=transfer_steps,
+                lr=LR / 2,
+                coefficient_lr=COEFFICIENT_LR / 2,
+                holdout=4,
+                eval_every=max(1, transfer_steps // 4),
+                progress=False,
+                **more,
+            )
+            table.add_report(task, variant, report)
+            measured(model, variant, "after transfer", steps=report.steps, seconds=round(report.seconds))
+        if tune_steps:
+            groups = None if variant == "original" else parameter_groups(model, tune_lr, 0.01)
+            begun = time.perf_counter()
+            if variant == "blend":
+                half, parts = tune_steps // 2, 8
+                for part in range(parts):  # the gate rises in steps over the first half
+                    set_blend(model, (part + 1) / parts)
+                    fit(model, train[part::parts], half // parts, tune_lr, groups)
+                fit(drop_blend(model), train, tune_steps - half, tune_lr, groups)
+            else:
+                fit(model, train, tune_steps, tune_lr, groups)
+            measured(model, variant, "fine-tuned", steps=tune_steps, seconds=round(time.perf_counter() - begun))
+
+
+def gpt2(options: argparse.Namespace) -> None:
+    table = Table(options, "gpt2")
+    folder = options.shared / "weights" / "gpt2-tokenizer"
+    tokenizer = GPT2TokenizerFast(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    train, test = (wikitext(options, tokenizer, part, 128, 8) for part in ("train", "test"))
+    trained = options.runs / "gpt2-wikitext-2"
+    if not trained.is_dir():
+        set_seed(0)
+        model = GPT2LMHeadModel(GPT2Config(n_layer=6, n_head=4, n_embd=256, n_positions=256)).to(options.device)
+        fit(model, train, options.steps or 1000, 1e-3)
+        model.save_pretrained(trained)
+    causal(
+        table,
+        "GPT-2, 6 layers, d 256",
+        lambda: GPT2LMHeadModel.from_pretrained(trained).to(options.device),
+        train,
+        test[:40],
+        transfer_steps=200,
+        tune_steps=100,
+        tune_lr=3e-4,
+    )
+
+
+def smollm2(options: argparse.Namespace) -> None:
+    table = Table(options, "smollm2")
+    folder = Path(os.environ.get("HF_GRAPHFILTER_WEIGHTS", Path.home() / ".cache" / "hf-graphfilter-weights"))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "smollm2")
+    train, test = (wikitext(options, tokenizer, part, 256, 2) for part in ("train", "test"))
+
+    def build() -> nn.Module:
+        model = AutoModelForCausalLM.from_pretrained(folder / "smollm2", dtype=torch.float32)
+        return model.to(options.device)
+
+    for name, layers in (("all 30 layers", None), ("15 layers, every second", "odd")):
+        causal(
+            table,
+            f"SmolLM2-135M, {name}",
+            build,
+            train,
+            test[:30],
+            transfer_steps=options.steps or 60,
+            tune_steps=0 if options.device == "cpu" else 300,
+            tune_lr=1e-4,
+            layers=layers,
+        )
+
+
+# ------------------------------------------------------------------------------------------------------- vision
+
+
+def deit(options: argparse.Namespace) -> None:
+    from torchvision import transforms
+    from torchvision.datasets import ImageFolder
+
+    table, folder = Table(options, "deit"), options.shared / "weights" / "deit-tiny-patch16-224"
+    data = options.shared / "data" / "tiny-imagenet-subset"
+    build = lambda: AutoModelForImageClassification.from_pretrained(folder).to(options.device)  # noqa: E731
+    names = dict(line.split("\t") for line in (data / "classes.txt").read_text().splitlines())
+    # the thousand classes of the pretrained head, of which twenty occur; ties of a name are to its first words
+    known = {label.split(",")[0].lower(): i for i, label in build().config.id2label.items()}
+    prepare = transforms.Compose(
+        [transforms.Resize(224), transforms.ToTensor(), transforms.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])]
+    )
+    parts = {part: ImageFolder(data / part, prepare) for part in ("train", "val")}
+    classes = torch.tensor([known[names[wnid].split(",")[0].lower()] for wnid in parts["train"].classes])
+
+    def batches(part: str, size: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        images = parts[part]
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0)).tolist()
+        for i in range(0, min(len(order), size * count), size):
+            pairs = [images[j] for j in order[i : i + size]]
+            yield torch.stack([p for p, _ in pairs]), classes[[c for _, c in pairs]]
+
+    @torch.no_grad()
+    def accuracy(model: nn.Module) -> float:
+        model.eval()
+        right = [
+            (model(x.to(options.device)).logits.cpu()[:, classes].argmax(-1) == (y[:, None] == classes).int().argmax(-1))
+            for x, y in batches("val", 50, 10)
+        ]
+        return torch.cat(right).float().mean().item()
+
+    table.add("DeiT-Tiny", "original", "at the start", "accuracy", accuracy(build()))
+    unlabelled = [{"pixel_values": x} for x, _ in batches("train", 16, 64)]
+    for count in (1, 3, 6, 12):
+        layers = list(range(12 - count, 12))
+        set_seed(0)
+        model = patch_model(build(), "agf", layers=layers, **AGF)
+        variant = f"last {count} of 12 layers"
+        table.add("DeiT-Tiny", variant, "copied", "accuracy", accuracy(model))
+        report = transfer_attention(
+            model,
+            unlabelled,
+            steps=options.steps or 80,
+            lr=LR,
+            coefficient_lr=COEFFICIENT_LR,
+            end_to_end="logits",
+            end_to_end_lr=1e-3,
+            end_to_end_steps=(options.steps or 80) // 2,
+            eval_every=20,
+            progress=False,
+        )
+        table.add_report("DeiT-Tiny", variant, report)
+        more = {"steps": report.steps, "seconds": round(report.seconds)}
+        table.add("DeiT-Tiny", variant, "after transfer", "accuracy", accuracy(model), **more)
+
+
+SECTIONS = {"minilm": minilm, "finetune": finetune, "gpt2": gpt2, "smollm2": smollm2, "deit": deit}
+
+
+def main() -> None:
+    root = Path(__file__).parents[1]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=SECTIONS, help="one section")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--shared", type=Path, default=root.parent / "shared", help="folder of data/ and weights/")
+    parser.add_argument("--runs", type=Path, default=root / "runs" / "transfer", help="folder for what is trained")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the tables")
+    parser.add_argument("--steps", type=int, help="of the section's main training, instead of its default")
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args()
+    options.runs.mkdir(parents=True, exist_ok=True)
+    options.output.mkdir(parents=True, exist_ok=True)
+    for section, run in SECTIONS.items():
+        if options.only in (None, section):
+            run(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,467 @@
+"""AGF: polynomials, kernels and pure functions against the definition; decoding; what is refused."""
+
+import dataclasses
+
+import pytest
+import torch
+from models import FAMILIES, output, turn_on
+from oracle import expansion, spectral_matrix
+from scipy import special
+from test_patching import GENERATORS, OPTIONS
+from torch.autograd import gradcheck
+from transformers import DynamicCache, MistralConfig, MistralModel, StaticCache
+
+from hf_graphfilter import AGFConfig, GraphFilterError, filter_status, patch_model, set_blend
+from hf_graphfilter.functional import agf, gfsa, orthogonality_loss
+from hf_graphfilter.ops import spectral
+from hf_graphfilter.ops.polynomials import expand, polynomials, recurrence
+from hf_graphfilter.ops.visibility import visibility
+from hf_graphfilter.ops.window import attend_nearby
+
+B, H, N, D, DV = 2, 3, 11, 6, 5
+PARAMETERS = [("jacobi", a, b) for a, b in ((2.0, -1.0), (1.5, 2.0), (2.0, -1.5), (1.0, 0.0), (1.0, 1.0))]
+BASES = [*PARAMETERS, ("chebyshev", 1.0, 1.0), ("legendre", 1.0, 1.0), ("monomial", 1.0, 1.0)]
+bases = pytest.mark.parametrize(("basis", "a", "b"), BASES)
+
+
+def projections(n=N, dtype=torch.float64, grad=False, scale=1.0):
+    u, sigma, v = (torch.randn(B, H, n, D, dtype=dtype) * scale for _ in range(3))
+    value = torch.randn(B, H, n, DV, dtype=dtype)
+    return [x.requires_grad_(grad) for x in (u, sigma, v, value)]
+
+
+def allowed(n, causal, mask=None):
+    seen = torch.ones(B, 1, n, n, dtype=torch.bool)
+    seen = seen.tril() if causal else seen
+    return seen if mask is None else seen & mask[:, None, None]
+
+
+def definition(u, sigma, v, value, theta, config, seen):
+    return spectral_matrix(u, sigma, v, theta, config, seen.expand(B, H, -1, -1)) @ value
+
+
+# -------------------------------------------------------------------------------------------------- polynomials
+
+
+@bases
+@pytest.mark.parametrize("K", [0, 1, 2, 5, 10])
+def test_polynomials_against_scipy(basis, a, b, K):
+    x = torch.linspace(-1, 1, 101, dtype=torch.float64)
+    functions = {
+        "jacobi": lambda k: special.eval_jacobi(k, a, b, x.numpy()),
+        "chebyshev": lambda k: special.eval_chebyt(k, x.numpy()),
+        "legendre": lambda k: special.eval_legendre(k, x.numpy()),
+        "monomial": lambda k: x.numpy() ** k,
+    }
+    found = list(polynomials(x, recurrence(basis, K, a, b)))
+    assert len(found) == K + 1
+    for k, t in enumerate(found):
+        torch.testing.assert_close(t, torch.as_tensor(functions[basis](k)), atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "K", "message"),
+    [
+        (1.0, -3.0, 3, r"no step k=2 for a=1, b=-3: its denominator k \+ a \+ b is zero"),
+        (0.5, -2.5, 2, r"no step k=2 for a=0.5, b=-2.5: its denominator k \+ a \+ b is zero"),
+        (-1.0, -1.0, 2, r"k=2 for a=-1, b=-1: its denominator k \+ a \+ b is zero"),
+        (1.0, -5.0, 4, r"no step k=3 for a=1, b=-5: its denominator 2k \+ a \+ b - 2 is zero"),
+    ],
+)
+def test_vanishing_denominators_are_named(a, b, K, message):
+    with pytest.raises(GraphFilterError, match=message):
+        recurrence("jacobi", K, a, b)
+    with pytest.raises(GraphFilterError, match=r"AGFConfig: .*" + message):
+        AGFConfig(K=K, a=a, b=b)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"K": -1}, "K must be >= 0, got -1"),
+        ({"basis": "fourier"}, "basis must be one of 'jacobi', 'chebyshev', 'legendre', 'monomial', got 'fourier'"),
+        ({"gamma": -0.1}, "gamma must be >= 0"),
+        ({"window": -2}, "window must be >= 0"),
+        ({"init": "transfer"}, "init must be one of 'copy', 'blend'"),
+        ({"a": float("nan")}, "a must be finite"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(GraphFilterError, match=message):
+        AGFConfig(**options)
+    with pytest.raises(GraphFilterError, match="unknown basis 'fourier'"):
+        recurrence("fourier", 2)
+    with pytest.raises(GraphFilterError, match="K must be an integer >= 0"):
+        recurrence("jacobi", -1)
+
+
+# ------------------------------------------------------------------------------------------------- the definition
+
+
+@bases
+@pytest.mark.parametrize("K", [0, 3, 10])
+@pytest.mark.parametrize("causal", [False, True])
+def test_equals_the_definition(basis, a, b, K, causal):
+    config = AGFConfig(K=K, basis=basis, a=a, b=b)
+    inputs, theta = projections(), torch.randn(H, K + 1, dtype=torch.float64)
+    expected = definition(*inputs, theta, config, allowed(N, causal))
+    found = agf(*inputs, theta, basis=basis, a=a, b=b, causal=causal)
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-8)
+    shared = agf(*inputs, theta[0], basis=basis, a=a, b=b, causal=causal)
+    torch.testing.assert_close(shared, agf(*inputs, theta[:1].expand(H, -1), basis=basis, a=a, b=b, causal=causal))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("block", [1 << 6, 1 << 18])
+def test_gradients_at_every_block_size(causal, block, monkeypatch):
+    monkeypatch.setattr(spectral, "BLOCK", block)
+    monkeypatch.setattr(spectral, "PIECE", block)
+    monkeypatch.setattr(spectral, "CHUNK", 4)
+    inputs = projections(grad=True)
+    theta = torch.randn(H, 3, dtype=torch.float64, requires_grad=True)
+    mask = torch.ones(B, N, dtype=torch.bool)
+    mask[0, :5] = mask[1, -2:] = False
+    for keys in (None, mask):
+        assert gradcheck(lambda *x, keys=keys: agf(*x, mask=keys, causal=causal), (*inputs, theta))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_masked_tokens_have_no_influence(causal, side):
+    inputs, theta = projections(grad=True), torch.randn(3, dtype=torch.float64)
+    mask = torch.ones(B, N, dtype=torch.bool)
+    mask[:, :4] = side == "right"
+    mask[:, -4:] = side == "left"
+    kept = slice(4, None) if side == "left" else slice(None, -4)
+    expected = agf(*(x[:, :, kept] for x in inputs), theta, causal=causal)
+    found = agf(*inputs, theta, mask=mask, causal=causal)[:, :, kept]
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+    for gradient in torch.autograd.grad(found.square().sum(), inputs):
+        hidden = gradient[:, :, :4] if side == "left" else gradient[:, :, -4:]
+        assert not hidden.any()
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_without_any_token_gives_zeros(causal, dtype):
+    inputs = projections(dtype=dtype, grad=True)
+    mask = torch.ones(B, N, dtype=torch.bool)
+    mask[1] = False
+    found = agf(*inputs, torch.tensor([1.0, 0.2]), mask=mask, causal=causal)
+    assert not found[1].any()
+    assert found[0].any()
+    found.sum().backward()
+    assert all(x.grad.isfinite().all() for x in inputs)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("scale", [1.0, 80.0])
+@pytest.mark.parametrize("n", [1, 63, 64, 65, 300])
+def test_causal_form_is_stable(dtype, tolerance, scale, n):
+    u, sigma, v, value = projections(n)
+    v = (2 * torch.rand(v.shape, dtype=v.dtype) - 1) * scale
+    inputs, theta = [x.to(dtype) for x in (u, sigma, v, value)], torch.tensor([1.0, 0.3, -0.2])
+    inputs = [x.requires_grad_() for x in inputs]
+    found = agf(*inputs, theta, causal=True)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    expected = definition(*exact, theta.double(), AGFConfig(K=2), allowed(n, True)) if n < 300 else None
+    if expected is None:
+        expected = agf(*exact, theta.double(), causal=True)  # equal to the definition at the other lengths
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
+    weights = torch.randn(expected.shape, dtype=torch.float64)
+    (found.double() * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for x, y in zip(inputs, exact, strict=True):
+        if y.grad is not None:
+            allowance = tolerance * (1 + y.grad.abs().max().item()) * (1 if scale == 1 else 20)
+            torch.testing.assert_close(x.grad.double(), y.grad, atol=allowance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("scale", [1.0, 80.0])
+def test_state_carries_the_past(scale):
+    w, _, v, value = projections(150, torch.float32, scale=scale)
+    whole, end = spectral.filter_causal(w, v, value, None)
+    state, parts = None, []
+    for start, stop in ((0, 64), (64, 70), (70, 71), (71, 150)):
+        part = (x[:, :, start:stop] for x in (w, v, value))
+        out, state = spectral.filter_causal(*part, None, state)
+        parts.append(out)
+    torch.testing.assert_close(torch.cat(parts, 2), whole, atol=1e-4 * scale, rtol=1e-4)
+    torch.testing.assert_close(state.mean, end.mean, atol=1e-4, rtol=1e-4)
+    assert state.mass.shape == (B, H, D)
+    assert state.mean.shape == (B, H, D, DV)
+
+
+def test_the_slow_form_is_for_steep_logits_only():
+    v = torch.zeros(1, 1, 200, 2)
+    v[..., 100, 0] = 60.0
+    assert not spectral._underflows(v, None)
+    v[..., 100, 0] = 80.0
+    assert spectral._underflows(v, None)
+    keys = torch.ones(1, 200, dtype=torch.bool)
+    keys[:, 100] = False
+    assert not spectral._underflows(v.masked_fill(~keys[:, None, :, None], -1e30), keys)
+
+
+def test_half_precision_takes_its_softmax_in_float32():
+    inputs, theta = projections(400, torch.float32), torch.tensor([1.0, 0.1])
+    exact = agf(*inputs, theta)
+    half = agf(*(x.bfloat16() for x in inputs), theta)
+    rounded = agf(*(x.bfloat16().float() for x in inputs), theta)  # only the inputs are rounded
+    assert half.dtype == torch.bfloat16
+    assert (half.float() - rounded).norm() < 0.01 * rounded.norm()
+    assert (half.float() - exact).norm() < 0.05 * exact.norm()
+
+
+def test_memory_is_linear_in_tokens():
+    largest = {}
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            for t in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(t, torch.Tensor):
+                    self.largest = max(self.largest, t.numel())
+            return out
+
+    for causal in (False, True):
+        for n in (512, 2048):
+            inputs, watch = [torch.randn(1, 2, n, 16, requires_grad=True) for _ in range(4)], Watch()
+            watch.largest = 0
+            with watch:
+                agf(*inputs, torch.tensor([1.0, 0.1]), causal=causal).sum().backward()
+            largest[causal, n] = watch.largest
+        assert largest[causal, 2048] <= 4 * largest[causal, 512]
+        assert largest[causal, 2048] <= 8 * inputs[0].numel()
+
+
+# ------------------------------------------------------------------------------------------------- pure functions
+
+
+def test_functional_gfsa_is_equation_5():
+    q, k, v = torch.randn(3, B, H, N, D, dtype=torch.float64)
+    w_0, w_1, w_K = torch.randn(3, H, dtype=torch.float64)
+    mask = torch.ones(B, N, dtype=torch.bool)
+    mask[1, -3:] = False
+    for causal, keys in ((False, None), (True, None), (False, mask), (True, mask)):
+        scores = (q @ k.mT * D**-0.5).masked_fill(~allowed(N, causal, keys), -torch.inf)
+        A, eye = scores.softmax(-1), torch.eye(N, dtype=torch.float64)
+        c = [x.view(-1, 1, 1) for x in (w_0, w_1, w_K)]
+        expected = (c[0] * eye + c[1] * A + c[2] * (A + 3 * (A @ A - A))) @ v
+        found = gfsa(q, k, v, w_0, w_1, w_K, 4, causal=causal, mask=keys)
+        torch.testing.assert_close(found, expected)
+    exact = gfsa(q, k, v, 0.1, 1.0, 0.2, 3, approximation="none")
+    A = (q @ k.mT * D**-0.5).softmax(-1)
+    torch.testing.assert_close(exact, 0.1 * v + A @ v + 0.2 * (A @ A @ A @ v))
+    grouped = gfsa(q[:, :2], k[:, :1], v[:, :1], 0.1, 1.0, 0.2, 3)
+    repeated = gfsa(q[:, :2], k[:, :1].expand(-1, 2, -1, -1), v[:, :1].expand(-1, 2, -1, -1), 0.1, 1.0, 0.2, 3)
+    torch.testing.assert_close(grouped, repeated)
+
+
+@pytest.mark.parametrize("norm", ["mean_abs", "frobenius"])
+def test_orthogonality_loss_is_equation_11(norm):
+    u, _, v, _ = projections(grad=True)
+    mask = torch.ones(B, N, dtype=torch.bool)
+    mask[1, -3:] = False
+    expected = []
+    for row, n in ((0, N), (1, N - 3)):
+        for x in (u[row, :, :n].softmax(-1), v[row, :, :n].softmax(-2)):
+            deviation = x.mT @ x - torch.eye(D, dtype=x.dtype)
+            per_head = deviation.abs().mean((1, 2)) if norm == "mean_abs" else deviation.norm(dim=(1, 2)) / n**2
+            expected.append(per_head.mean())
+    found = orthogonality_loss(u, v, mask, norm=norm)
+    torch.testing.assert_close(found, 2 * torch.stack(expected).mean())
+    wanted = torch.autograd.grad(2 * torch.stack(expected).mean(), (u, v))
+    for gradient, other in zip(torch.autograd.grad(found, (u, v)), wanted, strict=True):
+        torch.testing.assert_close(gradient, other)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda t: agf(t, t[:, :, :3], t, t, torch.ones(2)), r"got u \(2, 3, 4, 5\), sigma \(2, 3, 3, 5\)"),
+        (lambda t: agf(t, t, t, t, torch.ones(2, 3)), r"theta is \(K\+1,\) or \(heads, K\+1\) with 3 heads, got \(2, 3\)"),
+        (lambda t: agf(t, t, t, t, torch.ones(2), mask=torch.ones(2, 9)), r"mask is \(batch, tokens\), here \(2, 4\)"),
+        (lambda t: agf(t, t, t, t, torch.ones(3), a=1.0, b=-3.0), "a=1, b=-3: its denominator"),
+        (lambda t: gfsa(t, t, t, 0, 1, 0, 0), "K must be an integer >= 1"),
+        (lambda t: gfsa(t, t[:, :, :2], t[:, :, :2], 0, 1, 0, 2), "A must be square"),
+        (lambda t: gfsa(t, t, t, 0, 1, torch.ones(2), 2), r"w_K is a number or a tensor \(3,\), got shape \(2,\)"),
+        (lambda t: orthogonality_loss(t, t, norm="l2"), "norm='l2': use 'mean_abs' or 'frobenius'"),
+        (lambda t: orthogonality_loss(t, t[0]), r"got \(2, 3, 4, 5\) and \(3, 4, 5\)"),
+    ],
+)
+def test_functions_name_what_they_got(call, message):
+    with pytest.raises(GraphFilterError, match=message):
+        call(torch.randn(2, 3, 4, 5))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("n", "window"), [(7, 2), (50, 5), (100, 40), (33, 60)])
+def test_window(causal, n, window):
+    q, k, v = torch.randn(3, B, H, n, D, dtype=torch.float64)
+    keys = torch.ones(B, n, dtype=torch.bool)
+    keys[1, n // 2 :] = False
+    t = torch.arange(n)
+    near = allowed(n, causal, keys) & ((t[:, None] - t).abs() <= window)
+    scores = (q @ k.mT * 0.3).masked_fill(~near, -torch.inf)
+    out, mass = attend_nearby(q, k, v, window, 0.3, causal, keys)
+    torch.testing.assert_close(out, scores.softmax(-1).nan_to_num() @ v)
+    seen = near.any(-1, keepdim=True).expand_as(mass)
+    torch.testing.assert_close(mass[seen], scores.logsumexp(-1, keepdim=True)[seen])
+
+
+# ---------------------------------------------------------------------------------------------------------- masks
+
+
+def test_visibility():
+    padding = torch.ones(2, 6, dtype=torch.bool)
+    padding[1, :2] = False
+    square = padding[:, None, None, :].expand(2, 1, 6, 6)
+    earlier = torch.ones(6, 6, dtype=torch.bool).tril()
+
+    def additive(m):
+        return torch.zeros(m.shape).masked_fill(~m, torch.finfo(torch.float32).min)
+
+    assert visibility(None, True, 6) == (True, None)
+    for mask, causal in ((square, False), (square & earlier, True)):
+        for form in (mask, additive(mask)):
+            found, keys = visibility(form, not causal, 6)
+            assert found is causal
+            assert torch.equal(keys, padding)
+    assert visibility(torch.ones(1, 1, 6, 6, dtype=torch.bool), True, 6) == (False, None)
+    assert visibility((earlier & torch.ones(1, 1, 6, 6, dtype=torch.bool))[:, :, 4:], False, 2) == (True, None)
+    assert torch.equal(visibility(padding.long(), True, 6)[1], padding)
+    mask = square.clone()
+    visibility(mask, False, 6)
+    mask[0, :, :, 3] = False  # the same tensor, changed in place
+    assert not visibility(mask, False, 6)[1][0, 3]
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.ones(1, 1, 6, 6, dtype=torch.bool).tril().triu(-2), r"shape \(1, 1, 6, 6\) is neither padding nor causal"),
+        (torch.randn(1, 2, 6, 6), "carries a bias"),
+        ("block", "a str cannot be read"),
+    ],
+)
+def test_other_masks_are_refused(mask, message):
+    with pytest.raises(GraphFilterError, match=message):
+        visibility(mask, False, 6)
+
+
+def test_modules_that_agf_cannot_honour_are_refused():
+    model = FAMILIES["t5"].build()
+    with pytest.raises(GraphFilterError, match=r"adds a learned bias of positions.*position_bias='drop'"):
+        patch_model(model, "agf")
+    assert not filter_status(model)
+    config = MistralConfig(
+        vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=8, sliding_window=4
+    )
+    with pytest.raises(GraphFilterError, match="sliding window of 4 tokens, and AGF sees all"):
+        patch_model(MistralModel(config), "agf")
+
+
+def test_parameters_are_where_the_issue_puts_them():
+    model = patch_model(FAMILIES["bert"].build(), "agf", K=3)
+    names = {n.split("graph_filter.")[1]: tuple(p.shape) for n, p in model.named_parameters() if "graph_filter" in n}
+    assert names == {"theta": (3,), "sigma.weight": (32, 32)}
+    assert torch.equal(filter_status(model)[0].coefficients["theta"], torch.tensor([1.0, 0, 0, 0]))
+    heads = patch_model(FAMILIES["bert"].build(), "agf", K=0, theta="per_head", constrain_theta=False)
+    names = {n.split("graph_filter.")[1]: tuple(p.shape) for n, p in heads.named_parameters() if "graph_filter" in n}
+    assert names == {"theta": (4, 1)}
+
+
+# -------------------------------------------------------------------------------------------------------- decoding
+
+
+def generator(name, **options):
+    family = FAMILIES[name]
+    model = dataclasses.replace(family, model_class=GENERATORS[name]).build()
+    inputs = {k: v for k, v in family.inputs().items() if not k.startswith("decoder")}
+    if family.kind == "decoder":
+        inputs["attention_mask"][0, :3] = 0  # left padding
+    return turn_on(patch_model(model, "agf", position_bias="drop", **options), scale=0.2), inputs
+
+
+VARIANTS = {
+    "plain": {},
+    "window": {"window": 3, "correction": True},
+    "blend": {"init": "blend", "window": 2, "correction": True},
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_decoding_with_a_cache_equals_without(name, beams, variant, transformers_warnings):
+    model, inputs = generator(name, **VARIANTS[variant])
+    cached, plain = (model.generate(**inputs, **OPTIONS, num_beams=beams, use_cache=c) for c in (True, False))
+    transformers_warnings.clear()  # about generation settings
+    assert torch.equal(cached, plain)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("configured", [False, True])
+def test_cached_logits(variant, configured):
+    family = FAMILIES["llama"]
+    model = turn_on(patch_model(family.build(), "agf", **VARIANTS[variant]))
+    ids = family.inputs()["input_ids"]
+    expected, found = output(model, {"input_ids": ids}), []
+    cache = DynamicCache(config=model.config) if configured else DynamicCache()
+    for start, end in ((0, 4), (4, 7), (7, 8), (8, 9)):
+        found += [model(ids[:, start:end], past_key_values=cache).last_hidden_state]
+    torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-5, rtol=1e-5)
+    assert cache.get_seq_length() == 9
+    with pytest.raises(GraphFilterError, match="cannot take the last ones out again"):
+        cache.crop(-3)
+    cache.crop(0)
+    cache.reset()
+    torch.testing.assert_close(model(ids, past_key_values=cache).last_hidden_state, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_state_has_constant_size():
+    model, cache = patch_model(FAMILIES["gpt2"].build(), "agf", window=2), DynamicCache()
+    sizes = []
+    for tokens in (3, 1, 20, 1):
+        model(torch.randint(5, 99, (2, tokens)), past_key_values=cache)
+        layer = cache.layers[0]
+        sizes.append(sum(t.numel() for t in (*layer.kept.values(), layer.keys, layer.values)))
+    assert len(set(sizes)) == 1
+    assert cache.get_seq_length() == 25
+
+
+def test_caches_that_cannot_hold_the_state_are_refused():
+    model, ids = FAMILIES["llama"].build(), FAMILIES["llama"].inputs()["input_ids"]
+    filled = model(ids[:, :5], use_cache=True).past_key_values
+    patch_model(model, "agf")
+    with pytest.raises(GraphFilterError, match=r"StaticCache \(StaticLayer\) cannot hold it: use a DynamicCache"):
+        model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=32))
+    with pytest.raises(GraphFilterError, match="was filled without it: start with a new cache"):
+        model(ids[:, 5:], past_key_values=filled)
+
+
+def test_some_layers_agf_and_some_gfsa_decode_together():
+    family = FAMILIES["llama"]
+    model = turn_on(patch_model(patch_model(family.build(), "agf", layers=[0]), "gfsa", layers=[2]))
+    ids = family.inputs()["input_ids"]
+    expected, cache = output(model, {"input_ids": ids}), DynamicCache()
+    found = [model(ids[:, a:b], past_key_values=cache).last_hidden_state for a, b in ((0, 5), (5, 6), (6, 9))]
+    torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_expand_and_the_oracle_agree():
+    x, theta = torch.rand(1, H, 4, D, dtype=torch.float64), torch.randn(H, 4, dtype=torch.float64)
+    config = AGFConfig(K=3, a=1.5, b=-0.5)
+    torch.testing.assert_close(expand(x, theta, recurrence("jacobi", 3, 1.5, -0.5)), expansion(x, theta, config))
+
+
+def test_set_blend_refuses():
+    model = FAMILIES["bert"].build()
+    with pytest.raises(GraphFilterError, match="has no blended layer"):
+        set_blend(patch_model(model, "agf"), 0.5)
+    blended = patch_model(FAMILIES["bert"].build(), "agf", init="blend")
+    with pytest.raises(GraphFilterError, match="between 0 and 1, got 1.5"):
+        set_blend(blended, 1.5)

@@ -1,0 +1,350 @@
+"""The orthogonality loss and the blend under the plain Trainer."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import FAMILIES, turn_on
+from test_trainer import Toy, state
+from transformers import (
+    BartForConditionalGeneration,
+    BertForSequenceClassification,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
+
+from hf_graphfilter import (
+    BlendSchedule,
+    GraphFilterError,
+    OrthogonalityCallback,
+    filter_status,
+    functional,
+    orthogonality_loss,
+    patch_model,
+)
+from hf_graphfilter.training.orthogonality import _Regulariser, _Shared
+
+GAMMA = 0.5
+
+
+def model(name="bert", model_class=BertForSequenceClassification, **options):
+    torch.manual_seed(0)
+    built = dataclasses.replace(FAMILIES[name], model_class=model_class).build().double()
+    return turn_on(patch_model(built, "agf", **options))
+
+
+class Padded(Toy):
+    """Rows of one length, some of them with padding."""
+
+    def __init__(self, rows=16, causal=False):
+        super().__init__(rows)
+        self.causal = causal
+
+    def __getitem__(self, i):
+        item = super().__getitem__(i)
+        mask = torch.ones(10, dtype=torch.long)
+        mask[10 - i % 4 :] = 0
+        labels = item["input_ids"] if self.causal else item["labels"]
+        return {"input_ids": item["input_ids"], "attention_mask": mask, "labels": labels}
+
+
+def batch_of(rows, causal=False):
+    data = Padded(causal=causal)
+    return {k: torch.stack([torch.as_tensor(data[i][k]) for i in rows]) for k in data[0]}
+
+
+def train(path, patched, *, gamma=GAMMA, data=None, callbacks=(), compute_loss_func=None, **options):
+    """SGD with rate 1: the change of the parameters is minus the gradient."""
+    options = {"max_steps": 1, "per_device_train_batch_size": 8, "logging_steps": 1, **options}
+    args = TrainingArguments(
+        output_dir=str(path),
+        optim="sgd",
+        learning_rate=1.0,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        save_strategy="no",
+        train_sampling_strategy="sequential",
+        **options,
+    )
+    added = [] if gamma is None else [OrthogonalityCallback(gamma)]
+    t = Trainer(
+        patched,
+        args,
+        train_dataset=data or Padded(),
+        eval_dataset=Padded(4),
+        callbacks=[*callbacks, *added],
+        compute_loss_func=compute_loss_func,
+    )
+    before = state(patched)
+    t.train()
+    return {k: before[k] - v for k, v in state(patched).items() if v.is_floating_point()}, t
+
+
+def by_hand(patched, batch, gamma=GAMMA, norm="mean_abs"):
+    patched.train()
+    loss = patched(**batch).loss + gamma * orthogonality_loss(patched, norm=norm)
+    loss.backward()
+    return {n: p.grad for n, p in patched.named_parameters() if p.grad is not None}
+
+
+def assert_equal(found, expected):
+    assert any("graph_filter" not in n for n in expected)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-10, rtol=1e-7, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("norm", ["mean_abs", "frobenius"])
+def test_the_loop_by_hand_is_equation_12(norm):
+    patched, batch, seen = model().train(), batch_of(range(8)), []
+    for row in filter_status(patched):
+        module = patched.get_submodule(row.module)
+        module.key.register_forward_hook(lambda _, __, out: seen.append(out))
+        module.query.register_forward_hook(lambda _, __, out: seen.append(out))
+    patched(**batch)
+    split = [x.unflatten(-1, (4, 8)).transpose(1, 2) for x in seen]  # query, key of every layer
+    losses = [
+        functional.orthogonality_loss(u, v, batch["attention_mask"], norm=norm)
+        for u, v in zip(split[::2], split[1::2], strict=True)
+    ]
+    torch.testing.assert_close(orthogonality_loss(patched, norm=norm), torch.stack(losses).mean())
+
+
+def test_the_callback_adds_the_same_gradient(tmp_path):
+    found, t = train(tmp_path, model())
+    assert_equal(found, by_hand(model(), batch_of(range(8))))
+    plain, _ = train(tmp_path, model(), gamma=None)
+    assert any((found[n] - plain[n]).abs().max() > 1e-4 for n in found), "it adds nothing"
+    assert all(m.regulariser is None for m in t.model.modules() if hasattr(m, "regulariser"))
+
+
+def test_the_weight_of_the_config(tmp_path):
+    found, _ = train(tmp_path, model(gamma=0.25), gamma=None, callbacks=[OrthogonalityCallback()])
+    assert_equal(found, by_hand(model(), batch_of(range(8)), gamma=0.25))
+
+
+def checkpointed(patched, reentrant):
+    enable = getattr(patched, "activation_checkpointing_enable", patched.gradient_checkpointing_enable)
+    enable({"use_reentrant": reentrant})
+    return patched
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_counts_once(tmp_path, reentrant, transformers_warnings):
+    found, t = train(tmp_path, checkpointed(model(), reentrant))
+    transformers_warnings.clear()  # use_cache is switched off
+    assert_equal(found, by_hand(model(), batch_of(range(8))))
+    _, whole = train(tmp_path, model())
+    assert t.state.log_history[0]["ortho_loss"] == pytest.approx(whole.state.log_history[0]["ortho_loss"])
+
+
+def nothing(outputs, labels, num_items_in_batch=None):
+    return 0.0 * outputs.logits.sum()
+
+
+@pytest.mark.parametrize("rows", [16, 12])
+def test_accumulation_averages(tmp_path, rows):
+    """Only the orthogonality loss; with 12 rows an epoch ends with a single batch of 4."""
+    found = []
+    for batch, steps in ((8, 1), (4, 2)):
+        options = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps, "max_steps": 2}
+        found.append(train(tmp_path, model(), data=Padded(rows), compute_loss_func=nothing, **options)[0])
+    assert_equal(*found)
+
+
+def test_accumulation_with_a_causal_model(tmp_path, transformers_warnings):
+    found = []
+    for batch, steps in ((8, 1), (4, 2)):
+        options = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps, "max_steps": 2}
+        found.append(train(tmp_path, model("gpt2", GPT2LMHeadModel), data=Padded(causal=True), **options)[0])
+    transformers_warnings.clear()  # about loss_type
+    assert_equal(*found)
+
+
+def test_label_smoothing_and_a_loss_of_ones_own(tmp_path):
+    ortho = {n: g for n, g in by_hand_ortho().items()}
+    for options in ({"label_smoothing_factor": 0.1}, {"compute_loss_func": nothing}):
+        with_it, plain = (train(tmp_path, model(), gamma=g, **options)[0] for g in (GAMMA, None))
+        assert_equal({n: with_it[n] - plain[n] for n in ortho}, ortho)
+
+
+def by_hand_ortho():
+    patched = model().train()
+    patched(**batch_of(range(8)))
+    (GAMMA * orthogonality_loss(patched)).backward()
+    return {n: p.grad for n, p in patched.named_parameters() if p.grad is not None}
+
+
+def test_encoder_decoder(tmp_path, transformers_warnings):
+    found, _ = train(tmp_path, model("bart", BartForConditionalGeneration), data=Padded(causal=True))
+    assert_equal(found, by_hand(model("bart", BartForConditionalGeneration), batch_of(range(8), causal=True)))
+    transformers_warnings.clear()
+
+
+def test_shared_layers_are_averaged():
+    """ALBERT runs one module three times: the mean is over the runs."""
+    patched = turn_on(patch_model(FAMILIES["albert"].build().double(), "agf")).train()
+    graph_filter = next(m for m in patched.modules() if hasattr(m, "regulariser"))
+    weight, inputs, losses = patched.encoder.embedding_hidden_mapping_in.weight, FAMILIES["albert"].inputs(), []
+
+    def keep(out, u, v, keys):
+        losses.append(functional.orthogonality_loss(u, v, keys))
+        return out
+
+    gradients = []
+    for regulariser in (keep, _Regulariser(_Shared(), 1.0, "mean_abs")):
+        graph_filter.regulariser = regulariser
+        out = patched(**inputs).last_hidden_state
+        (0 * out.sum() + (torch.stack(losses).mean() if regulariser is keep else 0)).backward()
+        gradients.append(weight.grad.clone())
+        patched.zero_grad()
+    assert len(losses) == 3
+    torch.testing.assert_close(*gradients)
+
+
+def test_bf16(tmp_path):
+    torch.manual_seed(0)
+    patched = patch_model(BertForSequenceClassification(FAMILIES["bert"].config), "agf")
+    found, t = train(tmp_path, patched, bf16=True)
+    assert all(g.isfinite().all() for g in found.values())
+    assert t.state.log_history[0]["ortho_loss"] > 0
+
+
+def test_the_gradient_is_scaled_as_the_loss_is():
+    """With float16 a GradScaler multiplies the loss; the optimizer divides the gradients by the same."""
+
+    class Optimizer:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    callback, args = OrthogonalityCallback(), TrainingArguments(report_to="none", gradient_accumulation_steps=4)
+    Optimizer.scaler.scale(torch.ones(1))
+    callback.on_step_begin(args, type("S", (), {"global_step": 0}), None, optimizer=Optimizer())
+    assert callback.shared.scale == 256.0
+
+
+class Reporter(TrainerCallback):
+    """Stands in the list before the callback, as every reporter does."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.seen.append(dict(logs))
+
+
+def test_it_is_logged_where_the_loss_is(tmp_path):
+    reporter = Reporter()
+    _, t = train(tmp_path, model(), callbacks=[reporter], max_steps=3)
+    for logged in (t.state.log_history, reporter.seen):
+        assert ["ortho_loss" in entry for entry in logged] == [True, True, True, False]
+    patched = model().train()
+    patched(**batch_of(range(8)))
+    assert t.state.log_history[0]["ortho_loss"] == pytest.approx(orthogonality_loss(patched).item())
+
+
+def test_evaluation_costs_nothing(tmp_path, monkeypatch):
+    calls = []
+    original = functional.orthogonality_loss
+    monkeypatch.setattr(functional, "orthogonality_loss", lambda *a, **k: (calls.append(1), original(*a, **k))[1])
+    _, t = train(tmp_path, model(), eval_strategy="steps", eval_steps=1)
+    assert len(calls) == 3  # one a layer, for the only training batch
+    t.evaluate()
+    assert len(calls) == 3
+    assert all(m.last is None for m in t.model.modules() if hasattr(m, "last"))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: OrthogonalityCallback(gamma=-1.0), "gamma must be >= 0, got -1.0"),
+        (lambda: OrthogonalityCallback(norm="l1"), "norm='l1': use 'mean_abs' or 'frobenius'"),
+        (lambda: BlendSchedule(start=0.5, end=0.5), "0 <= start < end <= 1"),
+        (lambda: BlendSchedule(shape="step"), "shape='step': use 'linear' or 'cosine'"),
+    ],
+)
+def test_bad_arguments(make, message):
+    with pytest.raises(GraphFilterError, match=message):
+        make()
+
+
+def test_what_cannot_be_counted_right_is_refused(tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
+    with pytest.raises(GraphFilterError, match="BertModel has no AGF layer"):
+        OrthogonalityCallback().on_train_begin(args, None, None, model=FAMILIES["bert"].build())
+    args.deepspeed = "zero.json"
+    with pytest.raises(GraphFilterError, match="DeepSpeed scales the loss"):
+        OrthogonalityCallback().on_train_begin(args, None, None, model=model())
+    args.deepspeed, args._n_gpu = None, 2
+    with pytest.raises(GraphFilterError, match="DataParallel is not supported"):
+        OrthogonalityCallback().on_train_begin(args, None, None, model=model())
+    with pytest.raises(GraphFilterError, match="has no blended layer"):
+        BlendSchedule().on_train_begin(args, TrainerState(max_steps=1), None, model=model())
+
+
+def test_the_loop_by_hand_says_what_is_missing(transformers_warnings):
+    patched, batch = model(), batch_of(range(8))
+    with pytest.raises(GraphFilterError, match="found no training forward pass"):
+        orthogonality_loss(patched)
+    patched.train()(**batch)
+    orthogonality_loss(patched)
+    with pytest.raises(GraphFilterError, match="since its last call"):
+        orthogonality_loss(patched)
+    checkpointed(patched, reentrant=True)(**batch)
+    transformers_warnings.clear()  # use_cache is switched off
+    with pytest.raises(GraphFilterError, match="use_reentrant=False or OrthogonalityCallback"):
+        orthogonality_loss(patched)
+
+
+DDP = """
+import sys, torch
+sys.path.insert(0, {tests!r})
+from test_orthogonality import Padded, model, nothing, train
+options = {{"max_steps": 2, "per_device_train_batch_size": 4, "ddp_backend": "gloo"}}
+found, t = train({path!r}, model(), data=Padded(16), compute_loss_func=nothing, **options)
+if t.args.process_index == 0:
+    torch.save({{k: v for k, v in found.items()}}, {path!r} + "/found.pt")
+"""
+
+
+def test_ddp_on_two_processes(tmp_path):
+    """Two processes with batches of 4: the gradients of one with batches of 8 (of the orthogonality loss alone, since
+    transformers itself counts the loss of a classifier twice there)."""
+    script = tmp_path / "job.py"
+    script.write_text(DDP.format(tests=str(Path(__file__).parent), path=str(tmp_path)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = torch.load(tmp_path / "found.pt", weights_only=True)
+    expected, _ = train(tmp_path, model(), data=Padded(16), compute_loss_func=nothing, max_steps=2)
+    assert_equal(found, expected)
+
+
+# ------------------------------------------------------------------------------------------------------- the blend
+
+
+def test_blend_schedule(tmp_path):
+    gates = []
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            gates.append(filter_status(model)[0].coefficients["gate"][0].item())
+
+    schedule = BlendSchedule(start=0.2, end=0.6)
+    _, t = train(tmp_path, model(init="blend"), gamma=None, callbacks=[schedule, Watch()], max_steps=10)
+    assert gates == pytest.approx([0, 0, 0, 0.25, 0.5, 0.75, 1, 1, 1, 1])
+    assert [e["blend_gate"] for e in t.state.log_history[:10]] == pytest.approx([0, 0, 0.25, 0.5, 0.75, 1, 1, 1, 1, 1])
+    cosine = BlendSchedule(end=1.0, shape="cosine")
+    patched = model(init="blend")
+    cosine._set(patched, type("S", (), {"global_step": 5, "max_steps": 10}))
+    assert cosine.gate == pytest.approx(0.5)

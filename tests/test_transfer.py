@@ -1,0 +1,265 @@
+"""Attention transfer: what it changes, what it leaves, how it stops and goes on."""
+
+import copy
+import dataclasses
+import json
+
+import pytest
+import torch
+from models import FAMILIES, output
+from transformers import GPT2LMHeadModel
+
+from hf_graphfilter import (
+    AGFConfig,
+    GraphFilterError,
+    drop_blend,
+    filter_parameters,
+    filter_status,
+    patch_model,
+    set_blend,
+    transfer_attention,
+    unpatch_model,
+)
+
+AGF = AGFConfig(correction=True, theta="per_head", position_bias="drop")
+
+
+def patched(name="bert", config=AGF, model_class=None):
+    torch.manual_seed(0)
+    family = FAMILIES[name]
+    return patch_model(dataclasses.replace(family, model_class=model_class or family.model_class).build(), config)
+
+
+def batches(name="bert", count=6, padded=True):
+    made = []
+    for i in range(count):
+        inputs = FAMILIES[name].inputs()
+        for key in ("input_ids", "decoder_input_ids"):
+            if key in inputs:
+                inputs[key] = (inputs[key] * (i + 3) + i) % 90 + 5
+        if padded and "attention_mask" in inputs:
+            inputs["attention_mask"][1, -2:] = 0
+        made.append(inputs)
+    return made
+
+
+def run(model, data, **options):
+    options = {"steps": 30, "holdout": 2, "eval_every": 10, "progress": False, **options}
+    return transfer_attention(model, data, **options)
+
+
+def parameters(model):
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", ["bert", "albert", "gpt2", "llama", "bart", "t5", "vit", "clip"])
+@pytest.mark.parametrize("init", ["copy", "blend"])
+def test_only_filters_change_and_they_come_closer(name, init):
+    model = patched(name, AGFConfig(correction=True, window=1, init=init, position_bias="drop")).train()
+    before = parameters(model)
+    original = output(unpatch_model(copy.deepcopy(model)).eval(), FAMILIES[name].inputs())
+    report = run(model, batches(name))
+    # attention of a random Llama is nearly uniform, that of a random T5 nearly one-hot: little to be gained
+    assert report.mean_after <= (1.0 if name in ("llama", "t5") else 0.9) * report.mean_before
+    assert set(report.after) == {row.module for row in filter_status(model)}
+    assert report.steps == 30
+    assert report.stopped == "all steps made"
+    assert [step for step, _ in report.history] == [0, 10, 20, 30]
+    changed = {k for k, v in model.state_dict().items() if not torch.equal(v, before[k])}
+    assert all("graph_filter" in k and not k.endswith("gate") for k in changed)
+    assert model.training
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    if init == "blend":
+        assert torch.equal(output(model.eval(), FAMILIES[name].inputs()), original)
+    assert torch.equal(output(unpatch_model(model).eval(), FAMILIES[name].inputs()), original)
+
+
+def test_the_report_is_what_the_model_does():
+    """The error against explicit attention, measured by hand on one module."""
+    model, data = patched(), batches(padded=False)
+    report = run(model, data)
+    text = str(report)
+    assert "encoder.layer.0.attention.self" in text
+    assert f"{report.mean_after:.3f}" in text
+    name = "encoder.layer.0.attention.self"
+    plain = unpatch_model(copy.deepcopy(model))
+    found, wanted = [], []
+    for m, kept in ((model, found), (plain, wanted)):
+        m.get_submodule(name).register_forward_hook(lambda _, __, out, kept=kept: kept.append(out[0]))
+        with torch.no_grad():
+            for batch in data[:2]:
+                m.eval()(**batch)
+    found, wanted = torch.cat(found), torch.cat(wanted)
+    assert ((found - wanted).norm() / wanted.norm()).item() == pytest.approx(report.after[name], rel=1e-5)
+
+
+def test_padding_is_not_counted():
+    model, data = patched(), batches()
+    garbled = [{**b, "input_ids": b["input_ids"].clone()} for b in data]
+    for b in garbled:
+        b["input_ids"][1, -2:] = 7
+    for b in data:
+        b["input_ids"][1, -2:] = 42
+    assert run(copy.deepcopy(model), data).after == pytest.approx(run(model, garbled).after, rel=1e-3)
+
+
+def test_kinds_of_batches():
+    tensors = [b["input_ids"] for b in batches()]
+    labelled = [{"input_ids": t, "labels": torch.zeros(2)} for t in tensors]
+    reports = [run(patched(), data, steps=10) for data in (tensors, labelled, (t for t in tensors))]
+    assert reports[0].after == reports[1].after == reports[2].after
+    held = run(patched(), tensors[2:], steps=10, holdout=tensors[:2])
+    assert held.after == reports[0].after
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], r"yields 0 batches, holdout=2 asks for more"),
+        ([torch.ones(1, 4, dtype=torch.long)] * 2, "all held out: none is left to fit"),
+        ([{"labels": torch.zeros(2)}] * 6, r"a batch holds \['labels'\] and no input of the model"),
+        ([["text"]] * 6, "a batch must be a mapping of model inputs or a tensor, got list"),
+    ],
+)
+def test_bad_data(data, message):
+    model = patched()
+    before = parameters(model)
+    with pytest.raises(GraphFilterError, match=message):
+        run(model, data)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_bad_arguments():
+    with pytest.raises(GraphFilterError, match="has no graph filter"):
+        run(FAMILIES["bert"].build(), batches())
+    with pytest.raises(GraphFilterError, match="steps and eval_every must be >= 1"):
+        run(patched(), batches(), steps=0)
+    with pytest.raises(GraphFilterError, match="end_to_end='probabilities': use 'hidden', 'logits' or None"):
+        run(patched(), batches(), end_to_end="probabilities")
+    with pytest.raises(GraphFilterError, match="returns no logits; use 'hidden'"):
+        run(patched(), batches(), end_to_end="logits")
+    exhausted = iter(batches())
+    list(exhausted)
+    with pytest.raises(GraphFilterError, match="yields no batch"):
+        run(patched(), exhausted, holdout=batches())
+    with pytest.raises(GraphFilterError, match="no parameters that could be fitted"):
+        run(patched("bert", AGFConfig(K=0)), batches())
+
+
+def test_nan_keeps_the_best_state_so_far():
+    poison = patched("vit")
+    images = [{"pixel_values": torch.randn(2, 3, 16, 16)} for _ in range(20)]
+    images[16]["pixel_values"][:] = torch.nan
+    report = run(poison, images, steps=40, eval_every=5)
+    assert report.stopped == "non-finite loss at step 15, best state kept"
+    assert report.mean_after < report.mean_before
+    assert all(p.isfinite().all() for p in filter_parameters(poison))
+    diverged = patched()
+    report = run(diverged, batches(), lr=1e30, coefficient_lr=1e30)
+    assert report.mean_after <= report.mean_before
+    assert all(p.isfinite().all() for p in filter_parameters(diverged))
+
+
+def test_early_stop():
+    report = run(patched(), batches(), steps=500, lr=1e-12, coefficient_lr=1e-12, patience=2)
+    assert report.stopped == "no improvement"
+    assert report.steps == 20
+
+
+class Interrupted(Exception):
+    pass
+
+
+def until(data, count):
+    """Batches in a list that fails after some."""
+
+    class Failing(list):
+        def __iter__(self):
+            for i, batch in enumerate(list.__iter__(self)):
+                if i >= count:
+                    raise Interrupted
+                yield batch
+
+    return Failing(data)
+
+
+@pytest.mark.parametrize("stop", [10, 25, 36, 47])
+def test_an_interrupted_transfer_goes_on(tmp_path, stop):
+    data, options = batches(count=60), {"end_to_end": "hidden", "end_to_end_steps": 20, "checkpoint": tmp_path / "a"}
+    whole = patched()
+    expected = run(whole, data, **{**options, "checkpoint": tmp_path / "b"})
+    first = patched()
+    source = batches(count=60)
+    if stop < 30:  # within the first stage
+        with pytest.raises(Interrupted):
+            run(first, until(source, stop + 2), **options)
+    else:  # within the second, which begins with the first batch again
+
+        class Second(list):
+            passes = 0
+
+            def __iter__(self):
+                Second.passes += 1
+                return iter(until(source, stop - 28) if Second.passes > 3 else source)
+
+        with pytest.raises(Interrupted):
+            run(first, Second(source), **options)
+    second = patched()
+    found = run(second, data, **options)
+    assert found.after == pytest.approx(expected.after, rel=1e-5)
+    assert found.before == expected.before
+    assert found.history == [(s, pytest.approx(e, rel=1e-5)) for s, e in expected.history]
+    assert not list(tmp_path.rglob("*.bin"))
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    run(patched(), batches(), checkpoint=tmp_path)
+    with pytest.raises(GraphFilterError, match=r"progress of another transfer \(lr differ\)"):
+        run(patched(), batches(), checkpoint=tmp_path, lr=1e-4)
+    assert json.loads((tmp_path / "transfer.json").read_text())["step"] == 30
+
+
+def test_end_to_end():
+    for model_class, name, kind in ((GPT2LMHeadModel, "gpt2", "logits"), (GPT2LMHeadModel, "gpt2", "hidden")):
+        model = patched(name, AGF, model_class)
+        before = parameters(model)
+        report = run(model, batches(name), end_to_end=kind, end_to_end_steps=30, end_to_end_lr=1e-3)
+        second = [error for step, error in report.history[4:]]
+        assert second[-1] < second[0]
+        assert report.steps == 60
+        changed = {k for k, v in model.state_dict().items() if not torch.equal(v, before[k])}
+        assert all("graph_filter" in k for k in changed)
+
+
+def test_half_precision_models():
+    model = patched().to(torch.bfloat16)
+    types = {k: v.dtype for k, v in model.state_dict().items()}
+    report = run(model, batches())
+    assert report.mean_after < 0.9 * report.mean_before
+    assert {k: v.dtype for k, v in model.state_dict().items()} == types
+
+
+def test_blend_is_saved_at_any_gate_and_dropped_at_one(tmp_path):
+    family = FAMILIES["bert"]
+    model = patched("bert", AGFConfig(init="blend"))
+    inputs = family.inputs()
+    original = output(model, inputs)
+    for gate in (0.0, 0.3, 1.0):
+        expected = output(set_blend(model, gate), inputs)
+        model.save_pretrained(tmp_path)
+        loaded = type(model).from_pretrained(tmp_path)
+        assert torch.equal(output(loaded, inputs), expected)
+        assert filter_status(loaded)[0].coefficients["gate"].unique().tolist() == [pytest.approx(gate)]
+    set_blend(model, 0.5)
+    with pytest.raises(GraphFilterError, match="its gate is 0.5, not 1"):
+        drop_blend(model)
+    set_blend(model, 1.0)
+    torch.testing.assert_close(output(drop_blend(model), inputs), expected)
+    assert "gate" not in filter_status(model)[0].coefficients
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert torch.equal(output(loaded, inputs), output(model, inputs))
+    with pytest.raises(GraphFilterError, match="has no blended layer"):
+        drop_blend(loaded)
+    assert torch.equal(output(unpatch_model(loaded), inputs), original)
