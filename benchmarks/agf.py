@@ -1,9 +1,9 @@
 """Time and memory of AGF: ``python benchmarks/agf.py`` (CPU, and the GPU where there is one).
 
-attention: AGF against plain SDPA alone, n = 512 ... 65536, encoder and causal, one sequence; with it the fitted exponent of
-AGF's time in n between 4k and 64k, and the length from which it is the faster one. memory: the peak of the same calls, each
-in a process of its own. layers: a whole attention module in training, with and without the orthogonality loss. decoding:
-milliseconds a token of a causal AGF and of plain attention, by the length of the context.
+attention: AGF against plain SDPA alone, n = 512 ... 65536, encoder and causal, one sequence; with it the fitted
+exponent of AGF's time in n between 4k and 64k, and the length from which it is the faster one. memory: the peak of the
+same calls, each in a process of its own. layers: a whole attention module in training, with and without the
+orthogonality loss. decoding: milliseconds a token of a causal AGF and of plain attention, by the length of the context.
 
 All forms are timed in turn within a round, ratios are taken within a round, and medians over the rounds are reported;
 every section writes benchmarks/results/agf-DEVICE-SECTION.csv with percentiles and hardware.

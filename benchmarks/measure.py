@@ -58,7 +58,9 @@ def rows(common: dict, times: dict[str, list[float]]) -> list[dict]:
     made = []
     for form, values in times.items():
         cuts = statistics.quantiles(values, n=10, method="inclusive")
-        ratios = [value / plain for value, plain in zip(values, times["plain"], strict=True)] if "plain" in times else []
+        ratios = (
+            [value / plain for value, plain in zip(values, times["plain"], strict=True)] if "plain" in times else []
+        )
         made.append(
             {
                 **common,
@@ -109,7 +111,7 @@ def peak_mb(script: str, device: str, *case: object) -> float:
 
 
 def measure(device: str, tiny: Callable[[], object], run: Callable[[], object]) -> None:
-    """The inside of ``peak_mb``: on the CPU, samples the resident memory while ``run`` runs; ``tiny`` loads libraries."""
+    """The inside of ``peak_mb``: on the CPU, samples the resident memory while ``run`` runs; ``tiny`` loads the code."""
     tiny()
     if device == "cuda":
         base = torch.cuda.memory_allocated()

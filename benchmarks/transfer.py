@@ -1,11 +1,13 @@
 """AGF in the place of pretrained attention, by each of its starts: ``python benchmarks/transfer.py --only SECTION``.
 
-minilm: attention transfer on a real encoder, by options of AGF; the chosen one longer. finetune: that encoder fine-tuned on
-movie-review snippets and SST-2 from each start. gpt2: a small GPT-2, trained from scratch on WikiText-2, and its perplexity.
-smollm2: the perplexity of SmolLM2-135M. deit: DeiT-Tiny on 20 classes of Tiny ImageNet, with L layers patched.
+minilm: attention transfer on a real encoder, by options of AGF; the chosen one longer. finetune: that encoder
+fine-tuned on movie-review snippets and SST-2 from each start. gpt2: a small GPT-2, trained from scratch on WikiText-2,
+and its perplexity. smollm2: the perplexity of SmolLM2-135M. deit: DeiT-Tiny on 20 classes of Tiny ImageNet, with L
+layers patched.
 
 Data and weights are read from --shared (see its READMEs). Every section writes
-benchmarks/results/transfer-DEVICE-SECTION.csv, one measured value a row, after each run, so that an interrupted one is kept.
+benchmarks/results/transfer-DEVICE-SECTION.csv, one measured value a row, after each run, so that an interrupted one is
+kept.
 """
 
 from __future__ import annotations
@@ -41,7 +43,6 @@ from transformers import (
 )
 
 from hf_graphfilter import (
-    AGFConfig,
     BlendSchedule,
     drop_blend,
     filter_optimizer,
@@ -376,7 +377,11 @@ def deit(options: argparse.Namespace) -> None:
     # the thousand classes of the pretrained head, of which twenty occur; ties of a name are to its first words
     known = {label.split(",")[0].lower(): i for i, label in build().config.id2label.items()}
     prepare = transforms.Compose(
-        [transforms.Resize(224), transforms.ToTensor(), transforms.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])]
+        [
+            transforms.Resize(224),
+            transforms.ToTensor(),
+            transforms.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
+        ]
     )
     parts = {part: ImageFolder(data / part, prepare) for part in ("train", "val")}
     classes = torch.tensor([known[names[wnid].split(",")[0].lower()] for wnid in parts["train"].classes])
@@ -392,7 +397,10 @@ def deit(options: argparse.Namespace) -> None:
     def accuracy(model: nn.Module) -> float:
         model.eval()
         right = [
-            (model(x.to(options.device)).logits.cpu()[:, classes].argmax(-1) == (y[:, None] == classes).int().argmax(-1))
+            (
+                model(x.to(options.device)).logits.cpu()[:, classes].argmax(-1)
+                == (y[:, None] == classes).int().argmax(-1)
+            )
             for x, y in batches("val", 50, 10)
         ]
         return torch.cat(right).float().mean().item()

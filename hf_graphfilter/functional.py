@@ -104,8 +104,8 @@ def agf(
 ) -> Tensor:
     """``U Sigma V^T value``: a filter in the singular value domain, O(n d^2) time and O(n d + d^2) memory.
 
-    ``U = softmax_features(u)``, ``V = softmax_tokens(v)``, ``Sigma = sum_k theta_k T_k(sigmoid(sigma))`` for every token
-    and feature.
+    ``U = softmax_features(u)``, ``V = softmax_tokens(v)``, ``Sigma = sum_k theta_k T_k(sigmoid(sigma))`` for every
+    token and feature.
 
     Args:
         u, sigma, v: (batch, heads, tokens, features), the projections before softmax and sigmoid.
@@ -132,7 +132,9 @@ def agf(
     """
     if not (u.dim() == 4 and u.shape == sigma.shape == v.shape and value.shape[:3] == u.shape[:3]):
         shapes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in (("u", u), ("sigma", sigma), ("v", v), ("value", value)))
-        raise GraphFilterError(f"agf: u, sigma and v are (batch, heads, tokens, features), value likewise; got {shapes}")
+        raise GraphFilterError(
+            f"agf: u, sigma and v are (batch, heads, tokens, features), value likewise; got {shapes}"
+        )
     if theta.dim() not in (1, 2) or theta.shape[-1] < 1 or (theta.dim() == 2 and theta.shape[0] != u.shape[1]):
         raise GraphFilterError(
             f"agf: theta is (K+1,) or (heads, K+1) with {u.shape[1]} heads, got {tuple(theta.shape)}"
@@ -169,7 +171,7 @@ def orthogonality_loss(u: Tensor, v: Tensor, mask: Tensor | None = None, *, norm
         raise GraphFilterError(f"norm={norm!r}: use 'mean_abs' or 'frobenius'")
     if u.shape != v.shape or u.dim() != 4:
         raise GraphFilterError(
-            f"orthogonality_loss: u and v are (batch, heads, tokens, features), got {tuple(u.shape)} and {tuple(v.shape)}"
+            f"orthogonality_loss: u and v are (batch, heads, tokens, features), got {tuple(u.shape)}, {tuple(v.shape)}"
         )
     keys = _keys(mask, u)
     with torch.autocast(u.device.type, enabled=False):

@@ -49,11 +49,15 @@ class _Smooth(torch.autograd.Function):
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         h = 1e-4
-        return grad * (ctx.call(x - 2 * h) - 8 * ctx.call(x - h) + 8 * ctx.call(x + h) - ctx.call(x + 2 * h)) / (12 * h), None, None
+        return (
+            grad * (ctx.call(x - 2 * h) - 8 * ctx.call(x - h) + 8 * ctx.call(x + h) - ctx.call(x + 2 * h)) / (12 * h),
+            None,
+            None,
+        )
 
 
 def spectral_matrix(u, sigma, v, theta, config, allowed):
-    """Eq. 7-10 of the AGF paper as an n x n matrix; row t takes the softmax over the tokens that t is allowed to see."""
+    """Eq. 7-10 of the AGF paper as an n x n matrix; row t takes the softmax over the tokens that it may see."""
     U, Sigma = u.softmax(-1), expansion(sigma.sigmoid(), theta, config)
     V = v[:, :, None].masked_fill(~allowed[..., None], -1e30).softmax(3) * allowed[..., None]  # (b, h, t, s, feature)
     return torch.einsum("bhtj,bhtsj->bhts", U * Sigma, V)

@@ -93,7 +93,9 @@ def test_identical_at_the_start(family, config, formula, backend):
     if config.starts_as_original:
         assert all(map(torch.equal, both(), expected))
     else:
-        assert all(found.isfinite().all() and not torch.equal(found, e) for found, e in zip(both(), expected, strict=True))
+        assert all(
+            found.isfinite().all() and not torch.equal(found, e) for found, e in zip(both(), expected, strict=True)
+        )
     status = filter_status(model)
     assert len(status) == family.patched
     assert {row.backend for row in status} == {backend}

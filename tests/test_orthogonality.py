@@ -101,7 +101,9 @@ def by_hand(patched, batch, gamma=GAMMA, norm="mean_abs"):
 def assert_equal(found, expected):
     assert any("graph_filter" not in n for n in expected)
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, atol=1e-10, rtol=1e-7, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            found[name], gradient, atol=1e-10, rtol=1e-7, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 @pytest.mark.parametrize("norm", ["mean_abs", "frobenius"])
@@ -172,7 +174,7 @@ def test_accumulation_with_a_causal_model(tmp_path, transformers_warnings):
 
 
 def test_label_smoothing_and_a_loss_of_ones_own(tmp_path):
-    ortho = {n: g for n, g in by_hand_ortho().items()}
+    ortho = by_hand_ortho()
     for options in ({"label_smoothing_factor": 0.1}, {"compute_loss_func": nothing}):
         with_it, plain = (train(tmp_path, model(), gamma=g, **options)[0] for g in (GAMMA, None))
         assert_equal({n: with_it[n] - plain[n] for n in ortho}, ortho)

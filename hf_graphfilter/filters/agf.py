@@ -199,8 +199,8 @@ def _refuse(config: AGFConfig, site: AttentionSite) -> None:
         )
     if site.sliding_window is not None:
         raise GraphFilterError(
-            f"{where} sees a sliding window of {site.sliding_window} tokens, and AGF sees all; choose other layers with "
-            "layers="
+            f"{where} sees a sliding window of {site.sliding_window} tokens, and AGF sees all; choose other layers "
+            "with layers="
         )
     if site.position_bias and config.position_bias == "refuse":
         raise GraphFilterError(

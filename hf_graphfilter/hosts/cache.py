@@ -1,8 +1,8 @@
 """Decoding with a key/value cache: what a filter remembers lives on the cache layer itself.
 
-A polynomial of ``S`` needs the past rows of every signal that ``S`` was applied to, beside keys and values: O(n d) memory
-and work a token. A filter in the singular value domain needs a state of constant size, and no keys and values. On the
-layer, beam search and batch selection treat all of it as they treat keys and values.
+A polynomial of ``S`` needs the past rows of every signal that ``S`` was applied to, beside keys and values: O(n d)
+memory and work a token. A filter in the singular value domain needs a state of constant size, and no keys and values.
+On the layer, beam search and batch selection treat all of it as they treat keys and values.
 """
 
 from __future__ import annotations
@@ -165,7 +165,8 @@ def prepare(past: Any, module: Any) -> None:
 
 
 def memory(past: Any, module: Any, key: Tensor) -> tuple[_Rows | None, dict[str, Tensor] | None]:
-    """What the filter of ``module`` remembers in the cache ``past``: (rows of signals, state), None what it does not use.
+    """What the filter of ``module`` remembers in the cache ``past``: (rows of signals, state), None what it does not
+    use.
 
     Raises:
         GraphFilterError: a kind of cache that cannot keep rows (static, quantized ...).
@@ -187,7 +188,7 @@ def memory(past: Any, module: Any, key: Tensor) -> tuple[_Rows | None, dict[str,
 
 
 def _with_memory(layer: Any, layer_class: type) -> Any:
-    made = object.__new__(layer_class)
+    made: Any = object.__new__(layer_class)
     made.__dict__ = {**layer.__dict__, "kept": {}}
     return made
 

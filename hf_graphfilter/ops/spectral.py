@@ -1,7 +1,8 @@
 """Filtering in the singular value domain: ``U Sigma V^T x`` in linear time, over all tokens or causally.
 
-``U`` is a softmax over features, ``V`` a softmax over tokens, ``Sigma`` a polynomial of singular values in (0, 1), one set
-a token (AGF paper, Eq. 7-10). The causal form, which the paper does not have, takes the softmax over the tokens so far.
+``U`` is a softmax over features, ``V`` a softmax over tokens, ``Sigma`` a polynomial of singular values in (0, 1), one
+set a token (AGF paper, Eq. 7-10). The causal form, which the paper does not have, takes the softmax over the tokens so
+far.
 
 Everything goes block by block along the tokens, forward and backward: the working set stays in the CPU's cache, and
 nothing but the inputs is kept for the backward pass. Inner arithmetic is float32 or wider, whatever the inputs.
@@ -48,7 +49,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _blocks(x: Tensor, size: int, multiple: int = 1) -> list[slice]:
-    """Parts of the tokens of x (batch, heads, tokens, features) with about ``size`` numbers; a GPU takes all at once."""
+    """Parts of the tokens of x (batch, heads, tokens, features) with about ``size`` numbers; a GPU takes all."""
     count = x.shape[2]
     step = count if x.device.type != "cpu" else size * count // max(1, x.numel())
     step = max(step // multiple, 1) * multiple
@@ -221,7 +222,7 @@ class _Gram(torch.autograd.Function):
 def filter_causal(
     w: Tensor, v: Tensor, value: Tensor, keys: Tensor | None, state: CausalState | None = None
 ) -> tuple[Tensor, CausalState]:
-    """``out_t = w_t (sum_{s<=t} e^{v_s} value_s^T / sum_{s<=t} e^{v_s})``: O(n d (d + CHUNK)) time, O(n d + d^2) memory.
+    """``out_t = w_t (sum_{s<=t} e^{v_s} value_s^T / sum_{s<=t} e^{v_s})``: O(n d (d + CHUNK)) time, O(n d) memory.
 
     Args:
         w, v, value, keys: as in ``filter_all``.
@@ -239,7 +240,7 @@ def filter_causal(
         state = no_past(v, value)
     with torch.autocast(v.device.type, enabled=False):
         if v.shape[2] > 1 and _underflows(v.detach(), keys):
-            out, state = _stable_causal(*map(_wide, (w, v, value)), state)
+            out, state = _stable_causal(_wide(w), _wide(v), _wide(value), state)
             return out.to(value.dtype), state
         out, mass, mean = _Causal.apply(w, v, value, *state)
     return out, CausalState(mass, mean)
@@ -289,9 +290,7 @@ def _chunks(v: Tensor, before: Tensor) -> _Chunks:
     past, scale = (start - reference).exp_(), (top - reference).exp_()
     mass.mul_(scale).add_(past)
     inverse = torch.where(mass < _TINY, 0.0, mass.reciprocal())  # only before the first token that is there
-    return _Chunks(
-        weights.mul_(scale), inverse, past, (reference - end).exp_(), (start - end).exp_(), end[:, :, -1, 0]
-    )
+    return _Chunks(weights.mul_(scale), inverse, past, (reference - end).exp_(), (start - end).exp_(), end[:, :, -1, 0])
 
 
 def _scan(decay: Tensor, added: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
@@ -332,15 +331,18 @@ class _Causal(torch.autograd.Function):
         # what later tokens ask of the earlier ones, relative to the mass in between; last column: of the mass itself
         asked = states[1].new_zeros(batch, heads, features, value_features + 1)
         for i, part in reversed(list(enumerate(_blocks(v, BLOCK, CHUNK)))):
+            rows, signal, toward = (_split(_wide(x[:, :, part])) for x in (w, value, grad))
             found = _causal_backward(
-                *(_split(_wide(x[:, :, part])) for x in (w, value, grad)),
+                rows,
+                signal,
+                toward,
                 _chunks(_split(_wide(v[:, :, part]), _NEVER), states[2 * i]),
                 states[2 * i + 1],
                 asked,
             )
             asked = found[-1]
-            for whole, rows in zip(grads, found, strict=False):
-                whole[:, :, part] = rows.flatten(2, 3)[:, :, : w[:, :, part].shape[2]]
+            for whole, gradient in zip(grads, found, strict=False):
+                whole[:, :, part] = gradient.flatten(2, 3)[:, :, : w[:, :, part].shape[2]]
         return *grads, None, None
 
 

@@ -1,4 +1,4 @@
-"""What an attention mask says in the terms of a linear-time filter: which tokens exist, and whether time has a direction."""
+"""What an attention mask says to a linear-time filter: which tokens exist, and whether time has a direction."""
 
 from __future__ import annotations
 

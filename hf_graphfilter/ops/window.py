@@ -34,7 +34,11 @@ def attend_nearby(
 
     def slices(x: Tensor) -> Tensor:  # (batch, heads, blocks, width, features), one overlapping slice a block
         before = window - past
-        x = functional.pad(x, (0, 0, before, after)) if before >= 0 else functional.pad(x[:, :, -before:], (0, 0, 0, after))
+        x = (
+            functional.pad(x, (0, 0, before, after))
+            if before >= 0
+            else functional.pad(x[:, :, -before:], (0, 0, 0, after))
+        )
         return x.unfold(2, width, block).transpose(-1, -2)
 
     there = torch.ones(1, 1, key.shape[2], 1, dtype=torch.bool, device=key.device)

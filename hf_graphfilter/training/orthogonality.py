@@ -1,8 +1,9 @@
 """The orthogonality loss of AGF (Eq. 11 and 12) in the plain Trainer, or in a loop of one's own.
 
 The callback does not touch the loss that the Trainer computes. Each AGF layer passes its output on through an identity
-whose backward pass adds the gradient of gamma * loss / layers. So it reaches the gradients exactly once whoever computes the
-loss (the model, label smoothing, ``compute_loss_func``), under both kinds of gradient checkpointing, and under DDP.
+whose backward pass adds the gradient of gamma * loss / layers. So it reaches the gradients exactly once whoever
+computes the loss (the model, label smoothing, ``compute_loss_func``), under both kinds of gradient checkpointing, and
+under DDP.
 """
 
 from __future__ import annotations

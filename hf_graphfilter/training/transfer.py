@@ -82,9 +82,10 @@ def transfer_attention(
 ) -> TransferReport:
     """Fit the filters of a patched model to the original attention of their modules, in place.
 
-    In one forward pass every module computes its original attention, which the model goes on with, and its filter, whose
-    relative squared error to it is minimised: a regression in each layer, without labels. Only filter parameters change.
-    A second, end-to-end stage lets the filters act and fits the hidden states or the logits of the original model.
+    In one forward pass every module computes its original attention, which the model goes on with, and its filter,
+    whose relative squared error to it is minimised: a regression in each layer, without labels. Only filter parameters
+    change. A second, end-to-end stage lets the filters act and fits the hidden states or the logits of the original
+    model.
 
     Args:
         model: a patched model, in any precision, on any device. With ``init="blend"`` the filter's branch is fitted and
@@ -139,7 +140,9 @@ def transfer_attention(
             more = steps // 4 or 1 if end_to_end_steps is None else end_to_end_steps
             settings |= {"end_to_end": end_to_end, "end_to_end_steps": more, "end_to_end_lr": end_to_end_lr}
             fit = _EndToEnd(model, modules, distance)
-            stages.append(_Stage("end to end", more, end_to_end_lr, end_to_end_lr * coefficient_lr / lr, fit, fit.error))
+            stages.append(
+                _Stage("end to end", more, end_to_end_lr, end_to_end_lr * coefficient_lr / lr, fit, fit.error)
+            )
         keep = _Checkpoint(checkpoint, settings) if checkpoint is not None else None
         for stage in stages:
             run = _Run(stage, model, modules, held, report, keep)
@@ -256,7 +259,7 @@ def _attending(modules: dict[str, GraphFilter], observe: Callable[..., None] | N
         return forward
 
     for name, graph_filter in modules.items():
-        graph_filter.forward = replaced(name, graph_filter)  # type: ignore[method-assign]
+        graph_filter.forward = replaced(name, graph_filter)  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
@@ -335,7 +338,9 @@ def _hidden_distance(found: Any, wanted: Any, mask: Tensor | None) -> Tensor:
         raise GraphFilterError("end_to_end='hidden': the model returns no hidden states; use 'logits'")
     losses = []
     for f, w in pairs:
-        there = torch.ones_like(f[..., :1]) if mask is None or mask.shape != f.shape[:2] else mask[..., None].to(f.dtype)
+        there = (
+            torch.ones_like(f[..., :1]) if mask is None or mask.shape != f.shape[:2] else mask[..., None].to(f.dtype)
+        )
         losses.append(((f - w) * there).square().sum() / (w * there).square().sum().clamp(min=1e-12))
     return torch.stack(losses).mean()
 
