@@ -111,7 +111,7 @@ def peak_mb(script: str, device: str, *case: object) -> float:
 
 
 def measure(device: str, tiny: Callable[[], object], run: Callable[[], object]) -> None:
-    """The inside of ``peak_mb``: on the CPU, samples the resident memory while ``run`` runs; ``tiny`` loads the code."""
+    """The inside of ``peak_mb``: on the CPU, samples the resident memory while ``run`` runs; ``tiny`` before it."""
     tiny()
     if device == "cuda":
         base = torch.cuda.memory_allocated()

@@ -1,7 +1,8 @@
-"""Write the measured tables into README.md: ``python benchmarks/tables.py``.
+"""Write the measured tables into README.md and docs/agf.md: ``python benchmarks/tables.py``.
 
-Reads ``benchmarks/results/gfsa-*.csv`` (from benchmarks/gfsa.py) and ``model_cards/minilm-movie-snippets/results.json``
-(copied from a demo's output with ``--demo runs/demo``), and replaces what stands between the markers.
+Reads ``benchmarks/results/*.csv`` (from benchmarks/gfsa.py, agf.py and transfer.py) and
+``model_cards/minilm-movie-snippets/results.json`` (copied from a demo's output with ``--demo runs/demo``), and replaces
+what stands between the markers.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ import csv
 import json
 import re
 import shutil
+import statistics
+from collections.abc import Callable
 from pathlib import Path
+
+from agf import growth
+from measure import RESULTS
 
 from hf_graphfilter.card import markdown_table
 from hf_graphfilter.demo import result_rows
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
 CARD = ROOT / "model_cards" / "minilm-movie-snippets"
 
 
@@ -45,7 +50,7 @@ def demo_table() -> str:
 
 def bench_tables() -> str:
     parts = []
-    for file in sorted((ROOT / "benchmarks" / "results").glob("gfsa-*.csv"), reverse=True):
+    for file in sorted(RESULTS.glob("gfsa-*.csv"), reverse=True):
         section = file.stem.split("-")[2]
         if section == "memory":
             continue  # a column of the attention table
@@ -123,11 +128,174 @@ SECTIONS = {
 }
 
 
-def replace(text: str, name: str, content: str) -> str:
+# ------------------------------------------------------------------------------------------------------------ AGF
+
+
+def read(name: str) -> list[dict]:
+    """Rows of a results file; none where it has not been measured on this kind of device."""
+    file = RESULTS / f"{name}.csv"
+    return list(csv.DictReader(file.open())) if file.is_file() else []
+
+
+def where(rows: list[dict]) -> str:
+    versions = f"; torch {rows[0]['torch']}, transformers {rows[0]['transformers']}" if "torch" in rows[0] else ""
+    return f"{rows[0]['device']}, {rows[0]['date']}{versions}."
+
+
+def agf_speed(device: str = "cpu") -> str:
+    timed, peaks = read(f"agf-{device}-attention"), read(f"agf-{device}-memory")
+    for row in timed:
+        row |= {"n": int(row["n"]), "causal": row["causal"] == "True", "median_ms": float(row["median_ms"])}
+    memory = {(int(r["n"]), r["causal"] == "True", r["pass"], r["form"]): r["peak_mb"] for r in peaks}
+    parts, body = [], []
+    for causal in (False, True):
+        for which in ("fwd", "fwd+bwd"):
+            cases: dict[int, dict[str, dict]] = {}
+            for row in timed:
+                if (row["causal"], row["pass"]) == (causal, which):
+                    cases.setdefault(row["n"], {})[row["form"]] = row
+            for n, forms in cases.items():
+                plain, agf = forms.get("plain"), forms["agf"]
+                body.append(
+                    [
+                        "causal" if causal else "full",
+                        which,
+                        n,
+                        f"{plain['median_ms']:,.1f}" if plain else "",
+                        f"{agf['median_ms']:,.1f}",
+                        f"**{float(agf['ratio_to_plain']):.3f}**" if plain else "",
+                        " / ".join(memory.get((n, causal, which, form), "") for form in ("plain", "agf")),
+                    ]
+                )
+            faster = [n for n, f in cases.items() if "plain" in f and float(f["agf"]["ratio_to_plain"]) < 1]
+            parts.append(
+                f"- {'causal' if causal else 'every token sees all'}, {which}: time grows as "
+                f"n^{growth(timed, causal, which):.2f} between 4k and 64k; the faster one from n = {min(faster)} on "
+                f"(of the lengths measured)."
+            )
+    header = ["mask", "pass", "n", "SDPA ms", "AGF ms", "AGF / SDPA", "peak MB (SDPA / AGF)"]
+    caption = (
+        "One sequence, 12 heads of 64 features, K = 3, random inputs. Times are medians in ms; ratios are medians of "
+        f"ratios taken side by side; memory is the peak over the inputs. {where(timed)}"
+    )
+    layers = read(f"agf-{device}-layers")
+    by_case: dict[tuple[str, str], dict[str, dict]] = {}
+    for row in layers:
+        by_case.setdefault((row["case"], row["n"]), {})[row["form"]] = row
+    layer_body = []
+    for (case, n), forms in by_case.items():
+        agf, ortho = (float(forms[f]["median_ms"]) for f in ("agf", "agf+ortho"))
+        ratio = forms["agf"]["ratio_to_plain"]
+        layer_body.append([case, n, f"{agf:,.0f}", ratio, f"{ortho:,.0f}", f"**{ortho / agf - 1:+.1%}**"])
+    layer_table = markdown_table(
+        ["module, forward and backward", "n", "AGF ms", "AGF / plain", "with orthogonality loss", "it adds"], layer_body
+    )
+    decoding: dict[str, dict[str, dict]] = {}
+    for row in read(f"agf-{device}-decoding"):
+        decoding.setdefault(row["n"], {})[row["form"]] = row
+    decoding_table = markdown_table(
+        ["context", "plain ms a token", "AGF ms a token"],
+        [[f"{int(n):,}", f["plain"]["median_ms"], f["agf"]["median_ms"]] for n, f in decoding.items()],
+    )
+    return "\n\n".join(
+        [
+            caption,
+            "\n".join(parts),
+            markdown_table(header, body),
+            f"Whole attention modules in training, 4,096 tokens a batch. {where(layers)}",
+            layer_table,
+            f"One more token after a context (GPT-2 shape, 4 layers, d 256). {where(read(f'agf-{device}-decoding'))}",
+            decoding_table,
+        ]
+    )
+
+
+def agf_transfer(device: str = "cpu") -> str:
+    parts = []
+    if rows := read(f"transfer-{device}-minilm"):
+        errors: dict[str, dict[str, dict]] = {}
+        for row in rows:
+            if row["stage"] in ("before transfer", "after transfer"):
+                errors.setdefault(row["variant"], {})[row["stage"]] = row
+        body = [
+            [v, e["before transfer"]["value"], f"**{after['value']}**", after["steps"], after["seconds"]]
+            for v, e in errors.items()
+            if (after := e.get("after transfer"))
+        ]
+        parts += [
+            "**MiniLM-L6, transfer on film reviews** (128 tokens a window, 8 a batch): mean over the layers of the "
+            f"relative L2 error of the attention output, on held-out windows. {where(rows)}",
+            markdown_table(["AGF", "before", "after", "steps", "seconds"], body),
+        ]
+    if rows := read(f"transfer-{device}-finetune"):
+        parts += [
+            "**MiniLM-L6 fine-tuned**, one epoch (2,000 snippets; 4,000 sentences of SST-2, its dev set), all with "
+            "window 4 and corrections but the last; accuracy in %, mean ± standard deviation over the seeds, and the paired "
+            f"difference to the original with its 95 % interval. {where(rows)}",
+            markdown_table(*finetuned(rows)),
+        ]
+    for section, caption in (
+        ("gpt2", "**A GPT-2 shape trained from scratch on WikiText-2**"),
+        ("smollm2", "**SmolLM2-135M, its real weights, on WikiText-2**"),
+        ("deit", "**DeiT-Tiny, its real weights, on 20 classes of Tiny ImageNet** (of these 20, 500 images)"),
+    ):
+        if rows := read(f"transfer-{device}-{section}"):
+            parts += [f"{caption}. {where(rows)}", markdown_table(*staged(rows))]
+    return "\n\n".join(parts)
+
+
+def finetuned(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
+    from scipy import stats
+
+    header, body = ["task", "start", "seeds", "accuracy", "against the original", "95 % interval"], []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        by: dict[str, dict[str, float]] = {}
+        for row in rows:
+            if row["task"] == task:
+                by.setdefault(row["variant"], {})[row["seed"]] = 100 * float(row["value"])
+        for variant, found in by.items():
+            spread = statistics.stdev(found.values()) if len(found) > 1 else 0.0
+            cells = [task, variant, str(len(found)), f"{statistics.mean(found.values()):.2f} ± {spread:.2f}", "", ""]
+            pairs = [found[seed] - by["original"][seed] for seed in found if seed in by["original"]]
+            if variant != "original" and len(pairs) > 1:
+                mean = statistics.mean(pairs)
+                half = stats.t.ppf(0.975, len(pairs) - 1) * statistics.stdev(pairs) / len(pairs) ** 0.5
+                cells[4:] = [f"{mean:+.2f}", f"[{mean - half:+.2f}, {mean + half:+.2f}]"]
+            body.append(cells)
+    return header, body
+
+
+def staged(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
+    """One line a model and start, one column a stage."""
+    stages = [s for s in dict.fromkeys(row["stage"] for row in rows) if ":" not in s and s != "before transfer"]
+    columns = [(s, m) for s in stages for m in dict.fromkeys(r["metric"] for r in rows if r["stage"] == s)]
+    lines: dict[tuple[str, str], dict[tuple[str, str], dict]] = {}
+    for row in rows:
+        lines.setdefault((row["task"], row["variant"]), {})[row["stage"], row["metric"]] = row
+    body = []
+    for (task, variant), found in lines.items():
+        cells = []
+        for column in columns:
+            row = found.get(column)
+            effort = f" ({row['steps']} steps, {row['seconds']} s)" if row and row["steps"] else ""
+            cells.append(f"{float(row['value']):.4g}{effort}" if row else "")
+        body.append([task, variant, *cells])
+    return ["model", "start", *(f"{metric} {stage}" for stage, metric in columns)], body
+
+
+def replace(file: Path, name: str, content: str) -> None:
+    text = file.read_text()
     pattern = re.compile(rf"(<!-- {name}: begin.*?-->\n).*?(<!-- {name}: end -->)", re.S)
     if not pattern.search(text):
-        raise SystemExit(f"README.md has no markers for {name}")
-    return pattern.sub(lambda m: f"{m[1]}\n{content}\n\n{m[2]}", text)
+        raise SystemExit(f"{file.name} has no markers for {name}")
+    file.write_text(pattern.sub(lambda m: f"{m[1]}\n{content}\n\n{m[2]}", text))
+    print(f"wrote {name} into {file.name}")
+
+
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"demo": demo_table, "bench": bench_tables},
+    "docs/agf.md": {"speed": agf_speed, "transfer": agf_transfer},
+}
 
 
 def main() -> None:
@@ -136,11 +304,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.demo:
         keep_demo(options.demo)
-    text = README.read_text()
-    text = replace(text, "demo", demo_table())
-    text = replace(text, "bench", bench_tables())
-    README.write_text(text)
-    print(f"wrote {README}")
+    for file, parts in TABLES.items():
+        for name, make in parts.items():
+            replace(ROOT / file, name, make())
 
 
 if __name__ == "__main__":

@@ -52,11 +52,13 @@ def patch(
     stack: Annotated[str | None, typer.Option("--stack", help="encoder or decoder; both if not given.")] = None,
     auto_class: AutoClass = None,
 ) -> None:
-    """Patch a checkpoint and save it: same outputs as before, ready to fine-tune.
+    """Patch a checkpoint and save it, ready to fine-tune; with GFSA its outputs are the same as before.
 
     [dim]hf-graphfilter patch bert-base-uncased runs/bert-gfsa -o K=4 -o 'learn=["w_0","w_K"]' --layers even[/dim]
+
+    [dim]hf-graphfilter patch bert-base-uncased runs/bert-agf -f agf -o correction=true -o window=4[/dim]
     """
-    from .patching import patch_model
+    from .patching import filter_status, patch_model
 
     model = _load(source, auto_class)
     patch_model(model, filter, layers=_layers(layers), stack=stack, **_options(options or []))  # type: ignore[arg-type]
@@ -64,6 +66,58 @@ def patch(
     _copy_processor(source, output)
     _print_status(model)
     Console().print(f"saved to {escape(str(output))}")
+    if not all(row.filter.starts_as_original for row in filter_status(model)):
+        Console().print("its outputs are not the original's: fit it with hf-graphfilter transfer, or fine-tune it")
+
+
+@app.command()
+def transfer(
+    source: Source,
+    output: Annotated[Path, typer.Argument(help="Directory for the fitted checkpoint.")],
+    text: Annotated[list[Path], typer.Option("--text", "-t", help="A file of plain text, repeatable.")],
+    steps: Annotated[int, typer.Option(min=1, help="Batches of the regression.")] = 1000,
+    length: Annotated[int, typer.Option(min=8, help="Tokens of a window of text.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows in a batch.")] = 8,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3,
+    end_to_end: Annotated[str | None, typer.Option(help="hidden or logits: a second stage against these.")] = None,
+    auto_class: AutoClass = None,
+) -> None:
+    """Fit the filters of a patched language model to its original attention, on plain text. Interrupted, it goes on.
+
+    [dim]hf-graphfilter transfer runs/bert-agf runs/bert-agf-fitted -t wiki.txt --steps 1000[/dim]
+    """
+    import torch
+
+    from .training import transfer_attention
+
+    model: Any = _load(source, auto_class)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    ids = torch.tensor([i for file in text for i in _tokens(source, file)])
+    windows = ids[: len(ids) // length * length].view(-1, length)
+    windows = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))]
+    report = transfer_attention(
+        model,
+        list(windows.split(batch_size)),
+        steps=steps,
+        lr=lr,
+        coefficient_lr=10 * lr,
+        end_to_end=end_to_end,  # type: ignore[arg-type]
+        checkpoint=output / "transfer",
+    )
+    model.save_pretrained(output)
+    _copy_processor(source, output)
+    Console().print(escape(str(report)))
+    Console().print(f"saved to {escape(str(output))}")
+
+
+def _tokens(source: str, file: Path) -> list[int]:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except ValueError as error:
+        raise GraphFilterError(f"{source} has no tokenizer: {error}") from error
+    return tokenizer(file.read_text(errors="replace"), add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[no-any-return]
 
 
 @app.command()

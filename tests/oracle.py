@@ -74,7 +74,8 @@ def agf_matrix(A, c, config, seen):
     u, v = seen.query, seen.key
     if config.correction:
         u, v = u + projected("correct_u"), v + projected("correct_v")
-    H = spectral_matrix(u, projected("sigma"), v, c["theta"], config, seen.allowed)
+    theta = torch.stack([c[f"theta_{k}"] for k in range(config.K + 1)], -1)
+    H = spectral_matrix(u, projected("sigma"), v, theta, config, seen.allowed)
     if config.window:
         t = torch.arange(n)
         near = seen.allowed & ((t[:, None] - t).abs() <= config.window)

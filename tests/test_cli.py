@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from models import FAMILIES, output
-from transformers import AutoModel, BertForSequenceClassification
+from transformers import AutoModel, BertForSequenceClassification, BertTokenizer
 
 from hf_graphfilter import filter_status
 
@@ -40,6 +40,26 @@ def test_patch_status_card(plain, tmp_path):
     made = cli("card", out, "--base-model", "bert-base-uncased")
     assert made.returncode == 0, made.stderr
     assert "base_model: bert-base-uncased" in (out / "README.md").read_text()
+
+
+def test_transfer(plain, tmp_path):
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij"]
+    (tmp_path / "vocab.txt").write_text("\n".join(vocabulary))
+    BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(plain)
+    (tmp_path / "text.txt").write_text(" ".join("abcdefghij"[i * i % 10] for i in range(2000)))
+    done = cli("patch", plain, tmp_path / "agf", "-f", "agf", "-o", "correction=true", "-o", "theta=per_head")
+    assert done.returncode == 0, done.stderr
+    assert "fit it with hf-graphfilter transfer" in done.stdout
+    arguments = ("--text", tmp_path / "text.txt", "--steps", "4", "--length", "16", "--batch-size", "4")
+    done = cli("transfer", tmp_path / "agf", tmp_path / "fitted", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "4 steps" in done.stdout
+    model = BertForSequenceClassification.from_pretrained(tmp_path / "fitted")
+    assert filter_status(model)[0].filter.correction
+    missing = cli("transfer", tmp_path / "agf", tmp_path / "fitted", "--text", tmp_path / "nothing.txt")
+    assert missing.returncode == 1
+    assert "nothing.txt" in missing.stderr
+    assert "Traceback" not in missing.stderr
 
 
 def test_auto_class(plain, tmp_path):

@@ -8,6 +8,7 @@ from models import FAMILIES, output, turn_on
 from oracle import dense_twin, gfsa_matrix
 
 from hf_graphfilter import filter_parameters, patch_model
+from hf_graphfilter.functional import agf
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,3 +42,19 @@ def test_equals_the_dense_form(family, dtype, tolerance):
     )
     found.float().square().sum().backward()
     assert all(p.is_cuda and p.grad.isfinite().all() for p in filter_parameters(patched))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
+def test_agf_equals_the_cpu(causal, dtype, tolerance):
+    inputs, theta = [torch.randn(2, 3, 200, 16).to(dtype) for _ in range(4)], torch.tensor([1.0, 0.2, -0.1])
+    mask = torch.ones(2, 200, dtype=torch.bool)
+    mask[1, -50:] = False
+    results = []
+    for device in ("cpu", "cuda"):
+        moved = [x.to(device).requires_grad_() for x in inputs]
+        out = agf(*moved, theta.to(device), mask=mask.to(device), causal=causal)
+        out.float().square().sum().backward()
+        results.append([out.cpu(), *(x.grad.cpu() for x in moved)])
+    for found, expected in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)

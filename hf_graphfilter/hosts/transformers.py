@@ -301,8 +301,12 @@ def write_record(model: PreTrainedModel, record: dict[str, Any] | None) -> None:
     setattr(config, CHILD, record)
     config.__dict__["attn_implementation"] = IMPLEMENTATION
     # read by from_pretrained: coefficients stay in float32 whatever dtype is asked for
-    filters = [module for module in model.modules() if isinstance(module, GraphFilter)]
-    coefficients = {f"{CHILD}.{name}" for f in filters for name in f.coefficients()}
+    coefficients = {
+        f"{CHILD}.{name}"
+        for f in model.modules()
+        if isinstance(f, GraphFilter)
+        for name, _ in (*f.named_parameters(recurse=False), *f.named_buffers(recurse=False))
+    }
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *coefficients}
 
 
