@@ -78,12 +78,13 @@ class Table:
             writer.writeheader()
             writer.writerows(self.rows)
 
-    def add_report(self, task: str, variant: str, report: object) -> None:
+    def add_report(self, task: str, variant: str, report: object, stage: str = "after transfer") -> None:
         more = {"steps": report.steps, "seconds": round(report.seconds)}
-        self.add(task, variant, "before transfer", "relative error", report.mean_before)
-        self.add(task, variant, "after transfer", "relative error", report.mean_after, **more)
+        if stage == "after transfer":
+            self.add(task, variant, "before transfer", "relative error", report.mean_before)
+        self.add(task, variant, stage, "relative error", report.mean_after, **more)
         for module, error in report.after.items():
-            self.add(task, variant, f"after transfer: {module}", "relative error", error)
+            self.add(task, variant, f"{stage}: {module}", "relative error", error)
 
 
 # ---------------------------------------------------------------------------------------------------- an encoder
@@ -270,6 +271,7 @@ def causal(
     transfer_steps: int,
     tune_steps: int,
     tune_lr: float,
+    variants: tuple[str, ...] = ("original", "transfer", "copy", "blend"),
     **selection: object,
 ) -> None:
     """Perplexity of the original, after each start, after transfer, and of all after fine-tuning."""
@@ -277,7 +279,15 @@ def causal(
     def measured(model: nn.Module, variant: str, stage: str, **more: object) -> None:
         table.add(task, variant, stage, "perplexity", perplexity(model, test), **more)
 
-    for variant in ("original", "copy", "blend", "transfer", "transfer, then end to end"):
+    def transferred(model: nn.Module, variant: str, stage: str, **options: object) -> None:
+        report = transfer_attention(
+            model, unlabelled, holdout=4, eval_every=25, coefficient_lr=COEFFICIENT_LR / 2, progress=False, **options
+        )
+        table.add_report(task, variant, report, stage)
+        measured(model, variant, stage, steps=report.steps, seconds=round(report.seconds))
+
+    unlabelled = [{"input_ids": ids} for ids in train]
+    for variant in variants:
         set_seed(0)
         model = build()
         if variant == "original":
@@ -287,21 +297,15 @@ def causal(
             patch_model(model, "agf", **AGF, **init, **selection)
         if variant in ("copy", "blend"):
             measured(model, variant, "at the start")
-        if variant.startswith("transfer"):
-            more = {"end_to_end": "logits", "end_to_end_lr": 1e-3} if "end" in variant else {}
-            report = transfer_attention(
-                model,
-                [{"input_ids": ids} for ids in train],
-                steps=transfer_steps,
-                lr=LR / 2,
-                coefficient_lr=COEFFICIENT_LR / 2,
-                holdout=4,
-                eval_every=max(1, transfer_steps // 4),
-                progress=False,
-                **more,
-            )
-            table.add_report(task, variant, report)
-            measured(model, variant, "after transfer", steps=report.steps, seconds=round(report.seconds))
+        if variant == "transfer":
+            transferred(model, variant, "after transfer", steps=transfer_steps, lr=LR / 2)
+            second = {
+                "steps": 0,
+                "end_to_end": "logits",
+                "end_to_end_steps": transfer_steps // 2,
+                "end_to_end_lr": 1e-3,
+            }
+            transferred(model, variant, "after end to end", **second)
         if tune_steps:
             groups = None if variant == "original" else parameter_groups(model, tune_lr, 0.01)
             begun = time.perf_counter()
@@ -349,16 +353,21 @@ def smollm2(options: argparse.Namespace) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder / "smollm2", dtype=torch.float32)
         return model.to(options.device)
 
-    for name, layers in (("all 30 layers", None), ("15 layers, every second", "odd")):
+    starts = ("original", "transfer", "copy", "blend")
+    for name, layers, variants in (
+        ("all 30 layers", None, starts),
+        ("every second layer", "odd", ("transfer", "copy")),
+    ):
         causal(
             table,
             f"SmolLM2-135M, {name}",
             build,
             train,
-            test[:30],
+            test[:20],
             transfer_steps=options.steps or 60,
             tune_steps=0 if options.device == "cpu" else 300,
             tune_lr=1e-4,
+            variants=variants,
             layers=layers,
         )
 

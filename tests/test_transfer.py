@@ -106,8 +106,12 @@ def test_padding_is_not_counted():
 def test_kinds_of_batches():
     tensors = [b["input_ids"] for b in batches()]
     labelled = [{"input_ids": t, "labels": torch.zeros(2)} for t in tensors]
-    reports = [run(patched(), data, steps=10) for data in (tensors, labelled, (t for t in tensors))]
-    assert reports[0].after == reports[1].after == reports[2].after
+    reports = [run(patched(), data, steps=10) for data in (tensors, labelled, (t for t in 2 * tensors))]
+    assert reports[0].after == reports[1].after
+    short = run(patched(), (t for t in tensors), steps=10)
+    assert short.stopped == "the batches ended at step 4 (an iterator gives them once)"
+    assert short.mean_after < short.mean_before
+    assert reports[2].stopped == "all steps made"
     held = run(patched(), tensors[2:], steps=10, holdout=tensors[:2])
     assert held.after == reports[0].after
 
@@ -116,7 +120,7 @@ def test_kinds_of_batches():
     ("data", "message"),
     [
         ([], r"yields 0 batches, holdout=2 asks for more"),
-        ([torch.ones(1, 4, dtype=torch.long)] * 2, "all held out: none is left to fit"),
+        ([torch.ones(1, 4, dtype=torch.long)] * 2, "yields no batch that is not held out"),
         ([{"labels": torch.zeros(2)}] * 6, r"a batch holds \['labels'\] and no input of the model"),
         ([["text"]] * 6, "a batch must be a mapping of model inputs or a tensor, got list"),
     ],
@@ -135,6 +139,8 @@ def test_bad_arguments():
         run(FAMILIES["bert"].build(), batches())
     with pytest.raises(GraphFilterError, match="steps and eval_every must be >= 1"):
         run(patched(), batches(), steps=0)
+    only_second = run(patched(), batches(), steps=0, end_to_end="hidden", end_to_end_steps=3)
+    assert only_second.steps == 3
     with pytest.raises(GraphFilterError, match="end_to_end='probabilities': use 'hidden', 'logits' or None"):
         run(patched(), batches(), end_to_end="probabilities")
     with pytest.raises(GraphFilterError, match="returns no logits; use 'hidden'"):

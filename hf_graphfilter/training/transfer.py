@@ -90,9 +90,9 @@ def transfer_attention(
     Args:
         model: a patched model, in any precision, on any device. With ``init="blend"`` the filter's branch is fitted and
             the gate stays. AGF needs ``correction=True`` to fit well, since query and key stay as they are.
-        dataloader: batches, passed through again when they end: mappings of model inputs, from which labels are left
-            out, or tensors, the model's main input.
-        steps: batches of the regression.
+        dataloader: batches, gone through again when they end (unless they come from an iterator): mappings of model
+            inputs, from which labels are left out, or tensors, the model's main input.
+        steps: batches of the regression; 0 leaves it out, for the second stage alone.
         lr: peak learning rate of AdamW; linear warm-up, then a cosine to zero.
         coefficient_lr: of the coefficients (theta ...).
         end_to_end: ``"hidden"`` (relative squared error, mean over the hidden states of all layers) or ``"logits"``
@@ -124,7 +124,7 @@ def transfer_attention(
 
     Source: the regression is that of "attention transfer" in Zhang et al., LoLCATs (2024), here for AGF.
     """
-    if steps < 1 or eval_every < 1:
+    if steps < (end_to_end is None) or eval_every < 1:
         raise GraphFilterError(f"steps and eval_every must be >= 1, got {steps} and {eval_every}")
     modules = {name: module.graph_filter for name, module in patched_modules(model)}
     held, source = _set_aside(model, dataloader, holdout)
@@ -132,7 +132,9 @@ def transfer_attention(
     with _only_filters(model, modules), _full_precision(modules):
         report = TransferReport(before=_errors(model, modules, held))
         settings = {"steps": steps, "lr": lr, "coefficient_lr": coefficient_lr, "modules": sorted(modules)}
-        stages = [_Stage("attention", steps, lr, coefficient_lr, lambda batch: _regress(model, modules, batch))]
+        stages = []
+        if steps:
+            stages += [_Stage("attention", steps, lr, coefficient_lr, lambda batch: _regress(model, modules, batch))]
         if end_to_end is not None:
             distance = {"hidden": _hidden_distance, "logits": _logits_distance}.get(end_to_end)
             if distance is None:
@@ -162,14 +164,15 @@ def _set_aside(
 ) -> tuple[list[dict[str, Any]], Iterable[Any]]:
     if not isinstance(holdout, int):
         return [_inputs(model, batch) for batch in holdout], dataloader
-    if iter(dataloader) is dataloader:  # a generator is gone through once: keep its batches
-        dataloader = list(dataloader)
     held = [_inputs(model, batch) for batch in islice(dataloader, holdout)]
     if len(held) < holdout or holdout < 1:
         raise GraphFilterError(f"the dataloader yields {len(held)} batches, holdout={holdout} asks for more")
-    if sum(1 for _ in islice(dataloader, holdout + 1)) == holdout:
-        raise GraphFilterError(f"the dataloader yields {holdout} batches, all held out: none is left to fit")
-    return held, _Rest(dataloader, holdout)
+    return held, dataloader if _is_iterator(dataloader) else _Rest(dataloader, holdout)
+
+
+def _is_iterator(source: Iterable[Any]) -> bool:
+    """Whether batches come once, as from a generator."""
+    return iter(source) is source
 
 
 @dataclass
@@ -182,13 +185,13 @@ class _Rest:
 
 
 def _batches(model: nn.Module, source: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    while True:
-        empty = True
+    empty = True
+    while empty or not _is_iterator(source):
         for batch in source:
             empty = False
             yield _inputs(model, batch)
         if empty:
-            raise GraphFilterError("the dataloader yields no batch (an iterator that is exhausted?)")
+            raise GraphFilterError("the dataloader yields no batch that is not held out (or is exhausted)")
 
 
 def _inputs(model: nn.Module, batch: Any) -> dict[str, Any]:
@@ -399,14 +402,16 @@ class _Run:
     def fit(self, batches: Iterator[dict[str, Any]], eval_every: int, patience: int | None, progress: bool) -> None:
         if self.keep is not None and self.keep.restore(self):
             if self.stage.name in self.keep.finished:
+                self.report.steps += self.step
                 return
             next(islice(batches, self.step, self.step), None)
         else:
             self._measure()
         with tqdm(total=self.stage.steps, initial=self.step, desc=self.stage.name, disable=not progress) as bar:
             while self.step < self.stage.steps:
-                problem = self._advance(next(batches), bar)
-                if problem is None and self.step % eval_every and self.step < self.stage.steps:
+                batch = next(batches, None)
+                problem = None if batch is None else self._advance(batch, bar)
+                if batch is not None and problem is None and self.step % eval_every and self.step < self.stage.steps:
                     continue
                 if problem is None and not math.isfinite(self._measure()):
                     problem = f"non-finite error on the held-out batches at step {self.step}"
@@ -415,6 +420,9 @@ class _Run:
                     break
                 if self.keep is not None:
                     self.keep.save(self)
+                if batch is None:
+                    self.report.stopped = f"the batches ended at step {self.step} (an iterator gives them once)"
+                    break
                 if patience is not None and self.stale >= patience:
                     self.report.stopped = "no improvement"
                     break
@@ -480,6 +488,7 @@ class _Checkpoint:
             "settings": self.settings,
             "stage": run.stage.name,
             "step": run.step,
+            "earlier_steps": run.report.steps - finished * run.step,
             "best": run.best,
             "stale": run.stale,
             "finished": self.finished,
@@ -507,6 +516,7 @@ class _Checkpoint:
             )
         self.finished = progress["finished"]
         if run.stage.name in self.finished and progress["stage"] != run.stage.name:
+            run.step = progress["earlier_steps"]
             return True  # a later stage has its results
         if progress["stage"] != run.stage.name:
             return False
