@@ -1,6 +1,6 @@
 """Time and memory of AGF: ``python benchmarks/agf.py`` (CPU, and the GPU where there is one).
 
-attention: AGF against plain SDPA alone, n = 512 ... 65536, encoder and causal, one sequence; with it the fitted
+attention: AGF against plain SDPA alone, n = 64 ... 65536, encoder and causal, one sequence; with it the fitted
 exponent of AGF's time in n between 4k and 64k, and the length from which it is the faster one. memory: the peak of the
 same calls, each in a process of its own. layers: a whole attention module in training, with and without the
 orthogonality loss. decoding: milliseconds a token of a causal AGF and of plain attention, by the length of the context.
@@ -29,7 +29,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from hf_graphfilter import functional, patch_model
 from hf_graphfilter.training.orthogonality import _Regulariser, _Shared  # its cost, without a Trainer around it
 
-LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 CONTEXTS = (100, 1000, 10_000, 100_000)
 HEADS, FEATURES = 12, 64
 SDPA_UP_TO = {"cpu": 16384, "cuda": 65536}  # beyond, one backward pass takes minutes

@@ -229,8 +229,8 @@ def agf_transfer(device: str = "cpu") -> str:
         ]
     if rows := read(f"transfer-{device}-finetune"):
         parts += [
-            "**MiniLM-L6 fine-tuned**, one epoch (2,000 snippets; 4,000 sentences of SST-2, its dev set), all with "
-            "window 4 and corrections but the last; accuracy in %, mean ± standard deviation over the seeds, and the "
+            "**MiniLM-L6 fine-tuned**, one epoch (2,000 snippets; 2,500 sentences of SST-2, its dev set), all with "
+            "window 4 and corrections; accuracy in %, mean ± standard deviation over the seeds, and the "
             f"paired difference to the original with its 95 % interval. {where(rows)}",
             markdown_table(*finetuned(rows)),
         ]

@@ -1,9 +1,9 @@
 """AGF in the place of pretrained attention, by each of its starts: ``python benchmarks/transfer.py --only SECTION``.
 
-minilm: attention transfer on a real encoder, by options of AGF; the chosen one longer. finetune: that encoder
-fine-tuned on movie-review snippets and SST-2 from each start. gpt2: a small GPT-2, trained from scratch on WikiText-2,
-and its perplexity. smollm2: the perplexity of SmolLM2-135M. deit: DeiT-Tiny on 20 classes of Tiny ImageNet, with L
-layers patched.
+minilm: attention transfer on a real encoder, by options of AGF; the chosen one longer. mixed: the same on long windows
+and on the task's own short texts, then end to end. finetune: that encoder fine-tuned on movie-review snippets and SST-2
+from each start. gpt2: a small GPT-2, trained from scratch on WikiText-2, and its perplexity. smollm2: the perplexity of
+SmolLM2-135M. deit: DeiT-Tiny on 20 classes of Tiny ImageNet, with L layers patched.
 
 Data and weights are read from --shared (see its READMEs). Every section writes
 benchmarks/results/transfer-DEVICE-SECTION.csv, one measured value a row, after each run, so that an interrupted one is
@@ -67,7 +67,10 @@ class Table:
         name = f"transfer-{options.device}-{section}.csv"
         self.file = options.output / name
         self.common = {"date": date.today().isoformat(), "device": hardware(options.device), "section": section}
-        self.rows: list[dict] = []
+        self.rows = list(csv.DictReader(self.file.open())) if options.append and self.file.is_file() else []
+
+    def has(self, task: str, variant: str, seed: int) -> bool:
+        return any((r["task"], r["variant"], str(r["seed"])) == (task, variant, str(seed)) for r in self.rows)
 
     def add(self, task: str, variant: str, stage: str, metric: str, value: float, **more: object) -> None:
         row = {"task": task, "variant": variant, "stage": stage, "metric": metric, "value": f"{value:.4f}", **more}
@@ -137,6 +140,28 @@ def minilm(options: argparse.Namespace) -> None:
         table.add_report("MiniLM-L6", variant, fitted(config, 200)[1])
 
 
+def mixed(options: argparse.Namespace) -> None:
+    """Transfer on long windows and on the short texts of the task in turn, then end to end on the hidden states."""
+    table, source = Table(options, "mixed"), pretrained_path()
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    train, _, _, _ = snippets_task(options, tokenizer)
+    collate = DataCollatorWithPadding(tokenizer)
+    short = [collate([{"input_ids": ids} for ids in train.encoded[i : i + 32]]) for i in range(0, len(train), 32)]
+    long = reviews(options, tokenizer)
+    batches = [batch for pair in zip(long, itertools.cycle(short[4:]), strict=False) for batch in pair]
+    set_seed(0)
+    model = patch_model(AutoModel.from_pretrained(source).to(options.device), "agf", **AGF)
+    held = [*long[:4], *short[:4]]
+    rates = {"lr": LR, "coefficient_lr": COEFFICIENT_LR, "progress": False, "eval_every": 100}
+    task, variant = "MiniLM-L6", "correction, window 4: windows and snippets"
+    report = transfer_attention(model, batches[8:], steps=options.steps or 800, holdout=held, **rates)
+    table.add_report(task, variant, report)
+    second = {"steps": 0, "end_to_end": "hidden", "end_to_end_steps": 200, "end_to_end_lr": 1e-3}
+    report = transfer_attention(model, batches[8:], holdout=held, **rates, **second)
+    table.add_report(task, variant, report, "end to end")
+    save_filter(model, options.runs / "minilm-agf-mixed")
+
+
 class Sentences(Snippets):
     """The same with classes."""
 
@@ -164,7 +189,7 @@ def sst2_task(options: argparse.Namespace, tokenizer: object) -> tuple:
         lines = (options.shared / "data" / "glue" / "SST-2" / name).read_text().splitlines()[1:]
         return [(int(label), text) for text, label in (line.rsplit("\t", 1) for line in lines)]
 
-    train = random.Random(0).sample(rows("train.tsv"), 4000)
+    train = random.Random(0).sample(rows("train.tsv"), 2500)
 
     def score(predicted: Tensor, labels: Tensor) -> float:
         return (predicted.argmax(-1) == labels).float().mean().item()
@@ -175,14 +200,17 @@ def sst2_task(options: argparse.Namespace, tokenizer: object) -> tuple:
 TASKS = {"movie-snippets": snippets_task, "SST-2": sst2_task}
 
 
+STARTS = ("original", "transfer", "transfer, mixed", "blend", "copy")
+
+
 def start(model: nn.Module, variant: str, fitted: Path) -> nn.Module:
     """Patch ``model`` by one of the starts that are compared."""
     if variant == "original":
         return model
-    if variant == "transfer":
-        return load_filter(model, fitted)
+    if variant.startswith("transfer"):
+        return load_filter(model, fitted.with_name(fitted.name + "-mixed" * ("mixed" in variant)))
     init = {"init": "blend"} if variant == "blend" else {}
-    return patch_model(model, "agf", **({} if variant == "copy, paper's form" else AGF), **init)
+    return patch_model(model, "agf", **AGF, **init)
 
 
 def finetune(options: argparse.Namespace) -> None:
@@ -191,7 +219,9 @@ def finetune(options: argparse.Namespace) -> None:
     for task, make in TASKS.items():
         train, test, classes, score = make(options, tokenizer)
         for seed in range(1, options.seeds + 1):
-            for variant in ("original", "transfer", "blend", "copy", "copy, paper's form"):
+            for variant in STARTS:
+                if table.has(task, variant, seed):
+                    continue
                 set_seed(seed)
                 model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=classes)
                 model = start(model, variant, options.runs / "minilm-agf")
@@ -329,16 +359,16 @@ def gpt2(options: argparse.Namespace) -> None:
     if not trained.is_dir():
         set_seed(0)
         model = GPT2LMHeadModel(GPT2Config(n_layer=6, n_head=4, n_embd=256, n_positions=256)).to(options.device)
-        fit(model, train, options.steps or 1000, 1e-3)
+        fit(model, train, options.steps or 500, 1e-3)
         model.save_pretrained(trained)
     causal(
         table,
         "GPT-2, 6 layers, d 256",
         lambda: GPT2LMHeadModel.from_pretrained(trained).to(options.device),
         train,
-        test[:40],
-        transfer_steps=200,
-        tune_steps=100,
+        test[:20],
+        transfer_steps=100,
+        tune_steps=60,
         tune_lr=3e-4,
     )
 
@@ -439,7 +469,7 @@ def deit(options: argparse.Namespace) -> None:
         table.add("DeiT-Tiny", variant, "after transfer", "accuracy", accuracy(model), **more)
 
 
-SECTIONS = {"minilm": minilm, "finetune": finetune, "gpt2": gpt2, "smollm2": smollm2, "deit": deit}
+SECTIONS = {"minilm": minilm, "mixed": mixed, "finetune": finetune, "gpt2": gpt2, "smollm2": smollm2, "deit": deit}
 
 
 def main() -> None:
@@ -452,6 +482,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the tables")
     parser.add_argument("--steps", type=int, help="of the section's main training, instead of its default")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--append", action="store_true", help="keep the rows that a file has; finetune makes the rest")
     options = parser.parse_args()
     options.runs.mkdir(parents=True, exist_ok=True)
     options.output.mkdir(parents=True, exist_ok=True)

@@ -64,7 +64,7 @@ class AGF(GraphFilter):
         _refuse(config, site)
         assert site.hidden_size is not None
         inner = site.heads * site.head_dim
-        self.head_dim, self.causal = site.head_dim, site.causal
+        self.head_dim = site.head_dim
         self.steps = recurrence(config.basis, config.K, config.a, config.b)
         learned = config.K + (not config.constrain_theta)
         shape = (learned,) if config.theta == "shared" else (site.heads, learned)
