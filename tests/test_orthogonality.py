@@ -289,6 +289,9 @@ def test_what_cannot_be_counted_right_is_refused(tmp_path):
     args.deepspeed, args._n_gpu = None, 2
     with pytest.raises(GraphFilterError, match="DataParallel is not supported"):
         OrthogonalityCallback().on_train_begin(args, None, None, model=model())
+    args._n_gpu = 1
+    with pytest.raises(GraphFilterError, match="gamma is 0 in the config of every AGF layer"):
+        OrthogonalityCallback().on_train_begin(args, None, None, model=model(gamma=0.0))
     with pytest.raises(GraphFilterError, match="has no blended layer"):
         BlendSchedule().on_train_begin(args, TrainerState(max_steps=1), None, model=model())
 

@@ -73,12 +73,12 @@ def polynomials(x: Tensor, steps: Recurrence) -> Iterator[Tensor]:
         >>> [t.item() for t in polynomials(torch.tensor([0.5]), recurrence("chebyshev", 2))]
         [1.0, 0.5, -0.5]
     """
-    earlier, current = None, torch.ones_like(x)
+    earlier = current = torch.ones_like(x)
     yield current
     for alpha, beta, gamma in steps:
-        following = (x * alpha).add_(beta).mul_(current) if not x.requires_grad else (x * alpha + beta) * current
+        following = (x * alpha + beta if beta else x * alpha) * current
         if gamma:
-            following = following - gamma * earlier  # type: ignore[operator]
+            following = torch.sub(following, earlier, alpha=gamma)
         earlier, current = current, following
         yield current
 
@@ -92,7 +92,11 @@ def expand(x: Tensor, theta: Tensor, steps: Recurrence) -> Tensor:
         steps: from ``recurrence``.
     """
     theta = _per_head(theta, x)
-    return sum(theta[k] * t for k, t in enumerate(polynomials(x, steps)))  # type: ignore[return-value]
+    terms = polynomials(x, steps)
+    total = theta[0] * next(terms)
+    for k, t in enumerate(terms, 1):
+        total = torch.addcmul(total, theta[k], t)
+    return total
 
 
 def expand_with_derivatives(x: Tensor, theta: Tensor, steps: Recurrence) -> tuple[Tensor, Tensor, list[Tensor]]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .polynomials import Recurrence, expand_with_derivatives
+from .polynomials import Recurrence, expand, expand_with_derivatives
 
 CHUNK = 64  # tokens that the causal form takes together
 PIECE = 1 << 15  # numbers that elementwise work on the CPU takes at once
@@ -81,7 +81,7 @@ class _LeftVectors(torch.autograd.Function):
         out = torch.empty_like(u, memory_format=torch.contiguous_format)
         for part in _blocks(u, PIECE):
             U, x = _wide(u[:, :, part]).softmax(-1), _wide(sigma[:, :, part]).sigmoid()
-            out[:, :, part] = U.mul_(_expand(x, theta, steps))
+            out[:, :, part] = U.mul_(expand(x, theta, steps))
         return out
 
     @staticmethod
@@ -105,24 +105,6 @@ class _LeftVectors(torch.autograd.Function):
             toward_u = p.mul_(g)
             grad_u[:, :, part] = U * (toward_u - torch.linalg.vecdot(U, toward_u).unsqueeze(-1))
         return grad_u, grad_sigma, grad_theta, None
-
-
-def _expand(x: Tensor, theta: Tensor, steps: Recurrence) -> Tensor:
-    """``expand`` with work done in place."""
-    coefficients = theta.reshape(-1, theta.shape[-1]).t().reshape(theta.shape[-1], -1, 1, 1)
-    earlier, current = None, None
-    total = coefficients[0].expand(x.shape[1] if theta.dim() == 2 else 1, 1, 1).expand_as(x).clone()
-    for k, (alpha, beta, gamma) in enumerate(steps, 1):
-        following = x * alpha
-        if beta:
-            following.add_(beta)
-        if current is not None:
-            following.mul_(current)
-        if gamma:
-            following.sub_(gamma if earlier is None else earlier, alpha=1 if earlier is None else gamma)
-        earlier, current = current, following
-        total.addcmul_(coefficients[k], current)
-    return total
 
 
 # -------------------------------------------------------------------------------------- every token sees every token

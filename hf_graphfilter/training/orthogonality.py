@@ -96,6 +96,10 @@ class OrthogonalityCallback(LoggingCallback):
             raise GraphFilterError(
                 "OrthogonalityCallback: DeepSpeed scales the loss where a callback cannot see it; use DDP or FSDP"
             )
+        if self.gamma is None and not any(layer.config.gamma for layer in layers):
+            raise GraphFilterError(
+                "OrthogonalityCallback: gamma is 0 in the config of every AGF layer; give it one, gamma=1e-2 for instance"
+            )
         self.shared = _Shared()
         for layer in layers:
             gamma = layer.config.gamma if self.gamma is None else self.gamma
