@@ -98,7 +98,7 @@ class OrthogonalityCallback(LoggingCallback):
             )
         if self.gamma is None and not any(layer.config.gamma for layer in layers):
             raise GraphFilterError(
-                "OrthogonalityCallback: gamma is 0 in the config of every AGF layer; give it one, gamma=1e-2 for instance"
+                "OrthogonalityCallback: gamma is 0 in the config of every AGF layer; give it one, say gamma=1e-2"
             )
         self.shared = _Shared()
         for layer in layers:
