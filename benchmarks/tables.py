@@ -231,7 +231,8 @@ def agf_transfer(device: str = "cpu") -> str:
         parts += [
             "**MiniLM-L6 fine-tuned**, one epoch (2,000 snippets; 2,500 sentences of SST-2, its dev set), all with "
             "window 4 and corrections; *mixed* is transferred on reviews and snippets, then end to end; accuracy in %, "
-            f"mean ± standard deviation over the seeds, and the paired difference to the original with its 95 % interval. {where(rows)}",
+            "mean ± standard deviation over the seeds, and the paired difference to the original with its 95 % "
+            f"interval. {where(rows)}",
             markdown_table(*finetuned(rows)),
         ]
     for section, caption in (
