@@ -221,11 +221,22 @@ def filter_causal(
     if state is None:
         state = no_past(v, value)
     with torch.autocast(v.device.type, enabled=False):
-        if v.shape[2] > 1 and _underflows(v.detach(), keys):
+        if v.shape[2] == 1:
+            out, state = _one_token(_wide(w), _wide(v)[:, :, 0], _wide(value), state)
+            return out.to(value.dtype), state
+        if _underflows(v.detach(), keys):
             out, state = _stable_causal(_wide(w), _wide(v), _wide(value), state)
             return out.to(value.dtype), state
         out, mass, mean = _Causal.apply(w, v, value, *state)
     return out, CausalState(mass, mean)
+
+
+def _one_token(w: Tensor, v: Tensor, value: Tensor, state: CausalState) -> tuple[Tensor, CausalState]:
+    """A step of decoding; ``v`` (batch, heads, features), the others with one token."""
+    mass = torch.logaddexp(state.mass, v)
+    kept, added = (state.mass - mass).exp().unsqueeze(-1), (v - mass).exp().unsqueeze(-1)
+    mean = torch.addcmul(kept * state.mean, added, value)
+    return w @ mean, CausalState(mass.detach(), mean.detach())
 
 
 def _underflows(v: Tensor, keys: Tensor | None) -> bool:
