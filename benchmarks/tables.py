@@ -165,7 +165,10 @@ def agf_speed(device: str = "cpu") -> str:
                         f"{plain['median_ms']:,.1f}" if plain else "",
                         f"{agf['median_ms']:,.1f}",
                         f"**{float(agf['ratio_to_plain']):.3f}**" if plain else "",
-                        " / ".join(memory.get((n, causal, which, form), "") for form in ("plain", "agf")),
+                        " / ".join(
+                            memory.get((n, causal, which, form), "-")
+                            for form in (("plain", "agf") if plain else ("agf",))
+                        ),
                     ]
                 )
             faster = [n for n, f in cases.items() if "plain" in f and float(f["agf"]["ratio_to_plain"]) < 1]
