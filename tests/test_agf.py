@@ -155,6 +155,19 @@ def test_a_mask_without_any_token_gives_zeros(causal, dtype):
     assert all(x.grad.isfinite().all() for x in inputs)
 
 
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_a_model_survives_a_row_of_padding(name):
+    family = FAMILIES[name]
+    model, inputs = turn_on(patch_model(family.build(), "agf", window=2, correction=True)), family.inputs()
+    whole = output(model, inputs)
+    inputs["attention_mask"][1] = 0
+    found = output(model, inputs)
+    assert found.isfinite().all()
+    torch.testing.assert_close(found[0], whole[0], atol=1e-5, rtol=1e-5)
+    found.sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("scale", [1.0, 80.0])
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 300])
