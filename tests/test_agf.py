@@ -11,7 +11,7 @@ from test_patching import GENERATORS, OPTIONS
 from torch.autograd import gradcheck
 from transformers import DynamicCache, MistralConfig, MistralModel, StaticCache
 
-from hf_graphfilter import AGFConfig, GraphFilterError, filter_status, patch_model, set_blend
+from hf_graphfilter import AGFConfig, GraphFilterError, filter_status, patch_model, set_blend, unpatch_model
 from hf_graphfilter.functional import agf, gfsa, orthogonality_loss
 from hf_graphfilter.ops import spectral
 from hf_graphfilter.ops.polynomials import expand, polynomials, recurrence
@@ -215,7 +215,9 @@ def test_the_slow_form_is_for_steep_logits_only():
     assert spectral._underflows(v, None)
     keys = torch.ones(1, 200, dtype=torch.bool)
     keys[:, 100] = False
-    assert not spectral._underflows(v.masked_fill(~keys[:, None, :, None], -1e30), keys)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        hidden, _ = spectral._hide(v.to(dtype), v.to(dtype), keys)
+        assert not spectral._underflows(hidden, keys)
 
 
 def test_half_precision_takes_its_softmax_in_float32():
@@ -463,6 +465,13 @@ def test_caches_that_cannot_hold_the_state_are_refused():
         model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=32))
     with pytest.raises(GraphFilterError, match="was filled without it: start with a new cache"):
         model(ids[:, 5:], past_key_values=filled)
+
+
+def test_the_plain_model_does_not_take_a_cache_without_keys():
+    model, ids = patch_model(FAMILIES["llama"].build(), "agf"), FAMILIES["llama"].inputs()["input_ids"]
+    cache = model(ids[:, :5], use_cache=True).past_key_values
+    with pytest.raises(GraphFilterError, match="holds no keys and values for a module without it"):
+        unpatch_model(model)(ids[:, 5:], past_key_values=cache)
 
 
 def test_some_layers_agf_and_some_gfsa_decode_together():

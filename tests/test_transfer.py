@@ -6,11 +6,12 @@ import json
 
 import pytest
 import torch
-from models import FAMILIES, output
+from models import FAMILIES, output, turn_on
 from transformers import GPT2LMHeadModel
 
 from hf_graphfilter import (
     AGFConfig,
+    GFSAConfig,
     GraphFilterError,
     drop_blend,
     filter_parameters,
@@ -72,6 +73,12 @@ def test_only_filters_change_and_they_come_closer(name, init):
     if init == "blend":
         assert torch.equal(output(model.eval(), FAMILIES[name].inputs()), original)
     assert torch.equal(output(unpatch_model(model).eval(), FAMILIES[name].inputs()), original)
+
+
+def test_a_polynomial_can_be_fitted_too():
+    model = turn_on(patched("llama", GFSAConfig(learn=("w_0", "w_K"))))
+    report = run(model, batches("llama"))
+    assert report.mean_after < 0.9 * report.mean_before
 
 
 def test_the_report_is_what_the_model_does():

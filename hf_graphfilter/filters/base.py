@@ -71,7 +71,7 @@ class GraphFilter(nn.Module):
 
     def approximate(self, shift: ShiftOperator, value: Tensor) -> Tensor:
         """What attention transfer fits to ``S(value)``; shapes as in ``forward``, which it is by default."""
-        return self(shift, value)  # type: ignore[no-any-return]
+        return type(self).forward(self, shift, value)  # not the instance's, which transfer replaces
 
     @property
     def decoding(self) -> Literal["rows", "state", "state and keys"]:

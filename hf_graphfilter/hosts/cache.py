@@ -92,8 +92,8 @@ class KeyedStateLayer(_Keeping, DynamicLayer):
         if (args or tuple(kwargs.values()))[0] in (0, self.get_seq_length()):
             return
         raise GraphFilterError(
-            "a causal AGF keeps one state for all past tokens and cannot take the last ones out again (crop): assisted "
-            "decoding does not work with it; start with a new cache"
+            "this graph filter keeps one state for all past tokens and cannot take the last ones out again (crop): "
+            "assisted decoding does not work with it; start with a new cache"
         )
 
 
@@ -101,8 +101,15 @@ class StateLayer(KeyedStateLayer):
     """Keeps a filter's state and the number of tokens, no keys and values: constant size."""
 
     length = 0
+    announced = False  # by ``prepare``, before every update: a module without the filter would see no past
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.announced:
+            raise GraphFilterError(
+                "this cache was filled through a graph filter and holds no keys and values for a module without it: "
+                "start with a new cache"
+            )
+        self.announced = False
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             # what other code reads of a cache: batch, heads, features, of zero tokens
@@ -162,6 +169,8 @@ def prepare(past: Any, module: Any) -> None:
             f"({type(layer).__name__}) "
             + ("was filled without it: start with a new cache" if filled else "cannot hold it: use a DynamicCache")
         )
+    if isinstance(layer, StateLayer):
+        layer.announced = True
 
 
 def memory(past: Any, module: Any, key: Tensor) -> tuple[_Rows | None, dict[str, Tensor] | None]:

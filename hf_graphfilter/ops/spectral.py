@@ -22,7 +22,7 @@ PIECE = 1 << 15  # numbers that elementwise work on the CPU takes at once
 BLOCK = 1 << 18  # and matrix products
 _NEVER = -1e30  # logit of a token that is not there; finite, so that no inf - inf can arise
 _TINY = 1e-30  # smallest running mass, relative to its chunk's, that the fast causal form divides by
-_LOG_TINY = -68.0
+_STEEP = 68.0  # e^-68 is above it
 
 
 class CausalState(NamedTuple):
@@ -131,7 +131,12 @@ def _hide(v: Tensor, value: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor
     if keys is None:
         return v, value
     gone = ~keys[:, None, :, None]
-    return v.masked_fill(gone, max(_NEVER, torch.finfo(v.dtype).min / 2)), value.masked_fill(gone, 0.0)
+    return v.masked_fill(gone, _absent(v.dtype)), value.masked_fill(gone, 0.0)
+
+
+def _absent(dtype: torch.dtype) -> float:
+    """The logit of a token that is not there, in the range of ``dtype``."""
+    return max(_NEVER, torch.finfo(dtype).min / 2)
 
 
 class _All(torch.autograd.Function):
@@ -248,11 +253,11 @@ def _underflows(v: Tensor, keys: Tensor | None) -> bool:
         chunks = v[:, :, : v.shape[2] // CHUNK * CHUNK].unflatten(2, (-1, CHUNK))
         parts = [chunks] if chunks.numel() else []
         parts += [v[:, :, None, chunks.shape[2] * CHUNK :]] if v.shape[2] % CHUNK else []
-        return any(bool((part.amax(-2).float() - part.amin(-2).float()).max() > -_LOG_TINY) for part in parts)
+        return any(bool((part.amax(-2).float() - part.amin(-2).float()).max() > _STEEP) for part in parts)
     chunks = _split(_wide(v), _NEVER)
-    present = chunks > _NEVER / 2 if v.element_size() > 2 else chunks > torch.finfo(v.dtype).min / 4
+    present = chunks > _absent(v.dtype) / 2
     rise = chunks.amax(-2) - torch.where(present, chunks, torch.inf).amin(-2)
-    return bool(rise.max() > -_LOG_TINY)
+    return bool(rise.max() > _STEEP)
 
 
 class _Chunks(NamedTuple):
