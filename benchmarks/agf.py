@@ -11,17 +11,14 @@ every section writes benchmarks/results/agf-DEVICE-SECTION.csv with percentiles 
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Callable, Iterator
-from datetime import date
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 import transformers
-from measure import RESULTS, hardware, measure, peak_mb, report, rounds, rows, write
+from measure import arguments, measure, peak_mb, report, rounds, rows, write
 from transformers import BertConfig, DynamicCache, GPT2Config, GPT2Model
 from transformers.models.bert.modeling_bert import BertSelfAttention
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
@@ -180,19 +177,7 @@ def one_token(model: GPT2Model, cache: DynamicCache, device: str) -> Callable[[]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--only", choices=("attention", "memory", "layers", "decoding"), help="one section")
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of rounds for each case")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder")
-    options = parser.parse_args()
-    common = {
-        "date": date.today().isoformat(),
-        "device": hardware(options.device),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    options, common = arguments(__doc__, ("attention", "memory", "layers", "decoding"), LENGTHS)
     lengths = tuple(options.lengths)
     sections = {
         "attention": lambda: attention_rows(common, options.device, lengths, options.seconds),

@@ -11,18 +11,14 @@ every section writes benchmarks/results/gfsa-DEVICE-SECTION.csv with percentiles
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from datetime import date
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import transformers
-from measure import RESULTS, hardware, measure, peak_mb, report, rounds, rows, write
+from measure import arguments, measure, peak_mb, report, rounds, rows, write
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -199,19 +195,7 @@ def start_rows(common: dict, device: str, seconds: float) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--only", choices=("start", "steps", "attention", "memory"), help="one section")
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of rounds for each case")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder")
-    options = parser.parse_args()
-    common = {
-        "date": date.today().isoformat(),
-        "device": hardware(options.device),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    options, common = arguments(__doc__, ("start", "steps", "attention", "memory"), LENGTHS)
     sections = {
         "start": lambda: start_rows(common, options.device, options.seconds),
         "steps": lambda: step_rows(common, options.device, options.seconds * 5),

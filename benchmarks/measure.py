@@ -11,7 +11,10 @@ import subprocess
 import sys
 import threading
 import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
+from datetime import date
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -29,6 +32,23 @@ def hardware(device: str) -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
     name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
     return f"{name or platform.processor()}, {torch.get_num_threads()} threads"
+
+
+def arguments(description: str, sections: tuple[str, ...], lengths: tuple[int, ...]) -> tuple[Namespace, dict]:
+    """The command line of a benchmark, and the fields that all its rows have."""
+    parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--only", choices=sections, help="one section")
+    parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of rounds for each case")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder")
+    options = parser.parse_args()
+    return options, {
+        "date": date.today().isoformat(),
+        "device": hardware(options.device),
+        "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),
+    }
 
 
 def sync(device: str) -> None:

@@ -58,10 +58,8 @@ def bench_tables() -> str:
         rows = list(csv.DictReader(file.open()))
         if section == "attention":
             rows = with_memory(rows, file.with_name(file.name.replace("attention", "memory")))
-        first = rows[0]
-        where = f"{first['device']}, {first['date']}; torch {first['torch']}, transformers {first['transformers']}."
         caption, table = SECTIONS[section]
-        parts += [f"{caption} {where}", table(rows)]
+        parts += [f"{caption} {where(rows)}", table(rows)]
     return "\n\n".join(parts)
 
 

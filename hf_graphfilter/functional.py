@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from .errors import GraphFilterError
+from .filters.gfsa import attention_terms
 from .ops import spectral
 from .ops.combine import combine
 from .ops.polynomials import Basis, recurrence
@@ -81,12 +82,8 @@ def gfsa(
 
     shift = AttentionShift(attend, query, key)
     c_0, c_1, c_K = (_coefficient(c, query, heads, n) for c, n in ((w_0, "w_0"), (w_1, "w_1"), (w_K, "w_K")))
-    powers = shift.powers(value, K if approximation == "none" else 2)
-    if approximation == "none":
-        terms = [(c_1, powers[0]), (c_K, powers[-1])]
-    else:
-        terms = [(c_1 + (2 - K) * c_K, powers[0]), ((K - 1) * c_K, powers[1])]
-    return combine([(c_0, repeat_heads(value, heads)), *terms])
+    terms = attention_terms(shift, value, c_1, c_K, K, approximation)
+    return combine([(c_0, shift.identity(value)), *terms])
 
 
 def agf(

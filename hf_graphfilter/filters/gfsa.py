@@ -67,15 +67,20 @@ class GFSA(GraphFilter):
         if not _fixed_at_zero(self.w_0):
             terms.append((self.w_0, shift.identity(value)))
         K = 1 if _fixed_at_zero(self.w_K) else self.config.K
-        if self.config.approximation == "none":
-            powers = shift.powers(value, K)
-            terms += [(self.w_1, powers[0]), (self.w_K, powers[-1])]
-        elif K == 1:
-            terms.append((self.w_1 + self.w_K, shift(value)))
-        else:
-            first, second = shift.powers(value, 2)
-            terms += [(self.w_1 + (2 - K) * self.w_K, first), ((K - 1) * self.w_K, second)]
-        return combine(terms)
+        return combine([*terms, *attention_terms(shift, value, self.w_1, self.w_K, K, self.config.approximation)])
+
+
+def attention_terms(
+    shift: ShiftOperator, value: Tensor, w_1: Tensor, w_K: Tensor, K: int, approximation: Literal["taylor", "none"]
+) -> list[tuple[Tensor, Tensor]]:
+    """``w_1 S(value) + w_K P(value)`` as (coefficient, signal) pairs for ``combine``; see ``GFSA``."""
+    if approximation == "none":
+        powers = shift.powers(value, K)
+        return [(w_1, powers[0]), (w_K, powers[-1])]
+    if K == 1:
+        return [(w_1 + w_K, shift(value))]
+    first, second = shift.powers(value, 2)
+    return [(w_1 + (2 - K) * w_K, first), ((K - 1) * w_K, second)]
 
 
 def _fixed_at_zero(coefficient: Tensor) -> bool:

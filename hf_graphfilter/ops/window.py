@@ -10,7 +10,7 @@ BLOCK = 32  # queries that share one slice of keys
 
 
 def attend_nearby(
-    query: Tensor, key: Tensor, value: Tensor, window: int, scaling: float, causal: bool, keys: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, window: int, scaling: float, causal: bool, keys: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Attention of every query over the keys at most ``window`` tokens away: O(n (window + BLOCK) d) time.
 
@@ -20,7 +20,7 @@ def attend_nearby(
         window: tokens on each side; only on the left where ``causal``.
         scaling: of the scores.
         causal: whether later keys are left out.
-        keys: bool (batch, key tokens), True for tokens that are there, or None.
+        keys: bool (batch, key tokens), True for tokens that are there.
 
     Returns:
         output, (batch, heads, tokens, value features), zeros where the window is empty; and the logarithm of the sum of
@@ -41,12 +41,9 @@ def attend_nearby(
         )
         return x.unfold(2, width, block).transpose(-1, -2)
 
-    there = torch.ones(1, 1, key.shape[2], 1, dtype=torch.bool, device=key.device)
-    if keys is not None:
-        there = keys[:, None, :, None]
     distance = torch.arange(width, device=key.device) - torch.arange(block, device=key.device)[:, None]
     inside = (distance >= 0) & (distance <= (window if causal else 2 * window))
-    inside = inside & slices(there).mT
+    inside = inside & slices(keys[:, None, :, None]).mT
     queries = functional.pad(query, (0, 0, 0, missing)).unflatten(2, (-1, block))
     scores = (queries @ slices(key).mT * scaling).to(torch.promote_types(query.dtype, torch.float32))
     scores = scores.masked_fill(~inside, -1e30)

@@ -406,7 +406,7 @@ class _Run:
                 return
             next(islice(batches, self.step, self.step), None)
         else:
-            self._measure()
+            self._measure(self.report.before)
         with tqdm(total=self.stage.steps, initial=self.step, desc=self.stage.name, disable=not progress) as bar:
             while self.step < self.stage.steps:
                 batch = next(batches, None)
@@ -447,9 +447,10 @@ class _Run:
         bar.set_postfix_str(" ".join(f"{e:.3f}" for e in errors.values()), refresh=False)
         return None
 
-    def _measure(self) -> float:
+    def _measure(self, errors: dict[str, float] | None = None) -> float:
+        """The held-out error; of the regression it is the mean of ``errors``, where these are known already."""
         if self.stage.measure is None:
-            errors = _errors(self.model, self.modules, self.held)
+            errors = errors or _errors(self.model, self.modules, self.held)
             error = sum(errors.values()) / len(errors)
         else:
             error = self.stage.measure(self.held)
