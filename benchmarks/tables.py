@@ -12,7 +12,6 @@ import csv
 import json
 import re
 import shutil
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from agf import growth
 from measure import RESULTS
 from transfer import STARTS
 
+from hf_graphfilter.analysis.comparison import mean_and_sd, paired_comparison
 from hf_graphfilter.card import markdown_table
 from hf_graphfilter.demo import result_rows
 
@@ -247,8 +247,6 @@ def agf_transfer(device: str = "cpu") -> str:
 
 
 def finetuned(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
-    from scipy import stats
-
     header, body = ["task", "start", "seeds", "accuracy", "against the original", "95 % interval"], []
     for task in dict.fromkeys(row["task"] for row in rows):
         by: dict[str, dict[str, float]] = {}
@@ -257,13 +255,11 @@ def finetuned(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
                 by.setdefault(row["variant"], {})[row["seed"]] = 100 * float(row["value"])
         for variant in (v for v in STARTS if v in by):
             found = by[variant]
-            spread = statistics.stdev(found.values()) if len(found) > 1 else 0.0
-            cells = [task, variant, str(len(found)), f"{statistics.mean(found.values()):.2f} ± {spread:.2f}", "", ""]
-            pairs = [found[seed] - by["original"][seed] for seed in found if seed in by["original"]]
-            if variant != "original" and len(pairs) > 1:
-                mean = statistics.mean(pairs)
-                half = stats.t.ppf(0.975, len(pairs) - 1) * statistics.stdev(pairs) / len(pairs) ** 0.5
-                cells[4:] = [f"{mean:+.2f}", f"[{mean - half:+.2f}, {mean + half:+.2f}]"]
+            cells = [task, variant, str(len(found)), mean_and_sd(list(found.values()), ".2f"), "", ""]
+            shared = [seed for seed in found if seed in by["original"]]
+            if variant != "original" and len(shared) > 1:
+                paired = paired_comparison([by["original"][s] for s in shared], [found[s] for s in shared])
+                cells[4:] = [f"{paired.mean:+.2f}", f"[{paired.low:+.2f}, {paired.high:+.2f}]"]
             body.append(cells)
     return header, body
 

@@ -38,7 +38,6 @@ from transformers import (
     GPT2LMHeadModel,
     GPT2TokenizerFast,
     Trainer,
-    TrainingArguments,
     set_seed,
 )
 
@@ -53,7 +52,7 @@ from hf_graphfilter import (
     set_blend,
     transfer_attention,
 )
-from hf_graphfilter.demo import Snippets, load_snippets, pretrained_path
+from hf_graphfilter.demo import Snippets, load_snippets, pretrained_path, quiet_arguments
 
 AGF = {"theta": "per_head", "correction": True, "window": 4}
 LR, COEFFICIENT_LR = 1e-2, 3e-2
@@ -225,20 +224,7 @@ def finetune(options: argparse.Namespace) -> None:
                 set_seed(seed)
                 model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=classes)
                 model = start(model, variant, options.runs / "minilm-agf")
-                args = TrainingArguments(
-                    output_dir=str(options.runs / "trainer"),
-                    num_train_epochs=1,
-                    per_device_train_batch_size=32,
-                    per_device_eval_batch_size=64,
-                    learning_rate=2e-4,
-                    warmup_steps=0.1,
-                    seed=seed,
-                    save_strategy="no",
-                    logging_strategy="no",
-                    report_to="none",
-                    disable_tqdm=True,
-                    dataloader_pin_memory=options.device == "cuda",
-                )
+                args = quiet_arguments(options.runs / "trainer", seed)
                 trainer = Trainer(
                     model,
                     args,

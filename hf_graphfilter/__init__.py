@@ -35,6 +35,7 @@ if typing.TYPE_CHECKING:
     from .shift import DenseShift as DenseShift
     from .shift import ShiftOperator as ShiftOperator
     from .training import BlendSchedule as BlendSchedule
+    from .training import CoefficientCallback as CoefficientCallback
     from .training import OrthogonalityCallback as OrthogonalityCallback
     from .training import drop_blend as drop_blend
     from .training import filter_optimizer as filter_optimizer
@@ -59,6 +60,7 @@ _EXPORTS = {
         "set_blend",
         "drop_blend",
         "OrthogonalityCallback",
+        "CoefficientCallback",
         "orthogonality_loss",
     ),
     "hub": ("save_filter", "load_filter"),
@@ -87,6 +89,7 @@ __all__ = [
     "set_blend",
     "drop_blend",
     "OrthogonalityCallback",
+    "CoefficientCallback",
     "orthogonality_loss",
     "save_filter",
     "load_filter",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +13,7 @@ try:
     from rich.console import Console
     from rich.markup import escape
 
-    from .console import table
+    from .console import parse_layers, parse_options, table
 except ImportError:  # pragma: no cover
     sys.exit("hf-graphfilter: the command line needs its extra: pip install 'hf-graphfilter[cli]'")
 
@@ -61,7 +60,7 @@ def patch(
     from .patching import filter_status, patch_model
 
     model = _load(source, auto_class)
-    patch_model(model, filter, layers=_layers(layers), stack=stack, **_options(options or []))  # type: ignore[arg-type]
+    patch_model(model, filter, layers=parse_layers(layers), stack=stack, **parse_options(options or []))  # type: ignore[arg-type]
     model.save_pretrained(output)
     _copy_processor(source, output)
     _print_status(model)
@@ -196,30 +195,6 @@ def _copy_processor(source: str, output: Path) -> None:
         AutoProcessor.from_pretrained(source).save_pretrained(output)
     except (OSError, ValueError, ImportError):
         Console(stderr=True).print(f"note: no tokenizer or processor found in {escape(source)}", style="dim")
-
-
-def _options(pairs: list[str]) -> dict[str, Any]:
-    options = {}
-    for pair in pairs:
-        name, sign, text = pair.partition("=")
-        if not sign:
-            raise GraphFilterError(f"--option {pair!r}: write NAME=VALUE, for instance K=4")
-        try:
-            options[name] = json.loads(text)
-        except ValueError:
-            options[name] = text
-    return options
-
-
-def _layers(text: str | None) -> Any:
-    if text is None or text in ("even", "odd"):
-        return text
-    try:
-        if ":" in text:
-            return slice(*(int(part) if part else None for part in text.split(":")))
-        return [int(part) for part in text.split(",")]
-    except (ValueError, TypeError) as error:
-        raise GraphFilterError(f"--layers {text!r}: use even, odd, indices 0,2,-1 or a slice 2:8") from error
 
 
 def _print_status(model: Any) -> None:

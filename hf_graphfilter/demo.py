@@ -10,7 +10,6 @@ from __future__ import annotations
 import gzip
 import json
 import platform
-import statistics
 import time
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -36,6 +35,7 @@ from transformers import (
     set_seed,
 )
 
+from .analysis.comparison import mean_and_sd, paired_comparison
 from .analysis.plots import plot_coefficients
 from .card import create_model_card
 from .console import table
@@ -173,19 +173,10 @@ def _model(source: str, variant: str, seed: int, K: int) -> PreTrainedModel:
     return patch_model(model, "gfsa", K=K) if variant == "gfsa" else model
 
 
-def _fine_tune(
-    model: PreTrainedModel,
-    variant: str,
-    seed: int,
-    train: Snippets,
-    test: Snippets,
-    tokenizer: Any,
-    output: Path,
-    filter_lr: float,
-    bar: TrainerCallback,
-) -> Run:
-    args = TrainingArguments(
-        output_dir=str(output / "trainer"),
+def quiet_arguments(folder: Path, seed: int) -> TrainingArguments:
+    """One epoch that saves, logs and reports nothing."""
+    return TrainingArguments(
+        output_dir=str(folder),
         num_train_epochs=1,
         per_device_train_batch_size=32,
         per_device_eval_batch_size=64,
@@ -198,6 +189,20 @@ def _fine_tune(
         disable_tqdm=True,
         dataloader_pin_memory=torch.cuda.is_available(),
     )
+
+
+def _fine_tune(
+    model: PreTrainedModel,
+    variant: str,
+    seed: int,
+    train: Snippets,
+    test: Snippets,
+    tokenizer: Any,
+    output: Path,
+    filter_lr: float,
+    bar: TrainerCallback,
+) -> Run:
+    args = quiet_arguments(output / "trainer", seed)
     trainer = Trainer(
         model,
         args,
@@ -222,22 +227,8 @@ def _fine_tune(
 
 
 def _summary(runs: list[Run], model: nn.Module, rows: int, K: int, filter_lr: float) -> dict[str, Any]:
-    from scipy import stats
-
-    by = {v: [r for r in runs if r.variant == v] for v in VARIANTS}
-    differences = [b.pearson - a.pearson for a, b in zip(by["plain"], by["gfsa"], strict=True)]
-    mean = statistics.mean(differences)
-    low = high = float("nan")
-    if len(differences) > 1:
-        half = stats.t.ppf(0.975, len(differences) - 1) * statistics.stdev(differences) / len(differences) ** 0.5
-        low, high = mean - half, mean + half
-        verdict = (
-            f"Paired difference in r over {len(differences)} seeds: {mean:+.4f}, 95 % interval "
-            f"[{low:+.4f}, {high:+.4f}]: "
-            + ("the interval excludes zero." if low > 0 or high < 0 else "no difference that these seeds can show.")
-        )
-    else:
-        verdict = f"Difference in r: {mean:+.4f} with one seed, which carries no claim."
+    by = {v: [r.pearson for r in runs if r.variant == v] for v in VARIANTS}
+    found = paired_comparison(by["plain"], by["gfsa"])
     return {
         "date": date.today().isoformat(),
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
@@ -245,8 +236,8 @@ def _summary(runs: list[Run], model: nn.Module, rows: int, K: int, filter_lr: fl
         "settings": {"train_rows": rows, "test_rows": TEST_ROWS, "K": K, "filter_lr": filter_lr, "lr": LR, "epochs": 1},
         "runs": [asdict(r) for r in runs],
         "added_parameters": {"plain": 0, "gfsa": sum(p.numel() for p in filter_parameters(model))},
-        "difference": {"pearson": mean, "low": low, "high": high, "seeds": len(differences)},
-        "verdict": verdict,
+        "difference": {"pearson": found.mean, "low": found.low, "high": found.high, "seeds": found.pairs},
+        "verdict": f"Paired difference in r: {found}.",
     }
 
 
@@ -256,11 +247,8 @@ def result_rows(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     rows = []
     for variant in VARIANTS:
         runs = [r for r in results["runs"] if r["variant"] == variant]
-        cells = []
-        for key, form in (("pearson", ".4f"), ("accuracy", ".4f"), ("seconds", ".1f")):
-            values = [r[key] for r in runs]
-            spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
-            cells.append(f"{statistics.mean(values):{form}}{spread}")
+        forms = (("pearson", ".4f"), ("accuracy", ".4f"), ("seconds", ".1f"))
+        cells = [mean_and_sd([r[key] for r in runs], form) for key, form in forms]
         rows.append([variant, str(len(runs)), *cells, str(results["added_parameters"][variant])])
     return header, rows
 

@@ -90,7 +90,8 @@ def unpatch_model(model: M) -> M:
 
 @dataclass(frozen=True)
 class FilterRow:
-    """One patched module: where it is, its filter, the coefficients by name (float32, CPU), and what computes S."""
+    """One patched module: where it is, its filter, the coefficients by name (float32 copies on the CPU), and what
+    computes S."""
 
     module: str
     filter: FilterConfig
@@ -135,7 +136,7 @@ def filter_status(model: nn.Module) -> FilterStatus:
     rows = []
     for name, module in patched_modules(model, required=False):
         graph_filter = module.graph_filter
-        values = {k: v.float().cpu() for k, v in graph_filter.coefficients().items()}
+        values = {k: v.to("cpu", torch.float32, copy=True) for k, v in graph_filter.coefficients().items()}
         rows.append(FilterRow(name, graph_filter.config, values, host.backend(module)))
     return FilterStatus(rows)
 

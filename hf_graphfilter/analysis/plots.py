@@ -19,15 +19,14 @@ def plot_coefficients(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     Raises:
         GraphFilterError: the model is not patched, or matplotlib is not installed.
     """
-    learned = {name for _, module in patched_modules(model) for name, _ in module.graph_filter.named_parameters()}
+    learned = {name for _, module in patched_modules(model) for name in module.graph_filter.learned_coefficients()}
     rows = filter_status(model)
     try:
         from matplotlib.figure import Figure  # not pyplot: no global state, no display
     except ImportError as error:
         raise GraphFilterError("plots need matplotlib: pip install 'hf-graphfilter[plots]'") from error
     found = dict.fromkeys(name for row in rows for name in row.coefficients)
-    # theta_0 ... theta_K of a filter are the parameter theta
-    names = [name for name in found if name in learned or name.rpartition("_")[0] in learned] or list(found)
+    names = [name for name in found if name in learned] or list(found)
     figure = Figure(figsize=(7, 2.6 * len(names)), layout="constrained")
     for axes, name in zip(figure.subplots(len(names), 1, squeeze=False)[:, 0], names, strict=True):
         points = [(i, row.coefficients[name].flatten()) for i, row in enumerate(rows) if name in row.coefficients]

@@ -88,6 +88,11 @@ class GraphFilter(nn.Module):
         own = (*self.named_parameters(recurse=False), *self.named_buffers(recurse=False))
         return {name: t.detach() for name, t in own}
 
+    def learned_coefficients(self) -> dict[str, Tensor]:
+        """Those of ``coefficients`` that are trained: theta_0 ... theta_K of a filter are its parameter theta."""
+        own = {name for name, _ in self.named_parameters(recurse=False)}
+        return {k: v for k, v in self.coefficients().items() if k in own or k.rpartition("_")[0] in own}
+
     def extra_repr(self) -> str:
         return f"{self.config}, heads={self.heads}"
 

@@ -1,12 +1,14 @@
 """Training patched models with the ordinary Trainer, and fitting filters to the attention that they replace."""
 
 from .blend import BlendSchedule, drop_blend, set_blend
+from .callbacks import CoefficientCallback
 from .optimizer import filter_optimizer, parameter_groups
 from .orthogonality import OrthogonalityCallback, orthogonality_loss
 from .transfer import TransferReport, transfer_attention
 
 __all__ = [
     "BlendSchedule",
+    "CoefficientCallback",
     "OrthogonalityCallback",
     "TransferReport",
     "drop_blend",

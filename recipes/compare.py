@@ -1,0 +1,192 @@
+"""Compare a graph filter with the plain model over the same seeds, or sweep its options.
+
+    python recipes/compare.py glue --config glue/bert.yaml --task cola --seeds 1 2 3 4 5
+    python recipes/compare.py glue --config glue/bert.yaml --task cola --sweep K=2,3,4,5 layers=all,even
+    python recipes/compare.py glue --config glue/minilm.yaml --task mrpc     # the `variants` of a YAML file
+
+The first word names the recipe; every flag of that recipe may follow. Compared are the plain model (--filter none), the
+baseline, with the settings given, or with the `variants` of the YAML file, or with every combination of the axes of --sweep
+(an option of the filter, or any setting: K, layers, filter_lr ...; without values: the `sweep` of the YAML file).
+
+Each finished run is kept in --results at once; the same command goes on at the first missing one. Of a sweep a figure is
+drawn beside the numbers. `python benchmarks/tables.py` writes the tables of all results into the documents.
+"""
+
+if __name__ == "__main__":  # run as a file: the repository, not this folder, whose code.py would hide Python's own
+    import sys
+    from pathlib import Path
+
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+import dataclasses
+import importlib
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from rich.console import Console
+
+from hf_graphfilter import GraphFilterError
+from hf_graphfilter.analysis.comparison import mean_and_sd, paired_comparison
+from hf_graphfilter.console import table
+from recipes import common
+from recipes.metrics import LOWER_IS_BETTER
+
+RECIPES = ("glue", "language_modeling", "code")
+PLAIN = "plain"
+
+
+def variants_of(
+    settings: common.Settings, values: dict[str, Any], sections: dict[str, Any], sweep: list[str] | None
+) -> dict[str, dict[str, Any]]:
+    """Name to overrides; the plain model first."""
+    plain = {PLAIN: {"filter": "none"}}
+    if sweep is not None:
+        axes = dict(axis.partition("=")[::2] for axis in sweep) or sections["sweep"]
+        axes = {k: v.split(",") if isinstance(v, str) else [str(x) for x in v] for k, v in axes.items()}
+        if not axes or not all(all(v) for v in axes.values()):
+            raise GraphFilterError("--sweep needs axes, K=2,3,4 layers=all,even, or a `sweep` in the YAML file")
+        if values.get("filter") == "none":
+            raise GraphFilterError("--sweep varies a filter, but --filter is none")
+        chosen = {}
+        for point in itertools.product(*axes.values()):
+            at = dict(zip(axes, point, strict=True))
+            options = [f"{k}={v}" for k, v in at.items() if k not in settings.actions]
+            fields = {k: v for k, v in at.items() if k in settings.actions}
+            chosen[", ".join(f"{k}={v}" for k, v in at.items())] = fields | (
+                {"filter_options": options} if options else {}
+            )
+        return plain | chosen
+    if sections["variants"]:
+        return plain | {name: overrides or {} for name, overrides in sections["variants"].items()}
+    if values.get("filter") == "none":
+        raise GraphFilterError("nothing to compare: --filter is none, and the YAML file has no `variants`")
+    return plain | {values.get("filter", "gfsa"): {}}
+
+
+def summarise(content: dict[str, Any]) -> dict[str, Any]:
+    """Per variant: every value of the compared metric by seed, and the paired difference to the baseline."""
+    found: dict[str, dict[int, float]] = {}
+    for record in content["runs"]:
+        found.setdefault(record["variant"], {})[record["seed"]] = record["metrics"][content["metric"]]
+    summary = {}
+    for variant in content["variants"]:
+        values = found.get(variant, {})
+        shared = sorted(set(values) & set(found.get(PLAIN, {})))
+        summary[variant] = {"values": {str(seed): values[seed] for seed in sorted(values)}}
+        if variant != PLAIN and shared:
+            paired = paired_comparison([found[PLAIN][s] for s in shared], [values[s] for s in shared])
+            summary[variant]["difference"] = {k: None if v != v else v for k, v in dataclasses.asdict(paired).items()}
+    return summary
+
+
+def summary_rows(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """(header, rows) of the comparison as text."""
+    header = ["variant", "seeds", content["metric"], "difference", "95 % interval", "p", "parameters", "training s"]
+    rows = []
+    for variant, found in content["summary"].items():
+        if not found["values"]:
+            continue
+        runs = [r for r in content["runs"] if r["variant"] == variant]
+        cells = [variant, str(len(runs)), mean_and_sd(list(found["values"].values())), "", "", ""]
+        difference = found.get("difference")
+        if difference:
+            cells[3] = f"{difference['mean']:+.4f}"
+            if difference["pairs"] > 1:
+                cells[4] = f"[{difference['low']:+.4f}, {difference['high']:+.4f}]"
+                cells[5] = f"{difference['p']:.3f}"
+        rows.append([*cells, str(runs[0]["filter_parameters"]), mean_and_sd([r["train_seconds"] for r in runs], ".0f")])
+    return header, rows
+
+
+def plot_sweep(content: dict[str, Any], file: Path) -> None:
+    """The metric over the first axis of the sweep, a line for each combination of the others, and the plain model."""
+    from matplotlib.figure import Figure
+
+    points = {}
+    for variant, found in content["summary"].items():
+        if variant != PLAIN and found["values"]:
+            first, *rest = variant.split(", ")
+            axis, _, at = first.partition("=")
+            points.setdefault(", ".join(rest), []).append((at, list(found["values"].values())))
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for i, (label, line) in enumerate(points.items()):
+        means = [sum(v) / len(v) for _, v in line]
+        spread = [(max(v) - min(v)) / 2 for _, v in line]
+        axes.errorbar([x for x, _ in line], means, spread, marker="o", capsize=3, color=f"C{i}", label=label or None)
+    plain = list(content["summary"][PLAIN]["values"].values())
+    axes.axhline(sum(plain) / len(plain), color="grey", linestyle="--", label="plain")
+    seeds = len(plain)
+    axes.set(xlabel=axis, ylabel=content["metric"], title=f"{content['model']} on {content['task']}, {seeds} seeds")
+    axes.legend(frameon=False)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=150)
+
+
+def compare(recipe: common.Recipe, argv: list[str], options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Every missing run, then the summary; the results file is whole after each run."""
+    settings = common.Settings(recipe)
+    values, sections = settings.parse(argv)
+    if values.get("push_to_hub"):
+        raise GraphFilterError("a comparison pushes nothing: run the recipe itself with --push_to_hub and one seed")
+    chosen = variants_of(settings, values, sections, options.sweep)
+    resolved = {}
+    for name, overrides in chosen.items():
+        resolved[name] = settings.override(values, overrides, f" in the variant {name!r}")
+        settings.check(resolved[name])
+    label = Path(values["task"]).name + ("-sweep" if options.sweep is not None else "")
+    name = options.name or f"{recipe.name}-{label}"
+    file = options.results / f"{name}.json"
+    content = json.loads(file.read_text()) if file.is_file() else {"runs": []}
+    content = {
+        **{"recipe": recipe.name, "task": values["task"], "model": options.model_name or Path(values["model"]).name},
+        **{"metric": recipe.metric(values["task"]), "sweep": options.sweep is not None, "variants": chosen},
+        "runs": content["runs"],
+    }
+    root = Path(values["output_dir"]).parent / name
+    for seed, variant in itertools.product(values.get("seeds", [1]), chosen):
+        known = next((r for r in content["runs"] if (r["variant"], r["seed"]) == (variant, seed)), None)
+        folder = root / variant.replace(" ", "-").replace("/", "-").replace(",", "") / f"seed-{seed}"
+        console.print(f"{variant}, seed {seed}" + (": at hand" if known else ""), highlight=False)
+        record = common.run_seed(settings, resolved[variant], seed, folder, console, known)
+        if known is None:
+            content["runs"].append({"variant": variant, **record})
+        content["summary"] = summarise(content)
+        if PartialState().is_main_process:
+            common.write_json(file, content)
+    return content
+
+
+def main(argv: list[str] | None = None) -> None:
+    common.quiet()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("recipe", choices=RECIPES)
+    parser.add_argument("--sweep", nargs="*", help="axes of the sweep, NAME=VALUE,VALUE,...")
+    parser.add_argument("--name", help="of the results file; RECIPE-TASK if not given")
+    parser.add_argument("--model_name", help="how tables call the model, if not by the last part of its path")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="folder")
+    options, rest = parser.parse_known_args(argv)
+    console = Console()
+    with common.one_line_errors("compare.py"):
+        recipe = importlib.import_module(f"recipes.{options.recipe}").RECIPE
+        content = compare(recipe, rest, options, console)
+        if PartialState().is_main_process:
+            title = f"{content['model']} on {content['task']}"
+            console.print(table(*summary_rows(content), title=title))
+            if any(content["metric"].endswith(name) for name in LOWER_IS_BETTER):
+                console.print("lower is better")
+            if content["sweep"]:
+                figure = options.results / f"{options.name or Path(content['recipe'] + '-' + content['task']).name}.png"
+                plot_sweep(content, figure)
+                console.print(f"figure: {figure}", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Fine-tune an encoder on a GLUE task, or on movie-review snippets, with a graph filter in its attention.
+
+    python recipes/glue.py --config glue/bert.yaml --task cola --seeds 1 2 3 4 5
+    python recipes/glue.py --model bert-base-uncased --task rte --filter gfsa --filter_options K=4 --smoke
+
+Tasks: cola, sst2, mrpc, qqp, stsb, mnli, qnli, rte, and movie-snippets (ratings, shipped with the package). Data comes from
+the Hub (nyu-mll/glue), or with --data from a folder that holds the official TSV files, or JSON files with text_a, text_b
+and label. Scores are those of the validation part, as in the papers: the labels of the test parts are not public.
+"""
+
+if __name__ == "__main__":  # run as a file: the repository, not this folder, whose code.py would hide Python's own
+    import sys
+    from pathlib import Path
+
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import random
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from datasets import Dataset, DatasetDict
+from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding
+
+from recipes import common, metrics
+
+
+@dataclass(frozen=True)
+class Task:
+    """Where the files are (``folder``), their columns, their labels (None: a number), and what is measured."""
+
+    folder: str
+    columns: dict[str, tuple[str, ...]]
+    labels: tuple[str, ...] | None
+    measures: tuple[type, ...] = (metrics.Accuracy,)
+    header: tuple[str, ...] | None = None
+    parts: dict[str, tuple[str, ...]] = field(
+        default_factory=lambda: {"train": ("train.tsv", "train.json"), "validation": ("dev.tsv", "dev.json")}
+    )
+
+    @property
+    def texts(self) -> list[str]:
+        return [name for name in self.columns if name != "label"]
+
+
+def pair(first: str, second: str, label: str = "label") -> dict[str, tuple[str, ...]]:
+    return {"text_a": (first, "text_a"), "text_b": (second, "text_b"), "label": (label, "label")}
+
+
+SINGLE = {"text_a": ("sentence", "text_a"), "label": ("label",)}
+ENTAILMENT = ("entailment", "not_entailment")
+TASKS = {
+    "cola": Task("CoLA", SINGLE, ("0", "1"), (metrics.Matthews,), header=("source", "label", "star", "sentence")),
+    "sst2": Task("SST-2", SINGLE, ("0", "1")),
+    "mrpc": Task("MRPC", pair("#1 String", "#2 String", "Quality"), ("0", "1"), (metrics.F1, metrics.Accuracy)),
+    "qqp": Task("QQP", pair("question1", "question2", "is_duplicate"), ("0", "1"), (metrics.F1, metrics.Accuracy)),
+    "stsb": Task("STS-B", pair("sentence1", "sentence2", "score"), None, (metrics.Correlation,)),
+    "mnli": Task(
+        "MNLI",
+        pair("sentence1", "sentence2", "gold_label"),
+        ("entailment", "neutral", "contradiction"),
+        parts={
+            "train": ("train.tsv", "train.json"),
+            "validation": ("dev_matched.tsv", "dev.json"),
+            "validation_mismatched": ("dev_mismatched.tsv",),
+        },
+    ),
+    "qnli": Task("QNLI", pair("question", "sentence"), ENTAILMENT),
+    "rte": Task("RTE", pair("sentence1", "sentence2"), ENTAILMENT),
+    "movie-snippets": Task("", {"text_a": ("text",), "label": ("label",)}, None, (metrics.Correlation,)),
+}
+COMPARED = {"cola": "matthews_correlation", "mrpc": "f1", "qqp": "f1", "stsb": "spearmanr", "movie-snippets": "pearson"}
+
+
+@lru_cache(maxsize=1)
+def load(name: str, folder: str | None) -> DatasetDict:
+    """The parts of a task with text_a, text_b and label."""
+    task = TASKS[name]
+    if name == "movie-snippets":
+        return movie_snippets()
+    if folder is None:
+        data = common.from_hub("nyu-mll/glue", name)
+        columns = {"sentence": "text_a", **dict(zip(data["train"].column_names, ("text_a", "text_b"), strict=False))}
+        keep = {k: data[k.replace("_matched", "")] for k in data if k.startswith(("train", "validation"))}
+        renamed = {
+            k: v.rename_columns({a: b for a, b in columns.items() if a in v.column_names}) for k, v in keep.items()
+        }
+        return DatasetDict({k.removesuffix("_matched"): v.remove_columns("idx") for k, v in renamed.items()})
+    root = Path(folder)
+    root = root / task.folder if (root / task.folder).is_dir() else root
+    parts = {}
+    for part, names in task.parts.items():
+        if part == "validation_mismatched" and not (root / names[0]).is_file():
+            continue  # the subsets have none
+        file = common.first_file(root, names)
+        rows = common.read_rows(file, task.header)
+        parts[part] = common.labels_of(common.table_of(rows, task.columns, file), task.labels, file)
+    return DatasetDict(parts)
+
+
+def movie_snippets() -> DatasetDict:
+    """2,000 snippets to validate on, the others to train on, cut by a fixed seed."""
+    from hf_graphfilter.demo import load_snippets
+
+    rows = load_snippets()
+    random.Random(0).shuffle(rows)
+    cut = {"train": rows[2000:], "validation": rows[:2000]}
+    return DatasetDict(
+        {k: Dataset.from_dict({"text_a": [t for _, t in v], "label": [r for r, _ in v]}) for k, v in cut.items()}
+    )
+
+
+def run(args, training):
+    """One fine-tuning run."""
+    task = TASKS[args.task]
+    data = common.cut(load(args.task, args.data), args)
+    tokenizer = common.load_tokenizer(args, lambda: (t for name in task.texts for t in data["train"][name]))
+    outputs = {"num_labels": len(task.labels) if task.labels else 1}
+    if task.labels:
+        outputs["id2label"] = dict(enumerate(task.labels))
+        outputs["label2id"] = {name: i for i, name in enumerate(task.labels)}
+    model = common.build_model(args, training, AutoModelForSequenceClassification, tokenizer, **outputs)
+
+    def encode(batch):
+        return tokenizer(*(batch[name] for name in task.texts), truncation=True, max_length=args.max_length)
+
+    encoded = data.map(encode, batched=True, remove_columns=task.texts)
+
+    def compute(prediction):
+        logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+        predicted = logits.argmax(-1) if task.labels else logits.squeeze(-1)
+        found = [m().compute(predictions=predicted, references=prediction.label_ids) for m in task.measures]
+        return {name: value for values in found for name, value in values.items()}
+
+    trainer = common.make_trainer(
+        args,
+        training,
+        model,
+        train_dataset=encoded["train"],
+        eval_dataset=encoded["validation"],
+        data_collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8),
+        processing_class=tokenizer,
+        compute_metrics=compute,
+    )
+    return common.fit(args, training, trainer, {k: v for k, v in encoded.items() if k != "train"})
+
+
+RECIPE = common.Recipe(
+    name="glue",
+    metrics={name: f"validation/{COMPARED.get(name, 'accuracy')}" for name in TASKS},
+    run=run,
+    defaults={
+        **{"num_train_epochs": 5, "per_device_train_batch_size": 32, "learning_rate": 2e-5, "max_length": 128},
+        **{"eval_strategy": "epoch", "save_strategy": "epoch", "per_device_eval_batch_size": 64},
+    },
+    description=__doc__,
+)
+
+if __name__ == "__main__":
+    common.main(RECIPE)

@@ -1,0 +1,175 @@
+"""Train or fine-tune a causal language model on text, with a graph filter in its attention.
+
+    python recipes/language_modeling.py --config language_modeling/gpt2.yaml --task wikitext-2
+    python recipes/language_modeling.py --model gpt2 --task text --data my/folder --max_length 512
+
+Tasks: wikitext-2, wikitext-103, ptb; text, with --data a folder of train, valid and test files (.txt or .jsonl with a field
+text); or any data set of the Hub with a column text, as OWNER/NAME or OWNER/NAME:CONFIG.
+
+The score is the perplexity a token of the tokenizer, by a sliding window: each window of --max_length tokens scores its last
+--stride tokens (all of the first one's), so every token is counted once with at least max_length - stride before it.
+"""
+
+if __name__ == "__main__":  # run as a file: the repository, not this folder, whose code.py would hide Python's own
+    import sys
+    from pathlib import Path
+
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from datasets import Dataset, DatasetDict
+from transformers import AutoModelForCausalLM, default_data_collator
+
+from hf_graphfilter import GraphFilterError
+from recipes import common, metrics
+
+HUB = {
+    "wikitext-2": ("Salesforce/wikitext", "wikitext-2-raw-v1", {}),
+    "wikitext-103": ("Salesforce/wikitext", "wikitext-103-raw-v1", {}),
+    "ptb": ("ptb-text-only/ptb_text_only", None, {"revision": "refs/convert/parquet"}),
+}
+FILES = {"train": "train", "validation": "valid", "test": "test"}
+
+
+@lru_cache(maxsize=1)
+def load(task: str, folder: str | None) -> DatasetDict:
+    """Lines of text by part; without a validation part, the last 5 % of the training lines are one."""
+    if folder is None:
+        if task == "text":
+            raise GraphFilterError("--task text needs --data, a folder with train, valid and test files")
+        name, _, config = task.partition(":")
+        name, config, options = HUB.get(task, (name, config or None, {}))
+        data = common.from_hub(name, config, **options)
+        if "train" not in data:
+            raise GraphFilterError(f"{name} has no part 'train'; it has {', '.join(data)}")
+        parts = {k: data[k] for k in FILES if k in data}
+        columns = parts["train"].column_names
+        column = next((c for c in ("text", "sentence") if c in columns), None)
+        if column is None:
+            raise GraphFilterError(f"{name} has no column text; its columns are {', '.join(columns)}")
+        parts = {
+            k: v.select_columns(column).rename_column(column, "text") if column != "text" else v
+            for k, v in parts.items()
+        }
+    else:
+        root, parts = Path(folder), {}
+        for part, stem in FILES.items():
+            names = [f"{stem}.txt", f"ptb.{stem}.txt", f"wiki.{stem}.tokens", f"wiki.{stem}.raw", f"{stem}.jsonl"]
+            if part == "train" or any((root / name).is_file() for name in names):
+                file = common.first_file(root, names)
+                parts[part] = common.table_of(common.read_rows(file), {"text": ("text",)}, file)
+    if "validation" not in parts:
+        at = len(parts["train"]) - max(1, len(parts["train"]) // 20)
+        parts["validation"] = parts["train"].select(range(at, len(parts["train"])))
+        parts["train"] = parts["train"].select(range(at))
+    return DatasetDict(parts)
+
+
+@lru_cache(maxsize=1)
+def tokens(task: str, folder: str | None, tokenizer_settings: tuple) -> tuple:
+    """(tokenizer, one tensor of token ids for each part)."""
+    data = load(task, folder)
+    args = common.RecipeArguments(**dict(tokenizer_settings), task=task)
+    tokenizer = common.load_tokenizer(args, lambda: iter(data["train"]["text"]))
+    ids = {}
+    for part, lines in data.items():
+        lines = [line if line.endswith("\n") else line + "\n" for line in lines["text"]]
+        encoded = tokenizer(lines, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        ids[part] = torch.tensor([i for line in encoded for i in line])
+    return tokenizer, ids
+
+
+def blocks(ids: torch.Tensor, length: int) -> Dataset:
+    """Training rows: the text in pieces of ``length`` tokens, the rest left out."""
+    rows = ids[: len(ids) // length * length].view(-1, length).tolist()
+    return Dataset.from_dict({"input_ids": rows, "labels": rows})
+
+
+def windows(ids: torch.Tensor, length: int, stride: int, pad: int) -> Dataset:
+    """Evaluation rows: windows that overlap, with the labels of the tokens not yet counted."""
+    rows, labels, counted = [], [], 0
+    for begin in range(0, max(1, len(ids) - 1), stride):
+        end = min(begin + length, len(ids))
+        row, label = torch.full((length,), pad), torch.full((length,), -100)
+        row[: end - begin] = ids[begin:end]
+        label[counted - begin : end - begin] = ids[counted:end]
+        rows.append(row.tolist())
+        labels.append(label.tolist())
+        counted = end
+        if end == len(ids):
+            break
+    return Dataset.from_dict({"input_ids": rows, "labels": labels})
+
+
+def sums(logits, labels):
+    """(rows, 2): negative log-likelihood and number of tokens, so that no logits are kept."""
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    nll = torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100, reduction="none"
+    )
+    counted = labels[:, 1:] != -100
+    return torch.stack([nll.view_as(counted).sum(-1), counted.sum(-1).to(nll)], -1)
+
+
+def compute(prediction):
+    nll, counts = prediction.predictions.T
+    return metrics.Perplexity().compute(nll=nll, tokens=counts)
+
+
+def run(args, training):
+    """One training run."""
+    stride = args.max_length // 2 if args.stride is None else args.stride
+    if not 1 <= stride <= args.max_length:
+        raise GraphFilterError(f"--stride {stride}: a number from 1 to --max_length {args.max_length}")
+    chosen = {"model": args.model, "tokenizer": args.tokenizer, "train_tokenizer": args.train_tokenizer}
+    chosen["from_scratch"] = tuple(args.from_scratch)
+    tokenizer, ids = tokens(args.task, args.data, tuple(chosen.items()))
+    model = common.build_model(args, training, AutoModelForCausalLM, tokenizer)
+    longest = getattr(model.config, "max_position_embeddings", args.max_length)
+    if args.max_length > longest:
+        raise GraphFilterError(f"--max_length {args.max_length}: {type(model).__name__} takes {longest} tokens at most")
+    made = {
+        part: blocks(x, args.max_length)
+        if part == "train"
+        else windows(x, args.max_length, stride, tokenizer.pad_token_id)
+        for part, x in ids.items()
+    }
+    if not len(made["train"]):
+        raise GraphFilterError(
+            f"the training text has {len(ids['train'])} tokens, less than --max_length {args.max_length}"
+        )
+    data = common.cut(DatasetDict(made), args)
+    trainer = common.make_trainer(
+        args,
+        training,
+        model,
+        train_dataset=data["train"],
+        eval_dataset=data["validation"],
+        data_collator=default_data_collator,
+        processing_class=tokenizer,
+        compute_metrics=compute,
+        preprocess_logits_for_metrics=sums,
+    )
+    return common.fit(args, training, trainer, {k: v for k, v in data.items() if k != "train"})
+
+
+RECIPE = common.Recipe(
+    name="language_modeling",
+    metrics={
+        **{task: "test/perplexity" for task in HUB},
+        **{"text": "validation/perplexity", "*": "validation/perplexity"},
+    },
+    run=run,
+    defaults={
+        **{"num_train_epochs": 3, "per_device_train_batch_size": 4, "learning_rate": 5e-5, "max_length": 1024},
+        **{"eval_strategy": "epoch", "save_strategy": "epoch", "per_device_eval_batch_size": 4},
+    },
+    description=__doc__,
+    known=lambda task: "/" in task,
+)
+
+if __name__ == "__main__":
+    common.main(RECIPE)
