@@ -3,12 +3,12 @@
     python recipes/code.py --config code/codebert.yaml --task defect
     python recipes/code.py --config code/codet5-small.yaml --task defect --seeds 1 2 3
 
-Tasks: defect and clone. Encoder models classify. Encoder-decoder models (CodeT5, PLBART) generate the label of a defect, the
-word true or false, as in the papers; for clones both kinds classify the two functions in one sequence. Data comes from the
-Hub (CodeXGLUE), or with --data from a folder with the official files: train.jsonl, valid.jsonl, test.jsonl for defects;
-data.jsonl with train.txt, valid.txt, test.txt for clones. Where the folder has a test file only, it is cut into parts of its
-own (defects 70/10/20 by row; clones 60/10/30 by function, pairs across parts left out), and the record says so: such
-numbers are not comparable with those of the official split.
+Tasks: defect and clone. Encoder models classify. Encoder-decoder models (CodeT5, PLBART) generate the label of a
+defect, the word true or false, as in the paper; for clones both kinds classify the two functions in one sequence. Data
+comes from the Hub (CodeXGLUE), or with --data from a folder with the official files: train.jsonl, valid.jsonl and
+test.jsonl for defects; data.jsonl with train.txt, valid.txt and test.txt for clones. Where the folder has a test file
+only, it is cut into parts of its own (defects 70/10/20 by row; clones 60/10/30 by function, pairs across parts left
+out), and the record says so: such numbers are not comparable with those of the official split.
 """
 
 if __name__ == "__main__":  # run as a file: the repository, not this folder, whose code.py would hide Python's own
@@ -128,9 +128,7 @@ def run(args, training):
     words = tokenizer(list(WORDS), padding=True)["input_ids"]
 
     if generates and read_words(tokenizer, np.array(words)) != [0, 1]:
-        raise GraphFilterError(
-            f"the tokenizer of {args.tokenizer or args.model} cannot write the labels false and true"
-        )
+        raise GraphFilterError(f"the tokenizer of {args.tokenizer or args.model} cannot write the words false and true")
 
     def encode(batch):
         encoded = tokenizer(*(batch[name] for name in texts), truncation=True, max_length=args.max_length)

@@ -6,9 +6,7 @@ import csv
 import dataclasses
 import difflib
 import json
-import os
 import platform
-import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -138,7 +136,7 @@ class Recipe:
     run: Callable[[RecipeArguments, Seq2SeqTrainingArguments], dict[str, Any]]
     defaults: dict[str, Any]
     description: str
-    known: Callable[[str], bool] = staticmethod(lambda task: False)
+    known: Callable[[str], bool] = lambda task: False
 
     def metric(self, task: str) -> str:
         return self.metrics.get(task) or self.metrics["*"]
@@ -204,7 +202,7 @@ class Settings:
         return values, {name: sections[name] for name in ("variants", "sweep")}
 
     def override(self, values: dict[str, Any], changes: dict[str, Any], where: str = "") -> dict[str, Any]:
-        """``values`` with ``changes`` on top. Options of a filter are added to those below, unless the filter changes."""
+        """``values`` with ``changes`` on top; options of a filter are added to those below, unless it is another."""
         merged = dict(values)
         for key, value in changes.items():
             if key not in self.actions or key == "config":
@@ -506,8 +504,8 @@ def fit(
     """Train, going on from the last checkpoint in the folder, evaluate each of ``parts``, and save.
 
     Returns:
-        ``metrics`` (``split/name`` to value), ``train_seconds``, ``steps``, ``filter_parameters``, ``coefficients`` (mean
-        over heads, by patched layer) and ``moved`` (mean distance of each kind of coefficient from its start).
+        ``metrics`` (``split/name`` to value), ``train_seconds``, ``steps``, ``filter_parameters``, ``coefficients``
+        (mean over heads, by patched layer) and ``moved`` (mean distance of each kind from its start).
     """
     start = filter_status(trainer.model)
     begun = time.perf_counter()
@@ -649,7 +647,7 @@ def hub(values: dict[str, Any], kept: str) -> Iterator[HfApi]:
 def create_repository(values: dict[str, Any]) -> str:
     """The full name of the repository, made before any training, so that a wrong token costs no time."""
     name = f"{Path(values['model']).name}-{Path(values['task']).name}-{values.get('filter', 'gfsa')}"
-    with hub(values, "nothing was trained") as api:
+    with hub(values, "nothing is lost") as api:
         made = api.create_repo(
             values.get("hub_model_id") or name, private=values.get("hub_private_repo"), exist_ok=True
         )
@@ -723,9 +721,8 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         main_process = PartialState().is_main_process
         if values.get("push_to_hub") and main_process:
             values["hub_model_id"] = create_repository(values)
-        records = []
-        for seed in values.get("seeds", [1]):
-            records.append(run_seed(settings, values, seed, folder / f"seed-{seed}", console))
+        seeds = values.get("seeds", [1])
+        records = [run_seed(settings, values, seed, folder / f"seed-{seed}", console) for seed in seeds]
         if main_process:
             names = [n for n in records[0]["metrics"] if not n.endswith("loss")]
             rows = [[n, mean_and_sd([r["metrics"][n] for r in records])] for n in names]

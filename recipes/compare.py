@@ -4,12 +4,12 @@
     python recipes/compare.py glue --config glue/bert.yaml --task cola --sweep K=2,3,4,5 layers=all,even
     python recipes/compare.py glue --config glue/minilm.yaml --task mrpc     # the `variants` of a YAML file
 
-The first word names the recipe; every flag of that recipe may follow. Compared are the plain model (--filter none), the
-baseline, with the settings given, or with the `variants` of the YAML file, or with every combination of the axes of --sweep
-(an option of the filter, or any setting: K, layers, filter_lr ...; without values: the `sweep` of the YAML file).
+The first word names the recipe; every flag of that recipe may follow. The baseline is the plain model (--filter none).
+It is compared with the settings given, or with the `variants` of the YAML file, or with every combination of the axes
+of --sweep (an option of the filter, or any setting: K, layers, filter_lr ...; without values: `sweep` of the YAML file).
 
-Each finished run is kept in --results at once; the same command goes on at the first missing one. Of a sweep a figure is
-drawn beside the numbers. `python benchmarks/tables.py` writes the tables of all results into the documents.
+Each finished run is kept in --results at once; the same command goes on at the first missing one. Of a sweep a figure
+is drawn beside the numbers. `python benchmarks/tables.py` writes the tables of all results into the documents.
 """
 
 if __name__ == "__main__":  # run as a file: the repository, not this folder, whose code.py would hide Python's own
@@ -55,11 +55,10 @@ def variants_of(
         chosen = {}
         for point in itertools.product(*axes.values()):
             at = dict(zip(axes, point, strict=True))
-            options = [f"{k}={v}" for k, v in at.items() if k not in settings.actions]
-            fields = {k: v for k, v in at.items() if k in settings.actions}
-            chosen[", ".join(f"{k}={v}" for k, v in at.items())] = fields | (
-                {"filter_options": options} if options else {}
-            )
+            made = {k: v for k, v in at.items() if k in settings.actions}
+            if options := [f"{k}={v}" for k, v in at.items() if k not in settings.actions]:
+                made["filter_options"] = options
+            chosen[", ".join(f"{k}={v}" for k, v in at.items())] = made
         return plain | chosen
     if sections["variants"]:
         return plain | {name: overrides or {} for name, overrides in sections["variants"].items()}

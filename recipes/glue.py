@@ -3,9 +3,9 @@
     python recipes/glue.py --config glue/bert.yaml --task cola --seeds 1 2 3 4 5
     python recipes/glue.py --model bert-base-uncased --task rte --filter gfsa --filter_options K=4 --smoke
 
-Tasks: cola, sst2, mrpc, qqp, stsb, mnli, qnli, rte, and movie-snippets (ratings, shipped with the package). Data comes from
-the Hub (nyu-mll/glue), or with --data from a folder that holds the official TSV files, or JSON files with text_a, text_b
-and label. Scores are those of the validation part, as in the papers: the labels of the test parts are not public.
+Tasks: cola, sst2, mrpc, qqp, stsb, mnli, qnli, rte, and movie-snippets (ratings, shipped with the package). Data comes
+from the Hub (nyu-mll/glue), or with --data from a folder that holds the official TSV files, or JSON files with text_a,
+text_b and label. Scores are those of the validation part, as in the paper: the labels of the test parts are not public.
 """
 
 if __name__ == "__main__":  # run as a file: the repository, not this folder, whose code.py would hide Python's own
@@ -80,12 +80,10 @@ def load(name: str, folder: str | None) -> DatasetDict:
         return movie_snippets()
     if folder is None:
         data = common.from_hub("nyu-mll/glue", name)
-        columns = {"sentence": "text_a", **dict(zip(data["train"].column_names, ("text_a", "text_b"), strict=False))}
-        keep = {k: data[k.replace("_matched", "")] for k in data if k.startswith(("train", "validation"))}
-        renamed = {
-            k: v.rename_columns({a: b for a, b in columns.items() if a in v.column_names}) for k, v in keep.items()
-        }
-        return DatasetDict({k.removesuffix("_matched"): v.remove_columns("idx") for k, v in renamed.items()})
+        texts = [c for c in data["train"].column_names if c not in ("label", "idx")]
+        names = dict(zip(texts, ("text_a", "text_b"), strict=False))
+        parts = {k.removesuffix("_matched"): v for k, v in data.items() if not k.startswith("test")}
+        return DatasetDict({k: v.rename_columns(names).remove_columns("idx") for k, v in parts.items()})
     root = Path(folder)
     root = root / task.folder if (root / task.folder).is_dir() else root
     parts = {}

@@ -3,11 +3,11 @@
     python recipes/language_modeling.py --config language_modeling/gpt2.yaml --task wikitext-2
     python recipes/language_modeling.py --model gpt2 --task text --data my/folder --max_length 512
 
-Tasks: wikitext-2, wikitext-103, ptb; text, with --data a folder of train, valid and test files (.txt or .jsonl with a field
-text); or any data set of the Hub with a column text, as OWNER/NAME or OWNER/NAME:CONFIG.
+Tasks: wikitext-2, wikitext-103, ptb; text, with --data a folder of train, valid and test files (.txt, or .jsonl with a
+field text); or any data set of the Hub with a column text, as OWNER/NAME or OWNER/NAME:CONFIG.
 
-The score is the perplexity a token of the tokenizer, by a sliding window: each window of --max_length tokens scores its last
---stride tokens (all of the first one's), so every token is counted once with at least max_length - stride before it.
+The score is the perplexity a token of the tokenizer, by a sliding window: each window of --max_length tokens scores its
+last --stride tokens (the first one all of its own), so every token counts once, with max_length - stride before it.
 """
 
 if __name__ == "__main__":  # run as a file: the repository, not this folder, whose code.py would hide Python's own
@@ -50,10 +50,7 @@ def load(task: str, folder: str | None) -> DatasetDict:
         column = next((c for c in ("text", "sentence") if c in columns), None)
         if column is None:
             raise GraphFilterError(f"{name} has no column text; its columns are {', '.join(columns)}")
-        parts = {
-            k: v.select_columns(column).rename_column(column, "text") if column != "text" else v
-            for k, v in parts.items()
-        }
+        parts = {k: Dataset.from_dict({"text": v[column]}) for k, v in parts.items()}
     else:
         root, parts = Path(folder), {}
         for part, stem in FILES.items():
@@ -159,7 +156,7 @@ def run(args, training):
 RECIPE = common.Recipe(
     name="language_modeling",
     metrics={
-        **{task: "test/perplexity" for task in HUB},
+        **dict.fromkeys(HUB, "test/perplexity"),
         **{"text": "validation/perplexity", "*": "validation/perplexity"},
     },
     run=run,

@@ -70,7 +70,7 @@ class Correlation(_Metric):
 class Perplexity(_Metric):
     """exp of the mean negative log-likelihood a token, from the sums over windows of a text and their token counts.
 
-    Windows that overlap (sliding window with a stride) count every token once, in the window that gives it most context.
+    Windows that overlap (a sliding window with a stride) count every token once.
     """
 
     columns = ("nll", "tokens")

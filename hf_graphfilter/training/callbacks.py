@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler, TrainerState
 
@@ -44,20 +43,17 @@ class LoggingCallback(TrainerCallback):
 
 
 class CoefficientCallback(LoggingCallback):
-    """Logs the learned coefficients of every patched layer, wherever the Trainer reports: TensorBoard, W&B, a console.
+    """Logs the learned coefficients of every patched layer, wherever the Trainer reports: TensorBoard, W&B ...
 
-    A coefficient with a value a head is logged as its mean, ``filter/LAYER/w_K``, where LAYER counts the patched modules
-    from 0 in the order of ``filter_status``.
+    A coefficient with a value a head is logged as its mean, ``filter/LAYER/w_K``, where LAYER counts the patched
+    modules from 0 in the order of ``filter_status``.
 
     Example:
         ``Trainer(model, args, callbacks=[CoefficientCallback()])``
     """
 
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
-        assert model is not None
         self.filters = [module.graph_filter for _, module in patched_modules(model, required=False)]
 
     def values(self) -> dict[str, float]:
