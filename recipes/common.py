@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import difflib
+import itertools
 import json
 import platform
 import sys
@@ -62,24 +63,13 @@ from hf_graphfilter.training.optimizer import FILTER_LR
 
 CONFIGS = Path(__file__).parent / "configs"
 RECORD = "record.json"
-# do not change what a run learns, so a finished run is the same run whatever they are
-INCIDENTAL = {
-    *(
-        "output_dir",
-        "seeds",
-        "data",
-        "report_to",
-        "run_name",
-        "project",
-        "disable_tqdm",
-        "log_level",
-        "save_total_limit",
-    ),
-    *("save_strategy", "save_steps", "push_to_hub", "hub_model_id", "hub_token", "hub_private_repo", "hub_revision"),
-    *("logging_steps", "logging_strategy", "dataloader_num_workers", "dataloader_pin_memory", "use_cpu"),
-    *("per_device_eval_batch_size", "eval_accumulation_steps"),
-}
-SECRET = {"hub_token"}
+# these do not change what a run learns: a finished run is the same run whatever they are
+INCIDENTAL = (
+    {"output_dir", "seeds", "data", "report_to", "run_name", "project", "disable_tqdm", "log_level", "logging_steps"}
+    | {"logging_strategy", "save_strategy", "save_steps", "save_total_limit", "push_to_hub", "hub_model_id"}
+    | {"hub_token", "hub_private_repo", "hub_revision", "dataloader_num_workers", "dataloader_pin_memory", "use_cpu"}
+    | {"per_device_eval_batch_size", "eval_accumulation_steps"}
+)
 NETWORK_ERRORS = HfHubHTTPError.__bases__  # OSError, and HTTPError of whichever client the installed version has
 
 
@@ -185,7 +175,7 @@ class Settings:
         sections = {key: file.pop(key, None) or {} for key in ("tasks", "variants", "sweep")}
         for task in sections["tasks"]:
             self._known_task(task)
-        values = self.override(self.recipe.defaults, DEFAULTS | self.recipe.defaults)
+        values = self.override({}, DEFAULTS | self.recipe.defaults)
         values = self.override(values, file, f" in {config}")
         task = given.get("task", values.get("task"))
         values = self.override(values, sections["tasks"].get(task, {}), f" in {config}, task {task}")
@@ -210,9 +200,8 @@ class Settings:
             value = self._typed(key, value, where)
             if key == "filter_options":
                 same = changes.get("filter", values.get("filter")) == values.get("filter")
-                value = _option_texts(
-                    {**(parse_options(values.get(key) or []) if same else {}), **parse_options(value)}
-                )
+                below = parse_options(values.get(key) or []) if same else {}
+                value = _option_texts(below | parse_options(value))
             merged[key] = value
         if "filter" in changes and changes["filter"] != values.get("filter") and "filter_options" not in changes:
             merged["filter_options"] = []
@@ -263,6 +252,8 @@ class Settings:
             raise GraphFilterError("--push_to_hub pushes one checkpoint: name one seed with --seeds")
         if values.get("push_to_hub") and values.get("save_strategy") == "no":
             raise GraphFilterError("--push_to_hub needs a saved checkpoint, but save_strategy is 'no'")
+        if values.get("early_stopping_patience") is not None and values.get("eval_strategy") == "no":
+            raise GraphFilterError("--early_stopping_patience needs --eval_strategy epoch or steps")
         self.arguments(values)
 
     def arguments(self, values: dict[str, Any]) -> tuple[RecipeArguments, Seq2SeqTrainingArguments]:
@@ -294,7 +285,7 @@ def identity(values: dict[str, Any]) -> dict[str, Any]:
     """The settings on which the outcome of a run depends; of a local folder, its name."""
     found = {k: v for k, v in sorted(values.items()) if k not in INCIDENTAL and v is not None}
     local = {k: Path(found[k]).name for k in ("model", "tokenizer") if k in found and Path(found[k]).is_dir()}
-    return found | local
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in (found | local).items() if k != "seed"}
 
 
 # ----------------------------------------------------------------------------------------------------------- data
@@ -312,13 +303,13 @@ def read_rows(file: Path, header: Sequence[str] | None = None) -> list[dict[str,
             lines = csv.reader(text.split("\n"), delimiter="\t", quoting=csv.QUOTE_NONE)
             filled = [line for line in lines if line]
             names = list(header) if header else filled.pop(0) if filled else []
-            return [dict(zip(names, line, strict=False)) for line in filled]
+            return [dict(itertools.zip_longest(names, line[: len(names)])) for line in filled]
         if file.suffix == ".jsonl":
-            return [json.loads(line) for line in text.splitlines() if line.strip()]
+            return [json.loads(line) for line in text.split("\n") if line.strip()]
         if file.suffix == ".json":
             rows = json.loads(text)
             return list(rows.values()) if isinstance(rows, dict) else rows
-        return [{"text": line} for line in text.splitlines()]
+        return [{"text": line.rstrip("\r")} for line in text.removesuffix("\n").split("\n")] if text else []
     except (json.JSONDecodeError, csv.Error) as error:
         raise GraphFilterError(f"{file} cannot be read as {file.suffix[1:]}: {error}") from error
 
@@ -347,7 +338,8 @@ def table_of(rows: list[dict[str, Any]], columns: dict[str, Sequence[str]], sour
             )
     for number, row in enumerate(rows, 1):
         if any(row.get(c) is None for c in chosen.values()):
-            raise GraphFilterError(f"{source}: row {number} has {len(row)} columns, {len(rows[0])} were expected")
+            there = sum(value is not None for value in row.values())
+            raise GraphFilterError(f"{source}: row {number} has {there} columns, {len(rows[0])} were expected")
     return Dataset.from_dict({name: [row[c] for row in rows] for name, c in chosen.items()})
 
 
@@ -402,15 +394,13 @@ def load_tokenizer(args: RecipeArguments, texts: Callable[[], Iterator[str]]) ->
     if args.train_tokenizer:
         return train_bpe(texts(), args.train_tokenizer)
     source = args.tokenizer or args.model
-    try:
+    with loading(source):
         if Path(source, "vocab.json").is_file() and not Path(source, "tokenizer_config.json").is_file():
             # a bare byte-level BPE does not say whose it is; its special tokens do
             roberta = "<s>" in json.loads(Path(source, "vocab.json").read_text())
             tokenizer = (RobertaTokenizerFast if roberta else GPT2TokenizerFast).from_pretrained(source)
         else:
             tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
-        raise GraphFilterError(f"no tokenizer can be loaded from {source}: {_line(error)}") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -434,7 +424,8 @@ INPUTS = ["input_ids", "attention_mask"]
 def model_config(args: RecipeArguments, **config: Any) -> Any:
     """The configuration of the model; of one from scratch, with the fields that were asked for."""
     if not args.from_scratch:
-        return AutoConfig.from_pretrained(args.model)
+        with loading(args.model):
+            return AutoConfig.from_pretrained(args.model)
     asked = parse_options(args.from_scratch)
     known = CONFIG_MAPPING[args.model]().to_dict() if args.model in CONFIG_MAPPING else {}
     for name in asked if known else ():
@@ -442,7 +433,17 @@ def model_config(args: RecipeArguments, **config: Any) -> Any:
             raise GraphFilterError(f"--from_scratch: a {args.model} config has no field {name!r}{nearest(name, known)}")
     if known:
         return AutoConfig.for_model(args.model, **config, **asked)
-    return AutoConfig.from_pretrained(args.model, **config, **asked)
+    with loading(args.model):
+        return AutoConfig.from_pretrained(args.model, **config, **asked)
+
+
+@contextmanager
+def loading(source: str) -> Iterator[None]:
+    """What transformers says of a model or tokenizer that cannot be loaded, as one line that names it."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        raise GraphFilterError(f"{source} cannot be loaded: {_line(error)}") from error
 
 
 def build_model(
@@ -458,7 +459,8 @@ def build_model(
             fresh.decoder_start_token_id = tokenizer.pad_token_id
         model = auto_class.from_config(fresh)
     else:
-        model = auto_class.from_pretrained(args.model, **config)
+        with loading(args.model):
+            model = auto_class.from_pretrained(args.model, **config)
         if model.config.get_text_config().pad_token_id is None:
             model.config.pad_token_id = tokenizer.pad_token_id
     if args.filter != "none":
@@ -490,8 +492,6 @@ def make_trainer(
     if any(getattr(row.filter, "gamma", 0) for row in filter_status(model)):
         trainer.add_callback(OrthogonalityCallback())
     if args.early_stopping_patience is not None:
-        if training.eval_strategy == "no":
-            raise GraphFilterError("--early_stopping_patience needs --eval_strategy epoch or steps")
         trainer.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
     if training.disable_tqdm:
         trainer.remove_callback(PrinterCallback)
@@ -574,47 +574,46 @@ TASK_TYPES = {"SequenceClassification": "text-classification", "ConditionalGener
 # ------------------------------------------------------------------------------------------------------------ runs
 
 
-def run_seed(
-    settings: Settings, values: dict[str, Any], seed: int, folder: Path, console: Console, known: Any = None
-) -> dict[str, Any]:
-    """The record of one run: found finished in ``folder`` (or ``known``), gone on with, or begun."""
-    file = folder / RECORD
-    found = known or (json.loads(file.read_text()) if file.is_file() else None)
+def run_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Path, console: Console) -> dict[str, Any]:
+    """The record of one run in ``folder``: found finished, gone on with from its last checkpoint, or begun."""
+    file, config = folder / RECORD, folder / "config.yaml"
+    found = json.loads(file.read_text()) if file.is_file() else None
+    before = found["settings"] if found else None
+    if found is None and folder.is_dir() and get_last_checkpoint(str(folder)) and config.is_file():
+        before = identity(yaml.safe_load(config.read_text()))
+    if before is not None and (changed := differing(before, identity(values))):
+        raise GraphFilterError(
+            f"{folder} holds a run with other settings ({', '.join(changed)} differ): choose another --output_dir, or "
+            "delete it"
+        )
     if found is not None:
-        changed = differing(found["settings"], identity(values))
-        if changed:
-            raise GraphFilterError(
-                f"{file if known is None else folder.name} is a finished run with other settings ({', '.join(changed)} "
-                "differ): choose another --output_dir, or delete it"
-            )
-        if known is None:
-            console.print(f"seed {seed}: finished before, in {folder}", highlight=False)
-        record = found
-    else:
-        main = PartialState().is_main_process
-        if main:
-            folder.mkdir(parents=True, exist_ok=True)
-            saved = {k: v for k, v in values.items() if k not in SECRET} | {"seeds": [seed], "output_dir": str(folder)}
-            (folder / "config.yaml").write_text(yaml.safe_dump(saved, sort_keys=True))
-        run_values = {**values, "output_dir": str(folder), "seed": seed, "seeds": [seed], "push_to_hub": False}
-        args, training = settings.arguments(run_values)
-        made = settings.recipe.run(args, training)
-        record = {
-            "recipe": settings.recipe.name,
-            "task": values["task"],
-            "seed": seed,
-            **made,
-            "settings": identity(values),
-            "date": date.today().isoformat(),
-            "machine": machine(training.device.type),
-            "versions": {n: metadata.version(n) for n in ("torch", "transformers", "hf_graphfilter")},
-        }
-        if main:
-            write_json(file, record)
+        console.print(f"seed {seed}: finished before, in {folder}", highlight=False)
+        return found
+    run_values = {**values, "output_dir": str(folder), "seed": seed, "seeds": [seed]}
+    run_values |= {"push_to_hub": False, "hub_token": None}  # pushed after the run; a token is written to no file
+    main = PartialState().is_main_process
+    if main:
+        folder.mkdir(parents=True, exist_ok=True)
+        config.write_text(yaml.safe_dump({k: v for k, v in run_values.items() if v is not None}))
+    args, training = settings.arguments(run_values)
+    record = {
+        "recipe": settings.recipe.name,
+        "task": values["task"],
+        "seed": seed,
+        **settings.recipe.run(args, training),
+        "settings": identity(values),
+        "date": date.today().isoformat(),
+        "machine": machine(training.device.type),
+        "versions": {n: metadata.version(n) for n in ("torch", "transformers", "hf_graphfilter")},
+    }
+    if main:
+        write_json(file, record)
     return record
 
 
 def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Names of the settings in which two runs differ; an empty list is as good as none."""
+    a, b = ({k: v for k, v in found.items() if v != []} for found in (a, b))
     return sorted(k for k in {*a, *b} if a.get(k) != b.get(k))
 
 

@@ -6,7 +6,7 @@
 
 The first word names the recipe; every flag of that recipe may follow. The baseline is the plain model (--filter none).
 It is compared with the settings given, or with the `variants` of the YAML file, or with every combination of the axes
-of --sweep (an option of the filter, or any setting: K, layers, filter_lr ...; without values: `sweep` of the YAML file).
+of --sweep (an option of the filter, or any setting: K, layers, filter_lr ...; without values, the `sweep` of the file).
 
 Each finished run is kept in --results at once; the same command goes on at the first missing one. Of a sweep a figure
 is drawn beside the numbers. `python benchmarks/tables.py` writes the tables of all results into the documents.
@@ -138,21 +138,31 @@ def compare(recipe: common.Recipe, argv: list[str], options: argparse.Namespace,
     for name, overrides in chosen.items():
         resolved[name] = settings.override(values, overrides, f" in the variant {name!r}")
         settings.check(resolved[name])
-    label = Path(values["task"]).name + ("-sweep" if options.sweep is not None else "")
-    name = options.name or f"{recipe.name}-{label}"
+    sweep = "-sweep" if options.sweep is not None else ""
+    name = options.name or f"{recipe.name}-{Path(values['task']).name}{sweep}"
     file = options.results / f"{name}.json"
     content = json.loads(file.read_text()) if file.is_file() else {"runs": []}
     content = {
-        **{"recipe": recipe.name, "task": values["task"], "model": options.model_name or Path(values["model"]).name},
+        **{
+            "name": name,
+            "recipe": recipe.name,
+            "task": values["task"],
+            "model": options.model_name or Path(values["model"]).name,
+        },
         **{"metric": recipe.metric(values["task"]), "sweep": options.sweep is not None, "variants": chosen},
         "runs": content["runs"],
     }
     root = Path(values["output_dir"]).parent / name
     for seed, variant in itertools.product(values.get("seeds", [1]), chosen):
         known = next((r for r in content["runs"] if (r["variant"], r["seed"]) == (variant, seed)), None)
-        folder = root / variant.replace(" ", "-").replace("/", "-").replace(",", "") / f"seed-{seed}"
         console.print(f"{variant}, seed {seed}" + (": at hand" if known else ""), highlight=False)
-        record = common.run_seed(settings, resolved[variant], seed, folder, console, known)
+        if known and (changed := common.differing(known["settings"], common.identity(resolved[variant]))):
+            raise GraphFilterError(
+                f"{file}: {variant}, seed {seed} was run with other settings ({', '.join(changed)} differ): choose "
+                "another --name, or delete the file"
+            )
+        folder = root / variant.replace(" ", "-").replace("/", "-").replace(",", "") / f"seed-{seed}"
+        record = known or common.run_seed(settings, resolved[variant], seed, folder, console)
         if known is None:
             content["runs"].append({"variant": variant, **record})
         content["summary"] = summarise(content)
@@ -182,7 +192,7 @@ def main(argv: list[str] | None = None) -> None:
             if any(content["metric"].endswith(name) for name in LOWER_IS_BETTER):
                 console.print("lower is better")
             if content["sweep"]:
-                figure = options.results / f"{options.name or Path(content['recipe'] + '-' + content['task']).name}.png"
+                figure = options.results / f"{content['name']}.png"
                 plot_sweep(content, figure)
                 console.print(f"figure: {figure}", highlight=False)
 

@@ -44,7 +44,7 @@ class Task:
 
 
 def pair(first: str, second: str, label: str = "label") -> dict[str, tuple[str, ...]]:
-    return {"text_a": (first, "text_a"), "text_b": (second, "text_b"), "label": (label, "label")}
+    return {"text_a": (first, "text_a"), "text_b": (second, "text_b"), "label": tuple({label: 0, "label": 0})}
 
 
 SINGLE = {"text_a": ("sentence", "text_a"), "label": ("label",)}

@@ -2,7 +2,10 @@
 
 import logging
 import os
+import sys
+from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))  # recipes
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest

@@ -1,0 +1,636 @@
+"""The recipes: settings, data, runs that resume, comparisons, pushing. Small models from scratch, no network."""
+
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hub_server import TOKEN, Hub
+from scipy import stats
+from sklearn import metrics as sklearn_metrics
+
+from hf_graphfilter import GraphFilterError, filter_status
+from hf_graphfilter.analysis.comparison import paired_comparison
+from recipes import code, common, compare, glue, language_modeling, metrics
+
+ROOT = Path(__file__).parents[1]
+
+RECIPES = {"glue": glue.RECIPE, "language_modeling": language_modeling.RECIPE, "code": code.RECIPE}
+DATA = ROOT.parent / "shared" / "data"
+ENCODER = ["--model", "roberta", "--from_scratch", "num_hidden_layers=2", "hidden_size=32", "num_attention_heads=2"]
+ENCODER += ["intermediate_size=64", "max_position_embeddings=40", "--train_tokenizer", "280", "--max_length", "32"]
+DECODER = ["--model", "gpt2", "--from_scratch", "n_layer=2", "n_embd=32", "n_head=2", "n_positions=16"]
+DECODER += ["--train_tokenizer", "280", "--max_length", "16"]
+SHORT = ["--max_steps", "4", "--eval_strategy", "no", "--save_strategy", "no", "--disable_tqdm", "true", "--use_cpu"]
+
+
+@pytest.fixture
+def cola(tmp_path):
+    """A folder with CoLA files, in which the label depends on a word."""
+    folder = tmp_path / "data" / "CoLA"
+    folder.mkdir(parents=True)
+    for name, rows in (("train", 48), ("dev", 16)):
+        lines = [f'src\t{i % 2}\t\tThe "{("cat", "dog")[i % 2]}" number {i} sat' for i in range(rows)]
+        (folder / f"{name}.tsv").write_text("\n".join(lines) + "\n")
+    return folder.parent
+
+
+def parse(recipe, *argv):
+    return common.Settings(RECIPES[recipe]).parse([*map(str, argv)])
+
+
+def record(folder, seed=1):
+    return json.loads((folder / f"seed-{seed}" / "record.json").read_text())
+
+
+# ------------------------------------------------------------------------------------------------------- settings
+
+
+def test_flags_stand_over_the_file_and_the_task_over_its_general_part(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text(
+        "model: m\nlearning_rate: 3e-5\nfilter_options: {K: 4, w_0: -0.01}\nseeds: [1, 2]\nlayers: [0, -1]\n"
+        "tasks: {rte: {num_train_epochs: 7}}\nvariants: {x: {layers: even}}\nsweep: {K: [2, 3]}\n"
+    )
+    values, sections = parse("glue", "--config", file, "--task", "rte", "--filter_options", "K=5", "--seeds", "9")
+    assert values["learning_rate"] == 3e-5, "text in YAML"
+    assert values["num_train_epochs"] == 7
+    assert sorted(values["filter_options"]) == ["K=5", "w_0=-0.01"]
+    assert values["seeds"] == [9]
+    assert values["layers"] == "0,-1"
+    assert sections == {"variants": {"x": {"layers": "even"}}, "sweep": {"K": [2, 3]}}
+    values, _ = parse("glue", "--config", file, "--task", "rte", "--filter", "agf")
+    assert values["filter_options"] == [], "options of another filter"
+
+
+@pytest.mark.parametrize("file", sorted(common.CONFIGS.rglob("*.yaml")), ids=lambda f: f"{f.parent.name}-{f.stem}")
+def test_every_configuration_is_valid_for_all_its_tasks(file, tmp_path):
+    recipe = RECIPES[file.parent.name]
+    sections = yaml.safe_load(file.read_text())
+    for task in recipe.metrics:
+        if task == "*":
+            continue
+        settings = common.Settings(recipe)
+        values, found = settings.parse(["--config", str(file), "--task", task, "--use_cpu"])
+        for sweep in (None, []) if "sweep" in sections else (None,):
+            for overrides in compare.variants_of(settings, values, found, sweep).values():
+                settings.check(settings.override(values, overrides))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config", "task", "expected"),
+    [
+        (
+            *("glue", "glue/bert.yaml", "cola"),
+            {"num_train_epochs": 5, "per_device_train_batch_size": 32, "learning_rate": 2e-5, "weight_decay": 0}
+            | {"lr_scheduler_type": "linear", "filter_options": ["K=4", "w_0=-0.01"]},
+        ),
+        ("language_modeling", "language_modeling/gpt2", "ptb", {"num_train_epochs": 15, "filter_options": ["K=7"]}),
+        ("language_modeling", "language_modeling/gpt2", "wikitext-2", {"num_train_epochs": 10, "learning_rate": 5e-5}),
+        ("language_modeling", "language_modeling/gpt2", "wikitext-103", {"num_train_epochs": 4, "stride": 512}),
+        ("code", "code/codet5-small.yaml", "defect", {"num_train_epochs": 10, "early_stopping_patience": 2}),
+        ("code", "code/plbart.yaml", "clone", {"num_train_epochs": 1, "per_device_train_batch_size": 16}),
+    ],
+)
+def test_the_settings_of_the_papers(recipe, config, task, expected):
+    values, _ = parse(recipe, "--config", config, "--task", task, "--use_cpu")
+    assert {name: values[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--task", "colla"], r"no task 'colla' \(did you mean cola\?\)"),
+        (["--task", "cola", "--filter", "gsfa"], r"unknown filter 'gsfa' \(did you mean gfsa\?\)"),
+        (
+            ["--task", "cola", "--learnin_rate", "1"],
+            r"unknown argument --learnin_rate \(did you mean --learning_rate\?",
+        ),
+        (["--task", "cola", "--config", "glue/bart.yaml"], r"no configuration glue/bart.yaml \(did you mean glue/bert"),
+        (["--task", "cola", "--seeds", "1", "1"], "name each seed once"),
+        (["--task", "cola", "--seeds", "1", "2", "--push_to_hub"], "name one seed"),
+        (["--task", "cola", "--push_to_hub", "--save_strategy", "no"], "needs a saved checkpoint"),
+        (["--task", "cola", "--early_stopping_patience", "2", "--eval_strategy", "no"], "needs --eval_strategy"),
+        ([], "no task given"),
+    ],
+)
+def test_wrong_flags_are_one_clear_error(argv, message):
+    with pytest.raises(GraphFilterError, match=message):
+        parse("glue", "--model", "m", "--use_cpu", *argv)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("leraning_rate: 1", r"unknown setting 'leraning_rate' in .*\(did you mean learning_rate\?\)"),
+        ("learning_rate: fast", "the setting 'learning_rate' in .* cannot be 'fast'"),
+        ("learning_rate: [1]", "the setting 'learning_rate' in .* cannot be"),
+        ("tasks: {colla: {}}", "no task 'colla'"),
+        ("tasks: {cola: {epochs: 3}}", "unknown setting 'epochs' in .*, task cola"),
+        ("- a", "must hold settings"),
+        ("a: [", "is no YAML"),
+    ],
+)
+def test_wrong_files_are_one_clear_error(text, message, tmp_path):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(GraphFilterError, match=message):
+        parse("glue", "--config", tmp_path / "a.yaml", "--task", "cola", "--model", "m", "--use_cpu")
+
+
+# ----------------------------------------------------------------------------------------------------------- data
+
+
+def test_official_files_are_read_as_they_are(tmp_path):
+    (tmp_path / "train.tsv").write_text(
+        "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\r\n"
+        '1\t1\t2\t" A quote that does not end .\tB\r\n0\t3\t4\tC\tD\n',
+        encoding="utf-8",
+    )
+    (tmp_path / "dev.json").write_text(json.dumps({"0": {"text_a": "e", "text_b": "f", "label": "1"}}))
+    data = glue.load.__wrapped__("mrpc", str(tmp_path))
+    assert data["train"]["text_a"][:] == ['" A quote that does not end .', "C"]
+    assert data["train"]["text_b"][:] == ["B", "D"]
+    assert data["train"]["label"][:] == [1, 0]
+    assert data["validation"][0] == {"text_a": "e", "text_b": "f", "label": 1}
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (None, r"has no train.tsv or train.json; it holds: dev.tsv"),
+        ("", "train.tsv holds no rows"),
+        ("index\tsentence1\tsentence2\n0\ta\tb\n", "has no column label; its columns are index, sentence1, sentence2"),
+        ("sentence1\tsentence2\tlabel\na\tb\n", "row 1 has 2 columns, 3 were expected"),
+        (
+            "sentence1\tsentence2\tlabel\na\tb\tmaybe\n",
+            "row 1 has the label 'maybe', expected entailment or not_entailment",
+        ),
+        ("sentence1\tsentence2\tlabel\na\tb\t2\n", "row 1 has the label '2'"),
+    ],
+)
+def test_wrong_data_is_one_clear_error(train, message, tmp_path):
+    (tmp_path / "dev.tsv").write_text("sentence1\tsentence2\tlabel\na\tb\tentailment\n")
+    if train is not None:
+        (tmp_path / "train.tsv").write_text(train)
+    with pytest.raises(GraphFilterError, match=message):
+        glue.load.__wrapped__("rte", str(tmp_path))
+
+
+def test_an_empty_part_and_a_missing_folder_are_errors(tmp_path):
+    with pytest.raises(GraphFilterError, match="there is no folder"):
+        glue.load.__wrapped__("rte", str(tmp_path / "nowhere"))
+    data = code.DatasetDict({"train": code.Dataset.from_dict({"text_a": ["a"]}), "test": code.Dataset.from_dict({})})
+    with pytest.raises(GraphFilterError, match="the part 'test' of defect is empty"):
+        common.cut(data, common.RecipeArguments(model="m", task="defect"))
+
+
+def test_clones_are_split_by_function(tmp_path):
+    names = [str(i) for i in range(40)]
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"func": f"f{n}\u2028", "idx": n}) for n in names))
+    pairs = [(a, b, (int(a) + int(b)) % 2) for a, b in itertools.combinations(names, 2)]
+    (tmp_path / "test.txt").write_text("".join(f"{a}\t{b}\t{y}\n" for a, b, y in pairs))
+    data, split = code.load.__wrapped__("clone", str(tmp_path))
+    functions = {part: {*rows["text_a"], *rows["text_b"]} for part, rows in data.items()}
+    assert not any(functions[a] & functions[b] for a, b in itertools.combinations(functions, 2))
+    assert [len(f) for f in functions.values()] == [24, 4, 12]
+    assert split == "60/10/30 of the functions of the official test part"
+    (tmp_path / "test.txt").write_text("0\t99\t1\n")
+    with pytest.raises(GraphFilterError, match=r"test\.txt: line 1 is not two functions of data\.jsonl"):
+        code.load.__wrapped__("clone", str(tmp_path))
+
+
+def test_defects_are_split_once_and_officially_where_the_files_are(tmp_path):
+    rows = [json.dumps({"func": f"int f{i}();", "target": i % 2}) for i in range(50)]
+    (tmp_path / "test.jsonl").write_text("\n".join(rows))
+    data, split = code.load.__wrapped__("defect", str(tmp_path))
+    assert {k: len(v) for k, v in data.items()} == {"train": 35, "validation": 5, "test": 10}
+    assert len({t for part in data.values() for t in part["text_a"]}) == 50
+    assert split.startswith("70/10/20")
+    for name in ("train", "valid"):
+        (tmp_path / f"{name}.jsonl").write_text(rows[0])
+    data, split = code.load.__wrapped__("defect", str(tmp_path))
+    assert ({k: len(v) for k, v in data.items()}, split) == ({"train": 1, "validation": 1, "test": 50}, "official")
+
+
+# -------------------------------------------------------------------------------------------------------- metrics
+
+
+def test_metrics_are_those_of_scikit_learn_and_scipy():
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(0, 2, (40,), generator=g).tolist() for _ in range(2))
+    x, y = (torch.randn(40, generator=g, dtype=torch.float64).tolist() for _ in range(2))
+    both = {"predictions": a, "references": b}
+    assert metrics.Accuracy().compute(**both) == {"accuracy": sklearn_metrics.accuracy_score(b, a)}
+    assert metrics.F1().compute(**both) == {"f1": sklearn_metrics.f1_score(b, a)}
+    assert metrics.Matthews().compute(**both) == {"matthews_correlation": sklearn_metrics.matthews_corrcoef(b, a)}
+    found = metrics.Correlation().compute(predictions=x, references=y)
+    assert found == pytest.approx({"spearmanr": stats.spearmanr(x, y)[0], "pearson": stats.pearsonr(x, y)[0]})
+    assert metrics.Correlation().compute(predictions=[1.0, 1.0], references=[1.0, 2.0]) == {
+        "spearmanr": 0,
+        "pearson": 0,
+    }
+    assert metrics.F1().compute(predictions=[0, 0], references=[0, 0]) == {"f1": 0}
+    assert metrics.Perplexity().compute(nll=[2.0, 4.0], tokens=[1.0, 5.0]) == {"perplexity": pytest.approx(math.e)}
+
+
+@pytest.mark.parametrize(("tokens", "stride"), [(50, 8), (50, 3), (50, 16), (16, 8), (9, 4), (17, 1)])
+def test_sliding_windows_count_every_token_once_with_its_context(tokens, stride):
+    length = 16
+    ids = torch.arange(100, 100 + tokens)
+    data = language_modeling.windows(ids, length, stride, pad=0)
+    seen = {}
+    for row, label in zip(data["input_ids"], data["labels"], strict=True):
+        assert len(row) == len(label) == length
+        for i in range(1, length):  # the first label of a window is never predicted
+            if label[i] != -100:
+                assert row[i] == label[i]
+                seen.setdefault(label[i], []).append(i)
+    missing = {x.item() for x in ids[1:]} - set(seen)
+    assert all(len(v) == 1 for v in seen.values())
+    if stride < length:
+        assert not missing
+        assert all(v[0] >= length - stride for token, v in seen.items() if token >= 100 + length)
+    else:
+        assert missing == {100 + length * k for k in range(1, math.ceil(tokens / length))}, "no overlap, no context"
+
+
+def test_perplexity_is_that_of_one_forward_pass_a_token(tmp_path, transformers_warnings):
+    """With stride 1 every token is scored with the 15 tokens before it."""
+    for part in ("train", "valid", "test"):
+        (tmp_path / f"{part}.txt").write_text("the cat sat on the mat and the dog sat on the log\n" * 6)
+    argv = [*DECODER, "--task", "text", "--data", tmp_path, "--output_dir", tmp_path / "run", *SHORT, "--stride", 1]
+    language_modeling.tokens.cache_clear()
+    language_modeling.load.cache_clear()
+    common.main(language_modeling.RECIPE, [*map(str, argv), "--save_strategy", "steps", "--save_steps", "4"])
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path / "run" / "seed-1"
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert [row.filter.K for row in filter_status(model)] == [3, 3]
+    lines = (tmp_path / "test.txt").read_text().splitlines(keepends=True)
+    encoded = AutoTokenizer.from_pretrained(folder)(lines, add_special_tokens=False)["input_ids"]
+    ids = torch.tensor([i for line in encoded for i in line])
+    with torch.no_grad():
+        nll = [
+            -model(ids[None, max(0, t - 15) : t]).logits[0, -1].log_softmax(-1)[ids[t]].item()
+            for t in range(1, len(ids))
+        ]
+    transformers_warnings.clear()  # of GPT-2's loss_type, which its config does not set
+    found = record(tmp_path / "run")["metrics"]["test/perplexity"]
+    assert found == pytest.approx(math.exp(sum(nll) / len(nll)), rel=1e-5)
+
+
+def test_paired_comparison_is_the_t_interval_and_the_exact_sign_flip_test():
+    a, b = [0.1, 0.2, 0.4, 0.3, 0.5], [0.2, 0.25, 0.43, 0.38, 0.49]
+    found = paired_comparison(a, b)
+    differences = torch.tensor(b, dtype=torch.float64) - torch.tensor(a, dtype=torch.float64)
+    flips = torch.tensor(list(itertools.product((1, -1), repeat=5)), dtype=torch.float64) @ differences
+    assert found.p == pytest.approx((flips.abs() >= differences.sum().abs() - 1e-12).double().mean().item())
+    interval = stats.ttest_rel(b, a).confidence_interval(0.95)
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
+    assert "no claim" in str(paired_comparison([1.0], [2.0]))
+    for wrong in (([], []), ([1.0], [1.0, 2.0]), ([1.0], [math.nan])):
+        with pytest.raises(GraphFilterError, match="a paired comparison needs"):
+            paired_comparison(*wrong)
+
+
+# ----------------------------------------------------------------------------------------------------------- runs
+
+
+@pytest.mark.parametrize("options", [["--filter", "none"], [], ["--filter", "agf", "--filter_options", "gamma=0.1"]])
+def test_a_run_trains_the_filter_and_records_everything(options, cola, tmp_path):
+    argv = [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT, *options]
+    common.main(glue.RECIPE, [*map(str, argv), "--logging_steps", "1", "--filter_lr", "0.05"])
+    found = record(tmp_path / "run")
+    assert set(found["metrics"]) == {"validation/loss", "validation/matthews_correlation"}
+    assert found["steps"] == 4
+    if options[1:] == ["none"]:
+        assert found["filter_parameters"] == 0
+        assert found["moved"] == {}
+    elif not options:
+        assert found["filter_parameters"] == 4
+        assert 0.02 < found["moved"]["w_K"] < 0.3, "at its own learning rate"
+        assert len(found["coefficients"]["w_K"]) == 2
+    else:
+        assert found["moved"]["theta_1"] > 0
+    assert "data" not in found["settings"]
+    assert str(tmp_path) not in json.dumps(found), "no path of this machine"
+
+
+def test_coefficients_are_logged_by_layer(cola, tmp_path, transformers_warnings):
+    seen = []
+
+    class Keep(common.EarlyStoppingCallback):
+        def __init__(self, patience):
+            super().__init__(patience)
+
+        def on_train_end(self, args, state, control, **_):
+            seen.extend(state.log_history)
+
+    original, common.EarlyStoppingCallback = common.EarlyStoppingCallback, Keep
+    argv = [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT, "--logging_steps", 1]
+    extra = ["--eval_strategy", "steps", "--save_strategy", "steps", "--eval_steps", "2", "--save_steps", "2"]
+    extra += ["--early_stopping_patience", "3", "--load_best_model_at_end", "--metric_for_best_model", "loss"]
+    try:
+        common.main(glue.RECIPE, [*map(str, argv), *extra, "--layers", "0"])
+    finally:
+        common.EarlyStoppingCallback = original
+    transformers_warnings.clear()  # of times on this file system, when an old checkpoint is deleted
+    logged = [entry["filter/0/w_K"] for entry in seen if "loss" in entry]
+    assert len(logged) == 4
+    assert len(set(logged)) == 4
+    assert not any("filter/1/w_K" in entry for entry in seen), "one layer is patched"
+
+
+def test_a_finished_seed_is_not_run_again_and_other_settings_are_refused(cola, tmp_path, monkeypatch, capsys):
+    argv = [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT, "--seeds", 1, 2]
+    argv = [*map(str, argv)]
+    common.main(glue.RECIPE, argv)
+    runs = []
+    made = {"metrics": record(tmp_path / "run")["metrics"]}
+    monkeypatch.setattr(common, "fit", lambda args, training, *_: runs.append(training.seed) or made)
+    common.main(glue.RECIPE, argv)
+    assert runs == []
+    (tmp_path / "run" / "seed-2" / "record.json").unlink()
+    common.main(glue.RECIPE, argv)
+    assert runs == [2]
+    with pytest.raises(SystemExit) as stopped:
+        common.main(glue.RECIPE, [*argv, "--learning_rate", "1"])
+    assert stopped.value.code == 1
+    assert "holds a run with other settings (learning_rate differ)" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_goes_on_from_its_checkpoint(cola, tmp_path, monkeypatch, capsys, transformers_warnings):
+    def argv(folder):
+        saving = ["--save_strategy", "steps", "--save_steps", "2", "--logging_steps", "1"]
+        return [
+            *map(str, [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / folder, *SHORT]),
+            *saving,
+        ]
+
+    common.main(glue.RECIPE, argv("whole"))
+    begun = []
+
+    class Stop(common.CoefficientCallback):
+        def on_step_end(self, args, state, control, **_):
+            begun.append(state.global_step)
+            if state.global_step == 3:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(common, "CoefficientCallback", Stop)
+    with pytest.raises(SystemExit) as stopped:
+        common.main(glue.RECIPE, argv("broken"))
+    assert stopped.value.code == 130
+    assert "run the same command again to go on" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        common.main(glue.RECIPE, [*argv("broken"), "--learning_rate", "1"])
+    assert "other settings (learning_rate differ)" in capsys.readouterr().err
+    Stop.on_step_end = lambda self, args, state, control, **_: begun.append(state.global_step)
+    common.main(glue.RECIPE, argv("broken"))
+    transformers_warnings.clear()  # of times on this file system, when an old checkpoint is deleted
+    assert begun == [1, 2, 3, 3, 4]
+    for name in ("metrics", "coefficients", "moved"):
+        assert record(tmp_path / "broken")[name] == record(tmp_path / "whole")[name]
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_record(cola, tmp_path, monkeypatch, capsys):
+    def full(self, *_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(common.Trainer, "save_model", full)
+    argv = [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT]
+    with pytest.raises(SystemExit) as stopped:
+        common.main(glue.RECIPE, [*map(str, argv), "--save_strategy", "steps", "--save_steps", "100"])
+    assert stopped.value.code == 1
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message.startswith("glue.py: [Errno 28] No space left on device; finished seeds and checkpoints are kept")
+    assert not (tmp_path / "run" / "seed-1" / "record.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["--model", "roberta", "--from_scratch", "hiden_size=3"],
+            r"no field 'hiden_size' \(did you mean hidden_size\?\)",
+        ),
+        (["--filter_options", "k=3"], "GFSAConfig has no option 'k'"),
+        (["--layers", "7"], "7 is out of range"),
+        (["--layers", "some"], "use all, even, odd"),
+        (["--model", "nowhere/nothing", "--train_tokenizer", "280"], "nowhere/nothing"),
+    ],
+)
+def test_what_a_model_cannot_take_is_one_line(argv, message, cola, tmp_path, capsys):
+    base = [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT]
+    base = [*map(str, base)]
+    if argv[:2] == ["--model", "nowhere/nothing"]:
+        base = [x for x in base if "=" not in x and x != "--from_scratch"]
+    with pytest.raises(SystemExit) as stopped:
+        common.main(glue.RECIPE, [*base, *argv])
+    assert stopped.value.code == 1
+    found = capsys.readouterr().err.strip().splitlines()[-1]
+    assert found.startswith("glue.py: ")
+    assert re.search(message, found), found
+
+
+T5 = ["--model", "t5", "--from_scratch", "num_layers=2", "d_model=32", "num_heads=2", "d_kv=16", "d_ff=64"]
+
+
+@pytest.mark.parametrize(
+    ("task", "model"),
+    [("defect", ENCODER), ("defect", [*T5, *ENCODER[-4:]]), ("clone", ENCODER)],
+    ids=["defect-encoder", "defect-generated", "clone"],
+)
+def test_recipe_of_code(task, model, tmp_path):
+    if task == "defect":
+        rows = [{"func": f"int f{i}() {{ return {('bad', 'good')[i % 2]}; }}", "target": i % 2} for i in range(60)]
+        (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    else:
+        rows = [{"func": f"int f{i}() {{ return {i}; }}", "idx": i} for i in range(30)]
+        (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        lines = [f"{a}\t{b}\t{(a + b) % 2}" for a, b in itertools.combinations(range(30), 2)]
+        (tmp_path / "test.txt").write_text("\n".join(lines))
+    code.load.cache_clear()
+    argv = [*model, "--task", task, "--data", tmp_path, "--output_dir", tmp_path / "run", *SHORT]
+    common.main(code.RECIPE, [*map(str, argv)])
+    found = record(tmp_path / "run")
+    assert set(found["metrics"]) >= {"validation/accuracy", "validation/f1", "test/accuracy", "test/f1"}
+    assert all(0 <= found["metrics"][f"test/{name}"] <= 1 for name in ("accuracy", "f1"))
+    assert found["moved"]["w_K"] > 0
+    assert "official test part" in found["split"]
+
+
+def test_a_generated_label_is_read_back():
+    tokenizer = common.train_bpe(iter(["return true or false;"] * 9), 300)
+    ids = torch.tensor(tokenizer(["true", "false", "nonsense"], padding=True)["input_ids"])
+    ids[ids == tokenizer.pad_token_id] = -100
+    assert code.read_words(tokenizer, ids.numpy()) == [1, 0, 0]
+
+
+# ---------------------------------------------------------------------------------------------------- comparisons
+
+
+def test_compare_pairs_the_seeds_and_goes_on_at_the_first_missing_one(cola, tmp_path, capsys):
+    argv = [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT, "--seeds", 1, 2, 3]
+    argv = ["glue", *map(str, argv), "--results", str(tmp_path / "results")]
+    compare.main(argv)
+    file = tmp_path / "results" / "glue-cola.json"
+    first = json.loads(file.read_text())
+    assert [(r["seed"], r["variant"]) for r in first["runs"]] == [
+        (seed, variant) for seed in (1, 2, 3) for variant in ("plain", "gfsa")
+    ]
+    values = {v: list(first["summary"][v]["values"].values()) for v in ("plain", "gfsa")}
+    expected = paired_comparison(values["plain"], values["gfsa"])
+    assert first["summary"]["gfsa"]["difference"]["mean"] == pytest.approx(expected.mean)
+    assert first["metric"] == "validation/matthews_correlation"
+    # the same model and data for both: what differs is the filter
+    plain, patched = (next(r for r in first["runs"] if r["variant"] == v) for v in ("plain", "gfsa"))
+    assert common.differing(plain["settings"], patched["settings"]) == ["filter"]
+
+    first["runs"] = [r for r in first["runs"] if (r["seed"], r["variant"]) != (3, "gfsa")]
+    file.write_text(json.dumps(first))
+    capsys.readouterr()
+    compare.main(argv)
+    out = capsys.readouterr().out
+    assert out.count("at hand") == 5
+    assert "finished before" in out, "its folder has the record"
+    assert len(json.loads(file.read_text())["runs"]) == 6
+    with pytest.raises(SystemExit):
+        compare.main([*argv, "--learning_rate", "1"])
+    assert "was run with other settings (learning_rate differ)" in capsys.readouterr().err
+
+
+def test_sweep_over_an_option_and_a_setting_draws_a_figure(cola, tmp_path):
+    argv = [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT, "--seeds", 1]
+    compare.main(
+        ["glue", *map(str, argv), "--results", str(tmp_path), "--sweep", "K=1,3", "layers=all,even", "--max_steps", "1"]
+    )
+    found = json.loads((tmp_path / "glue-cola-sweep.json").read_text())
+    names = ["plain", "K=1, layers=all", "K=1, layers=even", "K=3, layers=all", "K=3, layers=even"]
+    assert list(found["summary"]) == names
+    assert [r["filter_parameters"] for r in found["runs"]] == [0, 4, 2, 4, 2]
+    assert found["runs"][1]["settings"]["filter_options"] == ["K=1"]
+    assert (tmp_path / "glue-cola-sweep.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--sweep"], "--sweep needs axes"),
+        (["--sweep", "K="], "--sweep needs axes"),
+        (["--sweep", "K=2", "--filter", "none"], "--sweep varies a filter"),
+        (["--filter", "none"], "nothing to compare"),
+        (["--push_to_hub"], "a comparison pushes nothing"),
+    ],
+)
+def test_wrong_comparisons_are_one_line(argv, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        compare.main(["glue", "--model", "m", "--task", "cola", "--use_cpu", *argv])
+    assert stopped.value.code == 1
+    assert message in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------- as a user runs it
+
+
+PUSH = """
+import sys
+sys.path[:0] = [{root!r}, {tests!r}]
+from huggingface_hub import HfApi
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from hub_server import TOKEN
+from hf_graphfilter import filter_status
+from recipes import common, glue
+
+def run(token):
+    try:
+        common.main(glue.RECIPE, [*{argv!r}, "--hub_token", token])
+    except SystemExit as stopped:
+        print("exit", stopped.code)
+
+run("hf_wrong")
+run(TOKEN)
+model = AutoModelForSequenceClassification.from_pretrained("me/roberta-cola-gfsa", token=TOKEN)
+AutoTokenizer.from_pretrained("me/roberta-cola-gfsa", token=TOKEN)
+print("loaded", len(filter_status(model)))
+common.HfApi = lambda token: HfApi(endpoint="http://127.0.0.1:9", token=token)
+run(TOKEN)
+"""
+
+
+def test_push_to_a_stand_in_of_the_hub_and_load_from_it(cola, tmp_path):
+    argv = [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT]
+    argv = [*map(str, argv), "--save_strategy", "steps", "--push_to_hub"]
+    program = PUSH.format(root=str(ROOT), tests=str(ROOT / "tests"), argv=argv)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "home")}
+    with Hub() as hub:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            env={**environment, "HF_ENDPOINT": hub.url},
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split().count("exit") == 2, done.stdout
+    assert "loaded 2" in done.stdout
+    assert TOKEN not in done.stderr + done.stdout
+    refused, unreachable = [line for line in done.stderr.splitlines() if line.startswith("glue.py: ")]
+    assert "refused the token (hf auth login, or --hub_token); nothing is lost" in refused
+    assert "http://127.0.0.1:9: " in unreachable
+    assert "run the same command again" in unreachable
+    files = hub.repos["me/roberta-cola-gfsa"]
+    assert set(files) == {
+        *("README.md", "config.json", "model.safetensors", "record.json", "tokenizer.json", "tokenizer_config.json")
+    }
+    card = files["README.md"].decode()
+    assert 'from_pretrained("me/roberta-cola-gfsa")' in card
+    measured = record(tmp_path / "run")["metrics"]["validation/matthews_correlation"]
+    assert yaml.safe_load(card.split("---")[1])["model-index"][0]["results"][0]["metrics"] == [
+        {"type": "matthews_correlation", "value": measured}
+    ]
+    kept = [p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()]
+    assert not any(TOKEN.encode() in content for content in [*files.values(), *kept])
+    assert not any(str(tmp_path).encode() in content for content in files.values())
+
+
+def test_scripts_run_from_any_folder_and_explain_themselves(tmp_path):
+    """recipes/code.py must not stand for the module code of Python, which torch imports."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "recipes" / "code.py"), "--help"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "python recipes/code.py" in " ".join(done.stdout.split())
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="shared data is absent")
+@pytest.mark.parametrize("task", ["cola", "sst2", "mrpc", "rte", "qnli", "qqp", "mnli"])
+def test_official_glue_files(task):
+    folder = {"qnli": "glue-subsets", "qqp": "glue-subsets", "mnli": "glue-subsets"}.get(task, "glue")
+    data = glue.load.__wrapped__(task, str(DATA / folder))
+    sizes = {"cola": (8551, 1043), "sst2": (67349, 872), "mrpc": (3668, 408), "rte": (2490, 277)}
+    assert (len(data["train"]), len(data["validation"])) == sizes.get(task, (8999, 1000))
+    assert set(data["validation"]["label"]) == set(range(len(glue.TASKS[task].labels)))
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="shared data is absent")
+def test_official_files_of_code_and_text():
+    data, _ = code.load.__wrapped__("defect", str(DATA / "devign"))
+    assert {k: len(v) for k, v in data.items()} == {"train": 1912, "validation": 274, "test": 546}
+    data, _ = code.load.__wrapped__("clone", str(DATA / "bigclonebench"))
+    assert min(len(part) for part in data.values()) > 20
+    for task, folder in (("wikitext-2", "wikitext-2"), ("ptb", "ptb")):
+        data = language_modeling.load.__wrapped__(task, str(DATA / folder))
+        assert list(data) == ["train", "validation", "test"]
