@@ -1,8 +1,8 @@
-"""Write the measured tables into README.md and docs/agf.md: ``python benchmarks/tables.py``.
+"""Write the measured tables into the documents: ``python benchmarks/tables.py``.
 
-Reads ``benchmarks/results/*.csv`` (from benchmarks/gfsa.py, agf.py and transfer.py) and
-``model_cards/minilm-movie-snippets/results.json`` (copied from a demo's output with ``--demo runs/demo``), and replaces
-what stands between the markers.
+Reads ``benchmarks/results/*.csv`` (from benchmarks/gfsa.py, agf.py and transfer.py), ``recipes/results/*.json`` (from
+recipes/compare.py) and ``model_cards/minilm-movie-snippets/results.json`` (copied from a demo's output with
+``--demo runs/demo``), and replaces what stands between the markers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import csv
 import json
 import re
 import shutil
+import statistics
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from agf import growth
@@ -24,6 +27,10 @@ from hf_graphfilter.card import markdown_table
 from hf_graphfilter.demo import result_rows
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))
+from recipes.compare import PLAIN, by_seed, summary_rows  # noqa: E402
+
+RECIPES = ROOT / "recipes" / "results"
 CARD = ROOT / "model_cards" / "minilm-movie-snippets"
 
 
@@ -282,6 +289,44 @@ def staged(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
     return ["model", "start", *(f"{metric} {stage}" for stage, metric in columns)], body
 
 
+def recipe_tables(name: str) -> str:
+    """What recipes/compare.py measured, a table a task, and the mean over the tasks of a family of models."""
+    contents = [json.loads(file.read_text()) for file in sorted(RECIPES.glob(f"{name}*.json"))]
+    parts = []
+    for content in contents:
+        run = content["runs"][0]
+        notes = [f"metric: {content['metric']}" + (", lower is better" * content["metric"].endswith("perplexity"))]
+        notes += [f"split: {run['split']}; rows: {run['rows']}".replace("'", "")] if "split" in run else []
+        notes += [f"{run['date']}, {run['machine']}, torch {run['versions']['torch']}"]
+        title = f"**{content['model']} on {content['task']}**" + (" (sweep)" if content["sweep"] else "")
+        parts += [f"{title}. {'; '.join(notes)}.", markdown_table(*summary_rows(content))]
+        if content["sweep"]:
+            parts += [f"![{content['metric']} over the sweep](results/{content['name']}.png)"]
+    plain = [c for c in contents if not c["sweep"]]
+    return "\n\n".join([mean_over_tasks(plain)] * (len(plain) > 1 and name == "glue") + parts)
+
+
+def mean_over_tasks(contents: list[dict]) -> str:
+    """Per variant: the difference to the plain model, mean over the tasks for every seed, then paired over seeds."""
+    rows = []
+    for variant in [v for v in contents[0]["variants"] if v != PLAIN]:
+        cells = [variant]
+        for which in ("metric", "loss"):
+            by_task = []
+            for content in contents:
+                metric = content["metric"] if which == "metric" else f"{content['metric'].partition('/')[0]}/loss"
+                plain, treated = (by_seed(content, v, metric) for v in (PLAIN, variant))
+                by_task.append({seed: treated[seed] - plain[seed] for seed in treated if seed in plain})
+            seeds = sorted(set.intersection(*(set(found) for found in by_task)))
+            means = [statistics.mean(found[seed] for found in by_task) for seed in seeds]
+            paired = paired_comparison([0.0] * len(means), means)
+            cells += [f"{paired.mean:+.4f} [{paired.low:+.4f}, {paired.high:+.4f}]", f"{paired.p:.3f}"]
+        rows.append([*cells, len(seeds)])
+    tasks = ", ".join(content["task"] for content in contents)
+    header = ["variant", "metric, against plain", "p", "loss, against plain", "p", "seeds"]
+    return f"**{contents[0]['model']}, mean over {tasks}**\n\n{markdown_table(header, rows)}"
+
+
 def replace(file: Path, name: str, content: str) -> None:
     text = file.read_text()
     pattern = re.compile(rf"(<!-- {name}: begin.*?-->\n).*?(<!-- {name}: end -->)", re.S)
@@ -294,6 +339,7 @@ def replace(file: Path, name: str, content: str) -> None:
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"demo": demo_table, "bench": bench_tables},
     "docs/agf.md": {"speed": agf_speed, "transfer": agf_transfer},
+    "recipes/README.md": {name: partial(recipe_tables, name) for name in ("glue", "language_modeling", "code")},
 }
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import itertools
 import json
+import os
 import platform
 import sys
 import time
@@ -22,7 +23,6 @@ import datasets
 import torch
 import transformers
 import yaml
-from accelerate import PartialState
 from datasets import Dataset, DatasetDict
 from huggingface_hub import EvalResult, HfApi
 from huggingface_hub.errors import HfHubHTTPError
@@ -591,8 +591,7 @@ def run_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Path
         return found
     run_values = {**values, "output_dir": str(folder), "seed": seed, "seeds": [seed]}
     run_values |= {"push_to_hub": False, "hub_token": None}  # pushed after the run; a token is written to no file
-    main = PartialState().is_main_process
-    if main:
+    if is_main_process():
         folder.mkdir(parents=True, exist_ok=True)
         config.write_text(yaml.safe_dump({k: v for k, v in run_values.items() if v is not None}))
     args, training = settings.arguments(run_values)
@@ -606,9 +605,14 @@ def run_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Path
         "machine": machine(training.device.type),
         "versions": {n: metadata.version(n) for n in ("torch", "transformers", "hf_graphfilter")},
     }
-    if main:
+    if is_main_process():
         write_json(file, record)
     return record
+
+
+def is_main_process() -> bool:
+    """Whether this is the process that writes, under torchrun or accelerate launch; without them it is."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
@@ -712,17 +716,16 @@ def quiet() -> None:
 def main(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     """The command line of a recipe: every seed, then a table."""
     quiet()
-    console = Console(stderr=False)
+    console = Console(quiet=not is_main_process())
     with one_line_errors(f"{recipe.name}.py"):
         settings = Settings(recipe)
         values, _ = settings.parse(sys.argv[1:] if argv is None else argv)
         folder = Path(values["output_dir"])
-        main_process = PartialState().is_main_process
-        if values.get("push_to_hub") and main_process:
+        if values.get("push_to_hub") and is_main_process():
             values["hub_model_id"] = create_repository(values)
         seeds = values.get("seeds", [1])
         records = [run_seed(settings, values, seed, folder / f"seed-{seed}", console) for seed in seeds]
-        if main_process:
+        if is_main_process():
             names = [n for n in records[0]["metrics"] if not n.endswith("loss")]
             rows = [[n, mean_and_sd([r["metrics"][n] for r in records])] for n in names]
             title = f"{values['model']} on {values['task']}, {values.get('filter', 'gfsa')}, {len(records)} seeds"

@@ -27,7 +27,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
 from rich.console import Console
 
 from hf_graphfilter import GraphFilterError
@@ -68,38 +67,61 @@ def variants_of(
 
 
 def summarise(content: dict[str, Any]) -> dict[str, Any]:
-    """Per variant: every value of the compared metric by seed, and the paired difference to the baseline."""
-    found: dict[str, dict[int, float]] = {}
-    for record in content["runs"]:
-        found.setdefault(record["variant"], {})[record["seed"]] = record["metrics"][content["metric"]]
+    """Per variant: the compared metric by seed, and the paired differences to the plain model, of the loss too."""
+    metrics = {"difference": content["metric"], "loss difference": f"{content['metric'].partition('/')[0]}/loss"}
     summary = {}
     for variant in content["variants"]:
-        values = found.get(variant, {})
-        shared = sorted(set(values) & set(found.get(PLAIN, {})))
-        summary[variant] = {"values": {str(seed): values[seed] for seed in sorted(values)}}
-        if variant != PLAIN and shared:
-            paired = paired_comparison([found[PLAIN][s] for s in shared], [values[s] for s in shared])
-            summary[variant]["difference"] = {k: None if v != v else v for k, v in dataclasses.asdict(paired).items()}
+        values = by_seed(content, variant, content["metric"])
+        summary[variant] = {"values": {str(seed): value for seed, value in values.items()}}
+        for name, metric in metrics.items() if variant != PLAIN else ():
+            plain, treated = by_seed(content, PLAIN, metric), by_seed(content, variant, metric)
+            if shared := [seed for seed in treated if seed in plain]:
+                paired = paired_comparison([plain[s] for s in shared], [treated[s] for s in shared])
+                summary[variant][name] = {k: None if v != v else v for k, v in dataclasses.asdict(paired).items()}
     return summary
 
 
+def by_seed(content: dict[str, Any], variant: str, metric: str) -> dict[int, float]:
+    """The metric of the runs of a variant, by seed."""
+    found = {r["seed"]: r["metrics"][metric] for r in content["runs"] if r["variant"] == variant}
+    return dict(sorted(found.items()))
+
+
 def summary_rows(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """(header, rows) of the comparison as text."""
-    header = ["variant", "seeds", content["metric"], "difference", "95 % interval", "p", "parameters", "training s"]
+    """(header, rows) of the comparison as text; intervals are of 95 %."""
+    metric = content["metric"].partition("/")[2]
+    header = ["variant", "seeds", metric, "difference", "p", "loss difference", "filter moved", "parameters"]
     rows = []
-    for variant, found in content["summary"].items():
-        if not found["values"]:
-            continue
+    for variant, found in summarise(content).items():
         runs = [r for r in content["runs"] if r["variant"] == variant]
-        cells = [variant, str(len(runs)), mean_and_sd(list(found["values"].values())), "", "", ""]
-        difference = found.get("difference")
-        if difference:
-            cells[3] = f"{difference['mean']:+.4f}"
-            if difference["pairs"] > 1:
-                cells[4] = f"[{difference['low']:+.4f}, {difference['high']:+.4f}]"
-                cells[5] = f"{difference['p']:.3f}"
-        rows.append([*cells, str(runs[0]["filter_parameters"]), mean_and_sd([r["train_seconds"] for r in runs], ".0f")])
+        if not runs:
+            continue
+        difference, loss = (found.get(name) for name in ("difference", "loss difference"))
+        p = "" if not difference or difference["p"] is None else f"{difference['p']:.3f}"
+        moved: dict[str, list[float]] = {}
+        for run in runs:
+            for name in learned(run):
+                moved.setdefault(name, []).append(run["moved"][name])
+        rows.append(
+            [
+                *(variant, str(len(runs)), mean_and_sd(list(found["values"].values()))),
+                *(interval(difference), p, interval(loss)),
+                ", ".join(f"{name} {sum(v) / len(v):.4f}" for name, v in moved.items()),
+                str(runs[0]["filter_parameters"]),
+            ]
+        )
     return header, rows
+
+
+def learned(run: dict[str, Any]) -> list[str]:
+    """The coefficients that moved at all: the others are fixed."""
+    return [name for name, value in run["moved"].items() if value]
+
+
+def interval(found: dict[str, Any] | None) -> str:
+    if not found:
+        return ""
+    return f"{found['mean']:+.4f}" + (f" [{found['low']:+.4f}, {found['high']:+.4f}]" if found["pairs"] > 1 else "")
 
 
 def plot_sweep(content: dict[str, Any], file: Path) -> None:
@@ -166,7 +188,7 @@ def compare(recipe: common.Recipe, argv: list[str], options: argparse.Namespace,
         if known is None:
             content["runs"].append({"variant": variant, **record})
         content["summary"] = summarise(content)
-        if PartialState().is_main_process:
+        if common.is_main_process():
             common.write_json(file, content)
     return content
 
@@ -182,11 +204,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model_name", help="how tables call the model, if not by the last part of its path")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="folder")
     options, rest = parser.parse_known_args(argv)
-    console = Console()
+    console = Console(quiet=not common.is_main_process())
     with common.one_line_errors("compare.py"):
         recipe = importlib.import_module(f"recipes.{options.recipe}").RECIPE
         content = compare(recipe, rest, options, console)
-        if PartialState().is_main_process:
+        if common.is_main_process():
             title = f"{content['model']} on {content['task']}"
             console.print(table(*summary_rows(content), title=title))
             if any(content["metric"].endswith(name) for name in LOWER_IS_BETTER):
