@@ -44,7 +44,6 @@ from transformers import (
     Trainer,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
 
 from hf_graphfilter import (
     CoefficientCallback,
@@ -509,7 +508,7 @@ def fit(
     """
     start = filter_status(trainer.model)
     begun = time.perf_counter()
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(training.output_dir))
+    trainer.train(resume_from_checkpoint=last_checkpoint(Path(training.output_dir)))
     seconds = time.perf_counter() - begun
     metrics = {}
     for part, data in parts.items():
@@ -541,6 +540,12 @@ def fit(
         "coefficients": learned,
         "moved": {name: round(sum(v) / len(v), 6) for name, v in moved.items()},
     }
+
+
+def last_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint that is whole: the state of the Trainer is what it writes last."""
+    whole = [file.parent for file in folder.glob("checkpoint-*/trainer_state.json")]
+    return str(max(whole, key=lambda found: int(found.name.partition("-")[2]))) if whole else None
 
 
 def write_card(
@@ -579,7 +584,7 @@ def run_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Path
     file, config = folder / RECORD, folder / "config.yaml"
     found = json.loads(file.read_text()) if file.is_file() else None
     before = found["settings"] if found else None
-    if found is None and folder.is_dir() and get_last_checkpoint(str(folder)) and config.is_file():
+    if found is None and last_checkpoint(folder) and config.is_file():
         before = identity(yaml.safe_load(config.read_text()))
     if before is not None and (changed := differing(before, identity(values))):
         raise GraphFilterError(

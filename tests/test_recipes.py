@@ -392,6 +392,9 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint(cola, tmp_path, monkeypa
     with pytest.raises(SystemExit):
         common.main(glue.RECIPE, [*argv("broken"), "--learning_rate", "1"])
     assert "other settings (learning_rate differ)" in capsys.readouterr().err
+    half_written = tmp_path / "broken" / "seed-1" / "checkpoint-4"
+    half_written.mkdir()
+    (half_written / "config.json").write_text("{}")
     Stop.on_step_end = lambda self, args, state, control, **_: begun.append(state.global_step)
     common.main(glue.RECIPE, argv("broken"))
     transformers_warnings.clear()  # of times on this file system, when an old checkpoint is deleted
