@@ -22,7 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, Value
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
@@ -54,18 +54,12 @@ def load(task: str, folder: str | None) -> tuple[DatasetDict, str]:
     if folder is None:
         data = common.from_hub(HUB[task])
         parts = {k: common.table_of(data[k].to_list(), COLUMNS[task], HUB[task]) for k in FILES}
-        parts = {k: common.labels_of(v.cast_column("label", _int()), ("0", "1"), HUB[task]) for k, v in parts.items()}
+        parts = {k: common.labels_of(v.cast_column("label", Value("int64")), ("0", "1"), HUB[task]) for k, v in parts.items()}
         return DatasetDict(parts), "official"
     root = Path(folder)
     if not root.is_dir():
         raise GraphFilterError(f"--data: there is no folder {root}")
     return defects(root) if task == "defect" else clones(root)
-
-
-def _int():
-    from datasets import Value
-
-    return Value("int64")
 
 
 def defects(root: Path) -> tuple[DatasetDict, str]:

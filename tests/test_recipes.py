@@ -618,6 +618,48 @@ def test_scripts_run_from_any_folder_and_explain_themselves(tmp_path):
     assert "python recipes/code.py" in " ".join(done.stdout.split())
 
 
+def test_data_sets_of_the_hub_are_read_by_their_columns(monkeypatch):
+    """Their columns as the Hub shows them; no network here."""
+    from datasets import Dataset, DatasetDict
+
+    at_hand = {
+        "nyu-mll/glue": {
+            "cola": ({"sentence": ["a"], "label": [1], "idx": [0]}, ("train", "validation", "test")),
+            "mnli": (
+                {"premise": ["a"], "hypothesis": ["b"], "label": [2], "idx": [0]},
+                ("train", "validation_matched", "validation_mismatched", "test_matched", "test_mismatched"),
+            ),
+        },
+        "ptb-text-only/ptb_text_only": {None: ({"sentence": ["a b"]}, ("train", "validation", "test"))},
+        "me/texts": {"small": ({"text": ["a", "b"], "n": [1, 2]}, ("train",)), None: ({"body": ["a"]}, ("train",))},
+        code.HUB["defect"]: {None: ({"id": [0], "func": ["f"], "target": [True]}, ("train", "validation", "test"))},
+        code.HUB["clone"]: {
+            None: ({"func1": ["f"], "func2": ["g"], "label": [False]}, ("train", "validation", "test"))
+        },
+    }
+
+    def load_dataset(name, config=None, **_):
+        rows, parts = at_hand[name][config]
+        return DatasetDict({part: Dataset.from_dict(rows) for part in parts})
+
+    monkeypatch.setattr(common.datasets, "load_dataset", load_dataset)
+    assert glue.load.__wrapped__("cola", None)["validation"][0] == {"text_a": "a", "label": 1}
+    mnli = glue.load.__wrapped__("mnli", None)
+    assert set(mnli) == {"train", "validation", "validation_mismatched"}
+    assert mnli["train"][0] == {"text_a": "a", "text_b": "b", "label": 2}
+    assert language_modeling.load.__wrapped__("ptb", None)["test"]["text"][:] == ["a b"]
+    texts = language_modeling.load.__wrapped__("me/texts:small", None)
+    assert {k: v["text"][:] for k, v in texts.items()} == {"train": ["a"], "validation": ["b"]}
+    with pytest.raises(GraphFilterError, match="me/texts has no column text; its columns are body"):
+        language_modeling.load.__wrapped__("me/texts", None)
+    defects, split = code.load.__wrapped__("defect", None)
+    assert (defects["train"][0], split) == ({"text_a": "f", "label": 1}, "official")
+    assert code.load.__wrapped__("clone", None)[0]["test"][0] == {"text_a": "f", "text_b": "g", "label": 0}
+    monkeypatch.undo()
+    with pytest.raises(GraphFilterError, match=r"the data set nyu-mll/glue cannot be loaded .* --data"):
+        glue.load.__wrapped__("cola", None)
+
+
 @pytest.mark.skipif(not DATA.is_dir(), reason="shared data is absent")
 @pytest.mark.parametrize("task", ["cola", "sst2", "mrpc", "rte", "qnli", "qqp", "mnli"])
 def test_official_glue_files(task):
