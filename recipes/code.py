@@ -52,9 +52,8 @@ FILES = {"train": "train", "validation": "valid", "test": "test"}
 def load(task: str, folder: str | None) -> tuple[DatasetDict, str]:
     """(parts with text_a, for clones text_b, and label 0 or 1; how they were split)."""
     if folder is None:
-        data = common.from_hub(HUB[task])
-        parts = {k: common.table_of(data[k].to_list(), COLUMNS[task], HUB[task]) for k in FILES}
-        parts = {k: common.labels_of(v.cast_column("label", Value("int64")), ("0", "1"), HUB[task]) for k, v in parts.items()}
+        data = common.from_hub(HUB[task], COLUMNS[task])
+        parts = {k: data[k].cast_column("label", Value("int64")) for k in FILES}
         return DatasetDict(parts), "official"
     root = Path(folder)
     if not root.is_dir():

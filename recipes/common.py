@@ -24,7 +24,7 @@ import torch
 import transformers
 import yaml
 from datasets import Dataset, DatasetDict
-from huggingface_hub import EvalResult, HfApi
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError
 from rich.console import Console
 from safetensors import SafetensorError
@@ -56,11 +56,12 @@ from hf_graphfilter import (
     filter_status,
     patch_model,
 )
-from hf_graphfilter.analysis.comparison import mean_and_sd
+from hf_graphfilter.analysis.comparison import PairedComparison, mean_and_sd
 from hf_graphfilter.console import parse_layers, parse_options, table
 from hf_graphfilter.training.optimizer import FILTER_LR
 
 CONFIGS = Path(__file__).parent / "configs"
+RESULTS = Path(__file__).parent / "results"
 RECORD = "record.json"
 # these do not change what a run learns: a finished run is the same run whatever they are
 INCIDENTAL = (
@@ -328,18 +329,25 @@ def table_of(rows: list[dict[str, Any]], columns: dict[str, Sequence[str]], sour
     """A data set with the columns ``{new name: names that the source may use}``; others are dropped."""
     if not rows:
         raise GraphFilterError(f"{source} holds no rows")
-    chosen = {}
-    for name, candidates in columns.items():
-        chosen[name] = next((c for c in candidates if c in rows[0]), None)
-        if chosen[name] is None:
-            raise GraphFilterError(
-                f"{source} has no column {' or '.join(candidates)}; its columns are {', '.join(map(str, rows[0]))}"
-            )
+    chosen = choose(columns, list(rows[0]), source)
     for number, row in enumerate(rows, 1):
         if any(row.get(c) is None for c in chosen.values()):
             there = sum(value is not None for value in row.values())
             raise GraphFilterError(f"{source}: row {number} has {there} columns, {len(rows[0])} were expected")
     return Dataset.from_dict({name: [row[c] for row in rows] for name, c in chosen.items()})
+
+
+def choose(columns: dict[str, Sequence[str]], there: list[str], source: object) -> dict[str, str]:
+    """Which of the names that the source may use it does use."""
+    chosen = {}
+    for name, candidates in columns.items():
+        found = next((c for c in candidates if c in there), None)
+        if found is None:
+            raise GraphFilterError(
+                f"{source} has no column {' or '.join(candidates)}; its columns are {', '.join(map(str, there))}"
+            )
+        chosen[name] = found
+    return chosen
 
 
 def labels_of(data: Dataset, labels: Sequence[str] | None, source: object) -> Dataset:
@@ -361,15 +369,20 @@ def labels_of(data: Dataset, labels: Sequence[str] | None, source: object) -> Da
     return data.remove_columns("label").add_column("label", numbers)
 
 
-def from_hub(name: str, config: str | None = None, **options: Any) -> DatasetDict:
-    """A data set of the Hub, or one clear line."""
+def from_hub(
+    name: str, columns: dict[str, Sequence[str]], config: str | None = None, **options: Any
+) -> dict[str, Dataset]:
+    """The parts of a data set of the Hub with these columns (as in ``table_of``), or one clear line."""
     try:
-        return datasets.load_dataset(name, config, **options)
+        data = datasets.load_dataset(name, config, **options)
     except Exception as error:  # whatever the library or the network raises, the way out is the same
         raise GraphFilterError(
             f"the data set {name} cannot be loaded ({type(error).__name__}: {_line(error)}); check the connection, or "
             "name a folder of local files with --data"
         ) from error
+    chosen = choose(columns, next(iter(data.values())).column_names, name)
+    renamed = {found: new for new, found in chosen.items() if found != new}
+    return {part: rows.select_columns([*chosen.values()]).rename_columns(renamed) for part, rows in data.items()}
 
 
 def cut(data: DatasetDict, args: RecipeArguments) -> DatasetDict:
@@ -526,12 +539,6 @@ def fit(
         for name, value in after.coefficients.items():
             learned.setdefault(name, []).append(round(value.mean().item(), 6))
             moved.setdefault(name, []).append((value - before.coefficients[name]).abs().mean().item())
-    if training.save_strategy != "no" and trainer.is_world_process_zero():
-        if learned:
-            base, folder = config_base(dataclasses.asdict(args)), Path(training.output_dir)
-            write_card(model, folder, metrics, args.task, training.seed, base, training.hub_model_id)
-        else:
-            trainer.create_model_card(dataset=args.task, finetuned_from=None if args.from_scratch else args.model)
     return {
         "metrics": metrics,
         "train_seconds": round(seconds, 1),
@@ -548,29 +555,46 @@ def last_checkpoint(folder: Path) -> str | None:
     return str(max(whole, key=lambda found: int(found.name.partition("-")[2]))) if whole else None
 
 
-def write_card(
-    model: Any, folder: Path, metrics: dict[str, float], task: str, seed: int, base: str | None, repo_id: str | None
-) -> None:
-    """The model card of a patched checkpoint, with what was measured."""
+def write_card(folder: Path, record: dict[str, Any], values: dict[str, Any]) -> None:
+    """The model card of a saved run: its metrics, and how its setting compared with the plain model."""
+    model = getattr(transformers, AutoConfig.from_pretrained(folder).architectures[0]).from_pretrained(folder)
     results = [
         EvalResult(
             task_type=TASK_TYPES.get(type(model).__name__.partition("For")[2], "text-generation"),
-            dataset_type=task,
-            dataset_name=task,
+            dataset_type=record["task"],
+            dataset_name=record["task"],
             dataset_split=key.partition("/")[0],
             metric_type=key.partition("/")[2],
             metric_value=value,
         )
-        for key, value in metrics.items()
+        for key, value in record["metrics"].items()
         if not key.endswith("/loss")
     ]
-    create_model_card(
-        model,
-        repo_id=repo_id or str(folder),
-        base_model=base,
-        results=results,
-        description=f"## Training\n\nFine-tuned on {task} with seed {seed}; every setting and number is in `{RECORD}`.",
-    ).save(folder / "README.md")
+    trained = f"Fine-tuned on {record['task']} with seed {record['seed']}; every setting and number is in `{RECORD}`."
+    description = f"## Training\n\n{trained}{compared(record)}"
+    local = values.get("from_scratch") or Path(values["model"]).exists()
+    common: dict[str, Any] = {"base_model": None if local else values["model"]}
+    name = values.get("hub_model_id") or str(folder)
+    if filter_status(model):
+        card = create_model_card(model, repo_id=name, results=results, description=description, **common)
+    else:
+        title = name.rpartition("/")[2]
+        data = ModelCardData(library_name="transformers", eval_results=results, model_name=title, **common)
+        card = ModelCard(
+            f"---\n{data.to_yaml()}\n---\n\n# {title}\n\nThe plain {type(model).__name__}.\n\n{description}\n"
+        )
+    card.save(folder / "README.md")
+
+
+def compared(record: dict[str, Any]) -> str:
+    """What recipes/compare.py found for these settings, if it was run."""
+    file = RESULTS / f"{record['recipe']}-{Path(record['task']).name}.json"
+    content = json.loads(file.read_text()) if file.is_file() else {"runs": []}
+    for run in content["runs"]:
+        found = content["summary"][run["variant"]].get("difference")
+        if found and not differing(run["settings"], record["settings"]):
+            return f" Against the plain model, {content['metric']}: {PairedComparison(**found)}."
+    return ""
 
 
 TASK_TYPES = {"SequenceClassification": "text-classification", "ConditionalGeneration": "text2text-generation"}
@@ -612,6 +636,8 @@ def run_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Path
     }
     if is_main_process():
         write_json(file, record)
+        if values.get("save_strategy") != "no":
+            write_card(folder, record, values)
     return record
 
 
@@ -621,9 +647,16 @@ def is_main_process() -> bool:
 
 
 def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Names of the settings in which two runs differ; an empty list is as good as none."""
-    a, b = ({k: v for k, v in found.items() if v != []} for found in (a, b))
+    """Names of the settings in which two runs differ; one that was not given has its default."""
+    a, b = (DEFAULT_VALUES | found for found in (a, b))
     return sorted(k for k in {*a, *b} if a.get(k) != b.get(k))
+
+
+DEFAULT_VALUES = {
+    f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+    for f in (*dataclasses.fields(RecipeArguments), *dataclasses.fields(Seq2SeqTrainingArguments))
+    if f.name not in INCIDENTAL and f.name not in ("model", "task", "seed")
+}
 
 
 def machine(device: str) -> str:
@@ -664,11 +697,7 @@ def create_repository(values: dict[str, Any]) -> str:
 
 def push(folder: Path, record: dict[str, Any], values: dict[str, Any]) -> str:
     """Checkpoint, tokenizer, card and numbers of one run, as one commit; the address."""
-    config = AutoConfig.from_pretrained(folder)
-    model = getattr(transformers, config.architectures[0]).from_pretrained(folder)
-    if filter_status(model):  # the card of a run that was not to be pushed names its folder
-        base = config_base(values)
-        write_card(model, folder, record["metrics"], record["task"], record["seed"], base, values["hub_model_id"])
+    write_card(folder, record, values)  # that of a run that was not to be pushed names its folder
     with hub(values, f"the checkpoint is kept in {folder}") as api:
         api.upload_folder(
             repo_id=values["hub_model_id"],
@@ -677,11 +706,6 @@ def push(folder: Path, record: dict[str, Any], values: dict[str, Any]) -> str:
             commit_message=f"{record['task']}, {values.get('filter', 'gfsa')}",
         )
         return f"{api.endpoint}/{values['hub_model_id']}"
-
-
-def config_base(values: dict[str, Any]) -> str | None:
-    """The Hub id of the pretrained model, if it is one."""
-    return None if values.get("from_scratch") or Path(values["model"]).exists() else values["model"]
 
 
 # ----------------------------------------------------------------------------------------------------- command line

@@ -30,7 +30,7 @@ from typing import Any
 from rich.console import Console
 
 from hf_graphfilter import GraphFilterError
-from hf_graphfilter.analysis.comparison import mean_and_sd, paired_comparison
+from hf_graphfilter.analysis.comparison import PairedComparison, mean_and_sd, paired_comparison
 from hf_graphfilter.console import table
 from recipes import common
 from recipes.metrics import LOWER_IS_BETTER
@@ -202,16 +202,22 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sweep", nargs="*", help="axes of the sweep, NAME=VALUE,VALUE,...")
     parser.add_argument("--name", help="of the results file; RECIPE-TASK if not given")
     parser.add_argument("--model_name", help="how tables call the model, if not by the last part of its path")
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="folder")
+    parser.add_argument("--results", type=Path, default=common.RESULTS, help="folder")
     options, rest = parser.parse_known_args(argv)
     console = Console(quiet=not common.is_main_process())
     with common.one_line_errors("compare.py"):
         recipe = importlib.import_module(f"recipes.{options.recipe}").RECIPE
         content = compare(recipe, rest, options, console)
         if common.is_main_process():
-            title = f"{content['model']} on {content['task']}"
-            console.print(table(*summary_rows(content), title=title))
-            if any(content["metric"].endswith(name) for name in LOWER_IS_BETTER):
+            header, rows = summary_rows(content)
+            shown = [header.index(name) for name in (*header[:3], "filter moved")]
+            narrow = [[row[i] for i in shown] for row in (header, *rows)]
+            console.print(table(narrow[0], narrow[1:], title=f"{content['model']} on {content['task']}"))
+            for variant, found in content["summary"].items():
+                if "difference" in found:
+                    paired = PairedComparison(**found["difference"])
+                    console.print(f"{variant} - plain, {content['metric']}: {paired}", highlight=False, soft_wrap=True)
+            if content["metric"].endswith(LOWER_IS_BETTER):
                 console.print("lower is better")
             if content["sweep"]:
                 figure = options.results / f"{content['name']}.png"

@@ -44,7 +44,13 @@ class Task:
 
 
 def pair(first: str, second: str, label: str = "label") -> dict[str, tuple[str, ...]]:
-    return {"text_a": (first, "text_a"), "text_b": (second, "text_b"), "label": tuple({label: 0, "label": 0})}
+    """Columns of two texts: the official names, those on the Hub, and those of the JSON files."""
+    names = {
+        "text_a": (first, "sentence1", "premise", "text_a"),
+        "text_b": (second, "sentence2", "hypothesis", "text_b"),
+        "label": (label, "label"),
+    }
+    return {name: tuple(dict.fromkeys(candidates)) for name, candidates in names.items()}
 
 
 SINGLE = {"text_a": ("sentence", "text_a"), "label": ("label",)}
@@ -79,11 +85,8 @@ def load(name: str, folder: str | None) -> DatasetDict:
     if name == "movie-snippets":
         return movie_snippets()
     if folder is None:
-        data = common.from_hub("nyu-mll/glue", name)
-        texts = [c for c in data["train"].column_names if c not in ("label", "idx")]
-        names = dict(zip(texts, ("text_a", "text_b"), strict=False))
-        parts = {k.removesuffix("_matched"): v for k, v in data.items() if not k.startswith("test")}
-        return DatasetDict({k: v.rename_columns(names).remove_columns("idx") for k, v in parts.items()})
+        data = common.from_hub("nyu-mll/glue", task.columns, name)
+        return DatasetDict({k.removesuffix("_matched"): v for k, v in data.items() if not k.startswith("test")})
     root = Path(folder)
     root = root / task.folder if (root / task.folder).is_dir() else root
     parts = {}

@@ -42,15 +42,10 @@ def load(task: str, folder: str | None) -> DatasetDict:
             raise GraphFilterError("--task text needs --data, a folder with train, valid and test files")
         name, _, config = task.partition(":")
         name, config, options = HUB.get(task, (name, config or None, {}))
-        data = common.from_hub(name, config, **options)
+        data = common.from_hub(name, {"text": ("text", "sentence")}, config, **options)
         if "train" not in data:
             raise GraphFilterError(f"{name} has no part 'train'; it has {', '.join(data)}")
         parts = {k: data[k] for k in FILES if k in data}
-        columns = parts["train"].column_names
-        column = next((c for c in ("text", "sentence") if c in columns), None)
-        if column is None:
-            raise GraphFilterError(f"{name} has no column text; its columns are {', '.join(columns)}")
-        parts = {k: Dataset.from_dict({"text": v[column]}) for k, v in parts.items()}
     else:
         root, parts = Path(folder), {}
         for part, stem in FILES.items():

@@ -510,6 +510,25 @@ def test_compare_pairs_the_seeds_and_goes_on_at_the_first_missing_one(cola, tmp_
     assert "was run with other settings (learning_rate differ)" in capsys.readouterr().err
 
 
+def test_the_card_says_what_was_measured_and_compared(cola, tmp_path, monkeypatch):
+    argv = [*map(str, [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT])]
+    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
+    compare.main(["glue", *argv, "--seeds", "1", "2", "--results", str(tmp_path / "results")])
+    for name, said in (
+        ("gfsa", "validation/matthews_correlation: +0.0000 over 2 seeds"),
+        ("none", "The plain Roberta"),
+    ):
+        argv = [x.replace(str(tmp_path / "run"), str(tmp_path / name)) for x in argv] + ["--filter", name]
+        common.main(glue.RECIPE, [*argv, "--save_strategy", "steps", "--output_dir", str(tmp_path / name)])
+        card = (tmp_path / name / "seed-1" / "README.md").read_text()
+        assert said in card
+        found = yaml.safe_load(card.split("---")[1])["model-index"][0]["results"][0]["metrics"][0]
+        assert found == {
+            "type": "matthews_correlation",
+            "value": record(tmp_path / name)["metrics"]["validation/matthews_correlation"],
+        }
+
+
 def test_sweep_over_an_option_and_a_setting_draws_a_figure(cola, tmp_path):
     argv = [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT, "--seeds", 1]
     compare.main(
@@ -650,7 +669,7 @@ def test_data_sets_of_the_hub_are_read_by_their_columns(monkeypatch):
     assert language_modeling.load.__wrapped__("ptb", None)["test"]["text"][:] == ["a b"]
     texts = language_modeling.load.__wrapped__("me/texts:small", None)
     assert {k: v["text"][:] for k, v in texts.items()} == {"train": ["a"], "validation": ["b"]}
-    with pytest.raises(GraphFilterError, match="me/texts has no column text; its columns are body"):
+    with pytest.raises(GraphFilterError, match="me/texts has no column text or sentence; its columns are body"):
         language_modeling.load.__wrapped__("me/texts", None)
     defects, split = code.load.__wrapped__("defect", None)
     assert (defects["train"][0], split) == ({"text_a": "f", "label": 1}, "official")
