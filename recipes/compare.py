@@ -91,6 +91,9 @@ def summary_rows(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """(header, rows) of the comparison as text; intervals are of 95 %."""
     metric = content["metric"].partition("/")[2]
     header = ["variant", "seeds", metric, "difference", "p", "loss difference", "filter moved", "parameters"]
+    metrics = content["runs"][0]["metrics"] if content["runs"] else {}
+    others = [name for name in metrics if name != content["metric"] and not name.endswith("/loss")]
+    header += [name.replace("/", " ") for name in others]
     rows = []
     for variant, found in summarise(content).items():
         runs = [r for r in content["runs"] if r["variant"] == variant]
@@ -108,6 +111,7 @@ def summary_rows(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
                 *(interval(difference), p, interval(loss)),
                 ", ".join(f"{name} {sum(v) / len(v):.4f}" for name, v in moved.items()),
                 str(runs[0]["filter_parameters"]),
+                *(mean_and_sd([*by_seed(content, variant, name).values()]) for name in others),
             ]
         )
     return header, rows
