@@ -217,7 +217,7 @@ def _rebuild(base: Any) -> Any:
 
 def attach(site: AttentionSite, graph_filter: nn.Module) -> None:
     site.module.add_module(CHILD, graph_filter)
-    site.module.__class__ = _filtered(type(site.module))
+    site.module.__class__ = _filtered(type(site.module))  # type: ignore[arg-type]
 
 
 def detach(module: Any) -> None:
