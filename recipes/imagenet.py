@@ -30,6 +30,7 @@ import timm
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from PIL import Image
 from safetensors.torch import load_model, save_model
 from timm.data import ImageDataset, Mixup, create_dataset, create_loader, resolve_data_config
 from timm.loss import SoftTargetCrossEntropy
@@ -123,10 +124,11 @@ class Images(ImageDataset):
         self.skipped = multiprocessing.Value("i", 0)  # over the processes of the loader
 
     def __getitem__(self, index: int) -> Any:
-        self._max_retries = 1
+        file, target, *_ = self.reader[index]
         try:
-            return super().__getitem__(index)
-        except RuntimeError as error:
+            with file, Image.open(file) as opened:
+                image = opened.convert("RGB")
+        except OSError as error:
             name = self.filename(index, absolute=True)
             if self.bad_images == "error":
                 raise GraphFilterError(
@@ -139,6 +141,7 @@ class Images(ImageDataset):
                         f"more than a tenth of the images cannot be read, {name} the last"
                     ) from error
             return self[(index + 1) % len(self)]
+        return (image if self.transform is None else self.transform(image)), target
 
 
 def load(args: ImageArguments) -> tuple[Any, Any, int]:
@@ -205,6 +208,11 @@ def build(args: ImageArguments, classes: int) -> nn.Module:
     except (RuntimeError, TypeError, ValueError, AssertionError, OSError) as error:
         near = common.nearest(args.model, timm.list_models())
         raise GraphFilterError(f"timm cannot make {args.model}{near} with {options}: {common.line(error)}") from error
+    patch = getattr(getattr(model, "patch_embed", None), "patch_size", (1, 1))
+    if args.img_size and any(args.img_size % side for side in patch):
+        raise GraphFilterError(
+            f"--img_size {args.img_size}: {args.model} cuts images into patches of {patch[0]} pixels"
+        )
     if args.filter != "none":
         patch_model(model, args.filter, layers=parse_layers(args.layers), **parse_options(args.filter_options))
     return model

@@ -78,8 +78,8 @@ def test_an_interrupted_run_goes_on(data, tmp_path, monkeypatch):
         original(accelerator, folder, average, step)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(imagenet, "save_state", stop)
+    monkeypatch.setattr(imagenet, "save_state", stop)
+    with pytest.raises(SystemExit):
         run(data, tmp_path / "broken", "--mixup", "0.8")
     begun = []
     monkeypatch.setattr(imagenet, "save_state", lambda *args: begun.append(args[3]))
@@ -134,7 +134,8 @@ def test_images_that_cannot_be_read_are_skipped_and_counted_or_an_error(data, tm
         (lambda d: (d / "val" / "red").rename(d / "val" / "green"), [], "green is in one only"),
         (lambda d: (d / "val").rename(d / "other"), [], "needs folders train and val"),
         (None, ["--data", "nowhere"], "there is no folder nowhere"),
-        (None, ["--img_size", "30"], "timm cannot make vit_tiny_patch16_224"),
+        (None, ["--img_size", "30"], "--img_size 30: vit_tiny_patch16_224 cuts images into patches of 8 pixels"),
+        (None, ["--model_options", "dephth=2"], "timm cannot make vit_tiny_patch16_224"),
         (None, ["--model", "vit_tinny_patch16_224"], r"timm cannot make vit_tinny_patch16_224 (did you mean vit_tiny"),
         (None, ["--precision", "int4"], "use no, bf16 or fp16"),
         (None, ["--device_batch_size", "64"], "are less than --device_batch_size"),
@@ -155,5 +156,5 @@ def test_bad_input_is_one_line(break_it, more, message, data, tmp_path, capsys):
 def test_data_of_the_hub_that_cannot_be_loaded_is_one_line():
     settings = common.Settings(imagenet.RECIPE)
     values, _ = settings.parse([*MODEL, *SHORT, "--task", "imagenet-1k"])
-    with pytest.raises(GraphFilterError, match="cannot be loaded .* name a folder with --data"):
+    with pytest.raises(GraphFilterError, match=r"cannot be loaded .* name a folder with --data"):
         imagenet.load(settings.arguments(values)[0])
