@@ -302,3 +302,24 @@ def test_nothing_imports_timm_unless_a_timm_model_comes():
     assert done.stdout.strip().endswith("False")
     assert "a timm model" in done.stdout
     assert gfsa_matrix is FILTERS["gfsa"][1]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_joint_kernel_is_used_in_training_and_agrees(dropout, monkeypatch):
+    """float32 and gradients: where query and key alone make the scores, S(V) and S(S(V)) are one call on the CPU."""
+    from hf_graphfilter.hosts import timm as host
+
+    calls = []
+    original = host.apply_twice
+    monkeypatch.setattr(host, "apply_twice", lambda *a, **k: calls.append(1) or original(*a, **k))
+    found = {}
+    for fused in (True, False):
+        model = turn_on(patch_model(build("vit", fused))).train()
+        for block in model.blocks:
+            block.attn.attn_drop.p = dropout if fused else 0.0
+        model(images("vit")).square().sum().backward()
+        found[fused] = {k: p.grad for k, p in model.named_parameters()}
+    assert len(calls) == 3
+    if not dropout:
+        for name, gradient in found[True].items():
+            torch.testing.assert_close(gradient, found[False][name], rtol=2e-3, atol=2e-3)
