@@ -107,10 +107,10 @@ def report(made: list[dict]) -> list[dict]:
     return made
 
 
-def write(made: list[dict], output: Path) -> None:
+def write(made: list[dict], output: Path, fields: list[str] = FIELDS) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
+        writer = csv.DictWriter(file, fields)
         writer.writeheader()
         writer.writerows(made)
     print(f"wrote {output}")

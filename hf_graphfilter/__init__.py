@@ -25,6 +25,7 @@ if typing.TYPE_CHECKING:
     from .filters import register_filter as register_filter
     from .filters.agf import AGFConfig as AGFConfig
     from .filters.gfsa import GFSAConfig as GFSAConfig
+    from .hosts.timm import load_timm_model as load_timm_model
     from .hub import load_filter as load_filter
     from .hub import save_filter as save_filter
     from .patching import filter_parameters as filter_parameters
@@ -64,6 +65,7 @@ _EXPORTS = {
         "orthogonality_loss",
     ),
     "hub": ("save_filter", "load_filter"),
+    "hosts.timm": ("load_timm_model",),
     "card": ("create_model_card",),
 }
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
@@ -93,6 +95,7 @@ __all__ = [
     "orthogonality_loss",
     "save_filter",
     "load_filter",
+    "load_timm_model",
     "create_model_card",
     "GraphFilterError",
 ]

@@ -15,6 +15,13 @@ from .hosts import host_of
 from .patching import filter_parameters, filter_status
 
 TEMPLATE = Path(__file__).parent / "data" / "model_card.md"
+USAGE = """import hf_graphfilter  # pip install hf-graphfilter
+from transformers import {0}
+
+model = {0}.from_pretrained("{1}")"""
+TIMM_USAGE = """from hf_graphfilter import load_timm_model  # pip install 'hf-graphfilter[vision]'
+
+model = load_timm_model("{0}")"""
 AUTO_CLASSES = {
     "ForSequenceClassification": "AutoModelForSequenceClassification",
     "ForTokenClassification": "AutoModelForTokenClassification",
@@ -60,9 +67,10 @@ def create_model_card(
         raise GraphFilterError(f"{type(model).__name__} has no graph filter to describe; call patch_model first")
     names = sorted({row.filter.filter for row in status})
     results = list(results)
+    timm = host_of(model).__name__.endswith(".timm")  # type: ignore[attr-defined]
     data = ModelCardData(
         base_model=base_model,
-        library_name="transformers",
+        library_name="timm" if timm else "transformers",
         tags=["graph-filter", *names, "hf_graphfilter"],
         datasets=datasets or sorted({r.dataset_type for r in results}) or None,
         metrics=metrics or sorted({r.metric_type for r in results}) or None,
@@ -78,9 +86,7 @@ def create_model_card(
         title=repo_id.rsplit("/", 1)[-1],
         repo_id=repo_id,
         model_class=type(model).__name__,
-        auto_class=next(
-            (a for suffix, a in AUTO_CLASSES.items() if type(model).__name__.endswith(suffix)), "AutoModel"
-        ),
+        usage=TIMM_USAGE.format(repo_id) if timm else _usage(model, repo_id),
         base_model=base_model,
         filters=", ".join(names),
         description=description.strip(),
@@ -90,6 +96,12 @@ def create_model_card(
         configuration=json.dumps(host_of(model).read_record(model), indent=2),
         citation="\n\n".join(dict.fromkeys(row.filter.citation for row in status if row.filter.citation)),
     )
+
+
+def _usage(model: nn.Module, repo_id: str) -> str:
+    name = type(model).__name__
+    auto_class = next((a for suffix, a in AUTO_CLASSES.items() if name.endswith(suffix)), "AutoModel")
+    return USAGE.format(auto_class, repo_id)
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

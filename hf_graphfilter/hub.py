@@ -135,7 +135,7 @@ def _base(host: Host, model: nn.Module) -> dict[str, Any]:
     """What a model must share with the one the filter was trained on."""
     sites, _ = host.find(model)
     heads = {host.relative_name(model, site.name): site.heads for site in sites}
-    return {"model_type": getattr(model.config, "model_type", None), "heads": heads}
+    return {"model_type": host.model_type(model), "heads": heads}
 
 
 def _difference(base: Any, own: dict[str, Any]) -> str:

@@ -58,6 +58,7 @@ from hf_graphfilter import (
 )
 from hf_graphfilter.analysis.comparison import PairedComparison, mean_and_sd
 from hf_graphfilter.console import parse_layers, parse_options, table
+from hf_graphfilter.patching import FilterStatus
 from hf_graphfilter.training.optimizer import FILTER_LR
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -74,8 +75,8 @@ NETWORK_ERRORS = HfHubHTTPError.__bases__  # OSError, and HTTPError of whichever
 
 
 @dataclass
-class RecipeArguments:
-    """What a recipe takes besides the flags of the Trainer."""
+class FilterArguments:
+    """What every recipe takes."""
 
     model: str = field(metadata={"help": "Hub id or folder; with --from_scratch also a model type such as gpt2."})
     task: str = field(metadata={"help": "The task, see the top of this help."})
@@ -89,6 +90,15 @@ class RecipeArguments:
     filter_lr: float = field(default=FILTER_LR, metadata={"help": "Learning rate of the filter coefficients."})
     layers: str = field(default="all", metadata={"help": "Layers to patch: all, even, odd, 0,2,-1 or 2:8."})
     seeds: list[int] = field(default_factory=lambda: [1], metadata={"help": "One run a seed."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Only the first ones after a shuffle."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Only the first ones of each evaluated part."})
+    smoke: bool = field(default=False, metadata={"help": "A few rows and steps, to see that everything works."})
+
+
+@dataclass
+class RecipeArguments(FilterArguments):
+    """What a recipe of text takes besides the flags of the Trainer."""
+
     tokenizer: str | None = field(default=None, metadata={"help": "Hub id or folder, if not the model's."})
     train_tokenizer: int | None = field(
         default=None, metadata={"help": "Train a byte-level BPE with so many entries on the training part."}
@@ -98,38 +108,11 @@ class RecipeArguments:
         metadata={"help": "No pretrained weights; fields of the model's config as NAME=VALUE: n_layer=6 n_embd=320."},
     )
     max_length: int = field(default=128, metadata={"help": "Tokens; longer texts are cut."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Only the first ones after a shuffle."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Only the first ones of each evaluated part."})
     early_stopping_patience: int | None = field(default=None, metadata={"help": "Evaluations without improvement."})
     stride: int | None = field(
         default=None,
         metadata={"help": "Language models: step of the sliding window; half of --max_length if not given."},
     )
-    smoke: bool = field(default=False, metadata={"help": "A few rows and steps, to see that everything works."})
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A task family.
-
-    Attributes:
-        name: of the script.
-        metrics: the metric, as ``split/name``, by which each task is compared.
-        run: one training run: (recipe arguments, training arguments) to what ``fit`` returns.
-        defaults: settings under those of a YAML file and the flags.
-        known: whether a task that is not in ``metrics`` is one (any text data set, say).
-        description: for ``--help``.
-    """
-
-    name: str
-    metrics: dict[str, str]
-    run: Callable[[RecipeArguments, Seq2SeqTrainingArguments], dict[str, Any]]
-    defaults: dict[str, Any]
-    description: str
-    known: Callable[[str], bool] = lambda task: False
-
-    def metric(self, task: str) -> str:
-        return self.metrics.get(task) or self.metrics["*"]
 
 
 SMOKE = {
@@ -145,6 +128,36 @@ DEFAULTS = {
 }
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """A task family.
+
+    Attributes:
+        name: of the script.
+        metrics: the metric, as ``split/name``, by which each task is compared.
+        run: one training run: the arguments, an instance of each of ``arguments``, to what ``fit`` returns.
+        defaults: settings under those of a YAML file and the flags.
+        known: whether a task that is not in ``metrics`` is one (any text data set, say).
+        arguments: dataclasses whose fields are the flags; the last has ``output_dir`` and ``seed``.
+        smoke: settings of ``--smoke``.
+        load: a saved checkpoint.
+        description: for ``--help``.
+    """
+
+    name: str
+    metrics: dict[str, str]
+    run: Callable[..., dict[str, Any]]
+    defaults: dict[str, Any]
+    description: str
+    known: Callable[[str], bool] = lambda task: False
+    arguments: tuple[type, ...] = (RecipeArguments, Seq2SeqTrainingArguments)
+    smoke: dict[str, Any] = field(default_factory=lambda: SMOKE)
+    load: Callable[[Path], Any] = lambda folder: load_model(folder)
+
+    def metric(self, task: str) -> str:
+        return self.metrics.get(task) or self.metrics["*"]
+
+
 # ------------------------------------------------------------------------------------------------------- settings
 
 
@@ -153,15 +166,19 @@ class Settings:
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
-        self.parser = HfArgumentParser(
-            (RecipeArguments, Seq2SeqTrainingArguments), description=recipe.description, allow_abbrev=False
-        )
+        self.parser = HfArgumentParser(recipe.arguments, description=recipe.description, allow_abbrev=False)
         self.parser.add_argument("--config", help="A YAML file; flags override it.")
         self.actions = {}
         for action in self.parser._actions:
             if action.dest != "help":
                 action.default, action.required = dataclasses.MISSING, False
                 self.actions[action.dest] = action
+        fields = [f for arguments in recipe.arguments for f in dataclasses.fields(arguments)]
+        self.defaults = {
+            f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+            for f in fields
+            if f.name not in INCIDENTAL and f.name not in ("model", "task", "seed")
+        }
 
     def parse(self, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """(settings, sections of the YAML file that are no settings: ``variants`` and ``sweep``)."""
@@ -175,7 +192,7 @@ class Settings:
         sections = {key: file.pop(key, None) or {} for key in ("tasks", "variants", "sweep")}
         for task in sections["tasks"]:
             self._known_task(task)
-        values = self.override({}, DEFAULTS | self.recipe.defaults)
+        values = self.override({}, {k: v for k, v in DEFAULTS.items() if k in self.actions} | self.recipe.defaults)
         values = self.override(values, file, f" in {config}")
         task = given.get("task", values.get("task"))
         values = self.override(values, sections["tasks"].get(task, {}), f" in {config}, task {task}")
@@ -185,7 +202,7 @@ class Settings:
                 raise GraphFilterError(f"no {name} given: use --{name} or a YAML file with --config")
         self._known_task(values["task"])
         if values.get("smoke"):
-            values = self.override(values, {k: v for k, v in SMOKE.items() if k not in given})
+            values = self.override(values, {k: v for k, v in self.recipe.smoke.items() if k not in given})
         if not values.get("output_dir"):
             values["output_dir"] = f"runs/{self.recipe.name}/{Path(values['task']).name}-{values.get('filter', 'gfsa')}"
         self.check(values)
@@ -256,12 +273,17 @@ class Settings:
             raise GraphFilterError("--early_stopping_patience needs --eval_strategy epoch or steps")
         self.arguments(values)
 
-    def arguments(self, values: dict[str, Any]) -> tuple[RecipeArguments, Seq2SeqTrainingArguments]:
+    def arguments(self, values: dict[str, Any]) -> tuple[Any, ...]:
+        """An instance of each of the recipe's dataclasses."""
         try:
-            args, training = self.parser.parse_dict(dict(values))
+            return tuple(self.parser.parse_dict(dict(values)))
         except (ValueError, TypeError) as error:
-            raise GraphFilterError(f"settings of the Trainer: {error}") from error
-        return args, training
+            raise GraphFilterError(f"settings of the training: {error}") from error
+
+    def differing(self, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+        """Names of the settings in which two runs differ; one that was not given has its default."""
+        a, b = (self.defaults | found for found in (a, b))
+        return sorted(k for k in {*a, *b} if a.get(k) != b.get(k))
 
     def _known_task(self, task: str) -> None:
         if task not in self.recipe.metrics and not self.recipe.known(task):
@@ -377,7 +399,7 @@ def from_hub(
         data = datasets.load_dataset(name, config, **options)
     except Exception as error:  # whatever the library or the network raises, the way out is the same
         raise GraphFilterError(
-            f"the data set {name} cannot be loaded ({type(error).__name__}: {_line(error)}); check the connection, or "
+            f"the data set {name} cannot be loaded ({type(error).__name__}: {line(error)}); check the connection, or "
             "name a folder of local files with --data"
         ) from error
     chosen = choose(columns, next(iter(data.values())).column_names, name)
@@ -455,7 +477,7 @@ def loading(source: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
-        raise GraphFilterError(f"{source} cannot be loaded: {_line(error)}") from error
+        raise GraphFilterError(f"{source} cannot be loaded: {line(error)}") from error
 
 
 def build_model(
@@ -533,31 +555,42 @@ def fit(
     if training.save_strategy != "no":
         trainer.save_model()
     model = trainer.accelerator.unwrap_model(trainer.model)
-    learned: dict[str, list[float]] = {}
-    moved: dict[str, list[float]] = {}
-    for before, after in zip(start, filter_status(model), strict=True):
-        for name, value in after.coefficients.items():
-            learned.setdefault(name, []).append(round(value.mean().item(), 6))
-            moved.setdefault(name, []).append((value - before.coefficients[name]).abs().mean().item())
+    coefficients, moved = movement(start, filter_status(model))
     return {
         "metrics": metrics,
         "train_seconds": round(seconds, 1),
         "steps": trainer.state.global_step,
         "filter_parameters": sum(p.numel() for p in filter_parameters(model)),
-        "coefficients": learned,
-        "moved": {name: round(sum(v) / len(v), 6) for name, v in moved.items()},
+        "coefficients": coefficients,
+        "moved": moved,
     }
 
 
-def last_checkpoint(folder: Path) -> str | None:
+def movement(start: FilterStatus, end: FilterStatus) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """The coefficients at the end (mean over heads, by patched layer), and how far each kind went from its start."""
+    found: dict[str, list[float]] = {}
+    moved: dict[str, list[float]] = {}
+    for before, after in zip(start, end, strict=True):
+        for name, value in after.coefficients.items():
+            found.setdefault(name, []).append(round(value.mean().item(), 6))
+            moved.setdefault(name, []).append((value - before.coefficients[name]).abs().mean().item())
+    return found, {name: round(sum(v) / len(v), 6) for name, v in moved.items()}
+
+
+def last_checkpoint(folder: Path, written_last: str = "trainer_state.json") -> str | None:
     """The newest checkpoint that is whole: the state of the Trainer is what it writes last."""
-    whole = [file.parent for file in folder.glob("checkpoint-*/trainer_state.json")]
+    whole = [file.parent for file in folder.glob(f"checkpoint-*/{written_last}")]
     return str(max(whole, key=lambda found: int(found.name.partition("-")[2]))) if whole else None
 
 
-def write_card(folder: Path, record: dict[str, Any], values: dict[str, Any]) -> None:
+def load_model(folder: Path) -> Any:
+    """A checkpoint of transformers as the class that was saved."""
+    return getattr(transformers, AutoConfig.from_pretrained(folder).architectures[0]).from_pretrained(folder)
+
+
+def write_card(settings: Settings, folder: Path, record: dict[str, Any], values: dict[str, Any]) -> None:
     """The model card of a saved run: its metrics, and how its setting compared with the plain model."""
-    model = getattr(transformers, AutoConfig.from_pretrained(folder).architectures[0]).from_pretrained(folder)
+    model = settings.recipe.load(folder)
     results = [
         EvalResult(
             task_type=TASK_TYPES.get(type(model).__name__.partition("For")[2], "text-generation"),
@@ -571,8 +604,8 @@ def write_card(folder: Path, record: dict[str, Any], values: dict[str, Any]) -> 
         if not key.endswith("/loss")
     ]
     trained = f"Fine-tuned on {record['task']} with seed {record['seed']}; every setting and number is in `{RECORD}`."
-    description = f"## Training\n\n{trained}{compared(record)}"
-    local = values.get("from_scratch") or Path(values["model"]).exists()
+    description = f"## Training\n\n{trained}{compared(settings, record)}"
+    local = values.get("from_scratch") or values.get("pretrained") is False or Path(values["model"]).exists()
     common: dict[str, Any] = {"base_model": None if local else values["model"]}
     name = values.get("hub_model_id") or str(folder)
     if filter_status(model):
@@ -586,13 +619,13 @@ def write_card(folder: Path, record: dict[str, Any], values: dict[str, Any]) -> 
     card.save(folder / "README.md")
 
 
-def compared(record: dict[str, Any]) -> str:
+def compared(settings: Settings, record: dict[str, Any]) -> str:
     """What recipes/compare.py found for these settings, if it was run."""
     file = RESULTS / f"{record['recipe']}-{Path(record['task']).name}.json"
     content = json.loads(file.read_text()) if file.is_file() else {"runs": []}
     for run in content["runs"]:
         found = content["summary"][run["variant"]].get("difference")
-        if found and not differing(run["settings"], record["settings"]):
+        if found and not settings.differing(run["settings"], record["settings"]):
             return f" Against the plain model, {content['metric']}: {PairedComparison(**found)}."
     return ""
 
@@ -608,9 +641,9 @@ def run_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Path
     file, config = folder / RECORD, folder / "config.yaml"
     found = json.loads(file.read_text()) if file.is_file() else None
     before = found["settings"] if found else None
-    if found is None and last_checkpoint(folder) and config.is_file():
+    if found is None and any(folder.glob("checkpoint-*")) and config.is_file():
         before = identity(yaml.safe_load(config.read_text()))
-    if before is not None and (changed := differing(before, identity(values))):
+    if before is not None and (changed := settings.differing(before, identity(values))):
         raise GraphFilterError(
             f"{folder} holds a run with other settings ({', '.join(changed)} differ): choose another --output_dir, or "
             "delete it"
@@ -623,21 +656,21 @@ def run_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Path
     if is_main_process():
         folder.mkdir(parents=True, exist_ok=True)
         config.write_text(yaml.safe_dump({k: v for k, v in run_values.items() if v is not None}))
-    args, training = settings.arguments(run_values)
+    arguments = settings.arguments(run_values)
     record = {
         "recipe": settings.recipe.name,
         "task": values["task"],
         "seed": seed,
-        **settings.recipe.run(args, training),
+        **settings.recipe.run(*arguments),
         "settings": identity(values),
         "date": date.today().isoformat(),
-        "machine": machine(training.device.type),
+        "machine": machine(arguments[-1]),
         "versions": {n: metadata.version(n) for n in ("torch", "transformers", "hf_graphfilter")},
     }
     if is_main_process():
         write_json(file, record)
         if values.get("save_strategy") != "no":
-            write_card(folder, record, values)
+            write_card(settings, folder, record, values)
     return record
 
 
@@ -646,21 +679,8 @@ def is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Names of the settings in which two runs differ; one that was not given has its default."""
-    a, b = (DEFAULT_VALUES | found for found in (a, b))
-    return sorted(k for k in {*a, *b} if a.get(k) != b.get(k))
-
-
-DEFAULT_VALUES = {
-    f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-    for f in (*dataclasses.fields(RecipeArguments), *dataclasses.fields(Seq2SeqTrainingArguments))
-    if f.name not in INCIDENTAL and f.name not in ("model", "task", "seed")
-}
-
-
-def machine(device: str) -> str:
-    if device == "cuda":
+def machine(arguments: Any) -> str:
+    if torch.cuda.is_available() and not arguments.use_cpu:
         return torch.cuda.get_device_name()
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
@@ -681,7 +701,7 @@ def hub(values: dict[str, Any], kept: str) -> Iterator[HfApi]:
         yield api
     except NETWORK_ERRORS as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
-        reason = "refused the token (hf auth login, or --hub_token)" if status in (401, 403) else _line(error)
+        reason = "refused the token (hf auth login, or --hub_token)" if status in (401, 403) else line(error)
         raise GraphFilterError(f"the Hub at {api.endpoint}: {reason}; {kept}: run the same command again") from error
 
 
@@ -695,9 +715,9 @@ def create_repository(values: dict[str, Any]) -> str:
         return made.repo_id
 
 
-def push(folder: Path, record: dict[str, Any], values: dict[str, Any]) -> str:
+def push(settings: Settings, folder: Path, record: dict[str, Any], values: dict[str, Any]) -> str:
     """Checkpoint, tokenizer, card and numbers of one run, as one commit; the address."""
-    write_card(folder, record, values)  # that of a run that was not to be pushed names its folder
+    write_card(settings, folder, record, values)  # that of a run that was not to be pushed names its folder
     with hub(values, f"the checkpoint is kept in {folder}") as api:
         api.upload_folder(
             repo_id=values["hub_model_id"],
@@ -719,11 +739,11 @@ def one_line_errors(program: str) -> Iterator[None]:
         yield
     except (GraphFilterError, SafetensorError, *NETWORK_ERRORS) as error:
         hint = again if isinstance(error, SafetensorError) or getattr(error, "errno", None) in (27, 28, 122) else ""
-        code, message = 1, _line(error) + hint
+        code, message = 1, line(error) + hint
     except RuntimeError as error:
         if "PytorchStreamWriter" not in str(error) and "unexpected pos" not in str(error):
             raise
-        code, message = 1, f"cannot write a checkpoint ({_line(error)})" + again
+        code, message = 1, f"cannot write a checkpoint ({line(error)})" + again
     except KeyboardInterrupt:
         code, message = 130, "interrupted" + again
     else:
@@ -732,7 +752,7 @@ def one_line_errors(program: str) -> Iterator[None]:
     sys.exit(code)
 
 
-def _line(error: BaseException) -> str:
+def line(error: BaseException) -> str:
     return " ".join(str(error).split())[:400] or type(error).__name__
 
 
@@ -760,5 +780,5 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
             title = f"{values['model']} on {values['task']}, {values.get('filter', 'gfsa')}, {len(records)} seeds"
             console.print(table(["metric", "value"], rows, title=title))
             if values.get("push_to_hub"):
-                address = push(folder / f"seed-{records[0]['seed']}", records[0], values)
+                address = push(settings, folder / f"seed-{records[0]['seed']}", records[0], values)
                 console.print(f"pushed to {address}", highlight=False)

@@ -35,7 +35,7 @@ from hf_graphfilter.console import table
 from recipes import common
 from recipes.metrics import LOWER_IS_BETTER
 
-RECIPES = ("glue", "language_modeling", "code")
+RECIPES = ("glue", "language_modeling", "code", "imagenet")
 PLAIN = "plain"
 
 
@@ -182,7 +182,7 @@ def compare(recipe: common.Recipe, argv: list[str], options: argparse.Namespace,
     for seed, variant in itertools.product(values.get("seeds", [1]), chosen):
         known = next((r for r in content["runs"] if (r["variant"], r["seed"]) == (variant, seed)), None)
         console.print(f"{variant}, seed {seed}" + (": at hand" if known else ""), highlight=False)
-        if known and (changed := common.differing(known["settings"], common.identity(resolved[variant]))):
+        if known and (changed := settings.differing(known["settings"], common.identity(resolved[variant]))):
             raise GraphFilterError(
                 f"{file}: {variant}, seed {seed} was run with other settings ({', '.join(changed)} differ): choose "
                 "another --name, or delete the file"

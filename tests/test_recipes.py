@@ -495,7 +495,7 @@ def test_compare_pairs_the_seeds_and_goes_on_at_the_first_missing_one(cola, tmp_
     assert first["metric"] == "validation/matthews_correlation"
     # the same model and data for both: what differs is the filter
     plain, patched = (next(r for r in first["runs"] if r["variant"] == v) for v in ("plain", "gfsa"))
-    assert common.differing(plain["settings"], patched["settings"]) == ["filter"]
+    assert common.Settings(glue.RECIPE).differing(plain["settings"], patched["settings"]) == ["filter"]
 
     first["runs"] = [r for r in first["runs"] if (r["seed"], r["variant"]) != (3, "gfsa")]
     file.write_text(json.dumps(first))

@@ -204,6 +204,11 @@ def _refuse(config: AGFConfig, site: AttentionSite) -> None:
             f"{where} sees a sliding window of {site.sliding_window} tokens, and AGF sees all; choose other layers "
             "with layers="
         )
+    if site.other_scores:
+        raise GraphFilterError(
+            f"{where} makes its attention scores of more than query and key ({site.other_scores}), and AGF has no "
+            "scores; choose other layers with layers=, or a filter of the attention matrix such as 'gfsa'"
+        )
     if site.position_bias and config.position_bias == "refuse":
         raise GraphFilterError(
             f"{where} adds a learned bias of positions to its attention scores, and AGF has no scores to add it to; "

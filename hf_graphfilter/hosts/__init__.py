@@ -27,6 +27,7 @@ class AttentionSite:
         head_dim: features of a query head.
         position_bias: whether the module adds a learned bias of positions to its scores (T5).
         sliding_window: tokens that a token sees, None for all.
+        other_scores: what else besides query and key makes the scores (talking heads ...), "" for nothing.
     """
 
     name: str
@@ -40,6 +41,7 @@ class AttentionSite:
     head_dim: int = 0
     position_bias: bool = False
     sliding_window: int | None = None
+    other_scores: str = ""
 
 
 class Host(Protocol):
@@ -63,6 +65,9 @@ class Host(Protocol):
     def write_record(self, model: nn.Module, record: dict[str, Any] | None) -> None:
         """Keep the record of the patch where the library saves it, or remove it (None)."""
 
+    def model_type(self, model: nn.Module) -> str | None:
+        """Models of one type, with as many heads, may share a filter."""
+
     def relative_name(self, model: nn.Module, name: str) -> str:
         """The module's name as it is with and without a task head."""
 
@@ -73,13 +78,17 @@ def host_of(model: object) -> Host:
     Raises:
         GraphFilterError: no host takes this kind of object.
     """
+    if any(cls.__module__.partition(".")[0] == "timm" for cls in type(model).__mro__):
+        from . import timm
+
+        return timm  # type: ignore[return-value]
     from . import transformers
 
     if isinstance(model, transformers.PreTrainedModel):
         return transformers  # type: ignore[return-value]
     raise GraphFilterError(
         f"cannot patch a {type(model).__module__}.{type(model).__qualname__}: patch_model takes a transformers "
-        "PreTrainedModel (hand in the inner model if it is wrapped)"
+        "PreTrainedModel or a timm model (hand in the inner model if it is wrapped)"
     )
 
 

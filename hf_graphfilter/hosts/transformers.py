@@ -285,6 +285,10 @@ def relative_name(model: PreTrainedModel, name: str) -> str:
     return name.removeprefix(f"{model.base_model_prefix}.") if model.base_model_prefix else name
 
 
+def model_type(model: PreTrainedModel) -> str | None:
+    return getattr(model.config, "model_type", None)
+
+
 def read_record(model: PreTrainedModel) -> dict[str, Any] | None:
     return getattr(model.config, CHILD, None)
 

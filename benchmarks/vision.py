@@ -1,0 +1,100 @@
+"""Throughput of image models of timm, plain against patched: ``python benchmarks/vision.py``.
+
+Images a second in inference and in training (forward, backward, AdamW), GFLOPs of one image, and parameters, as in
+Tables 9 and 20 of the GFSA paper. Each pair is timed side by side in one process. Writes
+benchmarks/results/vision-DEVICE-throughput.csv.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+import timm
+import torch
+from measure import arguments, rounds, write
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from hf_graphfilter import parameter_groups, patch_model
+
+MODELS = {
+    "DeiT-S, 12 layers": ("deit_small_patch16_224", {}, 3),
+    "DeiT-S, 24 layers": ("deit_small_patch16_224", {"depth": 24}, 3),
+    "CaiT-S24": ("cait_s24_224", {}, 4),
+    "Swin-S": ("swin_small_patch4_window7_224", {}, 3),
+}
+FIELDS = [
+    *("date", "device", "model", "K", "pass", "form", "batch", "median_ms", "images_per_s", "ratio_to_plain"),
+    *("gflops", "parameters", "rounds", "torch", "timm"),
+]
+
+
+def gflops(model: nn.Module) -> float:
+    """Of one image, counting a multiplication and an addition as one operation, as the papers do."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.eval()(torch.zeros(1, 3, 224, 224, device=next(model.parameters()).device))
+    return counter.get_total_flops() / 2e9
+
+
+def steps(model: nn.Module, images: torch.Tensor, train: bool):
+    """A function that runs one step."""
+    model.train(train)
+    if not train:
+        return torch.no_grad()(lambda: model(images))
+    patched = any("graph_filter" in name for name, _ in model.named_modules())
+    groups = parameter_groups(model, 1e-4) if patched else model.parameters()
+    optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
+
+    def step():
+        optimizer.zero_grad()
+        model(images).float().square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def main() -> None:
+    options, common = arguments(__doc__, tuple(MODELS), (8,))
+    common.pop("transformers")
+    common["timm"] = timm.__version__
+    made = []
+    for title, (name, settings, K) in MODELS.items():
+        if options.only not in (None, title):
+            continue
+        models = {form: timm.create_model(name, **settings).to(options.device) for form in ("plain", "gfsa")}
+        patch_model(models["gfsa"], "gfsa", K=K)
+        flops = {form: gflops(model) for form, model in models.items()}
+        for batch in options.lengths:
+            images = torch.randn(batch, 3, 224, 224, device=options.device)
+            for which in ("inference", "training"):
+                forms = {form: steps(model, images, which == "training") for form, model in models.items()}
+                times = rounds(forms, options.device, options.seconds)
+                for form, values in times.items():
+                    median = statistics.median(values)
+                    ratios = [plain / value for plain, value in zip(times["plain"], values, strict=True)]
+                    row = {
+                        **common,
+                        **{
+                            "model": title,
+                            "K": K if form == "gfsa" else "",
+                            "pass": which,
+                            "form": form,
+                            "batch": batch,
+                        },
+                        "median_ms": round(median, 1),
+                        "images_per_s": round(batch / median * 1e3, 2),
+                        "ratio_to_plain": round(statistics.median(ratios), 3),
+                        "gflops": round(flops[form], 3),
+                        "parameters": sum(p.numel() for p in models[form].parameters()),
+                        "rounds": len(values),
+                    }
+                    made.append(row)
+                    print(
+                        {k: row[k] for k in ("model", "pass", "form", "images_per_s", "ratio_to_plain", "gflops")},
+                        flush=True,
+                    )
+    write(made, options.output / f"vision-{options.device}-throughput.csv", FIELDS)
+
+
+if __name__ == "__main__":
+    main()

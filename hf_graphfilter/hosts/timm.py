@@ -1,0 +1,305 @@
+"""The seam into timm: an attention module's own forward, run on a view of the module.
+
+timm has no attention interface; each module computes ``proj(attend(qkv(x)))`` in its ``forward``. A patched module gets
+a subclass of its class whose ``forward`` runs the original one on a view, in which ``qkv`` gives what we hand in and
+``proj`` gives back what it gets. So ``S(signal)`` is the module's own attention, whatever it does with query and key
+(norms, position biases, shifted windows, rotary positions, fused or not), with another value. Where the module forms
+the matrix (unfused attention, the talking heads of CaiT), the view keeps it, and later applications multiply by it.
+
+Checkpoints: timm's ``save_for_hf(model, folder, safe_serialization=True)`` and ``push_to_hf_hub`` save a patched model
+as it is, with its record in ``pretrained_cfg``; ``load_timm_model`` loads it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from timm.models import load_model_config_from_hf
+from torch import Tensor, nn
+
+from ..errors import GraphFilterError
+from ..ops.attention import apply_twice, can_apply_twice
+from ..ops.visibility import visibility
+from ..shift import AttentionShift
+from . import AttentionSite, locate, looks_like_attention
+
+CHILD = "graph_filter"
+RECORD = "hf_graphfilter"  # the key in pretrained_cfg: timm refuses it by this name where we are not used to load
+WEIGHTS = "model.safetensors"
+
+# what besides query and key makes the scores of the forms that are honoured
+_HONOURED = {
+    "timm.layers.attention.Attention": "",
+    "timm.layers.attention.AttentionRope": "rotary positions",
+    "timm.models.eva.EvaAttention": "rotary positions",
+    "timm.models.swin_transformer.WindowAttention": "position bias",
+    "timm.models.cait.TalkingHeadAttn": "talking heads",
+}
+
+
+# ------------------------------------------------------------------------------------------------- finding sites
+
+
+def find(model: nn.Module) -> tuple[list[AttentionSite], dict[str, str]]:
+    """All self-attention modules of a form that is honoured, and the others with the reason."""
+    sites, refused, counts = [], {}, Counter[str]()
+    for name, module in model.named_modules():
+        if CHILD in name.split("."):
+            continue
+        reason = _refusal(module)
+        if reason is None:
+            stack, group = locate(name, causal=False)
+            scores = _HONOURED[_class_name(module)]
+            sites.append(
+                AttentionSite(
+                    *(name, module, module.num_heads, False, stack, group, counts[group]),  # type: ignore[arg-type]
+                    hidden_size=module.qkv.in_features,  # type: ignore[union-attr, arg-type]
+                    head_dim=module.qkv.out_features // 3 // module.num_heads,  # type: ignore[union-attr, operator]
+                    position_bias=scores == "position bias",
+                    other_scores=scores if scores != "position bias" else "",
+                )
+            )
+            counts[group] += 1
+        elif reason:
+            refused[name] = reason
+    return sites, refused
+
+
+def _class_name(module: nn.Module) -> str:
+    cls = getattr(type(module), "_graph_filter_base", type(module))
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _refusal(module: Any) -> str | None:
+    """None for a module of an honoured form, the reason for another attention module, "" for anything else."""
+    if _class_name(module) not in _HONOURED:
+        if _class_name(module) == "timm.models.cait.ClassAttn":
+            return "class attention: one query, A is not square"
+        return "a form of attention that is not honoured" if looks_like_attention(module) else ""
+    if not isinstance(module.qkv, nn.Linear):
+        return "separate projections of query, key and value"
+    if getattr(module, "q_bias", None) is not None:
+        return "biases outside its qkv projection"
+    if getattr(module, "gate", None) is not None:
+        return "a gate on its output"
+    if not isinstance(getattr(module, "norm", nn.Identity()), nn.Identity):
+        return "a norm between attention and projection (scale_norm)"
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------- forward
+
+
+class _View:
+    """A module with another ``qkv`` and no output projection; everything else is the module's own."""
+
+    def __init__(self, module: nn.Module, packed: Tensor):
+        self._module, self._packed = module, packed
+        self.matrix: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    @property
+    def qkv(self) -> Callable[[Tensor], Tensor]:
+        return lambda x: self._packed
+
+    def attn_drop(self, matrix: Tensor) -> Tensor:
+        """Unfused attention passes its matrix through here."""
+        self.matrix = matrix
+        return self._module.attn_drop(matrix)  # type: ignore[operator]
+
+    @staticmethod
+    def proj(x: Tensor) -> Tensor:
+        return x
+
+    proj_drop = proj
+
+
+class _FusedView(_View):
+    """In fused attention ``attn_drop`` is not called but asked for its rate."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "attn_drop":
+            return object.__getattribute__(self, "_module").attn_drop
+        return object.__getattribute__(self, name)
+
+
+def _forward(original: Callable[..., Tensor], module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    graph_filter, heads = module.graph_filter, module.num_heads
+    packed = module.qkv(x)
+    query, key, value = packed.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    view_class = _FusedView if getattr(module, "fused_attn", False) else _View
+    matrix: Tensor | None = None
+
+    def attend(_: Tensor, signal: Tensor) -> tuple[Tensor, Tensor | None]:
+        nonlocal matrix
+        if matrix is not None:
+            return (module.attn_drop(matrix) @ signal).transpose(1, 2), None
+        given = packed
+        if signal is not value:
+            given = torch.cat([packed[..., : 2 * packed.shape[-1] // 3], signal.transpose(1, 2).flatten(2)], dim=-1)
+        view = view_class(module, given)
+        output = original(view, x, *args, **kwargs)
+        matrix = view.matrix
+        return output.unflatten(-1, (heads, -1)), None
+
+    if hasattr(module, "q_norm"):
+        query, key = module.q_norm(query), module.k_norm(key)
+    mask, causal = _mask(original, args, kwargs)
+    shift = AttentionShift(attend, query, key, twice=_twice(module, query, key, value, mask, causal))
+    shift.hidden, shift.scaling = x, module.scale
+    shift.visible = lambda: _visible(module, mask, causal, x.shape[1])  # type: ignore[method-assign]
+    output = graph_filter(shift, value).transpose(1, 2).flatten(2)
+    return module.proj_drop(module.proj(output))  # type: ignore[no-any-return]
+
+
+def _mask(original: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+    """(mask, whether causal) among what follows ``x``, by the names that timm gives them."""
+    code = original.__code__
+    names = code.co_varnames[2 : code.co_argcount]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return given.get("attn_mask", given.get("mask")), bool(given.get("is_causal", False))
+
+
+def _visible(module: Any, mask: Tensor | None, causal: bool, tokens: int) -> tuple[bool, Tensor | None]:
+    if mask is not None and mask.dim() == 3:
+        raise GraphFilterError(
+            f"{module.graph_filter.site_name} attends within shifted windows, whose mask a linear-time filter cannot "
+            "read; leave these modules out with layers="
+        )
+    return visibility(mask, causal, tokens)
+
+
+def _twice(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+    """The joint form of two applications, where query and key alone make the scores and it is the faster one."""
+    dropout = module.attn_drop.p if module.training else 0.0
+    if _HONOURED[_class_name(module)] or not module.fused_attn:
+        return None
+    if not can_apply_twice(query, key, value, mask, causal, dropout):
+        return None
+    return lambda v: apply_twice(query, key, v, mask, scale=module.scale, causal=causal, dropout=dropout)
+
+
+# --------------------------------------------------------------------------------------------- attach and detach
+
+
+@functools.cache
+def _filtered(base: Any) -> Any:
+    """The subclass that runs the filter. It is named as its base and copied and pickled as it."""
+
+    def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return _forward(base.forward, self, x, *args, **kwargs)
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        return _rebuild, (base,), self.__dict__.copy()
+
+    body = {"forward": forward, "__reduce_ex__": reduce, "_graph_filter_base": base, "__module__": base.__module__}
+    return type(base.__name__, (base,), {**body, "__qualname__": base.__qualname__})
+
+
+def _rebuild(base: Any) -> Any:
+    cls = _filtered(base)
+    return cls.__new__(cls)
+
+
+def attach(site: AttentionSite, graph_filter: nn.Module) -> None:
+    site.module.add_module(CHILD, graph_filter)
+    site.module.__class__ = _filtered(type(site.module))  # type: ignore[arg-type]
+
+
+def detach(module: Any) -> None:
+    module.__class__ = type(module)._graph_filter_base
+    delattr(module, CHILD)
+
+
+def backend(module: Any) -> str:
+    return "sdpa" if getattr(module, "fused_attn", False) else "eager"
+
+
+def relative_name(model: nn.Module, name: str) -> str:
+    return name
+
+
+# ------------------------------------------------------------------------------------------------------- records
+
+
+def read_record(model: Any) -> dict[str, Any] | None:
+    return (getattr(model, "pretrained_cfg", None) or {}).get(RECORD)  # type: ignore[no-any-return]
+
+
+def write_record(model: Any, record: dict[str, Any] | None) -> None:
+    """Keep the record where timm's savers write it; the dict may be shared with other models."""
+    own = {k: v for k, v in (getattr(model, "pretrained_cfg", None) or {}).items() if k != RECORD}
+    if record is not None:
+        own[RECORD] = copy.deepcopy(record)
+    model.pretrained_cfg = own
+
+
+def model_type(model: Any) -> str:
+    """What models must share for a filter to fit."""
+    return type(model).__name__
+
+
+def load_timm_model(source: str | Path, **options: Any) -> nn.Module:
+    """A patched timm model, from what ``timm.models.save_for_hf`` or ``push_to_hf_hub`` saved.
+
+    Args:
+        source: a folder, or the id of a Hub repository.
+        **options: further arguments of ``timm.create_model`` (``drop_path_rate``, ``img_size`` ...).
+
+    Returns:
+        The model, patched, with its weights, in evaluation mode. An unpatched checkpoint is an error.
+
+    Raises:
+        GraphFilterError: nothing to load, no record of a filter, or weights that do not fit.
+
+    Example:
+        ``load_timm_model("me/deit-small-gfsa")``
+    """
+    from ..patching import apply_record
+
+    folder = Path(source)
+    try:
+        if folder.is_dir():
+            config = json.loads((folder / "config.json").read_text())
+            pretrained_cfg, name, args = (
+                config["pretrained_cfg"],
+                config["architecture"],
+                config.get("model_args") or {},
+            )
+            pretrained_cfg["num_classes"] = config.get("num_classes", pretrained_cfg.get("num_classes"))
+            weights = folder / WEIGHTS
+        else:
+            from huggingface_hub import hf_hub_download
+
+            pretrained_cfg, name, args = load_model_config_from_hf(str(source))
+            weights = Path(hf_hub_download(str(source), WEIGHTS))
+        state = load_file(weights)
+    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
+        raise GraphFilterError(f"{source} cannot be loaded as a timm checkpoint: {error!r}") from error
+    record = pretrained_cfg.pop(RECORD, None)
+    if record is None:
+        raise GraphFilterError(f"{source} holds no graph filter; load it with timm.create_model")
+    options = {"num_classes": pretrained_cfg.get("num_classes"), **(args or {}), **options}
+    model: Any = timm.create_model(name, pretrained=False, **options)
+    model.pretrained_cfg = {**model.pretrained_cfg, **{k: v for k, v in pretrained_cfg.items() if k != "source"}}
+    write_record(model, record)
+    apply_record(model)
+    found = model.load_state_dict(state, strict=False)
+    if found.missing_keys or found.unexpected_keys:
+        wrong = [*found.missing_keys, *found.unexpected_keys]
+        raise GraphFilterError(f"{source}: {len(wrong)} weights do not fit {name} ({wrong[0]} ...); save it again")
+    return model.eval()  # type: ignore[no-any-return]

@@ -1,0 +1,160 @@
+"""The image recipe, on small images made here."""
+
+import json
+
+import pytest
+import torch
+
+from hf_graphfilter import GraphFilterError, filter_status, load_timm_model
+from recipes import common, compare
+
+pytest.importorskip("timm")
+from PIL import Image
+
+from recipes import imagenet
+
+MODEL = ["--model", "vit_tiny_patch16_224", "--img_size", "32", "--drop_path", "0", "--mixup", "0", "--cutmix", "0"]
+MODEL += ["--model_options", "depth=2", "embed_dim=24", "num_heads=2", "patch_size=8", "--task", "folder"]
+MODEL += ["--auto_augment", "", "--random_erasing", "0", "--color_jitter", "0", "--repeated_augmentation", "0"]
+SHORT = ["--workers", "0", "--batch_size", "8", "--device_batch_size", "8", "--warmup_epochs", "0", "--epochs", "2"]
+SHORT += ["--use_cpu", "--disable_tqdm", "--learning_rate", "1e-3"]
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Red and blue images."""
+    g = torch.Generator().manual_seed(0)
+    for part, count in (("train", 16), ("val", 6)):
+        for name, channel in (("blue", 2), ("red", 0)):
+            folder = tmp_path / "data" / part / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                pixels = torch.randint(0, 120, (32, 32, 3), generator=g, dtype=torch.uint8)
+                pixels[..., channel] += 120
+                Image.fromarray(pixels.numpy()).save(folder / f"{i}.png")
+    return tmp_path / "data"
+
+
+def run(data, folder, *more):
+    argv = [*MODEL, *SHORT, "--data", data, "--output_dir", folder, *more]
+    common.main(imagenet.RECIPE, [*map(str, argv)])
+    return json.loads((folder / "seed-1" / "record.json").read_text())
+
+
+@pytest.mark.parametrize("options", [["--filter", "none"], [], ["--filter", "agf", "--layers", "-1"]])
+def test_a_run_is_recorded_saved_and_loaded(options, data, tmp_path):
+    found = run(data, tmp_path / "run", *options, "--filter_lr", "0.05")
+    assert found["steps"] == 8
+    assert set(found["metrics"]) == {"validation/accuracy", "validation/top5", "validation/loss"}
+    assert found["metrics"]["validation/top5"] == 1.0, "of two classes"
+    assert found["skipped_images"] == 0
+    card = (tmp_path / "run" / "seed-1" / "README.md").read_text()
+    assert "| folder | validation | accuracy |" in card or "--filter" in options
+    if not options:
+        assert found["filter_parameters"] == 4
+        assert found["moved"]["w_K"] > 0.03
+        model = load_timm_model(tmp_path / "run" / "seed-1")
+        assert [row.coefficients["w_K"].mean().item() for row in filter_status(model)] == pytest.approx(
+            found["coefficients"]["w_K"], abs=1e-6
+        )
+        with torch.no_grad():
+            images = torch.zeros(1, 3, 32, 32)
+            assert model(images).shape == (1, 2)
+
+
+def test_colours_are_learned_with_averaged_weights_and_accumulation(data, tmp_path):
+    more = ["--epochs", "8", "--device_batch_size", "4", "--ema_decay", "0.9", "--learning_rate", "3e-3"]
+    found = run(data, tmp_path / "run", *more, "--layer_decay", "0.9", "--max_grad_norm", "1", "--save_strategy", "no")
+    assert found["steps"] == 32
+    assert found["metrics"]["validation/accuracy"] == 1.0
+    assert "validation/ema_accuracy" in found["metrics"]
+
+
+def test_an_interrupted_run_goes_on(data, tmp_path, monkeypatch):
+    whole = run(data, tmp_path / "whole", "--mixup", "0.8")
+    original = imagenet.save_state
+
+    def stop(accelerator, folder, average, step):
+        original(accelerator, folder, average, step)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(imagenet, "save_state", stop)
+    with pytest.raises(SystemExit):
+        run(data, tmp_path / "broken", "--mixup", "0.8")
+    begun = []
+    monkeypatch.setattr(imagenet, "save_state", lambda *args: begun.append(args[3]))
+    again = run(data, tmp_path / "broken", "--mixup", "0.8")
+    assert begun == [8], "the second epoch only"
+    assert again["metrics"] == whole["metrics"]
+    assert again["coefficients"] == whole["coefficients"]
+
+
+def test_the_filter_has_a_learning_rate_of_its_own(data):
+    settings = common.Settings(imagenet.RECIPE)
+    for more in ([], ["--layer_decay", "0.5"]):
+        values, _ = settings.parse([*MODEL, *SHORT, "--filter_lr", "0.03", *more])
+        (args,) = settings.arguments(values)
+        model = imagenet.build(args, 2)
+        groups = imagenet.optimizer_of(args, model).param_groups
+        assert (groups[-1]["lr"], groups[-1]["weight_decay"], len(groups[-1]["params"])) == (0.03, 0.0, 2)
+        counted = [id(p) for group in groups for p in group["params"]]
+        assert len(counted) == len(set(counted)) == len(list(model.parameters()))
+
+
+def test_plain_and_filter_are_compared_over_the_same_seeds(data, tmp_path):
+    argv = [
+        *MODEL,
+        *SHORT,
+        "--data",
+        data,
+        "--output_dir",
+        tmp_path / "run",
+        "--results",
+        tmp_path,
+        "--save_strategy",
+        "no",
+    ]
+    compare.main(["imagenet", *map(str, argv), "--seeds", "1", "2"])
+    found = json.loads((tmp_path / "imagenet-folder.json").read_text())
+    assert found["summary"]["gfsa"]["difference"]["pairs"] == 2
+
+
+def test_images_that_cannot_be_read_are_skipped_and_counted_or_an_error(data, tmp_path, capsys):
+    (data / "train" / "red" / "3.png").write_bytes(b"no image")
+    found = run(data, tmp_path / "run", "--save_strategy", "no")
+    assert found["skipped_images"] == 2, "once an epoch"
+    with pytest.raises(SystemExit):
+        run(data, tmp_path / "strict", "--bad_images", "error")
+    assert "red/3.png cannot be read as an image; --bad_images skip" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("break_it", "more", "message"),
+    [
+        (lambda d: (d / "val" / "red").rename(d / "val" / "green"), [], "green is in one only"),
+        (lambda d: (d / "val").rename(d / "other"), [], "needs folders train and val"),
+        (None, ["--data", "nowhere"], "there is no folder nowhere"),
+        (None, ["--img_size", "30"], "--img_size 30: vit_tiny_patch16_224 cuts images into patches of 8 pixels"),
+        (None, ["--model_options", "dephth=2"], "timm cannot make vit_tiny_patch16_224"),
+        (None, ["--model", "vit_tinny_patch16_224"], r"timm cannot make vit_tinny_patch16_224 (did you mean vit_tiny"),
+        (None, ["--precision", "int4"], "use no, bf16 or fp16"),
+        (None, ["--device_batch_size", "64"], "are less than --device_batch_size"),
+        (None, ["--model", "resnet18", "--model_options", "block_args=null"], "has no self-attention to patch"),
+    ],
+)
+def test_bad_input_is_one_line(break_it, more, message, data, tmp_path, capsys):
+    if break_it:
+        break_it(data)
+    if "resnet18" in more:
+        more = [*more, "--img_size", "0"]
+    with pytest.raises(SystemExit) as stopped:
+        run(data, tmp_path / "run", *more)
+    assert stopped.value.code == 1
+    assert message in capsys.readouterr().err
+
+
+def test_data_of_the_hub_that_cannot_be_loaded_is_one_line():
+    settings = common.Settings(imagenet.RECIPE)
+    values, _ = settings.parse([*MODEL, *SHORT, "--task", "imagenet-1k"])
+    with pytest.raises(GraphFilterError, match=r"cannot be loaded .* name a folder with --data"):
+        imagenet.load(settings.arguments(values)[0])

@@ -1,0 +1,325 @@
+"""Filters on timm models: the same contract as for transformers, with the module's own unfused form as the oracle."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from models import turn_on
+from oracle import gfsa_matrix
+from test_common import FILTERS
+
+from hf_graphfilter import (
+    AGFConfig,
+    GFSAConfig,
+    GraphFilterError,
+    create_model_card,
+    filter_parameters,
+    filter_status,
+    load_filter,
+    load_timm_model,
+    patch_model,
+    save_filter,
+    unpatch_model,
+)
+
+timm = pytest.importorskip("timm")
+from timm.layers.attention import Attention  # noqa: E402
+from timm.models.cait import Cait  # noqa: E402
+from timm.models.deit import VisionTransformerDistilled  # noqa: E402
+from timm.models.eva import Eva  # noqa: E402
+from timm.models.swin_transformer import SwinTransformer  # noqa: E402
+from timm.models.vision_transformer import VisionTransformer  # noqa: E402
+
+SMALL = {"img_size": 32, "num_classes": 5, "embed_dim": 48, "num_heads": 3, "patch_size": 8, "depth": 3}
+SWIN = {"img_size": 32, "num_classes": 5, "embed_dim": 24, "num_heads": (2, 4), "patch_size": 2, "window_size": 4}
+FAMILIES = {
+    "vit": lambda: VisionTransformer(**SMALL),
+    "vit-qk-norm": lambda: VisionTransformer(**SMALL, qk_norm=True, init_values=0.1),
+    "vit-dynamic": lambda: VisionTransformer(**SMALL, dynamic_img_size=True),
+    "deit-distilled": lambda: VisionTransformerDistilled(**SMALL),
+    "swin": lambda: SwinTransformer(**SWIN, depths=(2, 2)),
+    "cait": lambda: Cait(**SMALL, depth_token_only=1, init_values=0.5),
+    "eva-rope": lambda: Eva(**SMALL, use_rot_pos_emb=True, qkv_bias=False),
+}
+PATCHED = {"swin": 4}
+SIZES = {"vit-dynamic": (40, 24)}
+
+families = pytest.mark.parametrize("family", FAMILIES)
+fused = pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+linear = pytest.mark.parametrize("name", ["gfsa", "gfsa-all", "gfsa-exact", "third-party"])
+
+
+def build(family, fused=True):
+    torch.manual_seed(0)
+    model = FAMILIES[family]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3)  # attention far from uniform
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = fused
+    return model
+
+
+def images(family, dtype=torch.float32, batch=2):
+    g = torch.Generator().manual_seed(1)
+    return torch.randn(batch, 3, *SIZES.get(family, (32, 32)), generator=g, dtype=dtype)
+
+
+def dense_twin(plain, patched, formula):
+    """``plain``, unfused, in which dropout is handed A and gives back H: what follows multiplies it with the values."""
+    for module in plain.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = False
+    for name, module in patched.named_modules():
+        if "graph_filter" in module._modules:
+            f = module.graph_filter
+            twin = plain.get_submodule(name)
+            twin.attn_drop.register_forward_hook(lambda m, i, A, f=f: formula(A, f.coefficients(), f.config, None))
+    return plain
+
+
+@families
+@linear
+@fused
+def test_identical_at_the_start(family, name, fused):
+    model, x = build(family, fused), images(family)
+
+    def both():
+        with torch.no_grad():
+            inference = model(x)
+        return inference, model(x)
+
+    expected = both()
+    keys = set(model.state_dict())
+    assert patch_model(model, FILTERS[name][0]) is model
+    assert all(map(torch.equal, both(), expected))
+    assert keys < set(model.state_dict())
+    status = filter_status(model)
+    assert len(status) == PATCHED.get(family, 3)
+    assert {row.backend for row in status} == {"sdpa" if fused and family != "cait" else "eager"}
+
+
+@families
+@linear
+@fused
+def test_equals_the_dense_form(family, name, fused):
+    config, formula = FILTERS[name]
+    plain, x = build(family, fused).double(), images(family, torch.float64)
+    patched = turn_on(patch_model(copy.deepcopy(plain), config))
+    before, twin = plain(x), dense_twin(copy.deepcopy(plain), patched, formula)
+    found, expected = patched(x), twin(x)
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+    assert not torch.allclose(found, before, atol=1e-5), "the filter is on"
+    for model, out in ((patched, found), (twin, expected)):
+        out.square().sum().backward()
+        assert model is not None
+    gradients = dict(patched.named_parameters())
+    for key, parameter in twin.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[key].grad, parameter.grad, rtol=1e-5, atol=1e-7)
+    assert all(p.grad.abs().sum() > 0 for p in filter_parameters(patched))
+
+
+def test_agf_on_a_vision_transformer_is_linear_attention():
+    model, x = build("vit"), images("vit")
+    before = model(x)
+    patch_model(model, AGFConfig(init="blend", theta="per_head"), layers=[-1])
+    assert torch.equal(model(x), before)
+    unpatch_model(model)
+    patch_model(model, AGFConfig(), layers=[-1])
+    seen = {}
+    model.blocks[2].attn.register_forward_pre_hook(lambda m, args: seen.update(x=args[0]))
+    model.blocks[2].attn.proj.register_forward_pre_hook(lambda m, args: seen.update(out=args[0]))
+    model(x)
+    q, k, v = model.blocks[2].attn.qkv(seen["x"]).unflatten(-1, (3, 3, 16)).permute(2, 0, 3, 1, 4)
+    expected = q.softmax(-1) @ (k.softmax(-2).mT @ v)  # Sigma is 1 at the start
+    torch.testing.assert_close(seen["out"], expected.transpose(1, 2).flatten(2))
+    model(x).sum().backward()
+    assert all(p.grad is not None for p in filter_parameters(model))
+
+
+def test_agf_refuses_what_it_cannot_honour():
+    for family, reason in (("cait", "talking heads"), ("eva-rope", "rotary positions"), ("swin", "bias of positions")):
+        model = build(family)
+        before = model.state_dict()
+        with pytest.raises(GraphFilterError, match=reason):
+            patch_model(model, "agf")
+        assert model.state_dict().keys() == before.keys()
+        assert not filter_status(model)
+    with pytest.raises(GraphFilterError, match="shifted windows"):
+        patch_model(build("swin"), AGFConfig(position_bias="drop"))(images("swin"))
+    patch_model(build("swin"), AGFConfig(position_bias="drop"), layers="even")(images("swin"))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: timm.create_model("vit_tiny_patch16_224", depth=1, attn_layer="attn", scale_attn_norm=True), "a norm"),
+        (lambda: timm.create_model("swinv2_tiny_window8_256", depths=(1, 1, 1, 1)), "a form of attention that is not"),
+        (lambda: timm.create_model("resnet18"), "Attention found: none"),
+        (lambda: timm.create_model("beit_base_patch16_224", depth=1), "a form of attention that is not"),
+    ],
+    ids=["scale-norm", "swin-v2", "resnet", "beit"],
+)
+def test_what_is_not_honoured_is_refused_by_name(model, reason):
+    with pytest.raises(GraphFilterError, match=reason):
+        patch_model(model())
+
+
+def test_gates_and_separate_projections_are_refused():
+    model = build("vit")
+    model.blocks[0].attn.gate = torch.nn.Linear(48, 48)
+    patch_model(model)
+    assert [row.module for row in filter_status(model)] == ["blocks.1.attn", "blocks.2.attn"]
+    model = build("vit")
+    for block in model.blocks:
+        block.attn = Attention(48, 3, gated=True)
+    with pytest.raises(GraphFilterError, match="a gate on its output"):
+        patch_model(model)
+
+
+def test_class_attention_of_cait_stays_as_it_is():
+    model = patch_model(build("cait"))
+    assert all(row.module.startswith("blocks.") for row in filter_status(model))
+
+
+@families
+def test_unpatch_copy_and_pickle(family):
+    model, x = build(family), images(family)
+    before, types = model(x), [type(m) for m in model.modules()]
+    turn_on(patch_model(model, K=4))
+    filtered = model(x)
+    assert not torch.equal(filtered, before)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(x), filtered)
+        with torch.no_grad():
+            next(filter_parameters(twin)).add_(1)
+        assert torch.equal(model(x), filtered), "a copy of its own"
+    unpatch_model(model)
+    assert torch.equal(model(x), before)
+    assert [type(m) for m in model.modules()] == types
+    assert not filter_status(model)
+
+
+@pytest.mark.parametrize("family", ["vit", "swin", "cait"])
+def test_training_with_dropout_and_checkpointing(family):
+    model, x = patch_model(build(family), K=3, learn=("w_0", "w_K")).train(), images(family)
+    for module in model.modules():
+        if hasattr(module, "attn_drop"):
+            module.attn_drop.p = 0.2
+    turn_on(model)
+    torch.manual_seed(0)
+    model(x).square().sum().backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    model.set_grad_checkpointing()
+    torch.manual_seed(0)
+    model(x).square().sum().backward()
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_dropout_draws_a_mask_for_each_application():
+    model = patch_model(build("cait"), w_1=0.0, w_K=1.0, K=2, approximation="none", layers=[0]).train()
+    attn = model.blocks[0].attn
+    attn.attn_drop.p = 0.5
+    torch.manual_seed(0)
+    x = torch.randn(1, 6, 48)
+    mean = torch.stack([attn(x) for _ in range(4000)]).mean(0)
+    attn.attn_drop.p = 0.0
+    assert (mean - attn(x)).abs().max() < 0.15 * attn(x).abs().max(), "E[A_1 A_2] = A^2"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_leaves_the_coefficients(dtype):
+    model = turn_on(patch_model(build("vit"))).to(dtype)
+    assert {p.dtype for p in filter_parameters(model)} == {torch.float32}
+    assert model(images("vit", dtype)).isfinite().all()
+
+
+def saved(model, folder):
+    timm.models.save_for_hf(model, folder, safe_serialization=True)
+    return folder
+
+
+def named():
+    torch.manual_seed(0)
+    return timm.create_model("deit_tiny_patch16_224", depth=2, embed_dim=48, num_classes=7)
+
+
+def test_saved_by_timm_and_loaded_again(tmp_path):
+    model = turn_on(patch_model(named(), GFSAConfig(K=4), layers=[-1])).eval()
+    x = torch.randn(1, 3, 224, 224)
+    folder = saved(model, tmp_path / "checkpoint")
+    again = load_timm_model(folder)
+    assert torch.equal(again(x), model(x))
+    assert [row.filter for row in filter_status(again)] == [GFSAConfig(K=4)]
+    assert again.num_classes == 7
+    with pytest.raises(Exception, match="hf_graphfilter"):
+        timm.create_model(f"local-dir:{folder}", pretrained=True)
+    with pytest.raises(GraphFilterError, match="holds no graph filter; load it with"):
+        load_timm_model(saved(unpatch_model(model), tmp_path / "plain"))
+    with pytest.raises(GraphFilterError, match="cannot be loaded as a timm checkpoint"):
+        load_timm_model(tmp_path)
+    card = create_model_card(again, repo_id="me/deit-gfsa").content
+    assert 'load_timm_model("me/deit-gfsa")' in card
+    assert "library_name: timm" in card
+
+
+def test_the_filter_alone_over_a_copy_of_the_base_model(tmp_path):
+    model, x = turn_on(patch_model(named(), K=3)).eval(), torch.randn(1, 3, 224, 224)
+    save_filter(model, tmp_path)
+    other = load_filter(named().eval(), tmp_path)
+    assert torch.equal(other(x), model(x))
+    with pytest.raises(GraphFilterError, match="it was made for a VisionTransformer model, this is Cait"):
+        load_filter(build("cait"), tmp_path)
+
+
+def test_two_models_of_one_name_have_records_of_their_own():
+    a, b = named(), named()
+    patch_model(a)
+    assert not filter_status(b)
+    assert "hf_graphfilter" not in b.pretrained_cfg
+    with pytest.raises(GraphFilterError, match="already patched"):
+        patch_model(a)
+
+
+def test_nothing_imports_timm_unless_a_timm_model_comes():
+    program = (
+        "import sys, torch; from transformers import BertConfig, BertModel; from hf_graphfilter import patch_model\n"
+        "patch_model(BertModel(BertConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2)))\n"
+        "try: patch_model(torch.nn.Linear(2, 2))\n"
+        "except ValueError as error: print(error)\n"
+        "print('timm' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("False")
+    assert "a timm model" in done.stdout
+    assert gfsa_matrix is FILTERS["gfsa"][1]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_joint_kernel_is_used_in_training_and_agrees(dropout, monkeypatch):
+    """float32 and gradients: where query and key alone make the scores, S(V) and S(S(V)) are one call on the CPU."""
+    from hf_graphfilter.hosts import timm as host
+
+    calls = []
+    original = host.apply_twice
+    monkeypatch.setattr(host, "apply_twice", lambda *a, **k: calls.append(1) or original(*a, **k))
+    found = {}
+    for fused in (True, False):
+        model = turn_on(patch_model(build("vit", fused))).train()
+        for block in model.blocks:
+            block.attn.attn_drop.p = dropout if fused else 0.0
+        model(images("vit")).square().sum().backward()
+        found[fused] = {k: p.grad for k, p in model.named_parameters()}
+    assert len(calls) == 3
+    if not dropout:
+        for name, gradient in found[True].items():
+            torch.testing.assert_close(gradient, found[False][name], rtol=2e-3, atol=2e-3)
