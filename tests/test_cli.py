@@ -76,7 +76,7 @@ def test_auto_class(plain, tmp_path):
         (["patch", "PLAIN", "OUT", "-o", "k=3"], 1, "did you mean 'K'?"),
         (["patch", "PLAIN", "OUT", "-o", "K"], 1, "write NAME=VALUE"),
         (["patch", "PLAIN", "OUT", "-o", "K=0"], 1, "K must be an integer >= 1"),
-        (["patch", "PLAIN", "OUT", "--layers", "x"], 1, "use even, odd, indices"),
+        (["patch", "PLAIN", "OUT", "--layers", "x"], 1, "use all, even, odd, indices"),
         (["patch", "PLAIN", "OUT", "--layers", "9"], 1, "9 is out of range"),
         (["patch", "PLAIN", "OUT", "--auto-class", "Nope"], 1, "no model class 'Nope'"),
         (["patch", "nowhere/at-all", "OUT"], 1, "nowhere/at-all"),

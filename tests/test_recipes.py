@@ -18,11 +18,11 @@ from sklearn import metrics as sklearn_metrics
 
 from hf_graphfilter import GraphFilterError, filter_status
 from hf_graphfilter.analysis.comparison import paired_comparison
-from recipes import code, common, compare, glue, language_modeling, metrics
+from recipes import code, common, compare, glue, imagenet, language_modeling, metrics
 
 ROOT = Path(__file__).parents[1]
 
-RECIPES = {"glue": glue.RECIPE, "language_modeling": language_modeling.RECIPE, "code": code.RECIPE}
+RECIPES = {recipe.RECIPE.name: recipe.RECIPE for recipe in (glue, language_modeling, code, imagenet)}
 DATA = ROOT.parent / "shared" / "data"
 ENCODER = ["--model", "roberta", "--from_scratch", "num_hidden_layers=2", "hidden_size=32", "num_attention_heads=2"]
 ENCODER += ["intermediate_size=64", "max_position_embeddings=40", "--train_tokenizer", "280", "--max_length", "32"]
