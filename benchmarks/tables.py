@@ -1,6 +1,6 @@
 """Write the measured tables into the documents: ``python benchmarks/tables.py``.
 
-Reads ``benchmarks/results/*.csv`` (from benchmarks/gfsa.py, agf.py and transfer.py), ``recipes/results/*.json`` (from
+Reads ``benchmarks/results/*.csv`` (from the other programs here), ``recipes/results/*.json`` (from
 recipes/compare.py) and ``model_cards/minilm-movie-snippets/results.json`` (copied from a demo's output with
 ``--demo runs/demo``), and replaces what stands between the markers.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
 import re
 import shutil
@@ -289,6 +290,22 @@ def staged(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
     return ["model", "start", *(f"{metric} {stage}" for stage, metric in columns)], body
 
 
+def vision_table() -> str:
+    rows = list(csv.DictReader((RESULTS / "vision-cpu-throughput.csv").open()))
+    pairs = [(a, b) for a, b in itertools.pairwise(rows) if a["form"] == "plain" and b["form"] == "gfsa"]
+    header = ["model", "K", "pass", "batch", "plain images/s", "GFSA images/s", "ratio", "GFLOPs", "parameters"]
+    body = [
+        [
+            *(b["model"], b["K"], b["pass"], b["batch"], a["images_per_s"], b["images_per_s"]),
+            *(f"**{b['ratio_to_plain']}**", f"{a['gflops']} → {b['gflops']}", f"{int(a['parameters']):,}"),
+        ]
+        for a, b in pairs
+    ]
+    made = rows[0]
+    where = f"{made['device']}, {made['date']}; torch {made['torch']}, timm {made['timm']}."
+    return f"{where}\n\n{markdown_table(header, body)}"
+
+
 def recipe_tables(name: str) -> str:
     """What recipes/compare.py measured, a table a task, and the mean over the tasks of a family of models."""
     contents = [json.loads(file.read_text()) for file in sorted(RECIPES.glob(f"{name}*.json"))]
@@ -339,6 +356,7 @@ def replace(file: Path, name: str, content: str) -> None:
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"demo": demo_table, "bench": bench_tables},
     "docs/agf.md": {"speed": agf_speed, "transfer": agf_transfer},
+    "docs/vision.md": {"throughput": vision_table},
     "recipes/README.md": {name: partial(recipe_tables, name) for name in ("glue", "language_modeling", "code")},
 }
 

@@ -7,6 +7,7 @@ benchmarks/results/vision-DEVICE-throughput.csv.
 
 from __future__ import annotations
 
+import copy
 import statistics
 
 import timm
@@ -31,8 +32,9 @@ FIELDS = [
 
 def gflops(model: nn.Module) -> float:
     """Of one image, counting a multiplication and an addition as one operation, as the papers do."""
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model.eval()(torch.zeros(1, 3, 224, 224, device=next(model.parameters()).device))
+    still = copy.deepcopy(model).eval().requires_grad_(False)
+    with FlopCounterMode(display=False) as counter:
+        still(torch.zeros(1, 3, 224, 224, device=next(model.parameters()).device))
     return counter.get_total_flops() / 2e9
 
 
@@ -93,7 +95,7 @@ def main() -> None:
                         {k: row[k] for k in ("model", "pass", "form", "images_per_s", "ratio_to_plain", "gflops")},
                         flush=True,
                     )
-    write(made, options.output / f"vision-{options.device}-throughput.csv", FIELDS)
+        write(made, options.output / f"vision-{options.device}-throughput.csv", FIELDS)
 
 
 if __name__ == "__main__":
