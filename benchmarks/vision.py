@@ -16,7 +16,7 @@ from measure import arguments, rounds, write
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_graphfilter import parameter_groups, patch_model
+from hf_graphfilter import filter_parameters, parameter_groups, patch_model
 
 MODELS = {
     "DeiT-S, 12 layers": ("deit_small_patch16_224", {}, 3),
@@ -33,6 +33,8 @@ FIELDS = [
 def gflops(model: nn.Module) -> float:
     """Of one image, counting a multiplication and an addition as one operation, as the papers do."""
     still = copy.deepcopy(model).eval().requires_grad_(False)
+    for coefficient in filter_parameters(still):
+        coefficient.fill_(0.1)  # one that is fixed at 0 costs nothing
     with FlopCounterMode(display=False) as counter:
         still(torch.zeros(1, 3, 224, 224, device=next(model.parameters()).device))
     return counter.get_total_flops() / 2e9
