@@ -15,23 +15,6 @@ from .hosts import host_of
 from .patching import filter_parameters, filter_status
 
 TEMPLATE = Path(__file__).parent / "data" / "model_card.md"
-USAGE = """import hf_graphfilter  # pip install hf-graphfilter
-from transformers import {0}
-
-model = {0}.from_pretrained("{1}")"""
-TIMM_USAGE = """from hf_graphfilter import load_timm_model  # pip install 'hf-graphfilter[vision]'
-
-model = load_timm_model("{0}")"""
-AUTO_CLASSES = {
-    "ForSequenceClassification": "AutoModelForSequenceClassification",
-    "ForTokenClassification": "AutoModelForTokenClassification",
-    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
-    "ForMaskedLM": "AutoModelForMaskedLM",
-    "ForCausalLM": "AutoModelForCausalLM",
-    "LMHeadModel": "AutoModelForCausalLM",
-    "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
-    "ForImageClassification": "AutoModelForImageClassification",
-}
 
 
 def create_model_card(
@@ -67,10 +50,10 @@ def create_model_card(
         raise GraphFilterError(f"{type(model).__name__} has no graph filter to describe; call patch_model first")
     names = sorted({row.filter.filter for row in status})
     results = list(results)
-    timm = host_of(model).__name__.endswith(".timm")  # type: ignore[attr-defined]
+    host = host_of(model)
     data = ModelCardData(
         base_model=base_model,
-        library_name="timm" if timm else "transformers",
+        library_name=host.LIBRARY,
         tags=["graph-filter", *names, "hf_graphfilter"],
         datasets=datasets or sorted({r.dataset_type for r in results}) or None,
         metrics=metrics or sorted({r.metric_type for r in results}) or None,
@@ -86,22 +69,16 @@ def create_model_card(
         title=repo_id.rsplit("/", 1)[-1],
         repo_id=repo_id,
         model_class=type(model).__name__,
-        usage=TIMM_USAGE.format(repo_id) if timm else _usage(model, repo_id),
+        usage=host.usage(model, repo_id),
         base_model=base_model,
         filters=", ".join(names),
         description=description.strip(),
         results_table=_results(results),
         coefficient_table=markdown_table(header, rows),
         added_parameters=sum(p.numel() for p in filter_parameters(model)),
-        configuration=json.dumps(host_of(model).read_record(model), indent=2),
+        configuration=json.dumps(host.read_record(model), indent=2),
         citation="\n\n".join(dict.fromkeys(row.filter.citation for row in status if row.filter.citation)),
     )
-
-
-def _usage(model: nn.Module, repo_id: str) -> str:
-    name = type(model).__name__
-    auto_class = next((a for suffix, a in AUTO_CLASSES.items() if name.endswith(suffix)), "AutoModel")
-    return USAGE.format(auto_class, repo_id)
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -39,12 +39,21 @@ TOKENS = 9
 
 @dataclass(frozen=True)
 class Family:
-    """kind: encoder (text), decoder, encoder-decoder, vision, audio, or composite (with sub-configs)."""
+    """kind: encoder (text), decoder, encoder-decoder, vision, audio, or composite (with sub-configs).
+
+    ``agf_layers``: those that a filter without scores can take the place of.
+    """
 
     model_class: type
     config: Any
     kind: str
     patched: int  # self-attention modules
+    agf_layers: str | None = None
+
+    def patch(self, model, config):
+        from hf_graphfilter import patch_model
+
+        return patch_model(model, config, layers=self.agf_layers if config.filter == "agf" else None)
 
     def build(self, implementation="sdpa", **overrides) -> nn.Module:
         config = type(self.config)(**{**self.config.to_dict(), **overrides})
@@ -120,6 +129,30 @@ FAMILIES = {
     "codet5": Family(t.T5Model, t.T5Config(**T5, **T5_TOKENS, feed_forward_proj="gated-gelu"), "encoder-decoder", 5),
     "deit": Family(t.DeiTModel, t.DeiTConfig(**VISION, **DROPOUT), "vision", 3),
     "vit": Family(t.ViTModel, t.ViTConfig(**VISION, **DROPOUT), "vision", 3),
+    "beit": Family(
+        t.BeitModel,
+        t.BeitConfig(
+            **VISION, **DROPOUT, use_relative_position_bias=True, layer_scale_init_value=0.5, drop_path_rate=0
+        ),
+        "vision",
+        3,
+    ),
+    "beit-shared": Family(
+        t.BeitModel,
+        t.BeitConfig(**VISION, **DROPOUT, use_shared_relative_position_bias=True, drop_path_rate=0),
+        "vision",
+        3,
+    ),
+    "swin": Family(
+        t.SwinModel,
+        t.SwinConfig(
+            **{**DROPOUT, "image_size": 16, "patch_size": 2, "window_size": 4, "drop_path_rate": 0},
+            **{"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4]},
+        ),
+        "vision",
+        4,
+        agf_layers="even",  # every other one has shifted windows
+    ),
     "whisper": Family(
         t.WhisperModel,
         t.WhisperConfig(**ENCODER_DECODER, num_mel_bins=8, max_source_positions=20, max_target_positions=32),

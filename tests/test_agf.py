@@ -496,3 +496,16 @@ def test_set_blend_refuses():
     blended = patch_model(FAMILIES["bert"].build(), "agf", init="blend")
     with pytest.raises(GraphFilterError, match=r"between 0 and 1, got 1\.5"):
         set_blend(blended, 1.5)
+
+
+@pytest.mark.parametrize("name", ["beit", "beit-shared", "swin"])
+def test_a_bias_within_the_mask_is_refused_unless_it_is_to_be_dropped(name):
+    family = FAMILIES[name]
+    with pytest.raises(GraphFilterError, match=r"adds a learned bias of positions .* position_bias='drop'"):
+        patch_model(family.build(), "agf")
+
+
+def test_shifted_windows_are_named():
+    model = patch_model(FAMILIES["swin"].build(), "agf", position_bias="drop", layers="odd")
+    with pytest.raises(GraphFilterError, match=r"neither padding nor causal \(.*shifted windows.* layers="):
+        model(**FAMILIES["swin"].inputs())

@@ -63,7 +63,7 @@ class GraphFilter(nn.Module):
     def __init__(self, config: FilterConfig, site: AttentionSite):
         super().__init__()
         self.config = config
-        self.site_name, self.heads = site.name, site.heads
+        self.site_name, self.heads, self.position_bias = site.name, site.heads, site.position_bias
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
         """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""

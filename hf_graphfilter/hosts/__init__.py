@@ -47,6 +47,8 @@ class AttentionSite:
 class Host(Protocol):
     """What ``patching`` needs of a library."""
 
+    LIBRARY: str  # as the Hub names it
+
     def find(self, model: nn.Module) -> tuple[list[AttentionSite], dict[str, str]]:
         """The sites in module order, and the refused attention modules: name -> reason."""
 
@@ -67,6 +69,9 @@ class Host(Protocol):
 
     def model_type(self, model: nn.Module) -> str | None:
         """Models of one type, with as many heads, may share a filter."""
+
+    def usage(self, model: nn.Module, source: str) -> str:
+        """Python that loads a patched checkpoint, for its card."""
 
     def relative_name(self, model: nn.Module, name: str) -> str:
         """The module's name as it is with and without a task head."""

@@ -33,6 +33,7 @@ from ..ops.visibility import visibility
 from ..shift import AttentionShift
 from . import AttentionSite, locate, looks_like_attention
 
+LIBRARY = "timm"
 CHILD = "graph_filter"
 RECORD = "hf_graphfilter"  # the key in pretrained_cfg: timm refuses it by this name where we are not used to load
 WEIGHTS = "model.safetensors"
@@ -251,6 +252,12 @@ def write_record(model: Any, record: dict[str, Any] | None) -> None:
 def model_type(model: Any) -> str:
     """What models must share for a filter to fit."""
     return type(model).__name__
+
+
+def usage(model: Any, source: str) -> str:
+    return f"""from hf_graphfilter import load_timm_model  # pip install 'hf-graphfilter[vision]'
+
+model = load_timm_model("{source}")"""
 
 
 def load_timm_model(source: str | Path, **options: Any) -> nn.Module:

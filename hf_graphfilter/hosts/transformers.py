@@ -33,12 +33,23 @@ from ..ops.visibility import visibility
 from ..shift import AttentionShift, repeat_heads
 from . import AttentionSite, cache, locate, looks_like_attention
 
+LIBRARY = "transformers"
 IMPLEMENTATION = "hf_graphfilter"
 CHILD = "graph_filter"
 _BASE_CONFIG = "_graph_filter_base_config"
 _HIDDEN = "graph_filter_hidden"
 _HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
 _HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
+_AUTO_CLASSES = {
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
+    "ForMaskedLM": "AutoModelForMaskedLM",
+    "ForCausalLM": "AutoModelForCausalLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+    "ForImageClassification": "AutoModelForImageClassification",
+}
 _CROSS_NAME = re.compile(r"cross|enc(oder)?_?dec|^encoder_att|^x_att", re.I)
 
 
@@ -85,7 +96,9 @@ def graph_filter_attention(
     shift.hidden, shift.state = hidden, state
     scaling = kwargs.get("scaling")
     shift.scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    shift.visible = lambda: visibility(attention_mask, _causal(module, kwargs), query.shape[2])  # type: ignore[method-assign]
+    shift.visible = lambda: visibility(  # type: ignore[method-assign]
+        attention_mask, _causal(module, kwargs), query.shape[2], graph_filter.position_bias
+    )
     output = graph_filter(shift, value)
     return output.transpose(1, 2).contiguous(), shift.weights
 
@@ -183,7 +196,11 @@ def find(model: PreTrainedModel) -> tuple[list[AttentionSite], dict[str, str]]:
             causal = bool(getattr(module, "is_causal", False))
             stack, group = locate(name, causal)
             sites.append(
-                AttentionSite(name, module, _heads(module), causal, stack, group, counts[group], **_shape(module))  # type: ignore[arg-type]
+                AttentionSite(
+                    *(name, module, _heads(module), causal, stack, group, counts[group]),  # type: ignore[arg-type]
+                    position_bias=_position_bias(model, name),
+                    **_shape(module),
+                )
             )
             counts[group] += 1
         elif reason:
@@ -227,6 +244,16 @@ def _heads(module: Any) -> int | None:
     return None
 
 
+def _position_bias(model: nn.Module, name: str) -> bool:
+    """Whether scores get a bias: as an argument (T5), or of the module or one around it, within the mask (BEiT)."""
+    module = model.get_submodule(name)
+    if "position_bias" in inspect.signature(type(module).forward).parameters:
+        return True
+    parts = name.split(".")
+    around = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts) + 1)]
+    return any(child.endswith("position_bias") for m in around for child, _ in m.named_children())
+
+
 def _shape(module: Any) -> dict[str, Any]:
     """The fields of ``AttentionSite`` that only some filters ask for."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
@@ -237,7 +264,6 @@ def _shape(module: Any) -> dict[str, Any]:
     return {
         "hidden_size": inputs if passes_on else None,
         "head_dim": head_dim or (inputs or 0) // (_heads(module) or 1),
-        "position_bias": any(p.name == "position_bias" for p in parameters),
         "sliding_window": getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)),
     }
 
@@ -287,6 +313,15 @@ def relative_name(model: PreTrainedModel, name: str) -> str:
 
 def model_type(model: PreTrainedModel) -> str | None:
     return getattr(model.config, "model_type", None)
+
+
+def usage(model: PreTrainedModel, source: str) -> str:
+    name = type(model).__name__
+    auto_class = next((a for suffix, a in _AUTO_CLASSES.items() if name.endswith(suffix)), "AutoModel")
+    return f"""import hf_graphfilter  # pip install hf-graphfilter
+from transformers import {auto_class}
+
+model = {auto_class}.from_pretrained("{source}")"""
 
 
 def read_record(model: PreTrainedModel) -> dict[str, Any] | None:
