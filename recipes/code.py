@@ -45,7 +45,6 @@ COLUMNS = {
 }
 MEASURES = {"defect": (metrics.Accuracy, metrics.F1), "clone": (metrics.F1, metrics.Accuracy)}
 WORDS = ("false", "true")
-FILES = {"train": "train", "validation": "valid", "test": "test"}
 
 
 @lru_cache(maxsize=1)
@@ -53,18 +52,16 @@ def load(task: str, folder: str | None) -> tuple[DatasetDict, str]:
     """(parts with text_a, for clones text_b, and label 0 or 1; how they were split)."""
     if folder is None:
         data = common.from_hub(HUB[task], COLUMNS[task])
-        parts = {k: data[k].cast_column("label", Value("int64")) for k in FILES}
+        parts = {k: data[k].cast_column("label", Value("int64")) for k in common.FILES}
         return DatasetDict(parts), "official"
     root = Path(folder)
-    if not root.is_dir():
-        raise GraphFilterError(f"--data: there is no folder {root}")
     return defects(root) if task == "defect" else clones(root)
 
 
 def defects(root: Path) -> tuple[DatasetDict, str]:
     """The JSON-lines files, or parts cut from the test file."""
     official = (root / "train.jsonl").is_file()
-    files = {k: common.first_file(root, [f"{v}.jsonl"]) for k, v in FILES.items() if official or k == "test"}
+    files = {k: common.first_file(root, [f"{v}.jsonl"]) for k, v in common.FILES.items() if official or k == "test"}
     parts = {
         k: common.labels_of(common.table_of(common.read_rows(f), COLUMNS["defect"], f), ("0", "1"), f)
         for k, f in files.items()
@@ -84,7 +81,7 @@ def clones(root: Path) -> tuple[DatasetDict, str]:
     common.table_of(rows, {"func": ("func",), "idx": ("idx",)}, file)
     functions = {str(row["idx"]): row["func"] for row in rows}
     official = (root / "train.txt").is_file()
-    lists = {k: common.first_file(root, [f"{v}.txt"]) for k, v in FILES.items() if official or k == "test"}
+    lists = {k: common.first_file(root, [f"{v}.txt"]) for k, v in common.FILES.items() if official or k == "test"}
     pairs = {}
     for part, listed in lists.items():
         pairs[part] = [line["text"].split() for line in common.read_rows(listed) if line["text"].strip()]
@@ -100,7 +97,8 @@ def clones(root: Path) -> tuple[DatasetDict, str]:
         edges = (0.6 * len(names), 0.7 * len(names))
         home = {name: sum(i >= edge for edge in edges) for i, name in enumerate(names)}
         within = [[p for p in pairs["test"] if home[p[0]] == home[p[1]] == k] for k in range(3)]
-        pairs, split = dict(zip(FILES, within, strict=True)), "60/10/30 of the functions of the official test part"
+        pairs = dict(zip(common.FILES, within, strict=True))
+        split = "60/10/30 of the functions of the official test part"
     made = {
         k: {"text_a": [functions[a] for a, _, _ in v], "text_b": [functions[b] for _, b, _ in v]}
         | {"label": [int(y) for *_, y in v]}
@@ -136,8 +134,7 @@ def run(args, training):
             found, wanted = (read_words(tokenizer, ids) for ids in (found, wanted))
         else:
             found = found.argmax(-1)
-        values = [m().compute(predictions=found, references=wanted) for m in MEASURES[args.task]]
-        return {name: value for each in values for name, value in each.items()}
+        return metrics.measure(MEASURES[args.task], found, wanted)
 
     trainer_class, collator = Trainer, DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
     if generates:

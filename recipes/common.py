@@ -58,18 +58,20 @@ from hf_graphfilter import (
 )
 from hf_graphfilter.analysis.comparison import PairedComparison, mean_and_sd
 from hf_graphfilter.console import parse_layers, parse_options, table
+from hf_graphfilter.hosts import host_of
 from hf_graphfilter.patching import FilterStatus
 from hf_graphfilter.training.optimizer import FILTER_LR
 
 CONFIGS = Path(__file__).parent / "configs"
 RESULTS = Path(__file__).parent / "results"
 RECORD = "record.json"
+FILES = {"train": "train", "validation": "valid", "test": "test"}  # the parts, and how official files call them
 # these do not change what a run learns: a finished run is the same run whatever they are
 INCIDENTAL = (
     {"output_dir", "seeds", "data", "report_to", "run_name", "project", "disable_tqdm", "log_level", "logging_steps"}
     | {"logging_strategy", "save_strategy", "save_steps", "save_total_limit", "push_to_hub", "hub_model_id"}
     | {"hub_token", "hub_private_repo", "hub_revision", "dataloader_num_workers", "dataloader_pin_memory", "use_cpu"}
-    | {"per_device_eval_batch_size", "eval_accumulation_steps"}
+    | {"per_device_eval_batch_size", "eval_accumulation_steps", "eval_batch_size", "workers"}
 )
 NETWORK_ERRORS = HfHubHTTPError.__bases__  # OSError, and HTTPError of whichever client the installed version has
 
@@ -141,6 +143,7 @@ class Recipe:
         arguments: dataclasses whose fields are the flags; the last has ``output_dir`` and ``seed``.
         smoke: settings of ``--smoke``.
         load: a saved checkpoint.
+        task_type: as the Hub names it; told from the model's class if empty.
         description: for ``--help``.
     """
 
@@ -153,6 +156,7 @@ class Recipe:
     arguments: tuple[type, ...] = (RecipeArguments, Seq2SeqTrainingArguments)
     smoke: dict[str, Any] = field(default_factory=lambda: SMOKE)
     load: Callable[[Path], Any] = lambda folder: load_model(folder)
+    task_type: str = ""
 
     def metric(self, task: str) -> str:
         return self.metrics.get(task) or self.metrics["*"]
@@ -306,7 +310,9 @@ def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
 def identity(values: dict[str, Any]) -> dict[str, Any]:
     """The settings on which the outcome of a run depends; of a local folder, its name."""
     found = {k: v for k, v in sorted(values.items()) if k not in INCIDENTAL and v is not None}
-    local = {k: Path(found[k]).name for k in ("model", "tokenizer") if k in found and Path(found[k]).is_dir()}
+    local = {
+        k: Path(found[k]).name for k in ("model", "tokenizer", "checkpoint") if k in found and Path(found[k]).exists()
+    }
     return {k: list(v) if isinstance(v, tuple) else v for k, v in (found | local).items() if k != "seed"}
 
 
@@ -315,11 +321,7 @@ def identity(values: dict[str, Any]) -> dict[str, Any]:
 
 def read_rows(file: Path, header: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Rows of an official file: TSV (unquoted; ``header`` where the file has none), JSON, JSON lines or text lines."""
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except FileNotFoundError as error:
-        there = ", ".join(sorted(p.name for p in file.parent.iterdir())[:12]) if file.parent.is_dir() else "no folder"
-        raise GraphFilterError(f"{file} is missing; {file.parent} holds: {there or 'nothing'}") from error
+    text = file.read_text(encoding="utf-8-sig")
     try:
         if file.suffix == ".tsv":
             lines = csv.reader(text.split("\n"), delimiter="\t", quoting=csv.QUOTE_NONE)
@@ -497,9 +499,14 @@ def build_model(
             model = auto_class.from_pretrained(args.model, **config)
         if model.config.get_text_config().pad_token_id is None:
             model.config.pad_token_id = tokenizer.pad_token_id
+    patch(args, model)
+    return model
+
+
+def patch(args: FilterArguments, model: Any) -> None:
+    """The model with the filter that was asked for."""
     if args.filter != "none":
         patch_model(model, args.filter, layers=parse_layers(args.layers), **parse_options(args.filter_options))
-    return model
 
 
 # ------------------------------------------------------------------------------------------------------- training
@@ -593,7 +600,8 @@ def write_card(settings: Settings, folder: Path, record: dict[str, Any], values:
     model = settings.recipe.load(folder)
     results = [
         EvalResult(
-            task_type=TASK_TYPES.get(type(model).__name__.partition("For")[2], "text-generation"),
+            task_type=settings.recipe.task_type
+            or TASK_TYPES.get(type(model).__name__.partition("For")[2], "text-generation"),
             dataset_type=record["task"],
             dataset_name=record["task"],
             dataset_split=key.partition("/")[0],
@@ -605,6 +613,7 @@ def write_card(settings: Settings, folder: Path, record: dict[str, Any], values:
     ]
     trained = f"Fine-tuned on {record['task']} with seed {record['seed']}; every setting and number is in `{RECORD}`."
     description = f"## Training\n\n{trained}{compared(settings, record)}"
+    values = settings.defaults | values
     local = values.get("from_scratch") or values.get("pretrained") is False or Path(values["model"]).exists()
     common: dict[str, Any] = {"base_model": None if local else values["model"]}
     name = values.get("hub_model_id") or str(folder)
@@ -612,7 +621,7 @@ def write_card(settings: Settings, folder: Path, record: dict[str, Any], values:
         card = create_model_card(model, repo_id=name, results=results, description=description, **common)
     else:
         title = name.rpartition("/")[2]
-        data = ModelCardData(library_name="transformers", eval_results=results, model_name=title, **common)
+        data = ModelCardData(library_name=host_of(model).LIBRARY, eval_results=results, model_name=title, **common)
         card = ModelCard(
             f"---\n{data.to_yaml()}\n---\n\n# {title}\n\nThe plain {type(model).__name__}.\n\n{description}\n"
         )

@@ -103,8 +103,9 @@ def summary_rows(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         p = "" if not difference or difference["p"] is None else f"{difference['p']:.3f}"
         moved: dict[str, list[float]] = {}
         for run in runs:
-            for name in learned(run):
-                moved.setdefault(name, []).append(run["moved"][name])
+            for name, value in run["moved"].items():
+                if value:  # the others are fixed
+                    moved.setdefault(name, []).append(value)
         rows.append(
             [
                 *(variant, str(len(runs)), mean_and_sd(list(found["values"].values()))),
@@ -115,11 +116,6 @@ def summary_rows(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             ]
         )
     return header, rows
-
-
-def learned(run: dict[str, Any]) -> list[str]:
-    """The coefficients that moved at all: the others are fixed."""
-    return [name for name, value in run["moved"].items() if value]
 
 
 def interval(found: dict[str, Any] | None) -> str:

@@ -130,8 +130,7 @@ def run(args, training):
     def compute(prediction):
         logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
         predicted = logits.argmax(-1) if task.labels else logits.squeeze(-1)
-        found = [m().compute(predictions=predicted, references=prediction.label_ids) for m in task.measures]
-        return {name: value for values in found for name, value in values.items()}
+        return metrics.measure(task.measures, predicted, prediction.label_ids)
 
     trainer = common.make_trainer(
         args,

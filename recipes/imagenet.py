@@ -1,13 +1,14 @@
-"""Train or fine-tune an image classifier of timm, with a graph filter in its attention.
+"""Train or fine-tune an image classifier of timm or transformers, with a graph filter in its attention.
 
     python recipes/imagenet.py --config imagenet/deit-s-12.yaml --data IMAGENET --seeds 1
     accelerate launch recipes/imagenet.py --config imagenet/deit-s-12.yaml --data IMAGENET --precision bf16 --compile
     python recipes/imagenet.py --model deit_tiny_patch16_224 --pretrained --task folder --data my/images --epochs 5
+    python recipes/imagenet.py --model facebook/deit-tiny-patch16-224 --pretrained --drop_path 0 --task folder --data X
 
 Tasks: imagenet-1k, imagenet-100, cifar10, tiny-imagenet, and folder. Data comes from --data, a folder with one folder
-of images a class in train and in val (or validation, test), or for the first two from the Hub. Augmentation, schedule,
-mixing and the models are timm's; accelerate runs it on one or many devices. The score is the top-1 accuracy on the
-validation part.
+of images a class in train and in val (or validation, test), or for the first two from the Hub. Models are timm's by
+their names, and those of transformers by a folder or an id with a slash. Augmentation, schedule and mixing are timm's;
+accelerate runs it on one or many devices. The score is the top-1 accuracy on the validation part.
 """
 
 if __name__ == "__main__":  # run as a file: the repository, not this folder, whose code.py would hide Python's own
@@ -26,32 +27,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from PIL import Image
 from safetensors.torch import load_model, save_model
-from timm.data import ImageDataset, Mixup, create_dataset, create_loader, resolve_data_config
+from timm.data import ImageDataset, Mixup, create_dataset, create_loader
 from timm.loss import SoftTargetCrossEntropy
-from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
+from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Subset
 from tqdm import tqdm
 
-from hf_graphfilter import (
-    GraphFilterError,
-    filter_parameters,
-    filter_status,
-    load_timm_model,
-    orthogonality_loss,
-    patch_model,
-)
-from hf_graphfilter.console import parse_layers, parse_options
-from hf_graphfilter.patching import patched_modules
-from recipes import common
+from hf_graphfilter import GraphFilterError, filter_parameters, filter_status, orthogonality_loss
+from hf_graphfilter.training.callbacks import coefficient_values
+from hf_graphfilter.training.optimizer import coefficient_ids
+from recipes import common, image_models
 
 TASKS = ("imagenet-1k", "imagenet-100", "cifar10", "tiny-imagenet", "folder")
 PROGRESS = "progress.json"
@@ -64,9 +57,11 @@ class ImageArguments(common.FilterArguments):
 
     output_dir: str | None = None
     seed: int = 1
-    pretrained: bool = field(default=False, metadata={"help": "Start from timm's pretrained weights."})
-    checkpoint: str | None = field(default=None, metadata={"help": "Start from this file of weights (safetensors)."})
-    model_options: list[str] = field(default_factory=list, metadata={"help": "Of timm.create_model: depth=24 ..."})
+    pretrained: bool = field(default=False, metadata={"help": "Start from the pretrained weights."})
+    checkpoint: str | None = field(default=None, metadata={"help": "Start from this file of weights (timm)."})
+    model_options: list[str] = field(
+        default_factory=list, metadata={"help": "Of timm.create_model (depth=24 ...) or the config of transformers."}
+    )
     img_size: int | None = field(default=None, metadata={"help": "Pixels; the model's own if not given."})
     epochs: float = 300.0
     max_steps: int | None = field(default=None, metadata={"help": "Optimizer steps; instead of --epochs."})
@@ -93,6 +88,9 @@ class ImageArguments(common.FilterArguments):
     cutmix: float = 1.0
     smoothing: float = 0.1
     repeated_augmentation: int = field(default=3, metadata={"help": "Times an image is seen in an epoch; 0 for off."})
+    crop_scale: float = field(
+        default=0.08, metadata={"help": "Smallest part of an image that a crop keeps; 1: no crops and flips."}
+    )
     interpolation: str = "bicubic"
     ema_decay: float = field(
         default=0.0, metadata={"help": "Of an average of the weights that is evaluated too; 0: none."}
@@ -144,8 +142,8 @@ class Images(ImageDataset):
         return (image if self.transform is None else self.transform(image)), target
 
 
-def load(args: ImageArguments) -> tuple[Any, Any, int]:
-    """(training images, validation images, classes)."""
+def load(args: ImageArguments) -> tuple[Any, Any, list[str]]:
+    """(training images, validation images, names of the classes)."""
     if args.data is None:
         if args.task not in HUB:
             raise GraphFilterError(f"--task {args.task} needs --data, a folder with train and val")
@@ -156,7 +154,7 @@ def load(args: ImageArguments) -> tuple[Any, Any, int]:
                 f"{HUB[args.task]} cannot be loaded ({type(error).__name__}: {error}); check the connection, or name a "
                 "folder with --data"
             ) from error
-        return *parts, {"imagenet-1k": 1000, "imagenet-100": 100}[args.task]
+        return *parts, [str(i) for i in range({"imagenet-1k": 1000, "imagenet-100": 100}[args.task])]
     root = Path(args.data)
     if not root.is_dir():
         raise GraphFilterError(f"--data: there is no folder {root}")
@@ -177,64 +175,28 @@ def load(args: ImageArguments) -> tuple[Any, Any, int]:
         raise GraphFilterError(f"--data: {found[0]} holds no class folders")
     class_map = {name: i for i, name in enumerate(classes[0])}
     try:
-        return *(Images(part, args.bad_images, class_map) for part in found), len(classes[0])  # type: ignore[return-value]
+        return *(Images(part, args.bad_images, class_map) for part in found), classes[0]  # type: ignore[return-value]
     except RuntimeError as error:
         raise GraphFilterError(f"--data: {root}: {error}") from error
 
 
-def cut(data: Any, limit: int | None, shuffle: bool) -> Any:
+class Part(Subset):  # type: ignore[type-arg]
+    """Some of the images; the loader hands it the transform of all."""
+
+    @property
+    def transform(self) -> Any:
+        return self.dataset.transform  # type: ignore[attr-defined]
+
+    @transform.setter
+    def transform(self, transform: Any) -> None:
+        self.dataset.transform = transform  # type: ignore[attr-defined]
+
+
+def cut(data: Any, limit: int | None) -> Any:
+    """At most as many images as asked for, of all classes."""
     if limit is None or limit >= len(data):
         return data
-    order = (
-        torch.randperm(len(data), generator=torch.Generator().manual_seed(0)) if shuffle else torch.arange(len(data))
-    )
-    return Subset(data, order[:limit].tolist())
-
-
-# ---------------------------------------------------------------------------------------------------------- model
-
-
-def build(args: ImageArguments, classes: int) -> nn.Module:
-    """The model, the same for every filter with the same seed, and patched with the filter."""
-    set_seed(args.seed)
-    options = {"num_classes": classes, "drop_path_rate": args.drop_path, "drop_rate": args.drop}
-    if args.img_size:
-        options["img_size"] = args.img_size
-    options |= parse_options(args.model_options)
-    try:
-        model = timm.create_model(
-            args.model, pretrained=args.pretrained, checkpoint_path=args.checkpoint or "", **options
-        )
-    except (RuntimeError, TypeError, ValueError, AssertionError, OSError) as error:
-        near = common.nearest(args.model, timm.list_models())
-        raise GraphFilterError(f"timm cannot make {args.model}{near} with {options}: {common.line(error)}") from error
-    patch = getattr(getattr(model, "patch_embed", None), "patch_size", (1, 1))
-    if args.img_size and any(args.img_size % side for side in patch):
-        raise GraphFilterError(
-            f"--img_size {args.img_size}: {args.model} cuts images into patches of {patch[0]} pixels"
-        )
-    if args.filter != "none":
-        patch_model(model, args.filter, layers=parse_layers(args.layers), **parse_options(args.filter_options))
-    return model
-
-
-def optimizer_of(args: ImageArguments, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW with timm's groups, and the filter's coefficients in one of their own."""
-    own = {id(p) for _, m in patched_modules(model, required=False) for p in m.graph_filter.parameters(recurse=False)}
-    kept = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
-    if args.layer_decay is None:
-        groups = param_groups_weight_decay(model, args.weight_decay, no_weight_decay_list=kept)
-    else:
-        groups = param_groups_layer_decay(
-            model, args.weight_decay, no_weight_decay_list=kept, layer_decay=args.layer_decay
-        )
-    coefficients = [p for group in groups for p in group["params"] if id(p) in own]
-    for group in groups:
-        group["params"] = [p for p in group["params"] if id(p) not in own]
-    groups = [group for group in groups if group["params"]]
-    if coefficients:
-        groups.append({"params": coefficients, "weight_decay": 0.0, "lr": args.filter_lr})
-    return create_optimizer_v2(groups, opt="adamw", lr=args.learning_rate, weight_decay=args.weight_decay)
+    return Part(data, torch.randperm(len(data), generator=torch.Generator().manual_seed(0))[:limit].tolist())
 
 
 # ------------------------------------------------------------------------------------------------------- training
@@ -243,15 +205,14 @@ def optimizer_of(args: ImageArguments, model: nn.Module) -> torch.optim.Optimize
 def run(args: ImageArguments) -> dict[str, Any]:
     """One training run."""
     train_data, val_data, classes = load(args)
-    model = build(args, classes)
+    model, config = image_models.build(args, classes)
     accelerator = accelerator_of(args)
-    config = resolve_data_config({"img_size": args.img_size}, model=model)
-    train_data = cut(train_data, args.max_train_samples, shuffle=True)
-    val_data = cut(val_data, args.max_eval_samples, shuffle=True)
+    train_data = cut(train_data, args.max_train_samples)
+    val_data = cut(val_data, args.max_eval_samples)
     train, val = loaders(args, accelerator, config, train_data, val_data)
     mix = None
     if args.mixup or args.cutmix:
-        mix = Mixup(args.mixup, args.cutmix, label_smoothing=args.smoothing, num_classes=classes)
+        mix = Mixup(args.mixup, args.cutmix, label_smoothing=args.smoothing, num_classes=len(classes))
     loss_of = SoftTargetCrossEntropy() if mix else nn.CrossEntropyLoss(label_smoothing=args.smoothing)
     accumulate = max(1, args.batch_size // (args.device_batch_size * accelerator.num_processes))
     per_epoch = max(1, len(train) // accumulate)
@@ -295,7 +256,7 @@ def run(args: ImageArguments) -> dict[str, Any]:
                     images, target = mix(images, target) if len(images) % 2 == 0 else mix(images[:-1], target[:-1])
                 with nullcontext() if last else accelerator.no_sync(model):
                     with accelerator.autocast():
-                        loss = loss_of(running(images), target)
+                        loss = loss_of(logits_of(running, images), target)
                     further = gamma[0] * orthogonality_loss(plain) if any(gamma) else 0.0
                     accelerator.backward((loss + further) / accumulate)
                 if not last:
@@ -310,7 +271,7 @@ def run(args: ImageArguments) -> dict[str, Any]:
                     average.update(plain, step=step)
                 bar.update()
                 if step % args.logging_steps == 0 and args.report_to != "none":
-                    accelerator.log({"loss": loss.item(), **learned(plain)}, step=step)
+                    accelerator.log({"loss": loss.item(), **coefficient_values(plain)}, step=step)
             if args.save_strategy == "epoch":
                 save_state(accelerator, folder, average, step)
 
@@ -319,7 +280,7 @@ def run(args: ImageArguments) -> dict[str, Any]:
     if average is not None:
         metrics |= {f"validation/ema_{k}": v for k, v in evaluate(accelerator, average.module, val).items()}
     if args.save_strategy != "no" and accelerator.is_main_process:
-        timm.models.save_for_hf(average.module if average is not None else plain, folder, safe_serialization=True)
+        image_models.save(args, average.module if average is not None else plain, folder)
     accelerator.end_training()
     coefficients, moved = common.movement(start, filter_status(plain))
     skipped = [getattr(getattr(d, "dataset", d), "skipped", None) for d in (train_data, val_data)]
@@ -332,6 +293,19 @@ def run(args: ImageArguments) -> dict[str, Any]:
         "coefficients": coefficients,
         "moved": moved,
     }
+
+
+def optimizer_of(args: ImageArguments, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW with timm's groups, and the filter's coefficients in one of their own."""
+    own = coefficient_ids(model)
+    groups = image_models.parameter_groups(args, model)
+    coefficients = [p for group in groups for p in group["params"] if id(p) in own]
+    for group in groups:
+        group["params"] = [p for p in group["params"] if id(p) not in own]
+    groups = [group for group in groups if group["params"]]
+    if coefficients:
+        groups.append({"params": coefficients, "weight_decay": 0.0, "lr": args.filter_lr})
+    return create_optimizer_v2(groups, opt="adamw", lr=args.learning_rate, weight_decay=args.weight_decay)
 
 
 def accelerator_of(args: ImageArguments) -> Accelerator:
@@ -368,7 +342,8 @@ def loaders(
         train,
         batch_size=args.device_batch_size,
         is_training=True,
-        no_aug=not args.auto_augment and not args.color_jitter and not args.random_erasing,
+        no_aug=args.crop_scale == 1,
+        scale=(args.crop_scale, 1.0),
         auto_augment=args.auto_augment or None,
         color_jitter=args.color_jitter,
         re_prob=args.random_erasing,
@@ -382,6 +357,12 @@ def loaders(
     return training, create_loader(val, batch_size=args.eval_batch_size, **crop, **common_options)
 
 
+def logits_of(model: Any, images: Tensor) -> Tensor:
+    """A model of timm returns them, one of transformers has them among its outputs."""
+    output = model(images)
+    return getattr(output, "logits", output)  # type: ignore[no-any-return]
+
+
 @torch.no_grad()
 def evaluate(accelerator: Accelerator, model: nn.Module, loader: Any) -> dict[str, float]:
     """Top-1 and top-5 accuracy, and the cross-entropy."""
@@ -389,23 +370,13 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: Any) -> dict[st
     found = []
     for images, target in loader:
         with accelerator.autocast():
-            logits = model(images.to(accelerator.device)).float()
+            logits = logits_of(model, images.to(accelerator.device)).float()
         target = target.to(accelerator.device)
         nll = nn.functional.cross_entropy(logits, target, reduction="none")
         hits = logits.topk(min(5, logits.shape[1])).indices == target[:, None]
         found.append(accelerator.gather_for_metrics(torch.stack([hits[:, 0], hits.any(1), nll], 1).float()))
     top1, top5, loss = torch.cat(found).double().mean(0).tolist()
     return {"accuracy": top1, "top5": top5, "loss": loss}
-
-
-def learned(model: nn.Module) -> dict[str, float]:
-    """The learned coefficients by layer, as ``CoefficientCallback`` logs them."""
-    filters = [module.graph_filter for _, module in patched_modules(model, required=False)]
-    return {
-        f"filter/{i}/{name}": value.float().mean().item()
-        for i, graph_filter in enumerate(filters)
-        for name, value in graph_filter.learned_coefficients().items()
-    }
 
 
 def save_state(accelerator: Accelerator, folder: Path, average: ModelEmaV3 | None, step: int) -> None:
@@ -434,13 +405,6 @@ def resume(accelerator: Accelerator, folder: Path, average: ModelEmaV3 | None) -
     return int(json.loads((Path(last) / PROGRESS).read_text())["step"])
 
 
-def load_saved(folder: Path) -> nn.Module:
-    try:
-        return load_timm_model(folder)
-    except GraphFilterError:
-        return timm.create_model(f"local-dir:{folder}", pretrained=True)
-
-
 RECIPE = common.Recipe(
     name="imagenet",
     metrics=dict.fromkeys(TASKS, "validation/accuracy"),
@@ -452,7 +416,8 @@ RECIPE = common.Recipe(
         **{"max_train_samples": 64, "max_eval_samples": 64, "max_steps": 4, "batch_size": 16, "device_batch_size": 16},
         **{"warmup_epochs": 0, "workers": 0, "save_strategy": "no", "logging_steps": 1},
     },
-    load=load_saved,
+    load=image_models.load,
+    task_type="image-classification",
 )
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ HUB = {
     "wikitext-103": ("Salesforce/wikitext", "wikitext-103-raw-v1", {}),
     "ptb": ("ptb-text-only/ptb_text_only", None, {"revision": "refs/convert/parquet"}),
 }
-FILES = {"train": "train", "validation": "valid", "test": "test"}
 
 
 @lru_cache(maxsize=1)
@@ -45,10 +44,10 @@ def load(task: str, folder: str | None) -> DatasetDict:
         data = common.from_hub(name, {"text": ("text", "sentence")}, config, **options)
         if "train" not in data:
             raise GraphFilterError(f"{name} has no part 'train'; it has {', '.join(data)}")
-        parts = {k: data[k] for k in FILES if k in data}
+        parts = {k: data[k] for k in common.FILES if k in data}
     else:
         root, parts = Path(folder), {}
-        for part, stem in FILES.items():
+        for part, stem in common.FILES.items():
             names = [f"{stem}.txt", f"ptb.{stem}.txt", f"wiki.{stem}.tokens", f"wiki.{stem}.raw", f"{stem}.jsonl"]
             if part == "train" or any((root / name).is_file() for name in names):
                 file = common.first_file(root, names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import datasets
@@ -79,3 +80,9 @@ class Perplexity(_Metric):
     def _compute(self, nll: Any, tokens: Any) -> dict[str, float]:
         total = math.fsum(tokens)
         return {"perplexity": math.exp(math.fsum(nll) / total) if total else math.nan}
+
+
+def measure(kinds: Sequence[type[_Metric]], predictions: Any, references: Any) -> dict[str, float]:
+    """The values of several metrics, by name."""
+    found = [kind().compute(predictions=predictions, references=references) for kind in kinds]
+    return {name: value for values in found for name, value in values.items()}

@@ -10,8 +10,15 @@ from recipes import common, compare
 
 pytest.importorskip("timm")
 from PIL import Image
+from transformers import (
+    AutoModelForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
+    pipeline,
+)
 
-from recipes import imagenet
+from recipes import image_models, imagenet
 
 MODEL = ["--model", "vit_tiny_patch16_224", "--img_size", "32", "--drop_path", "0", "--mixup", "0", "--cutmix", "0"]
 MODEL += ["--model_options", "depth=2", "embed_dim=24", "num_heads=2", "patch_size=8", "--task", "folder"]
@@ -50,6 +57,9 @@ def test_a_run_is_recorded_saved_and_loaded(options, data, tmp_path):
     assert found["skipped_images"] == 0
     card = (tmp_path / "run" / "seed-1" / "README.md").read_text()
     assert "| folder | validation | accuracy |" in card or "--filter" in options
+    assert "library_name: timm" in card
+    assert "type: image-classification" in card
+    assert "base_model" not in card, "from scratch"
     if not options:
         assert found["filter_parameters"] == 4
         assert found["moved"]["w_K"] > 0.03
@@ -60,6 +70,83 @@ def test_a_run_is_recorded_saved_and_loaded(options, data, tmp_path):
         with torch.no_grad():
             images = torch.zeros(1, 3, 32, 32)
             assert model(images).shape == (1, 2)
+
+
+@pytest.fixture
+def vit(tmp_path):
+    """A folder with a model of transformers."""
+    shape = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    model = ViTForImageClassification(ViTConfig(**shape, image_size=32, patch_size=8, num_labels=7))
+    model.save_pretrained(tmp_path / "tiny-vit")
+    ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.4] * 3).save_pretrained(tmp_path / "tiny-vit")
+    return tmp_path / "tiny-vit"
+
+
+@pytest.mark.parametrize("options", [["--filter", "none"], [], ["--filter", "agf", "--layers", "-1"]])
+def test_models_of_transformers(options, data, vit, tmp_path, transformers_warnings):
+    more = ["--model", vit, "--img_size", "32", "--model_options", "layer_norm_eps=1e-6", "--pretrained"]
+    more += ["--epochs", "6", "--learning_rate", "5e-3", "--ema_decay", "0.5"]
+    found = run(data, tmp_path / "run", *more, *options)
+    assert all("classifier.weight" in m and "vit." not in m for m in transformers_warnings), "a new head only"
+    transformers_warnings.clear()
+    assert found["metrics"]["validation/accuracy"] == 1.0
+    assert found["settings"]["model"] == "tiny-vit"
+    folder = tmp_path / "run" / "seed-1"
+    model = AutoModelForImageClassification.from_pretrained(folder)
+    assert model.config.id2label == {0: "blue", 1: "red"}
+    assert model.config.layer_norm_eps == 1e-6
+    assert len(filter_status(model)) == {"none": 0, "agf": 1}.get(options[1] if options else "", 2)
+    assert list(ViTImageProcessor.from_pretrained(folder).image_mean) == [0.4] * 3
+    card = (folder / "README.md").read_text()
+    assert "library_name: transformers" in card
+    assert "type: image-classification" in card
+    classify = pipeline("image-classification", model=model, image_processor=ViTImageProcessor.from_pretrained(folder))
+    assert classify(Image.open(data / "val" / "red" / "0.png"))[0]["label"] == "red"
+
+
+def test_a_config_of_transformers_from_scratch(data, vit, tmp_path):
+    more = ["--model", vit, "--img_size", "16", "--model_options", "num_hidden_layers=3", "--drop", "0.1"]
+    assert run(data, tmp_path / "run", *more, "--epochs", "1")["filter_parameters"] == 3 * 2
+    folder = tmp_path / "run" / "seed-1"
+    assert ViTImageProcessor.from_pretrained(folder).size["height"] == 16
+    settings = common.Settings(imagenet.RECIPE)
+    values, _ = settings.parse([*MODEL, *SHORT, "--model", str(vit), "--model_options", "num_hidden_layers=3"])
+    (args,) = settings.arguments(values)
+    model, _ = image_models.build(args, ["blue", "red"])
+    undecayed = {id(p) for g in imagenet.optimizer_of(args, model).param_groups[:1] for p in g["params"]}
+    assert id(model.vit.embeddings.position_embeddings) in undecayed
+    assert id(model.vit.embeddings.cls_token) in undecayed
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--layer_decay", "0.9"], "--layer_decay is for models of timm"),
+        (["--checkpoint", "x.safetensors"], "--checkpoint is for models of timm"),
+        (["--img_size", "48", "--pretrained"], "are for 32 pixels; leave it out"),
+        (["--drop_path", "0.1"], "has no drop_path_rate (0.1); use --drop_path 0"),
+        (["--model_options", "dephth=2"], "has no dephth (2)"),
+        (["--pretrained", "--model_options", "intermediate_size=16"], "of them would be random (vit."),
+        (["--pretrained", "--model_options", "num_hidden_layers=3"], "of them would be random (vit."),
+        (["--model", "no/such-model"], "no/such-model cannot be loaded"),
+    ],
+)
+def test_what_a_model_of_transformers_does_not_take_is_one_line(
+    more, message, data, vit, tmp_path, capsys, transformers_warnings
+):
+    base = ["--model", vit, "--model_options", "layer_norm_eps=1e-6", "--img_size", "32"]
+    with pytest.raises(SystemExit):
+        run(data, tmp_path / "run", *base, *more)
+    transformers_warnings.clear()
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_as_many_images_as_asked_for(data, tmp_path):
+    found = run(data, tmp_path / "run", "--max_train_samples", "24", "--max_eval_samples", "5", "--epochs", "1")
+    assert found["steps"] == 3
+    assert found["metrics"]["validation/accuracy"] * 5 == pytest.approx(
+        round(found["metrics"]["validation/accuracy"] * 5)
+    )
 
 
 def test_colours_are_learned_with_averaged_weights_and_accumulation(data, tmp_path):
@@ -94,7 +181,7 @@ def test_the_filter_has_a_learning_rate_of_its_own(data):
     for more in ([], ["--layer_decay", "0.5"]):
         values, _ = settings.parse([*MODEL, *SHORT, "--filter_lr", "0.03", *more])
         (args,) = settings.arguments(values)
-        model = imagenet.build(args, 2)
+        model, _ = image_models.build(args, ["blue", "red"])
         groups = imagenet.optimizer_of(args, model).param_groups
         assert (groups[-1]["lr"], groups[-1]["weight_decay"], len(groups[-1]["params"])) == (0.03, 0.0, 2)
         counted = [id(p) for group in groups for p in group["params"]]
@@ -134,6 +221,7 @@ def test_images_that_cannot_be_read_are_skipped_and_counted_or_an_error(data, tm
         (lambda d: (d / "val" / "red").rename(d / "val" / "green"), [], "green is in one only"),
         (lambda d: (d / "val").rename(d / "other"), [], "needs folders train and val"),
         (None, ["--data", "nowhere"], "there is no folder nowhere"),
+        (None, ["--model_options", "img_size=64"], "use --img_size"),
         (None, ["--img_size", "30"], "--img_size 30: vit_tiny_patch16_224 cuts images into patches of 8 pixels"),
         (None, ["--model_options", "dephth=2"], "timm cannot make vit_tiny_patch16_224"),
         (None, ["--model", "vit_tinny_patch16_224"], r"timm cannot make vit_tinny_patch16_224 (did you mean vit_tiny"),

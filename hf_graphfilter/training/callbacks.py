@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler, TrainerState
 
@@ -54,11 +55,17 @@ class CoefficientCallback(LoggingCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
-        self.filters = [module.graph_filter for _, module in patched_modules(model, required=False)]
+        self.model = model
 
     def values(self) -> dict[str, float]:
-        return {
-            f"filter/{i}/{name}": value.float().mean().item()
-            for i, graph_filter in enumerate(self.filters)
-            for name, value in graph_filter.learned_coefficients().items()
-        }
+        return coefficient_values(self.model)
+
+
+def coefficient_values(model: nn.Module) -> dict[str, float]:
+    """The learned coefficients by layer, means over the heads, as ``CoefficientCallback`` logs them."""
+    filters = [module.graph_filter for _, module in patched_modules(model, required=False)]
+    return {
+        f"filter/{i}/{name}": value.float().mean().item()
+        for i, graph_filter in enumerate(filters)
+        for name, value in graph_filter.learned_coefficients().items()
+    }

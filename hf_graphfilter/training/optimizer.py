@@ -14,7 +14,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from ..errors import GraphFilterError
-from ..patching import patched_modules
+from ..patching import filter_parameters, patched_modules
 
 FILTER_LR = 1e-2
 
@@ -42,12 +42,11 @@ def parameter_groups(
         >>> [g["lr"] for g in optimizer.param_groups]
         [2e-05, 2e-05, 0.01]
     """
-    filters = [module.graph_filter for _, module in patched_modules(model, required=False)]
-    if not any(True for f in filters for _ in f.parameters()):
+    if not any(True for _ in filter_parameters(model)):
         raise GraphFilterError(
             f"{type(model).__name__} has no filter parameters: patch it first, with learn= not empty"
         )
-    own = {id(p) for f in filters for p in f.parameters(recurse=False)}
+    own = coefficient_ids(model)
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]  # uses nothing of a Trainer
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     rest = [(n, p) for n, p in named if id(p) not in own]
@@ -57,6 +56,12 @@ def parameter_groups(
         {"params": [p for _, p in named if id(p) in own], "lr": filter_lr, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def coefficient_ids(model: nn.Module) -> set[int]:
+    """``id`` of the parameters that are coefficients of a filter; its weights (``sigma`` of AGF ...) are not."""
+    modules = patched_modules(model, required=False)
+    return {id(p) for _, module in modules for p in module.graph_filter.parameters(recurse=False)}
 
 
 def filter_optimizer(args: TrainingArguments, filter_lr: float = FILTER_LR) -> tuple[Any, dict[str, Any]]:

@@ -1,0 +1,142 @@
+"""The models of the image recipe, of timm and of transformers: made, described to the loaders, saved and loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import timm
+from timm.data import resolve_data_config
+from timm.optim import param_groups_layer_decay, param_groups_weight_decay
+from torch import nn
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel, set_seed
+
+from hf_graphfilter import GraphFilterError, load_timm_model
+from hf_graphfilter.console import parse_options
+from recipes import common
+
+# of transformers' models, besides biases and norms; timm's name their own
+UNDECAYED = ("position_embeddings", "position_bias_table", "cls_token", "distillation_token", "mask_token")
+INTERPOLATION = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
+
+
+def build(args: Any, classes: list[str]) -> tuple[nn.Module, dict[str, Any]]:
+    """(the model, the same for every filter with the same seed, and patched; timm's description of its input)."""
+    set_seed(args.seed)
+    make = _of_transformers if is_of_transformers(args.model) else _of_timm
+    model, config = make(args, classes)
+    common.patch(args, model)
+    return model, config
+
+
+def is_of_transformers(name: str) -> bool:
+    """A folder or an id of the Hub; timm's names have neither a slash nor a config.json."""
+    return Path(name, "config.json").is_file() or ("/" in name and ":" not in name)
+
+
+def _of_timm(args: Any, classes: list[str]) -> tuple[nn.Module, dict[str, Any]]:
+    asked = parse_options(args.model_options)
+    if "img_size" in asked:
+        raise GraphFilterError(f"--model_options img_size={asked['img_size']}: use --img_size, the data follow it too")
+    options = {"num_classes": len(classes), "drop_path_rate": args.drop_path, "drop_rate": args.drop}
+    options |= {"img_size": args.img_size} if args.img_size else {}
+    options |= asked
+    try:
+        model = timm.create_model(
+            args.model, pretrained=args.pretrained, checkpoint_path=args.checkpoint or "", **options
+        )
+    except (RuntimeError, TypeError, ValueError, AssertionError, OSError) as error:
+        near = common.nearest(args.model, timm.list_models())
+        raise GraphFilterError(f"timm cannot make {args.model}{near} with {options}: {common.line(error)}") from error
+    patch = getattr(getattr(model, "patch_embed", None), "patch_size", (1, 1))
+    if args.img_size and any(args.img_size % side for side in patch):
+        raise GraphFilterError(
+            f"--img_size {args.img_size}: {args.model} cuts images into patches of {patch[0]} pixels"
+        )
+    return model, resolve_data_config({"img_size": args.img_size}, model=model)
+
+
+def _of_transformers(args: Any, classes: list[str]) -> tuple[nn.Module, dict[str, Any]]:
+    for name in ("checkpoint", "layer_decay"):
+        if getattr(args, name) is not None:
+            raise GraphFilterError(f"--{name} is for models of timm; {args.model} is one of transformers")
+    names = {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
+    fields = {"drop_path_rate": args.drop_path, "hidden_dropout_prob": args.drop, **parse_options(args.model_options)}
+    fields |= {"image_size": args.img_size} if args.img_size else {}
+    with common.loading(args.model):
+        config = AutoConfig.from_pretrained(args.model, **names)
+        for name, value in fields.items():
+            if not hasattr(config, name) and value:
+                hint = "; use --drop_path 0" if name == "drop_path_rate" else ""
+                raise GraphFilterError(f"the {config.model_type} config of {args.model} has no {name} ({value}){hint}")
+            if args.pretrained and name == "image_size" and value != config.image_size:
+                raise GraphFilterError(
+                    f"--img_size {value}: the weights of {args.model} are for {config.image_size} pixels; leave it out"
+                )
+            setattr(config, name, value)
+        if args.pretrained:
+            model, found = AutoModelForImageClassification.from_pretrained(
+                args.model, config=config, ignore_mismatched_sizes=True, output_loading_info=True
+            )
+            misfits = [n for n, old, new in found["mismatched_keys"] if new[0] != len(classes) or old[1:] != new[1:]]
+            misfits += [n for n in found["missing_keys"] if n.startswith(f"{model.base_model_prefix}.")]
+            if misfits:  # beyond the head, which is made for these classes
+                raise GraphFilterError(
+                    f"the weights of {args.model} do not fit --model_options {' '.join(args.model_options)}: "
+                    f"{len(misfits)} of them would be random ({sorted(misfits)[0]} ...)"
+                )
+        else:
+            model = AutoModelForImageClassification.from_config(config)
+    processor = _processor(args.model)
+    seen = {
+        "input_size": (3, config.image_size, config.image_size),
+        "crop_pct": 1.0,
+        "interpolation": INTERPOLATION.get(getattr(processor, "resample", None), "bicubic"),
+        "mean": getattr(processor, "image_mean", None),
+        "std": getattr(processor, "image_std", None),
+    }
+    return model, resolve_data_config(seen)
+
+
+def _processor(source: str) -> Any:
+    """The image processor of a model, None if it has none."""
+    try:
+        return AutoImageProcessor.from_pretrained(source)
+    except (OSError, ValueError):
+        return None
+
+
+def parameter_groups(args: Any, model: nn.Module) -> list[dict[str, Any]]:
+    """timm's groups: no decay of biases, norms, positions and tokens, and a learning rate by layer if asked for."""
+    if isinstance(model, PreTrainedModel):
+        kept = {n for n, _ in model.named_parameters() if any(part in n for part in UNDECAYED)}
+    else:
+        kept = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()  # type: ignore[operator]
+    if args.layer_decay is None:
+        return param_groups_weight_decay(model, args.weight_decay, no_weight_decay_list=kept)  # type: ignore[return-value]
+    return param_groups_layer_decay(  # type: ignore[return-value]
+        model, args.weight_decay, no_weight_decay_list=kept, layer_decay=args.layer_decay
+    )
+
+
+def save(args: Any, model: nn.Module, folder: Path) -> None:
+    """The checkpoint in the form of its library, the filter with it."""
+    if not isinstance(model, PreTrainedModel):
+        timm.models.save_for_hf(model, folder, safe_serialization=True)
+        return
+    model.save_pretrained(folder)
+    if (processor := _processor(args.model)) is not None:
+        side = model.config.image_size
+        processor.size = {"height": side, "width": side}
+        processor.save_pretrained(folder)
+
+
+def load(folder: Path) -> nn.Module:
+    """A saved checkpoint, patched or plain."""
+    if "architecture" not in json.loads((folder / "config.json").read_text()):
+        return common.load_model(folder)
+    try:
+        return load_timm_model(folder)
+    except GraphFilterError:
+        return timm.create_model(f"local-dir:{folder}", pretrained=True)
