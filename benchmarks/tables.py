@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import itertools
 import json
 import re
@@ -29,7 +30,8 @@ from hf_graphfilter.demo import result_rows
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))
-from recipes.compare import PLAIN, by_seed, summary_rows  # noqa: E402
+from recipes.compare import PLAIN, by_seed, interval, summary_rows  # noqa: E402
+from recipes.metrics import LOWER_IS_BETTER  # noqa: E402
 
 RECIPES = ROOT / "recipes" / "results"
 CARD = ROOT / "model_cards" / "minilm-movie-snippets"
@@ -312,7 +314,7 @@ def recipe_tables(name: str) -> str:
     parts = []
     for content in contents:
         run = content["runs"][0]
-        notes = [f"metric: {content['metric']}" + (", lower is better" * content["metric"].endswith("perplexity"))]
+        notes = [f"metric: {content['metric']}" + (", lower is better" * content["metric"].endswith(LOWER_IS_BETTER))]
         notes += [f"split: {run['split']}; rows: {run['rows']}".replace("'", "")] if "split" in run else []
         notes += [f"{run['date']}, {run['machine']}, torch {run['versions']['torch']}"]
         title = f"**{content['model']} on {content['task']}**" + (" (sweep)" if content["sweep"] else "")
@@ -337,11 +339,14 @@ def mean_over_tasks(contents: list[dict]) -> str:
             seeds = sorted(set.intersection(*(set(found) for found in by_task)))
             means = [statistics.mean(found[seed] for found in by_task) for seed in seeds]
             paired = paired_comparison([0.0] * len(means), means)
-            cells += [f"{paired.mean:+.4f} [{paired.low:+.4f}, {paired.high:+.4f}]", f"{paired.p:.3f}"]
+            cells += [interval(dataclasses.asdict(paired)), f"{paired.p:.3f}"]
         rows.append([*cells, len(seeds)])
     tasks = ", ".join(content["task"] for content in contents)
     header = ["variant", "metric, against plain", "p", "loss, against plain", "p", "seeds"]
     return f"**{contents[0]['model']}, mean over {tasks}**\n\n{markdown_table(header, rows)}"
+
+
+COMPARED = ("glue", "language_modeling", "code", "imagenet")
 
 
 def replace(file: Path, name: str, content: str) -> None:
@@ -357,7 +362,9 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"demo": demo_table, "bench": bench_tables},
     "docs/agf.md": {"speed": agf_speed, "transfer": agf_transfer},
     "docs/vision.md": {"throughput": vision_table},
-    "recipes/README.md": {name: partial(recipe_tables, name) for name in ("glue", "language_modeling", "code")},
+    "recipes/README.md": {
+        name: partial(recipe_tables, name) for name in ("glue", "language_modeling", "code", "imagenet")
+    },
 }
 
 

@@ -171,7 +171,8 @@ def compare(recipe: common.Recipe, argv: list[str], options: argparse.Namespace,
             "task": values["task"],
             "model": options.model_name or Path(values["model"]).name,
         },
-        **{"metric": recipe.metric(values["task"]), "sweep": options.sweep is not None, "variants": chosen},
+        **{"metric": recipe.metric(values["task"]), "sweep": options.sweep is not None},
+        "variants": content.get("variants", {}) | chosen,  # what earlier commands ran stays in view
         "runs": content["runs"],
     }
     root = Path(values["output_dir"]).parent / name

@@ -540,6 +540,11 @@ def test_sweep_over_an_option_and_a_setting_draws_a_figure(cola, tmp_path):
     assert [r["filter_parameters"] for r in found["runs"]] == [0, 4, 2, 4, 2]
     assert found["runs"][1]["settings"]["filter_options"] == ["K=1"]
     assert (tmp_path / "glue-cola-sweep.png").stat().st_size > 10_000
+    argv = ["glue", *map(str, argv), "--results", str(tmp_path), "--max_steps", "1"]
+    compare.main([*argv, "--sweep", "K=2", "layers=all"])
+    found = json.loads((tmp_path / "glue-cola-sweep.json").read_text())
+    assert list(found["summary"]) == [*names, "K=2, layers=all"], "what was run before stays"
+    assert len(found["runs"]) == 6
 
 
 @pytest.mark.parametrize(
