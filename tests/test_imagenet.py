@@ -1,6 +1,10 @@
 """The image recipe, on small images made here."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -174,6 +178,22 @@ def test_an_interrupted_run_goes_on(data, tmp_path, monkeypatch):
     assert begun == [8], "the second epoch only"
     assert again["metrics"] == whole["metrics"]
     assert again["coefficients"] == whole["coefficients"]
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_work(data, tmp_path):
+    script = Path(imagenet.__file__)
+    argv = [*MODEL, *SHORT, "--data", data, "--output_dir", tmp_path / "run", "--device_batch_size", 4]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launch, script, *map(str, argv)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "run" / "seed-1" / "record.json").read_text())
+    assert found["steps"] == 8, "32 images, 4 on each of two devices, two epochs"
+    assert found["metrics"]["validation/accuracy"] * 12 == pytest.approx(
+        round(found["metrics"]["validation/accuracy"] * 12)
+    ), "each of the 12 validation images once"
+    assert len(filter_status(load_timm_model(tmp_path / "run" / "seed-1"))) == 2
 
 
 def test_the_filter_has_a_learning_rate_of_its_own(data):

@@ -253,6 +253,19 @@ def test_training_with_dropout_and_checkpointing(family):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize(
+    "family", [f if f in ("vit", "swin") else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
+)
+@pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["fused", "unfused"])
+def test_compiled_without_a_graph_break(family, fused):
+    model, x = turn_on(patch_model(build(family, fused))), images(family)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x))
+    compiled(x).square().sum().backward()
+    assert all(p.grad.abs().sum() > 0 for p in filter_parameters(model))
+
+
 def test_dropout_draws_a_mask_for_each_application():
     model = patch_model(build("cait"), w_1=0.0, w_K=1.0, K=2, approximation="none", layers=[0]).train()
     attn = model.blocks[0].attn

@@ -130,10 +130,9 @@ class _View:
 class _FusedView(_View):
     """In fused attention ``attn_drop`` is not called but asked for its rate."""
 
-    def __getattribute__(self, name: str) -> Any:
-        if name == "attn_drop":
-            return object.__getattribute__(self, "_module").attn_drop
-        return object.__getattribute__(self, name)
+    def __init__(self, module: Any, packed: Tensor):
+        super().__init__(module, packed)
+        self.attn_drop = module.attn_drop  # type: ignore[method-assign]
 
 
 def _forward(original: Callable[..., Tensor], module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
