@@ -69,8 +69,8 @@ def apply_twice(
         dropout: probability with which an entry of A is dropped, in steps of 2^-16.
 
     Returns:
-        Two tensors of the shape of ``value``; without dropout the first is bit for bit what
-        ``scaled_dot_product_attention`` returns.
+        Two tensors of the shape of ``value``; without dropout they are bit for bit what two calls of
+        ``scaled_dot_product_attention`` return.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return _ApplyTwice.apply(query, key, value, mask, scale, causal, dropout)
@@ -89,19 +89,17 @@ class _ApplyTwice(torch.autograd.Function):
         dropout: float,
     ) -> tuple[Tensor, Tensor]:
         ctx.options = scale, causal, dropout
-        if dropout:
-            first = _like(value)
-            keep = _random_masks((2, *query.shape[:3], key.shape[2]), dropout)
-        else:
+        if not dropout:
             first = F.scaled_dot_product_attention(query, key, value, mask, 0.0, causal, scale=scale)
-            keep = None
-        second = _like(value)
+            second = F.scaled_dot_product_attention(query, key, first, mask, 0.0, causal, scale=scale)
+            ctx.save_for_backward(query, key, value, first, mask, None)
+            return first, second
+        first, second = _like(value), _like(value)
+        keep = _random_masks((2, *query.shape[:3], key.shape[2]), dropout)
         for piece in _pieces(query, key):
-            matrix = twice = _matrix(query, key, mask, scale, causal, piece)
-            if keep is not None:
-                first[piece] = (_dropped(matrix, keep[0], dropout, piece) @ _flat(value, piece)).view_as(first[piece])
-                twice = _dropped(matrix, keep[1], dropout, piece)
-            second[piece] = (twice @ _flat(first, piece)).view_as(second[piece])
+            matrix = _matrix(query, key, mask, scale, causal, piece)
+            for signal, out, entries in ((value, first, keep[0]), (first, second, keep[1])):
+                out[piece] = (_dropped(matrix, entries, dropout, piece) @ _flat(signal, piece)).view_as(out[piece])
         ctx.save_for_backward(query, key, value, first, mask, keep)
         return first, second
 
