@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import os
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -21,6 +22,12 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.repos, self.blobs, self.requests = {}, {}, []
+
+    def environment(self, home, **more):
+        """Variables of a process for which this is the Hub."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+        own = {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1"}
+        return {**kept, **own, **more}
 
     def __enter__(self):
         threading.Thread(target=self.serve_forever, daemon=True).start()

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -596,14 +595,12 @@ def test_push_to_a_stand_in_of_the_hub_and_load_from_it(cola, tmp_path):
     argv = [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT]
     argv = [*map(str, argv), "--save_strategy", "steps", "--push_to_hub"]
     program = PUSH.format(root=str(ROOT), tests=str(ROOT / "tests"), argv=argv)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
-    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "home")}
     with Hub() as hub:
         done = subprocess.run(
             [sys.executable, "-c", program],
             capture_output=True,
             text=True,
-            env={**environment, "HF_ENDPOINT": hub.url},
+            env=hub.environment(tmp_path / "home"),
             check=False,
         )
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hub_server import TOKEN, Hub
 from models import turn_on
 from oracle import gfsa_matrix
 from test_common import FILTERS
@@ -39,18 +40,19 @@ SWIN = {"img_size": 32, "num_classes": 5, "embed_dim": 24, "num_heads": (2, 4), 
 FAMILIES = {
     "vit": lambda: VisionTransformer(**SMALL),
     "vit-qk-norm": lambda: VisionTransformer(**SMALL, qk_norm=True, init_values=0.1),
-    "vit-dynamic": lambda: VisionTransformer(**SMALL, dynamic_img_size=True),
+    "vit-dynamic": lambda: VisionTransformer(**SMALL, dynamic_img_size=True, dynamic_img_pad=True),
     "deit-distilled": lambda: VisionTransformerDistilled(**SMALL),
     "swin": lambda: SwinTransformer(**SWIN, depths=(2, 2)),
+    "swin-odd": lambda: SwinTransformer(**SWIN, depths=(2, 2), strict_img_size=False),
     "cait": lambda: Cait(**SMALL, depth_token_only=1, init_values=0.5),
     "eva-rope": lambda: Eva(**SMALL, use_rot_pos_emb=True, qkv_bias=False),
 }
-PATCHED = {"swin": 4}
-SIZES = {"vit-dynamic": (40, 24)}
+PATCHED = {"swin": 4, "swin-odd": 4}
+SIZES = {"vit-dynamic": (37, 29), "swin-odd": (36, 44)}
 
 families = pytest.mark.parametrize("family", FAMILIES)
 fused = pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
-MATRIX_FREE = ("vit", "vit-qk-norm", "vit-dynamic", "deit-distilled", "swin")  # where AGF can be honoured
+MATRIX_FREE = ("vit", "vit-qk-norm", "vit-dynamic", "deit-distilled", "swin", "swin-odd")  # where AGF can be honoured
 LINEAR = [name for name in FILTERS if not name.startswith("agf")]
 cases = pytest.mark.parametrize(
     ("family", "name"),
@@ -60,7 +62,7 @@ cases = pytest.mark.parametrize(
 
 def patch(model, family, config):
     """AGF only into those layers of Swin whose windows are not shifted."""
-    return patch_model(model, config, layers="even" if family == "swin" and config.filter == "agf" else None)
+    return patch_model(model, config, layers="even" if family in PATCHED and config.filter == "agf" else None)
 
 
 def build(family, fused=True):
@@ -128,7 +130,7 @@ def test_identical_at_the_start(family, name, fused):
     assert all(map(torch.equal, both(), expected)) == config.starts_as_original
     assert keys < set(model.state_dict())
     status = filter_status(model)
-    assert len(status) == (2 if family == "swin" and name not in LINEAR else PATCHED.get(family, 3))
+    assert len(status) == PATCHED.get(family, 3) // (2 if family in PATCHED and name not in LINEAR else 1)
     assert {row.backend for row in status} == {"sdpa" if fused and family != "cait" else "eager"}
 
 
@@ -311,6 +313,27 @@ def test_saved_by_timm_and_loaded_again(tmp_path):
     card = create_model_card(again, repo_id="me/deit-gfsa").content
     assert 'load_timm_model("me/deit-gfsa")' in card
     assert "library_name: timm" in card
+
+
+PUSH = """
+import timm, torch
+from hf_graphfilter import filter_parameters, load_timm_model, patch_model
+model = timm.create_model("deit_tiny_patch16_224", depth=2, embed_dim=48, num_classes=7)
+patch_model(model, K=4).eval()
+for parameter in filter_parameters(model):
+    parameter.data.add_(0.3)
+timm.models.push_to_hf_hub(model, "me/deit-gfsa", safe_serialization=True)
+images = torch.randn(1, 3, 224, 224)
+assert torch.equal(load_timm_model("me/deit-gfsa")(images), model(images))
+"""
+
+
+def test_pushed_by_timm_to_a_stand_in_of_the_hub_and_loaded_from_it(tmp_path):
+    with Hub() as hub:
+        environment = hub.environment(tmp_path, HF_TOKEN=TOKEN)
+        done = subprocess.run([sys.executable, "-c", PUSH], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert set(hub.repos["me/deit-gfsa"]) == {"README.md", "config.json", "model.safetensors"}
 
 
 def test_the_filter_alone_over_a_copy_of_the_base_model(tmp_path):
