@@ -169,7 +169,7 @@ def compare(recipe: common.Recipe, argv: list[str], options: argparse.Namespace,
             "name": name,
             "recipe": recipe.name,
             "task": values["task"],
-            "model": options.model_name or Path(values["model"]).name,
+            "model": options.model_name or content.get("model") or Path(values["model"]).name,
         },
         **{"metric": recipe.metric(values["task"]), "sweep": options.sweep is not None},
         "variants": content.get("variants", {}) | chosen,  # what earlier commands ran stays in view
