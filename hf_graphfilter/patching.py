@@ -199,7 +199,9 @@ def _build(config: FilterConfig, site: AttentionSite) -> GraphFilter:
     like = next(site.module.parameters(), torch.empty(0))
     dtype = like.dtype if like.is_floating_point() else None
     graph_filter.train(site.module.training)
-    return graph_filter if like.is_meta else graph_filter.to(device=like.device, dtype=dtype)
+    # a module of a model on meta may hold tensors that are not
+    to_be_loaded = any(t.is_meta for t in (like, *graph_filter.parameters(), *graph_filter.buffers()))
+    return graph_filter if to_be_loaded else graph_filter.to(device=like.device, dtype=dtype)
 
 
 def select_sites(sites: list[AttentionSite], layers: Layers, stack: str | None) -> list[AttentionSite]:

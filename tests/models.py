@@ -208,10 +208,10 @@ def output(model, inputs):
 
 def turn_on(model, scale=0.4):
     """Give every learned coefficient a value that makes the filter act, and open the gate of a blend halfway."""
-    from hf_graphfilter import filter_parameters
+    from hf_graphfilter import GraphFilter, filter_parameters
 
     for module in model.modules():
-        if isinstance(getattr(module, "gate", None), torch.Tensor):
+        if isinstance(module, GraphFilter) and getattr(module, "gate", None) is not None:
             module.gate.fill_(0.5)
 
     g = torch.Generator().manual_seed(2)

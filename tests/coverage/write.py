@@ -1,0 +1,105 @@
+"""Check every architecture of transformers and write docs/coverage.md: ``python tests/coverage/write.py``."""
+
+import os
+import sys
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from datetime import date
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from check import Verdict, architectures, check  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+from hf_graphfilter.card import markdown_table  # noqa: E402
+
+TEXT = """# Architectures of transformers
+
+A tiny random model of every architecture, made from its config class alone (tests/coverage), is patched with GFSA and
+compared in float64: identical at the start; with the filter on equal to explicit matrices, on SDPA and eager attention,
+without a module that the filter silently leaves out; finite gradients of every coefficient; the same again after saving
+and loading. Inputs are the main input and what has no default: of multimodal models the text part, so "run" may be less
+than "patched"; their vision towers have rows of their own. Written by `python tests/coverage/write.py`.
+
+{summary}
+
+## Verified
+
+{verified}
+
+## Refused
+
+By name, when `patch_model` is called: nothing is silently unfiltered.
+
+{refused}
+
+## Not tested here
+
+The unpatched model cannot be made or run from its config class alone (inputs of its own, a backbone to download ...).
+
+{absent}
+"""
+
+
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+
+
+def main() -> None:
+    names = architectures()
+    with ProcessPoolExecutor(os.cpu_count(), initializer=quiet) as pool:
+        verdicts = [*tqdm(pool.map(check, names), total=len(names))]
+    wrong = [v for v in verdicts if v.status == "wrong"]
+    counts = Counter(v.status for v in verdicts)
+    summary = (
+        f"**{counts['verified']} verified, {counts['refused']} refused, {counts['not built']} not tested here**, of "
+        f"{len(verdicts)} with a base model; transformers {transformers.__version__}, torch {torch.__version__}, "
+        f"{date.today()}."
+    )
+    rows = [
+        [
+            v.architecture,
+            v.patched,
+            v.reached,
+            ", ".join(v.backends),
+            escaped("; ".join(filter(None, [*v.left_out, v.reason]))),
+        ]
+        for v in of(verdicts, "verified")
+    ]
+    content = TEXT.format(
+        summary=summary,
+        verified=markdown_table(["architecture", "patched modules", "run", "attention", "left out"], rows),
+        refused=markdown_table(["architecture", "reason"], [[v.architecture, why(v)] for v in of(verdicts, "refused")]),
+        absent=markdown_table(
+            ["architecture", "reason"], [[v.architecture, why(v)] for v in of(verdicts, "not built")]
+        ),
+    )
+    (ROOT / "docs" / "coverage.md").write_text(content)
+    print(summary)
+    for verdict in wrong:
+        print(f"WRONG {verdict.architecture}: {verdict.reason}")
+    sys.exit(bool(wrong))
+
+
+def of(verdicts: list[Verdict], status: str) -> list[Verdict]:
+    return [v for v in verdicts if v.status == status]
+
+
+def why(verdict: Verdict) -> str:
+    """The reason without what the row says already."""
+    return escaped(verdict.reason.partition("Attention found: ")[2] or verdict.reason)
+
+
+def escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    main()
