@@ -23,6 +23,9 @@ class ShiftMemory(Protocol):
     def extend(self, application: int, signal: Tensor) -> Tensor:
         """Append rows (batch, heads, new tokens, features) of application number ``application``; return all rows."""
 
+    def newest(self, value: Tensor, tokens: int) -> Tensor:
+        """The rows of ``value``, which has one for every token of the cache, at the newest tokens."""
+
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """Repeat grouped heads: (batch, groups, tokens, features) to (batch, heads, tokens, features)."""
@@ -139,8 +142,7 @@ class AttentionShift(ShiftOperator):
     def identity(self, value: Tensor) -> Tensor:
         tokens = self.query.shape[2]
         if value.shape[2] != tokens:
-            self._check_memory(value.shape[2])
-            value = value[:, :, -tokens:]
+            value = self._check_memory(value.shape[2]).newest(value, tokens)
         return repeat_heads(value, self.query.shape[1])
 
     def dense(self) -> DenseShift:
@@ -160,10 +162,11 @@ class AttentionShift(ShiftOperator):
             )
         return signal
 
-    def _check_memory(self, keys: int) -> None:
+    def _check_memory(self, keys: int) -> ShiftMemory:
         if self.memory is None:
             raise GraphFilterError(
                 f"attention of {self.query.shape[2]} query tokens over {keys} key tokens has no square matrix to "
                 "filter: for decoding use a DynamicCache (the default) or use_cache=False; leave a module that "
                 "attends to other tokens than its own out with layers="
             )
+        return self.memory

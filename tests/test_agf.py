@@ -7,7 +7,7 @@ import torch
 from models import FAMILIES, output, turn_on
 from oracle import expansion, spectral_matrix
 from scipy import special
-from test_patching import GENERATORS, OPTIONS
+from test_decoding import GENERATORS, OPTIONS
 from torch.autograd import gradcheck
 from transformers import DynamicCache, MistralConfig, MistralModel, StaticCache
 

@@ -7,19 +7,10 @@ import pytest
 import torch
 from models import FAMILIES, output, turn_on
 from transformers import (
-    BartForConditionalGeneration,
     BloomConfig,
     BloomModel,
     CLIPConfig,
     CLIPModel,
-    DynamicCache,
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    StaticCache,
-    T5ForConditionalGeneration,
-    WhisperForConditionalGeneration,
 )
 
 import hf_graphfilter
@@ -274,82 +265,3 @@ def test_registry_is_open_and_names_are_taken_once():
         @dataclass(frozen=True)
         class Nothing(FilterConfig):
             pass
-
-
-# ------------------------------------------------------------------------------------------------------ decoding
-
-GENERATORS = {
-    "gpt2": GPT2LMHeadModel,
-    "llama": LlamaForCausalLM,
-    "t5": T5ForConditionalGeneration,
-    "bart": BartForConditionalGeneration,
-    "whisper": WhisperForConditionalGeneration,
-}
-
-
-def generator(name):
-    family = FAMILIES[name]
-    model = type(family)(GENERATORS[name], family.config, family.kind, family.patched).build()
-    inputs = {k: v for k, v in family.inputs().items() if not k.startswith("decoder")}
-    if family.kind == "decoder":
-        inputs["attention_mask"][0, :3] = 0  # left padding
-    return turn_on(patch_model(model, learn=("w_0", "w_1", "w_K")), scale=0.2), inputs
-
-
-OPTIONS = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 1}
-
-
-@pytest.mark.parametrize("name", GENERATORS)
-@pytest.mark.parametrize("beams", [1, 3])
-def test_decoding_with_a_cache_equals_without(name, beams, transformers_warnings):
-    model, inputs = generator(name)
-    cached, plain = (model.generate(**inputs, **OPTIONS, num_beams=beams, use_cache=c) for c in (True, False))
-    transformers_warnings.clear()  # about generation settings
-    assert torch.equal(cached, plain)
-
-
-@pytest.mark.parametrize("approximation", ["taylor", "none"])
-def test_cached_logits(approximation):
-    family = FAMILIES["llama"]
-    model = turn_on(patch_model(family.build(), K=4, approximation=approximation, learn=("w_0", "w_1", "w_K")))
-    ids = family.inputs()["input_ids"]
-    expected, cache, found = output(model, {"input_ids": ids}), DynamicCache(config=model.config), []
-    for start, end in ((0, 4), (4, 7), (7, 8), (8, 9)):
-        found += [model(ids[:, start:end], past_key_values=cache).last_hidden_state]
-    torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-5, rtol=1e-5)
-    cache.crop(-3)
-    again = model(ids[:, 6:], past_key_values=cache).last_hidden_state
-    torch.testing.assert_close(again, expected[:, 6:], atol=1e-5, rtol=1e-5)
-    cache.reset()
-    if cache.get_seq_length() == 0:  # transformers 5.17 keeps the tokens and zeroes them
-        torch.testing.assert_close(model(ids, past_key_values=cache).last_hidden_state, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_sliding_window_cache():
-    config = MistralConfig(
-        vocab_size=99,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        sliding_window=4,
-    )
-    model = turn_on(patch_model(MistralForCausalLM(config).eval()))
-    ids = torch.randint(5, 99, (2, 6))
-    cached, plain = (model.generate(ids, **OPTIONS, use_cache=c) for c in (True, False))
-    assert torch.equal(cached, plain)
-
-
-def test_caches_that_cannot_hold_the_rows_are_refused():
-    model, ids = patch_model(FAMILIES["llama"].build()), FAMILIES["llama"].inputs()["input_ids"]
-    with pytest.raises(GraphFilterError, match=r"StaticCache \(StaticLayer\) cannot hold them: use a DynamicCache"):
-        model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=32))
-
-
-def test_a_cache_from_the_plain_model_is_refused():
-    model, ids = FAMILIES["llama"].build(), FAMILIES["llama"].inputs()["input_ids"]
-    cache = model(ids[:, :5], use_cache=True).past_key_values
-    patch_model(model)
-    with pytest.raises(GraphFilterError, match=r"holds 9 tokens but the filter has seen 4.*unpatched model"):
-        model(ids[:, 5:], past_key_values=cache)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache, StaticLayer
 
 from ..errors import GraphFilterError
 
@@ -78,6 +78,19 @@ class FilteredSlidingWindowLayer(SignalRows, DynamicSlidingWindowLayer):
     """A ``DynamicSlidingWindowLayer`` that also keeps signal rows."""
 
 
+class FilteredStaticLayer(_Keeping, StaticLayer):
+    """A ``StaticLayer`` that also keeps signal rows, in tensors of its full length that are changed in place."""
+
+    def reset(self) -> None:
+        super().reset()
+        for rows in self.kept.values():
+            rows.zero_()
+
+    def newest(self, tokens: int) -> Tensor:
+        """Positions of the newest tokens, after ``update``."""
+        return torch.arange(tokens, device=self.device) + (self.cumulative_length - tokens)
+
+
 class KeyedStateLayer(_Keeping, DynamicLayer):
     """A ``DynamicLayer`` that also keeps a filter's state, for a filter that is blended with attention."""
 
@@ -128,6 +141,7 @@ class StateLayer(KeyedStateLayer):
 _FILTERED: dict[type, type] = {
     DynamicLayer: FilteredDynamicLayer,
     DynamicSlidingWindowLayer: FilteredSlidingWindowLayer,
+    StaticLayer: FilteredStaticLayer,
 }
 _STATEFUL: dict[str, type[KeyedStateLayer]] = {"state": StateLayer, "state and keys": KeyedStateLayer}
 
@@ -144,6 +158,32 @@ class _Rows:
         rows = rows[..., -self.keys :, :]
         self.layer.kept[application] = rows
         return rows
+
+    def newest(self, value: Tensor, tokens: int) -> Tensor:
+        return value[:, :, -tokens:]
+
+
+class _StaticRows:
+    """The ``ShiftMemory`` of one forward with a static cache."""
+
+    def __init__(self, layer: FilteredStaticLayer):
+        self.layer = layer
+
+    def extend(self, application: int, signal: Tensor) -> Tensor:
+        layer, (batch, heads, tokens, features) = self.layer, signal.shape
+        if application not in layer.kept:
+            if int(layer.cumulative_length) != tokens:
+                raise GraphFilterError(
+                    f"the static cache holds {int(layer.cumulative_length)} tokens but the filter has seen {tokens} of "
+                    "them: it was filled by an unpatched model; start with a new cache, or reset() this one"
+                )
+            layer.kept[application] = signal.new_zeros(batch, heads, layer.max_cache_len, features)
+            if not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(layer.kept[application])  # as transformers does for keys and values
+        return layer.kept[application].index_copy_(2, layer.newest(tokens), signal)
+
+    def newest(self, value: Tensor, tokens: int) -> Tensor:
+        return value.index_select(2, self.layer.newest(tokens))
 
 
 def prepare(past: Any, module: Any) -> None:
@@ -173,12 +213,12 @@ def prepare(past: Any, module: Any) -> None:
         layer.announced = True
 
 
-def memory(past: Any, module: Any, key: Tensor) -> tuple[_Rows | None, dict[str, Tensor] | None]:
+def memory(past: Any, module: Any, key: Tensor) -> tuple[_Rows | _StaticRows | None, dict[str, Tensor] | None]:
     """What the filter of ``module`` remembers in the cache ``past``: (rows of signals, state), None what it does not
     use.
 
     Raises:
-        GraphFilterError: a kind of cache that cannot keep rows (static, quantized ...).
+        GraphFilterError: a kind of cache that cannot keep rows (static sliding windows, quantized ...).
     """
     if past is None:
         return None, None
@@ -188,10 +228,13 @@ def memory(past: Any, module: Any, key: Tensor) -> tuple[_Rows | None, dict[str,
         return None, layer.kept  # type: ignore[union-attr]
     if type(layer) in _FILTERED:
         layer = layers[module.layer_idx] = _with_memory(layer, _FILTERED[type(layer)])
+    if isinstance(layer, FilteredStaticLayer):
+        return _StaticRows(layer), None
     if not isinstance(layer, SignalRows):
         raise GraphFilterError(
             f"decoding through a graph filter keeps rows of S(V) in the cache, and {type(past).__name__} "
-            f"({type(layer).__name__}) cannot hold them: use a DynamicCache (the default) or use_cache=False"
+            f"({type(layer).__name__}) cannot hold them: use a DynamicCache (the default), a StaticCache without "
+            "sliding windows, or use_cache=False"
         )
     return _Rows(layer, key.shape[2]), None
 
