@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from .errors import GraphFilterError
-from .hosts import Host, host_of
-from .patching import apply_record, patched_modules, read_groups
+from .hosts import Host, host_of, unwrapped
+from .patching import active_filter, apply_record, patched_modules, read_groups
 
 WEIGHTS_FILE = "graph_filter.safetensors"
 CONFIG_FILE = "graph_filter.json"
@@ -37,7 +37,8 @@ def save_filter(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
     Raises:
         GraphFilterError: the model is not patched.
     """
-    host, directory = host_of(model), Path(directory)
+    model, directory = unwrapped(model), Path(directory)
+    host = host_of(model)
     tensors = _coefficients(host, model)
     directory.mkdir(parents=True, exist_ok=True)
     save_file({k: t.detach().cpu().contiguous() for k, t in tensors.items()}, directory / WEIGHTS_FILE)
@@ -127,7 +128,7 @@ def _coefficients(host: Host, model: nn.Module) -> dict[str, torch.Tensor]:
     return {
         f"{host.relative_name(model, name)}.{key}": tensor
         for name, module in patched_modules(model)
-        for key, tensor in module.graph_filter.state_dict(keep_vars=True).items()
+        for key, tensor in active_filter(module).state_dict(keep_vars=True).items()
     }
 
 

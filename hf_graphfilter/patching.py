@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .errors import GraphFilterError
 from .filters import FilterConfig, GraphFilter, as_config
-from .hosts import AttentionSite, host_of
+from .hosts import AttentionSite, host_of, unwrapped
 
 Layers = None | Literal["even", "odd"] | Sequence[int] | slice | Callable[[int, str], bool]
 M = TypeVar("M", bound=nn.Module)
@@ -132,10 +132,11 @@ def filter_status(model: nn.Module) -> FilterStatus:
         >>> [row.module for row in filter_status(model)]
         ['encoder.layer.0.attention.self']
     """
+    model = unwrapped(model)
     host = host_of(model)
     rows = []
     for name, module in patched_modules(model, required=False):
-        graph_filter = module.graph_filter
+        graph_filter = active_filter(module)
         values = {k: v.to("cpu", torch.float32, copy=True) for k, v in graph_filter.coefficients().items()}
         rows.append(FilterRow(name, graph_filter.config, values, host.backend(module)))
     return FilterStatus(rows)
@@ -144,7 +145,16 @@ def filter_status(model: nn.Module) -> FilterStatus:
 def filter_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     """The learned parameters of all filters in the model."""
     for _, module in patched_modules(model, required=False):
-        yield from module.graph_filter.parameters()
+        yield from active_filter(module).parameters()
+
+
+def active_filter(module: Any) -> GraphFilter:
+    """The filter of a patched module; of the copies that PEFT keeps for its adapters, the one that runs."""
+    found = module.graph_filter
+    if hasattr(found, "modules_to_save"):
+        names = [n for n in found.active_adapters if n in found.modules_to_save and not found.disable_adapters]
+        found = found.modules_to_save[names[0]] if names else found.original_module
+    return found  # type: ignore[no-any-return]
 
 
 def patched_modules(model: nn.Module, required: bool = True) -> list[tuple[str, Any]]:

@@ -91,10 +91,28 @@ def host_of(model: object) -> Host:
 
     if isinstance(model, transformers.PreTrainedModel):
         return transformers  # type: ignore[return-value]
+    if hasattr(model, "get_base_model"):
+        raise GraphFilterError(
+            f"{type(model).__name__} holds adapters already: patch the base model first, then get_peft_model with "
+            'modules_to_save=["graph_filter"], so that the adapter holds the filter'
+        )
     raise GraphFilterError(
         f"cannot patch a {type(model).__module__}.{type(model).__qualname__}: patch_model takes a transformers "
         "PreTrainedModel or a timm model (hand in the inner model if it is wrapped)"
     )
+
+
+def unwrapped(model: Any) -> nn.Module:
+    """The model within what ``torch.compile``, PEFT, DDP and DataParallel make of it."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        elif isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        else:
+            return model  # type: ignore[no-any-return]
 
 
 def locate(name: str, causal: bool) -> tuple[str, str]:

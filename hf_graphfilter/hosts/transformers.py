@@ -486,10 +486,35 @@ def _check_coefficients(model: PreTrainedModel, info: Any, path: Any) -> None:
         )
 
 
+def _refuse_lost_filters(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``load_state_dict`` of weights with a filter into a model without one: torch's strict=False, and PEFT, drop them
+    in silence."""
+
+    @functools.wraps(original)
+    def _load_from_state_dict(self: PreTrainedModel, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        for key in state_dict:
+            owner, found, _ = key.removeprefix(prefix).partition(f".{CHILD}.")
+            if not found or not key.startswith(prefix):
+                continue
+            try:
+                module = self.get_submodule(owner)
+            except AttributeError:
+                continue  # weights of another model, which torch reports
+            if CHILD not in module._modules:
+                raise GraphFilterError(
+                    f"the weights hold a graph filter at {owner}, and this {type(self).__name__} has none there: patch "
+                    "it first as it was when they were saved, with patch_model or load_filter"
+                )
+        original(self, state_dict, prefix, *args, **kwargs)
+
+    return _load_from_state_dict
+
+
 _WRAPS: dict[str, Callable[[Any], Any]] = {
     "_check_and_adjust_attn_implementation": _resolve_implementation,
     "post_init": _patch_after_init,
     "_initialize_weights": _initialise_filters,
     "_finalize_model_loading": _check_after_load,
     "from_pretrained": _explain_corruption,
+    "_load_from_state_dict": _refuse_lost_filters,
 }

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from ..errors import GraphFilterError
-from ..patching import filter_parameters, patched_modules
+from ..patching import active_filter, filter_parameters, patched_modules
 
 FILTER_LR = 1e-2
 
@@ -46,6 +46,11 @@ def parameter_groups(
         raise GraphFilterError(
             f"{type(model).__name__} has no filter parameters: patch it first, with learn= not empty"
         )
+    if not any(p.requires_grad for p in filter_parameters(model)):
+        raise GraphFilterError(
+            f"the filter of {type(model).__name__} is frozen: with PEFT, name it in modules_to_save=[\"graph_filter\"]; "
+            "otherwise call requires_grad_() on its parameters"
+        )
     own = coefficient_ids(model)
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]  # uses nothing of a Trainer
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -61,7 +66,7 @@ def parameter_groups(
 def coefficient_ids(model: nn.Module) -> set[int]:
     """``id`` of the parameters that are coefficients of a filter; its weights (``sigma`` of AGF ...) are not."""
     modules = patched_modules(model, required=False)
-    return {id(p) for _, module in modules for p in module.graph_filter.parameters(recurse=False)}
+    return {id(p) for _, module in modules for p in active_filter(module).parameters(recurse=False)}
 
 
 def filter_optimizer(args: TrainingArguments, filter_lr: float = FILTER_LR) -> tuple[Any, dict[str, Any]]:

@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, MODEL_MAPPING, AutoModel
 from hf_graphfilter import GFSAConfig, GraphFilter, GraphFilterError, filter_parameters, filter_status, patch_model
 from hf_graphfilter.hosts.transformers import find
 
-SECONDS = 60
+SECONDS = 180
 CONFIG = GFSAConfig(K=3, learn=("w_0", "w_1", "w_K"))
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 

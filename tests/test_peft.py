@@ -1,0 +1,178 @@
+"""LoRA on a patched model: the filter is trained, stored in the adapter, switched and merged with it."""
+
+import copy
+
+import pytest
+import torch
+from models import FAMILIES, turn_on
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+
+from hf_graphfilter import (
+    CoefficientCallback,
+    GraphFilterError,
+    filter_optimizer,
+    filter_parameters,
+    filter_status,
+    load_filter,
+    parameter_groups,
+    patch_model,
+    save_filter,
+)
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # asked for by peft
+
+FAMILY = FAMILIES["llama"]
+FILTERS = {"gfsa": {"K": 3, "w_K": 0.1}, "agf": {"K": 2, "init": "blend"}}
+filters = pytest.mark.parametrize("name", FILTERS)
+
+
+@pytest.fixture
+def base(tmp_path):
+    model = LlamaForCausalLM(FAMILY.config).eval()
+    model.save_pretrained(tmp_path / "base")
+    return model
+
+
+@pytest.fixture
+def ids():
+    return FAMILY.inputs()["input_ids"]
+
+
+def lora(**options):
+    options = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["graph_filter"], **options}
+    return peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options)
+
+
+def adapted(base, name="gfsa", **options):
+    return peft.get_peft_model(patch_model(copy.deepcopy(base), name, **FILTERS[name]), lora(**options))
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model.eval()(ids).logits
+
+
+@filters
+def test_the_adapter_holds_the_filter(name, base, ids, tmp_path):
+    model = adapted(base, name)
+    status = filter_status(model)
+    assert len(status) == 3
+    assert status[0].module == "model.layers.0.self_attn", "as in the base model"
+    trained = list(filter_parameters(model))
+    assert trained
+    assert all(p.requires_grad for p in trained)
+    turn_on(model)
+    expected = logits(model, ids)
+    model.save_pretrained(tmp_path / "adapter")
+
+    fresh = patch_model(LlamaForCausalLM.from_pretrained(tmp_path / "base"), name, **FILTERS[name])
+    plain = logits(fresh, ids)
+    again = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter")
+    if name == "gfsa":  # the gate of a blend is a buffer, which PEFT keeps too
+        assert [row.coefficients["w_K"].tolist() for row in filter_status(again)] == [
+            row.coefficients["w_K"].tolist() for row in filter_status(model)
+        ]
+    torch.testing.assert_close(logits(again, ids), expected)
+    with again.disable_adapter():
+        torch.testing.assert_close(logits(again, ids), plain)
+    merged = again.merge_and_unload()
+    torch.testing.assert_close(logits(merged, ids), expected, atol=1e-5, rtol=1e-5)
+    merged.save_pretrained(tmp_path / "merged")
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
+    assert len(filter_status(loaded)) == 3
+    torch.testing.assert_close(logits(loaded, ids), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_decoding_with_an_adapter(base, ids):
+    model = turn_on(adapted(base))
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, **options, use_cache=False))
+
+
+def test_adapters_are_switched_with_their_filters(base, ids):
+    model = adapted(base)
+    turn_on(model)
+    first = logits(model, ids)
+    model.add_adapter("second", lora())
+    model.set_adapter("second")
+    assert [row.coefficients["w_K"].mean().item() for row in filter_status(model)] == pytest.approx([0.1] * 3)
+    assert not torch.allclose(logits(model, ids), first)
+    model.set_adapter("default")
+    torch.testing.assert_close(logits(model, ids), first)
+
+
+def test_trained_with_a_rate_of_its_own(base, ids, tmp_path):
+    model = adapted(base)
+    groups = parameter_groups(model, lr=1e-3)
+    assert groups[-1]["lr"] == 1e-2
+    assert {id(p) for p in groups[-1]["params"]} == {id(p) for p in filter_parameters(model)}
+    counted = [id(p) for group in groups for p in group["params"]]
+    assert sorted(counted) == sorted(id(p) for p in model.parameters() if p.requires_grad)
+
+    args = TrainingArguments(
+        output_dir=tmp_path, max_steps=3, logging_steps=1, report_to="none", save_strategy="no", use_cpu=True
+    )
+    trainer = Trainer(
+        model,
+        args,
+        train_dataset=[{"input_ids": row, "labels": row} for row in ids] * 4,
+        optimizer_cls_and_kwargs=filter_optimizer(args),
+        callbacks=[CoefficientCallback()],
+    )
+    trainer.train()
+    logged = [entry["filter/0/w_K"] for entry in trainer.state.log_history if "filter/0/w_K" in entry]
+    assert len(logged) == 3
+    assert logged[-1] != pytest.approx(0.1)
+    assert logged[-1] == pytest.approx(filter_status(model)[0].coefficients["w_K"].mean().item(), abs=1e-5)
+
+
+def test_the_filter_alone_is_saved_from_an_adapter_and_patches_a_fresh_base(base, ids, tmp_path):
+    model = turn_on(adapted(base))
+    model.save_pretrained(tmp_path / "adapter")
+    save_filter(model, tmp_path / "adapter")
+    fresh = load_filter(LlamaForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter")
+    torch.testing.assert_close(logits(again, ids), logits(model, ids))
+
+
+def test_nothing_is_silently_unfiltered(base, tmp_path):
+    model = adapted(base)
+    model.save_pretrained(tmp_path / "adapter")
+    plain = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    with pytest.raises(GraphFilterError, match=r"hold a graph filter at model.layers.0.self_attn, .*load_filter"):
+        peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
+    with pytest.raises(GraphFilterError, match="hold a graph filter"):
+        copy.deepcopy(base).load_state_dict(patch_model(copy.deepcopy(base)).state_dict(), strict=False)
+    without = peft.get_peft_model(copy.deepcopy(base), lora(modules_to_save=None))
+    with pytest.raises(GraphFilterError, match=r"patch the base model first, .*modules_to_save"):
+        patch_model(without)
+    frozen = peft.get_peft_model(patch_model(copy.deepcopy(base)), lora(modules_to_save=None))
+    with pytest.raises(GraphFilterError, match=r"is frozen: with PEFT, name it in modules_to_save"):
+        parameter_groups(frozen, lr=1e-3)
+
+
+def test_all_linear_layers_leave_the_weights_of_a_filter_alone(base, ids, tmp_path):
+    model = turn_on(adapted(base, "agf", target_modules="all-linear"))
+    assert not any("lora" in n for n, _ in model.named_parameters() if "graph_filter" in n)
+    expected = logits(model, ids)
+    torch.testing.assert_close(logits(model.merge_and_unload(), ids), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_prepared_for_training_on_quantized_weights(base, ids):
+    patched = peft.prepare_model_for_kbit_training(patch_model(copy.deepcopy(base)), use_gradient_checkpointing=True)
+    model = peft.get_peft_model(patched, lora()).train()
+    model(ids, labels=ids).loss.backward()
+    assert all(p.grad.abs().sum() > 0 for p in filter_parameters(model))
+
+
+def test_a_model_of_timm():
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    plain = timm.create_model("deit_tiny_patch16_224", depth=2, embed_dim=48, num_classes=7).eval()
+    config = peft.LoraConfig(target_modules=["qkv"], modules_to_save=["graph_filter", "head"], init_lora_weights=False)
+    model = turn_on(peft.get_peft_model(patch_model(plain, K=3), config)).eval()
+    images = torch.randn(1, 3, 224, 224)
+    expected = model(images)
+    assert len(filter_status(model)) == 2
+    torch.testing.assert_close(model.merge_and_unload()(images), expected, atol=1e-5, rtol=1e-5)
