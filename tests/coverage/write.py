@@ -101,7 +101,7 @@ def why(verdict: Verdict) -> str:
 
 def escaped(text: str) -> str:
     """As a cell of a table, without paths of this machine."""
-    return re.sub(r"/[^ ']*/", "", text).replace("|", "\\|")
+    return re.sub(r"/\w[^ ']*/", "", text).replace("|", "\\|")
 
 
 if __name__ == "__main__":
