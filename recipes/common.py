@@ -287,7 +287,7 @@ class Settings:
     def differing(self, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
         """Names of the settings in which two runs differ; one that was not given has its default."""
         a, b = (self.defaults | found for found in (a, b))
-        return sorted(k for k in {*a, *b} if a.get(k) != b.get(k))
+        return sorted(k for k in {*a, *b} - INCIDENTAL if a.get(k) != b.get(k))
 
     def _known_task(self, task: str) -> None:
         if task not in self.recipe.metrics and not self.recipe.known(task):
