@@ -148,7 +148,7 @@ def test_nothing_is_silently_unfiltered(base, tmp_path):
     with pytest.raises(GraphFilterError, match=r"patch the base model first, .*modules_to_save"):
         patch_model(without)
     frozen = peft.get_peft_model(patch_model(copy.deepcopy(base)), lora(modules_to_save=None))
-    with pytest.raises(GraphFilterError, match=r"is frozen: with PEFT, name it in modules_to_save"):
+    with pytest.raises(GraphFilterError, match=r"is frozen: with PEFT, use modules_to_save"):
         parameter_groups(frozen, lr=1e-3)
 
 

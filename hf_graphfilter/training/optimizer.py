@@ -48,7 +48,7 @@ def parameter_groups(
         )
     if not any(p.requires_grad for p in filter_parameters(model)):
         raise GraphFilterError(
-            f"the filter of {type(model).__name__} is frozen: with PEFT, name it in modules_to_save=[\"graph_filter\"]; "
+            f"the filter of {type(model).__name__} is frozen: with PEFT, use modules_to_save=['graph_filter']; "
             "otherwise call requires_grad_() on its parameters"
         )
     own = coefficient_ids(model)
