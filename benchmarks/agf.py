@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 import transformers
+from decoding import filled, one_token
 from measure import arguments, measure, peak_mb, report, rounds, rows, write
-from transformers import BertConfig, DynamicCache, GPT2Config, GPT2Model
+from transformers import BertConfig, GPT2Config, GPT2Model
 from transformers.models.bert.modeling_bert import BertSelfAttention
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
@@ -151,29 +152,10 @@ def decoding_rows(common: dict, device: str, seconds: float) -> list[dict]:
             model = GPT2Model(config).to(device).eval()
             if form == "agf":
                 patch_model(model, "agf")
-            times |= rounds({form: one_token(model, filled_cache(model, length, device), device)}, device, seconds)
+            times |= rounds({form: one_token(model, filled(model, length, "dynamic", device), device)}, device, seconds)
         case = {**common, "case": "one token, GPT-2, 4 layers", "n": length, "causal": True, "pass": "decoding"}
         made += report([row for form, values in times.items() for row in rows(case, {form: values})])
     return made
-
-
-def filled_cache(model: GPT2Model, length: int, device: str) -> DynamicCache:
-    """What a context of this length leaves behind; an AGF has no more than the state after 64 tokens."""
-    cache, ids = DynamicCache(), torch.randint(0, 1000, (1, 64), device=device)
-    model(ids, past_key_values=cache)
-    for layer in cache.layers:
-        if hasattr(layer, "length"):
-            layer.length = length
-        else:
-            layer.keys, layer.values = (
-                x.repeat(1, 1, -(-length // 64), 1)[:, :, :length].contiguous() for x in (layer.keys, layer.values)
-            )
-    return cache
-
-
-def one_token(model: GPT2Model, cache: DynamicCache, device: str) -> Callable[[], object]:
-    ids = torch.ones(1, 1, dtype=torch.long, device=device)
-    return lambda: model(ids, past_key_values=cache)
 
 
 def main() -> None:

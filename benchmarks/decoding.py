@@ -38,9 +38,11 @@ def filled(model: GPT2Model, length: int, kind: str, device: str) -> DynamicCach
     times = -(-length // FILLED)
     for layer in cache.layers:
         kept = getattr(layer, "kept", {})
-        if kind == "dynamic":
+        if hasattr(layer, "length"):  # the state of an AGF, which is no more than after the tokens that were run
+            layer.length = length
+        elif kind == "dynamic":
             layer.keys, layer.values = (repeated(x, times, length) for x in (layer.keys, layer.values))
-            layer.kept = {name: repeated(x, times, length) for name, x in kept.items()}
+            kept.update({name: repeated(x, times, length) for name, x in kept.items()})
         else:
             for x in (layer.keys, layer.values, *kept.values()):
                 x[:, :, :length] = repeated(x[:, :, :FILLED], times, length)

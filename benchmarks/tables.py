@@ -346,9 +346,6 @@ def mean_over_tasks(contents: list[dict]) -> str:
     return f"**{contents[0]['model']}, mean over {tasks}**\n\n{markdown_table(header, rows)}"
 
 
-COMPARED = ("glue", "language_modeling", "code", "imagenet")
-
-
 def replace(file: Path, name: str, content: str) -> None:
     text = file.read_text()
     pattern = re.compile(rf"(<!-- {name}: begin.*?-->\n).*?(<!-- {name}: end -->)", re.S)

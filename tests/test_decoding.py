@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import FAMILIES, output, turn_on
+from models import FAMILIES, TEXT, output, turn_on
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
     BartForConditionalGeneration,
@@ -141,15 +141,7 @@ def test_cached_logits(approximation):
         torch.testing.assert_close(model(ids, past_key_values=cache).last_hidden_state, expected, atol=1e-5, rtol=1e-5)
 
 
-MISTRAL = MistralConfig(
-    vocab_size=99,
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=48,
-    sliding_window=4,
-)
+MISTRAL = MistralConfig(**{**TEXT, "num_hidden_layers": 2}, num_key_value_heads=2, sliding_window=4)
 
 
 def test_sliding_window_cache():
@@ -172,6 +164,12 @@ def test_a_cache_from_the_plain_model_is_refused():
     with pytest.raises(GraphFilterError, match=r"holds 9 tokens but the filter has seen 4.*unpatched model"):
         model(ids[:, 5:], past_key_values=cache)
     static, plain = StaticCache(config=model.config, max_cache_len=16), FAMILIES["llama"].build()
+    plain(ids[:, :5], past_key_values=static)
+    with pytest.raises(GraphFilterError, match=r"static cache holds 9 tokens but the filter has seen 4.*unpatched"):
+        model(ids[:, 5:], past_key_values=static)
+    static.reset()
+    model(ids, past_key_values=static)
+    static.reset()  # the rows are there now, of another text
     plain(ids[:, :5], past_key_values=static)
     with pytest.raises(GraphFilterError, match=r"static cache holds 9 tokens but the filter has seen 4.*unpatched"):
         model(ids[:, 5:], past_key_values=static)

@@ -81,10 +81,12 @@ class FilteredSlidingWindowLayer(SignalRows, DynamicSlidingWindowLayer):
 class FilteredStaticLayer(_Keeping, StaticLayer):
     """A ``StaticLayer`` that also keeps signal rows, in tensors of its full length that are changed in place."""
 
+    begun: frozenset[int] = frozenset()  # applications that have seen the first token since the last reset
+
     def reset(self) -> None:
         super().reset()
-        for rows in self.kept.values():
-            rows.zero_()
+        self._each(Tensor.zero_)
+        self.begun = frozenset()
 
     def newest(self, tokens: int) -> Tensor:
         """Positions of the newest tokens, after ``update``."""
@@ -171,12 +173,14 @@ class _StaticRows:
 
     def extend(self, application: int, signal: Tensor) -> Tensor:
         layer, (batch, heads, tokens, features) = self.layer, signal.shape
-        if application not in layer.kept:
+        if application not in layer.begun:
             if int(layer.cumulative_length) != tokens:
                 raise GraphFilterError(
                     f"the static cache holds {int(layer.cumulative_length)} tokens but the filter has seen {tokens} of "
                     "them: it was filled by an unpatched model; start with a new cache, or reset() this one"
                 )
+            layer.begun |= {application}
+        if application not in layer.kept:
             layer.kept[application] = signal.new_zeros(batch, heads, layer.max_cache_len, features)
             if not torch.compiler.is_compiling():
                 torch._dynamo.mark_static_address(layer.kept[application])  # as transformers does for keys and values

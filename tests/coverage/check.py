@@ -20,7 +20,6 @@ from hf_graphfilter.hosts.transformers import find
 
 SECONDS = 180
 CONFIG = GFSAConfig(K=3, learn=("w_0", "w_1", "w_K"))
-INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 
 @dataclass
@@ -132,9 +131,8 @@ def compare(verdict: Verdict, models: dict, filtered: dict) -> None:
     """Every backend with explicit matrices, where these give the plain model's output; else backend with backend."""
     backend = verdict.backends[-1]  # eager: what SDPA cannot do (soft-capping) is there
     plain, given, reference = models[backend]
-    twin = copy.deepcopy(plain)
     if distance(outputs(use(copy.deepcopy(plain), ORACLE), given), reference) < 1e-4:
-        expected = outputs(dense_twin(twin, filtered[backend][0], gfsa_matrix), given)
+        expected = outputs(dense_twin(copy.deepcopy(plain), filtered[backend][0], gfsa_matrix), given)
     elif len(filtered) > 1:
         expected = filtered[backend][1]
     else:
@@ -159,8 +157,7 @@ def saves(model: nn.Module, given: dict, expected: list) -> None:
         model.save_pretrained(folder)
         loaded = AutoModel.from_pretrained(folder, dtype=torch.float64, attn_implementation=backend_of(model))
         loaded = tiny.plain_experts(loaded.eval())
-    coefficients = [p.detach() for p in filter_parameters(model)]
-    if len(coefficients) != len([*filter_parameters(loaded)]):
+    if len([*filter_parameters(model)]) != len([*filter_parameters(loaded)]):
         raise Wrong("loaded again it has other filters")
     if (far := distance(outputs(loaded, given), expected)) > 1e-5:
         raise Wrong(f"loaded again it differs by {far:.1e}")

@@ -22,11 +22,11 @@ from hf_graphfilter.card import markdown_table  # noqa: E402
 TEXT = """# Architectures of transformers
 
 A tiny random model of every architecture, made from its config class alone (tests/coverage), is patched with GFSA and
-compared in float64: identical at the start; with the filter on equal to explicit matrices, on SDPA and eager attention,
-without a module that the filter silently leaves out; finite gradients of every coefficient; the same again after saving
-and loading. Inputs are the main input and what has no default: of multimodal models the text part, so "run" may be less
-than "patched"; their vision towers have rows of their own. The families of the common tester (README) are tested there
-besides, with every filter. Written by `python tests/coverage/write.py`.
+compared in float64: identical at the start; with the filter on equal to explicit matrices, on SDPA and eager attention
+(to each other where the matrices do not give the plain model's output); finite gradients of every coefficient; the
+same again after saving and loading. Inputs are the main input and what has no default: of multimodal models the text
+part, so "run" may be less than "patched"; their vision towers have rows of their own. The families of the common
+tester (README) are tested there besides, with every filter. Written by `python tests/coverage/write.py`.
 
 {summary}
 
