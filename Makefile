@@ -26,6 +26,7 @@ test-oldest:
 bench: $(VENV)/installed-test
 	$(BIN)/python benchmarks/gfsa.py
 	$(BIN)/python benchmarks/agf.py
+	$(BIN)/python benchmarks/decoding.py
 
 # writes the measured tables into README.md from the files of the last bench and demo
 tables: $(VENV)/installed-test

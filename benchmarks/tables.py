@@ -137,6 +137,23 @@ SECTIONS = {
 }
 
 
+def decoding_table() -> str:
+    rows, body = read("decoding-cpu"), {}
+    for row in rows:
+        body.setdefault(int(row["n"]), {})[row["case"].split()[2], row["form"]] = row
+    forms = [("dynamic", "plain"), ("dynamic", "gfsa"), ("static", "plain"), ("static", "gfsa")]
+    cells = []
+    for n, found in body.items():
+        plain, gfsa, static_plain, static_gfsa = (f"{float(found[form]['median_ms']):,.0f}" for form in forms)
+        ratio, static_ratio = (f"**{found[form]['ratio_to_plain']}**" for form in forms[1::2])
+        cells.append([f"{n:,}", plain, gfsa, ratio, static_plain, static_gfsa, static_ratio])
+    header = ["context", "dynamic cache: plain ms", "GFSA ms", "ratio", "static cache: plain ms", "GFSA ms", "ratio"]
+    return (
+        "One token of GPT-2's shape (12 layers, d 768), K = 3, with w_K = 0.1; medians in ms, and of the ratios. "
+        f"{where(rows)}\n\n{markdown_table(header, cells)}"
+    )
+
+
 # ------------------------------------------------------------------------------------------------------------ AGF
 
 
@@ -356,7 +373,7 @@ def replace(file: Path, name: str, content: str) -> None:
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"demo": demo_table, "bench": bench_tables},
+    "README.md": {"demo": demo_table, "bench": bench_tables, "decoding": decoding_table},
     "docs/agf.md": {"speed": agf_speed, "transfer": agf_transfer},
     "docs/vision.md": {"throughput": vision_table},
     "recipes/README.md": {

@@ -141,6 +141,19 @@ def test_cached_logits(approximation):
         torch.testing.assert_close(model(ids, past_key_values=cache).last_hidden_state, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_many_tokens(mode):
+    """Rows are written into room that is made from time to time; the modes of autograd may change between tokens."""
+    model = turn_on(patch_model(FAMILIES["llama"].build(), learn=("w_0", "w_1", "w_K")))
+    ids, cache = torch.randint(5, 99, (2, 60)), DynamicCache(config=model.config)
+    expected = output(model, {"input_ids": ids})
+    with torch.inference_mode():
+        found = [model(ids[:, :4], past_key_values=cache).last_hidden_state]
+    with mode():
+        found += [model(ids[:, i : i + 1], past_key_values=cache).last_hidden_state for i in range(4, 60)]
+        torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-5, rtol=1e-5)
+
+
 MISTRAL = MistralConfig(**{**TEXT, "num_hidden_layers": 2}, num_key_value_heads=2, sliding_window=4)
 
 

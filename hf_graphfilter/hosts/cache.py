@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, En
 from ..errors import GraphFilterError
 
 ARGUMENT = "graph_filter_cache"
+ROOM = 16  # rows are kept in tensors with room for a sixteenth more, and for as many tokens at least
 
 if TYPE_CHECKING:
     _Layer = DynamicLayer
@@ -54,20 +55,56 @@ class _Keeping(_Layer):
 
 
 class SignalRows(_Keeping):
-    """Keeps signal rows (batch, heads, tokens, features) by application number."""
+    """Keeps signal rows (batch, heads, tokens, features) by application number, in tensors with room for more."""
+
+    ends: dict[int, int]  # how many rows of each tensor are in use
+
+    def rows(self, application: int) -> Tensor:
+        return self.kept[application][:, :, : self.ends[application]]
+
+    def append(self, application: int, signal: Tensor, keys: int) -> Tensor:
+        """The last ``keys`` rows, with ``signal`` at their end."""
+        kept, tokens = self.kept.get(application), signal.shape[2]
+        if kept is None:
+            self.kept[application], self.ends[application] = signal, tokens
+        elif _in_place(kept):
+            past = self.rows(application)
+            if kept.shape[2] < past.shape[2] + tokens:
+                past = past[:, :, -keys:]
+                batch, heads, length, features = past.shape
+                room = kept.new_empty(batch, heads, length + max(length // ROOM, tokens, ROOM), features)
+                room[:, :, :length] = past
+                self.kept[application] = kept = room
+            end = past.shape[2] + tokens
+            kept[:, :, past.shape[2] : end] = signal
+            self.ends[application] = end
+        else:
+            rows = torch.cat([self.rows(application), signal], dim=2)[:, :, -keys:]
+            self.kept[application], self.ends[application] = rows, rows.shape[2]
+        return self.rows(application)[:, :, -keys:]
 
     def reset(self) -> None:
         super().reset()
         if self.get_seq_length():  # transformers up to 5.17 keeps the tokens, as zeros
             self._each(torch.zeros_like)
         else:
-            self.kept = {}
+            self.kept, self.ends = {}, {}
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         before = self.get_seq_length()
         super().crop(*args, **kwargs)
         removed = before - self.get_seq_length()
-        self._each(lambda rows: rows[..., : rows.shape[-2] - removed, :])
+        self.ends = {application: end - removed for application, end in self.ends.items()}
+
+
+def _in_place(kept: Tensor) -> bool:
+    """Whether rows may be written to a tensor that is there: not if autograd may have saved it, and a compiled step
+    would be bound to the number of rows."""
+    return (
+        not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and kept.is_inference() == torch.is_inference_mode_enabled()
+    )
 
 
 class FilteredDynamicLayer(SignalRows, DynamicLayer):
@@ -155,11 +192,7 @@ class _Rows:
         self.layer, self.keys = layer, keys
 
     def extend(self, application: int, signal: Tensor) -> Tensor:
-        past = self.layer.kept.get(application)
-        rows = signal if past is None else torch.cat([past, signal], dim=-2)
-        rows = rows[..., -self.keys :, :]
-        self.layer.kept[application] = rows
-        return rows
+        return self.layer.append(application, signal, self.keys)
 
     def newest(self, value: Tensor, tokens: int) -> Tensor:
         return value[:, :, -tokens:]
@@ -246,6 +279,8 @@ def memory(past: Any, module: Any, key: Tensor) -> tuple[_Rows | _StaticRows | N
 def _with_memory(layer: Any, layer_class: type) -> Any:
     made: Any = object.__new__(layer_class)
     made.__dict__ = {**layer.__dict__, "kept": {}}
+    if isinstance(made, SignalRows):
+        made.ends = {}
     return made
 
 

@@ -289,7 +289,7 @@ def _pass_on(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     """Forward pre-hook: the attention function is told of cache and input, as further keyword arguments."""
     given = kwargs
     if args:
-        given = dict(zip(list(inspect.signature(type(module).forward).parameters)[1:], args, strict=False)) | kwargs
+        given = dict(zip(_parameters(type(module).forward), args, strict=False)) | kwargs
     further = {}
     if (past := given.get("past_key_values")) is not None:
         cache.prepare(past, module)
@@ -297,6 +297,11 @@ def _pass_on(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     if module.graph_filter.reads_hidden:
         further[_HIDDEN] = given["hidden_states"]
     return args, {**kwargs, **further}
+
+
+@functools.cache
+def _parameters(forward: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(forward).parameters)[1:]
 
 
 def detach(module: Any) -> None:
