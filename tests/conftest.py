@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # recipes
@@ -11,7 +12,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 import transformers
+from compatibility import described
 from transformers.utils import logging as transformers_logging
+
+from hf_graphfilter import GraphFilterError
 
 torch.set_num_threads(1)  # the tests run in parallel processes
 transformers_logging.disable_progress_bar()
@@ -40,3 +44,23 @@ def transformers_warnings():
 @pytest.fixture(autouse=True)
 def seed():
     transformers.set_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def feature(request, record_property):
+    """What a test marked ``feature`` shows, for docs/compatibility.md."""
+    for name, value in described(request.node).items():
+        record_property(name, value)
+
+
+@pytest.fixture
+def refuses(record_property):
+    """``pytest.raises`` for what the package refuses; docs/compatibility.md quotes it."""
+
+    @contextmanager
+    def refused(match):
+        with pytest.raises(GraphFilterError, match=match) as caught:
+            yield
+        record_property("refused", str(caught.value))
+
+    return refused

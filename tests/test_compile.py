@@ -1,4 +1,4 @@
-"""torch.compile: GFSA in one graph where the plain model's forward is one, with no more recompilations than it has."""
+"""torch.compile: in one graph where the plain model's forward is one, with no more recompilations than it has."""
 
 import copy
 
@@ -8,6 +8,7 @@ from models import FAMILIES, output, turn_on
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from hf_graphfilter import AGFConfig, GFSAConfig, filter_parameters
+from hf_graphfilter.ops.visibility import visibility
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's own, where a graph breaks
 
@@ -45,6 +46,7 @@ def graphs(model, family, fullgraph):
         return [output(run, inputs) for inputs in lengths(family)], counter.frame_count
 
 
+@pytest.mark.feature("Compiling and exporting: torch.compile")
 @cases
 def test_compiled_as_the_plain_model_is(family, name):
     family = FAMILIES[family]
@@ -56,13 +58,13 @@ def test_compiled_as_the_plain_model_is(family, name):
         _, count = graphs(plain, family, fullgraph=False)
         fullgraph = False
     model = turn_on(family.patch(copy.deepcopy(plain), CONFIGS[name]))
-    reads_masks = name != "gfsa"  # AGF must know what a mask says, which breaks the graph
-    fullgraph = fullgraph and not reads_masks
+    two_forms = name != "gfsa" and family.kind.endswith("decoder")  # AGF chooses by the input, which breaks the graph
+    fullgraph = fullgraph and not two_forms
     found, patched_count = graphs(model, family, fullgraph)
     with torch.no_grad():
         for inputs, logits in zip(lengths(family), found, strict=True):
             torch.testing.assert_close(logits, output(model, inputs), atol=1e-4, rtol=1e-4)
-    assert reads_masks or patched_count <= count
+    assert two_forms or patched_count <= count
 
     run, _ = compiled(model, fullgraph=fullgraph)
     inputs = family.inputs()
@@ -74,11 +76,23 @@ def test_compiled_as_the_plain_model_is(family, name):
         torch.testing.assert_close(gradient, parameter.grad, atol=1e-3, rtol=1e-3)
 
 
+def test_a_compiled_filter_refuses_another_mask_than_it_was_compiled_for():
+    torch.compiler.reset()
+    read = torch.compile(lambda mask: visibility(mask, False, 5)[1], backend="eager", fullgraph=True)
+    padding = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    padding[1, ..., 3:] = False
+    assert read(padding).tolist() == padding[:, 0, 0].tolist()
+    with pytest.raises(RuntimeError, match=r"compiled for bidirectional attention, and its mask is neither padding"):
+        read(torch.ones(2, 1, 5, 5).tril().bool())
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bert", "gpt2", "deit"])
-def test_inductor(name):
-    family = FAMILIES[name]
-    model = turn_on(family.patch(family.build(), CONFIGS["gfsa"]))
+@pytest.mark.feature("Compiling and exporting: torch.compile with Inductor")
+@pytest.mark.parametrize("name", ["gfsa", "agf"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "deit"])
+def test_inductor(family, name):
+    family = FAMILIES[family]
+    model = turn_on(family.patch(family.build(), CONFIGS[name]))
     torch.compiler.reset()
     torch.testing.assert_close(
         output(torch.compile(model), family.inputs()), output(model, family.inputs()), atol=1e-4, rtol=1e-4

@@ -176,7 +176,7 @@ class AGF(GraphFilter):
         near, mass = attend_nearby(shift.query, key, value, window, shift.scaling, causal, there)
         outside = self.outside(shift.hidden.to(self.outside.weight.dtype)).mT.unsqueeze(-1)
         share = torch.sigmoid(mass - outside - count.clamp(min=1).log()[:, None, :, None])
-        return torch.lerp(far, near, share.to(far.dtype))
+        return torch.lerp(far, near.to(far.dtype), share.to(far.dtype))  # near is narrower under autocast
 
     def _regularise(self, out: Tensor, u: Tensor, v: Tensor, keys: Tensor | None) -> Tensor:
         """Let the orthogonality loss see this application; ``training.orthogonality`` says how."""

@@ -89,6 +89,7 @@ def _fixed_at_zero(coefficient: Tensor) -> bool:
         not coefficient.requires_grad
         and coefficient.device.type == "cpu"
         and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
         and not coefficient.any()
     )
 

@@ -97,7 +97,7 @@ def graph_filter_attention(
     scaling = kwargs.get("scaling")
     shift.scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     shift.visible = lambda: visibility(  # type: ignore[method-assign]
-        attention_mask, _causal(module, kwargs), query.shape[2], graph_filter.position_bias
+        attention_mask, _causal(module, kwargs), query.shape[2], graph_filter.position_bias, _declared_causal(module)
     )
     output = graph_filter(shift, value)
     return output.transpose(1, 2).contiguous(), shift.weights
@@ -130,6 +130,10 @@ def _causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Whether attention without a mask is causal; the eager functions never are."""
     is_causal = kwargs.get("is_causal")
     return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and backend(module) != "eager"
+
+
+def _declared_causal(module: nn.Module) -> bool:
+    return bool(getattr(module, "is_causal", False))
 
 
 class _SingleGroup:
@@ -193,7 +197,7 @@ def find(model: PreTrainedModel) -> tuple[list[AttentionSite], dict[str, str]]:
             continue
         reason = _refusal(name, module)
         if reason is None:
-            causal = bool(getattr(module, "is_causal", False))
+            causal = _declared_causal(module)
             stack, group = locate(name, causal)
             sites.append(
                 AttentionSite(
@@ -282,30 +286,28 @@ def attach(site: AttentionSite, graph_filter: nn.Module) -> None:
     parameters = inspect.signature(type(module).forward).parameters.values()
     caches = any(p.name == "past_key_values" for p in parameters) and any(p.kind is p.VAR_KEYWORD for p in parameters)
     if caches or graph_filter.reads_hidden:
-        module.register_forward_pre_hook(_pass_on, with_kwargs=True)
+        module.register_forward_pre_hook(_PassOn([p.name for p in parameters][1:]), with_kwargs=True)
 
 
-def _pass_on(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+class _PassOn:
     """Forward pre-hook: the attention function is told of cache and input, as further keyword arguments."""
-    given = kwargs
-    if args:
-        given = dict(zip(_parameters(type(module).forward), args, strict=False)) | kwargs
-    further = {}
-    if (past := given.get("past_key_values")) is not None:
-        cache.prepare(past, module)
-        further[cache.ARGUMENT] = past
-    if module.graph_filter.reads_hidden:
-        further[_HIDDEN] = given["hidden_states"]
-    return args, {**kwargs, **further}
 
+    def __init__(self, positional: list[str]):
+        self.positional = positional
 
-@functools.cache
-def _parameters(forward: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(forward).parameters)[1:]
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        given = dict(zip(self.positional, args, strict=False)) | kwargs if args else kwargs
+        further = {}
+        if (past := given.get("past_key_values")) is not None:
+            cache.prepare(past, module)
+            further[cache.ARGUMENT] = past
+        if module.graph_filter.reads_hidden:
+            further[_HIDDEN] = given["hidden_states"]
+        return args, {**kwargs, **further}
 
 
 def detach(module: Any) -> None:
-    for key in [k for k, hook in module._forward_pre_hooks.items() if hook is _pass_on]:
+    for key in [k for k, hook in module._forward_pre_hooks.items() if isinstance(hook, _PassOn)]:
         del module._forward_pre_hooks[key]
         module._forward_pre_hooks_with_kwargs.pop(key, None)
     module.config = getattr(module.config, _BASE_CONFIG)

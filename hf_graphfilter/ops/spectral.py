@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import GraphFilterError
 from .polynomials import Recurrence, expand, expand_with_derivatives
 
 CHUNK = 64  # tokens that the causal form takes together
@@ -49,7 +50,10 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _blocks(x: Tensor, size: int, multiple: int = 1) -> list[slice]:
-    """Parts of the tokens of x (batch, heads, tokens, features) with about ``size`` numbers; a GPU takes all."""
+    """Parts of the tokens of x (batch, heads, tokens, features) with about ``size`` numbers; a GPU takes all, and so
+    does a compiler, whose graph would be bound to their number."""
+    if torch.compiler.is_compiling():
+        return [slice(None)]
     count = x.shape[2]
     step = count if x.device.type != "cpu" else size * count // max(1, x.numel())
     step = max(step // multiple, 1) * multiple
@@ -76,6 +80,8 @@ def left_vectors(u: Tensor, sigma: Tensor | None, theta: Tensor, steps: Recurren
 
 
 class _LeftVectors(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(u: Tensor, sigma: Tensor, theta: Tensor, steps: Recurrence) -> Tensor:  # type: ignore[override]
         out = torch.empty_like(u, memory_format=torch.contiguous_format)
@@ -123,7 +129,7 @@ def filter_all(w: Tensor, v: Tensor, value: Tensor, keys: Tensor | None) -> Tens
         (batch, heads, tokens, value features), dtype of ``value``.
     """
     v, value = _hide(v, value, keys)
-    return _All.apply(w, v, value)  # type: ignore[no-any-return]
+    return _All.apply(w, v, value)[0]  # type: ignore[no-any-return]
 
 
 def _hide(v: Tensor, value: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -140,8 +146,10 @@ def _absent(dtype: torch.dtype) -> float:
 
 
 class _All(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, w: Tensor, v: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(w: Tensor, v: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         mass, mean = no_past(v, value)
         for part in _blocks(v, BLOCK):
             logits = _wide(v[:, :, part])
@@ -149,11 +157,15 @@ class _All(torch.autograd.Function):
             weights = (logits - total[:, :, None]).exp_().to(value.dtype)
             mean = mean * (mass - total).exp_()[..., None] + weights.mT @ value[:, :, part]
             mass = total
-        ctx.save_for_backward(w, v, value, mass, mean)
-        return w.to(value.dtype) @ mean.to(value.dtype)
+        return w.to(value.dtype) @ mean.to(value.dtype), mass, mean
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs, *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
         w, v, value, mass, mean = ctx.saved_tensors
         toward = torch.zeros_like(mean)
         for part in _blocks(w, BLOCK):
@@ -192,10 +204,15 @@ def gram_deviation(x: Tensor) -> Tensor:
 
 
 class _Gram(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(x)
+    def forward(x: Tensor) -> Tensor:  # type: ignore[override]
         return x.mT @ x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
@@ -229,10 +246,15 @@ def filter_causal(
         if v.shape[2] == 1:
             out, state = _one_token(_wide(w), _wide(v)[:, :, 0], _wide(value), state)
             return out.to(value.dtype), state
+        if torch.compiler.is_exporting():
+            raise GraphFilterError(
+                "a causal filter in the singular value domain chooses between two forms by its input, which an "
+                "exported graph cannot: export models without causal attention, or patch with 'gfsa'"
+            )
         if _underflows(v.detach(), keys):
             out, state = _stable_causal(_wide(w), _wide(v), _wide(value), state)
             return out.to(value.dtype), state
-        out, mass, mean = _Causal.apply(w, v, value, *state)
+        out, mass, mean, *_ = _Causal.apply(w, v, value, *state)
     return out, CausalState(mass, mean)
 
 
@@ -302,10 +324,13 @@ def _scan(decay: Tensor, added: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Causal(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, w: Tensor, v: Tensor, value: Tensor, mass: Tensor, mean: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        w: Tensor, v: Tensor, value: Tensor, mass: Tensor, mean: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The result, the last state, and for the backward pass those before every block but the first."""
         out, states = torch.empty_like(value), []
         for part in _blocks(v, BLOCK, CHUNK):
             states += [mass, mean]
@@ -317,9 +342,12 @@ class _Causal(torch.autograd.Function):
             scores = (queries @ c.weights.mT).tril_()
             rows = (scores @ signal).add_(queries.mul_(c.past) @ before)
             out[:, :, part] = rows.flatten(2, 3)[:, :, : w[:, :, part].shape[2]]
-        ctx.save_for_backward(w, v, value, *states)
-        ctx.mark_non_differentiable(mass, mean)
-        return out, mass, mean
+        return out, mass, mean, *states[2:]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs, *output[3:])
+        ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]

@@ -12,10 +12,20 @@ from ..errors import GraphFilterError
 
 _FORBIDDEN = -1e4  # additive masks hold 0 and the lowest number of their dtype, at least -65504
 _FORBIDDEN_BY_BIAS = -50.0  # where a bias was added to the mask: that of shifted windows holds -100
+BIAS = (
+    "the attention mask carries a bias (numbers other than 0 and -inf), which a linear-time filter cannot add to "
+    "scores that it never forms; leave these modules out with layers="
+)
+OTHER = (
+    "is neither padding nor causal (a sliding window, shifted windows, packed sequences, a prefix?), and a linear-time "
+    "filter knows no other; leave these modules out with layers="
+)
 _last: tuple[Any, Any, Any] = (lambda: None, 0, None)  # all layers of a model share one mask
 
 
-def visibility(mask: Tensor | None, causal: bool, queries: int, biased: bool = False) -> tuple[bool, Tensor | None]:
+def visibility(
+    mask: Tensor | None, causal: bool, queries: int, biased: bool = False, declared_causal: bool = False
+) -> tuple[bool, Tensor | None]:
     """Reduce a mask to (causal, keys): every query sees the keys that are True, of these only earlier ones if causal.
 
     Args:
@@ -24,6 +34,8 @@ def visibility(mask: Tensor | None, causal: bool, queries: int, biased: bool = F
         causal: what holds where the mask is None or (batch, keys).
         queries: number of query tokens.
         biased: the mask holds a bias of positions, to be left out.
+        declared_causal: what the mask is expected to be in a compiled or exported graph, which cannot branch on what
+            it holds; another mask is an error when the graph runs.
 
     Returns:
         causal, and keys: bool (batch or 1, keys), or None where all are visible.
@@ -41,6 +53,8 @@ def visibility(mask: Tensor | None, causal: bool, queries: int, biased: bool = F
         )
     if mask.dim() == 2:
         return causal, mask.bool()
+    if torch.compiler.is_compiling():
+        return declared_causal, _expect(mask, declared_causal, queries, biased)
     remembered, version, found = _last
     if remembered() is not mask or version != (mask._version, biased):
         found = _reduce(mask, queries, biased)
@@ -49,26 +63,41 @@ def visibility(mask: Tensor | None, causal: bool, queries: int, biased: bool = F
 
 
 def _reduce(mask: Tensor, queries: int, biased: bool) -> tuple[bool, Tensor | None]:
-    if mask.dtype == torch.bool:
-        allowed = mask
-    else:
-        allowed = mask > (_FORBIDDEN_BY_BIAS if biased else _FORBIDDEN)
-        if not biased and not ((mask == 0) == allowed).all():
-            raise GraphFilterError(
-                "the attention mask carries a bias (numbers other than 0 and -inf), which a linear-time filter cannot "
-                "add to scores that it never forms; leave these modules out with layers="
-            )
+    allowed, unbiased = _allowed(mask, biased)
+    if not unbiased:
+        raise GraphFilterError(BIAS)
     keys = allowed.any(-2)[:, 0]
     found = None if keys.all() else keys
-    everything = keys[:, None, None, :].expand_as(allowed)
-    if torch.equal(allowed, everything):
+    if torch.equal(allowed, _structure(keys, allowed, False, queries)):
         return False, found
-    count = mask.shape[-1]
-    earlier = torch.ones(queries, count, dtype=torch.bool, device=mask.device).tril(count - queries)
-    if torch.equal(allowed, everything & earlier):
+    if torch.equal(allowed, _structure(keys, allowed, True, queries)):
         return True, found
-    raise GraphFilterError(
-        f"an attention mask of shape {tuple(mask.shape)} is neither padding nor causal (a sliding window, shifted "
-        "windows, packed sequences, a prefix?), and a linear-time filter knows no other; leave these modules out with "
-        "layers="
-    )
+    raise GraphFilterError(f"an attention mask of shape {tuple(mask.shape)} {OTHER}")
+
+
+def _expect(mask: Tensor, causal: bool, queries: int, biased: bool) -> Tensor:
+    """``_reduce`` without a branch: the structure is asserted when the graph runs."""
+    allowed, unbiased = _allowed(mask, biased)
+    torch._assert_async(torch.as_tensor(unbiased), BIAS)
+    keys = allowed.any(-2)[:, 0]
+    kind = "causal" if causal else "bidirectional"
+    message = f"this graph was compiled for {kind} attention, and its mask {OTHER}"
+    torch._assert_async((allowed == _structure(keys, allowed, causal, queries)).all(), message)
+    return keys
+
+
+def _allowed(mask: Tensor, biased: bool) -> tuple[Tensor, Tensor | bool]:
+    """(what may be attended to, whether the mask holds nothing else)."""
+    if mask.dtype == torch.bool:
+        return mask, True
+    allowed = mask > (_FORBIDDEN_BY_BIAS if biased else _FORBIDDEN)
+    return allowed, True if biased else ((mask == 0) == allowed).all()
+
+
+def _structure(keys: Tensor, allowed: Tensor, causal: bool, queries: int) -> Tensor:
+    """The mask that ``keys`` alone would give, shaped as ``allowed``."""
+    full = keys[:, None, None, :].expand_as(allowed)
+    if not causal:
+        return full
+    count = allowed.shape[-1]
+    return full & torch.ones(queries, count, dtype=torch.bool, device=allowed.device).tril(count - queries)

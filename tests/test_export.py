@@ -1,0 +1,78 @@
+"""torch.export and ONNX: the exported graph gives the same outputs, at other sizes too."""
+
+import pytest
+import torch
+from models import FAMILIES, output, turn_on
+
+from hf_graphfilter import AGFConfig, GFSAConfig
+
+CONFIGS = {
+    "gfsa": GFSAConfig(K=3, learn=("w_0", "w_1", "w_K")),
+    "agf": AGFConfig(K=2),
+    "agf-blend": AGFConfig(K=2, init="blend", window=2, correction=True),
+}
+ENCODERS = ("bert", "roberta", "distilbert", "electra", "deit", "vit")
+QUICK = [("bert", "gfsa"), ("bert", "agf"), ("deit", "agf-blend")]
+
+
+def cases(families):
+    return pytest.mark.parametrize(
+        ("family", "name"),
+        [
+            pytest.param(f, n, marks=() if (f, n) in QUICK else pytest.mark.slow)
+            for f, names in families.items()
+            for n in names
+        ],
+    )
+
+
+def patched(family, name):
+    family = FAMILIES[family]
+    model = turn_on(family.patch(family.build(), CONFIGS[name]))
+    model.config.use_cache = False
+    inputs = family.inputs()
+    if "attention_mask" in inputs:
+        inputs["attention_mask"][1, -3:] = 0
+    return model, inputs, family.inputs(batch=3, tokens=14)
+
+
+@pytest.mark.feature("Compiling and exporting: torch.export, any batch and length")
+@cases(dict.fromkeys(ENCODERS, CONFIGS) | dict.fromkeys(("gpt2", "llama"), ("gfsa",)))
+def test_export(family, name):
+    model, inputs, others = patched(family, name)
+    auto = torch.export.Dim.AUTO
+    sizes = {k: {0: auto, 1: auto} if x.dim() == 2 else {0: auto} for k, x in inputs.items()}
+    with torch.no_grad():
+        program = torch.export.export(model, (), inputs, dynamic_shapes=sizes).module()
+        for given in (inputs, others):
+            torch.testing.assert_close(output(program, given), output(model, given), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.feature("Compiling and exporting: torch.export, any batch and length", filter="agf", family="gpt2")
+def test_export_of_a_causal_filter_is_refused(refuses):
+    model, inputs, _ = patched("gpt2", "agf")
+    with torch.no_grad(), refuses("exported graph cannot: .* 'gfsa'"):
+        torch.export.export(model, (), inputs)
+
+
+@pytest.mark.feature("Compiling and exporting: ONNX, run by onnxruntime")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of the exporter
+@cases(dict.fromkeys(ENCODERS, CONFIGS) | dict.fromkeys(("gpt2",), ("gfsa",)))
+def test_onnx(family, name, tmp_path):
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    model, inputs, _ = patched(family, name)
+
+    class Positional(torch.nn.Module):
+        def forward(self, *tensors):
+            return output(model, dict(zip(inputs, tensors, strict=True)))
+
+    wrapped = Positional()
+    wrapped.model = model
+    program = torch.onnx.export(wrapped.eval(), tuple(inputs.values()), dynamo=True, verbose=False)
+    program.save(tmp_path / "model.onnx")
+    session = runtime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    feed = {i.name: x.numpy() for i, x in zip(session.get_inputs(), inputs.values(), strict=True)}
+    with torch.no_grad():
+        expected = output(model, inputs)
+    torch.testing.assert_close(torch.from_numpy(session.run(None, feed)[0]), expected, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,101 @@
+"""Precision and memory in training: autocast, half-precision weights, gradient checkpointing."""
+
+import copy
+
+import pytest
+import torch
+from models import FAMILIES, output, turn_on
+from transformers import set_seed
+
+from hf_graphfilter import AGFConfig, GFSAConfig, GraphFilter, filter_parameters, parameter_groups
+
+CONFIGS = {
+    "gfsa": GFSAConfig(K=3, learn=("w_0", "w_1", "w_K")),
+    "agf": AGFConfig(K=2, position_bias="drop"),
+    "agf-blend": AGFConfig(K=2, init="blend", window=2, correction=True, position_bias="drop"),
+}
+families = pytest.mark.parametrize("family", FAMILIES)
+filters = pytest.mark.parametrize("name", CONFIGS)
+
+
+def patched(family, name):
+    family = FAMILIES[family]
+    plain = family.build()
+    return plain, family.patch(copy.deepcopy(plain), CONFIGS[name]), family.inputs()
+
+
+def coefficients(model):
+    return [p for f in model.modules() if isinstance(f, GraphFilter) for p in f.parameters(recurse=False)]
+
+
+@pytest.mark.feature("Training: autocast in bfloat16 and float16")
+@families
+@filters
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(family, name, dtype):
+    plain, model, inputs = patched(family, name)
+    with torch.no_grad():
+        wide = output(plain, inputs)
+        with torch.autocast("cpu", dtype):
+            lost = (output(plain, inputs) - wide).norm() / wide.norm()
+            if CONFIGS[name].starts_as_original:
+                assert torch.equal(output(model, inputs), output(plain, inputs))
+    turn_on(model, scale=0.1)
+    expected = output(model, inputs)
+    with torch.autocast("cpu", dtype):
+        found = output(model.train(), inputs)
+    assert (found - expected).norm() / expected.norm() < 0.03 + 4 * lost
+    found.float().square().sum().backward()
+    assert all(p.grad.isfinite().all() and p.grad.dtype == p.dtype for p in filter_parameters(model))
+
+
+@pytest.mark.feature("Training: bfloat16 weights, float32 coefficients")
+@families
+@filters
+def test_a_step_with_weights_in_bfloat16(family, name):
+    """A step of 1e-4 on a coefficient near 1 would be lost in bfloat16."""
+    _, model, _ = patched(family, name)
+    turn_on(model.to(torch.bfloat16).train(), scale=0.1)
+    before = [p.detach().clone() for p in coefficients(model)]
+    optimizer = torch.optim.AdamW(parameter_groups(model, lr=1e-5, filter_lr=1e-4))
+    output(model, FAMILIES[family].inputs(torch.bfloat16)).float().square().sum().backward()
+    optimizer.step()
+    for parameter, start in zip(coefficients(model), before, strict=True):
+        assert parameter.dtype == torch.float32
+        moved = (parameter.detach() - start).abs()
+        assert moved.max() == pytest.approx(1e-4, rel=0.05)
+
+
+@pytest.mark.feature("Training: gradient checkpointing, reentrant and not")
+@families
+@filters
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(family, name, reentrant, transformers_warnings):
+    plain, model, inputs = patched(family, name)
+    inputs = FAMILIES[family].inputs(torch.float64)
+    try:
+        if not same_gradients_with_checkpointing(plain.double(), inputs, reentrant):
+            pytest.skip("not in the plain model")
+    except (ValueError, RuntimeError, UserWarning):
+        pytest.skip("not in the plain model")
+    assert same_gradients_with_checkpointing(turn_on(model.double()), inputs, reentrant)
+    transformers_warnings.clear()  # use_cache is switched off
+
+
+def same_gradients_with_checkpointing(model, inputs, reentrant):
+    expected = gradients(model.train(), inputs)
+    # its name since 5.2x
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": reentrant})
+    found = gradients(model, inputs)
+    # some models normalise in float32 whatever their dtype; what is unused gets zeros from the reentrant kind
+    return found.keys() >= expected.keys() and all(
+        (gradient - expected.get(name, 0)).norm() <= 1e-4 * gradient.norm() for name, gradient in found.items()
+    )
+
+
+def gradients(model, inputs):
+    model.zero_grad()
+    set_seed(1)
+    output(model, inputs).square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -1,0 +1,84 @@
+"""What PyTorch does to a whole model: torch.func, DataParallel, anomaly detection."""
+
+import copy
+
+import pytest
+import torch
+from models import FAMILIES, output, turn_on
+from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.nn.parallel import comm, replicate
+
+from hf_graphfilter import AGFConfig, GFSAConfig, filter_parameters, filter_status
+
+CONFIGS = {
+    "gfsa": GFSAConfig(K=3, learn=("w_0", "w_1", "w_K")),
+    "agf": AGFConfig(K=2, position_bias="drop"),
+    "agf-blend": AGFConfig(K=2, init="blend", window=2, correction=True, position_bias="drop"),
+}
+families = pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5", "deit"])
+filters = pytest.mark.parametrize("name", CONFIGS)
+
+
+def patched(family, name):
+    family = FAMILIES[family]
+    model = turn_on(family.patch(family.build(), CONFIGS[name]))
+    model.config.use_cache = False  # a cache is no output that torch.func knows
+    return model, family.inputs()
+
+
+def loss(model, parameters, inputs):
+    return functional_call(model, parameters, (), inputs).last_hidden_state.square().sum()
+
+
+@pytest.mark.feature("Transforms of PyTorch: torch.func.functional_call and grad")
+@families
+@filters
+def test_functional_call_and_grad(family, name):
+    model, inputs = patched(family, name)
+    parameters = {k: v.detach() for k, v in model.named_parameters()}
+    others = {k: v + 0.01 for k, v in parameters.items()}
+    found, gradients = loss(model, others, inputs), grad(lambda p: loss(model, p, inputs))(parameters)
+    output(model, inputs).square().sum().backward()
+    for key, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[key], parameter.grad, atol=1e-3, rtol=1e-3)
+    model.load_state_dict({**model.state_dict(), **others})
+    torch.testing.assert_close(found, output(model, inputs).square().sum())
+
+
+@pytest.mark.feature("Transforms of PyTorch: torch.func.vmap over an ensemble")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize(
+    ("family", "name"), [(f, n) for f in ("bert", "deit") for n in CONFIGS] + [("gpt2", "gfsa"), ("llama", "gfsa")]
+)
+def test_vmap(family, name):
+    model, inputs = patched(family, name)
+    other = turn_on(copy.deepcopy(model))
+    parameters, _ = stack_module_state([model, other])
+    found = vmap(lambda p: functional_call(model, p, (), inputs).last_hidden_state)(parameters)
+    for result, member in zip(found, (model, other), strict=True):
+        torch.testing.assert_close(result, output(member, inputs), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.feature("Transforms of PyTorch: DataParallel (replicas, without GPUs)")
+@families
+@filters
+def test_replicas_of_data_parallel(family, name, monkeypatch):
+    model, inputs = patched(family, name)
+    copies = lambda tensors, devices: [[t.clone() for t in tensors] for _ in devices]  # noqa: E731
+    monkeypatch.setattr(comm, "broadcast_coalesced", copies)
+    with torch.no_grad():
+        for replica in replicate(model, [0, 1], detach=True):
+            assert torch.equal(output(replica, inputs), output(model, inputs))
+    assert len(filter_status(torch.nn.DataParallel(model))) == len(filter_status(model))
+
+
+@pytest.mark.feature("Transforms of PyTorch: autograd.detect_anomaly")
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@families
+@filters
+def test_detect_anomaly(family, name):
+    model, inputs = patched(family, name)
+    with torch.autograd.detect_anomaly():
+        output(model.train(), inputs).square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in filter_parameters(model))
