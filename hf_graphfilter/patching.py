@@ -55,6 +55,11 @@ def patch_model(
     """
     config = as_config(filter, **options)
     host = host_of(model)
+    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        raise GraphFilterError(
+            f"the parameters of {type(model).__name__} are sharded already (FSDP2, tensor parallelism): patch the model "
+            "before fully_shard or accelerator.prepare; for tensor parallelism load a patched checkpoint"
+        )
     sites, refused = host.find(model)
     if not sites:
         raise GraphFilterError(_nothing_to_patch(model, refused))
@@ -126,6 +131,8 @@ class FilterStatus(list[FilterRow]):
 def filter_status(model: nn.Module) -> FilterStatus:
     """What is patched: a list of rows (module, filter, coefficients, backend) that prints as a table.
 
+    Of a model that FSDP2 has sharded every process must call it.
+
     Example:
         >>> from transformers import BertConfig, BertModel
         >>> model = patch_model(BertModel(BertConfig(num_hidden_layers=2)), "gfsa", layers="even")
@@ -137,7 +144,7 @@ def filter_status(model: nn.Module) -> FilterStatus:
     rows = []
     for name, module in patched_modules(model, required=False):
         graph_filter = active_filter(module)
-        values = {k: v.to("cpu", torch.float32, copy=True) for k, v in graph_filter.coefficients().items()}
+        values = {k: gathered(v).to("cpu", torch.float32, copy=True) for k, v in graph_filter.coefficients().items()}
         rows.append(FilterRow(name, graph_filter.config, values, host.backend(module)))
     return FilterStatus(rows)
 
@@ -146,6 +153,11 @@ def filter_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     """The learned parameters of all filters in the model."""
     for _, module in patched_modules(model, required=False):
         yield from active_filter(module).parameters()
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that FSDP2 has sharded, which every process must ask for; any other as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def active_filter(module: Any) -> GraphFilter:

@@ -60,7 +60,9 @@ class Collector:
     """A pytest plugin: the outcomes by feature, filter, family."""
 
     def __init__(self) -> None:
-        self.found: dict[str, dict[str, dict[str, set[str]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(set)))
+        self.found: dict[str, dict[str, dict[str, set[str]]]] = defaultdict(
+            lambda: defaultdict(lambda: defaultdict(set))
+        )
         self.messages: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -95,7 +97,8 @@ class Collector:
             summary=(
                 f"{len(self.found)} features; transformers {transformers.__version__}, torch {torch.__version__}, "
                 f"{'CUDA' if torch.cuda.is_available() else 'CPU'}, {date.today()}."
-                + f" **{outcomes.count('fails')} fail.**" * ("fails" in outcomes)
+                + f" **{outcomes.count('fails')} fail.**"
+                * ("fails" in outcomes)
             ),
             tables="".join(
                 f"## {section}\n\n{markdown_table(['feature', *FILTERS.values()], rows)}\n\n"

@@ -56,9 +56,12 @@ class GraphFilter(nn.Module):
 
     Class attributes:
         reads_hidden: whether ``shift.hidden`` is needed, the input of the attention module.
+        per_head: parameters and buffers (heads, ...), where they are all that the filter is made of; tensor parallelism
+            then hands each process the part of its heads.
     """
 
     reads_hidden: ClassVar[bool] = False
+    per_head: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: FilterConfig, site: AttentionSite):
         super().__init__()

@@ -42,6 +42,8 @@ class GFSA(GraphFilter):
     BERT and GPT-2 code squares one dropped-out matrix instead.
     """
 
+    per_head = COEFFICIENTS
+
     config: GFSAConfig
     w_0: Tensor
     w_1: Tensor

@@ -32,6 +32,7 @@ from ..ops.attention import apply_twice, can_apply_twice
 from ..ops.visibility import visibility
 from ..shift import AttentionShift, repeat_heads
 from . import AttentionSite, cache, locate, looks_like_attention
+from .tensor_parallel import with_local_heads
 
 LIBRARY = "transformers"
 IMPLEMENTATION = "hf_graphfilter"
@@ -78,11 +79,7 @@ def graph_filter_attention(
     past, hidden = kwargs.pop(cache.ARGUMENT, None), kwargs.pop(_HIDDEN, None)
     attend = _backend_function(module)
     _refuse_unhonoured(module, attend, kwargs)
-    if query.shape[1] != graph_filter.heads:
-        raise GraphFilterError(
-            f"{graph_filter.site_name} ({type(module).__name__}): the filter has {graph_filter.heads} heads, the query "
-            f"{query.shape[1]} (shape {tuple(query.shape)})"
-        )
+    run = graph_filter if query.shape[1] == graph_filter.heads else with_local_heads(graph_filter, module, query)
 
     def apply(keys: Tensor, signal: Tensor) -> tuple[Tensor, Tensor | None]:
         repeated = keys.shape[1] != key.shape[1]
@@ -99,7 +96,7 @@ def graph_filter_attention(
     shift.visible = lambda: visibility(  # type: ignore[method-assign]
         attention_mask, _causal(module, kwargs), query.shape[2], graph_filter.position_bias, _declared_causal(module)
     )
-    output = graph_filter(shift, value)
+    output = run(shift, value)
     return output.transpose(1, 2).contiguous(), shift.weights
 
 

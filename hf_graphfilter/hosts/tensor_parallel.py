@@ -1,0 +1,59 @@
+"""Tensor parallelism: each process computes some of the heads, and the coefficients of a filter follow them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ..errors import GraphFilterError
+from ..filters import GraphFilter
+from ..shift import ShiftOperator
+
+
+def with_local_heads(
+    graph_filter: GraphFilter, module: nn.Module, query: Tensor
+) -> Callable[[ShiftOperator, Tensor], Tensor]:
+    """``graph_filter`` for the heads of ``query`` (batch, local heads, tokens, features), which are this process's.
+
+    Raises:
+        GraphFilterError: the heads are not split by tensor parallelism, or the filter cannot be split with them.
+    """
+    local, names = query.shape[1], getattr(graph_filter, "per_head", ())
+    mesh = next((p.device_mesh for p in module.parameters() if hasattr(p, "device_mesh")), None)
+    site = f"{graph_filter.site_name} ({type(module).__name__})"
+    if mesh is None:
+        raise GraphFilterError(
+            f"{site}: the filter has {graph_filter.heads} heads, the query {local} (shape {tuple(query.shape)})"
+        )
+    if not names:
+        raise GraphFilterError(
+            f"{site}: tensor parallelism splits the {graph_filter.heads} heads, and {type(graph_filter).__name__} is not "
+            "made of values a head: use FSDP2 or DDP, or a filter such as 'gfsa'"
+        )
+    if mesh.ndim > 1 or local * mesh.size() != graph_filter.heads:
+        raise GraphFilterError(
+            f"{site}: {graph_filter.heads} heads are split into {local} on each of {mesh.size()} processes; a filter "
+            "follows tensor parallelism alone, with as many heads on each: choose tp_size accordingly, or use FSDP2 or DDP"
+        )
+    first = mesh.get_local_rank() * local
+    own = {n: _SumOfGradients.apply(getattr(graph_filter, n), mesh.get_group())[first : first + local] for n in names}
+    return lambda shift, value: functional_call(graph_filter, own, (shift, value))
+
+
+class _SumOfGradients(torch.autograd.Function):
+    """A coefficient that all processes hold and each uses a part of: their gradients add up."""
+
+    @staticmethod
+    def forward(ctx: Any, coefficient: Tensor, group: Any) -> Tensor:  # type: ignore[override]
+        ctx.group = group
+        return coefficient.view_as(coefficient)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        grad = grad.clone()
+        torch.distributed.all_reduce(grad, group=ctx.group)
+        return grad, None

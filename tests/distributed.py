@@ -1,0 +1,202 @@
+"""What two processes do in test_distributed.py: ``torchrun --nproc_per_node 2 tests/distributed.py MODE FILTER FOLDER``."""
+
+import copy
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate.state import AcceleratorState, DistributedType
+from models import FAMILIES, output, turn_on
+from test_trainer import Toy
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModel, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
+
+from hf_graphfilter import (
+    CoefficientCallback,
+    GraphFilterError,
+    filter_optimizer,
+    filter_parameters,
+    filter_status,
+    load_filter,
+    patch_model,
+    save_filter,
+)
+from hf_graphfilter.patching import gathered
+
+OPTIONS = {
+    "gfsa": {"K": 3, "learn": ("w_0", "w_1", "w_K")},
+    "agf": {"K": 2, "theta": "per_head", "correction": True, "window": 2, "position_bias": "drop"},
+}
+BLOCKS = ("BertLayer", "LlamaDecoderLayer", "T5Block", "ViTLayer")
+
+
+def patched(family, name):
+    set_seed(0)
+    return turn_on(patch_model(FAMILIES[family].build(), name, **OPTIONS[name]), scale=0.2)
+
+
+def loss(model, inputs, rows=slice(None)):
+    """Of whole batches, with weights that normalisation leaves a gradient."""
+    found = output(model, {name: x[rows] for name, x in inputs.items()})
+    weights = torch.randn(4, *found.shape[1:], generator=torch.Generator().manual_seed(3), dtype=found.dtype)
+    return (found * weights[rows]).sum()
+
+
+def assert_gradients(model, reference):
+    expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    for name, parameter in model.named_parameters():
+        if name in expected:
+            grad = torch.zeros_like(expected[name]) if parameter.grad is None else gathered(parameter.grad)
+            torch.testing.assert_close(grad, expected[name], atol=1e-6, rtol=1e-6)
+
+
+def sharded(model):
+    for module in model.modules():
+        if type(module).__name__ in BLOCKS:
+            fully_shard(module)
+    return fully_shard(model)
+
+
+def gradients(name, folder, rank):
+    """Equal to those of a single process; the coefficients are read, stored and refused whole."""
+    for family in ("bert", "llama", "t5", "vit"):
+        reference, inputs = patched(family, name).double(), FAMILIES[family].inputs(torch.float64, batch=4)
+        reference.config.use_cache = False
+        rows = slice(2 * rank, 2 * rank + 2)
+        for wrap in (lambda m: DistributedDataParallel(m, find_unused_parameters=True), sharded):
+            model = copy.deepcopy(reference)
+            reference.zero_grad()
+            loss(reference, inputs).backward()
+            run = wrap(model)
+            (2 * loss(run, inputs, rows)).backward()  # gradients are averaged over the processes
+            assert_gradients(model, reference)
+        assert all(hasattr(p, "full_tensor") for p in filter_parameters(model)), "the filter is sharded with the rest"
+        assert str(filter_status(model)) == str(filter_status(reference))
+        save_filter(model, folder / family)
+        dist.barrier()
+        again = load_filter(patched(family, name).double(), folder / family)
+        assert str(filter_status(again)) == str(filter_status(reference))
+        for call in (
+            lambda: load_filter(model, folder / family),
+            lambda: patch_model(sharded(FAMILIES[family].build())),
+        ):  # noqa: B023
+            try:
+                call()
+            except GraphFilterError as error:
+                assert "sharded already" in str(error)
+            else:
+                raise AssertionError("a sharded model was changed")
+
+
+def tensor_parallel(name, folder, rank):
+    """The coefficients follow the heads: same outputs, gradients and decoding; a filter that cannot is refused."""
+    reference, inputs = patched("llama", name), FAMILIES["llama"].inputs(batch=4)
+    if rank == 0:
+        reference.save_pretrained(folder / "model")
+    dist.barrier()
+    try:
+        from transformers.distributed import DistributedConfig
+
+        options = {"distributed_config": DistributedConfig(tp_size=2, tp_plan="auto")}
+    except ImportError:  # transformers up to 5.18
+        options = {"tp_plan": "auto"}
+    model = AutoModel.from_pretrained(folder / "model", **options)
+    if name == "agf":
+        try:
+            output(model, inputs)
+        except GraphFilterError as error:
+            assert "tensor parallelism splits the 4 heads" in str(error)
+            return
+        raise AssertionError("not refused")
+    torch.testing.assert_close(output(model, inputs), output(reference, inputs), atol=1e-5, rtol=1e-5)
+    loss(model, inputs).backward()
+    loss(reference, inputs).backward()
+    for parameter, expected in zip(filter_parameters(model), filter_parameters(reference), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad, atol=1e-3, rtol=1e-3)
+    ids = inputs["input_ids"]
+    first = model(ids[:, :5], use_cache=True)
+    second = model(ids[:, 5:], past_key_values=first.past_key_values).last_hidden_state
+    torch.testing.assert_close(second, output(reference, {"input_ids": ids})[:, 5:], atol=1e-5, rtol=1e-5)
+
+
+def accelerate_shards_on_the_cpu():
+    """accelerate turns FSDP on for GPUs only; all the rest of it runs on the CPU as well."""
+    original = AcceleratorState.__init__
+
+    def __init__(self, *args, fsdp_plugin=None, **kwargs):
+        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+
+    AcceleratorState.__init__ = __init__
+
+
+def trainer(mode, name, folder, resume=None):
+    set_seed(0)
+    model = patch_model(BertForSequenceClassification(FAMILIES["bert"].config), name, **OPTIONS[name])
+    fsdp = {"version": 2, "transformer_layer_cls_to_wrap": ["BertLayer"], "state_dict_type": "SHARDED_STATE_DICT"}
+    args = TrainingArguments(
+        output_dir=folder,
+        max_steps=4,
+        save_steps=2,
+        per_device_train_batch_size=4,
+        learning_rate=1e-3,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        logging_steps=1,
+        dataloader_pin_memory=False,
+        **({"fsdp": True, "fsdp_config": fsdp} if mode == "fsdp2" else {"ddp_find_unused_parameters": False}),
+    )
+    made = Trainer(
+        turn_on(model, scale=0.2),
+        args,
+        train_dataset=Toy(),
+        optimizer_cls_and_kwargs=filter_optimizer(args, filter_lr=0.05),
+        callbacks=[CoefficientCallback()],
+    )
+    made.train(resume_from_checkpoint=resume)
+    return made
+
+
+def training(mode, name, folder):
+    """The Trainer with accelerate: groups of the optimizer, logs, a checkpoint resumed, a model saved and loaded."""
+    if mode == "fsdp2":
+        accelerate_shards_on_the_cpu()
+    whole = trainer(mode, name, folder / "whole")
+    assert {g["initial_lr"] for g in whole.optimizer.param_groups} == {1e-3, 0.05}
+    moved = [e[k] for e in whole.state.log_history for k in e if k.startswith("filter/0/")]
+    assert len(moved) >= 4
+    assert len(set(moved)) > 1
+    resumed = trainer(mode, name, folder / "resumed", resume=str(folder / "whole" / "checkpoint-2"))
+    if mode == "fsdp2":
+        assert all(hasattr(p, "full_tensor") for m in (whole.model, resumed.model) for p in filter_parameters(m))
+    for found, expected in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(gathered(found.detach()), gathered(expected.detach()), atol=1e-7, rtol=1e-6)
+    status = str(filter_status(whole.model))
+    if mode == "fsdp2":
+        whole.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        AcceleratorState(fsdp_plugin=whole.accelerator.state.fsdp_plugin)  # the second Trainer made it anew
+    whole.save_model(folder / "final")
+    dist.barrier()
+    assert str(filter_status(BertForSequenceClassification.from_pretrained(folder / "final"))) == status
+
+
+def main():
+    mode, name, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    if mode in ("gradients", "tensor_parallel"):
+        dist.init_process_group("gloo")
+        globals()[mode](name, folder, dist.get_rank())
+        dist.destroy_process_group()
+    else:
+        training(mode, name, folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Two processes over gloo: DDP, FSDP2 and tensor parallelism give what one process gives. The work is distributed.py's."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("distributed.py")
+MODES = {
+    "gradients": "Distributed: DDP and FSDP2, gradients as in one process",
+    "ddp": "Distributed: Trainer under DDP, resumed",
+    "fsdp2": "Distributed: Trainer under FSDP2, resumed",
+    "tensor_parallel": "Distributed: tensor parallel plans",
+}
+QUICK = [("gradients", "gfsa")]
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [
+        pytest.param(m, n, marks=[pytest.mark.feature(title), *([] if (m, n) in QUICK else [pytest.mark.slow])])
+        for m, title in MODES.items()
+        for n in ("gfsa", "agf")
+    ],
+)
+def test_two_processes(mode, name, tmp_path, record_property):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [*command, str(SCRIPT), mode, name, str(tmp_path)], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    if (mode, name) == ("tensor_parallel", "agf"):
+        record_property("refused", "tensor parallelism splits the heads, and AGF is not made of values a head")
