@@ -18,7 +18,7 @@ from torch import nn
 
 from .errors import GraphFilterError
 from .hosts import Host, host_of, unwrapped
-from .patching import active_filter, apply_record, gathered, patched_modules, read_groups
+from .patching import active_filter, apply_record, patched_modules, read_groups, read_whole
 
 WEIGHTS_FILE = "graph_filter.safetensors"
 CONFIG_FILE = "graph_filter.json"
@@ -29,7 +29,8 @@ def save_filter(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
     """Write the filter of a patched model, and nothing else, to ``directory``.
 
     Two files: ``graph_filter.safetensors`` (the coefficients) and ``graph_filter.json`` (the configs, and what the base
-    model must look like). Of several processes the first writes; where FSDP2 has sharded the model all must call.
+    model must look like). Of several processes the first writes; where FSDP2 or ZeRO-3 has sharded the model all must
+    call.
 
     Returns:
         The directory.
@@ -39,7 +40,11 @@ def save_filter(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
     """
     model, directory = unwrapped(model), Path(directory)
     host = host_of(model)
-    tensors = {k: gathered(t.detach()).cpu().contiguous() for k, t in _coefficients(host, model).items()}
+    tensors = {
+        f"{host.relative_name(model, name)}.{key}": tensor.contiguous()
+        for name, module in patched_modules(model)
+        for key, tensor in read_whole(active_filter(module), lambda f: f.state_dict()).items()
+    }
     if torch.distributed.is_initialized() and torch.distributed.get_rank():
         return directory
     directory.mkdir(parents=True, exist_ok=True)
@@ -163,7 +168,7 @@ def _copy(target: dict[str, torch.Tensor], source: dict[str, torch.Tensor], path
         wanted = tuple(target[name].shape) if name in target else "nothing"
         if found != wanted:
             raise GraphFilterError(f"{path}: {name} should hold {wanted}, it holds {found}")
-    if any(hasattr(tensor, "full_tensor") for tensor in target.values()):
+    if any(hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id") for tensor in target.values()):
         raise GraphFilterError(f"{path} cannot be laid over a model that is sharded already: load it before")
     with torch.no_grad():
         for name, tensor in target.items():

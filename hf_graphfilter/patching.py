@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -57,8 +58,8 @@ def patch_model(
     host = host_of(model)
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
         raise GraphFilterError(
-            f"the parameters of {type(model).__name__} are sharded already (FSDP2, tensor parallelism): patch the model "
-            "before fully_shard or accelerator.prepare; for tensor parallelism load a patched checkpoint"
+            f"the parameters of {type(model).__name__} are sharded already (FSDP2, tensor parallelism): patch the "
+            "model before fully_shard or accelerator.prepare; for tensor parallelism load a patched checkpoint"
         )
     sites, refused = host.find(model)
     if not sites:
@@ -131,7 +132,7 @@ class FilterStatus(list[FilterRow]):
 def filter_status(model: nn.Module) -> FilterStatus:
     """What is patched: a list of rows (module, filter, coefficients, backend) that prints as a table.
 
-    Of a model that FSDP2 has sharded every process must call it.
+    Of a model that FSDP2 or ZeRO-3 has sharded every process must call it.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -144,7 +145,7 @@ def filter_status(model: nn.Module) -> FilterStatus:
     rows = []
     for name, module in patched_modules(model, required=False):
         graph_filter = active_filter(module)
-        values = {k: gathered(v).to("cpu", torch.float32, copy=True) for k, v in graph_filter.coefficients().items()}
+        values = {k: v.float() for k, v in read_whole(graph_filter, type(graph_filter).coefficients).items()}
         rows.append(FilterRow(name, graph_filter.config, values, host.backend(module)))
     return FilterStatus(rows)
 
@@ -155,9 +156,16 @@ def filter_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
         yield from active_filter(module).parameters()
 
 
-def gathered(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that FSDP2 has sharded, which every process must ask for; any other as it is."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+def read_whole(graph_filter: GraphFilter, read: Callable[[GraphFilter], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """``read(graph_filter)`` as copies on the CPU; where FSDP2 or ZeRO-3 has sharded it, whole: all processes call."""
+    with contextlib.ExitStack() as stack:
+        if partitioned := [p for p in graph_filter.parameters() if hasattr(p, "ds_id")]:
+            import deepspeed
+
+            stack.enter_context(deepspeed.zero.GatheredParameters(partitioned))
+        found = {name: tensor.detach() for name, tensor in read(graph_filter).items()}
+        whole = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in found.items()}
+        return {name: t.to("cpu", copy=True) for name, t in whole.items()}
 
 
 def active_filter(module: Any) -> GraphFilter:

@@ -24,10 +24,10 @@ FILTERS = {"gfsa": "GFSA", "agf": "AGF"}
 OUTCOMES = ("fails", "works", "refused", "not tested")
 TEXT = """# What works
 
-Every row is what tests show: a command runs them and writes this page (`python tests/compatibility.py`). A cell names the
-models that a feature was tested on with a filter whose coefficients are on; **works** means equal results to the same
-model used in the plain way (the tests say to what tolerance), **refused** that the call stops with the message below. What
-no test shows is *not tested*. Every other architecture of transformers: [coverage.md](coverage.md).
+Every row is what tests show: a command runs them and writes this page (`python tests/compatibility.py`). A cell names
+the models that a feature was tested on with a filter whose coefficients are on; **works** means the results of the same
+model used in the plain way (the tests say to what tolerance), **refused** that the call stops with the message below.
+What no test shows is *not tested*. Every other architecture of transformers: [coverage.md](coverage.md).
 
 {summary}
 
@@ -67,7 +67,7 @@ class Collector:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         properties = dict(report.user_properties)
-        if "feature" not in properties or report.when != "call" and report.passed or report.when == "teardown":
+        if "feature" not in properties or (report.when != "call" and report.passed) or report.when == "teardown":
             return
         outcome = "fails" if report.failed else "not tested" if report.skipped else "works"
         if outcome == "works" and "refused" in properties:

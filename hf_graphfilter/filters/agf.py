@@ -134,7 +134,7 @@ class AGF(GraphFilter):
                 f"{shift.query.shape[-1]} (shape {tuple(shift.query.shape)})"
             )
         key, value = (repeat_heads(x[:, :, -tokens:], heads) for x in (shift.key, value))
-        hidden = shift.hidden if self.sigma is None else shift.hidden.to(self.sigma.weight.dtype)
+        hidden = shift.hidden if self.sigma is None else _for(self.sigma, shift.hidden)
         u, v = shift.query, key
         if self.correct_u is not None and self.correct_v is not None:
             u, v = u + self._split(self.correct_u(hidden)), v + self._split(self.correct_v(hidden))
@@ -174,7 +174,7 @@ class AGF(GraphFilter):
             state.update(count=count[:, -1:], near=there[:, -window:])
             state.update(near_key=key[:, :, -window:], near_value=value[:, :, -window:])
         near, mass = attend_nearby(shift.query, key, value, window, shift.scaling, causal, there)
-        outside = self.outside(shift.hidden.to(self.outside.weight.dtype)).mT.unsqueeze(-1)
+        outside = self.outside(_for(self.outside, shift.hidden)).mT.unsqueeze(-1)
         share = torch.sigmoid(mass - outside - count.clamp(min=1).log()[:, None, :, None])
         return torch.lerp(far, near.to(far.dtype), share.to(far.dtype))  # near is narrower under autocast
 
@@ -190,6 +190,12 @@ class AGF(GraphFilter):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "last": None, "regulariser": None}  # they belong to a training run
+
+
+def _for(layer: nn.Module, x: Tensor) -> Tensor:
+    """``x`` in the dtype that ``layer`` takes, which a quantized one does not tell."""
+    weight = layer.weight
+    return x.to(weight.dtype) if isinstance(weight, Tensor) and weight.is_floating_point() else x
 
 
 def _refuse(config: AGFConfig, site: AttentionSite) -> None:

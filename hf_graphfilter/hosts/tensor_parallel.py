@@ -31,13 +31,13 @@ def with_local_heads(
         )
     if not names:
         raise GraphFilterError(
-            f"{site}: tensor parallelism splits the {graph_filter.heads} heads, and {type(graph_filter).__name__} is not "
-            "made of values a head: use FSDP2 or DDP, or a filter such as 'gfsa'"
+            f"{site}: tensor parallelism splits the {graph_filter.heads} heads, and {type(graph_filter).__name__} is "
+            "not made of values a head: use FSDP2 or DDP, or a filter such as 'gfsa'"
         )
     if mesh.ndim > 1 or local * mesh.size() != graph_filter.heads:
         raise GraphFilterError(
             f"{site}: {graph_filter.heads} heads are split into {local} on each of {mesh.size()} processes; a filter "
-            "follows tensor parallelism alone, with as many heads on each: choose tp_size accordingly, or use FSDP2 or DDP"
+            "follows tensor parallelism alone, with as many heads on each: choose another tp_size, or FSDP2 or DDP"
         )
     first = mesh.get_local_rank() * local
     own = {n: _SumOfGradients.apply(getattr(graph_filter, n), mesh.get_group())[first : first + local] for n in names}

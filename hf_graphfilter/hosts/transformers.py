@@ -351,6 +351,8 @@ def write_record(model: PreTrainedModel, record: dict[str, Any] | None) -> None:
         for name, _ in (*f.named_parameters(recurse=False), *f.named_buffers(recurse=False))
     }
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *coefficients}
+    if getattr(config, "quantization_config", None) is not None:  # quantizers leave what is named here as it is
+        model._keep_in_fp32_modules = {*(model._keep_in_fp32_modules or ()), rf".*\.{CHILD}"}
 
 
 def _own_config(model: PreTrainedModel) -> None:

@@ -55,6 +55,8 @@ def visibility(
         return causal, mask.bool()
     if torch.compiler.is_compiling():
         return declared_causal, _expect(mask, declared_causal, queries, biased)
+    if mask.is_inference():  # no version tells whether it was changed
+        return _reduce(mask, queries, biased)
     remembered, version, found = _last
     if remembered() is not mask or version != (mask._version, biased):
         found = _reduce(mask, queries, biased)

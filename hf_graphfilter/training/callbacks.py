@@ -9,7 +9,7 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler, TrainerState
 
-from ..patching import gathered, patched_modules
+from ..patching import active_filter, patched_modules, read_whole
 
 
 class LoggingCallback(TrainerCallback):
@@ -63,9 +63,9 @@ class CoefficientCallback(LoggingCallback):
 
 def coefficient_values(model: nn.Module) -> dict[str, float]:
     """The learned coefficients by layer, means over the heads, as ``CoefficientCallback`` logs them."""
-    filters = [module.graph_filter for _, module in patched_modules(model, required=False)]
+    filters = [active_filter(module) for _, module in patched_modules(model, required=False)]
     return {
-        f"filter/{i}/{name}": gathered(value).float().mean().item()
+        f"filter/{i}/{name}": value.float().mean().item()
         for i, graph_filter in enumerate(filters)
-        for name, value in graph_filter.learned_coefficients().items()
+        for name, value in read_whole(graph_filter, type(graph_filter).learned_coefficients).items()
     }

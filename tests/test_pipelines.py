@@ -1,0 +1,111 @@
+"""Pipelines of transformers and sentence-transformers: a patched checkpoint in the place of a plain one."""
+
+import pytest
+import torch
+from models import FAMILIES, turn_on
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    BertModel,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    ViTForImageClassification,
+    ViTImageProcessorPil,
+    pipeline,
+)
+
+from hf_graphfilter import filter_status, patch_model
+
+OPTIONS = {"gfsa": {"K": 3, "learn": ("w_0", "w_1", "w_K")}, "agf": {"K": 2, "init": "blend"}}
+SENTENCE = "graph filter attention smooth token high low frequency layer paper learn model text word deep is a"
+WORDS = SENTENCE.split()
+TEXTS = ["attention is a low frequency filter", "deep layer smooth token"]
+GENERATE = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+CASES = {
+    "text-classification": ("bert", BertForSequenceClassification, TEXTS, {"batch_size": 2}),
+    "token-classification": ("bert", BertForTokenClassification, TEXTS, {}),
+    "fill-mask": ("bert", BertForMaskedLM, "graph [MASK] attention", {}),
+    "feature-extraction": ("bert", BertModel, TEXTS, {}),
+    "text-generation": ("llama", LlamaForCausalLM, TEXTS, GENERATE),
+    "text-generation, in batches": ("gpt2", GPT2LMHeadModel, TEXTS, {**GENERATE, "batch_size": 2}),
+    "image-classification": ("vit", ViTForImageClassification, None, {}),
+}
+
+
+def tokenizer(padding_side="right"):
+    special = ["[PAD]", "[UNK]", "[MASK]", "[CLS]", "[SEP]"]
+    model = Tokenizer(WordLevel({w: i for i, w in enumerate([*special, *WORDS])}, unk_token="[UNK]"))
+    model.pre_tokenizer = Whitespace()
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "mask_token": "[MASK]", "cls_token": "[CLS]"}
+    made = PreTrainedTokenizerFast(tokenizer_object=model, sep_token="[SEP]", **names)
+    made.padding_side = padding_side
+    return made
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("task", "family"),
+    [pytest.param(t, c[0], marks=pytest.mark.feature(f"Pipelines: {t}")) for t, c in CASES.items()],
+)
+def test_pipeline(task, family, name, tmp_path, transformers_warnings):
+    _, model_class, inputs, options = CASES[task]
+    task = task.partition(",")[0]
+    config = FAMILIES[family].config
+    if task != "image-classification":
+        config = type(config)(**{**config.to_dict(), "vocab_size": 5 + len(WORDS)})
+    model = model_class(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    if task == "image-classification":
+        image = pytest.importorskip("PIL.Image")
+        processing = {"image_processor": ViTImageProcessorPil(size={"height": 16, "width": 16})}
+        pixels = torch.randint(0, 255, (20, 24, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        inputs = image.fromarray(pixels.numpy())
+    else:
+        processing = {"tokenizer": tokenizer("left" if task == "text-generation" else "right")}
+
+    def run(model):
+        found = pipeline(task, model=model, device="cpu", **processing)(inputs, **options)
+        transformers_warnings.clear()
+        return found
+
+    expected = run(model)
+    assert run(patch_model(model, name, **OPTIONS[name])) == expected
+    turn_on(model, scale=0.6)
+    found = run(model)
+    assert found != expected
+    model.save_pretrained(tmp_path)
+    assert run(str(tmp_path)) == found
+
+
+@pytest.mark.feature("Pipelines: sentence-transformers, also trained", family="bert")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_sentence_transformers(name, tmp_path, transformers_warnings):
+    SentenceTransformer = pytest.importorskip("sentence_transformers").SentenceTransformer
+    losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
+    model = turn_on(patch_model(FAMILIES["bert"].build(), name, **OPTIONS[name]))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    encoder = SentenceTransformer(str(tmp_path / "model"), device="cpu")  # with mean pooling
+    assert len(filter_status(encoder[0].auto_model)) == 3
+    batch = tokenizer()(TEXTS, padding=True, return_tensors="pt")
+    mask = batch["attention_mask"][..., None]
+    with torch.no_grad():
+        mean = (model(**batch).last_hidden_state * mask).sum(1) / mask.sum(1)
+    torch.testing.assert_close(encoder.encode(TEXTS, convert_to_tensor=True), mean, atol=1e-5, rtol=1e-5)
+
+    features = [tokenizer()([text], return_tensors="pt") for text in TEXTS]
+    losses.CosineSimilarityLoss(encoder)(features, torch.tensor([0.5])).backward()
+    assert all(p.grad is not None for n, p in encoder.named_parameters() if "graph_filter" in n)
+    encoder.save(str(tmp_path / "encoder"))
+    again = SentenceTransformer(str(tmp_path / "encoder"), device="cpu")
+    torch.testing.assert_close(again.encode(TEXTS), encoder.encode(TEXTS))
+    transformers_warnings.clear()

@@ -1,0 +1,184 @@
+"""Nothing is silently unfiltered: routes that could lead past the filter give the filtered outputs, or an error."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from models import FAMILIES, output, turn_on
+from transformers import AutoConfig, AutoModel
+
+from hf_graphfilter import GraphFilterError, filter_status, patch_model, unpatch_model
+
+OPTIONS = {
+    "gfsa": {"K": 3, "learn": ("w_0", "w_1", "w_K")},
+    "agf": {"K": 2, "correction": True, "window": 2, "position_bias": "drop"},
+}
+names = pytest.mark.parametrize("name", OPTIONS)
+families = pytest.mark.parametrize("family", ["bert", "albert", "llama", "t5", "vit"])
+
+
+def patched(family, name):
+    return turn_on(patch_model(FAMILIES[family].build(), name, **OPTIONS[name]))
+
+
+def at_load(model, folder):
+    return AutoModel.from_pretrained(folder, attn_implementation="eager")
+
+
+def at_load_in_the_config(model, folder):
+    return AutoModel.from_pretrained(folder, config=AutoConfig.from_pretrained(folder, attn_implementation="eager"))
+
+
+def set_later(model, folder):
+    for part in (m for m in model.modules() if hasattr(m, "set_attn_implementation")):
+        part.set_attn_implementation("eager")  # transformers 5.17 leaves the stacks of T5 out
+    return model
+
+
+def written_into_the_config(model, folder):
+    for module in model.modules():
+        if hasattr(module, "base_model_prefix"):
+            module.config._attn_implementation = "eager"
+    return model
+
+
+def from_config(model, folder):
+    made = AutoModel.from_config(AutoConfig.from_pretrained(folder)).eval()
+    made.load_state_dict(model.state_dict())
+    return made
+
+
+def resized(model, folder):
+    if model.get_input_embeddings().__class__ is torch.nn.Embedding:
+        model.resize_token_embeddings(120)
+    return model
+
+
+def tied_again(model, folder):
+    model.tie_weights()
+    return model
+
+
+def other_weights_loaded(model, folder):
+    plain = {k: v for k, v in model.state_dict().items() if "graph_filter" not in k}
+    model.load_state_dict(plain, strict=False)
+    return model
+
+
+def copied(model, folder):
+    return copy.deepcopy(copy.deepcopy(model)).train().eval().double().float()
+
+
+def saved_and_loaded_twice(model, folder):
+    AutoModel.from_pretrained(folder).save_pretrained(folder / "again")
+    return AutoModel.from_pretrained(folder / "again")
+
+
+def offloaded(model, folder):
+    from accelerate import cpu_offload
+
+    return cpu_offload(model, execution_device="cpu")
+
+
+def adapters_added(model, folder):
+    peft = pytest.importorskip("peft")
+    targets = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "graph_filter" not in n]
+    model.add_adapter(peft.LoraConfig(target_modules=targets))
+    return model.eval()
+
+
+def compiled(model, folder):
+    torch.compiler.reset()
+    return torch.compile(model, backend="eager")
+
+
+ROUTES = [
+    *(at_load, at_load_in_the_config, set_later, written_into_the_config, from_config, resized, tied_again, copied),
+    *(other_weights_loaded, saved_and_loaded_twice, offloaded, adapters_added, compiled),
+]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize(
+    "route",
+    [
+        pytest.param(
+            r, id=r.__name__, marks=pytest.mark.feature(f"Routes past the filter: {r.__name__.replace('_', ' ')}")
+        )
+        for r in ROUTES
+    ],
+)
+@families
+@names
+def test_the_filter_stays(route, family, name, tmp_path, transformers_warnings):
+    model, inputs = patched(family, name), FAMILIES[family].inputs()
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected, rows = output(model, inputs), str(filter_status(model)).replace("sdpa", "").replace("eager", "")
+        changed = route(model, tmp_path)
+        torch.testing.assert_close(output(changed, inputs), expected, atol=1e-4, rtol=1e-4)
+    if route is not offloaded:
+        assert str(filter_status(changed)).replace("sdpa", "").replace("eager", "").split() == rows.split()
+    transformers_warnings.clear()
+
+
+@names
+@pytest.mark.feature("Routes past the filter: patched and unpatched after torch.compile", family="bert")
+def test_a_compiled_model_notices_the_patch(name):
+    model, inputs = FAMILIES["bert"].build(), FAMILIES["bert"].inputs()
+    torch.compiler.reset()
+    run = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        plain = output(run, inputs)
+        turn_on(patch_model(model, name, **OPTIONS[name]))
+        filtered = output(run, inputs)
+        torch.testing.assert_close(filtered, output(model, inputs), atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(filtered, plain, atol=1e-2)
+        unpatch_model(model)
+        torch.testing.assert_close(output(run, inputs), plain, atol=1e-5, rtol=1e-5)
+
+
+@names
+@pytest.mark.feature("Routes past the filter: dynamic quantization swaps the linear layers", family="bert")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_linear_layers_swapped(name):
+    model, inputs = patched("bert", name), FAMILIES["bert"].inputs()
+    swapped = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+    with torch.no_grad():
+        expected, found = output(model, inputs), output(swapped, inputs)
+        plain = output(unpatch_model(copy.deepcopy(model)), inputs)
+    assert type(swapped.encoder.layer[0].intermediate.dense) is not torch.nn.Linear
+    assert (found - expected).norm() < 0.3 * (found - plain).norm()
+
+
+@names
+@pytest.mark.feature("Routes past the filter: an attention module swapped for a new one", family="bert")
+def test_a_module_without_its_filter_does_not_load(name, tmp_path, refuses, transformers_warnings):
+    model = patched("bert", name)
+    layer = model.encoder.layer[1].attention
+    layer.self = type(layer.self)(model.config)
+    assert len(filter_status(model)) == 2
+    model.save_pretrained(tmp_path)
+    with refuses(r"lacks \d+ of its \d+ filter coefficients"):
+        AutoModel.from_pretrained(tmp_path)
+    transformers_warnings.clear()
+
+
+@names
+def test_parts_of_a_model_are_filtered_too(name):
+    family = dataclasses.replace(FAMILIES["t5"])
+    model, inputs = patched("t5", name), family.inputs()
+    with torch.no_grad():
+        whole = model(**inputs).encoder_last_hidden_state
+        part = model.get_encoder()(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+    torch.testing.assert_close(part.last_hidden_state, whole)
+
+
+def test_our_own_name_as_a_backend_is_refused(refuses):
+    model = FAMILIES["bert"].build()
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation_internal = "hf_graphfilter"
+    with pytest.raises(GraphFilterError, match="has no graph filter: use patch_model"):
+        output(model, FAMILIES["bert"].inputs())
