@@ -417,6 +417,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.feature("Generation: greedy and beam search, dynamic cache", filter="agf")
 @pytest.mark.parametrize("name", GENERATORS)
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -427,6 +428,7 @@ def test_decoding_with_a_cache_equals_without(name, beams, variant, transformers
     assert torch.equal(cached, plain)
 
 
+@pytest.mark.feature("Generation: a cache handed in and used across turns", filter="agf", family="llama")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("configured", [False, True])
 def test_cached_logits(variant, configured):
@@ -446,6 +448,7 @@ def test_cached_logits(variant, configured):
     torch.testing.assert_close(model(ids, past_key_values=cache).last_hidden_state, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.feature("Generation: state of constant size", filter="agf", family="gpt2")
 def test_the_state_has_constant_size():
     model, cache = patch_model(FAMILIES["gpt2"].build(), "agf", window=2), DynamicCache()
     sizes = []
@@ -457,11 +460,12 @@ def test_the_state_has_constant_size():
     assert cache.get_seq_length() == 25
 
 
-def test_caches_that_cannot_hold_the_state_are_refused():
+@pytest.mark.feature("Generation: greedy and beam search, static cache", filter="agf", family="llama")
+def test_caches_that_cannot_hold_the_state_are_refused(refuses):
     model, ids = FAMILIES["llama"].build(), FAMILIES["llama"].inputs()["input_ids"]
     filled = model(ids[:, :5], use_cache=True).past_key_values
     patch_model(model, "agf")
-    with pytest.raises(GraphFilterError, match=r"StaticCache \(StaticLayer\) cannot hold it: use a DynamicCache"):
+    with refuses(r"StaticCache \(StaticLayer\) cannot hold it: use a DynamicCache"):
         model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=32))
     with pytest.raises(GraphFilterError, match="was filled without it: start with a new cache"):
         model(ids[:, 5:], past_key_values=filled)

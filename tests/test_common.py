@@ -77,6 +77,7 @@ def some(names):
     return pytest.mark.parametrize("family", [pytest.param(FAMILIES[n], id=n) for n in names])
 
 
+@pytest.mark.feature("Filtering: equal to the original at the start (AGF: as a blend), SDPA and eager")
 @families
 @filters
 @backends
@@ -101,6 +102,7 @@ def test_identical_at_the_start(family, config, formula, backend):
     assert {row.backend for row in status} == {backend}
 
 
+@pytest.mark.feature("Filtering: equal to explicit matrices, SDPA and eager")
 @families
 @filters
 @backends
@@ -118,6 +120,7 @@ def test_equals_the_dense_form(family, config, formula, backend):
     assert (found - before).abs().max() > 1e-2, "the filter does nothing"
 
 
+@pytest.mark.feature("Filtering: gradients equal to those through explicit matrices")
 @families
 @filters
 @pytest.mark.parametrize("padding", [0, 3])
@@ -145,6 +148,7 @@ def test_gradients_equal_the_dense_form(family, config, formula, padding):
     assert all(p.grad.abs().sum() > 0 for p in filter_parameters(patched))
 
 
+@pytest.mark.feature("Filtering: padding changes nothing")
 @some(PADDED)
 @filters
 def test_padding_changes_nothing(family, config, formula):
@@ -157,6 +161,7 @@ def test_padding_changes_nothing(family, config, formula):
     torch.testing.assert_close(found[:, : expected.shape[1]], expected, atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.feature("Filtering: causality")
 @some(DECODERS)
 @filters
 @backends
@@ -172,6 +177,7 @@ def test_a_later_token_never_changes_an_earlier_output(family, config, formula, 
     assert not torch.allclose(before[:, 5:], after[:, 5:], atol=1e-3)
 
 
+@pytest.mark.feature("Checkpoints: unpatch_model restores everything")
 @families
 @filters
 def test_unpatch_restores_everything(family, config, formula):
@@ -187,6 +193,7 @@ def test_unpatch_restores_everything(family, config, formula):
     assert not any(m._forward_pre_hooks for m in model.modules())
 
 
+@pytest.mark.feature("Checkpoints: save_pretrained and from_pretrained")
 @families
 @filters
 def test_save_and_load(family, config, formula, tmp_path):
@@ -199,6 +206,7 @@ def test_save_and_load(family, config, formula, tmp_path):
     assert [(r.module, r.filter) for r in filter_status(loaded)] == [(r.module, r.filter) for r in filter_status(model)]
 
 
+@pytest.mark.feature("Training: bfloat16 weights, float32 coefficients")
 @families
 @filters
 def test_half_precision(family, config, formula):
@@ -231,6 +239,7 @@ def test_double_patch_is_an_error(family, config, formula):
     assert torch.equal(output(model, inputs), expected)
 
 
+@pytest.mark.feature("Routes past the filter: deepcopy and pickle")
 @families
 @filters
 def test_deepcopy_and_pickle(family, config, formula):

@@ -6,6 +6,7 @@ from models import FAMILIES, TEXT, output, turn_on
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
     BartForConditionalGeneration,
+    Cache,
     DynamicCache,
     GPT2LMHeadModel,
     LlamaForCausalLM,
@@ -15,6 +16,7 @@ from transformers import (
     T5ForConditionalGeneration,
     WhisperForConditionalGeneration,
 )
+from transformers.cache_utils import QuantizedLayer
 
 from hf_graphfilter import GraphFilterError, filter_parameters, patch_model
 
@@ -41,7 +43,15 @@ OPTIONS = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_
 
 @pytest.mark.parametrize("name", GENERATORS)
 @pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("implementation", [None, "static", "offloaded"])
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        pytest.param(
+            i, marks=pytest.mark.feature(f"Generation: greedy and beam search, {i or 'dynamic'} cache", filter="gfsa")
+        )
+        for i in (None, "static", "offloaded")
+    ],
+)
 def test_decoding_with_a_cache_equals_without(name, beams, implementation, transformers_warnings):
     model, inputs = generator(name)
     options = {**OPTIONS, "num_beams": beams}
@@ -55,6 +65,9 @@ def test_decoding_with_a_cache_equals_without(name, beams, implementation, trans
     assert torch.equal(again, plain)
 
 
+@pytest.mark.feature(
+    "Generation: sampling, beam sampling, prompt lookup, prefill in pieces", filter="gfsa", family="llama"
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -83,6 +96,7 @@ def test_ways_to_decode(options, implementation, transformers_warnings):
     assert torch.equal(*found)
 
 
+@pytest.mark.feature("Generation: assisted decoding", filter="gfsa", family="llama")
 def test_a_smaller_model_proposes_tokens(transformers_warnings):
     model, inputs = generator("llama")
     inputs = {name: value[1:] for name, value in inputs.items()}
@@ -100,6 +114,7 @@ def steps(model, ids, cache):
     return torch.cat(found, 1)
 
 
+@pytest.mark.feature("Generation: static cache handed in, reset and used again", filter="gfsa", family="llama")
 @pytest.mark.parametrize("approximation", ["taylor", "none"])
 def test_static_cache(approximation):
     family = FAMILIES["llama"]
@@ -112,6 +127,7 @@ def test_static_cache(approximation):
         torch.testing.assert_close(steps(model, ids, cache), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.feature("Generation: compiled step with a static cache", filter="gfsa", family="llama")
 def test_a_step_with_a_static_cache_is_compiled_once():
     model, ids = turn_on(patch_model(FAMILIES["llama"].build())), FAMILIES["llama"].inputs()["input_ids"]
     expected = output(model, {"input_ids": ids})
@@ -126,6 +142,7 @@ def test_a_step_with_a_static_cache_is_compiled_once():
     assert counter.frame_count == 1
 
 
+@pytest.mark.feature("Generation: a cache handed in and used across turns", filter="gfsa", family="llama")
 @pytest.mark.parametrize("approximation", ["taylor", "none"])
 def test_cached_logits(approximation):
     family = FAMILIES["llama"]
@@ -157,6 +174,7 @@ def test_many_tokens(mode):
 MISTRAL = MistralConfig(**{**TEXT, "num_hidden_layers": 2}, num_key_value_heads=2, sliding_window=4)
 
 
+@pytest.mark.feature("Generation: sliding windows", filter="gfsa")
 def test_sliding_window_cache():
     model = turn_on(patch_model(MistralForCausalLM(MISTRAL).eval()))
     ids = torch.randint(5, 99, (2, 6))
@@ -170,11 +188,12 @@ def test_caches_that_cannot_hold_the_rows_are_refused():
         model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=32))
 
 
-def test_a_cache_from_the_plain_model_is_refused():
+@pytest.mark.feature("Generation: a cache filled by the plain model", filter="gfsa", family="llama")
+def test_a_cache_from_the_plain_model_is_refused(refuses):
     model, ids = FAMILIES["llama"].build(), FAMILIES["llama"].inputs()["input_ids"]
     cache = model(ids[:, :5], use_cache=True).past_key_values
     patch_model(model)
-    with pytest.raises(GraphFilterError, match=r"holds 9 tokens but the filter has seen 4.*unpatched model"):
+    with refuses(r"holds 9 tokens but the filter has seen 4.*unpatched model"):
         model(ids[:, 5:], past_key_values=cache)
     static, plain = StaticCache(config=model.config, max_cache_len=16), FAMILIES["llama"].build()
     plain(ids[:, :5], past_key_values=static)
@@ -186,3 +205,32 @@ def test_a_cache_from_the_plain_model_is_refused():
     plain(ids[:, :5], past_key_values=static)
     with pytest.raises(GraphFilterError, match=r"static cache holds 9 tokens but the filter has seen 4.*unpatched"):
         model(ids[:, 5:], past_key_values=static)
+
+
+class Rounded(QuantizedLayer):
+    """A quantized cache without a package that quantizes."""
+
+    def _quantize(self, tensor, axis):
+        return tensor.half()
+
+    def _dequantize(self, tensor):
+        return tensor.float()
+
+
+@pytest.mark.feature("Generation: quantized cache", family="llama")
+@pytest.mark.parametrize("name", ["gfsa", "agf"])
+def test_a_quantized_cache_is_refused(name, refuses):
+    model, ids = patch_model(FAMILIES["llama"].build(), name), FAMILIES["llama"].inputs()["input_ids"]
+    cache = Cache(layers=[Rounded() for _ in range(3)])
+    FAMILIES["llama"].build()(
+        ids, past_key_values=Cache(layers=[Rounded() for _ in range(3)])
+    )  # the plain model takes it
+    with refuses(r"Cache \(Rounded\).* use a DynamicCache"):
+        model(ids, past_key_values=cache)
+
+
+@pytest.mark.feature("Generation: static cache with sliding windows", filter="gfsa", family="llama")
+def test_a_static_cache_with_sliding_windows_is_refused(refuses):
+    model = patch_model(MistralForCausalLM(MISTRAL).eval())
+    with refuses(r"StaticCache \(StaticSlidingWindowLayer\) cannot hold them: use a DynamicCache"):
+        model(torch.randint(5, 99, (2, 6)), past_key_values=StaticCache(config=model.config, max_cache_len=16))

@@ -53,6 +53,7 @@ def logits(model, ids):
         return model.eval()(ids).logits
 
 
+@pytest.mark.feature("PEFT: LoRA with the filter stored, loaded, merged", family="llama")
 @filters
 def test_the_adapter_holds_the_filter(name, base, ids, tmp_path):
     model = adapted(base, name)
@@ -84,12 +85,14 @@ def test_the_adapter_holds_the_filter(name, base, ids, tmp_path):
     torch.testing.assert_close(logits(loaded, ids), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.feature("PEFT: generation with an adapter", filter="gfsa", family="llama")
 def test_decoding_with_an_adapter(base, ids):
     model = turn_on(adapted(base))
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(model.generate(ids, **options), model.generate(ids, **options, use_cache=False))
 
 
+@pytest.mark.feature("PEFT: adapters switched", filter="gfsa", family="llama")
 def test_adapters_are_switched_with_their_filters(base, ids):
     model = adapted(base)
     turn_on(model)
@@ -102,6 +105,7 @@ def test_adapters_are_switched_with_their_filters(base, ids):
     torch.testing.assert_close(logits(model, ids), first)
 
 
+@pytest.mark.feature("PEFT: trained by the Trainer", filter="gfsa", family="llama")
 def test_trained_with_a_rate_of_its_own(base, ids, tmp_path):
     model = adapted(base)
     groups = parameter_groups(model, lr=1e-3)
@@ -159,6 +163,7 @@ def test_all_linear_layers_leave_the_weights_of_a_filter_alone(base, ids, tmp_pa
     torch.testing.assert_close(logits(model.merge_and_unload(), ids), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.feature("PEFT: prepare_model_for_kbit_training", filter="gfsa", family="llama")
 def test_prepared_for_training_on_quantized_weights(base, ids):
     patched = peft.prepare_model_for_kbit_training(patch_model(copy.deepcopy(base)), use_gradient_checkpointing=True)
     model = peft.get_peft_model(patched, lora()).train()

@@ -19,6 +19,7 @@ from hf_graphfilter.demo import load_snippets
 
 pytestmark = pytest.mark.slow
 
+TEXT_FEATURE = "Generation: real weights (SmolLM2, Flan-T5), the same text with and without cache"
 SHARED = Path(__file__).parents[2] / "shared" / "weights"
 MADE = Path(os.environ.get("HF_GRAPHFILTER_WEIGHTS", Path.home() / ".cache" / "hf-graphfilter-weights"))
 
@@ -79,6 +80,7 @@ def generate(model, tokenizer, prompt, **options):
     return tokenizer.decode(model.generate(input_ids=ids, do_sample=False, **options)[0], skip_special_tokens=True)
 
 
+@pytest.mark.feature(TEXT_FEATURE, filter="gfsa", family="llama")
 def test_smollm2():
     path = folder(MADE / "smollm2")
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
@@ -95,6 +97,7 @@ def test_smollm2():
         assert cached == uncached
 
 
+@pytest.mark.feature(TEXT_FEATURE, filter="agf", family="llama")
 def test_smollm2_as_agf():
     path = folder(MADE / "smollm2")
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
@@ -107,6 +110,7 @@ def test_smollm2_as_agf():
     assert cached == uncached
 
 
+@pytest.mark.feature(TEXT_FEATURE, filter="gfsa", family="t5")
 def test_flan_t5():
     path = folder(MADE / "flan-t5-small")
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForSeq2SeqLM.from_pretrained(path)

@@ -93,6 +93,7 @@ def test_groups_cover_every_parameter_once():
         parameter_groups(FAMILIES["bert"].build(), lr=1e-3)
 
 
+@pytest.mark.feature("Training: Trainer, resumed bit for bit", filter="gfsa", family="bert")
 def test_resume_is_bit_identical(tmp_path):
     whole = trainer(tmp_path / "a")
     whole.train()
@@ -105,6 +106,7 @@ def test_resume_is_bit_identical(tmp_path):
     assert not any(name.startswith("pytorch_model") for name in files)
 
 
+@pytest.mark.feature("Training: load_best_model_at_end", filter="gfsa", family="bert")
 def test_load_best_model_at_end(tmp_path):
     t = trainer(tmp_path, eval_strategy="steps", eval_steps=3, load_best_model_at_end=True)
     t.train()
@@ -117,6 +119,7 @@ class Text(Toy):
         return {"input_ids": self.ids[i], "labels": self.ids[i]}
 
 
+@pytest.mark.feature("Training: gradient accumulation", filter="gfsa", family="gpt2")
 def test_gradient_accumulation_gives_the_same_step(tmp_path, transformers_warnings):
     # a causal model: for classifiers the Trainer of transformers itself does not average over the steps
     found = []
