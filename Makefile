@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test test-slow test-oldest lint bench tables clean
+.PHONY: demo test test-slow works test-oldest lint bench tables clean
 
 demo: $(VENV)/installed-demo
 	$(BIN)/hf-graphfilter demo --output runs/demo
@@ -11,13 +11,18 @@ demo: $(VENV)/installed-demo
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
 
-test-slow: $(VENV)/installed-test
+test-slow: $(VENV)/installed-slow
 	$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# docs/coverage.md and docs/compatibility.md, from what the tests find (an hour on two cores)
+works: $(VENV)/installed-slow
+	$(BIN)/python tests/coverage/write.py
+	$(BIN)/python tests/compatibility.py -n 2
 
 # the oldest supported pair, in an environment of its own
 test-oldest:

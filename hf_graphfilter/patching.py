@@ -157,8 +157,13 @@ def filter_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def read_whole(graph_filter: GraphFilter, read: Callable[[GraphFilter], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """``read(graph_filter)`` as copies on the CPU; where FSDP2 or ZeRO-3 has sharded it, whole: all processes call."""
+    """``read(graph_filter)`` as copies on the CPU, also where accelerate has offloaded it; where FSDP2 or ZeRO-3 has
+    sharded it, whole: all processes must call."""
+    from accelerate.utils import align_module_device
+
     with contextlib.ExitStack() as stack:
+        for part in graph_filter.modules():
+            stack.enter_context(align_module_device(part))
         if partitioned := [p for p in graph_filter.parameters() if hasattr(p, "ds_id")]:
             import deepspeed
 

@@ -21,6 +21,7 @@ from hf_graphfilter.card import markdown_table
 
 ROOT = Path(__file__).parents[1]
 FILTERS = {"gfsa": "GFSA", "agf": "AGF"}
+IMPORTED = "ignore::pytest.PytestAssertRewriteWarning"  # anyio, by what this module imports before pytest begins
 OUTCOMES = ("fails", "works", "refused", "not tested")
 TEXT = """# What works
 
@@ -70,10 +71,10 @@ class Collector:
         if "feature" not in properties or (report.when != "call" and report.passed) or report.when == "teardown":
             return
         outcome = "fails" if report.failed else "not tested" if report.skipped else "works"
-        if outcome == "works" and "refused" in properties:
-            outcome = "refused"
-            self.messages[properties["feature"]] = properties["refused"]
         for name in (properties["filter"],) if "filter" in properties else FILTERS:
+            if outcome == "works" and "refused" in properties:
+                outcome = "refused"
+                self.messages[f"{properties['feature']} ({FILTERS[name]})"] = properties["refused"]
             self.found[properties["feature"]][name][properties.get("family", "")].add(outcome)
 
     def cell(self, feature: str, name: str) -> str:
@@ -111,7 +112,7 @@ class Collector:
 def main() -> None:
     collector = Collector()
     folder = str(Path(__file__).parent)
-    status = pytest.main(["-q", "-m", "feature", folder, *sys.argv[1:]], plugins=[collector])
+    status = pytest.main(["-q", "-m", "feature", "-W", IMPORTED, folder, *sys.argv[1:]], plugins=[collector])
     (ROOT / "docs" / "compatibility.md").write_text(collector.page())
     sys.exit(status)
 
