@@ -1,10 +1,14 @@
-"""docs/compatibility.md from the tests' results: ``python tests/compatibility.py`` (some minutes; -n 2 in parallel).
+"""docs/compatibility.md from the tests' results: ``python tests/compatibility.py``, with further arguments of pytest.
 
 A test marked ``feature("Section: feature")`` shows that feature for the filter and the family among its parameters.
+What tests found is kept in docs/compatibility.json, where a run of some of them (``-k quantized``) replaces what they
+show.
+``pytest --outcomes FILE`` does that beside any run.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import defaultdict
 from datetime import date
@@ -33,6 +37,7 @@ What no test shows is *not tested*. Every other architecture of transformers: [c
 {summary}
 
 {tables}
+
 ## Refusals
 
 {refusals}
@@ -58,12 +63,11 @@ def described(item: pytest.Item) -> dict[str, str]:
 
 
 class Collector:
-    """A pytest plugin: the outcomes by feature, filter, family."""
+    """A pytest plugin: the outcomes by feature, filter, family, kept in a file."""
 
-    def __init__(self) -> None:
-        self.found: dict[str, dict[str, dict[str, set[str]]]] = defaultdict(
-            lambda: defaultdict(lambda: defaultdict(set))
-        )
+    def __init__(self, file: Path):
+        self.file = file
+        self.now: dict[tuple[str, str, str], set[str]] = defaultdict(set)
         self.messages: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -71,49 +75,67 @@ class Collector:
         if "feature" not in properties or (report.when != "call" and report.passed) or report.when == "teardown":
             return
         outcome = "fails" if report.failed else "not tested" if report.skipped else "works"
+        feature = properties["feature"]
         for name in (properties["filter"],) if "filter" in properties else FILTERS:
             if outcome == "works" and "refused" in properties:
                 outcome = "refused"
-                self.messages[f"{properties['feature']} ({FILTERS[name]})"] = properties["refused"]
-            self.found[properties["feature"]][name][properties.get("family", "")].add(outcome)
+                self.messages[f"{feature} ({FILTERS[name]})"] = properties["refused"]
+            self.now[feature, name, properties.get("family", "")].add(outcome)
 
-    def cell(self, feature: str, name: str) -> str:
-        by_outcome = defaultdict(list)
-        for family, outcomes in self.found[feature][name].items():
-            by_outcome[next(o for o in OUTCOMES if o in outcomes)].append(family)
-        parts = []
-        for outcome in OUTCOMES:
-            if outcome in by_outcome and (outcome != "not tested" or len(by_outcome) == 1):
-                families = ", ".join(sorted(filter(None, by_outcome[outcome]), key=list(FAMILIES).index))
-                parts.append(f"**{outcome}**" * (outcome != "not tested") + (f": {families}" if families else ""))
-        return "; ".join(filter(None, parts)) or "*not tested*"
+    def pytest_sessionfinish(self) -> None:
+        kept = json.loads(self.file.read_text()) if self.file.exists() else {"found": {}, "messages": {}}
+        for (feature, name, family), outcomes in self.now.items():
+            by_filter = kept["found"].setdefault(feature, {}).setdefault(name, {})
+            by_filter[family] = next(o for o in OUTCOMES if o in outcomes)
+        kept["messages"] |= self.messages
+        kept["versions"] = {
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+            "device": "CUDA" if torch.cuda.is_available() else "CPU",
+            "date": date.today().isoformat(),
+        }
+        self.file.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
 
-    def page(self) -> str:
-        sections = defaultdict(list)
-        for feature in sorted(self.found):
-            section, _, title = feature.partition(": ")
-            sections[section].append([title, *(self.cell(feature, name) for name in FILTERS)])
-        outcomes = [o for by in self.found.values() for f in by.values() for family in f.values() for o in family]
-        return TEXT.format(
-            summary=(
-                f"{len(self.found)} features; transformers {transformers.__version__}, torch {torch.__version__}, "
-                f"{'CUDA' if torch.cuda.is_available() else 'CPU'}, {date.today()}."
-                + f" **{outcomes.count('fails')} fail.**"
-                * ("fails" in outcomes)
-            ),
-            tables="".join(
-                f"## {section}\n\n{markdown_table(['feature', *FILTERS.values()], rows)}\n\n"
-                for section, rows in sections.items()
-            ),
-            refusals="\n".join(f"- {feature}: “{message}”" for feature, message in sorted(self.messages.items())),
-        )
+
+def cell(by_family: dict[str, str]) -> str:
+    by_outcome = defaultdict(list)
+    for family, outcome in by_family.items():
+        by_outcome[outcome].append(family)
+    parts = []
+    for outcome in OUTCOMES:
+        if outcome in by_outcome and outcome != "not tested":
+            families = ", ".join(sorted(filter(None, by_outcome[outcome]), key=list(FAMILIES).index))
+            parts.append(f"**{outcome}**" + (f": {families}" if families else ""))
+    return "; ".join(parts) or "*not tested*"
+
+
+def page(kept: dict[str, Any]) -> str:
+    sections = defaultdict(list)
+    for feature, by_filter in sorted(kept["found"].items()):
+        section, _, title = feature.partition(": ")
+        sections[section].append([title, *(cell(by_filter.get(name, {})) for name in FILTERS)])
+    outcomes = [o for by_filter in kept["found"].values() for f in by_filter.values() for o in f.values()]
+    versions = kept["versions"]
+    return TEXT.format(
+        summary=(
+            f"{len(kept['found'])} features, {len(outcomes)} combinations with a filter and a model; transformers "
+            f"{versions['transformers']}, torch {versions['torch']}, {versions['device']}, {versions['date']}."
+            + f" **{outcomes.count('fails')} fail.**"
+            * ("fails" in outcomes)
+        ),
+        tables="\n\n".join(
+            f"## {section}\n\n{markdown_table(['feature', *FILTERS.values()], rows)}"
+            for section, rows in sections.items()
+        ),
+        refusals="\n".join(f"- {feature}: “{message}”" for feature, message in sorted(kept["messages"].items())),
+    )
 
 
 def main() -> None:
-    collector = Collector()
+    file = ROOT / "docs" / "compatibility.json"
     folder = str(Path(__file__).parent)
-    status = pytest.main(["-q", "-m", "feature", "-W", IMPORTED, folder, *sys.argv[1:]], plugins=[collector])
-    (ROOT / "docs" / "compatibility.md").write_text(collector.page())
+    status = pytest.main(["-q", "-m", "feature", "-W", IMPORTED, "--outcomes", str(file), folder, *sys.argv[1:]])
+    file.with_suffix(".md").write_text(page(json.loads(file.read_text())))
     sys.exit(status)
 
 

@@ -12,13 +12,23 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 import transformers
-from compatibility import described
+from compatibility import Collector, described
 from transformers.utils import logging as transformers_logging
 
 from hf_graphfilter import GraphFilterError
 
 torch.set_num_threads(1)  # the tests run in parallel processes
 transformers_logging.disable_progress_bar()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--outcomes", type=Path, help="a JSON file for what the tests marked `feature` show")
+
+
+def pytest_configure(config):
+    file = config.getoption("--outcomes")
+    if file and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Collector(file))
 
 
 class _Records(logging.Handler):

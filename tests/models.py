@@ -7,6 +7,8 @@ import torch
 import transformers as t
 from torch import nn
 
+from hf_graphfilter import AGFConfig, GFSAConfig
+
 TEXT = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
 DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 ENCODER_DECODER = {
@@ -89,6 +91,12 @@ class Family:
 
 T5 = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4}
 T5_TOKENS = {"dropout_rate": 0.0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
+
+CONFIGS = {
+    "gfsa": GFSAConfig(K=3, learn=("w_0", "w_1", "w_K")),
+    "agf": AGFConfig(K=2, position_bias="drop"),
+    "agf-blend": AGFConfig(K=2, init="blend", window=2, correction=True, position_bias="drop"),
+}
 
 FAMILIES = {
     "bert": Family(t.BertModel, t.BertConfig(**TEXT, **DROPOUT), "encoder", 3),

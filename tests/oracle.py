@@ -132,3 +132,33 @@ def dense_twin(plain, patched, formula):
             twin.seen_weights = {k: p.detach() for k, p in f.named_parameters()}
             twin.register_forward_pre_hook(_keep_hidden, with_kwargs=True)
     return plain
+
+
+def timm_twin(plain, patched, formula):
+    """``plain``, unfused, in which dropout is handed A and gives back H: what follows multiplies it with the values."""
+    for module in plain.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = False
+    for name, module in patched.named_modules():
+        if "graph_filter" in module._modules:
+            f = module.graph_filter
+            twin = plain.get_submodule(name)
+            seen = {}
+            twin.register_forward_pre_hook(lambda m, args, seen=seen: seen.update(hidden=args[0]))
+            twin.attn_drop.register_forward_hook(
+                lambda m, i, A, f=f, twin=twin, seen=seen: formula(
+                    A, f.coefficients(), f.config, scores_of(twin, seen["hidden"], f)
+                )
+            )
+    return plain
+
+
+def scores_of(module, hidden, graph_filter):
+    """What a filter without scores reads: the module's query and key, and its own weights."""
+    query, key, _ = module.qkv(hidden).unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    if hasattr(module, "q_norm"):
+        query, key = module.q_norm(query), module.k_norm(key)
+    scores = query @ key.mT * module.scale
+    weights = {k: p.detach() for k, p in graph_filter.named_parameters()}
+    allowed = torch.ones_like(scores, dtype=torch.bool)
+    return SimpleNamespace(query=query, key=key, scores=scores, allowed=allowed, hidden=hidden, weights=weights)

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from models import FAMILIES, output, turn_on
+from models import CONFIGS, FAMILIES, output, turn_on
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from hf_graphfilter import AGFConfig, GFSAConfig, filter_parameters
+from hf_graphfilter import filter_parameters
 from hf_graphfilter.ops.visibility import visibility
 
 pytestmark = pytest.mark.filterwarnings(
@@ -15,11 +15,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Dynamo detected a call to a .functools.lru_cache.-wrapped function at 'fsdp.py",  # of transformers
 )
 
-CONFIGS = {
-    "gfsa": GFSAConfig(K=3, learn=("w_0", "w_1", "w_K")),
-    "agf": AGFConfig(K=2, position_bias="drop"),
-    "agf-blend": AGFConfig(K=2, init="blend", window=2, position_bias="drop"),
-}
 QUICK = [("bert", "gfsa"), ("gpt2", "gfsa"), ("deit", "agf")]
 cases = pytest.mark.parametrize(
     ("family", "name"),

@@ -2,15 +2,8 @@
 
 import pytest
 import torch
-from models import FAMILIES, output, turn_on
+from models import CONFIGS, FAMILIES, output, turn_on
 
-from hf_graphfilter import AGFConfig, GFSAConfig
-
-CONFIGS = {
-    "gfsa": GFSAConfig(K=3, learn=("w_0", "w_1", "w_K")),
-    "agf": AGFConfig(K=2),
-    "agf-blend": AGFConfig(K=2, init="blend", window=2, correction=True),
-}
 ENCODERS = ("bert", "roberta", "distilbert", "electra", "deit", "vit")
 QUICK = [("bert", "gfsa"), ("bert", "agf"), ("deit", "agf-blend")]
 

@@ -4,13 +4,12 @@ import copy
 import pickle
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hub_server import TOKEN, Hub
 from models import turn_on
-from oracle import gfsa_matrix
+from oracle import gfsa_matrix, timm_twin
 from test_common import FILTERS
 
 from hf_graphfilter import (
@@ -83,36 +82,6 @@ def images(family, dtype=torch.float32, batch=2):
     return torch.randn(batch, 3, *SIZES.get(family, (32, 32)), generator=g, dtype=dtype)
 
 
-def dense_twin(plain, patched, formula):
-    """``plain``, unfused, in which dropout is handed A and gives back H: what follows multiplies it with the values."""
-    for module in plain.modules():
-        if hasattr(module, "fused_attn"):
-            module.fused_attn = False
-    for name, module in patched.named_modules():
-        if "graph_filter" in module._modules:
-            f = module.graph_filter
-            twin = plain.get_submodule(name)
-            seen = {}
-            twin.register_forward_pre_hook(lambda m, args, seen=seen: seen.update(hidden=args[0]))
-            twin.attn_drop.register_forward_hook(
-                lambda m, i, A, f=f, twin=twin, seen=seen: formula(
-                    A, f.coefficients(), f.config, scores_of(twin, seen["hidden"], f)
-                )
-            )
-    return plain
-
-
-def scores_of(module, hidden, graph_filter):
-    """What a filter without scores reads: the module's query and key, and its own weights."""
-    query, key, _ = module.qkv(hidden).unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
-    if hasattr(module, "q_norm"):
-        query, key = module.q_norm(query), module.k_norm(key)
-    scores = query @ key.mT * module.scale
-    weights = {k: p.detach() for k, p in graph_filter.named_parameters()}
-    allowed = torch.ones_like(scores, dtype=torch.bool)
-    return SimpleNamespace(query=query, key=key, scores=scores, allowed=allowed, hidden=hidden, weights=weights)
-
-
 @cases
 @fused
 def test_identical_at_the_start(family, name, fused):
@@ -140,7 +109,7 @@ def test_equals_the_dense_form(family, name, fused):
     config, formula = FILTERS[name]
     plain, x = build(family, fused).double(), images(family, torch.float64)
     patched = turn_on(patch(copy.deepcopy(plain), family, config))
-    before, twin = plain(x), dense_twin(copy.deepcopy(plain), patched, formula)
+    before, twin = plain(x), timm_twin(copy.deepcopy(plain), patched, formula)
     found, expected = patched(x), twin(x)
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
     assert not torch.allclose(found, before, atol=1e-5), "the filter is on"

@@ -4,16 +4,11 @@ import copy
 
 import pytest
 import torch
-from models import FAMILIES, output, turn_on
+from models import CONFIGS, FAMILIES, output, turn_on
 from transformers import set_seed
 
-from hf_graphfilter import AGFConfig, GFSAConfig, GraphFilter, filter_parameters, parameter_groups
+from hf_graphfilter import GraphFilter, filter_parameters, parameter_groups
 
-CONFIGS = {
-    "gfsa": GFSAConfig(K=3, learn=("w_0", "w_1", "w_K")),
-    "agf": AGFConfig(K=2, position_bias="drop"),
-    "agf-blend": AGFConfig(K=2, init="blend", window=2, correction=True, position_bias="drop"),
-}
 families = pytest.mark.parametrize("family", FAMILIES)
 filters = pytest.mark.parametrize("name", CONFIGS)
 

@@ -4,17 +4,12 @@ import copy
 
 import pytest
 import torch
-from models import FAMILIES, output, turn_on
+from models import CONFIGS, FAMILIES, output, turn_on
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.parallel import comm, replicate
 
-from hf_graphfilter import AGFConfig, GFSAConfig, filter_parameters, filter_status
+from hf_graphfilter import filter_parameters, filter_status
 
-CONFIGS = {
-    "gfsa": GFSAConfig(K=3, learn=("w_0", "w_1", "w_K")),
-    "agf": AGFConfig(K=2, position_bias="drop"),
-    "agf-blend": AGFConfig(K=2, init="blend", window=2, correction=True, position_bias="drop"),
-}
 families = pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5", "deit"])
 filters = pytest.mark.parametrize("name", CONFIGS)
 

@@ -3,7 +3,7 @@
 import copy
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -56,10 +56,14 @@ def architectures() -> list[str]:
 
 
 def check(architecture: str) -> Verdict:
-    verdict = Verdict(architecture, "verified")
+    return judged(_check, Verdict(architecture, "verified"))
+
+
+def judged(run: Callable[[Verdict], None], verdict: Verdict) -> Verdict:
+    """``verdict`` after ``run`` has filled it in or stopped."""
     try:
         with limit(SECONDS):
-            _check(verdict)
+            run(verdict)
     except NotHere as error:
         verdict.status, verdict.reason = "not built", str(error)
     except GraphFilterError as error:

@@ -1,7 +1,12 @@
-"""Every architecture of transformers: none is silently wrong. ``python tests/coverage/write.py`` writes the table."""
+"""Every architecture of transformers and timm: none is silently wrong. ``write.py`` makes the table."""
 
 import pytest
 from check import architectures, check
+
+try:
+    from check_timm import check_timm, smallest_models
+except ImportError:  # timm is optional
+    smallest_models = list
 
 QUICK = ("gemma2", "mixtral", "qwen2_vl", "bloom", "gpt_oss")
 
@@ -17,3 +22,20 @@ def test_no_architecture_is_silently_wrong(architecture, transformers_warnings):
     assert verdict.status != "wrong", verdict.reason
     if architecture in QUICK:
         assert verdict.status == ("refused" if architecture in ("bloom", "gpt_oss") else "verified"), verdict.reason
+
+
+QUICK_TIMM = {
+    "vision_transformer: test_vit": "verified",
+    "beit: beit_base_patch16_224": "refused",
+    "resnet: test_resnet": "refused",
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "model", [name if name in QUICK_TIMM else pytest.param(name, marks=pytest.mark.slow) for name in smallest_models()]
+)
+def test_no_model_of_timm_is_silently_wrong(model):
+    verdict = check_timm(model)
+    assert verdict.status == QUICK_TIMM.get(model, verdict.status), verdict.reason
+    assert verdict.status != "wrong", verdict.reason

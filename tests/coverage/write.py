@@ -1,4 +1,4 @@
-"""Check every architecture of transformers and write docs/coverage.md: ``python tests/coverage/write.py``."""
+"""Check every architecture, write docs/coverage.md and coverage-timm.md: ``python tests/coverage/write.py [timm]``."""
 
 import os
 import re
@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from datetime import date
+from importlib import metadata
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,11 +16,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from check import Verdict, architectures, check  # noqa: E402
+from check_timm import check_timm, smallest_models  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from hf_graphfilter.card import markdown_table  # noqa: E402
 
-TEXT = """# Architectures of transformers
+INTRODUCTIONS = {
+    "transformers": """# Architectures of transformers
 
 A tiny random model of every architecture, made from its config class alone (tests/coverage), is patched with GFSA and
 compared in float64: identical at the start; with the filter on equal to explicit matrices, on SDPA and eager attention
@@ -27,7 +30,21 @@ compared in float64: identical at the start; with the filter on equal to explici
 same again after saving and loading. Inputs are the main input and what has no default: of multimodal models the text
 part, so "run" may be less than "patched"; their vision towers have rows of their own. The families of the common
 tester (README) are tested there besides, with every filter. Written by `python tests/coverage/write.py`.
+""",
+    "timm": """# Models of timm
 
+Of every file of timm and every kind of names in it the smallest model, with random weights, is patched with GFSA and
+compared in float64: identical at the start; with the filter on equal to explicit matrices, with fused and unfused
+attention; finite gradients of every coefficient; the same again after saving and loading. Written by
+`python tests/coverage/write.py timm`.
+""",
+}
+PAGES = {
+    "transformers": (architectures, check, "coverage.md"),
+    "timm": (smallest_models, check_timm, "coverage-timm.md"),
+}
+NO_ATTENTION = "Attention found: none"
+TEXT = """{introduction}
 {summary}
 
 ## Verified
@@ -42,7 +59,7 @@ By name, when `patch_model` is called: nothing is silently unfiltered.
 
 ## Not tested here
 
-The unpatched model cannot be made or run from its config class alone (inputs of its own, a backbone to download ...).
+The unpatched model cannot be made or run here (inputs of its own, a backbone to download, too large ...).
 
 {absent}
 """
@@ -55,16 +72,33 @@ def quiet() -> None:
 
 
 def main() -> None:
-    names = architectures()
+    wrong = []
+    for library in sys.argv[1:] or INTRODUCTIONS:
+        verdicts = run(library)
+        (ROOT / "docs" / PAGES[library][2]).write_text(page(library, verdicts))
+        wrong += of(verdicts, "wrong")
+    for verdict in wrong:
+        print(f"WRONG {verdict.architecture}: {verdict.reason}")
+    sys.exit(bool(wrong))
+
+
+def run(library: str) -> list[Verdict]:
+    names, judge, _ = PAGES[library]
+    found = names()
     with ProcessPoolExecutor(os.cpu_count(), initializer=quiet) as pool:
-        verdicts = [*tqdm(pool.map(check, names), total=len(names))]
-    wrong = [v for v in verdicts if v.status == "wrong"]
+        return [*tqdm(pool.map(judge, found), total=len(found))]
+
+
+def page(library: str, verdicts: list[Verdict]) -> str:
+    without = [v for v in of(verdicts, "refused") if NO_ATTENTION in v.reason]
+    refused = [v for v in of(verdicts, "refused") if v not in without]
     counts = Counter(v.status for v in verdicts)
     summary = (
-        f"**{counts['verified']} verified, {counts['refused']} refused, {counts['not built']} not tested here**, of "
-        f"{len(verdicts)} with a base model; transformers {transformers.__version__}, torch {torch.__version__}, "
-        f"{date.today()}."
+        f"**{counts['verified']} verified, {len(refused)} refused, {counts['not built']} not tested here**, of "
+        f"{len(verdicts)}; {len(without)} have no attention. {library} {metadata.version(library)}, torch "
+        f"{torch.__version__}, {date.today()}."
     )
+    print(summary)
     rows = [
         [
             v.architecture,
@@ -75,19 +109,14 @@ def main() -> None:
         ]
         for v in of(verdicts, "verified")
     ]
-    content = TEXT.format(
+    reasons = ["architecture", "reason"]
+    return TEXT.format(
+        introduction=INTRODUCTIONS[library],
         summary=summary,
         verified=markdown_table(["architecture", "patched modules", "run", "attention", "left out"], rows),
-        refused=markdown_table(["architecture", "reason"], [[v.architecture, why(v)] for v in of(verdicts, "refused")]),
-        absent=markdown_table(
-            ["architecture", "reason"], [[v.architecture, why(v)] for v in of(verdicts, "not built")]
-        ),
+        refused=markdown_table(reasons, [[v.architecture, why(v)] for v in refused]),
+        absent=markdown_table(reasons, [[v.architecture, why(v)] for v in of(verdicts, "not built")]),
     )
-    (ROOT / "docs" / "coverage.md").write_text(content)
-    print(summary)
-    for verdict in wrong:
-        print(f"WRONG {verdict.architecture}: {verdict.reason}")
-    sys.exit(bool(wrong))
 
 
 def of(verdicts: list[Verdict], status: str) -> list[Verdict]:
