@@ -32,7 +32,8 @@ TEXT = """# What works
 Every row is what tests show: a command runs them and writes this page (`python tests/compatibility.py`). A cell names
 the models that a feature was tested on with a filter whose coefficients are on; **works** means the results of the same
 model used in the plain way (the tests say to what tolerance), **refused** that the call stops with the message below.
-What no test shows is *not tested*. Every other architecture of transformers: [coverage.md](coverage.md).
+What no test shows is *not tested*. "All" are {families}. Every other architecture of transformers:
+[coverage.md](coverage.md).
 
 {summary}
 
@@ -105,6 +106,7 @@ def cell(by_family: dict[str, str]) -> str:
     for outcome in OUTCOMES:
         if outcome in by_outcome and outcome != "not tested":
             families = ", ".join(sorted(filter(None, by_outcome[outcome]), key=list(FAMILIES).index))
+            families = f"all {len(FAMILIES)}" if len(by_outcome[outcome]) == len(FAMILIES) else families
             parts.append(f"**{outcome}**" + (f": {families}" if families else ""))
     return "; ".join(parts) or "*not tested*"
 
@@ -117,6 +119,7 @@ def page(kept: dict[str, Any]) -> str:
     outcomes = [o for by_filter in kept["found"].values() for f in by_filter.values() for o in f.values()]
     versions = kept["versions"]
     return TEXT.format(
+        families=", ".join(FAMILIES),
         summary=(
             f"{len(kept['found'])} features, {len(outcomes)} combinations with a filter and a model; transformers "
             f"{versions['transformers']}, torch {versions['torch']}, {versions['device']}, {versions['date']}."
