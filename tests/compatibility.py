@@ -9,6 +9,7 @@ show.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import defaultdict
 from datetime import date
@@ -80,7 +81,8 @@ class Collector:
         for name in (properties["filter"],) if "filter" in properties else FILTERS:
             if outcome == "works" and "refused" in properties:
                 outcome = "refused"
-                self.messages[f"{feature} ({FILTERS[name]})"] = properties["refused"]
+                without_paths = re.sub(r"/\S*/", "", properties["refused"])
+                self.messages[f"{feature} ({FILTERS[name]})"] = without_paths
             self.now[feature, name, properties.get("family", "")].add(outcome)
 
     def pytest_sessionfinish(self) -> None:
