@@ -22,6 +22,7 @@ lint: $(VENV)/installed-test
 # docs/coverage.md and docs/compatibility.md, from what the tests find (an hour on two cores)
 works: $(VENV)/installed-slow
 	$(BIN)/python tests/coverage/write.py
+	rm -f docs/compatibility.json
 	$(BIN)/python tests/compatibility.py -n 2
 
 # the oldest supported pair, in an environment of its own

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from .errors import GraphFilterError
+from .filters import GraphFilter
 from .hosts import Host, host_of, unwrapped
 from .patching import active_filter, apply_record, patched_modules, read_groups, read_whole
 
@@ -40,15 +42,11 @@ def save_filter(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
     """
     model, directory = unwrapped(model), Path(directory)
     host = host_of(model)
-    tensors = {
-        f"{host.relative_name(model, name)}.{key}": tensor.contiguous()
-        for name, module in patched_modules(model)
-        for key, tensor in read_whole(active_filter(module), lambda f: f.state_dict()).items()
-    }
+    tensors = _coefficients(host, model, lambda f: read_whole(f, nn.Module.state_dict))
     if torch.distributed.is_initialized() and torch.distributed.get_rank():
         return directory
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / WEIGHTS_FILE)
+    save_file({k: t.contiguous() for k, t in tensors.items()}, directory / WEIGHTS_FILE)
     description = {**host.read_record(model), "base": _base(host, model)}  # type: ignore[dict-item]
     (directory / CONFIG_FILE).write_text(json.dumps(description, indent=2) + "\n")
     return directory
@@ -131,11 +129,17 @@ def _locate(source: str | os.PathLike[str], name: str, hub_options: dict[str, An
         ) from error
 
 
-def _coefficients(host: Host, model: nn.Module) -> dict[str, torch.Tensor]:
+def _parameters(graph_filter: GraphFilter) -> dict[str, torch.Tensor]:
+    return graph_filter.state_dict(keep_vars=True)  # not detached: what shards them marks the parameters
+
+
+def _coefficients(
+    host: Host, model: nn.Module, read: Callable[[GraphFilter], dict[str, torch.Tensor]] = _parameters
+) -> dict[str, torch.Tensor]:
     return {
         f"{host.relative_name(model, name)}.{key}": tensor
         for name, module in patched_modules(model)
-        for key, tensor in active_filter(module).state_dict(keep_vars=True).items()
+        for key, tensor in read(active_filter(module)).items()
     }
 
 

@@ -52,7 +52,8 @@ def described(item: pytest.Item) -> dict[str, str]:
     if marker is None:
         return {}
     found = {"feature": marker.args[0]}
-    for value in getattr(item, "callspec", None).params.values() if hasattr(item, "callspec") else ():
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    for value in parameters.values():
         if isinstance(value, Family):
             found["family"] = next(name for name, family in FAMILIES.items() if family is value)
         elif isinstance(value, FilterConfig):
@@ -119,14 +120,14 @@ def page(kept: dict[str, Any]) -> str:
         section, _, title = feature.partition(": ")
         sections[section].append([title, *(cell(by_filter.get(name, {})) for name in FILTERS)])
     outcomes = [o for by_filter in kept["found"].values() for f in by_filter.values() for o in f.values()]
-    versions = kept["versions"]
+    failing, versions = outcomes.count("fails"), kept["versions"]
     return TEXT.format(
         families=", ".join(FAMILIES),
         summary=(
             f"{len(kept['found'])} features, {len(outcomes)} combinations with a filter and a model; transformers "
             f"{versions['transformers']}, torch {versions['torch']}, {versions['device']}, {versions['date']}."
-            + f" **{outcomes.count('fails')} fail.**"
-            * ("fails" in outcomes)
+            + f" **{failing} fail.**"
+            * bool(failing)
         ),
         tables="\n\n".join(
             f"## {section}\n\n{markdown_table(['feature', *FILTERS.values()], rows)}"

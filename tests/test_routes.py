@@ -1,7 +1,6 @@
 """Nothing is silently unfiltered: routes that could lead past the filter give the filtered outputs, or an error."""
 
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -166,15 +165,14 @@ def test_a_module_without_its_filter_does_not_load(name, tmp_path, refuses, tran
 
 @names
 def test_parts_of_a_model_are_filtered_too(name):
-    family = dataclasses.replace(FAMILIES["t5"])
-    model, inputs = patched("t5", name), family.inputs()
+    model, inputs = patched("t5", name), FAMILIES["t5"].inputs()
     with torch.no_grad():
         whole = model(**inputs).encoder_last_hidden_state
         part = model.get_encoder()(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
     torch.testing.assert_close(part.last_hidden_state, whole)
 
 
-def test_our_own_name_as_a_backend_is_refused(refuses):
+def test_our_own_name_as_a_backend_is_refused():
     model = FAMILIES["bert"].build()
     for module in model.modules():
         if hasattr(module, "config"):

@@ -30,6 +30,9 @@ class _Keeping(_Layer):
 
     kept: dict[Any, Tensor]
 
+    def forget(self) -> None:
+        self.kept = {}
+
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
         self.kept = {name: change(tensor) for name, tensor in self.kept.items()}
 
@@ -58,6 +61,10 @@ class SignalRows(_Keeping):
     """Keeps signal rows (batch, heads, tokens, features) by application number, in tensors with room for more."""
 
     ends: dict[int, int]  # how many rows of each tensor are in use
+
+    def forget(self) -> None:
+        super().forget()
+        self.ends = {}
 
     def rows(self, application: int) -> Tensor:
         return self.kept[application][:, :, : self.ends[application]]
@@ -88,7 +95,7 @@ class SignalRows(_Keeping):
         if self.get_seq_length():  # transformers up to 5.17 keeps the tokens, as zeros
             self._each(torch.zeros_like)
         else:
-            self.kept, self.ends = {}, {}
+            self.forget()
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         before = self.get_seq_length()
@@ -138,7 +145,7 @@ class KeyedStateLayer(_Keeping, DynamicLayer):
     def reset(self) -> None:
         self.keys = self.values = None
         self.is_initialized = False
-        self.kept = {}
+        self.forget()
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         if (args or tuple(kwargs.values()))[0] in (0, self.get_seq_length()):
@@ -278,9 +285,8 @@ def memory(past: Any, module: Any, key: Tensor) -> tuple[_Rows | _StaticRows | N
 
 def _with_memory(layer: Any, layer_class: type) -> Any:
     made: Any = object.__new__(layer_class)
-    made.__dict__ = {**layer.__dict__, "kept": {}}
-    if isinstance(made, SignalRows):
-        made.ends = {}
+    made.__dict__ = dict(layer.__dict__)
+    made.forget()
     return made
 
 

@@ -22,7 +22,8 @@ def with_local_heads(
     Raises:
         GraphFilterError: the heads are not split by tensor parallelism, or the filter cannot be split with them.
     """
-    local, names = query.shape[1], getattr(graph_filter, "per_head", ())
+    # another module holds a filter for each of PEFT's adapters
+    local, names = query.shape[1], graph_filter.per_head if isinstance(graph_filter, GraphFilter) else ()
     mesh = next((p.device_mesh for p in module.parameters() if hasattr(p, "device_mesh")), None)
     site = f"{graph_filter.site_name} ({type(module).__name__})"
     if mesh is None:
@@ -32,7 +33,7 @@ def with_local_heads(
     if not names:
         raise GraphFilterError(
             f"{site}: tensor parallelism splits the {graph_filter.heads} heads, and {type(graph_filter).__name__} is "
-            "not made of values a head: use FSDP2 or DDP, or a filter such as 'gfsa'"
+            "not made of values a head: use FSDP2 or DDP, or a filter that is"
         )
     if mesh.ndim > 1 or local * mesh.size() != graph_filter.heads:
         raise GraphFilterError(

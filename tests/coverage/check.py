@@ -73,8 +73,12 @@ def judged(run: Callable[[Verdict], None], verdict: Verdict) -> Verdict:
     except TimeoutError:
         verdict.status, verdict.reason = "not built", f"takes more than {SECONDS} s"
     except Exception as error:
-        verdict.status, verdict.reason = "wrong", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        verdict.status, verdict.reason = "wrong", brief(error, 300)
     return verdict
+
+
+def brief(error: Exception, length: int) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:length]}"
 
 
 def _check(verdict: Verdict) -> None:
@@ -87,9 +91,8 @@ def _check(verdict: Verdict) -> None:
         except TimeoutError:
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
             if backend == "eager" and not models:
-                raise NotHere(reason) from error
+                raise NotHere(brief(error, 120)) from error
             continue
         models[backend] = model, given, reference
     if not models:

@@ -6,10 +6,9 @@ import tempfile
 
 import timm
 import torch
-from check import CONFIG, NotHere, Verdict, Wrong, distance, floats, judged, reached, trains
+from check import CONFIG, NotHere, Verdict, Wrong, brief, distance, judged, outputs, reached, trains
 from models import turn_on
 from oracle import gfsa_matrix, timm_twin
-from torch import nn
 
 from hf_graphfilter import filter_status, load_timm_model, patch_model
 from hf_graphfilter.hosts.timm import find
@@ -61,7 +60,7 @@ def _check(verdict: Verdict) -> None:
     except TimeoutError:
         raise
     except Exception as error:
-        raise NotHere(f"{type(error).__name__}: {' '.join(str(error).split())[:120]}") from error
+        raise NotHere(brief(error, 120)) from error
     verdict.left_out = sorted(set(find(plain)[1].values()))
     patched = patch_model(copy.deepcopy(plain), CONFIG)
     verdict.patched = len(filter_status(patched))
@@ -90,8 +89,3 @@ def _check(verdict: Verdict) -> None:
         timm.models.save_for_hf(patched, folder, safe_serialization=True)
         if (far := distance(outputs(load_timm_model(folder).eval().double(), given), filtered)) > 1e-4:
             raise Wrong(f"loaded again it differs by {far:.1e}")
-
-
-@torch.no_grad()
-def outputs(model: nn.Module, given: dict) -> list[torch.Tensor]:
-    return floats(model(**given))
