@@ -1,4 +1,4 @@
-"""The two processes of test_distributed.py: ``torchrun --nproc_per_node 2 tests/distributed.py MODE FILTER DIR``."""
+"""The two processes of test_distributed.py, started by processes.py with MODE FILTER DIR."""
 
 import copy
 import sys
@@ -205,7 +205,6 @@ def main():
     if mode in ("gradients", "tensor_parallel"):
         dist.init_process_group("gloo")
         globals()[mode](name, folder, dist.get_rank())
-        dist.destroy_process_group()
     else:
         training(mode, name, folder)
 
