@@ -15,11 +15,11 @@ import functools
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import transformers
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -31,7 +31,7 @@ from ..filters import GraphFilter
 from ..ops.attention import apply_twice, can_apply_twice
 from ..ops.visibility import visibility
 from ..shift import AttentionShift, repeat_heads
-from . import AttentionSite, cache, locate, looks_like_attention
+from . import AttentionSite, cache, check_values, locate, looks_like_attention
 from .tensor_parallel import with_local_heads
 
 LIBRARY = "transformers"
@@ -432,6 +432,39 @@ def _initialise_filters(original: Callable[..., Any]) -> Callable[..., Any]:
     return _initialize_weights
 
 
+def _check_before_load(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
+    function = original.__func__
+
+    @functools.wraps(function)
+    def _load_pretrained_model(
+        model: PreTrainedModel, state_dict: Any, checkpoint_files: list[str] | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if read_record(model) is not None:
+            _check_values(model, state_dict, checkpoint_files or [])
+        return function(model, state_dict, checkpoint_files, *args, **kwargs)
+
+    return staticmethod(_load_pretrained_model)
+
+
+def _check_values(model: PreTrainedModel, state_dict: dict[str, Tensor] | None, files: list[str]) -> None:
+    """``check_values`` of the coefficients in a checkpoint: as they are in its files, whatever becomes of them (cast,
+    sharded, left on disk)."""
+
+    def coefficients(keys: Iterable[str], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        # not the weights of a filter's children, which may be large, or quantized
+        return {relative_name(model, key): read(key) for key in keys if re.search(rf"\.{CHILD}\.[^.]+$", key)}
+
+    own = model.state_dict()
+    wanted = coefficients(own, own.__getitem__)
+    if state_dict is not None:
+        check_values(coefficients(state_dict, state_dict.__getitem__), wanted, "state_dict")
+        return
+    for file in files:
+        if file.endswith(".safetensors"):
+            with safe_open(file, framework="pt") as opened:
+                check_values(coefficients(opened.keys(), opened.get_tensor), wanted, file)
+
+
 def _check_after_load(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
     function = original.__func__
 
@@ -520,6 +553,7 @@ _WRAPS: dict[str, Callable[[Any], Any]] = {
     "_check_and_adjust_attn_implementation": _resolve_implementation,
     "post_init": _patch_after_init,
     "_initialize_weights": _initialise_filters,
+    "_load_pretrained_model": _check_before_load,
     "_finalize_model_loading": _check_after_load,
     "from_pretrained": _explain_corruption,
     "_load_from_state_dict": _refuse_lost_filters,
