@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import GraphFilterError
@@ -105,14 +104,19 @@ def host_of(model: object) -> Host:
 
 
 def check_values(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], source: object) -> None:
-    """Refuse numbers that no training ends with, before they are loaded: other than floating point where the filter
-    has floating point (or is not there), and such that are not finite in float32.
+    """Refuse what no training ends with, before it is loaded: another shape than the filter's, other numbers than
+    floating point where the filter has these (or is not there), and such that are not finite in float32.
 
     Raises:
         GraphFilterError: naming ``source`` and the first such tensor.
     """
     for name, tensor in found.items():
-        if not wanted.get(name, torch.empty(0, device="cpu")).is_floating_point():
+        target = wanted.get(name)
+        if target is not None and tensor.shape != target.shape:
+            raise GraphFilterError(
+                f"{source}: {name} should hold {tuple(target.shape)}, it holds {tuple(tensor.shape)}"
+            )
+        if target is not None and not target.is_floating_point():
             continue  # a counter or a mask, of another author's filter
         kind = str(tensor.dtype).removeprefix("torch.")
         if tensor.is_floating_point():
