@@ -127,7 +127,7 @@ MISTAKES = [
     ({"layers": [-4]}, "-4 is out of range"),
     ({"layers": "first"}, "use None, 'even', 'odd'"),
     ({"layers": [True]}, "a list of layers holds integers"),
-    ({"layers": 1}, "a list of layers holds integers"),
+    ({"layers": 1}, "use None, 'even', 'odd'"),
     ({"stack": "decoder"}, "the model has encoder self-attention only"),
 ]
 

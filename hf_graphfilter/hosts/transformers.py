@@ -17,12 +17,12 @@ import functools
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -37,7 +37,7 @@ from ..filters import GraphFilter
 from ..ops.attention import apply_twice, can_apply_twice
 from ..ops.visibility import visibility
 from ..shift import AttentionShift, repeat_heads
-from . import AttentionSite, cache, host_of, locate, looks_like_attention
+from . import AttentionSite, cache, check_values, host_of, locate, looks_like_attention
 from .tensor_parallel import with_local_heads
 
 LIBRARY = "transformers"
@@ -567,6 +567,7 @@ def _load_by_record(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
         mapping = [*renamings, *(load_config.weight_mapping or ())]
         load_config = dataclasses.replace(load_config, weight_mapping=mapping)
         try:
+            _check_values(model, state_dict, checkpoint_files or [])
             info, index = function(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         except (SafetensorError, EOFError) as error:
             raise GraphFilterError(
@@ -578,6 +579,25 @@ def _load_by_record(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
         return info, index
 
     return staticmethod(_load_pretrained_model)
+
+
+def _check_values(model: PreTrainedModel, state_dict: dict[str, Tensor] | None, files: list[str]) -> None:
+    """``check_values`` of the coefficients in a checkpoint: as they are in its files, whatever becomes of them (cast,
+    sharded, left on disk)."""
+
+    def coefficients(keys: Iterable[str], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        # not the weights of a filter's children, which may be large, or quantized
+        return {relative_name(model, key): read(key) for key in keys if re.search(rf"\.{CHILD}\.[^.]+$", key)}
+
+    own = model.state_dict()
+    wanted = coefficients(own, own.__getitem__)
+    if state_dict is not None:
+        check_values(coefficients(state_dict, state_dict.__getitem__), wanted, "state_dict")
+        return
+    for file in files:
+        if file.endswith(".safetensors"):
+            with safe_open(file, framework="pt") as opened:
+                check_values(coefficients(opened.keys(), opened.get_tensor), wanted, file)
 
 
 def _follow_renaming(model: PreTrainedModel) -> list[WeightRenaming]:
