@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test test-slow works test-oldest lint bench tables clean
+.PHONY: demo test test-slow works test-oldest lint docs release bench tables clean
 
 demo: $(VENV)/installed-demo
 	$(BIN)/hf-graphfilter demo --output runs/demo
@@ -18,6 +18,17 @@ lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# the site, in build/site; warnings are errors
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mkdocs build --strict --quiet
+
+# dist/: a wheel and an sdist, checked
+release: $(VENV)/installed-release
+	rm -rf build dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents --toplevel hf_graphfilter --package hf_graphfilter dist/*.whl
 
 # docs/coverage.md and docs/compatibility.md, from what the tests find (an hour on two cores)
 works: $(VENV)/installed-slow
@@ -45,4 +56,4 @@ $(VENV)/installed-%: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-oldest runs
+	rm -rf $(VENV) .venv-oldest build dist runs
