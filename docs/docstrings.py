@@ -1,5 +1,5 @@
-"""Docstrings for the reference: an extension of griffe, which knows "Examples:" and one name a line, where the code says
-"Example:" and "a, b: their meaning"."""
+"""An extension of griffe, which reads docstrings for the reference: it knows "Examples:" and one name a line, where the
+code says "Example:" and "a, b: their meaning"."""
 
 import re
 

@@ -1,5 +1,5 @@
-"""Relative links between the repository's files, made to work elsewhere: on the site, whose mkdocs calls the hooks below,
-and on a package index, for which setup.py asks for the long description. Imports nothing that building a wheel lacks."""
+"""Relative links between the repository's files, made to work elsewhere: on the site (mkdocs calls ``on_...``) and on a
+package index (setup.py calls ``long_description``, so nothing is imported that building a wheel lacks)."""
 
 import posixpath
 import re
@@ -19,7 +19,7 @@ def hosted(path: str) -> str:
 
 
 def relinked(text: str, page: str, address: Callable[[str], str]) -> str:
-    """The text of the repository's file ``page``, with ``address(path from the root)`` in place of each relative link."""
+    """The text of the file ``page`` with ``address(path from the root)`` in place of each relative link."""
 
     def replace(match: re.Match[str]) -> str:
         if match[0].startswith("`"):
