@@ -21,7 +21,7 @@ lint: $(VENV)/installed-test
 
 # the site, in build/site; warnings are errors
 docs: $(VENV)/installed-docs
-	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mkdocs build --strict
 
 # a wheel and an sdist in dist/, checked (W002: the licence of the data is there twice)
 release: $(VENV)/installed-release

@@ -61,9 +61,12 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, config, files):
     pages = {in_repository(file.src_uri): file.src_uri for file in files.documentation_pages()}
-    here = posixpath.dirname(page.file.src_uri)
+    source = in_repository(page.file.src_uri)
 
     def address(path):
-        return posixpath.relpath(pages[path], here or ".") if path in pages else hosted(path)
+        if path in pages:
+            return posixpath.relpath(pages[path], posixpath.dirname(page.file.src_uri) or ".")
+        # what is nowhere stays as it is, for mkdocs to complain of
+        return hosted(path) if (ROOT / path).exists() else posixpath.relpath(path, posixpath.dirname(source) or ".")
 
-    return relinked(markdown, in_repository(page.file.src_uri), address)
+    return relinked(markdown, source, address)
