@@ -29,6 +29,7 @@ release: $(VENV)/installed-release
 	$(BIN)/python -m build
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/check-wheel-contents --ignore W002 --toplevel hf_graphfilter --package hf_graphfilter dist/*.whl
+	@! grep -n '\.example' pyproject.toml || echo 'The links in dist/ lead nowhere: fill in the address of the project before uploading it.'
 
 # docs/coverage.md and docs/compatibility.md, from what the tests find (an hour on two cores)
 works: $(VENV)/installed-slow
@@ -49,7 +50,7 @@ bench: $(VENV)/installed-test
 tables: $(VENV)/installed-test
 	$(BIN)/python benchmarks/tables.py
 
-$(VENV)/installed-%: pyproject.toml
+$(VENV)/installed-%: pyproject.toml hf_graphfilter/__init__.py
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable ".[$*]" $(PINS)
