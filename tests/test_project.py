@@ -31,6 +31,12 @@ def test_the_version_is_written_once():
     assert f"\n## [{hf_graphfilter.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_the_addresses_are_of_one_repository():
+    urls = PROJECT["project"]["urls"]
+    assert all(url.startswith(urls["Repository"]) for url in urls.values())
+    assert urls["Changelog"] == LINKS["hosted"]("CHANGELOG.md")
+
+
 def test_the_citation_agrees_with_the_package():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == hf_graphfilter.__version__
