@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-ADDRESS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+ADDRESS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["urls"]["Repository"]
 # code is matched to be left alone; then the relative target of [text](target)
 LINK = re.compile(r"```.*?```|`[^`\n]*`|(?<=\]\()(?!\w+:|#|/)[^)\s]+", re.DOTALL)
 
