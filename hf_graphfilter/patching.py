@@ -122,12 +122,14 @@ class FilterStatus(list[FilterRow]):
     def __str__(self) -> str:
         if not self:
             return "no graph filter"
-        header, rows = self.table()
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = [header, ["-" * width for width in widths], *rows]
-        return "\n".join(
-            "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines
-        )
+        return text_table(*self.table())
+
+
+def text_table(header: list[str], rows: list[list[str]]) -> str:
+    """Columns of text, each as wide as its longest entry."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [header, ["-" * width for width in widths], *rows]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
 def filter_status(model: nn.Module) -> FilterStatus:
