@@ -115,6 +115,7 @@ def config_of(filter_class, **attributes):
     name = f"test-{filter_class.__name__}-{len(available_filters())}"
     body = {"module": filter_class, "__module__": __name__, **attributes}
     made = dataclass(frozen=True)(type(f"{filter_class.__name__}Config", (FilterConfig,), body))
+    globals()[made.__name__] = made  # where pickle looks
     return register_filter(name)(made)()
 
 
@@ -379,7 +380,7 @@ class ResetsSome(Scaled):
 class NeedsNumbers(Scaled):
     def __init__(self, config, site):
         super().__init__(config, site)
-        self.first = float(self.c[0])
+        self.first = self.c[0].item()
 
 
 class InPlace(Scaled):
@@ -506,7 +507,7 @@ BROKEN = [
     (Uninitialised, "start values", "BERT: __init__ leaves uninitialised memory .* in c, at encoder.layer.0"),
     (ResetsSome, "start values", "reset_parameters does not set d, at"),
     (ResetsSome, "meta", "built on the meta device, reset_parameters does not set d, at"),
-    (NeedsNumbers, "meta", "meta"),
+    (NeedsNumbers, "meta", "BERT: RuntimeError: .*meta"),
     (InPlace, "forward", "changes the value in place"),
     (Infinite, "gradients", "the gradient of c is not finite"),
     (StartsElsewhere, "starts as the original", "right after patching the model is not the original"),
