@@ -1,8 +1,11 @@
 """Filters that other people write: importing them, mistakes in them, and ``check_filter``."""
 
+import json
 import re
 import sys
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +19,11 @@ from hf_graphfilter import (
     GraphFilter,
     GraphFilterError,
     check_filter,
+    create_model_card,
+    load_filter,
     patch_model,
     register_filter,
+    save_filter,
 )
 from hf_graphfilter.filters import available_filters, import_filters
 
@@ -574,3 +580,53 @@ def test_a_graph_break_is_told():
     row = check_filter(config_of(Breaks), only=["compiling"])[-1]
     assert row.outcome == "passed"
     assert row.detail.startswith("in more than one graph: ")
+
+
+def test_checkpoints_and_cards_name_the_module_to_import(folder):
+    (folder / "test_hinted.py").write_text(SOURCE.format(name="test-hinted"))
+    import_filters(["test_hinted"])
+    family = FAMILIES["bert"]
+    model = patch_model(patch_model(family.build(), "gfsa", layers=[0]), "test-hinted", layers=[1, 2])
+    assert "import test_hinted  # registers its filter" in create_model_card(model).text
+    assert "registers" not in create_model_card(patch_model(family.build())).text
+    assert "imports" not in patch_model(family.build()).config.graph_filter  # as earlier releases wrote it
+
+    model.save_pretrained(folder / "model")
+    save_filter(model, folder / "filter")
+    assert torch.equal(
+        output(family.model_class.from_pretrained("model"), family.inputs()), output(model, family.inputs())
+    )
+    for file in ("model/config.json", "filter/graph_filter.json"):
+        path = folder / file
+        path.write_text(path.read_text().replace("test-hinted", "test-forgotten"))
+    hint = r"^unknown filter 'test-forgotten'.*: import 'test_hinted', which registered it when the model was patched$"
+    with pytest.raises(GraphFilterError, match=hint):
+        family.model_class.from_pretrained("model")
+    with pytest.raises(GraphFilterError, match=hint):
+        load_filter(family.build(), "filter")
+    for odd in ("os; x", ["os; x"], [1], [], None):
+        config = json.loads((folder / "model/config.json").read_text())
+        config["graph_filter"]["imports"] = odd
+        (folder / "model/config.json").write_text(json.dumps(config))
+        with pytest.raises(GraphFilterError, match=r"must be imported first\)$"):
+            family.model_class.from_pretrained("model")
+
+
+def test_the_page_on_filters_runs_as_it_stands(folder, capsys):
+    text = (Path(__file__).parents[1] / "docs" / "filters.md").read_text()
+    blocks = {language: "\n".join(found) for language, found in _blocks(text).items()}
+    page = type(sys)("filters_page")
+    sys.modules[page.__name__] = page  # where pickle looks
+    exec(compile(blocks["python"], "docs/filters.md", "exec"), vars(page))
+    assert page.loaded.config.graph_filter["filters"][0]["config"]["start"] == 0.1
+    page.test_high_pass(0.1)
+    assert capsys.readouterr().out.count("passed") == 20  # every check applies
+    entry_points = tomllib.loads(blocks["toml"])["project"]["entry-points"]
+    assert entry_points == {"hf_graphfilter.filters": {"high-pass": "my_package.my_filters"}}
+
+
+def _blocks(text):
+    found = {}
+    for language, code in re.findall(r"^```(\w+)\n(.*?)^```$", text, flags=re.M | re.S):
+        found.setdefault(language, []).append(code)
+    return found

@@ -49,6 +49,10 @@ Decoding = Literal["rows", "state", "state and keys"]
 C = TypeVar("C", bound="type[FilterConfig]")
 
 
+class UnknownFilterError(GraphFilterError):
+    """No filter is registered by this name."""
+
+
 class GraphFilter(nn.Module):
     """A function of the shift operator with learned coefficients; the child ``graph_filter`` of an attention module.
 
@@ -103,8 +107,7 @@ class GraphFilter(nn.Module):
         return "rows"
 
     def reset_parameters(self) -> None:
-        """Set the start values, in place, through ``torch.nn.init`` and on whole parameters: what a checkpoint has
-        loaded is then left alone by transformers."""
+        """Set the start values, in whatever way; what a checkpoint has loaded stays."""
         if any(True for _ in (*self.parameters(), *self.buffers())):
             raise GraphFilterError(
                 f"{self.site_name}: {type(self).__name__} has parameters or buffers and no reset_parameters(), which "
@@ -323,7 +326,7 @@ def get_filter(name: str) -> type[FilterConfig]:
             entry.load()
     if name not in _FILTERS:
         known = available_filters()
-        raise GraphFilterError(
+        raise UnknownFilterError(
             f"unknown filter {name!r}{_nearest(name, known)}; known filters: {', '.join(known)} (a third party's "
             "filter must be imported first)"
         )
@@ -364,6 +367,12 @@ def import_filters(modules: Sequence[str]) -> None:
                 f"cannot import filters from {name!r}: the name {path.stem!r} is taken by "
                 f"{module.__file__ or 'Python'}; rename the file"
             )
+
+
+def foreign_modules(configs: Iterable[FilterConfig]) -> list[str]:
+    """The modules that register the filters of other packages; none for what a script or notebook defines."""
+    modules = {type(config).__module__ for config in configs}
+    return sorted(m for m in modules if m.partition(".")[0] != __name__.partition(".")[0] and m != "__main__")
 
 
 def as_config(filter: str | FilterConfig, **options: Any) -> FilterConfig:

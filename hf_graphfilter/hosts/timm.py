@@ -233,6 +233,10 @@ def relative_name(model: nn.Module, name: str) -> str:
     return name
 
 
+def saved_names(model: nn.Module, sites: list[AttentionSite]) -> dict[str, AttentionSite]:
+    return {}
+
+
 # ------------------------------------------------------------------------------------------------------- records
 
 
@@ -303,7 +307,7 @@ def load_timm_model(source: str | Path, **options: Any) -> nn.Module:
     model: Any = timm.create_model(name, pretrained=False, **options)
     model.pretrained_cfg = {**model.pretrained_cfg, **{k: v for k, v in pretrained_cfg.items() if k != "source"}}
     write_record(model, record)
-    apply_record(model)
+    apply_record(model, whole=True)
     found = model.load_state_dict(state, strict=False)
     if found.missing_keys or found.unexpected_keys:
         wrong = [*found.missing_keys, *found.unexpected_keys]
