@@ -11,6 +11,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import nn
 
 from .errors import GraphFilterError
+from .filters.base import foreign_modules
 from .hosts import host_of
 from .patching import filter_parameters, filter_status
 
@@ -63,13 +64,14 @@ def create_model_card(
         model_name=repo_id.rsplit("/", 1)[-1] if results else None,
     )
     header, rows = status.table()
+    foreign = foreign_modules(row.filter for row in status)
     return ModelCard.from_template(
         data,
         template_str=TEMPLATE.read_text(),
         title=repo_id.rsplit("/", 1)[-1],
         repo_id=repo_id,
         model_class=type(model).__name__,
-        usage=host.usage(model, repo_id),
+        usage="".join(f"import {m}  # registers its filter\n" for m in foreign) + host.usage(model, repo_id),
         base_model=base_model,
         filters=", ".join(names),
         description=description.strip(),

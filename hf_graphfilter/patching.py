@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .errors import GraphFilterError, shown
 from .filters import FilterConfig, GraphFilter, as_config
+from .filters.base import UnknownFilterError, build_filter, foreign_modules
 from .hosts import AttentionSite, Host, host_of, unwrapped
 
 Layers = None | Literal["even", "odd"] | Collection[int] | slice | Callable[[int, str], bool]
@@ -75,10 +76,12 @@ def patch_model(
                 f"({site.module.get_submodule('graph_filter').config}); call unpatch_model first or select other layers"
             )
     filters = [_build(config, site) for site in selected]  # all before the first change: failing leaves no trace
-    earlier = (host.read_record(model) or {"filters": []})["filters"]
+    record = host.read_record(model) or {"filters": []}
+    imports = sorted({*record.get("imports", ()), *foreign_modules([config])})
     names = [host.relative_name(model, site.name) for site in selected]
-    groups = [*earlier, {"config": config.to_dict(), "modules": names}]
-    host.write_record(model, {"version": RECORD_VERSION, "model": type(model).__name__, "filters": groups})
+    groups = [*record["filters"], {"config": config.to_dict(), "modules": names}]
+    written = {"version": RECORD_VERSION, "model": type(model).__name__, "filters": groups}
+    host.write_record(model, {**written, "imports": imports} if imports else written)
     for site, graph_filter in zip(selected, filters, strict=True):
         host.attach(site, graph_filter)
     return model
@@ -124,12 +127,14 @@ class FilterStatus(list[FilterRow]):
     def __str__(self) -> str:
         if not self:
             return "no graph filter"
-        header, rows = self.table()
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = [header, ["-" * width for width in widths], *rows]
-        return "\n".join(
-            "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines
-        )
+        return text_table(*self.table())
+
+
+def text_table(header: list[str], rows: list[list[str]]) -> str:
+    """Columns of text, each as wide as its longest entry."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [header, ["-" * width for width in widths], *rows]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
 def filter_status(model: nn.Module) -> FilterStatus:
@@ -278,7 +283,10 @@ def read_groups(record: Any, source: str, part: str = "") -> list[tuple[FilterCo
         raise GraphFilterError(f"{where} is malformed: 'filters' must be a list of filters, got {shown(groups)}")
     read, seen = [], set()
     for group in groups:
-        config, names = FilterConfig.from_dict(group.get("config")), group.get("modules")
+        try:
+            config, names = FilterConfig.from_dict(group.get("config")), group.get("modules")
+        except UnknownFilterError as error:
+            raise GraphFilterError(f"{error}{_import_hint(record.get('imports'))}") from None
         if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
             raise GraphFilterError(f"{where} is malformed: 'modules' must be a list of names, got {shown(names)}")
         for name in names:
@@ -289,8 +297,17 @@ def read_groups(record: Any, source: str, part: str = "") -> list[tuple[FilterCo
     return read
 
 
+def _import_hint(modules: Any) -> str:
+    """Nothing that a checkpoint names is imported; the user may."""
+    if not isinstance(modules, list) or not all(
+        isinstance(m, str) and m.replace(".", "").isidentifier() for m in modules
+    ):
+        return ""
+    return f": import {shown(', '.join(modules))}, which registered it when the model was patched" if modules else ""
+
+
 def _build(config: FilterConfig, site: AttentionSite) -> GraphFilter:
-    graph_filter = config.build(site)
+    graph_filter = build_filter(config, site)
     like = next(site.module.parameters(), torch.empty(0))
     dtype = like.dtype if like.is_floating_point() else None
     graph_filter.train(site.module.training)
