@@ -19,7 +19,7 @@ from torch import nn
 from .errors import GraphFilterError, shown
 from .filters import GraphFilter
 from .hosts import Host, check_values, host_of, unwrapped
-from .patching import active_filter, apply_record, patched_modules, read_groups, read_whole
+from .patching import active_filter, apply_record, patched_modules, read_groups, read_whole, resolve
 
 WEIGHTS_FILE = "graph_filter.safetensors"
 CONFIG_FILE = "graph_filter.json"
@@ -68,13 +68,13 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
             base model (heads, layers, type), or a model patched differently. The model is then as it was.
     """
     host = host_of(model)
-    description, tensors = _read(source, hub_options)
+    description, tensors = _in_names_of(host, model, *_read(source, hub_options))
     base, own = description.get("base"), _base(host, model)
     if base != own:
         raise GraphFilterError(f"{source} does not fit {type(model).__name__}: {_difference(base, own)}")
     record = {key: value for key, value in description.items() if key != "base"}
     current = host.read_record(model)
-    if current is not None and current != record:
+    if current is not None and current["filters"] != record["filters"]:
         raise GraphFilterError(
             f"{type(model).__name__} is patched with {_names(current)}, {source} holds {_names(record)}; call "
             "unpatch_model first"
@@ -83,7 +83,7 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
         host.write_record(model, record)
     try:
         if current is None:
-            apply_record(model)
+            apply_record(model, whole=True)
         _copy(_coefficients(host, model), tensors, source)
     except Exception:
         if current is None:
@@ -111,6 +111,24 @@ def _read(
         raise GraphFilterError(
             f"{weights_file} is corrupted or truncated ({error}); save or download it again"
         ) from error
+
+
+def _in_names_of(
+    host: Host, model: nn.Module, description: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What was read, with the names that the modules have in this release of the model's library."""
+    base, groups = description.get("base"), description["filters"]
+    if not isinstance(base, dict) or not isinstance(heads := base.get("heads"), dict):
+        return description, tensors
+    found = resolve(host, model, [*heads, *(name for group in groups for name in group["modules"])])
+    now = {name: host.relative_name(model, site.name) for name, site in found.items()}
+    groups = [{**group, "modules": [now.get(name, name) for name in group["modules"]]} for group in groups]
+    heads = {now.get(name, name): count for name, count in heads.items()}
+    renamed = {}
+    for key, tensor in tensors.items():
+        owner = next((name for name in now if key.startswith(f"{name}.")), "")
+        renamed[now.get(owner, owner) + key.removeprefix(owner)] = tensor
+    return {**description, "filters": groups, "base": {**base, "heads": heads}}, renamed
 
 
 def _locate(source: str | os.PathLike[str], name: str, hub_options: dict[str, Any]) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 from .errors import GraphFilterError, shown
 from .filters import FilterConfig, GraphFilter, as_config
-from .hosts import AttentionSite, host_of, unwrapped
+from .hosts import AttentionSite, Host, host_of, unwrapped
 
 Layers = None | Literal["even", "odd"] | Collection[int] | slice | Callable[[int, str], bool]
 M = TypeVar("M", bound=nn.Module)
@@ -73,10 +75,10 @@ def patch_model(
                 f"({site.module.get_submodule('graph_filter').config}); call unpatch_model first or select other layers"
             )
     filters = [_build(config, site) for site in selected]  # all before the first change: failing leaves no trace
-    record = host.read_record(model) or {"version": RECORD_VERSION, "filters": []}
+    earlier = (host.read_record(model) or {"filters": []})["filters"]
     names = [host.relative_name(model, site.name) for site in selected]
-    groups = [*record["filters"], {"config": config.to_dict(), "modules": names}]
-    host.write_record(model, {"version": RECORD_VERSION, "filters": groups})
+    groups = [*earlier, {"config": config.to_dict(), "modules": names}]
+    host.write_record(model, {"version": RECORD_VERSION, "model": type(model).__name__, "filters": groups})
     for site, graph_filter in zip(selected, filters, strict=True):
         host.attach(site, graph_filter)
     return model
@@ -195,39 +197,96 @@ def patched_modules(model: nn.Module, required: bool = True) -> list[tuple[str, 
     return found
 
 
-def apply_record(model: nn.Module) -> None:
+def apply_record(model: nn.Module, whole: bool = False) -> None:
     """Patch what a saved record names and the model has, as ``from_pretrained`` does; patched modules stay.
 
     A sub-model sees only its own modules, and a record written with a task head is read without it.
 
+    Args:
+        whole: whether the model must have every module that the record names. The class that was saved must.
+
     Raises:
-        GraphFilterError: an unknown version, filter or field, or a record of another shape.
+        GraphFilterError: an unknown version, filter or field, a record of another shape, or a module that is not there.
     """
     host = host_of(model)
     record = host.read_record(model)
     groups = read_groups(record, type(model).__name__, " of config.graph_filter")
-    sites, _ = host.find(model)
-    free = [site for site in sites if not hasattr(site.module, "graph_filter")]
-    for config, names in groups:
-        for site in free:
-            if host.relative_name(model, site.name) in names:
-                host.attach(site, _build(config, site))
+    named = [name for _, names in groups for name in names]
+    found = resolve(host, model, named)
+    if whole or record.get("model") == type(model).__name__:  # type: ignore[union-attr]
+        check_resolved(host, model, named, found)
+    chosen = [(config, found[name]) for config, names in groups for name in names if name in found]
+    made = [(s, _build(config, s)) for config, s in chosen if not hasattr(s.module, "graph_filter")]
+    for site, graph_filter in made:
+        host.attach(site, graph_filter)
     if patched_modules(model, required=False):
         host.write_record(model, record)
 
 
-def read_groups(record: Any, source: str, part: str = "") -> list[tuple[FilterConfig, set[str]]]:
+def resolve(host: Host, model: nn.Module, names: Iterable[str]) -> dict[str, AttentionSite]:
+    """The sites that module names of a record, or of coefficients, mean in this model; other names are left out.
+
+    A name is that of the module, or what the library's release that wrote it called the module: the name that the
+    library still gives to its weights in checkpoints, or that of the parent, which held the attention before it was a
+    module of its own.
+    """
+    sites, _ = host.find(model)
+    here = {host.relative_name(model, site.name): site for site in sites}
+    if set(names) <= set(here):
+        return {name: here[name] for name in names}
+    parents = Counter(name.rpartition(".")[0] for name in here)
+    inside = {name.rpartition(".")[0]: site for name, site in here.items() if parents[name.rpartition(".")[0]] == 1}
+    known = inside | host.saved_names(model, sites) | here
+    return {name: known[name] for name in names if name in known}
+
+
+def check_resolved(host: Host, model: nn.Module, names: list[str], found: dict[str, AttentionSite]) -> None:
+    """All modules that a record names were found, and none by two names.
+
+    Raises:
+        GraphFilterError: the first that was not, with the nearest name that the model has.
+    """
+    absent = [name for name in names if name not in found]
+    if absent:
+        here = [host.relative_name(model, site.name) for site in host.find(model)[0]]
+        nearest = difflib.get_close_matches(absent[0], here, 1, cutoff=0)
+        raise GraphFilterError(
+            f"the record of the graph filter names {len(absent)} of {len(names)} modules that are no self-attention of "
+            f"{type(model).__name__} ({shown(absent[0])}, nearest here {nearest}): load it with the release of the "
+            "library that wrote it, or patch the model anew and save it"
+        )
+    by_site = {site.name: name for name, site in found.items()}
+    if len(by_site) < len(found):
+        twice = next(name for name, site in found.items() if by_site[site.name] != name)
+        raise GraphFilterError(
+            f"the record of the graph filter names one module of {type(model).__name__} twice: {shown(twice)} and "
+            f"{shown(by_site[found[twice].name])}"
+        )
+
+
+def read_groups(record: Any, source: str, part: str = "") -> list[tuple[FilterConfig, list[str]]]:
     """(config, names of the modules) of a record; ``source`` and ``part`` say in errors where it was read."""
     if not isinstance(record, dict) or record.get("version") != RECORD_VERSION:
         version = record.get("version") if isinstance(record, dict) else record
         raise GraphFilterError(
-            f"{source}: version {version!r}{part} is unknown, this installation reads version {RECORD_VERSION}; "
+            f"{source}: version {shown(version)}{part} is unknown, this installation reads version {RECORD_VERSION}; "
             "install the hf_graphfilter release that wrote it"
         )
-    try:
-        return [(FilterConfig.from_dict(g["config"]), set(g["modules"])) for g in record["filters"]]
-    except (KeyError, TypeError) as error:
-        raise GraphFilterError(f"{part.removeprefix(' of ') or source} is malformed ({error!r}): {record}") from error
+    where = part.removeprefix(" of ") or source
+    groups = record.get("filters")
+    if not isinstance(groups, list) or not groups or not all(isinstance(g, dict) for g in groups):
+        raise GraphFilterError(f"{where} is malformed: 'filters' must be a list of filters, got {shown(groups)}")
+    read, seen = [], set()
+    for group in groups:
+        config, names = FilterConfig.from_dict(group.get("config")), group.get("modules")
+        if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+            raise GraphFilterError(f"{where} is malformed: 'modules' must be a list of names, got {shown(names)}")
+        for name in names:
+            if name in seen:
+                raise GraphFilterError(f"{where} is malformed: it names the module {shown(name)} twice")
+            seen.add(name)
+        read.append((config, names))
+    return read
 
 
 def _build(config: FilterConfig, site: AttentionSite) -> GraphFilter:

@@ -81,9 +81,8 @@ class AGF(GraphFilter):
 
     def reset_parameters(self) -> None:
         if self.theta is not None:
-            loaded = getattr(self.theta, "_is_hf_initialized", False)  # torch.nn.init asks this of whole parameters
             nn.init.zeros_(self.theta)
-            if not (self.config.constrain_theta or loaded):
+            if not self.config.constrain_theta:
                 nn.init.ones_(self.theta[..., :1])
         if self.sigma is not None:
             nn.init.xavier_uniform_(self.sigma.weight)

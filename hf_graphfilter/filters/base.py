@@ -85,8 +85,7 @@ class GraphFilter(nn.Module):
         return "rows"
 
     def reset_parameters(self) -> None:
-        """Set the start values, in place, through ``torch.nn.init`` and on whole parameters: what a checkpoint has
-        loaded is then left alone by transformers."""
+        """Set the start values, in whatever way; what a checkpoint has loaded stays."""
         raise NotImplementedError
 
     def coefficients(self) -> dict[str, Tensor]:

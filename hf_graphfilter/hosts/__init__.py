@@ -77,6 +77,9 @@ class Host(Protocol):
     def relative_name(self, model: nn.Module, name: str) -> str:
         """The module's name as it is with and without a task head."""
 
+    def saved_names(self, model: nn.Module, sites: list[AttentionSite]) -> dict[str, AttentionSite]:
+        """The sites by the relative names that their modules have in checkpoints, where these differ."""
+
 
 def host_of(model: object) -> Host:
     """The host of a model.

@@ -232,6 +232,10 @@ def relative_name(model: nn.Module, name: str) -> str:
     return name
 
 
+def saved_names(model: nn.Module, sites: list[AttentionSite]) -> dict[str, AttentionSite]:
+    return {}
+
+
 # ------------------------------------------------------------------------------------------------------- records
 
 
@@ -305,7 +309,7 @@ def load_timm_model(source: str | Path, **options: Any) -> nn.Module:
         raise GraphFilterError(f"{source}: timm cannot build {shown(name)}: {shown(error)}") from error
     model.pretrained_cfg = {**model.pretrained_cfg, **{k: v for k, v in pretrained_cfg.items() if k != "source"}}
     write_record(model, record)
-    apply_record(model)
+    apply_record(model, whole=True)
     own = model.state_dict()
     check_values({key: x for key, x in state.items() if f".{CHILD}." in key}, own, source)
     misfits = [key for key in state if key in own and state[key].shape != own[key].shape]
