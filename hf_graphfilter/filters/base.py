@@ -396,7 +396,7 @@ def as_config(filter: str | FilterConfig, **options: Any) -> FilterConfig:
             f"filter must be a name or a FilterConfig, got {type(filter).__name__}; known filters: "
             f"{', '.join(available_filters())}"
         )
-    if "filter" not in vars(type(filter)):
+    if not vars(type(filter)).get("filter"):
         raise GraphFilterError(
             f"{type(filter).__name__} is not registered, and a checkpoint could not name it: decorate the class with "
             "@register_filter(name)"
