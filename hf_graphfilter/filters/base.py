@@ -132,8 +132,8 @@ class GraphFilter(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GraphFilter:
         def keep_precision(t: Tensor) -> Tensor:
             moved = fn(t)
-            lowered = moved.is_floating_point() and moved.element_size() < t.element_size()
-            return t.to(moved.device) if lowered else moved
+            lowered = moved.is_floating_point() and moved.element_size() < min(4, t.element_size())
+            return t.to(moved.device, torch.float32) if lowered else moved
 
         if recurse:
             for child in self.children():
