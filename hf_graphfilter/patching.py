@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from .errors import GraphFilterError
 from .filters import FilterConfig, GraphFilter, as_config
-from .hosts import AttentionSite, host_of, unwrapped
+from .hosts import AttentionSite, encoder_of, host_of, unwrapped
 
 Layers = None | Literal["even", "odd"] | Sequence[int] | slice | Callable[[int, str], bool]
 M = TypeVar("M", bound=nn.Module)
@@ -33,8 +34,9 @@ def patch_model(
     Cross-attention is never patched.
 
     Args:
-        model: a transformers ``PreTrainedModel`` whose attention runs through the attention interface; the whole model
-            that will be saved, since its config keeps the record (choose parts with ``layers`` and ``stack``).
+        model: a transformers ``PreTrainedModel`` whose attention runs through the attention interface, or a
+            ``SentenceTransformer`` around one; the whole model that will be saved, since its config keeps the record
+            (choose parts with ``layers`` and ``stack``).
         filter: name of a registered filter, or its config object.
         layers: which layers of each stack, counted from 0: ``None`` for all, ``"even"``, ``"odd"``, a list of indices
             (negative ones count from the end), a slice, or a predicate ``(index, module name) -> bool``.
@@ -55,6 +57,7 @@ def patch_model(
         True
     """
     config = as_config(filter, **options)
+    whole, model = model, encoder_of(model)
     host = host_of(model)
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
         raise GraphFilterError(
@@ -78,7 +81,7 @@ def patch_model(
     host.write_record(model, {"version": RECORD_VERSION, "filters": groups})
     for site, graph_filter in zip(selected, filters, strict=True):
         host.attach(site, graph_filter)
-    return model
+    return whole
 
 
 def unpatch_model(model: M) -> M:
@@ -87,11 +90,12 @@ def unpatch_model(model: M) -> M:
     Raises:
         GraphFilterError: the model is not patched.
     """
+    whole, model = model, unwrapped(model, running=False)  # type: ignore[assignment]
     host = host_of(model)
     for _, module in patched_modules(model):
         host.detach(module)
     host.write_record(model, None)
-    return model
+    return whole
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,15 @@ class FilterStatus(list[FilterRow]):
             for row in self
         ]
         return header, rows
+
+    def _repr_html_(self) -> str:
+        """The table in a notebook."""
+        if not self:
+            return "<p>no graph filter</p>"
+        header, rows = self.table()
+        lines = [("th", header), *(("td", row) for row in rows)]
+        body = ("".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) for tag, cells in lines)
+        return "<table>" + "".join(f"<tr>{line}</tr>" for line in body) + "</table>"
 
     def __str__(self) -> str:
         if not self:

@@ -20,18 +20,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from timm.models import load_model_config_from_hf
 from torch import Tensor, nn
 
-from ..errors import GraphFilterError
+from ..errors import GraphFilterError, needs
 from ..ops.attention import apply_twice, can_apply_twice
 from ..ops.visibility import visibility
 from ..shift import AttentionShift
 from . import AttentionSite, locate, looks_like_attention
+
+with needs("vision", "a model of timm"):
+    import timm
+    from timm.models import load_model_config_from_hf
 
 LIBRARY = "timm"
 CHILD = "graph_filter"
@@ -257,6 +259,15 @@ def usage(model: Any, source: str) -> str:
     return f"""from hf_graphfilter import load_timm_model  # pip install 'hf-graphfilter[vision]'
 
 model = load_timm_model("{source}")"""
+
+
+def pipeline_tag(model: Any) -> str | None:
+    return "image-classification" if getattr(model, "num_classes", 0) else "image-feature-extraction"
+
+
+def base_model(model: Any) -> str | None:
+    """Its pretrained_cfg names a repository whether or not the weights came from there."""
+    return None
 
 
 def load_timm_model(source: str | Path, **options: Any) -> nn.Module:
