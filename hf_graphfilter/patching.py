@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .errors import GraphFilterError
 from .filters import FilterConfig, GraphFilter, as_config
+from .filters.base import build_filter
 from .hosts import AttentionSite, encoder_of, host_of, unwrapped
 
 Layers = None | Literal["even", "odd"] | Sequence[int] | slice | Callable[[int, str], bool]
@@ -243,7 +244,7 @@ def read_groups(record: Any, source: str, part: str = "") -> list[tuple[FilterCo
 
 
 def _build(config: FilterConfig, site: AttentionSite) -> GraphFilter:
-    graph_filter = config.build(site)
+    graph_filter = build_filter(config, site)
     like = next(site.module.parameters(), torch.empty(0))
     dtype = like.dtype if like.is_floating_point() else None
     graph_filter.train(site.module.training)
