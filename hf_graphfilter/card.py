@@ -60,32 +60,36 @@ class FilterCard(ModelCard):
         Raises:
             GraphFilterError: such a README without ``force``, or one whose metadata cannot be read.
         """
-        path = Path(filepath)
-        if path.exists():
-            there = _read(path)
-            signed = _is_signed(there.text)
-            if not (force or signed or not there.text.strip()):
-                raise GraphFilterError(
-                    f"{path} was not written by hf_graphfilter, or was edited since: write to another file, or pass "
-                    "force=True to replace its text (its metadata and results are kept)"
-                )
-            if signed:
+        there = check_card(Path(filepath), force)
+        if there is not None:
+            if _is_signed(there.text):
                 self.fields |= {"description": _joined(there.text, self.rendered, self.fields["description"])}
             self.data = _merged(there.data, self.data)
             edited, self.rendered = self.text != self.rendered, FilterCard.of(self.data, self.fields).text
             self.text = self.text if edited else self.rendered
         self.text = _signed(self.text)
-        super().save(path)
+        super().save(filepath)
 
 
-def _read(path: Path) -> ModelCard:
+def check_card(path: Path, force: bool = False) -> ModelCard | None:
+    """The card at ``path``, if there is one that ``FilterCard.save`` would replace; errors as there."""
+    if not path.exists():
+        return None
+    if path.is_dir():
+        raise GraphFilterError(f"{path} is a directory: name a file for the card, such as {path / 'README.md'}")
     try:
-        return ModelCard.load(path)
+        there = ModelCard.load(path)
     except (ValueError, OSError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise GraphFilterError(
             f"the metadata of {path} cannot be read and would be lost: mend it or write to another file ({reason})"
         ) from error
+    if force or _is_signed(there.text) or not there.text.strip():
+        return there
+    raise GraphFilterError(
+        f"{path} was not written by hf_graphfilter, or was edited since: write to another file, or pass force=True to "
+        "replace its text (its metadata and results are kept)"
+    )
 
 
 def _joined(there: str, here: str, description: str) -> str:
