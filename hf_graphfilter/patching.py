@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import html
 import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from .errors import GraphFilterError, shown
 from .filters import FilterConfig, GraphFilter, as_config
 from .filters.base import UnknownFilterError, build_filter, foreign_modules
-from .hosts import AttentionSite, Host, host_of, unwrapped
+from .hosts import AttentionSite, Host, encoder_of, host_of, unwrapped
 
 Layers = None | Literal["even", "odd"] | Collection[int] | slice | Callable[[int, str], bool]
 M = TypeVar("M", bound=nn.Module)
@@ -37,8 +38,9 @@ def patch_model(
     Cross-attention is never patched.
 
     Args:
-        model: a transformers ``PreTrainedModel`` whose attention runs through the attention interface; the whole model
-            that will be saved, since its config keeps the record (choose parts with ``layers`` and ``stack``).
+        model: a transformers ``PreTrainedModel`` whose attention runs through the attention interface, or a
+            ``SentenceTransformer`` around one; the whole model that will be saved, since its config keeps the record
+            (choose parts with ``layers`` and ``stack``).
         filter: name of a registered filter, or its config object.
         layers: which layers of each stack, counted from 0: ``None`` for all, ``"even"``, ``"odd"``, a list of indices
             (negative ones count from the end), a slice, or a predicate ``(index, module name) -> bool``.
@@ -59,6 +61,7 @@ def patch_model(
         True
     """
     config = as_config(filter, **options)
+    whole, model = model, encoder_of(model)
     host = host_of(model)
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
         raise GraphFilterError(
@@ -84,7 +87,7 @@ def patch_model(
     host.write_record(model, {**written, "imports": imports} if imports else written)
     for site, graph_filter in zip(selected, filters, strict=True):
         host.attach(site, graph_filter)
-    return model
+    return whole
 
 
 def unpatch_model(model: M) -> M:
@@ -93,11 +96,12 @@ def unpatch_model(model: M) -> M:
     Raises:
         GraphFilterError: the model is not patched.
     """
+    whole, model = model, unwrapped(model, running=False)  # type: ignore[assignment]
     host = host_of(model)
     for _, module in patched_modules(model):
         host.detach(module)
     host.write_record(model, None)
-    return model
+    return whole
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,15 @@ class FilterStatus(list[FilterRow]):
             for row in self
         ]
         return header, rows
+
+    def _repr_html_(self) -> str:
+        """The table in a notebook."""
+        if not self:
+            return "<p>no graph filter</p>"
+        header, rows = self.table()
+        lines = [("th", header), *(("td", row) for row in rows)]
+        body = ("".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) for tag, cells in lines)
+        return "<table>" + "".join(f"<tr>{line}</tr>" for line in body) + "</table>"
 
     def __str__(self) -> str:
         if not self:

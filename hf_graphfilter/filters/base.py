@@ -447,3 +447,16 @@ def _describe(hint: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_describe(a) for a in args)
     return {int: "an integer", float: "a number", str: "a string", bool: "True or False"}.get(hint, str(hint))
+
+
+def summary(config_class: type[FilterConfig]) -> str:
+    """The first line of its documentation, or of its filter's."""
+    lines = [(owner.__doc__ or "").strip().partition("\n")[0] for owner in (config_class, config_class.module)]
+    generated = f"{config_class.__name__}("  # by dataclass, where the author wrote none
+    return next((line for line in lines if line and not line.startswith(generated)), "")
+
+
+def options(config_class: type[FilterConfig]) -> dict[str, tuple[str, Any]]:
+    """What ``from_options`` takes: name -> (type in words, default or ``dataclasses.MISSING``)."""
+    hints = typing.get_type_hints(config_class)
+    return {f.name: (_describe(hints[f.name]), f.default) for f in fields(config_class)}  # type: ignore[arg-type]
