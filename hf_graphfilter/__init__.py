@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.util
+import os
 import sys
 import typing
 
@@ -138,6 +139,10 @@ def _install() -> None:
     from .hosts import transformers
 
     transformers.install()
+    if modules := os.environ.get("HF_GRAPHFILTER_IMPORT"):  # hf-graphfilter run --import
+        from .filters import import_filters
+
+        import_filters(modules.split(os.pathsep))
 
 
 if _InstallWithTransformers.TARGET in sys.modules:

@@ -206,6 +206,47 @@ def _print_status(model: Any) -> None:
     Console().print(table(*found.table()))
 
 
+@app.command(context_settings={"allow_interspersed_args": False})  # the program's options are not ours
+def run(
+    program: Annotated[str, typer.Argument(help="A Python file, a command, or with -m a module.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Its arguments and options.", show_default=False)
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="PROGRAM is a module, as with python -m.")] = False,
+    imports: Annotated[
+        list[str] | None, typer.Option("--import", help="A module that registers filters, repeatable.")
+    ] = None,
+) -> None:
+    """Run any other Python program so that it, and every process it starts, loads patched checkpoints.
+
+    [dim]hf-graphfilter run lm_eval --model hf --model_args pretrained=runs/gpt2-gfsa --tasks lambada_openai[/dim]
+
+    [dim]hf-graphfilter run -m torch.distributed.run --nproc-per-node 2 train.py[/dim]
+    """
+    from .launch import run_program
+
+    run_program(program, arguments or (), module=module, imports=imports or ())
+
+
+@app.command()
+def export_remote_code(
+    folder: Annotated[Path, typer.Argument(help="A patched checkpoint; two small changes are made in it.")],
+    imports: Annotated[
+        list[str] | None, typer.Option("--import", help="A module that registers filters, repeatable.")
+    ] = None,
+) -> None:
+    """Let programs that only offer trust_remote_code load a patched checkpoint, where this package is installed.
+
+    [dim]hf-graphfilter export-remote-code runs/gpt2-gfsa[/dim]
+    """
+    from .filters import import_filters
+    from .remote_code import export_remote_code
+
+    import_filters(imports or ())
+    classes = export_remote_code(folder)
+    Console().print(f"{escape(str(folder))} loads with trust_remote_code=True: {', '.join(classes)}")
+
+
 def main() -> None:
     """Entry point: user mistakes are one line on stderr and exit code 1, wrong usage 2."""
     try:
