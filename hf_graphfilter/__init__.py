@@ -33,6 +33,7 @@ if typing.TYPE_CHECKING:
     from .patching import filter_status as filter_status
     from .patching import patch_model as patch_model
     from .patching import unpatch_model as unpatch_model
+    from .remote_code import export_remote_code as export_remote_code
     from .shift import AttentionShift as AttentionShift
     from .shift import DenseShift as DenseShift
     from .shift import ShiftOperator as ShiftOperator
@@ -66,6 +67,7 @@ _EXPORTS = {
         "orthogonality_loss",
     ),
     "hub": ("save_filter", "load_filter"),
+    "remote_code": ("export_remote_code",),
     "hosts.timm": ("load_timm_model",),
     "card": ("create_model_card",),
 }
@@ -96,6 +98,7 @@ __all__ = [
     "orthogonality_loss",
     "save_filter",
     "load_filter",
+    "export_remote_code",
     "load_timm_model",
     "create_model_card",
     "GraphFilterError",

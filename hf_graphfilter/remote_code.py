@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import auto_factory, modeling_auto
 
@@ -17,26 +17,27 @@ from .hosts.transformers import CHILD
 from .patching import read_groups
 
 CODE_FILE = "modeling_graph_filter.py"
-_CODE = '''"""The models of transformers, with the graph filters of this checkpoint: trust_remote_code=True looks here.
+# checkpoints keep this: it names nothing but public classes of transformers and `with_filters`
+_CODE = '''"""The models of transformers with the graph filters of this checkpoint, for trust_remote_code=True.
 
 Written by `hf-graphfilter export-remote-code`; the filters are in the package hf-graphfilter, which must be installed.
 """
 
 {imports}
 
-
-def with_filters(model_class):
-    # a class of its own, since from_pretrained marks the class; otherwise treated as what it is, not as foreign code
-    own = {{
-        "__module__": __name__,
-        "is_custom_code": classmethod(lambda cls: False),
-        "_can_set_experts_implementation": model_class._can_set_experts_implementation,
-    }}
-    return type(model_class.__name__, (model_class,), own)
-
-
 {classes}
 '''
+
+
+def with_filters(model_class: type[PreTrainedModel], module: str) -> type[PreTrainedModel]:
+    """A subclass for the code of a checkpoint: ``from_pretrained`` marks the class that it loads, so that saving copies
+    its ``module``; in all else transformers is to treat it as ``model_class``, weights of older versions included."""
+    own = {
+        "__module__": module,
+        "is_custom_code": classmethod(lambda cls: False),
+        "_can_set_experts_implementation": model_class._can_set_experts_implementation,
+    }
+    return type(model_class.__name__, (model_class,), own)
 
 
 def export_remote_code(folder: str | os.PathLike[str]) -> list[str]:
@@ -52,6 +53,15 @@ def export_remote_code(folder: str | os.PathLike[str]) -> list[str]:
     Returns:
         The auto classes that load it so.
 
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> from transformers import BertConfig, BertModel
+        >>> from hf_graphfilter import patch_model
+        >>> model, folder = BertModel(BertConfig(vocab_size=9, hidden_size=24, intermediate_size=24)), mkdtemp()
+        >>> patch_model(model, "gfsa").save_pretrained(folder)
+        >>> "AutoModelForSequenceClassification" in export_remote_code(folder)
+        True
+
     Raises:
         GraphFilterError: no checkpoint of transformers, none with a filter, one with code of its own, or an unknown
             filter. The folder is then as it was.
@@ -59,20 +69,21 @@ def export_remote_code(folder: str | os.PathLike[str]) -> list[str]:
     folder = Path(folder)
     description = _read(folder)
     groups = read_groups(description[CHILD], str(folder), " of config.graph_filter")
-    config = AutoConfig.from_pretrained(folder)
-    models = _models(config)
     others = {k: v for k, v in (description.get("auto_map") or {}).items() if not _is_ours(v)}
-    if foreign := sorted(others.keys() & {"AutoConfig", *models}):
+    if foreign := [name for name in others if name.startswith(("AutoConfig", "AutoModel"))]:
         raise GraphFilterError(
-            f"{folder} brings code of its own for {foreign[0]} ({others[foreign[0]]}): import hf_graphfilter there"
+            f"{folder} brings code of its own for {foreign[0]} ({others[foreign[0]]}), which would be replaced: load it "
+            "where hf_graphfilter is imported, as by hf-graphfilter run"
         )
+    models = _models(folder)
     modules = {type(config).__module__ for config, _ in groups}
     modules = {name for name in modules if name.partition(".")[0] != __package__}
     if "__main__" in modules:
         raise GraphFilterError("a filter is defined in __main__: put it into a module that programs can import")
-    imports = sorted(["import hf_graphfilter", "import transformers", *(f"import {name}" for name in modules)])
+    imports = sorted(["import transformers", *(f"import {name}" for name in modules)])
+    imports.append(f"from {__name__} import {with_filters.__name__}")
     names = sorted({model_class.__name__ for model_class in models.values()})
-    classes = [f"{name} = with_filters(transformers.{name})" for name in names]
+    classes = [f"{name} = with_filters(transformers.{name}, __name__)" for name in names]
     _write(folder / CODE_FILE, _CODE.format(imports="\n".join(imports), classes="\n".join(classes)))
     ours = {auto: f"{Path(CODE_FILE).stem}.{model_class.__name__}" for auto, model_class in models.items()}
     _write(folder / "config.json", json.dumps({**description, "auto_map": {**others, **ours}}, indent=2) + "\n")
@@ -96,8 +107,12 @@ def _is_ours(reference: Any) -> bool:
     return isinstance(reference, str) and reference.rpartition("--")[2].startswith(f"{Path(CODE_FILE).stem}.")
 
 
-def _models(config: PreTrainedConfig) -> dict[str, type[PreTrainedModel]]:
-    """Auto class -> model class, of all that this config is loaded with."""
+def _models(folder: Path) -> dict[str, type[PreTrainedModel]]:
+    """Auto class -> model class, of all that load this kind of checkpoint."""
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (ValueError, KeyError) as error:
+        raise GraphFilterError(f"transformers {transformers.__version__} cannot read {folder}: {error}") from error
     found = {}
     for name, auto_class in vars(modeling_auto).items():
         mapping = getattr(auto_class, "_model_mapping", None)
