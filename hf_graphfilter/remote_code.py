@@ -72,8 +72,8 @@ def export_remote_code(folder: str | os.PathLike[str]) -> list[str]:
     others = {k: v for k, v in (description.get("auto_map") or {}).items() if not _is_ours(v)}
     if foreign := [name for name in others if name.startswith(("AutoConfig", "AutoModel"))]:
         raise GraphFilterError(
-            f"{folder} brings code of its own for {foreign[0]} ({others[foreign[0]]}), which would be replaced: load it "
-            "where hf_graphfilter is imported, as by hf-graphfilter run"
+            f"{folder} brings code of its own for {foreign[0]} ({others[foreign[0]]}): load it where hf_graphfilter is "
+            "imported, as by hf-graphfilter run"
         )
     models = _models(folder)
     modules = {type(config).__module__ for config, _ in groups}
