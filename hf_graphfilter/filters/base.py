@@ -23,12 +23,16 @@ Example: a filter of one's own.
 from __future__ import annotations
 
 import difflib
+import importlib
 import math
+import os
+import sys
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields
 from importlib import metadata
+from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import Tensor, nn
@@ -231,6 +235,42 @@ def get_filter(name: str) -> type[FilterConfig]:
             "filter must be imported first)"
         )
     return _FILTERS[name]
+
+
+def import_filters(modules: Sequence[str]) -> None:
+    """Import modules that register filters: ``--import`` of the command line and of the recipes.
+
+    Args:
+        modules: dotted names, found from the current directory too as by ``python -m``, or paths of ``.py`` files,
+            whose folder goes on the path as by ``python file.py``. Importing one again does nothing.
+
+    Raises:
+        GraphFilterError: a module is not there or raises while it is imported; its error is named.
+
+    Example:
+        >>> import_filters(["hf_graphfilter.filters.gfsa"])
+    """
+    if isinstance(modules, str):
+        raise GraphFilterError(f"modules to import are a list of names, got the string {modules!r}: give [{modules!r}]")
+    for name in modules:
+        path = Path(name).resolve() if name.endswith(".py") or os.sep in name else None
+        if path is not None and not path.is_file():
+            raise GraphFilterError(f"cannot import filters from {name!r}: there is no such file")
+        folder = os.getcwd() if path is None else str(path.parent)
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        importlib.invalidate_caches()  # the file may be new
+        try:
+            module = importlib.import_module(name if path is None else path.stem)
+        except (Exception, SystemExit) as error:
+            raise GraphFilterError(
+                f"cannot import filters from {name!r}: {type(error).__name__}: {' '.join(str(error).split())}"
+            ) from error
+        if path is not None and not path.samefile(module.__file__ or os.devnull):
+            raise GraphFilterError(
+                f"cannot import filters from {name!r}: the name {path.stem!r} is taken by "
+                f"{module.__file__ or 'Python'}; rename the file"
+            )
 
 
 def as_config(filter: str | FilterConfig, **options: Any) -> FilterConfig:
