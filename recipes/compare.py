@@ -263,8 +263,8 @@ def show(content: dict[str, Any], console: Console) -> None:
         tell(console, "lower is better")
 
 
-def main(argv: list[str] | None = None) -> None:
-    common.quiet()
+def arguments() -> argparse.ArgumentParser:
+    """The flags of a comparison; those of the recipe follow them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -275,7 +275,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, help="folder of the results file; that of the runs if not given")
     parser.add_argument("--fresh", action="store_true", help="begin again; old results and runs are moved aside")
     parser.add_argument("--against", metavar="shipped|FOLDER", help="show these results beside one's own")
-    options, rest = parser.parse_known_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    common.quiet()
+    options, rest = arguments().parse_known_args(argv)
     console = Console(quiet=not common.is_main_process())
     with common.one_line_errors("compare.py", "this command without --fresh" if options.fresh else "the same command"):
         if options.recipe == "imagenet":
