@@ -235,7 +235,7 @@ def mutations(draw):
 def mutated(document, changes):
     document = {"": copy.deepcopy(document)}
     for place, change, value in changes:
-        places = list(_places(document))
+        value, places = copy.deepcopy(value), list(_places(document))
         parent, key = places[place % len(places)]
         if change == "replace":
             parent[key] = value
@@ -246,7 +246,7 @@ def mutated(document, changes):
         elif change == "rename" and isinstance(parent, dict) and parent is not document:
             parent[f"{key}x"] = parent.pop(key)
         elif change == "repeat" and isinstance(parent, list):
-            parent.append(parent[key])
+            parent.append(copy.deepcopy(parent[key]))
     return document[""]
 
 
