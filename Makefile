@@ -3,13 +3,20 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test test-slow works test-oldest lint docs release bench tables clean
+.PHONY: demo test test-portable test-slow works test-oldest lint docs release bench tables clean
 
 demo: $(VENV)/installed-demo
 	$(BIN)/hf-graphfilter demo --output runs/demo
 
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+
+# the same with other instruction sets and numbers of threads: results may differ by rounding only (half an hour)
+SETTINGS = ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2,MKL_ENABLE_INSTRUCTIONS=AVX2 \
+	ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=SSE41,MKL_CBWR=COMPATIBLE TEST_THREADS=2 TEST_THREADS=4
+test-portable: $(VENV)/installed-test
+	set -e; for setting in $(SETTINGS); do echo "$$setting"; \
+		env $$(echo $$setting | tr , " ") $(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu"; done
 
 test-slow: $(VENV)/installed-slow
 	$(BIN)/python -m pytest -m slow

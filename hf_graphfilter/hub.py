@@ -18,7 +18,7 @@ from torch import nn
 
 from .errors import GraphFilterError, shown
 from .filters import GraphFilter
-from .hosts import Host, check_values, host_of, unwrapped
+from .hosts import Host, check_values, encoder_of, host_of, unwrapped
 from .patching import active_filter, apply_record, patched_modules, read_groups, read_whole, resolve
 
 WEIGHTS_FILE = "graph_filter.safetensors"
@@ -67,6 +67,9 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
         GraphFilterError: a missing or corrupted file, an unknown version, coefficients that are not finite, another
             base model (heads, layers, type), or a model patched differently. The model is then as it was.
     """
+    whole, inner = model, unwrapped(model, running=False)
+    # a plain model that PEFT has wrapped is refused, as patch_model does
+    model = inner if patched_modules(inner, required=False) else encoder_of(model)  # type: ignore[assignment]
     host = host_of(model)
     description, tensors = _in_names_of(host, model, *_read(source, hub_options))
     base, own = description.get("base"), _base(host, model)
@@ -91,7 +94,7 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
                 host.detach(module)
             host.write_record(model, None)
         raise
-    return model
+    return whole
 
 
 def _read(

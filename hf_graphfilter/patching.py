@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import html
 import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 
 from .errors import GraphFilterError, shown
 from .filters import FilterConfig, GraphFilter, as_config
-from .hosts import AttentionSite, Host, host_of, unwrapped
+from .filters.base import UnknownFilterError, build_filter, foreign_modules
+from .hosts import AttentionSite, Host, encoder_of, host_of, unwrapped
 
 Layers = None | Literal["even", "odd"] | Collection[int] | slice | Callable[[int, str], bool]
 M = TypeVar("M", bound=nn.Module)
@@ -36,8 +38,9 @@ def patch_model(
     Cross-attention is never patched.
 
     Args:
-        model: a transformers ``PreTrainedModel`` whose attention runs through the attention interface; the whole model
-            that will be saved, since its config keeps the record (choose parts with ``layers`` and ``stack``).
+        model: a transformers ``PreTrainedModel`` whose attention runs through the attention interface, or a
+            ``SentenceTransformer`` around one; the whole model that will be saved, since its config keeps the record
+            (choose parts with ``layers`` and ``stack``).
         filter: name of a registered filter, or its config object.
         layers: which layers of each stack, counted from 0: ``None`` for all, ``"even"``, ``"odd"``, a list of indices
             (negative ones count from the end), a slice, or a predicate ``(index, module name) -> bool``.
@@ -58,6 +61,7 @@ def patch_model(
         True
     """
     config = as_config(filter, **options)
+    whole, model = model, encoder_of(model)
     host = host_of(model)
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
         raise GraphFilterError(
@@ -75,13 +79,15 @@ def patch_model(
                 f"({site.module.get_submodule('graph_filter').config}); call unpatch_model first or select other layers"
             )
     filters = [_build(config, site) for site in selected]  # all before the first change: failing leaves no trace
-    earlier = (host.read_record(model) or {"filters": []})["filters"]
+    record = host.read_record(model) or {"filters": []}
+    imports = sorted({*record.get("imports", ()), *foreign_modules([config])})
     names = [host.relative_name(model, site.name) for site in selected]
-    groups = [*earlier, {"config": config.to_dict(), "modules": names}]
-    host.write_record(model, {"version": RECORD_VERSION, "model": type(model).__name__, "filters": groups})
+    groups = [*record["filters"], {"config": config.to_dict(), "modules": names}]
+    written = {"version": RECORD_VERSION, "model": type(model).__name__, "filters": groups}
+    host.write_record(model, {**written, "imports": imports} if imports else written)
     for site, graph_filter in zip(selected, filters, strict=True):
         host.attach(site, graph_filter)
-    return model
+    return whole
 
 
 def unpatch_model(model: M) -> M:
@@ -90,11 +96,12 @@ def unpatch_model(model: M) -> M:
     Raises:
         GraphFilterError: the model is not patched.
     """
+    whole, model = model, unwrapped(model, running=False)  # type: ignore[assignment]
     host = host_of(model)
     for _, module in patched_modules(model):
         host.detach(module)
     host.write_record(model, None)
-    return model
+    return whole
 
 
 @dataclass(frozen=True)
@@ -121,15 +128,26 @@ class FilterStatus(list[FilterRow]):
         ]
         return header, rows
 
+    def _repr_html_(self) -> str:
+        """The table in a notebook."""
+        if not self:
+            return "<p>no graph filter</p>"
+        header, rows = self.table()
+        lines = [("th", header), *(("td", row) for row in rows)]
+        body = ("".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) for tag, cells in lines)
+        return "<table>" + "".join(f"<tr>{line}</tr>" for line in body) + "</table>"
+
     def __str__(self) -> str:
         if not self:
             return "no graph filter"
-        header, rows = self.table()
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = [header, ["-" * width for width in widths], *rows]
-        return "\n".join(
-            "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines
-        )
+        return text_table(*self.table())
+
+
+def text_table(header: list[str], rows: list[list[str]]) -> str:
+    """Columns of text, each as wide as its longest entry."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [header, ["-" * width for width in widths], *rows]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
 def filter_status(model: nn.Module) -> FilterStatus:
@@ -278,7 +296,10 @@ def read_groups(record: Any, source: str, part: str = "") -> list[tuple[FilterCo
         raise GraphFilterError(f"{where} is malformed: 'filters' must be a list of filters, got {shown(groups)}")
     read, seen = [], set()
     for group in groups:
-        config, names = FilterConfig.from_dict(group.get("config")), group.get("modules")
+        try:
+            config, names = FilterConfig.from_dict(group.get("config")), group.get("modules")
+        except UnknownFilterError as error:
+            raise GraphFilterError(f"{error}{_import_hint(record.get('imports'))}") from None
         if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
             raise GraphFilterError(f"{where} is malformed: 'modules' must be a list of names, got {shown(names)}")
         for name in names:
@@ -289,8 +310,17 @@ def read_groups(record: Any, source: str, part: str = "") -> list[tuple[FilterCo
     return read
 
 
+def _import_hint(modules: Any) -> str:
+    """Nothing that a checkpoint names is imported; the user may."""
+    if not isinstance(modules, list) or not all(
+        isinstance(m, str) and m.replace(".", "").isidentifier() for m in modules
+    ):
+        return ""
+    return f": import {shown(', '.join(modules))}, which registered it when the model was patched" if modules else ""
+
+
 def _build(config: FilterConfig, site: AttentionSite) -> GraphFilter:
-    graph_filter = config.build(site)
+    graph_filter = build_filter(config, site)
     like = next(site.module.parameters(), torch.empty(0))
     dtype = like.dtype if like.is_floating_point() else None
     graph_filter.train(site.module.training)

@@ -8,7 +8,7 @@ from importlib import metadata
 import numpy as np
 import pytest
 import torch
-from models import FAMILIES, output, turn_on
+from models import FAMILIES, assert_equal_in_float32, output, turn_on
 from transformers import (
     BloomConfig,
     BloomModel,
@@ -248,10 +248,10 @@ def test_our_name_without_a_filter_is_an_error():
 
 
 def test_set_attn_implementation_keeps_the_filter():
-    model, inputs = turn_on(patch_model(FAMILIES["llama"].build())), FAMILIES["llama"].inputs()
+    model, inputs = turn_on(patch_model(FAMILIES["llama"].build())).double(), FAMILIES["llama"].inputs()
     expected = output(model, inputs)
     model.set_attn_implementation("eager")
-    torch.testing.assert_close(output(model, inputs), expected, atol=1e-5, rtol=1e-5)
+    assert_equal_in_float32(output(model, inputs), expected, model, inputs)
     assert {row.backend for row in filter_status(model)} == {"eager"}
 
 

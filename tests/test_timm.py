@@ -126,7 +126,7 @@ def test_equals_the_dense_form(family, name, fused):
 
 
 def test_agf_on_a_vision_transformer_is_linear_attention():
-    model, x = build("vit"), images("vit")
+    model, x = build("vit").double(), images("vit", torch.float64)
     before = model(x)
     patch_model(model, AGFConfig(init="blend", theta="per_head"), layers=[-1])
     assert torch.equal(model(x), before)
@@ -208,7 +208,7 @@ def test_unpatch_copy_and_pickle(family):
 
 @pytest.mark.parametrize("family", ["vit", "swin", "cait"])
 def test_training_with_dropout_and_checkpointing(family):
-    model, x = patch_model(build(family), K=3, learn=("w_0", "w_K")).train(), images(family)
+    model, x = patch_model(build(family).double(), K=3, learn=("w_0", "w_K")).train(), images(family, torch.float64)
     for module in model.modules():
         if hasattr(module, "attn_drop"):
             module.attn_drop.p = 0.2
@@ -230,7 +230,7 @@ def test_training_with_dropout_and_checkpointing(family):
 )
 @pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["fused", "unfused"])
 def test_compiled_without_a_graph_break(family, fused):
-    model, x = turn_on(patch_model(build(family, fused))), images(family)
+    model, x = turn_on(patch_model(build(family, fused).double())), images(family, torch.float64)
     torch.compiler.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), model(x))
@@ -368,7 +368,7 @@ def test_nothing_imports_timm_unless_a_timm_model_comes():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_the_joint_kernel_is_used_in_training_and_agrees(dropout, monkeypatch):
-    """float32 and gradients: where query and key alone make the scores, S(V) and S(S(V)) are one call on the CPU."""
+    """With gradients: where query and key alone make the scores, S(V) and S(S(V)) are one call on the CPU."""
     from hf_graphfilter.hosts import timm as host
 
     calls = []
@@ -376,12 +376,12 @@ def test_the_joint_kernel_is_used_in_training_and_agrees(dropout, monkeypatch):
     monkeypatch.setattr(host, "apply_twice", lambda *a, **k: calls.append(1) or original(*a, **k))
     found = {}
     for fused in (True, False):
-        model = turn_on(patch_model(build("vit", fused))).train()
+        model = turn_on(patch_model(build("vit", fused).double())).train()
         for block in model.blocks:
             block.attn.attn_drop.p = dropout if fused else 0.0
-        model(images("vit")).square().sum().backward()
+        model(images("vit", torch.float64)).square().sum().backward()
         found[fused] = {k: p.grad for k, p in model.named_parameters()}
     assert len(calls) == 3
     if not dropout:
         for name, gradient in found[True].items():
-            torch.testing.assert_close(gradient, found[False][name], rtol=2e-3, atol=2e-3)
+            torch.testing.assert_close(gradient, found[False][name], rtol=1e-8, atol=1e-8)

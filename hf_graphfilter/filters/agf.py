@@ -225,7 +225,7 @@ def _refuse(config: AGFConfig, site: AttentionSite) -> None:
 @register_filter("agf")
 @dataclass(frozen=True)
 class AGFConfig(FilterConfig):
-    """Options of AGF.
+    """AGF, a learned filter in the singular value domain, with linear cost.
 
     Args:
         K: order of the polynomial of the singular values, 0 to 1000; the paper uses 2 to 5.

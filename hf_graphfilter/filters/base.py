@@ -23,13 +23,17 @@ Example: a filter of one's own.
 from __future__ import annotations
 
 import difflib
+import importlib
 import math
 import numbers
+import os
+import sys
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields
 from importlib import metadata
+from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -43,7 +47,12 @@ if typing.TYPE_CHECKING:
 
 _FILTERS: dict[str, type[FilterConfig]] = {}
 LARGEST_ORDER = 1000  # of a polynomial, whose cost grows with it; the papers use 2 to 10
+Decoding = Literal["rows", "state", "state and keys"]
 C = TypeVar("C", bound="type[FilterConfig]")
+
+
+class UnknownFilterError(GraphFilterError):
+    """No filter is registered by this name."""
 
 
 class GraphFilter(nn.Module):
@@ -71,6 +80,21 @@ class GraphFilter(nn.Module):
         self.config = config
         self.site_name, self.heads, self.position_bias = site.name, site.heads, site.position_bias
 
+    def __call__(self, shift: ShiftOperator, value: Tensor) -> Tensor:  # type: ignore[override]
+        """``forward``, and a look at what it returned."""
+        out = super().__call__(shift, value)
+        wanted = (value.shape[0], *shift.rows, value.shape[-1])
+        if isinstance(out, Tensor):
+            if out.shape == wanted and (out.dtype == value.dtype or torch.is_autocast_enabled(value.device.type)):
+                return out
+            found = f"{tuple(out.shape)} of {out.dtype}"
+        else:
+            found = type(out).__name__
+        raise GraphFilterError(
+            f"{self.site_name}: {type(self).__name__}.forward must return a tensor (batch, heads, query tokens, "
+            f"features) = {wanted} of {value.dtype}, as the value is, and returned {found}"
+        )
+
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
         """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         raise NotImplementedError
@@ -80,13 +104,17 @@ class GraphFilter(nn.Module):
         return type(self).forward(self, shift, value)  # not the instance's, which transfer replaces
 
     @property
-    def decoding(self) -> Literal["rows", "state", "state and keys"]:
+    def decoding(self) -> Decoding:
         """What the cache keeps: rows of signals, or a state, with or without the model's own keys and values."""
         return "rows"
 
     def reset_parameters(self) -> None:
         """Set the start values, in whatever way; what a checkpoint has loaded stays."""
-        raise NotImplementedError
+        if any(True for _ in (*self.parameters(), *self.buffers())):
+            raise GraphFilterError(
+                f"{self.site_name}: {type(self).__name__} has parameters or buffers and no reset_parameters(), which "
+                "sets their start values in place: a checkpoint without them could not be loaded"
+            )
 
     def coefficients(self) -> dict[str, Tensor]:
         """The coefficients by name, learned or fixed, as they enter the formula."""
@@ -104,8 +132,8 @@ class GraphFilter(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GraphFilter:
         def keep_precision(t: Tensor) -> Tensor:
             moved = fn(t)
-            lowered = moved.is_floating_point() and moved.element_size() < t.element_size()
-            return t.to(moved.device) if lowered else moved
+            lowered = moved.is_floating_point() and moved.element_size() < min(4, t.element_size())
+            return t.to(moved.device, torch.float32) if lowered else moved
 
         if recurse:
             for child in self.children():
@@ -210,15 +238,87 @@ def register_filter(name: str) -> Callable[[C], C]:
             config_class.__qualname__,
         ):
             raise GraphFilterError(f"the filter name {shown(name)} is taken by {taken.__module__}.{taken.__qualname__}")
-        if not issubclass(config_class, FilterConfig) or config_class.module is GraphFilter:
+        module = getattr(config_class, "module", None)
+        if not issubclass(config_class, FilterConfig) or not _is_filter(module) or module is GraphFilter:
             raise GraphFilterError(
                 f"{config_class.__name__} must derive from FilterConfig and set `module` to its GraphFilter class"
+            )
+        if "__dataclass_fields__" not in vars(config_class) or not config_class.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            raise GraphFilterError(
+                f"{config_class.__name__} must be a frozen dataclass, or its options would be lost: write "
+                f"@dataclass(frozen=True) between @register_filter({name!r}) and the class"
+            )
+        if taken_names := {f.name for f in fields(config_class)} & {*dir(FilterConfig)}:  # type: ignore[arg-type]
+            raise GraphFilterError(
+                f"{config_class.__name__}: {min(taken_names)!r} belongs to FilterConfig and cannot be an option: give "
+                "the option another name, or leave out the annotation if it is meant as the class attribute"
             )
         config_class.filter = name
         _FILTERS[name] = config_class
         return config_class
 
     return register
+
+
+def build_filter(config: FilterConfig, site: AttentionSite) -> GraphFilter:
+    """``config.build(site)``, and what its author may have forgotten.
+
+    Raises:
+        GraphFilterError: a filter that cannot be built, or that could not be loaded, split or run afterwards.
+    """
+    name = f"{site.name}: {config.module.__name__}"
+    try:
+        built: Any = config.build(site)
+    except (TypeError, AttributeError, NotImplementedError) as error:
+        raise GraphFilterError(
+            f"{name} cannot be built ({type(error).__name__}: {' '.join(str(error).split())}): its __init__ takes "
+            "(config, site) and first calls super().__init__(config, site)"
+        ) from error
+    if not isinstance(built, GraphFilter) or "site_name" not in vars(built):
+        found = f"a {type(built).__name__}" + " without super().__init__(config, site)" * isinstance(built, GraphFilter)
+        raise GraphFilterError(f"{name}: {type(config).__name__}.build must return a GraphFilter, got {found}")
+    if type(built).forward is GraphFilter.forward:
+        raise GraphFilterError(f"{name} has no forward(shift, value)")
+    if type(built).reset_parameters is GraphFilter.reset_parameters:
+        built.reset_parameters()  # which says that it is wanted
+    for attribute, value in vars(built).items():
+        if attribute not in ("_parameters", "_buffers", "_modules") and _holds_tensors(value):
+            raise GraphFilterError(
+                f"{name}: self.{attribute} holds tensors that would not be moved, trained or saved: make them an "
+                "nn.Parameter, a buffer (register_buffer), an nn.ParameterList or an nn.ModuleList"
+            )
+    if built.decoding not in typing.get_args(Decoding):
+        known = ", ".join(map(repr, typing.get_args(Decoding)))
+        raise GraphFilterError(f"{name}: decoding must be one of {known}, got {built.decoding!r}")
+    _check_per_head(built, name)
+    return built
+
+
+def _check_per_head(built: GraphFilter, name: str) -> None:
+    if not isinstance(built.per_head, tuple):
+        raise GraphFilterError(f"{name}: per_head must be a tuple of names, got {built.per_head!r}")
+    for wanted in built.per_head:
+        found = getattr(built, wanted, None)
+        shape = tuple(found.shape) if isinstance(found, Tensor) else found
+        if not isinstance(shape, tuple) or shape[:1] != (built.heads,):
+            raise GraphFilterError(
+                f"{name}: per_head names {wanted!r}, which must be a parameter or buffer ({built.heads}, ...), one "
+                f"entry a head, and is {shape}"
+            )
+    if built.per_head and (others := {n for n, _ in built.named_parameters()} - {*built.per_head}):
+        raise GraphFilterError(
+            f"{name}: per_head must name all parameters or none, and lacks {min(others)!r}: tensor parallelism would "
+            "train it apart on each process"
+        )
+
+
+def _is_filter(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, GraphFilter)
+
+
+def _holds_tensors(value: object) -> bool:
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+    return any(isinstance(v, (Tensor, nn.Module)) for v in held)
 
 
 def available_filters() -> tuple[str, ...]:
@@ -238,11 +338,53 @@ def get_filter(name: str) -> type[FilterConfig]:
                 ) from error
     if name not in _FILTERS:
         known = available_filters()
-        raise GraphFilterError(
+        raise UnknownFilterError(
             f"unknown filter {shown(name)}{_nearest(name, known)}; known filters: {', '.join(known)} (a third party's "
             "filter must be imported first)"
         )
     return _FILTERS[name]
+
+
+def import_filters(modules: Sequence[str]) -> None:
+    """Import modules that register filters: ``--import`` of the command line and of the recipes.
+
+    Args:
+        modules: dotted names, found from the current directory too as by ``python -m``, or paths of ``.py`` files,
+            whose folder goes on the path as by ``python file.py``. Importing one again does nothing.
+
+    Raises:
+        GraphFilterError: a module is not there or raises while it is imported; its error is named.
+
+    Example:
+        >>> import_filters(["hf_graphfilter.filters.gfsa"])
+    """
+    if isinstance(modules, str):
+        raise GraphFilterError(f"modules to import are a list of names, got the string {modules!r}: give [{modules!r}]")
+    for name in modules:
+        path = Path(name).resolve() if name.endswith(".py") or os.sep in name else None
+        if path is not None and not path.is_file():
+            raise GraphFilterError(f"cannot import filters from {name!r}: there is no such file")
+        folder = os.getcwd() if path is None else str(path.parent)
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        importlib.invalidate_caches()  # the file may be new
+        try:
+            module = importlib.import_module(name if path is None else path.stem)
+        except (Exception, SystemExit) as error:
+            raise GraphFilterError(
+                f"cannot import filters from {name!r}: {type(error).__name__}: {' '.join(str(error).split())}"
+            ) from error
+        if path is not None and not path.samefile(module.__file__ or os.devnull):
+            raise GraphFilterError(
+                f"cannot import filters from {name!r}: the name {path.stem!r} is taken by "
+                f"{module.__file__ or 'Python'}; rename the file"
+            )
+
+
+def foreign_modules(configs: Iterable[FilterConfig]) -> list[str]:
+    """The modules that register the filters of other packages; none for what a script or notebook defines."""
+    modules = {type(config).__module__ for config in configs}
+    return sorted(m for m in modules if m.partition(".")[0] != __name__.partition(".")[0] and m != "__main__")
 
 
 def as_config(filter: str | FilterConfig, **options: Any) -> FilterConfig:
@@ -305,3 +447,16 @@ def _describe(hint: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_describe(a) for a in args)
     return {int: "an integer", float: "a number", str: "a string", bool: "True or False"}.get(hint, str(hint))
+
+
+def summary(config_class: type[FilterConfig]) -> str:
+    """The first line of its documentation, or of its filter's."""
+    lines = [(owner.__doc__ or "").strip().partition("\n")[0] for owner in (config_class, config_class.module)]
+    generated = f"{config_class.__name__}("  # by dataclass, where the author wrote none
+    return next((line for line in lines if line and not line.startswith(generated)), "")
+
+
+def options(config_class: type[FilterConfig]) -> dict[str, tuple[str, Any]]:
+    """What ``from_options`` takes: name -> (type in words, default or ``dataclasses.MISSING``)."""
+    hints = typing.get_type_hints(config_class)
+    return {f.name: (_describe(hints[f.name]), f.default) for f in fields(config_class)}  # type: ignore[arg-type]

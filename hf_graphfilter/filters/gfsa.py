@@ -99,7 +99,7 @@ def _fixed_at_zero(coefficient: Tensor) -> bool:
 @register_filter("gfsa")
 @dataclass(frozen=True)
 class GFSAConfig(FilterConfig):
-    """Options of GFSA.
+    """GFSA, a polynomial of the attention matrix: w_0 I + w_1 A + w_K A^K.
 
     Args:
         K: order of the high-order term, 1 to 1000; the papers use 2 to 10.

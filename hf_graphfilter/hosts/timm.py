@@ -20,13 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from safetensors.torch import load_file
-from timm.models import load_model_config_from_hf
 from torch import Tensor, nn
 
-from ..errors import GraphFilterError, shown
+from ..errors import GraphFilterError, needs, shown
 from ..ops.attention import apply_twice, can_apply_twice
 from ..ops.visibility import visibility
 from ..shift import AttentionShift
@@ -262,6 +260,15 @@ def usage(model: Any, source: str) -> str:
 model = load_timm_model("{source}")"""
 
 
+def pipeline_tag(model: Any) -> str | None:
+    return "image-classification" if getattr(model, "num_classes", 0) else "image-feature-extraction"
+
+
+def base_model(model: Any) -> str | None:
+    """Its pretrained_cfg names a repository whether or not the weights came from there."""
+    return None
+
+
 def load_timm_model(source: str | Path, **options: Any) -> nn.Module:
     """A patched timm model, from what ``timm.models.save_for_hf`` or ``push_to_hf_hub`` saved.
 
@@ -278,6 +285,10 @@ def load_timm_model(source: str | Path, **options: Any) -> nn.Module:
     Example:
         ``load_timm_model("me/deit-small-gfsa")``
     """
+    with needs("vision", "a model of timm"):
+        import timm
+        from timm.models import load_model_config_from_hf
+
     from ..patching import apply_record
 
     try:

@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -22,6 +23,8 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -46,6 +49,7 @@ CHILD = "graph_filter"
 _BASE_CONFIG = "_graph_filter_base_config"
 _SITE = "_graph_filter_site"
 _SHARED_CONFIG = "_graph_filter_shared_config"
+_TAGS = "_graph_filter_tags"
 _HIDDEN = "graph_filter_hidden"
 _HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
 _HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
@@ -410,12 +414,46 @@ from transformers import {auto_class}
 model = {auto_class}.from_pretrained("{source}")"""
 
 
+def pipeline_tag(model: PreTrainedModel) -> str | None:
+    from transformers.modelcard import TASK_MAPPING, _get_mapping_values
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_MAPPING_NAMES, MODEL_MAPPING_NAMES
+
+    bare = {"image-feature-extraction": MODEL_FOR_IMAGE_MAPPING_NAMES, "feature-extraction": MODEL_MAPPING_NAMES}
+    tasks = {**TASK_MAPPING, **bare}.items()
+    return next((task for task, classes in tasks if type(model).__name__ in _get_mapping_values(classes)), None)
+
+
+def base_model(model: PreTrainedModel) -> str | None:
+    """What is in the cache of the Hub came from the Hub; any other name may be a folder."""
+    name = model.config._name_or_path
+    try:
+        cached = not os.path.exists(name) and try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return name if isinstance(cached, str) else None
+
+
+def tag(model: PreTrainedModel, filters: Iterable[str]) -> None:
+    """Let ``model_tags``, which cards of the Trainer and of ``push_to_hub`` carry, name the filters of the model."""
+    for part in model.modules():  # a part that was loaded with a record has tags of its own
+        if isinstance(part, PreTrainedModel) and (ours := vars(part).pop(_TAGS, None)) is not None:
+            part.model_tags = [t for t in part.model_tags or () if t not in ours]
+            if part.model_tags == (type(part).model_tags or []):
+                del part.model_tags
+    if filters:
+        before = model.model_tags or []
+        ours = [t for t in ("graph-filter", *filters, "hf_graphfilter") if t not in before]
+        model.model_tags = [*before, *ours]
+        setattr(model, _TAGS, ours)
+
+
 def read_record(model: PreTrainedModel) -> dict[str, Any] | None:
     return getattr(model.config, CHILD, None)
 
 
 def write_record(model: PreTrainedModel, record: dict[str, Any] | None) -> None:
     """Keep the record in the config, and with it an implementation name that makes loading without us fail."""
+    tag(model, sorted({g["config"]["filter"] for g in record["filters"]}) if record else ())
     if record is None:
         _forget_record(model)
         return
