@@ -39,10 +39,6 @@ app = typer.Typer(
 
 Source = Annotated[str, typer.Argument(help="A checkpoint: directory or Hub id.")]
 Output = Annotated[Path, typer.Argument(help="Directory to write to.")]
-Imports = Annotated[
-    list[str] | None,
-    typer.Option("--import", metavar="MODULE", help="A module that registers filters of your own, repeatable."),
-]
 AutoClass = Annotated[
     str | None,
     typer.Option("--auto-class", help="Load with this class instead of the saved one, e.g. AutoModelForCausalLM."),
@@ -68,12 +64,15 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _before_the_verb(
     context: typer.Context,
-    modules: Imports = None,
+    modules: Annotated[
+        list[str] | None,
+        typer.Option("--import", metavar="MODULE", help="A module that registers filters of your own, repeatable."),
+    ] = None,
     version: Annotated[
         bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
     ] = False,
 ) -> None:
-    if modules and context.invoked_subcommand != "run":  # which imports them in the program
+    if modules and context.invoked_subcommand != "run":  # which hands them on
         from .filters import import_filters
 
         import_filters(modules)
@@ -440,7 +439,6 @@ def run(
         list[str] | None, typer.Argument(help="Its arguments and options.", show_default=False)
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="PROGRAM is a module, as with python -m.")] = False,
-    imports: Imports = None,
 ) -> None:
     """Run any other Python program so that it, and every process it starts, loads patched checkpoints.
 
@@ -450,8 +448,8 @@ def run(
     """
     from .launch import run_program
 
-    before = context.parent.params["modules"] if context.parent else None
-    run_program(program, arguments or (), module=module, imports=[*(before or ()), *(imports or ())])
+    modules = context.parent.params["modules"] if context.parent else None  # of --import
+    run_program(program, arguments or (), module=module, imports=modules or ())
 
 
 @app.command()

@@ -13,6 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import auto_factory, modeling_auto
 
 from .errors import GraphFilterError
+from .filters.base import foreign_modules
 from .hosts.transformers import CHILD
 from .patching import read_groups
 
@@ -76,10 +77,7 @@ def export_remote_code(folder: str | os.PathLike[str]) -> list[str]:
             "imported, as by hf-graphfilter run"
         )
     models = _models(folder)
-    modules = {type(config).__module__ for config, _ in groups}
-    modules = {name for name in modules if name.partition(".")[0] != __package__}
-    if "__main__" in modules:
-        raise GraphFilterError("a filter is defined in __main__: put it into a module that programs can import")
+    modules = foreign_modules(config for config, _ in groups)
     imports = sorted(["import transformers", *(f"import {name}" for name in modules)])
     imports.append(f"from {__name__} import {with_filters.__name__}")
     names = sorted({model_class.__name__ for model_class in models.values()})

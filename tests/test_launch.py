@@ -175,7 +175,8 @@ def third_party(tmp_path):
 def test_a_program_loads_a_filter_of_others(third_party):
     folder, expected = third_party
     (folder / "load.py").write_text(LOAD)
-    verb = [sys.executable, "-m", "hf_graphfilter.cli", "run", "--import", folder / "elsewhere" / "their_filters.py"]
+    file = folder / "elsewhere" / "their_filters.py"
+    verb = [sys.executable, "-m", "hf_graphfilter.cli", "--import", file, "run"]
     code, lines, errors = run([*verb, folder / "load.py", folder / "patched"])
     assert code == 0, errors
     assert json.loads(lines[-1]) == pytest.approx(expected, rel=1e-5)
