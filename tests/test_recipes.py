@@ -32,6 +32,8 @@ DECODER = ["--model", "gpt2", "--from_scratch", "n_layer=2", "n_embd=32", "n_hea
 DECODER += ["--train_tokenizer", "280", "--max_length", "16"]
 SHORT = ["--max_steps", "4", "--eval_strategy", "no", "--save_strategy", "no", "--disable_tqdm", "true", "--use_cpu"]
 
+README_COMPARISON = ["glue", "--config", "glue/minilm.yaml", "--task", "cola", "--seeds", "1"]
+
 
 @pytest.fixture
 def cola(tmp_path):
@@ -412,18 +414,14 @@ def test_coefficients_are_logged_by_layer(cola, tmp_path, transformers_warnings)
     assert not any("filter/1/w_K" in entry for entry in seen), "one layer is patched"
 
 
-def test_a_finished_seed_is_not_run_again_and_other_settings_are_refused(cola, tmp_path, monkeypatch, capsys):
-    argv = [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT, "--seeds", 1, 2]
-    argv = [*map(str, argv)]
+def test_a_finished_seed_is_not_run_again_and_other_settings_are_refused(asked, capsys):
+    argv = [*README_COMPARISON[1:], "2"]
     common.main(glue.RECIPE, argv)
-    runs = []
-    made = {"metrics": record(tmp_path / "run")["metrics"]}
-    monkeypatch.setattr(common, "fit", lambda args, training, *_: runs.append(training.seed) or made)
     common.main(glue.RECIPE, argv)
-    assert runs == []
-    (tmp_path / "run" / "seed-2" / "record.json").unlink()
+    assert [seed for _, seed, _ in asked] == [1, 2]
+    Path("runs/glue/cola-gfsa/seed-2/record.json").unlink()
     common.main(glue.RECIPE, argv)
-    assert runs == [2]
+    assert [seed for _, seed, _ in asked] == [1, 2, 2]
     with pytest.raises(SystemExit) as stopped:
         common.main(glue.RECIPE, [*argv, "--learning_rate", "1"])
     assert stopped.value.code == 1
@@ -594,9 +592,6 @@ def test_the_card_says_what_was_measured_and_compared(cola, tmp_path, monkeypatc
     assert common.compared(settings, made, elsewhere) == "", "the shipped ones have other settings"
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     assert common.compared(settings, made, elsewhere).endswith("no claim (measured by the authors of the recipes).")
-
-
-README_COMPARISON = ["glue", "--config", "glue/minilm.yaml", "--task", "cola", "--seeds", "1"]
 
 
 def test_a_comparison_in_a_fresh_clone_trains(asked, tmp_path, capsys):
