@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import html
+import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -15,9 +17,9 @@ from torch import Tensor, nn
 from .errors import GraphFilterError, shown
 from .filters import FilterConfig, GraphFilter, as_config
 from .filters.base import UnknownFilterError, build_filter, foreign_modules
-from .hosts import AttentionSite, Host, host_of, unwrapped
+from .hosts import AttentionSite, Host, encoder_of, host_of, unwrapped
 
-Layers = None | Literal["even", "odd"] | Sequence[int] | slice | Callable[[int, str], bool]
+Layers = None | Literal["even", "odd"] | Collection[int] | slice | Callable[[int, str], bool]
 M = TypeVar("M", bound=nn.Module)
 RECORD_VERSION = 1
 
@@ -36,8 +38,9 @@ def patch_model(
     Cross-attention is never patched.
 
     Args:
-        model: a transformers ``PreTrainedModel`` whose attention runs through the attention interface; the whole model
-            that will be saved, since its config keeps the record (choose parts with ``layers`` and ``stack``).
+        model: a transformers ``PreTrainedModel`` whose attention runs through the attention interface, or a
+            ``SentenceTransformer`` around one; the whole model that will be saved, since its config keeps the record
+            (choose parts with ``layers`` and ``stack``).
         filter: name of a registered filter, or its config object.
         layers: which layers of each stack, counted from 0: ``None`` for all, ``"even"``, ``"odd"``, a list of indices
             (negative ones count from the end), a slice, or a predicate ``(index, module name) -> bool``.
@@ -58,6 +61,7 @@ def patch_model(
         True
     """
     config = as_config(filter, **options)
+    whole, model = model, encoder_of(model)
     host = host_of(model)
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
         raise GraphFilterError(
@@ -83,7 +87,7 @@ def patch_model(
     host.write_record(model, {**written, "imports": imports} if imports else written)
     for site, graph_filter in zip(selected, filters, strict=True):
         host.attach(site, graph_filter)
-    return model
+    return whole
 
 
 def unpatch_model(model: M) -> M:
@@ -92,11 +96,12 @@ def unpatch_model(model: M) -> M:
     Raises:
         GraphFilterError: the model is not patched.
     """
+    whole, model = model, unwrapped(model, running=False)  # type: ignore[assignment]
     host = host_of(model)
     for _, module in patched_modules(model):
         host.detach(module)
     host.write_record(model, None)
-    return model
+    return whole
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,15 @@ class FilterStatus(list[FilterRow]):
             for row in self
         ]
         return header, rows
+
+    def _repr_html_(self) -> str:
+        """The table in a notebook."""
+        if not self:
+            return "<p>no graph filter</p>"
+        header, rows = self.table()
+        lines = [("th", header), *(("td", row) for row in rows)]
+        body = ("".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) for tag, cells in lines)
+        return "<table>" + "".join(f"<tr>{line}</tr>" for line in body) + "</table>"
 
     def __str__(self) -> str:
         if not self:
@@ -273,7 +287,7 @@ def read_groups(record: Any, source: str, part: str = "") -> list[tuple[FilterCo
     if not isinstance(record, dict) or record.get("version") != RECORD_VERSION:
         version = record.get("version") if isinstance(record, dict) else record
         raise GraphFilterError(
-            f"{source}: version {version!r}{part} is unknown, this installation reads version {RECORD_VERSION}; "
+            f"{source}: version {shown(version)}{part} is unknown, this installation reads version {RECORD_VERSION}; "
             "install the hf_graphfilter release that wrote it"
         )
     where = part.removeprefix(" of ") or source
@@ -319,8 +333,8 @@ def select_sites(sites: list[AttentionSite], layers: Layers, stack: str | None) 
     """The sites that ``layers`` and ``stack`` of ``patch_model`` choose; layers are counted within each stack."""
     kinds = sorted({site.stack for site in sites})
     if stack is not None:
-        if stack not in kinds:
-            raise GraphFilterError(f"stack={stack!r}: the model has {' and '.join(kinds)} self-attention only")
+        if not isinstance(stack, str) or stack not in kinds:
+            raise GraphFilterError(f"stack={shown(stack)}: the model has {' and '.join(kinds)} self-attention only")
         sites = [site for site in sites if site.stack == stack]
     groups: dict[str, list[AttentionSite]] = {}
     for site in sites:
@@ -328,34 +342,55 @@ def select_sites(sites: list[AttentionSite], layers: Layers, stack: str | None) 
     chosen = [site for group, members in groups.items() for site in _select(group, members, layers)]
     if not chosen:
         counts = ", ".join(f"{group or 'model'}: {len(members)}" for group, members in groups.items())
-        raise GraphFilterError(f"layers={layers!r} selects no layer; layers found ({counts})")
+        raise GraphFilterError(f"layers={shown(layers)} selects no layer; layers found ({counts})")
     return chosen
 
 
 def _select(group: str, sites: list[AttentionSite], layers: Layers) -> list[AttentionSite]:
     if layers is None:
         return sites
-    if isinstance(layers, str):
-        if layers not in ("even", "odd"):
-            raise GraphFilterError(
-                f"layers={layers!r}: use None, 'even', 'odd', a list of indices, a slice, or a predicate"
-            )
+    if isinstance(layers, str) and layers in ("even", "odd"):
         return sites[layers == "odd" :: 2]
+    given = f"layers={shown(layers)}"
     if isinstance(layers, slice):
-        return sites[layers]
+        try:
+            return sites[layers]
+        except Exception as error:
+            raise GraphFilterError(f"{given}: a slice of layers holds integers, its step is not 0") from error
     if callable(layers):
-        return [site for site in sites if layers(site.index, site.name)]
-    if not isinstance(layers, Sequence) or any(not isinstance(i, int) or isinstance(i, bool) for i in layers):
-        raise GraphFilterError(f"layers={layers!r}: a list of layers holds integers")
-    indices = [int(i) for i in layers]
-    for i in indices:
-        if not -len(sites) <= i < len(sites):
+        return [site for site in sites if _holds(layers, site, given)]
+    listed = isinstance(layers, Collection) and getattr(layers, "ndim", 1) == 1  # arrays and tensors too
+    if not listed or isinstance(layers, (str, bytes, bytearray, memoryview, Mapping)):
+        raise GraphFilterError(f"{given}: use None, 'even', 'odd', a list of indices, a slice, or a predicate")
+    wanted = set()
+    for i in layers:  # one by one: a range may be endless
+        index = _index(i, given)
+        if not -len(sites) <= index < len(sites):
             raise GraphFilterError(
-                f"layers={layers!r}: {i} is out of range, {group or 'the model'} has {len(sites)} layers"
-                " (use stack= to choose encoder or decoder)"
+                f"{given}: {shown(i)} is out of range, {group or 'the model'} has {len(sites)} layers (use stack= to "
+                "choose encoder or decoder)"
             )
-    wanted = {i % len(sites) for i in indices}
+        wanted.add(index % len(sites))
     return [site for site in sites if site.index in wanted]
+
+
+def _holds(predicate: Callable[[int, str], bool], site: AttentionSite, given: str) -> bool:
+    try:
+        return bool(predicate(site.index, site.name))
+    except Exception as error:
+        raise GraphFilterError(
+            f"{given}: the predicate takes (index, module name) and returns True or False; at ({site.index}, "
+            f"{site.name!r}) it raised {shown(error)}"
+        ) from error
+
+
+def _index(value: Any, given: str) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError("a bool is no index")
+        return operator.index(value)
+    except Exception as error:
+        raise GraphFilterError(f"{given}: a list of layers holds integers, got {shown(value)}") from error
 
 
 def _nothing_to_patch(model: nn.Module, refused: dict[str, str]) -> str:

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import signal
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from hf_graphfilter import (
     transfer_attention,
     unpatch_model,
 )
+from hf_graphfilter.training import transfer
 
 AGF = AGFConfig(correction=True, theta="per_head", position_bias="drop")
 
@@ -28,13 +30,15 @@ AGF = AGFConfig(correction=True, theta="per_head", position_bias="drop")
 def patched(name="bert", config=AGF, model_class=None):
     torch.manual_seed(0)
     family = FAMILIES[name]
-    return patch_model(dataclasses.replace(family, model_class=model_class or family.model_class).build(), config)
+    return patch_model(
+        dataclasses.replace(family, model_class=model_class or family.model_class).build().double(), config
+    )
 
 
 def batches(name="bert", count=6, padded=True):
     made = []
     for i in range(count):
-        inputs = FAMILIES[name].inputs()
+        inputs = FAMILIES[name].inputs(torch.float64)
         for key in ("input_ids", "decoder_input_ids"):
             if key in inputs:
                 inputs[key] = (inputs[key] * (i + 3) + i) % 90 + 5
@@ -57,8 +61,8 @@ def parameters(model):
 @pytest.mark.parametrize("init", ["copy", "blend"])
 def test_only_filters_change_and_they_come_closer(name, init):
     model = patched(name, AGFConfig(correction=True, window=1, init=init, position_bias="drop")).train()
-    before = parameters(model)
-    original = output(unpatch_model(copy.deepcopy(model)).eval(), FAMILIES[name].inputs())
+    before, inputs = parameters(model), FAMILIES[name].inputs(torch.float64)
+    original = output(unpatch_model(copy.deepcopy(model)).eval(), inputs)
     report = run(model, batches(name))
     # attention of a random Llama is nearly uniform, that of a random T5 nearly one-hot: little to be gained
     assert report.mean_after <= (1.0 if name in ("llama", "t5") else 0.9) * report.mean_before
@@ -71,8 +75,8 @@ def test_only_filters_change_and_they_come_closer(name, init):
     assert model.training
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     if init == "blend":
-        assert torch.equal(output(model.eval(), FAMILIES[name].inputs()), original)
-    assert torch.equal(output(unpatch_model(model).eval(), FAMILIES[name].inputs()), original)
+        assert torch.equal(output(model.eval(), inputs), original)
+    assert torch.equal(output(unpatch_model(model).eval(), inputs), original)
 
 
 def test_a_polynomial_can_be_fitted_too():
@@ -162,7 +166,7 @@ def test_bad_arguments():
 
 def test_nan_keeps_the_best_state_so_far():
     poison = patched("vit")
-    images = [{"pixel_values": torch.randn(2, 3, 16, 16)} for _ in range(20)]
+    images = [{"pixel_values": torch.randn(2, 3, 16, 16, dtype=torch.float64)} for _ in range(20)]
     images[16]["pixel_values"][:] = torch.nan
     report = run(poison, images, steps=40, eval_every=5)
     assert report.stopped == "non-finite loss at step 15, best state kept"
@@ -276,3 +280,38 @@ def test_blend_is_saved_at_any_gate_and_dropped_at_one(tmp_path):
     with pytest.raises(GraphFilterError, match="has no blended layer"):
         drop_blend(loaded)
     assert torch.equal(output(unpatch_model(loaded), inputs), original)
+
+
+@pytest.mark.parametrize("stop", [10, 13])
+def test_ctrl_c_keeps_the_step_that_it_interrupts(tmp_path, stop, monkeypatch):
+    data, expected, steps = batches(), run(patched(), batches()), []
+    advance = transfer._Run._advance
+
+    def interrupted(self, *arguments):
+        if self.step == stop:
+            signal.raise_signal(signal.SIGINT)
+        steps.append(self.step)
+        return advance(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer._Run, "_advance", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(patched(), data, checkpoint=tmp_path)
+    assert steps[-1] == stop, "the step was finished"
+    assert json.loads((tmp_path / "transfer.json").read_text())["step"] == stop + 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    found = run(patched(), data, checkpoint=tmp_path)
+    assert found.history == [(s, pytest.approx(e, rel=1e-5)) for s, e in expected.history]
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_filters_that_equal_their_attention_are_refused(backend, dtype):
+    config = GFSAConfig(learn=("w_0", "w_1", "w_K"))
+    model = patch_model(FAMILIES["bert"].build(backend), config).to(dtype)
+    with pytest.raises(GraphFilterError, match=r"nothing to fit: every filter \(gfsa\) equals the attention"):
+        run(model, batches())
+    with pytest.raises(GraphFilterError, match="nothing to fit"):
+        run(model, batches(), steps=0, end_to_end="hidden")
+    mixed = patch_model(patch_model(FAMILIES["bert"].build(), config, layers=[0]), AGF, layers=[1, 2])
+    assert run(mixed, batches()).mean_after < 0.9

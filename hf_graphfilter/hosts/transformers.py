@@ -15,14 +15,17 @@ import copy
 import dataclasses
 import functools
 import inspect
+import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -37,7 +40,7 @@ from ..filters import GraphFilter
 from ..ops.attention import apply_twice, can_apply_twice
 from ..ops.visibility import visibility
 from ..shift import AttentionShift, repeat_heads
-from . import AttentionSite, cache, host_of, locate, looks_like_attention
+from . import AttentionSite, cache, check_values, host_of, locate, looks_like_attention
 from .tensor_parallel import with_local_heads
 
 LIBRARY = "transformers"
@@ -46,6 +49,7 @@ CHILD = "graph_filter"
 _BASE_CONFIG = "_graph_filter_base_config"
 _SITE = "_graph_filter_site"
 _SHARED_CONFIG = "_graph_filter_shared_config"
+_TAGS = "_graph_filter_tags"
 _HIDDEN = "graph_filter_hidden"
 _HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
 _HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
@@ -410,12 +414,46 @@ from transformers import {auto_class}
 model = {auto_class}.from_pretrained("{source}")"""
 
 
+def pipeline_tag(model: PreTrainedModel) -> str | None:
+    from transformers.modelcard import TASK_MAPPING, _get_mapping_values
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_MAPPING_NAMES, MODEL_MAPPING_NAMES
+
+    bare = {"image-feature-extraction": MODEL_FOR_IMAGE_MAPPING_NAMES, "feature-extraction": MODEL_MAPPING_NAMES}
+    tasks = {**TASK_MAPPING, **bare}.items()
+    return next((task for task, classes in tasks if type(model).__name__ in _get_mapping_values(classes)), None)
+
+
+def base_model(model: PreTrainedModel) -> str | None:
+    """What is in the cache of the Hub came from the Hub; any other name may be a folder."""
+    name = model.config._name_or_path
+    try:
+        cached = not os.path.exists(name) and try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return name if isinstance(cached, str) else None
+
+
+def tag(model: PreTrainedModel, filters: Iterable[str]) -> None:
+    """Let ``model_tags``, which cards of the Trainer and of ``push_to_hub`` carry, name the filters of the model."""
+    for part in model.modules():  # a part that was loaded with a record has tags of its own
+        if isinstance(part, PreTrainedModel) and (ours := vars(part).pop(_TAGS, None)) is not None:
+            part.model_tags = [t for t in part.model_tags or () if t not in ours]
+            if part.model_tags == (type(part).model_tags or []):
+                del part.model_tags
+    if filters:
+        before = model.model_tags or []
+        ours = [t for t in ("graph-filter", *filters, "hf_graphfilter") if t not in before]
+        model.model_tags = [*before, *ours]
+        setattr(model, _TAGS, ours)
+
+
 def read_record(model: PreTrainedModel) -> dict[str, Any] | None:
     return getattr(model.config, CHILD, None)
 
 
 def write_record(model: PreTrainedModel, record: dict[str, Any] | None) -> None:
     """Keep the record in the config, and with it an implementation name that makes loading without us fail."""
+    tag(model, sorted({g["config"]["filter"] for g in record["filters"]}) if record else ())
     if record is None:
         _forget_record(model)
         return
@@ -567,6 +605,7 @@ def _load_by_record(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
         mapping = [*renamings, *(load_config.weight_mapping or ())]
         load_config = dataclasses.replace(load_config, weight_mapping=mapping)
         try:
+            _check_values(model, state_dict, checkpoint_files or [])
             info, index = function(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         except (SafetensorError, EOFError) as error:
             raise GraphFilterError(
@@ -578,6 +617,25 @@ def _load_by_record(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
         return info, index
 
     return staticmethod(_load_pretrained_model)
+
+
+def _check_values(model: PreTrainedModel, state_dict: dict[str, Tensor] | None, files: list[str]) -> None:
+    """``check_values`` of the coefficients in a checkpoint: as they are in its files, whatever becomes of them (cast,
+    sharded, left on disk)."""
+
+    def coefficients(keys: Iterable[str], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        # not the weights of a filter's children, which may be large, or quantized
+        return {relative_name(model, key): read(key) for key in keys if re.search(rf"\.{CHILD}\.[^.]+$", key)}
+
+    own = model.state_dict()
+    wanted = coefficients(own, own.__getitem__)
+    if state_dict is not None:
+        check_values(coefficients(state_dict, state_dict.__getitem__), wanted, "state_dict")
+        return
+    for file in files:
+        if file.endswith(".safetensors"):
+            with safe_open(file, framework="pt") as opened:
+                check_values(coefficients(opened.keys(), opened.get_tensor), wanted, file)
 
 
 def _follow_renaming(model: PreTrainedModel) -> list[WeightRenaming]:
