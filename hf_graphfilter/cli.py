@@ -442,7 +442,11 @@ def _spoken(message: str) -> str:
     called = rf"\b(call )?({'|'.join(_CALLS)})\b(\([^()]*\))?"
     message = re.sub(called, lambda m: f"{'run ' if m[1] else ''}hf-graphfilter {_CALLS[m[2]]}", message)
     message = re.sub(r"\b(layers|stack)=(?=[\w'\"\[(])", r"--\1 ", message)
-    return re.sub(r"\b(layers|stack)=", r"--\1", message).replace("force=True", "--force")
+    return (
+        re.sub(r"\b(layers|stack)=", r"--\1", message)
+        .replace("force=True", "--force")
+        .replace("must be imported first", "needs --import MODULE before the verb")
+    )
 
 
 def main() -> None:
@@ -453,6 +457,10 @@ def main() -> None:
         message = " ".join(_spoken(str(error)).split())
         print(f"hf-graphfilter: {message}", file=sys.stderr)
         sys.exit(1)
+    except SystemExit as done:  # Typer makes a silent one of Ctrl-C
+        if isinstance(getattr(done.__context__, "__cause__", None), KeyboardInterrupt):
+            print("hf-graphfilter: interrupted", file=sys.stderr)
+        raise
 
 
 if __name__ == "__main__":
