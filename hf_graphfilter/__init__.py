@@ -25,6 +25,7 @@ if typing.TYPE_CHECKING:
     from .filters import register_filter as register_filter
     from .filters.agf import AGFConfig as AGFConfig
     from .filters.gfsa import GFSAConfig as GFSAConfig
+    from .hosts import AttentionSite as AttentionSite
     from .hosts.timm import load_timm_model as load_timm_model
     from .hub import load_filter as load_filter
     from .hub import save_filter as save_filter
@@ -35,6 +36,7 @@ if typing.TYPE_CHECKING:
     from .shift import AttentionShift as AttentionShift
     from .shift import DenseShift as DenseShift
     from .shift import ShiftOperator as ShiftOperator
+    from .testing import check_filter as check_filter
     from .training import BlendSchedule as BlendSchedule
     from .training import CoefficientCallback as CoefficientCallback
     from .training import OrthogonalityCallback as OrthogonalityCallback
@@ -65,6 +67,8 @@ _EXPORTS = {
         "orthogonality_loss",
     ),
     "hub": ("save_filter", "load_filter"),
+    "hosts": ("AttentionSite",),
+    "testing": ("check_filter",),
     "hosts.timm": ("load_timm_model",),
     "card": ("create_model_card",),
 }
@@ -81,6 +85,8 @@ __all__ = [
     "GraphFilter",
     "available_filters",
     "register_filter",
+    "check_filter",
+    "AttentionSite",
     "ShiftOperator",
     "AttentionShift",
     "DenseShift",

@@ -17,7 +17,7 @@ from transformers import TrainingArguments
 
 from .errors import GraphFilterError
 from .filters import FilterConfig, available_filters
-from .filters.base import summary
+from .filters.base import foreign_modules, summary
 from .hosts import Host, encoder_of, host_of, unwrapped
 from .patching import filter_parameters, filter_status
 
@@ -163,7 +163,9 @@ def create_model_card(
         "model_class": type(inner).__name__,
         "address": package_address(),
         "filters": "\n".join(_bullet(config) for _, config in sorted(configs.items())),
-        "usage": "\n".join([*_registrations(configs.values()), usage]),
+        "usage": "\n".join(
+            [*(f"import {m}  # registers its filter" for m in foreign_modules(configs.values())), usage]
+        ),
         "description": description.strip(),
         "training_table": _training(training),
         "coefficient_table": markdown_table(*status.table()) if coefficients else "",
@@ -182,7 +184,8 @@ def package_address() -> str | None:
         found = metadata.metadata("hf-graphfilter").get_all("Project-URL") or []
     except metadata.PackageNotFoundError:
         return None
-    urls = {label.strip().lower(): url.strip() for label, _, url in (entry.partition(",") for entry in found)}
+    pairs = (entry.partition(",") for entry in found if ".example/" not in entry)  # no host (RFC 2606)
+    urls = {label.strip().lower(): url.strip() for label, _, url in pairs}
     preferred = [urls[label] for label in ("homepage", "repository", "source") if label in urls]
     return next(iter([*preferred, *urls.values()]), None)
 
@@ -212,19 +215,6 @@ model = PeftModel.from_pretrained(model, "{repo_id}")"""
 
 def _bullet(config: type[FilterConfig]) -> str:
     return f"- `{config.filter}`: {summary(config)}".removesuffix(": ")
-
-
-def _registrations(configs: Any) -> list[str]:
-    """What other people's filters need before they are loaded."""
-    named = {entry.name for entry in metadata.entry_points(group="hf_graphfilter.filters")}
-    own = __package__ or ""
-    others = [c for c in configs if c.__module__.partition(".")[0] != own and c.filter not in named]
-    return [
-        f"# run the code that registers the filter {c.filter!r} first"
-        if c.__module__ == "__main__"
-        else f"import {c.__module__}  # registers the filter {c.filter!r}"
-        for c in others
-    ]
 
 
 def _training(training: Mapping[str, Any] | TrainingArguments | None) -> str:

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_graphfilter import GraphFilterError
 
-torch.set_num_threads(1)  # the tests run in parallel processes
+torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # one: the tests run in parallel processes
 transformers_logging.disable_progress_bar()
 
 

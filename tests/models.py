@@ -1,5 +1,6 @@
 """Tiny random models of every family, with inputs: the architecture axis of the common tester."""
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,6 +213,25 @@ def output(model, inputs):
     if "last_hidden_state" in found:
         return found.last_hidden_state
     return torch.cat([found.text_embeds, found.image_embeds])
+
+
+def assert_equal_in_float32(found, expected, model, inputs):
+    """``found`` is the output of ``model`` on ``inputs``, which ``expected`` is too, but for rounding in float32.
+
+    For what cannot be compared in float64: formats of float32, and eager attention functions, many of which take their
+    softmax in float32 whatever the model's dtype. How far rounding may lead depends on the model; so it is measured:
+    16 times the distance between this very model's outputs in float32 and in float64.
+    """
+
+    def in_dtype(dtype):
+        given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+        return output(copy.deepcopy(model).to(dtype), given).double()
+
+    with torch.no_grad():
+        wide = in_dtype(torch.float64)
+        allowance = 16 * (in_dtype(torch.float32) - wide).abs().max().item()
+    assert 0 < allowance < 1e-2 * wide.abs().max(), "too badly conditioned to tell a fault from rounding"
+    torch.testing.assert_close(found.double(), expected.double(), atol=allowance, rtol=0)
 
 
 def turn_on(model, scale=0.4):

@@ -34,7 +34,8 @@ def compiled(model, **options):
 
 def lengths(family):
     """Inputs of several lengths, where the family has a length."""
-    return [family.inputs(tokens=n) for n in (9, 12, 17)] if "input_ids" in family.inputs() else [family.inputs()] * 2
+    given = [family.inputs(torch.float64, tokens=n) for n in (9, 12, 17)]
+    return given if "input_ids" in given[0] else given[:1] * 2
 
 
 def graphs(model, family, fullgraph):
@@ -48,7 +49,7 @@ def graphs(model, family, fullgraph):
 @cases
 def test_compiled_as_the_plain_model_is(family, name):
     family = FAMILIES[family]
-    plain = family.build()
+    plain = family.build().double()
     try:
         _, count = graphs(plain, family, fullgraph=True)
         fullgraph = True
@@ -62,17 +63,17 @@ def test_compiled_as_the_plain_model_is(family, name):
     found, patched_count = graphs(model, family, fullgraph)
     with torch.no_grad():
         for inputs, logits in zip(lengths(family), found, strict=True):
-            torch.testing.assert_close(logits, output(model, inputs), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(logits, output(model, inputs), atol=1e-8, rtol=1e-8)
     assert two_forms or patched_count <= count
 
     run, _ = compiled(model, fullgraph=fullgraph)
-    inputs = family.inputs()
+    inputs = family.inputs(torch.float64)
     output(run, inputs).square().sum().backward()
     gradients = [p.grad.clone() for p in filter_parameters(model)]
     model.zero_grad()
     output(model, inputs).square().sum().backward()
     for gradient, parameter in zip(gradients, filter_parameters(model), strict=True):
-        torch.testing.assert_close(gradient, parameter.grad, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(gradient, parameter.grad, atol=1e-6, rtol=1e-6)
 
 
 def test_a_compiled_filter_refuses_another_mask_than_it_was_compiled_for():
@@ -91,8 +92,6 @@ def test_a_compiled_filter_refuses_another_mask_than_it_was_compiled_for():
 @pytest.mark.parametrize("family", ["bert", "gpt2", "deit"])
 def test_inductor(family, name):
     family = FAMILIES[family]
-    model = turn_on(family.patch(family.build(), CONFIGS[name]))
+    model, inputs = turn_on(family.patch(family.build().double(), CONFIGS[name])), family.inputs(torch.float64)
     torch.compiler.reset()
-    torch.testing.assert_close(
-        output(torch.compile(model), family.inputs()), output(model, family.inputs()), atol=1e-4, rtol=1e-4
-    )
+    torch.testing.assert_close(output(torch.compile(model), inputs), output(model, inputs), atol=1e-8, rtol=1e-8)

@@ -1,15 +1,30 @@
 """Filters that other people write: importing them, mistakes in them, and ``check_filter``."""
 
+import json
 import re
 import sys
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from models import FAMILIES, output
 from torch import nn
 
-from hf_graphfilter import FilterConfig, GraphFilter, GraphFilterError, patch_model, register_filter
+from hf_graphfilter import (
+    AGFConfig,
+    FilterConfig,
+    GFSAConfig,
+    GraphFilter,
+    GraphFilterError,
+    check_filter,
+    create_model_card,
+    load_filter,
+    patch_model,
+    register_filter,
+    save_filter,
+)
 from hf_graphfilter.filters import available_filters, import_filters
 
 SOURCE = """
@@ -106,6 +121,7 @@ def config_of(filter_class, **attributes):
     name = f"test-{filter_class.__name__}-{len(available_filters())}"
     body = {"module": filter_class, "__module__": __name__, **attributes}
     made = dataclass(frozen=True)(type(f"{filter_class.__name__}Config", (FilterConfig,), body))
+    globals()[made.__name__] = made  # where pickle looks
     return register_filter(name)(made)()
 
 
@@ -298,3 +314,319 @@ def test_a_config_without_a_module_or_frozen_dataclass_is_refused():
         with pytest.raises(GraphFilterError, match="Parent must derive from FilterConfig and set `module`"):
             register_filter("test-wrong")(Parent)
     assert "test-wrong" not in available_filters()
+
+
+def same(c):
+    """A coefficient (heads,) for a matrix (batch, heads, tokens, tokens)."""
+    return c.view(-1, 1, 1)
+
+
+def gfsa(A, c):
+    return same(c["w_0"]) * torch.eye(A.shape[-1]) + same(c["w_1"]) * A + same(c["w_K"]) * (A + 2 * (A @ A - A))
+
+
+def scaled(A, c):
+    return same(c["c"]) * A
+
+
+EVERYWHERE = {
+    "config",
+    "patching",
+    "start values",
+    "meta",
+    "forward",
+    "gradients",
+    "finite differences",
+    "causality",
+} | {
+    *("padding", "cached decoding", "half precision", "save and load", "filter file", "unpatching", "copies"),
+    "compiling",
+}
+OF_S = EVERYWHERE | {"starts as the original", "explicit matrix", "formula", "values a head"}
+
+
+@pytest.mark.parametrize(
+    ("config", "formula", "passed", "reason"),
+    [
+        pytest.param(GFSAConfig(), gfsa, OF_S, "", id="gfsa"),
+        pytest.param(config_of(Scaled), scaled, OF_S, "", id="third-party"),
+        pytest.param(AGFConfig(correction=True), None, EVERYWHERE, "starts_as_original", id="agf"),
+        pytest.param(
+            AGFConfig(init="blend", window=2),
+            None,
+            EVERYWHERE | {"starts as the original"},
+            "explicit matrix.*is no function of a matrix.*AGF is made of the model's projections",
+            id="agf-blend",
+        ),
+    ],
+)
+def test_filters_that_pass(config, formula, passed, reason):
+    before = torch.get_rng_state()
+    report = check_filter(config, formula=formula)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert {row.check for row in report if row.outcome == "passed"} == passed
+    others = [row for row in report if row.check not in passed]
+    assert all(row.outcome == "does not apply" and row.detail for row in others)
+    assert re.search(reason, str(report))
+    assert str(report).splitlines()[0].split() == ["check", "outcome", "detail"]
+
+
+class Uninitialised(Scaled):
+    def __init__(self, config, site):
+        GraphFilter.__init__(self, config, site)
+        self.c = nn.Parameter(torch.empty(site.heads))
+
+
+class ResetsSome(Scaled):
+    def __init__(self, config, site):
+        super().__init__(config, site)
+        self.register_buffer("d", torch.zeros(site.heads))
+
+
+class NeedsNumbers(Scaled):
+    def __init__(self, config, site):
+        super().__init__(config, site)
+        self.first = self.c[0].item()
+
+
+class InPlace(Scaled):
+    def forward(self, shift, value):
+        return self.scale(shift(value.mul_(2)))
+
+
+class StartsElsewhere(Scaled):
+    def reset_parameters(self):
+        nn.init.constant_(self.c, 1.01)
+
+
+class OtherOnAMatrix(Scaled):
+    def forward(self, shift, value):
+        return super().forward(shift, value) * (1 if hasattr(shift, "attend") else 2)
+
+
+class Coupled(Scaled):
+    def forward(self, shift, value):
+        return self.scale(shift(value)) * self.c.mean().to(value.dtype)
+
+
+class Unused(Scaled):
+    per_head = ()
+
+    def __init__(self, config, site):
+        super().__init__(config, site)
+        self.d = nn.Parameter(torch.ones(1))
+
+
+class Detached(Scaled):
+    def scale(self, x):
+        return self.c.detach().to(x.dtype).view(-1, 1, 1) * x
+
+
+class Infinite(Scaled):
+    def scale(self, x):
+        return (self.c.sum() - self.c.sum()).to(x.dtype).sqrt() + super().scale(x)
+
+
+class WrongBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+class WrongGradient(Scaled):
+    def scale(self, x):
+        return WrongBackward.apply(super().scale(x))
+
+
+class SeesAll(Scaled):
+    def forward(self, shift, value):
+        out = super().forward(shift, value)
+        return out + out.mean(2, keepdim=True)
+
+
+class CountsFromTheCall(Scaled):
+    def forward(self, shift, value):
+        out = super().forward(shift, value)
+        return out * torch.arange(1, out.shape[2] + 1, dtype=out.dtype).view(-1, 1)
+
+
+class Coarse(Scaled):
+    def forward(self, shift, value):
+        out = super().forward(shift, value)
+        return out if out.dtype != torch.bfloat16 else torch.ones_like(out)
+
+
+class Shared(Scaled):
+    everyones = nn.Parameter(torch.ones(4))
+
+    def __init__(self, config, site):
+        super().__init__(config, site)
+        self.c = Shared.everyones
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+class ForgetsToSave(Scaled):
+    per_head = ()
+
+    def __init__(self, config, site):
+        super().__init__(config, site)
+        self.register_buffer("used", torch.ones(1), persistent=False)
+        with torch.no_grad():
+            self.c.fill_(2.0)
+
+    def forward(self, shift, value):
+        self.used = self.used * 0 + self.c.detach().float()[:1]
+        return super().forward(shift, value)
+
+
+class ChangesTheModel(Scaled):
+    def __init__(self, config, site):
+        super().__init__(config, site)
+        with torch.no_grad():
+            next(site.module.parameters()).mul_(1.5)
+
+
+class HoldsALambda(Scaled):
+    def __init__(self, config, site):
+        super().__init__(config, site)
+        self.activation = lambda x: x
+
+    def forward(self, shift, value):
+        return self.activation(super().forward(shift, value))
+
+
+class OtherWhenCompiled(Scaled):
+    def forward(self, shift, value):
+        return super().forward(shift, value) * (2 if torch.compiler.is_compiling() else 1)
+
+
+BROKEN = [
+    (ReturnsNone, "forward", "BERT: .*ReturnsNone.forward must return a tensor .*, and returned NoneType"),
+    (Transposed, "forward", "BERT: .*Transposed.forward must return a tensor .*, and returned \\(2, 9, 4, 8\\)"),
+    (NoReset, "patching", "NoReset has parameters or buffers and no reset_parameters"),
+    (Uninitialised, "start values", "BERT: __init__ leaves uninitialised memory .* in c, at encoder.layer.0"),
+    (ResetsSome, "start values", "reset_parameters does not set d, at"),
+    (ResetsSome, "meta", "built on the meta device, reset_parameters does not set d, at"),
+    (NeedsNumbers, "meta", "BERT: RuntimeError: .*meta"),
+    (InPlace, "forward", "changes the value in place"),
+    (Infinite, "gradients", "the gradient of c is not finite"),
+    (StartsElsewhere, "starts as the original", "right after patching the model is not the original"),
+    (OtherOnAMatrix, "explicit matrix", "S through the model's attention and S as a matrix differ"),
+    (Coupled, "formula", "forward and formula differ"),
+    (Coupled, "values a head", "half of the values of per_head do not give half of the output"),
+    (Unused, "gradients", "d gets no gradient"),
+    (Detached, "gradients", "RuntimeError|c gets no gradient"),
+    (WrongGradient, "finite differences", "its gradients are not those of its output in float64"),
+    (SeesAll, "causality", "Llama: a later token changes the output at an earlier one"),
+    (SeesAll, "padding", "BERT: padding changes the output at other tokens"),
+    (CountsFromTheCall, "cached decoding", "Llama: decoding token by token with a cache differs from decoding without"),
+    (Promoted, "half precision", "of torch.bfloat16, as the value is, and returned .* of torch.float32"),
+    (Coarse, "half precision", "in bfloat16 its output loses"),
+    (ForgetsToSave, "save and load", "used is not what was saved"),
+    (ChangesTheModel, "unpatching", "unpatch_model does not give the original again"),
+    (HoldsALambda, "copies", "pickle"),
+    (Shared, "copies", "a copy made by deepcopy shares its parameters with the model"),
+    (OtherWhenCompiled, "compiling", "the compiled model gives other outputs"),
+]
+
+
+@pytest.mark.parametrize(
+    ("filter_class", "check", "message"), [pytest.param(*case, id=f"{case[0].__name__}-{case[1]}") for case in BROKEN]
+)
+def test_broken_filters_are_caught(filter_class, check, message):
+    config = config_of(filter_class)
+    report = check_filter(config, formula=scaled, only=[check], raise_on_failure=False)
+    assert [row.check for row in report.failures] == [check], report
+    assert re.search(message, report.failures[0].detail), report.failures[0].detail
+
+
+def test_all_failures_are_named():
+    with pytest.raises(
+        GraphFilterError, match=r"^SeesAllConfig fails 2 of 5 checks: causality \(.*\); padding \(.*\)$"
+    ):
+        check_filter(config_of(SeesAll), only=["causality", "padding"])
+    with pytest.raises(GraphFilterError, match="no check 'speed'; the checks are config, patching"):
+        check_filter("gfsa", only=["speed"])
+
+
+class EncodersOnly(SeesAll):
+    def __init__(self, config, site):
+        if site.causal:
+            raise GraphFilterError("it sees later tokens")
+        super().__init__(config, site)
+
+
+def test_a_model_that_the_filter_refuses_is_left_out():
+    report = check_filter(config_of(EncodersOnly), only=["causality", "starts as the original"], raise_on_failure=False)
+    rows = {row.check: row for row in report}
+    assert rows["patching"].detail == "not in Llama: it sees later tokens; not in BART: it sees later tokens"
+    assert rows["causality"].outcome == "does not apply"
+    assert rows["starts as the original"].outcome == "failed"
+
+
+class Breaks(Scaled):
+    def forward(self, shift, value):
+        torch._dynamo.graph_break()
+        return super().forward(shift, value)
+
+
+def test_a_graph_break_is_told():
+    row = check_filter(config_of(Breaks), only=["compiling"])[-1]
+    assert row.outcome == "passed"
+    assert row.detail.startswith("in more than one graph: ")
+
+
+def test_checkpoints_and_cards_name_the_module_to_import(folder):
+    (folder / "test_hinted.py").write_text(SOURCE.format(name="test-hinted"))
+    import_filters(["test_hinted"])
+    family = FAMILIES["bert"]
+    model = patch_model(patch_model(family.build(), "gfsa", layers=[0]), "test-hinted", layers=[1, 2])
+    assert "import test_hinted  # registers its filter" in create_model_card(model).text
+    assert "registers" not in create_model_card(patch_model(family.build())).text
+    assert "imports" not in patch_model(family.build()).config.graph_filter  # as earlier releases wrote it
+
+    model.save_pretrained(folder / "model")
+    save_filter(model, folder / "filter")
+    assert torch.equal(
+        output(family.model_class.from_pretrained("model"), family.inputs()), output(model, family.inputs())
+    )
+    for file in ("model/config.json", "filter/graph_filter.json"):
+        path = folder / file
+        path.write_text(path.read_text().replace("test-hinted", "test-forgotten"))
+    hint = r"^unknown filter 'test-forgotten'.*: import 'test_hinted', which registered it when the model was patched$"
+    with pytest.raises(GraphFilterError, match=hint):
+        family.model_class.from_pretrained("model")
+    with pytest.raises(GraphFilterError, match=hint):
+        load_filter(family.build(), "filter")
+    for odd in ("os; x", ["os; x"], [1], [], None):
+        config = json.loads((folder / "model/config.json").read_text())
+        config["graph_filter"]["imports"] = odd
+        (folder / "model/config.json").write_text(json.dumps(config))
+        with pytest.raises(GraphFilterError, match=r"must be imported first\)$"):
+            family.model_class.from_pretrained("model")
+
+
+def test_the_page_on_filters_runs_as_it_stands(folder, capsys):
+    text = (Path(__file__).parents[1] / "docs" / "filters.md").read_text()
+    blocks = {language: "\n".join(found) for language, found in _blocks(text).items()}
+    page = type(sys)("filters_page")
+    sys.modules[page.__name__] = page  # where pickle looks
+    exec(compile(blocks["python"], "docs/filters.md", "exec"), vars(page))
+    assert page.loaded.config.graph_filter["filters"][0]["config"]["start"] == 0.1
+    page.test_high_pass(0.1)
+    assert capsys.readouterr().out.count("passed") == 20  # every check applies
+    entry_points = tomllib.loads(blocks["toml"])["project"]["entry-points"]
+    assert entry_points == {"hf_graphfilter.filters": {"high-pass": "my_package.my_filters"}}
+
+
+def _blocks(text):
+    found = {}
+    for language, code in re.findall(r"^```(\w+)\n(.*?)^```$", text, flags=re.M | re.S):
+        found.setdefault(language, []).append(code)
+    return found

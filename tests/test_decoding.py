@@ -31,8 +31,8 @@ GENERATORS = {
 
 def generator(name):
     family = FAMILIES[name]
-    model = type(family)(GENERATORS[name], family.config, family.kind, family.patched).build()
-    inputs = {k: v for k, v in family.inputs().items() if not k.startswith("decoder")}
+    model = type(family)(GENERATORS[name], family.config, family.kind, family.patched).build().double()
+    inputs = {k: v for k, v in family.inputs(torch.float64).items() if not k.startswith("decoder")}
     if family.kind == "decoder":
         inputs["attention_mask"][0, :3] = 0  # left padding
     return turn_on(patch_model(model, learn=("w_0", "w_1", "w_K")), scale=0.2), inputs
@@ -118,18 +118,18 @@ def steps(model, ids, cache):
 @pytest.mark.parametrize("approximation", ["taylor", "none"])
 def test_static_cache(approximation):
     family = FAMILIES["llama"]
-    model = turn_on(patch_model(family.build(), K=4, approximation=approximation, learn=("w_0", "w_1", "w_K")))
+    model = turn_on(patch_model(family.build().double(), K=4, approximation=approximation, learn=("w_0", "w_1", "w_K")))
     ids = family.inputs()["input_ids"]
     expected, cache = output(model, {"input_ids": ids}), StaticCache(config=model.config, max_cache_len=16)
     with torch.no_grad():
-        torch.testing.assert_close(steps(model, ids, cache), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(steps(model, ids, cache), expected, atol=1e-9, rtol=1e-9)
         cache.reset()
-        torch.testing.assert_close(steps(model, ids, cache), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(steps(model, ids, cache), expected, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.feature("Generation: compiled step with a static cache", filter="gfsa", family="llama")
 def test_a_step_with_a_static_cache_is_compiled_once():
-    model, ids = turn_on(patch_model(FAMILIES["llama"].build())), FAMILIES["llama"].inputs()["input_ids"]
+    model, ids = turn_on(patch_model(FAMILIES["llama"].build().double())), FAMILIES["llama"].inputs()["input_ids"]
     expected = output(model, {"input_ids": ids})
     cache = StaticCache(config=model.config, max_cache_len=16)
     torch.compiler.reset()
@@ -138,7 +138,7 @@ def test_a_step_with_a_static_cache_is_compiled_once():
     with torch.no_grad():
         model(ids[:, :4], past_key_values=cache)
         found = [step(ids[:, i : i + 1], past_key_values=cache).last_hidden_state for i in range(4, 9)]
-    torch.testing.assert_close(torch.cat(found, 1), expected[:, 4:], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.cat(found, 1), expected[:, 4:], atol=1e-9, rtol=1e-9)
     assert counter.frame_count == 1
 
 
@@ -146,29 +146,29 @@ def test_a_step_with_a_static_cache_is_compiled_once():
 @pytest.mark.parametrize("approximation", ["taylor", "none"])
 def test_cached_logits(approximation):
     family = FAMILIES["llama"]
-    model = turn_on(patch_model(family.build(), K=4, approximation=approximation, learn=("w_0", "w_1", "w_K")))
+    model = turn_on(patch_model(family.build().double(), K=4, approximation=approximation, learn=("w_0", "w_1", "w_K")))
     ids = family.inputs()["input_ids"]
     expected, cache = output(model, {"input_ids": ids}), DynamicCache(config=model.config)
-    torch.testing.assert_close(steps(model, ids, cache), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(steps(model, ids, cache), expected, atol=1e-9, rtol=1e-9)
     cache.crop(-3)
     again = model(ids[:, 6:], past_key_values=cache).last_hidden_state
-    torch.testing.assert_close(again, expected[:, 6:], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(again, expected[:, 6:], atol=1e-9, rtol=1e-9)
     cache.reset()
     if cache.get_seq_length() == 0:  # transformers 5.17 keeps the tokens and zeroes them
-        torch.testing.assert_close(model(ids, past_key_values=cache).last_hidden_state, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(model(ids, past_key_values=cache).last_hidden_state, expected, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_many_tokens(mode):
     """Rows are written into room that is made from time to time; the modes of autograd may change between tokens."""
-    model = turn_on(patch_model(FAMILIES["llama"].build(), learn=("w_0", "w_1", "w_K")))
+    model = turn_on(patch_model(FAMILIES["llama"].build().double(), learn=("w_0", "w_1", "w_K")))
     ids, cache = torch.randint(5, 99, (2, 60)), DynamicCache(config=model.config)
     expected = output(model, {"input_ids": ids})
     with torch.inference_mode():
         found = [model(ids[:, :4], past_key_values=cache).last_hidden_state]
     with mode():
         found += [model(ids[:, i : i + 1], past_key_values=cache).last_hidden_state for i in range(4, 60)]
-        torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-9, rtol=1e-9)
 
 
 MISTRAL = MistralConfig(**{**TEXT, "num_hidden_layers": 2}, num_key_value_heads=2, sliding_window=4)
@@ -176,7 +176,7 @@ MISTRAL = MistralConfig(**{**TEXT, "num_hidden_layers": 2}, num_key_value_heads=
 
 @pytest.mark.feature("Generation: sliding windows", filter="gfsa")
 def test_sliding_window_cache():
-    model = turn_on(patch_model(MistralForCausalLM(MISTRAL).eval()))
+    model = turn_on(patch_model(MistralForCausalLM(MISTRAL).eval().double()))
     ids = torch.randint(5, 99, (2, 6))
     cached, plain = (model.generate(ids, **OPTIONS, use_cache=c) for c in (True, False))
     assert torch.equal(cached, plain)

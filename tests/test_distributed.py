@@ -1,11 +1,9 @@
 """Two processes over gloo: DDP, FSDP2, tensor parallelism give what one process gives. The work is distributed.py's."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import run_two
 
 SCRIPT = Path(__file__).with_name("distributed.py")
 MODES = {
@@ -29,11 +27,6 @@ QUICK = [("gradients", "gfsa")]
 def test_two_processes(mode, name, tmp_path, record_property):
     if mode == "deepspeed":
         pytest.importorskip("deepspeed")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(
-        [*command, str(SCRIPT), mode, name, str(tmp_path)], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_two(SCRIPT, mode, name, tmp_path, DS_ACCELERATOR="cpu")
     if (refused := tmp_path / "refused").exists():
         record_property("refused", refused.read_text())

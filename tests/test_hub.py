@@ -1,17 +1,20 @@
 """Save, load, push: whole checkpoints through transformers' own verbs, and the filter-only file."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
 import textwrap
+from dataclasses import dataclass
 
 import pytest
 import torch
 import transformers
 from huggingface_hub import EvalResult, HfApi, ModelCard, RepoUrl
-from models import FAMILIES, output, turn_on
+from models import FAMILIES, assert_equal_in_float32, output, turn_on
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -26,12 +29,15 @@ from transformers import (
 )
 
 from hf_graphfilter import (
+    FilterConfig,
+    GraphFilter,
     GraphFilterError,
     create_model_card,
     filter_parameters,
     filter_status,
     load_filter,
     patch_model,
+    register_filter,
     save_filter,
     unpatch_model,
 )
@@ -107,7 +113,7 @@ def test_disk_offload(checkpoint, tmp_path):
     layers = {f"encoder.layer.{i}": "cpu" for i in range(2)}
     device_map = {"embeddings": "cpu", **layers, "encoder.layer.2": "disk", "pooler": "cpu"}
     model = AutoModel.from_pretrained(checkpoint, device_map=device_map, offload_folder=tmp_path / "offload")
-    torch.testing.assert_close(output(model, BERT.inputs()), output(patched(), BERT.inputs()))
+    assert_equal_in_float32(output(model, BERT.inputs()), output(patched(), BERT.inputs()), patched(), BERT.inputs())
 
 
 def test_backend_can_be_chosen_at_load(checkpoint):
@@ -235,8 +241,6 @@ def test_a_patched_part_of_a_model_is_not_lost(load, tmp_path, transformers_warn
 
 
 def test_missing_coefficients_are_refused(checkpoint, transformers_warnings):
-    from safetensors.torch import load_file, save_file
-
     file = checkpoint / "model.safetensors"
     tensors = load_file(file)
     del tensors["encoder.layer.1.attention.self.graph_filter.w_K"]
@@ -327,12 +331,116 @@ def test_damaged_filter_files(tmp_path):
     refused(BERT.build(), damaged(config, set_version), "version 5 is unknown")
 
     def other_shape(file):
-        from safetensors.torch import load_file, save_file
-
         save_file({k: v[:2] for k, v in load_file(file).items()}, file)
 
     refused(BERT.build(), damaged(weights, other_shape), r"should hold \(4,\), it holds \(2,\)")
     refused(BERT.build(), tmp_path / "nowhere", "no directory and no reachable Hub repository")
+
+
+VALUES = [
+    (torch.full((4,), math.nan), r"NaN or infinity \(float32\)"),
+    (torch.full((4,), -math.inf, dtype=torch.bfloat16), r"NaN or infinity \(bfloat16\)"),
+    (torch.full((4,), 1e39, dtype=torch.float64), r"NaN or infinity \(float64\)"),
+    (torch.ones(4, dtype=torch.int64), "int64"),
+    (torch.ones(4, dtype=torch.bool), "bool"),
+    (torch.ones(4, dtype=torch.complex64), "complex64"),
+]
+
+
+@pytest.mark.parametrize(("values", "found"), VALUES, ids=[str(v.dtype) for v, _ in VALUES])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_coefficients_are_finite_floating_point_numbers(values, found, sharded, tmp_path):
+    message = rf"layer\.1\.attention\.self\.(graph_filter\.)?w_K holds {found}, and coefficients are finite"
+    model = patched()
+    model.save_pretrained(tmp_path, **({"max_shard_size": "20KB"} if sharded else {}))
+    save_filter(model, tmp_path)
+    for file in tmp_path.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in tensors:
+            if name.endswith("layer.1.attention.self.graph_filter.w_K") or name.endswith("layer.1.attention.self.w_K"):
+                tensors[name] = values
+        save_file(tensors, file, metadata={"format": "pt"})
+    for options in ({}, {"dtype": torch.bfloat16}, {"device_map": "cpu"}):
+        with pytest.raises(GraphFilterError, match=message):
+            AutoModel.from_pretrained(tmp_path, **options)
+    state = load_file(tmp_path / "model.safetensors") if not sharded else None
+    if state is not None:
+        with pytest.raises(GraphFilterError, match="state_dict: .*" + message):
+            type(model).from_pretrained(None, config=model.config, state_dict=state)
+    refused(BERT.build(), tmp_path, message)
+    refused(patched(), tmp_path, message)
+
+
+def test_coefficients_of_another_shape_are_refused(checkpoint):
+    file = checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    tensors["encoder.layer.1.attention.self.graph_filter.w_K"] = torch.zeros(2)
+    save_file(tensors, file, metadata={"format": "pt"})
+    for options in ({}, {"ignore_mismatched_sizes": True}):
+        with pytest.raises(GraphFilterError, match=r"w_K should hold \(4,\), it holds \(2,\)"):
+            AutoModel.from_pretrained(checkpoint, **options)
+
+
+def test_counters_and_masks_of_a_filter_are_loaded(tmp_path):
+    class Counting(GraphFilter):
+        def __init__(self, config, site):
+            super().__init__(config, site)
+            self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("open", torch.ones(site.heads, dtype=torch.bool))
+
+        def reset_parameters(self):
+            torch.nn.init.zeros_(self.seen)
+            torch.nn.init.ones_(self.open)
+
+        def forward(self, shift, value):
+            return shift(value)
+
+    @register_filter("test-counting")
+    @dataclass(frozen=True)
+    class CountingConfig(FilterConfig):
+        module = Counting
+
+    model = patch_model(BERT.build(), "test-counting")
+    model.encoder.layer[0].attention.self.graph_filter.seen += 7
+    model.save_pretrained(tmp_path)
+    save_filter(model, tmp_path)
+    for again in (AutoModel.from_pretrained(tmp_path), load_filter(BERT.build(), tmp_path)):
+        assert again.encoder.layer[0].attention.self.graph_filter.seen == 7
+
+
+@pytest.mark.parametrize("path", [None, 3, b"x", "a\0b", "\ud800"], ids=repr)
+def test_what_is_no_path_is_refused(path):
+    refused(BERT.build(), path, "a filter is saved at a path or on the Hub, got")
+    with pytest.raises(GraphFilterError, match="a filter is saved at a path"):
+        save_filter(patched(), path)
+
+
+def test_a_path_beyond_all_limits():
+    refused(BERT.build(), "a" * 5000, "no directory and no reachable Hub repository 'aaa.{90,120}aaa' with")
+    with pytest.raises(OSError, match="too long"):
+        save_filter(patched(), "a" * 5000)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "is not readable JSON"),
+        ('{"a":' * 100_000, "is not readable JSON"),
+        ("9" * 5000, "is not readable JSON"),
+        ({"base": {"seed": 1}}, r"says more of its base model than this installation knows \(\['seed'\]\)"),
+        ({"base": {"heads": {"x": None, "y": 4, "z": [4]}}}, "x had None heads, here it has no such layer"),
+        ({"base": {"heads": 4}}, "it does not describe its base model"),
+    ],
+    ids=str,
+)
+def test_odd_descriptions_are_refused(text, message, tmp_path):
+    save_filter(patched(), tmp_path)
+    file = tmp_path / "graph_filter.json"
+    if isinstance(text, dict):
+        saved = json.loads(file.read_text())
+        text = json.dumps({**saved, "base": {**saved["base"], **text["base"]}})
+    file.write_text(text)
+    refused(BERT.build(), tmp_path, message)
 
 
 def test_saving_the_filter_of_an_unpatched_model(tmp_path):

@@ -1,13 +1,10 @@
 """The image recipe, on small images made here."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from processes import run_two
 
 from hf_graphfilter import GraphFilterError, filter_status, load_timm_model
 from recipes import common, compare
@@ -182,12 +179,8 @@ def test_an_interrupted_run_goes_on(data, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_two_processes_share_the_work(data, tmp_path):
-    script = Path(imagenet.__file__)
     argv = [*MODEL, *SHORT, "--data", data, "--output_dir", tmp_path / "run", "--device_batch_size", 4]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launch, script, *map(str, argv)], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    run_two(imagenet.__file__, *argv)
     found = json.loads((tmp_path / "run" / "seed-1" / "record.json").read_text())
     assert found["steps"] == 8, "32 images, 4 on each of two devices, two epochs"
     assert found["metrics"]["validation/accuracy"] * 12 == pytest.approx(

@@ -1,14 +1,12 @@
 """The orthogonality loss and the blend under the plain Trainer."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from models import FAMILIES, turn_on
+from processes import run_two
 from test_trainer import Toy, state
 from transformers import (
     BartForConditionalGeneration,
@@ -326,10 +324,7 @@ def test_ddp_on_two_processes(tmp_path):
     transformers itself counts the loss of a classifier twice there)."""
     script = tmp_path / "job.py"
     script.write_text(DDP.format(tests=str(Path(__file__).parent), path=str(tmp_path)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_two(script, PYTHONWARNINGS="ignore")
     found = torch.load(tmp_path / "found.pt", weights_only=True)
     expected, _ = train(tmp_path, model(), data=Padded(16), compute_loss_func=nothing, max_steps=2)
     assert_equal(found, expected)

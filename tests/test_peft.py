@@ -29,7 +29,7 @@ filters = pytest.mark.parametrize("name", FILTERS)
 
 @pytest.fixture
 def base(tmp_path):
-    model = LlamaForCausalLM(FAMILY.config).eval()
+    model = LlamaForCausalLM(FAMILY.config).eval().double()
     model.save_pretrained(tmp_path / "base")
     return model
 
@@ -78,11 +78,11 @@ def test_the_adapter_holds_the_filter(name, base, ids, tmp_path):
     with again.disable_adapter():
         torch.testing.assert_close(logits(again, ids), plain)
     merged = again.merge_and_unload()
-    torch.testing.assert_close(logits(merged, ids), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits(merged, ids), expected, atol=1e-9, rtol=1e-9)
     merged.save_pretrained(tmp_path / "merged")
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
     assert len(filter_status(loaded)) == 3
-    torch.testing.assert_close(logits(loaded, ids), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits(loaded, ids), expected, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.feature("PEFT: generation with an adapter", filter="gfsa", family="llama")
@@ -160,7 +160,7 @@ def test_all_linear_layers_leave_the_weights_of_a_filter_alone(base, ids, tmp_pa
     model = turn_on(adapted(base, "agf", target_modules="all-linear"))
     assert not any("lora" in n for n, _ in model.named_parameters() if "graph_filter" in n)
     expected = logits(model, ids)
-    torch.testing.assert_close(logits(model.merge_and_unload(), ids), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits(model.merge_and_unload(), ids), expected, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.feature("PEFT: prepare_model_for_kbit_training", filter="gfsa", family="llama")
@@ -174,10 +174,10 @@ def test_prepared_for_training_on_quantized_weights(base, ids):
 def test_a_model_of_timm():
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
-    plain = timm.create_model("deit_tiny_patch16_224", depth=2, embed_dim=48, num_classes=7).eval()
+    plain = timm.create_model("deit_tiny_patch16_224", depth=2, embed_dim=48, num_classes=7).eval().double()
     config = peft.LoraConfig(target_modules=["qkv"], modules_to_save=["graph_filter", "head"], init_lora_weights=False)
     model = turn_on(peft.get_peft_model(patch_model(plain, K=3), config)).eval()
-    images = torch.randn(1, 3, 224, 224)
+    images = torch.randn(1, 3, 224, 224, dtype=torch.float64)
     expected = model(images)
     assert len(filter_status(model)) == 2
-    torch.testing.assert_close(model.merge_and_unload()(images), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(model.merge_and_unload()(images), expected, atol=1e-9, rtol=1e-9)

@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
-from models import FAMILIES, output, turn_on
-from transformers import AutoConfig, AutoModel
+from models import FAMILIES, assert_equal_in_float32, output, turn_on
+from transformers import AttentionInterface, AutoConfig, AutoModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_graphfilter import GraphFilterError, filter_status, patch_model, unpatch_model
 
@@ -14,11 +15,10 @@ OPTIONS = {
     "agf": {"K": 2, "correction": True, "window": 2, "position_bias": "drop"},
 }
 names = pytest.mark.parametrize("name", OPTIONS)
-families = pytest.mark.parametrize("family", ["bert", "albert", "llama", "t5", "vit"])
 
 
 def patched(family, name):
-    return turn_on(patch_model(FAMILIES[family].build(), name, **OPTIONS[name]))
+    return turn_on(patch_model(FAMILIES[family].build(), name, **OPTIONS[name])).double()
 
 
 def at_load(model, folder):
@@ -66,7 +66,7 @@ def other_weights_loaded(model, folder):
 
 
 def copied(model, folder):
-    return copy.deepcopy(copy.deepcopy(model)).train().eval().double().float()
+    return copy.deepcopy(copy.deepcopy(model)).train().eval().float().double()
 
 
 def saved_and_loaded_twice(model, folder):
@@ -92,31 +92,41 @@ def compiled(model, folder):
     return torch.compile(model, backend="eager")
 
 
+TO_EAGER = [at_load, at_load_in_the_config, set_later, written_into_the_config]
 ROUTES = [
-    *(at_load, at_load_in_the_config, set_later, written_into_the_config, from_config, resized, tied_again, copied),
+    *(*TO_EAGER, from_config, resized, tied_again, copied),
     *(other_weights_loaded, saved_and_loaded_twice, offloaded, adapters_added, compiled),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize(
-    "route",
+    ("family", "route"),
     [
         pytest.param(
-            r, id=r.__name__, marks=pytest.mark.feature(f"Routes past the filter: {r.__name__.replace('_', ' ')}")
+            family,
+            r,
+            id=f"{family}-{r.__name__}",
+            marks=[
+                pytest.mark.feature(f"Routes past the filter: {r.__name__.replace('_', ' ')}"),
+                *([pytest.mark.slow] if r is compiled and family != "bert" else []),  # as in test_compile.py
+            ],
         )
+        for family in ("bert", "albert", "llama", "t5", "vit")
         for r in ROUTES
     ],
 )
-@families
 @names
 def test_the_filter_stays(route, family, name, tmp_path, transformers_warnings):
-    model, inputs = patched(family, name), FAMILIES[family].inputs()
+    model, inputs = patched(family, name), FAMILIES[family].inputs(torch.float64)
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         expected, rows = output(model, inputs), str(filter_status(model)).replace("sdpa", "").replace("eager", "")
         changed = route(model, tmp_path)
-        torch.testing.assert_close(output(changed, inputs), expected, atol=1e-4, rtol=1e-4)
+        if route in TO_EAGER:
+            assert_equal_in_float32(output(changed, inputs), expected, model, inputs)
+        else:
+            torch.testing.assert_close(output(changed, inputs), expected, atol=1e-9, rtol=1e-9)
     assert str(filter_status(changed)).replace("sdpa", "").replace("eager", "").split() == rows.split()
     transformers_warnings.clear()
 
@@ -124,24 +134,24 @@ def test_the_filter_stays(route, family, name, tmp_path, transformers_warnings):
 @names
 @pytest.mark.feature("Routes past the filter: patched and unpatched after torch.compile", family="bert")
 def test_a_compiled_model_notices_the_patch(name):
-    model, inputs = FAMILIES["bert"].build(), FAMILIES["bert"].inputs()
+    model, inputs = FAMILIES["bert"].build().double(), FAMILIES["bert"].inputs()
     torch.compiler.reset()
     run = torch.compile(model, backend="eager")
     with torch.no_grad():
         plain = output(run, inputs)
         turn_on(patch_model(model, name, **OPTIONS[name]))
         filtered = output(run, inputs)
-        torch.testing.assert_close(filtered, output(model, inputs), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(filtered, output(model, inputs), atol=1e-9, rtol=1e-9)
         assert not torch.allclose(filtered, plain, atol=1e-2)
         unpatch_model(model)
-        torch.testing.assert_close(output(run, inputs), plain, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(output(run, inputs), plain, atol=1e-9, rtol=1e-9)
 
 
 @names
 @pytest.mark.feature("Routes past the filter: dynamic quantization swaps the linear layers", family="bert")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 def test_linear_layers_swapped(name):
-    model, inputs = patched("bert", name), FAMILIES["bert"].inputs()
+    model, inputs = patched("bert", name).float(), FAMILIES["bert"].inputs()
     swapped = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
     with torch.no_grad():
         expected, found = output(model, inputs), output(swapped, inputs)
@@ -179,3 +189,50 @@ def test_our_own_name_as_a_backend_is_refused():
             module.config._attn_implementation_internal = "hf_graphfilter"
     with pytest.raises(GraphFilterError, match="has no graph filter: use patch_model"):
         output(model, FAMILIES["bert"].inputs())
+
+
+REROUTED = ["sdpa", "eager", "vllm", "sglang", None]
+
+
+@pytest.mark.parametrize("name", ["gfsa", "agf"])
+@pytest.mark.parametrize("implementation", REROUTED)
+@pytest.mark.feature("Routes past the filter: an engine writes its attention into a patched module's config")
+def test_a_rerouted_module_raises(name, implementation, refuses):
+    model, inputs = patched("llama", name), FAMILIES["llama"].inputs()
+    expected = output(model, inputs)
+    config = model.layers[1].self_attn.config
+    for _ in range(2):
+        config._attn_implementation = implementation
+    twin = copy.deepcopy(model)
+    for rerouted in (model, twin):
+        with refuses(rf"layers\.1\.self_attn is patched, but {implementation!r} was written .*vLLM and SGLang"):
+            output(rerouted, inputs)
+    config._attn_implementation = "hf_graphfilter"
+    assert torch.equal(output(model, inputs), expected)
+    unpatch_model(twin)
+    assert not any("graph_filter" in name for name in twin.state_dict())
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_attention_of_engines_is_refused(engine, monkeypatch):
+    AttentionInterface.register(engine, sdpa_attention_forward)
+    monkeypatch.setattr(AttentionInterface, "_global_mapping", {**AttentionInterface._global_mapping})
+    config = patched("llama", "gfsa").config
+    config._attn_implementation = engine  # what their transformers backends do before they build the model
+    model = AutoModel.from_config(config)
+    with pytest.raises(GraphFilterError, match=f"attention by '{engine}' cannot be filtered; vLLM and SGLang"):
+        output(model, FAMILIES["llama"].inputs())
+    AttentionInterface._global_mapping.pop(engine)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_attention_weights_that_a_filter_has_not_are_refused(family, transformers_warnings):
+    """transformers would leave the layer out, and those of later layers would move up."""
+    model, inputs = patch_model(FAMILIES[family].build("eager"), "agf", layers=[1]), FAMILIES[family].inputs()
+    with pytest.raises(GraphFilterError, match=r"1\..*output_attentions asks for .* 'agf' computes none"):
+        model(**inputs, output_attentions=True)
+    blend = patch_model(FAMILIES[family].build("eager"), "agf", layers=[1], init="blend")
+    assert len(blend(**inputs, output_attentions=True).attentions) == 3
+    model.set_attn_implementation("sdpa")  # which gives no weights, patched or not
+    model(**inputs, output_attentions=True)
+    transformers_warnings.clear()

@@ -10,6 +10,7 @@ import torch
 from hub_server import TOKEN, Hub
 from models import turn_on
 from oracle import gfsa_matrix, timm_twin
+from safetensors.torch import load_file, save_file
 from test_common import FILTERS
 
 from hf_graphfilter import (
@@ -125,7 +126,7 @@ def test_equals_the_dense_form(family, name, fused):
 
 
 def test_agf_on_a_vision_transformer_is_linear_attention():
-    model, x = build("vit"), images("vit")
+    model, x = build("vit").double(), images("vit", torch.float64)
     before = model(x)
     patch_model(model, AGFConfig(init="blend", theta="per_head"), layers=[-1])
     assert torch.equal(model(x), before)
@@ -207,7 +208,7 @@ def test_unpatch_copy_and_pickle(family):
 
 @pytest.mark.parametrize("family", ["vit", "swin", "cait"])
 def test_training_with_dropout_and_checkpointing(family):
-    model, x = patch_model(build(family), K=3, learn=("w_0", "w_K")).train(), images(family)
+    model, x = patch_model(build(family).double(), K=3, learn=("w_0", "w_K")).train(), images(family, torch.float64)
     for module in model.modules():
         if hasattr(module, "attn_drop"):
             module.attn_drop.p = 0.2
@@ -229,7 +230,7 @@ def test_training_with_dropout_and_checkpointing(family):
 )
 @pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["fused", "unfused"])
 def test_compiled_without_a_graph_break(family, fused):
-    model, x = turn_on(patch_model(build(family, fused))), images(family)
+    model, x = turn_on(patch_model(build(family, fused).double())), images(family, torch.float64)
     torch.compiler.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), model(x))
@@ -282,6 +283,34 @@ def test_saved_by_timm_and_loaded_again(tmp_path):
     card = create_model_card(again, repo_id="me/deit-gfsa").content
     assert 'load_timm_model("me/deit-gfsa")' in card
     assert "library_name: timm" in card
+
+
+@pytest.mark.parametrize("values", [torch.full((3,), torch.nan), torch.ones(3, dtype=torch.int64), torch.ones(2)])
+def test_odd_coefficients_are_refused(values, tmp_path):
+    file = saved(patch_model(named()), tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    tensors["blocks.1.attn.graph_filter.w_K"] = values
+    save_file(tensors, file)
+    with pytest.raises(GraphFilterError, match=r"blocks\.1\.attn\.graph_filter\.w_K (holds|should hold)"):
+        load_timm_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "cannot be loaded as a timm checkpoint"),
+        ('{"architecture": "x", "pretrained_cfg": []}', "cannot be loaded as a timm checkpoint"),
+        ('{"architecture": "x", "pretrained_cfg": {"hf_graphfilter": {}}}', "timm cannot build 'x'"),
+    ],
+    ids=range(3),
+)
+def test_odd_checkpoints_are_refused(text, message, tmp_path):
+    (saved(patch_model(named()), tmp_path) / "config.json").write_text(text)
+    with pytest.raises(GraphFilterError, match=message):
+        load_timm_model(tmp_path)
+    for path in (None, "a" * 5000):
+        with pytest.raises(GraphFilterError, match="cannot be loaded as a timm checkpoint"):
+            load_timm_model(path)
 
 
 PUSH = """
@@ -339,7 +368,7 @@ def test_nothing_imports_timm_unless_a_timm_model_comes():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_the_joint_kernel_is_used_in_training_and_agrees(dropout, monkeypatch):
-    """float32 and gradients: where query and key alone make the scores, S(V) and S(S(V)) are one call on the CPU."""
+    """With gradients: where query and key alone make the scores, S(V) and S(S(V)) are one call on the CPU."""
     from hf_graphfilter.hosts import timm as host
 
     calls = []
@@ -347,12 +376,12 @@ def test_the_joint_kernel_is_used_in_training_and_agrees(dropout, monkeypatch):
     monkeypatch.setattr(host, "apply_twice", lambda *a, **k: calls.append(1) or original(*a, **k))
     found = {}
     for fused in (True, False):
-        model = turn_on(patch_model(build("vit", fused))).train()
+        model = turn_on(patch_model(build("vit", fused).double())).train()
         for block in model.blocks:
             block.attn.attn_drop.p = dropout if fused else 0.0
-        model(images("vit")).square().sum().backward()
+        model(images("vit", torch.float64)).square().sum().backward()
         found[fused] = {k: p.grad for k, p in model.named_parameters()}
     assert len(calls) == 3
     if not dropout:
         for name, gradient in found[True].items():
-            torch.testing.assert_close(gradient, found[False][name], rtol=2e-3, atol=2e-3)
+            torch.testing.assert_close(gradient, found[False][name], rtol=1e-8, atol=1e-8)

@@ -149,7 +149,7 @@ def test_gradient_accumulation_gives_the_same_step(tmp_path, transformers_warnin
 def test_gradient_checkpointing(reentrant, transformers_warnings):
     found = []
     for checkpointing in (False, True):
-        m = model().train()
+        m = model().double().train()
         if checkpointing:
             enable = getattr(
                 m, "activation_checkpointing_enable", m.gradient_checkpointing_enable

@@ -61,6 +61,13 @@ def test_a_step_with_weights_in_bfloat16(family, name):
         assert moved.max() == pytest.approx(1e-4, rel=0.05)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_coefficients_that_were_float64_come_back_to_float32(dtype):
+    model = turn_on(patched("bert", "gfsa")[1]).double()
+    assert {p.dtype for p in coefficients(model)} == {torch.float64}
+    assert {p.dtype for p in coefficients(model.to(dtype))} == {torch.float32}
+
+
 @pytest.mark.feature("Training: gradient checkpointing, reentrant and not")
 @families
 @filters

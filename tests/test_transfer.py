@@ -30,13 +30,15 @@ AGF = AGFConfig(correction=True, theta="per_head", position_bias="drop")
 def patched(name="bert", config=AGF, model_class=None):
     torch.manual_seed(0)
     family = FAMILIES[name]
-    return patch_model(dataclasses.replace(family, model_class=model_class or family.model_class).build(), config)
+    return patch_model(
+        dataclasses.replace(family, model_class=model_class or family.model_class).build().double(), config
+    )
 
 
 def batches(name="bert", count=6, padded=True):
     made = []
     for i in range(count):
-        inputs = FAMILIES[name].inputs()
+        inputs = FAMILIES[name].inputs(torch.float64)
         for key in ("input_ids", "decoder_input_ids"):
             if key in inputs:
                 inputs[key] = (inputs[key] * (i + 3) + i) % 90 + 5
@@ -59,8 +61,8 @@ def parameters(model):
 @pytest.mark.parametrize("init", ["copy", "blend"])
 def test_only_filters_change_and_they_come_closer(name, init):
     model = patched(name, AGFConfig(correction=True, window=1, init=init, position_bias="drop")).train()
-    before = parameters(model)
-    original = output(unpatch_model(copy.deepcopy(model)).eval(), FAMILIES[name].inputs())
+    before, inputs = parameters(model), FAMILIES[name].inputs(torch.float64)
+    original = output(unpatch_model(copy.deepcopy(model)).eval(), inputs)
     report = run(model, batches(name))
     # attention of a random Llama is nearly uniform, that of a random T5 nearly one-hot: little to be gained
     assert report.mean_after <= (1.0 if name in ("llama", "t5") else 0.9) * report.mean_before
@@ -73,8 +75,8 @@ def test_only_filters_change_and_they_come_closer(name, init):
     assert model.training
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     if init == "blend":
-        assert torch.equal(output(model.eval(), FAMILIES[name].inputs()), original)
-    assert torch.equal(output(unpatch_model(model).eval(), FAMILIES[name].inputs()), original)
+        assert torch.equal(output(model.eval(), inputs), original)
+    assert torch.equal(output(unpatch_model(model).eval(), inputs), original)
 
 
 def test_a_polynomial_can_be_fitted_too():
@@ -164,7 +166,7 @@ def test_bad_arguments():
 
 def test_nan_keeps_the_best_state_so_far():
     poison = patched("vit")
-    images = [{"pixel_values": torch.randn(2, 3, 16, 16)} for _ in range(20)]
+    images = [{"pixel_values": torch.randn(2, 3, 16, 16, dtype=torch.float64)} for _ in range(20)]
     images[16]["pixel_values"][:] = torch.nan
     report = run(poison, images, steps=40, eval_every=5)
     assert report.stopped == "non-finite loss at step 15, best state kept"

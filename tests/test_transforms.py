@@ -16,9 +16,9 @@ filters = pytest.mark.parametrize("name", CONFIGS)
 
 def patched(family, name):
     family = FAMILIES[family]
-    model = turn_on(family.patch(family.build(), CONFIGS[name]))
+    model = turn_on(family.patch(family.build().double(), CONFIGS[name]))
     model.config.use_cache = False  # a cache is no output that torch.func knows
-    return model, family.inputs()
+    return model, family.inputs(torch.float64)
 
 
 def loss(model, parameters, inputs):
@@ -36,7 +36,7 @@ def test_functional_call_and_grad(family, name):
     output(model, inputs).square().sum().backward()
     for key, parameter in model.named_parameters():
         if parameter.grad is not None:
-            torch.testing.assert_close(gradients[key], parameter.grad, atol=1e-3, rtol=1e-3)
+            torch.testing.assert_close(gradients[key], parameter.grad, atol=1e-6, rtol=1e-6)
     model.load_state_dict({**model.state_dict(), **others})
     torch.testing.assert_close(found, output(model, inputs).square().sum())
 
@@ -52,7 +52,7 @@ def test_vmap(family, name):
     parameters, _ = stack_module_state([model, other])
     found = vmap(lambda p: functional_call(model, p, (), inputs).last_hidden_state)(parameters)
     for result, member in zip(found, (model, other), strict=True):
-        torch.testing.assert_close(result, output(member, inputs), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(result, output(member, inputs), atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.feature("Transforms of PyTorch: DataParallel (replicas, without GPUs)")

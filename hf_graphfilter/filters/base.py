@@ -25,6 +25,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import math
+import numbers
 import os
 import sys
 import types
@@ -38,15 +39,20 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..errors import GraphFilterError
+from ..errors import GraphFilterError, shown
 from ..shift import ShiftOperator
 
 if typing.TYPE_CHECKING:
     from ..hosts import AttentionSite
 
 _FILTERS: dict[str, type[FilterConfig]] = {}
+LARGEST_ORDER = 1000  # of a polynomial, whose cost grows with it; the papers use 2 to 10
 Decoding = Literal["rows", "state", "state and keys"]
 C = TypeVar("C", bound="type[FilterConfig]")
+
+
+class UnknownFilterError(GraphFilterError):
+    """No filter is registered by this name."""
 
 
 class GraphFilter(nn.Module):
@@ -103,8 +109,7 @@ class GraphFilter(nn.Module):
         return "rows"
 
     def reset_parameters(self) -> None:
-        """Set the start values, in place, through ``torch.nn.init`` and on whole parameters: what a checkpoint has
-        loaded is then left alone by transformers."""
+        """Set the start values, in whatever way; what a checkpoint has loaded stays."""
         if any(True for _ in (*self.parameters(), *self.buffers())):
             raise GraphFilterError(
                 f"{self.site_name}: {type(self).__name__} has parameters or buffers and no reset_parameters(), which "
@@ -127,8 +132,8 @@ class GraphFilter(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GraphFilter:
         def keep_precision(t: Tensor) -> Tensor:
             moved = fn(t)
-            lowered = moved.is_floating_point() and moved.element_size() < t.element_size()
-            return t.to(moved.device) if lowered else moved
+            lowered = moved.is_floating_point() and moved.element_size() < min(4, t.element_size())
+            return t.to(moved.device, torch.float32) if lowered else moved
 
         if recurse:
             for child in self.children():
@@ -154,16 +159,15 @@ class FilterConfig:
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
         for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if isinstance(value, list):  # JSON has no tuples
-                value = tuple(value)
-                object.__setattr__(self, field.name, value)
+            value, where = _plain(getattr(self, field.name)), f"{type(self).__name__}: {field.name}"
+            object.__setattr__(self, field.name, value)
             if not _has_type(value, hints[field.name]):
-                raise GraphFilterError(
-                    f"{type(self).__name__}: {field.name} must be {_describe(hints[field.name])}, got {value!r}"
-                )
-            if isinstance(value, float) and not math.isfinite(value):
-                raise GraphFilterError(f"{type(self).__name__}: {field.name} must be finite, got {value!r}")
+                raise GraphFilterError(f"{where} must be {_describe(hints[field.name])}, got {shown(value)}")
+            for number in value if isinstance(value, tuple) else (value,):
+                if isinstance(number, float) and not math.isfinite(number):
+                    raise GraphFilterError(f"{where} must be finite, got {shown(value)}")
+                if isinstance(number, (int, float)) and abs(number) > torch.finfo(torch.float32).max:
+                    raise GraphFilterError(f"{where} must be in the range of float32, got {shown(value)}")
         self.validate()
 
     @property
@@ -186,26 +190,30 @@ class FilterConfig:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> FilterConfig:
         """The config that ``to_dict`` wrote; unknown filters, versions, fields and wrong types are errors by name."""
-        if not isinstance(data, dict) or not isinstance(data.get("filter"), str):
-            raise GraphFilterError(f"a filter config is a dict with a key 'filter', got {data!r}")
+        if (
+            not isinstance(data, dict)
+            or not isinstance(data.get("filter"), str)
+            or not all(isinstance(key, str) for key in data)
+        ):
+            raise GraphFilterError(f"a filter config is a dict of options with a key 'filter', got {shown(data)}")
         options = dict(data)
         config_class = get_filter(options.pop("filter"))
         version = options.pop("version", None)
-        if version != config_class.version:
+        if type(version) is not int or version != config_class.version:
             raise GraphFilterError(
-                f"{config_class.__name__}: version {version!r} of its config is unknown, this installation reads "
+                f"{config_class.__name__}: version {shown(version)} of its config is unknown, this installation reads "
                 f"version {config_class.version}; install the hf_graphfilter release that wrote it"
             )
         return config_class.from_options(**options)
 
     @classmethod
-    def from_options(cls, **options: Any) -> FilterConfig:
+    def from_options(cls, /, **options: Any) -> FilterConfig:
         """The config with these options; an unknown one is named, with the nearest known."""
         known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
         for option in options:
             if option not in known:
                 raise GraphFilterError(
-                    f"{cls.__name__} has no option {option!r}{_nearest(option, known)}; its options are "
+                    f"{cls.__name__} has no option {shown(option)}{_nearest(option, known)}; its options are "
                     f"{', '.join(known) or 'none'}"
                 )
         return cls(**options)
@@ -222,12 +230,14 @@ def register_filter(name: str) -> Callable[[C], C]:
     """
 
     def register(config_class: C) -> C:
+        if not isinstance(name, str) or not name or not isinstance(config_class, type):
+            raise GraphFilterError(f"register_filter names a class, got {shown(name)} for {shown(config_class)}")
         taken = _FILTERS.get(name)
         if taken is not None and (taken.__module__, taken.__qualname__) != (
             config_class.__module__,
             config_class.__qualname__,
         ):
-            raise GraphFilterError(f"the filter name {name!r} is taken by {taken.__module__}.{taken.__qualname__}")
+            raise GraphFilterError(f"the filter name {shown(name)} is taken by {taken.__module__}.{taken.__qualname__}")
         module = getattr(config_class, "module", None)
         if not issubclass(config_class, FilterConfig) or not _is_filter(module) or module is GraphFilter:
             raise GraphFilterError(
@@ -320,11 +330,16 @@ def get_filter(name: str) -> type[FilterConfig]:
     """The config class registered as ``name``; an unknown name lists the known ones."""
     if name not in _FILTERS:
         for entry in metadata.entry_points(group="hf_graphfilter.filters", name=name):
-            entry.load()
+            try:
+                entry.load()
+            except Exception as error:
+                raise GraphFilterError(
+                    f"the filter {shown(name)} is in {entry.value}, which cannot be imported: {shown(error)}"
+                ) from error
     if name not in _FILTERS:
         known = available_filters()
-        raise GraphFilterError(
-            f"unknown filter {name!r}{_nearest(name, known)}; known filters: {', '.join(known)} (a third party's "
+        raise UnknownFilterError(
+            f"unknown filter {shown(name)}{_nearest(name, known)}; known filters: {', '.join(known)} (a third party's "
             "filter must be imported first)"
         )
     return _FILTERS[name]
@@ -366,6 +381,12 @@ def import_filters(modules: Sequence[str]) -> None:
             )
 
 
+def foreign_modules(configs: Iterable[FilterConfig]) -> list[str]:
+    """The modules that register the filters of other packages; none for what a script or notebook defines."""
+    modules = {type(config).__module__ for config in configs}
+    return sorted(m for m in modules if m.partition(".")[0] != __name__.partition(".")[0] and m != "__main__")
+
+
 def as_config(filter: str | FilterConfig, **options: Any) -> FilterConfig:
     """A config from a name with options, or from a config object (then without options)."""
     if isinstance(filter, str):
@@ -375,8 +396,15 @@ def as_config(filter: str | FilterConfig, **options: Any) -> FilterConfig:
             f"filter must be a name or a FilterConfig, got {type(filter).__name__}; known filters: "
             f"{', '.join(available_filters())}"
         )
+    if not vars(type(filter)).get("filter"):
+        raise GraphFilterError(
+            f"{type(filter).__name__} is not registered, and a checkpoint could not name it: decorate the class with "
+            "@register_filter(name)"
+        )
     if options:
-        raise GraphFilterError(f"options {sorted(options)} go into the {type(filter).__name__} object, not beside it")
+        raise GraphFilterError(
+            f"options {shown(sorted(options))} go into the {type(filter).__name__} object, not beside it"
+        )
     return filter
 
 
@@ -386,10 +414,21 @@ def _nearest(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {by_lower[match[0]]!r}?)" if match else ""
 
 
+def _plain(value: Any) -> Any:
+    """Numbers of numpy as Python's, and a list, which JSON has instead, as a tuple."""
+    if isinstance(value, (list, tuple)):
+        return tuple(v if isinstance(v, (list, tuple)) else _plain(v) for v in value)
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational):
+        return float(value)
+    return value
+
+
 def _has_type(value: Any, hint: Any) -> bool:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
-        return value in args
+        return any(isinstance(value, type(a)) and value == a for a in args)
     if origin is tuple:
         return isinstance(value, tuple) and all(_has_type(v, args[0]) for v in value)
     if origin in (typing.Union, types.UnionType):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import GraphFilterError
 
@@ -82,6 +83,9 @@ class Host(Protocol):
     def relative_name(self, model: nn.Module, name: str) -> str:
         """The module's name as it is with and without a task head."""
 
+    def saved_names(self, model: nn.Module, sites: list[AttentionSite]) -> dict[str, AttentionSite]:
+        """The sites by the relative names that their modules have in checkpoints, where these differ."""
+
 
 def host_of(model: object) -> Host:
     """The host of a model.
@@ -106,6 +110,32 @@ def host_of(model: object) -> Host:
         f"cannot patch a {type(model).__module__}.{type(model).__qualname__}: patch_model takes a transformers "
         "PreTrainedModel, a timm model or a SentenceTransformer (hand in the inner model if it is wrapped)"
     )
+
+
+def check_values(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], source: object) -> None:
+    """Refuse what no training ends with, before it is loaded: another shape than the filter's, other numbers than
+    floating point where the filter has these (or is not there), and such that are not finite in float32.
+
+    Raises:
+        GraphFilterError: naming ``source`` and the first such tensor.
+    """
+    for name, tensor in found.items():
+        target = wanted.get(name)
+        if target is not None and tensor.shape != target.shape:
+            raise GraphFilterError(
+                f"{source}: {name} should hold {tuple(target.shape)}, it holds {tuple(tensor.shape)}"
+            )
+        if target is not None and not target.is_floating_point():
+            continue  # a counter or a mask, of another author's filter
+        kind = str(tensor.dtype).removeprefix("torch.")
+        if tensor.is_floating_point():
+            if tensor.detach().float().isfinite().all():
+                continue
+            kind = f"NaN or infinity ({kind})"
+        raise GraphFilterError(
+            f"{source}: {name} holds {kind}, and coefficients are finite floating-point numbers: the file is damaged, "
+            "or the training diverged; save or download it again"
+        )
 
 
 def unwrapped(model: Any, *, running: bool = True) -> nn.Module:
