@@ -352,6 +352,8 @@ def _config(source: str, patched: bool = False) -> PreTrainedConfig:
     folder = Path(source)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise GraphFilterError(f"{source} holds no config.json: it is no checkpoint")
+    if folder.is_dir() and '"pretrained_cfg"' in (folder / "config.json").read_text(errors="replace"):
+        raise GraphFilterError(f"{source} is a checkpoint of timm: use load_timm_model in Python")
     if folder.is_file():
         raise GraphFilterError(f"{source} is a file: name the directory of a checkpoint, or a Hub id")
     try:
@@ -359,8 +361,6 @@ def _config(source: str, patched: bool = False) -> PreTrainedConfig:
     except GraphFilterError:
         raise
     except (OSError, ValueError, KeyError) as error:
-        if folder.is_dir() and "pretrained_cfg" in (folder / "config.json").read_text():
-            raise GraphFilterError(f"{source} is a checkpoint of timm: use load_timm_model in Python") from error
         raise GraphFilterError(f"cannot load {source}: {_short(error)}") from error
     if patched and getattr(config, "graph_filter", None) is None:
         raise GraphFilterError(f"{source} has no graph filter; patch it with: hf-graphfilter patch")
