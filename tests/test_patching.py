@@ -297,6 +297,7 @@ def test_from_dict_refuses_by_name(change, message):
 def test_numbers_of_numpy_are_numbers():
     config = GFSAConfig(K=np.int64(4), w_0=np.float32(0.5), w_1=np.float64(2))
     assert config == GFSAConfig(K=4, w_0=0.5, w_1=2.0)
+    assert filter_status(patch_model(FAMILIES["bert"].build(), w_0=10**30))[0].coefficients["w_0"][0] == 1e30
     assert json.loads(json.dumps(config.to_dict())) == config.to_dict()
 
 

@@ -168,6 +168,8 @@ class FilterConfig:
                     raise GraphFilterError(f"{where} must be finite, got {shown(value)}")
                 if isinstance(number, (int, float)) and abs(number) > torch.finfo(torch.float32).max:
                     raise GraphFilterError(f"{where} must be in the range of float32, got {shown(value)}")
+            if hints[field.name] is float:  # torch takes no integer beyond 64 bits
+                object.__setattr__(self, field.name, float(value))
         self.validate()
 
     @property
