@@ -157,7 +157,7 @@ def _path(given: Any) -> str:
         path = os.fspath(given)
         if not isinstance(path, str) or b"\0" in os.fsencode(path):
             raise TypeError("not a path")
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         raise GraphFilterError(f"a filter is saved at a path or on the Hub, got {shown(given)}") from error
     return path
 
