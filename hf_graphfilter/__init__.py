@@ -69,9 +69,9 @@ _EXPORTS = {
         "orthogonality_loss",
     ),
     "hub": ("save_filter", "load_filter"),
-    "remote_code": ("export_remote_code",),
     "hosts": ("AttentionSite",),
     "testing": ("check_filter",),
+    "remote_code": ("export_remote_code",),
     "hosts.timm": ("load_timm_model",),
     "card": ("create_model_card",),
 }

@@ -164,7 +164,7 @@ def create_model_card(
         "address": package_address(),
         "filters": "\n".join(_bullet(config) for _, config in sorted(configs.items())),
         "usage": "\n".join(
-            [*(f"import {m}  # registers its filter" for m in foreign_modules(configs.values())), usage]
+            [*(f"import {m}  # registers its filter" for m in foreign_modules(row.filter for row in status)), usage]
         ),
         "description": description.strip(),
         "training_table": _training(training),

@@ -353,6 +353,8 @@ def _config(source: str, patched: bool = False) -> PreTrainedConfig:
     folder = Path(source)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise GraphFilterError(f"{source} holds no config.json: it is no checkpoint")
+    if folder.is_dir() and '"pretrained_cfg"' in (folder / "config.json").read_text(errors="replace"):
+        raise GraphFilterError(f"{source} is a checkpoint of timm: use load_timm_model in Python")
     if folder.is_file():
         raise GraphFilterError(f"{source} is a file: name the directory of a checkpoint, or a Hub id")
     try:
@@ -360,8 +362,6 @@ def _config(source: str, patched: bool = False) -> PreTrainedConfig:
     except GraphFilterError:
         raise
     except (OSError, ValueError, KeyError) as error:
-        if folder.is_dir() and "pretrained_cfg" in (folder / "config.json").read_text():
-            raise GraphFilterError(f"{source} is a checkpoint of timm: use load_timm_model in Python") from error
         raise GraphFilterError(f"cannot load {source}: {_short(error)}") from error
     if patched and getattr(config, "graph_filter", None) is None:
         raise GraphFilterError(f"{source} has no graph filter; patch it with: hf-graphfilter patch")
@@ -478,7 +478,11 @@ def _spoken(message: str) -> str:
     called = rf"\b(call )?({'|'.join(_CALLS)})\b(\([^()]*\))?"
     message = re.sub(called, lambda m: f"{'run ' if m[1] else ''}hf-graphfilter {_CALLS[m[2]]}", message)
     message = re.sub(r"\b(layers|stack)=(?=[\w'\"\[(])", r"--\1 ", message)
-    return re.sub(r"\b(layers|stack)=", r"--\1", message).replace("force=True", "--force")
+    return (
+        re.sub(r"\b(layers|stack)=", r"--\1", message)
+        .replace("force=True", "--force")
+        .replace("must be imported first", "needs --import MODULE before the verb")
+    )
 
 
 def main() -> None:
@@ -489,6 +493,10 @@ def main() -> None:
         message = " ".join(_spoken(str(error)).split())
         print(f"hf-graphfilter: {message}", file=sys.stderr)
         sys.exit(1)
+    except SystemExit as done:  # Typer makes a silent one of Ctrl-C
+        if isinstance(getattr(done.__context__, "__cause__", None), KeyboardInterrupt):
+            print("hf-graphfilter: interrupted", file=sys.stderr)
+        raise
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import transformers
-from huggingface_hub import EvalResult, HfApi, ModelCard, RepoUrl
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, RepoUrl
 from models import FAMILIES, assert_equal_in_float32, output, turn_on
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -25,6 +25,7 @@ from transformers import (
     BertForSequenceClassification,
     T5EncoderModel,
     T5ForConditionalGeneration,
+    TrainingArguments,
     set_seed,
 )
 
@@ -478,6 +479,106 @@ def test_card(tmp_path):
         assert part in again.text
     with pytest.raises(GraphFilterError, match="no graph filter to describe"):
         create_model_card(BERT.build())
+
+
+def test_a_card_keeps_what_is_recorded(tmp_path):
+    file, model = tmp_path / "README.md", turn_on(patch_model(BertForSequenceClassification(BERT.config)))
+    made = [
+        EvalResult("text-classification", "glue", "CoLA", "matthews_correlation", value, dataset_split=split)
+        for split, value in (("validation", 0.6), ("test", 0.5), ("test", 0.7))
+    ]
+    training = TrainingArguments(str(tmp_path), learning_rate=3e-5, report_to="none", hub_token="hf_secret")
+    create_model_card(model, results=made[:2], training=training, description="## Data\n\nMine.").save(file)
+    assert "| learning_rate | 3e-05 |" in file.read_text()
+    assert "hf_secret" not in file.read_text()
+    create_model_card(model, results=made[2:], license="mit").save(file)
+    for _ in range(2):  # its own card, written again
+        create_model_card(model).save(file)
+        card = ModelCard.load(file)
+        assert [(r.dataset_split, r.metric_value) for r in card.data.eval_results] == [
+            ("test", 0.7),
+            ("validation", 0.6),
+        ]
+        assert card.data.license == "mit"
+        for part in ("| CoLA | validation |", "| CoLA | test |", "## Data\n\nMine.", "| learning_rate | 3e-05 |"):
+            assert card.text.count(part) == 1
+
+
+def test_a_card_of_another_is_not_replaced(tmp_path):
+    file, card = tmp_path / "README.md", create_model_card(patched())
+    for text in ("# Mine\n", "---\ntags:\n- hf_graphfilter\n---\n\n# By push_to_hub\n"):
+        file.write_text(text)
+        with pytest.raises(GraphFilterError, match=r"not written by hf_graphfilter.*force=True"):
+            card.save(file)
+        assert file.read_text() == text
+    result = EvalResult("feature-extraction", "sts", "STS", "spearman", 0.8)
+    data = ModelCardData(eval_results=[result], model_name="mine", language="de")
+    file.write_text(f"---\n{data.to_yaml()}\n---\n\n# Long\n")
+    card.save(file, force=True)
+    found = ModelCard.load(file)
+    assert (found.data.language, found.data.eval_results) == ("de", [result])
+    assert "| STS |" in found.text
+    file.write_text(file.read_text().replace("## Evaluation", "## Evaluation\n\nA remark of mine."))
+    with pytest.raises(GraphFilterError, match="edited since"):
+        card.save(file)
+    file.write_text("---\na: [\n---\n")
+    with pytest.raises(GraphFilterError, match=r"metadata of .* cannot be read"):
+        card.save(file, force=True)
+
+
+def test_a_card_speaks_of_its_own_filter(monkeypatch):
+    model = patch_model(BERT.build(), "agf", layers=[1])
+    monkeypatch.setattr("hf_graphfilter.card.package_address", lambda: "https://example.org/home")
+    card = create_model_card(model)
+    assert "gfsa" not in card.text.lower()
+    assert "w_K" not in card.text
+    assert "Mean over the heads" not in card.text, "one set of coefficients a layer"
+    assert "[hf_graphfilter](https://example.org/home)" in card.text
+    assert "pypi.org" not in card.text
+    assert f"transformers {transformers.__version__}" in card.text
+    assert (card.data.pipeline_tag, card.data.base_model) == ("feature-extraction", None)
+
+
+def test_the_address_is_that_of_the_package_s_metadata(monkeypatch):
+    from email.message import Message
+
+    from hf_graphfilter import card
+
+    found = Message()
+    monkeypatch.setattr(card.metadata, "metadata", lambda name: found)
+    assert card.package_address() is None
+    for entry in ("Changelog, https://example.org/log", "Homepage, https://example.org/home"):
+        found["Project-URL"] = entry
+    assert card.package_address() == "https://example.org/home"
+
+
+@pytest.mark.parametrize(("name", "cached", "base"), [("me/base", True, "me/base"), ("runs/base", False, None)])
+def test_the_base_model_is_what_came_from_the_hub(name, cached, base, monkeypatch):
+    from hf_graphfilter.hosts import transformers as host
+
+    model = patched()
+    model.config._name_or_path = name
+    monkeypatch.setattr(host, "try_to_load_from_cache", lambda *_: "/cache/config.json" if cached else None)
+    data = create_model_card(model).data.to_dict()
+    assert (data.get("base_model"), data.get("base_model_relation")) == (base, base and "finetune")
+    assert create_model_card(model, repo_id=name).data.base_model is None, "not of itself"
+
+
+def test_model_tags(tmp_path):
+    model = BertForSequenceClassification(BERT.config)
+    patch_model(model, layers=[0])
+    patch_model(model, "agf", layers=[1])
+    assert model.model_tags == ["graph-filter", "agf", "gfsa", "hf_graphfilter"]
+    with pytest.raises(GraphFilterError):
+        patch_model(model, layers=[0])
+    model.add_model_tags("mine")
+    model.save_pretrained(tmp_path)
+    loaded = BertForSequenceClassification.from_pretrained(tmp_path)
+    assert loaded.model_tags == ["graph-filter", "agf", "gfsa", "hf_graphfilter"]
+    assert unpatch_model(model).model_tags == ["mine"]
+    unpatch_model(loaded)
+    assert all("model_tags" not in vars(m) for m in loaded.modules())
+    assert BertForSequenceClassification.model_tags is None
 
 
 def test_transformers_is_in_the_tested_range():

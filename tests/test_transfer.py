@@ -283,7 +283,7 @@ def test_blend_is_saved_at_any_gate_and_dropped_at_one(tmp_path):
 
 
 @pytest.mark.parametrize("stop", [10, 13])
-def test_ctrl_c_keeps_the_step_that_it_interrupts(tmp_path, stop, monkeypatch):
+def test_ctrl_c_keeps_the_step_that_it_interrupts(tmp_path, stop, monkeypatch, ctrl_c):
     data, expected, steps = batches(), run(patched(), batches()), []
     advance = transfer._Run._advance
 
