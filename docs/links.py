@@ -39,22 +39,26 @@ def in_repository(uri: str) -> str:
     return f"docs/{uri}" if (ROOT / "docs" / uri).exists() else uri
 
 
+def pages_of(nav):
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for entry in nav.values() if isinstance(nav, dict) else nav:
+            yield from pages_of(entry)
+
+
 def on_config(config):
     config.repo_url, config.repo_name = ADDRESS, "hf_graphfilter"
+    placed = set(pages_of(config.nav))  # other pages of docs/ come last among the guides
+    guides = next(entry["Guides"] for entry in config.nav if "Guides" in entry)
+    guides += sorted(page.name for page in (ROOT / "docs").glob("*.md") if page.name not in placed)
 
 
 def on_files(files, config):
     """Pages of the nav that lie outside docs/ (README.md, recipes/README.md ...) are read where they are."""
     from mkdocs.structure.files import File
 
-    def pages(entry):
-        if isinstance(entry, str):
-            yield entry
-        else:
-            for child in entry.values() if isinstance(entry, dict) else entry:
-                yield from pages(child)
-
-    for uri in pages(config.nav):
+    for uri in pages_of(config.nav):
         if files.get_file_from_path(uri) is None and (ROOT / uri).is_file():
             files.append(File.generated(config, uri, abs_src_path=str(ROOT / uri)))
 

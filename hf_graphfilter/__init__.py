@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.util
+import os
 import sys
 import typing
 
@@ -33,6 +34,7 @@ if typing.TYPE_CHECKING:
     from .patching import filter_status as filter_status
     from .patching import patch_model as patch_model
     from .patching import unpatch_model as unpatch_model
+    from .remote_code import export_remote_code as export_remote_code
     from .shift import AttentionShift as AttentionShift
     from .shift import DenseShift as DenseShift
     from .shift import ShiftOperator as ShiftOperator
@@ -69,6 +71,7 @@ _EXPORTS = {
     "hub": ("save_filter", "load_filter"),
     "hosts": ("AttentionSite",),
     "testing": ("check_filter",),
+    "remote_code": ("export_remote_code",),
     "hosts.timm": ("load_timm_model",),
     "card": ("create_model_card",),
 }
@@ -101,6 +104,7 @@ __all__ = [
     "orthogonality_loss",
     "save_filter",
     "load_filter",
+    "export_remote_code",
     "load_timm_model",
     "create_model_card",
     "GraphFilterError",
@@ -144,6 +148,10 @@ def _install() -> None:
     from .hosts import transformers
 
     transformers.install()
+    if modules := os.environ.get("HF_GRAPHFILTER_IMPORT"):  # hf-graphfilter run --import
+        from .filters import import_filters
+
+        import_filters(modules.split(os.pathsep))
 
 
 if _InstallWithTransformers.TARGET in sys.modules:

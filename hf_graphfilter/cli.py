@@ -63,6 +63,7 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _before_the_verb(
+    context: typer.Context,
     modules: Annotated[
         list[str] | None,
         typer.Option("--import", metavar="MODULE", help="A module that registers filters of your own, repeatable."),
@@ -71,7 +72,7 @@ def _before_the_verb(
         bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
     ] = False,
 ) -> None:
-    if modules:
+    if modules and context.invoked_subcommand != "run":  # which hands them on
         from .filters import import_filters
 
         import_filters(modules)
@@ -428,6 +429,41 @@ def _print_status(model: Any) -> None:
     if not found:
         raise GraphFilterError(f"{type(model).__name__} has no graph filter; patch it with: hf-graphfilter patch")
     Console().print(table(*found.table()))
+
+
+@app.command(context_settings={"allow_interspersed_args": False})  # the program's options are not ours
+def run(
+    context: typer.Context,
+    program: Annotated[str, typer.Argument(help="A Python file, a command, or with -m a module.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Its arguments and options.", show_default=False)
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="PROGRAM is a module, as with python -m.")] = False,
+) -> None:
+    """Run any other Python program so that it, and every process it starts, loads patched checkpoints.
+
+    [dim]hf-graphfilter run lm_eval --model hf --model_args pretrained=runs/gpt2-gfsa --tasks lambada_openai[/dim]
+
+    [dim]hf-graphfilter run -m torch.distributed.run --nproc-per-node 2 train.py[/dim]
+    """
+    from .launch import run_program
+
+    modules = context.parent.params["modules"] if context.parent else None  # of --import
+    run_program(program, arguments or (), module=module, imports=modules or ())
+
+
+@app.command()
+def export_remote_code(
+    folder: Annotated[Path, typer.Argument(help="A patched checkpoint; two small changes are made in it.")],
+) -> None:
+    """Let programs that only offer trust_remote_code load a patched checkpoint, where this package is installed.
+
+    [dim]hf-graphfilter export-remote-code runs/gpt2-gfsa[/dim]
+    """
+    from .remote_code import export_remote_code
+
+    classes = export_remote_code(folder)
+    Console().print(f"{escape(str(folder))} loads with trust_remote_code=True: {', '.join(classes)}")
 
 
 _CALLS = {

@@ -80,7 +80,7 @@ def patch_model(
             )
     filters = [_build(config, site) for site in selected]  # all before the first change: failing leaves no trace
     record = host.read_record(model) or {"filters": []}
-    imports = sorted({*record.get("imports", ()), *foreign_modules([config])})
+    imports = sorted({*_imports(record), *foreign_modules([config])})
     names = [host.relative_name(model, site.name) for site in selected]
     groups = [*record["filters"], {"config": config.to_dict(), "modules": names}]
     written = {"version": RECORD_VERSION, "model": type(model).__name__, "filters": groups}
@@ -299,7 +299,9 @@ def read_groups(record: Any, source: str, part: str = "") -> list[tuple[FilterCo
         try:
             config, names = FilterConfig.from_dict(group.get("config")), group.get("modules")
         except UnknownFilterError as error:
-            raise GraphFilterError(f"{error}{_import_hint(record.get('imports'))}") from None
+            found = _imports(record)  # named, never imported: a checkpoint holds no code
+            hint = f": import {shown(', '.join(found))}, as was done to patch the model" if found else ""
+            raise GraphFilterError(f"{error}{hint}") from None
         if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
             raise GraphFilterError(f"{where} is malformed: 'modules' must be a list of names, got {shown(names)}")
         for name in names:
@@ -310,13 +312,11 @@ def read_groups(record: Any, source: str, part: str = "") -> list[tuple[FilterCo
     return read
 
 
-def _import_hint(modules: Any) -> str:
-    """Nothing that a checkpoint names is imported; the user may."""
-    if not isinstance(modules, list) or not all(
-        isinstance(m, str) and m.replace(".", "").isidentifier() for m in modules
-    ):
-        return ""
-    return f": import {shown(', '.join(modules))}, which registered it when the model was patched" if modules else ""
+def _imports(record: dict[str, Any]) -> list[str]:
+    """The modules that a record says register its filters."""
+    found = record.get("imports")
+    named = isinstance(found, list) and all(isinstance(m, str) and m.replace(".", "").isidentifier() for m in found)
+    return found if named else []  # type: ignore[return-value]
 
 
 def _build(config: FilterConfig, site: AttentionSite) -> GraphFilter:

@@ -90,10 +90,11 @@ def test_what_cannot_be_imported_is_named(folder, source, modules, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_named_like_another_module(folder):
-    (folder / "torch.py").write_text(SOURCE.format(name="test-torch"))
-    with pytest.raises(GraphFilterError, match=r"the name 'torch' is taken by .*; rename the file"):
-        import_filters(["torch.py"])
+@pytest.mark.parametrize("name", ["torch", "sys"])
+def test_a_file_named_like_another_module(folder, name):
+    (folder / f"{name}.py").write_text(SOURCE.format(name="test-taken"))
+    with pytest.raises(GraphFilterError, match=f"the name '{name}' is taken by .*; rename the file"):
+        import_filters([f"{name}.py"])
 
 
 class Scaled(GraphFilter):
@@ -599,7 +600,7 @@ def test_checkpoints_and_cards_name_the_module_to_import(folder):
     for file in ("model/config.json", "filter/graph_filter.json"):
         path = folder / file
         path.write_text(path.read_text().replace("test-hinted", "test-forgotten"))
-    hint = r"^unknown filter 'test-forgotten'.*: import 'test_hinted', which registered it when the model was patched$"
+    hint = r"^unknown filter 'test-forgotten'.*: import 'test_hinted', as was done to patch the model$"
     with pytest.raises(GraphFilterError, match=hint):
         family.model_class.from_pretrained("model")
     with pytest.raises(GraphFilterError, match=hint):
@@ -610,6 +611,9 @@ def test_checkpoints_and_cards_name_the_module_to_import(folder):
         (folder / "model/config.json").write_text(json.dumps(config))
         with pytest.raises(GraphFilterError, match=r"must be imported first\)$"):
             family.model_class.from_pretrained("model")
+        partly = patch_model(family.build(), layers=[0])
+        partly.config.graph_filter["imports"] = odd
+        assert "imports" not in patch_model(partly, layers=[1]).config.graph_filter
 
 
 def test_the_page_on_filters_runs_as_it_stands(folder, capsys):

@@ -139,6 +139,9 @@ class Hostile:
     def __repr__(self):
         raise RuntimeError("no repr")
 
+    def _repr_pretty_(self, printer, cycle):  # for hypothesis, where an example fails
+        printer.text("Hostile()")
+
     __eq__ = __hash__ = __bool__ = __len__ = __iter__ = __index__ = __float__ = __fspath__ = __str__ = __repr__
 
 
@@ -235,7 +238,7 @@ def mutations(draw):
 def mutated(document, changes):
     document = {"": copy.deepcopy(document)}
     for place, change, value in changes:
-        places = list(_places(document))
+        value, places = copy.deepcopy(value), list(_places(document))
         parent, key = places[place % len(places)]
         if change == "replace":
             parent[key] = value
@@ -246,7 +249,7 @@ def mutated(document, changes):
         elif change == "rename" and isinstance(parent, dict) and parent is not document:
             parent[f"{key}x"] = parent.pop(key)
         elif change == "repeat" and isinstance(parent, list):
-            parent.append(parent[key])
+            parent.append(copy.deepcopy(parent[key]))
     return document[""]
 
 
@@ -337,8 +340,9 @@ def test_calls_on_a_model(family, count, tmp_path, monkeypatch):
                 assert same(after, plain)
             else:
                 assert filter_status(model)
-                moderate = all(abs(v) < 1e6 for k, v in arguments.items() if k[:2] == "w_")
-                assert not moderate or after[1]["output"].isfinite().all()
+                if any(abs(v) > 1e6 for k, v in arguments.items() if k[:2] == "w_"):
+                    return  # numbers that were asked for, and no sum of them need be finite
+                assert after[1]["output"].isfinite().all()
             before = after
 
 

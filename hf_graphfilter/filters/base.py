@@ -374,10 +374,11 @@ def import_filters(modules: Sequence[str]) -> None:
             raise GraphFilterError(
                 f"cannot import filters from {name!r}: {type(error).__name__}: {' '.join(str(error).split())}"
             ) from error
-        if path is not None and not path.samefile(module.__file__ or os.devnull):
+        there = getattr(module, "__file__", None)
+        if path is not None and not path.samefile(there or os.devnull):
             raise GraphFilterError(
-                f"cannot import filters from {name!r}: the name {path.stem!r} is taken by "
-                f"{module.__file__ or 'Python'}; rename the file"
+                f"cannot import filters from {name!r}: the name {path.stem!r} is taken by {there or 'Python'}; rename "
+                "the file"
             )
 
 

@@ -309,7 +309,7 @@ def load_timm_model(source: str | Path, **options: Any) -> nn.Module:
             weights = Path(hf_hub_download(str(source), WEIGHTS))
         state = load_file(weights)
     except Exception as error:  # whatever a damaged or foreign file makes of the reading
-        raise GraphFilterError(f"{source} cannot be loaded as a timm checkpoint: {error!r}") from error
+        raise GraphFilterError(f"{source} cannot be loaded as a timm checkpoint: {shown(error)}") from error
     record = pretrained_cfg.pop(RECORD, None)
     if record is None:
         raise GraphFilterError(f"{source} holds no graph filter; load it with timm.create_model")
