@@ -145,6 +145,8 @@ def transfer(
 
     from .training import transfer_attention
 
+    if not 0 < lr < float("inf"):
+        raise GraphFilterError(f"--lr must be a positive number, got {lr}")
     _check_output(output, source)
     _config(source, patched=True)
     ids = torch.tensor(_tokens(source, text))
@@ -176,7 +178,7 @@ def transfer(
         print(f"hf-graphfilter: interrupted: {kept}", file=sys.stderr)
         raise typer.Exit(130) from None
     _save(model, source, output, show=False)
-    shutil.rmtree(progress)
+    shutil.rmtree(progress, ignore_errors=True)  # none is kept of a fit that became non-finite
     Console().print(escape(str(report)))
 
 
@@ -377,6 +379,7 @@ def _load(
     import transformers
     from accelerate import init_empty_weights
     from safetensors import SafetensorError
+    from transformers.utils import logging
 
     config = _config(source, patched)
     if auto_class is None:
@@ -384,6 +387,8 @@ def _load(
     model_class: Any = getattr(transformers, auto_class, None)
     if not hasattr(model_class, "from_pretrained"):
         raise GraphFilterError(f"transformers has no model class {auto_class!r}")
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # loading warns again
     with init_empty_weights():
         try:
             empty = getattr(model_class, "from_config", model_class)(copy.deepcopy(config))
@@ -391,6 +396,8 @@ def _load(
             raise
         except Exception:  # whatever is wrong with the model itself, loading will say
             empty = None
+        finally:
+            logging.set_verbosity(verbosity)
         if empty is not None:
             make(empty)
     try:
@@ -490,7 +497,8 @@ def main() -> None:
     try:
         app(prog_name="hf-graphfilter")
     except (GraphFilterError, OSError) as error:
-        message = " ".join(_spoken(str(error)).split())
+        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        message = " ".join(_spoken(text).split())
         print(f"hf-graphfilter: {message}", file=sys.stderr)
         sys.exit(1)
     except SystemExit as done:  # Typer makes a silent one of Ctrl-C

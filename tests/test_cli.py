@@ -249,6 +249,7 @@ def test_auto_class(cli, plain, tmp_path, transformers_warnings):
         (["save-filter", "PLAIN", "OUT"], 1, "has no graph filter"),
         (["load-filter", "PLAIN", "EMPTY", "OUT"], 1, "holds no graph_filter.json"),
         (["transfer", "PLAIN", "OUT", "-t", "FILE"], 1, "has no graph filter"),
+        (["transfer", "PLAIN", "OUT", "-t", "FILE", "--lr", "nan"], 1, "--lr must be a positive number"),
         (["filters", "gsfa"], 1, "did you mean 'gfsa'?"),
         (["--import", "nothing.there", "filters"], 1, "cannot import filters from 'nothing.there'"),
         (["demo", "--seeds", "0"], 2, "--seeds"),
