@@ -59,6 +59,7 @@ from hf_graphfilter import (
 from hf_graphfilter.analysis.comparison import PairedComparison, mean_and_sd
 from hf_graphfilter.console import parse_layers, parse_options, table
 from hf_graphfilter.filters import get_filter, import_filters
+from hf_graphfilter.filters.base import UnknownFilterError
 from hf_graphfilter.hosts import host_of
 from hf_graphfilter.patching import FilterStatus
 from hf_graphfilter.training.optimizer import FILTER_LR
@@ -175,13 +176,18 @@ class Settings:
         self.parser = HfArgumentParser(recipe.arguments, description=recipe.description, allow_abbrev=False)
         self.parser.add_argument("--config", help="A YAML file; flags override it.")
         self.parser.add_argument(
-            "--import", nargs="+", type=str, help="Modules that register filters, by dotted name or .py file."
+            "--import",
+            nargs="+",
+            action="extend",
+            type=str,
+            help="Modules that register filters, by dotted name or .py file.",
         )
         self.actions = {}
         for action in self.parser._actions:
             if action.dest != "help":
                 action.default, action.required = dataclasses.MISSING, False
                 self.actions[action.dest] = action
+        self.actions["import"].default = None  # given several times, the names add up
         fields = [f for arguments in recipe.arguments for f in dataclasses.fields(arguments)]
         self.defaults = {
             f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
@@ -195,7 +201,7 @@ class Settings:
         if unknown:
             flag = unknown[0].split("=")[0]
             raise GraphFilterError(f"unknown argument {flag}{nearest(flag.lstrip('-'), self.actions, '--')}")
-        given = {k: v for k, v in vars(namespace).items() if v is not dataclasses.MISSING}
+        given = {k: v for k, v in vars(namespace).items() if v is not dataclasses.MISSING and v is not None}
         config = given.pop("config", None)
         file = self.read(config) if config else {}
         sections = {key: file.pop(key, None) or {} for key in ("tasks", "variants", "sweep")}
@@ -275,7 +281,7 @@ class Settings:
         if (name := values.get("filter", "gfsa")) != "none":
             try:
                 config = get_filter(name)
-            except GraphFilterError as error:
+            except UnknownFilterError as error:
                 raise GraphFilterError(f"{error}: --import MODULE; --filter none is the plain model") from error
             config.from_options(**parse_options(values.get("filter_options", [])))
         if not values.get("seeds", [1]) or len(set(values.get("seeds", [1]))) < len(values.get("seeds", [1])):
@@ -680,9 +686,10 @@ def read_results(file: Path) -> dict[str, Any]:
         return {"runs": []}
     try:
         content = json.loads(file.read_text())
-        return {"runs": content["runs"], **content}
+        runs = content["runs"]
     except (ValueError, KeyError, TypeError) as error:
         raise GraphFilterError(f"{file} is no results file of compare.py: {line(error)}") from error
+    return {**content, "runs": runs}
 
 
 TASK_TYPES = {"SequenceClassification": "text-classification", "ConditionalGeneration": "text2text-generation"}

@@ -185,7 +185,7 @@ def test_filters_of_other_people_are_imported_when_named(asked, tmp_path, monkey
     for name in ("one", "two", "three"):
         (tmp_path / f"recipes_test_{name}.py").write_text(OWN_FILTER.format(name=f"recipes-test-{name}"))
     argv = ["--config", "glue/minilm.yaml", "--task", "cola", "--filter", "recipes-test-one"]
-    argv += ["--filter_options", "strength=2", "--import", "recipes_test_one.py", "recipes_test_two"]
+    argv += ["--filter_options", "strength=2", "--import", "recipes_test_one.py", "--import", "recipes_test_two"]
     common.main(glue.RECIPE, argv)
     compare.main(["glue", *argv, "--sweep", "filter=recipes-test-one,recipes-test-two"])
     assert [name.rpartition("-")[2] for name, *_ in asked] == ["one", "none", "one", "two"]
