@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test test-portable test-slow works test-oldest lint bench tables clean
+.PHONY: demo test test-portable test-slow works test-oldest lint docs release bench tables clean
 
 demo: $(VENV)/installed-demo
 	$(BIN)/hf-graphfilter demo --output runs/demo
@@ -26,6 +26,18 @@ lint: $(VENV)/installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# the site, in build/site; warnings are errors
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mkdocs build --strict
+
+# a wheel and an sdist in dist/, checked (W002: the licence of the data is there twice)
+release: $(VENV)/installed-release
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents --ignore W002 --toplevel hf_graphfilter --package hf_graphfilter dist/*.whl
+	@! grep -n '\.example' pyproject.toml || echo 'The links in dist/ lead nowhere: fill in the address of the project before uploading it.'
+
 # docs/coverage.md and docs/compatibility.md, from what the tests find (an hour on two cores)
 works: $(VENV)/installed-slow
 	$(BIN)/python tests/coverage/write.py
@@ -45,11 +57,11 @@ bench: $(VENV)/installed-test
 tables: $(VENV)/installed-test
 	$(BIN)/python benchmarks/tables.py
 
-$(VENV)/installed-%: pyproject.toml
+$(VENV)/installed-%: pyproject.toml hf_graphfilter/__init__.py
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable ".[$*]" $(PINS)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-oldest runs
+	rm -rf $(VENV) .venv-oldest build dist runs

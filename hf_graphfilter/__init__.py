@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.util
+import os
 import sys
 import typing
 
@@ -25,6 +26,7 @@ if typing.TYPE_CHECKING:
     from .filters import register_filter as register_filter
     from .filters.agf import AGFConfig as AGFConfig
     from .filters.gfsa import GFSAConfig as GFSAConfig
+    from .hosts import AttentionSite as AttentionSite
     from .hosts.timm import load_timm_model as load_timm_model
     from .hub import load_filter as load_filter
     from .hub import save_filter as save_filter
@@ -32,9 +34,11 @@ if typing.TYPE_CHECKING:
     from .patching import filter_status as filter_status
     from .patching import patch_model as patch_model
     from .patching import unpatch_model as unpatch_model
+    from .remote_code import export_remote_code as export_remote_code
     from .shift import AttentionShift as AttentionShift
     from .shift import DenseShift as DenseShift
     from .shift import ShiftOperator as ShiftOperator
+    from .testing import check_filter as check_filter
     from .training import BlendSchedule as BlendSchedule
     from .training import CoefficientCallback as CoefficientCallback
     from .training import OrthogonalityCallback as OrthogonalityCallback
@@ -65,6 +69,9 @@ _EXPORTS = {
         "orthogonality_loss",
     ),
     "hub": ("save_filter", "load_filter"),
+    "hosts": ("AttentionSite",),
+    "testing": ("check_filter",),
+    "remote_code": ("export_remote_code",),
     "hosts.timm": ("load_timm_model",),
     "card": ("create_model_card",),
 }
@@ -81,6 +88,8 @@ __all__ = [
     "GraphFilter",
     "available_filters",
     "register_filter",
+    "check_filter",
+    "AttentionSite",
     "ShiftOperator",
     "AttentionShift",
     "DenseShift",
@@ -95,6 +104,7 @@ __all__ = [
     "orthogonality_loss",
     "save_filter",
     "load_filter",
+    "export_remote_code",
     "load_timm_model",
     "create_model_card",
     "GraphFilterError",
@@ -138,6 +148,10 @@ def _install() -> None:
     from .hosts import transformers
 
     transformers.install()
+    if modules := os.environ.get("HF_GRAPHFILTER_IMPORT"):  # hf-graphfilter run --import
+        from .filters import import_filters
+
+        import_filters(modules.split(os.pathsep))
 
 
 if _InstallWithTransformers.TARGET in sys.modules:

@@ -2,19 +2,104 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import nn
+from transformers import TrainingArguments
 
 from .errors import GraphFilterError
-from .hosts import host_of
+from .filters import FilterConfig, available_filters
+from .filters.base import foreign_modules, summary
+from .hosts import Host, encoder_of, host_of, unwrapped
 from .patching import filter_parameters, filter_status
 
 TEMPLATE = Path(__file__).parent / "data" / "model_card.md"
+HYPERPARAMETERS = (
+    *("learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm"),
+    *("num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("label_smoothing_factor", "bf16", "fp16", "seed"),
+)
+_SIGNATURE = re.compile(r"\n*<!-- written by hf_graphfilter, (\w+) -->\s*$")
+
+
+class FilterCard(ModelCard):
+    """A ``ModelCard`` that writes over no README but its own, which a signature at its end tells."""
+
+    fields: dict[str, Any]
+    rendered: str
+
+    @classmethod
+    def of(cls, data: ModelCardData, fields: dict[str, Any]) -> FilterCard:
+        card: FilterCard = cls.from_template(
+            data,
+            template_str=TEMPLATE.read_text(),
+            base_model=data.base_model if isinstance(data.base_model, str) else None,
+            results_table=_results(data.eval_results or []),
+            **fields,
+        )
+        card.fields, card.text = fields, _signed(card.text)
+        card.rendered = card.text
+        return card
+
+    def save(self, filepath: str | Path, *, force: bool = False) -> None:
+        """Write the card. Of a README there, metadata and results that this card lacks are kept, and of its own earlier
+        card the sections too.
+
+        Args:
+            filepath: where to write.
+            force: write over the text of a README that was not written by this method, or was edited since.
+
+        Raises:
+            GraphFilterError: such a README without ``force``, or one whose metadata cannot be read.
+        """
+        there = check_card(Path(filepath), force)
+        if there is not None:
+            if _is_signed(there.text):
+                self.fields |= {"description": _joined(there.text, self.rendered, self.fields["description"])}
+            self.data = _merged(there.data, self.data)
+            edited, self.rendered = self.text != self.rendered, FilterCard.of(self.data, self.fields).text
+            self.text = self.text if edited else self.rendered
+        self.text = _signed(self.text)
+        super().save(filepath)
+
+
+def check_card(path: Path, force: bool = False) -> ModelCard | None:
+    """The card at ``path``, if there is one that ``FilterCard.save`` would replace; errors as there."""
+    if not path.exists():
+        return None
+    if path.is_dir():
+        raise GraphFilterError(f"{path} is a directory: name a file for the card, such as {path / 'README.md'}")
+    try:
+        there = ModelCard.load(path)
+    except (ValueError, OSError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise GraphFilterError(
+            f"the metadata of {path} cannot be read and would be lost: mend it or write to another file ({reason})"
+        ) from error
+    if force or _is_signed(there.text) or not there.text.strip():
+        return there
+    raise GraphFilterError(
+        f"{path} was not written by hf_graphfilter, or was edited since: write to another file, or pass force=True to "
+        "replace its text (its metadata and results are kept)"
+    )
+
+
+def _joined(there: str, here: str, description: str) -> str:
+    """The description with the sections of an earlier card that this one lacks."""
+    derived = {"How to use", "Evaluation", "Filter coefficients", "Configuration", "Citation"}
+    old, new = (
+        {part.partition("\n")[0].strip(): f"## {part.strip()}" for part in re.split(r"^## ", text, flags=re.M)[1:]}
+        for text in (_SIGNATURE.sub("", there), here)
+    )
+    return "\n\n".join(filter(None, [description, *(old[h] for h in old if h not in new and h not in derived)]))
 
 
 def create_model_card(
@@ -28,19 +113,22 @@ def create_model_card(
     language: str | None = None,
     license: str | None = None,
     description: str = "",
-) -> ModelCard:
+    training: Mapping[str, Any] | TrainingArguments | None = None,
+) -> FilterCard:
     """The card of a patched model, with metadata that the Hub reads.
 
     Args:
-        model: a patched model.
+        model: a patched model, also within a PEFT model or a ``SentenceTransformer``.
         repo_id: where it will be loaded from.
-        base_model: Hub id of the model that was patched.
+        base_model: Hub id of the model that was patched; if not given, the repository that it was loaded from.
         results: evaluation results; their datasets and metrics are named in the metadata unless given.
         datasets, metrics, language, license: metadata of the Hub.
         description: Markdown, how it was trained.
+        training: hyper-parameters by name, or the arguments of the Trainer.
 
     Returns:
-        A ``huggingface_hub.ModelCard``: ``card.save(path)``, ``card.push_to_hub(repo_id)``.
+        A ``huggingface_hub.ModelCard``: ``card.save(path)``, ``card.push_to_hub(repo_id)``. ``save`` writes over no
+        README but its own (``force=True`` does), and keeps the results recorded there.
 
     Raises:
         GraphFilterError: the model is not patched.
@@ -48,37 +136,58 @@ def create_model_card(
     status = filter_status(model)
     if not status:
         raise GraphFilterError(f"{type(model).__name__} has no graph filter to describe; call patch_model first")
-    names = sorted({row.filter.filter for row in status})
-    results = list(results)
-    host = host_of(model)
+    configs = {type(row.filter).filter: type(row.filter) for row in status}
+    inner, results = unwrapped(model), list(results)
+    host = host_of(inner)
+    base_model = base_model or host.base_model(inner)
+    base_model = None if base_model == repo_id else base_model
+    library, task, usage = _loading(model, host, repo_id, base_model)
+    name = repo_id.rstrip("/").rsplit("/", 1)[-1]
+    relation = {"base_model_relation": "adapter" if library == "peft" else "finetune"} if base_model else {}
     data = ModelCardData(
         base_model=base_model,
-        library_name=host.LIBRARY,
-        tags=["graph-filter", *names, "hf_graphfilter"],
+        **relation,  # type: ignore[arg-type]
+        library_name=library,
+        pipeline_tag=task,
+        tags=["graph-filter", *sorted(configs), "hf_graphfilter"],
         datasets=datasets or sorted({r.dataset_type for r in results}) or None,
         metrics=metrics or sorted({r.metric_type for r in results}) or None,
         language=language,
         license=license,
         eval_results=results or None,
-        model_name=repo_id.rsplit("/", 1)[-1] if results else None,
+        model_name=name if results else None,
     )
-    header, rows = status.table()
-    return ModelCard.from_template(
-        data,
-        template_str=TEMPLATE.read_text(),
-        title=repo_id.rsplit("/", 1)[-1],
-        repo_id=repo_id,
-        model_class=type(model).__name__,
-        usage=host.usage(model, repo_id),
-        base_model=base_model,
-        filters=", ".join(names),
-        description=description.strip(),
-        results_table=_results(results),
-        coefficient_table=markdown_table(header, rows),
-        added_parameters=sum(p.numel() for p in filter_parameters(model)),
-        configuration=json.dumps(host.read_record(model), indent=2),
-        citation="\n\n".join(dict.fromkeys(row.filter.citation for row in status if row.filter.citation)),
-    )
+    coefficients = [values for row in status for values in row.coefficients.values()]
+    fields = {
+        "title": name,
+        "model_class": type(inner).__name__,
+        "address": package_address(),
+        "filters": "\n".join(_bullet(config) for _, config in sorted(configs.items())),
+        "usage": "\n".join(
+            [*(f"import {m}  # registers its filter" for m in foreign_modules(row.filter for row in status)), usage]
+        ),
+        "description": description.strip(),
+        "training_table": _training(training),
+        "coefficient_table": markdown_table(*status.table()) if coefficients else "",
+        "per_head": any(values.numel() > 1 for values in coefficients),
+        "added_parameters": sum(p.numel() for p in filter_parameters(inner)),
+        "configuration": json.dumps(host.read_record(inner), indent=2),
+        "versions": _versions(library),
+        "citation": "\n\n".join(dict.fromkeys(c.citation for c in configs.values() if c.citation)),
+    }
+    return FilterCard.of(data, fields)
+
+
+def package_address() -> str | None:
+    """Where the package says that it lives; None where it does not."""
+    try:
+        found = metadata.metadata("hf-graphfilter").get_all("Project-URL") or []
+    except metadata.PackageNotFoundError:
+        return None
+    pairs = (entry.partition(",") for entry in found if ".example/" not in entry)  # no host (RFC 2606)
+    urls = {label.strip().lower(): url.strip() for label, _, url in pairs}
+    preferred = [urls[label] for label in ("homepage", "repository", "source") if label in urls]
+    return next(iter([*preferred, *urls.values()]), None)
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -87,11 +196,82 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
+def _loading(model: Any, host: Host, repo_id: str, base_model: str | None) -> tuple[str, str | None, str]:
+    """(library, task, Python that loads the model) as the Hub's page shows them."""
+    inner = unwrapped(model)
+    if encoder_of(model) is not model:
+        kind = type(model).__name__
+        usage = f'import hf_graphfilter\nfrom sentence_transformers import {kind}\n\nmodel = {kind}("{repo_id}")'
+        return "sentence-transformers", "sentence-similarity" if kind == "SentenceTransformer" else None, usage
+    if hasattr(model, "get_base_model"):
+        base = host.usage(inner, base_model or "path/to/the/base/model")
+        usage = f"""from peft import PeftModel
+{base}
+hf_graphfilter.load_filter(model, "{repo_id}")  # what save_filter(model, folder) writes beside the adapter
+model = PeftModel.from_pretrained(model, "{repo_id}")"""
+        return "peft", host.pipeline_tag(inner), usage
+    return host.LIBRARY, host.pipeline_tag(inner), host.usage(inner, repo_id)
+
+
+def _bullet(config: type[FilterConfig]) -> str:
+    return f"- `{config.filter}`: {summary(config)}".removesuffix(": ")
+
+
+def _training(training: Mapping[str, Any] | TrainingArguments | None) -> str:
+    if isinstance(training, TrainingArguments):
+        values = {name: getattr(training, name) for name in HYPERPARAMETERS}
+        training = {k: getattr(v, "value", v) for k, v in values.items() if v not in (None, False, 0, -1)}
+    return markdown_table(["name", "value"], list(training.items())) if training else ""
+
+
+def _versions(library: str) -> str:
+    names = dict.fromkeys(["hf-graphfilter", library, "transformers", "torch"])
+    return ", ".join(f"{name.replace('hf-graphfilter', 'hf_graphfilter')} {metadata.version(name)}" for name in names)
+
+
 def _results(results: list[EvalResult]) -> str:
     if not results:
         return ""
     rows = [
-        [r.dataset_name, r.dataset_split or "", r.metric_name or r.metric_type, f"{r.metric_value:.4f}"]
+        [
+            r.dataset_name,
+            r.dataset_split or "",
+            r.metric_name or r.metric_type,
+            f"{r.metric_value:.4f}" if isinstance(r.metric_value, float) else r.metric_value,
+        ]
         for r in results
     ]
     return markdown_table(["data", "split", "metric", "value"], rows)
+
+
+def _merged(there: Any, here: Any) -> ModelCardData:
+    """The metadata of two cards: ``here`` wins, lists are joined, results of the same measurement are replaced."""
+    old, new = ({k: v for k, v in vars(data).items() if v is not None} for data in (there, here))
+    joined = {**old, **new}
+    names = set(available_filters())
+    old["tags"] = [t for t in old.get("tags", []) if t not in names]  # of an earlier filter
+    for key in ("tags", "datasets", "metrics"):
+        joined[key] = list(dict.fromkeys([*_listed(new.get(key)), *_listed(old.get(key))])) or None
+    results = new.get("eval_results", [])
+    kept = [r for r in old.get("eval_results", []) if not any(r.is_equal_except_value(n) for n in results)]
+    joined["eval_results"] = [*results, *kept] or None
+    return ModelCardData(**joined)
+
+
+def _listed(value: Any) -> list[Any]:
+    return [value] if isinstance(value, str) else list(value or ())
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256("\n".join(text.split()).encode()).hexdigest()[:16]
+
+
+def _signed(text: str) -> str:
+    """``text`` with a comment that tells whether it was edited since."""
+    body = _SIGNATURE.sub("", text).rstrip()
+    return f"{body}\n\n<!-- written by hf_graphfilter, {_digest(body)} -->\n"
+
+
+def _is_signed(text: str) -> bool:
+    found = _SIGNATURE.search(text)
+    return found is not None and found[1] == _digest(_SIGNATURE.sub("", text))

@@ -3,21 +3,49 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Column, Table
+from .errors import GraphFilterError, needs
 
-from .errors import GraphFilterError
+with needs("cli", "a table on the console"):
+    from rich.cells import cell_len
+    from rich.columns import Columns
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.padding import Padding
+    from rich.table import Column, Table
+    from rich.text import Text
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> Table:
-    """A Rich table of plain text."""
-    drawn = Table(*(Column(name, overflow="fold") for name in header), title=title)
-    for row in rows:
-        drawn.add_row(*map(escape, row))
-    return drawn
+class _Records:
+    """A Rich table where its cells fit the width, else one with folded headers, else a paragraph a row."""
+
+    def __init__(self, header: Sequence[str], rows: Sequence[Sequence[str]], title: str | None):
+        self.header, self.rows, self.title = header, rows, title
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = list(zip(self.header, *self.rows, strict=True))
+        folded = [textwrap.fill(name, max(map(len, [*cells, *name.split()]))) for name, *cells in columns]
+        for header in (self.header, folded):
+            lines = [[*n.split("\n"), *cells] for n, (_, *cells) in zip(header, columns, strict=True)]
+            if sum(max(map(cell_len, column)) + 3 for column in lines) < options.max_width:
+                drawn = Table(*(Column(Text(name), no_wrap=True) for name in header), title=self.title)
+                for row in self.rows:
+                    drawn.add_row(*map(Text, row))
+                yield drawn
+                return
+        if self.title:
+            yield Text(self.title, style="italic")
+        for row in self.rows:
+            yield Text(row[0], style="bold")
+            named = [Text(f"{n} {cell}") for n, cell in zip(self.header[1:], row[1:], strict=True) if cell]
+            yield Padding(Columns(named, padding=(0, 2)), (0, 0, 0, 2))
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> _Records:
+    """A Rich table of plain text that breaks no name: what is too wide for the console is shown below one another."""
+    return _Records(header, rows, title)
 
 
 def parse_options(pairs: Sequence[str]) -> dict[str, Any]:

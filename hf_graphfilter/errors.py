@@ -1,8 +1,69 @@
-"""The one exception of the package."""
+"""The one exception of the package, how its messages show what they were given, and what it says where an optional
+dependency is missing."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+
+LONGEST = 1000  # characters of a message
+_PART = 120  # and of a value within it
 
 
 class GraphFilterError(ValueError):
     """Raised for every mistake that the package can name: what was asked, what was found, what to do.
 
-    It is also a ``ValueError``. A call that raises it leaves the model as it was.
+    It is also a ``ValueError``. A call that raises it leaves the model as it was. Its message is one line of at most
+    1000 characters, whatever other libraries' messages it repeats.
     """
+
+    def __init__(self, message: object = ""):
+        super().__init__(_shortened(str(message), LONGEST))
+
+
+def shown(value: object) -> str:
+    """``repr(value)`` as part of a message: one line, the middle left out where it is long, whatever ``repr`` does.
+
+    Example:
+        >>> shown("gfsa"), len(shown("g" * 20_000))
+        ("'gfsa'", 120)
+    """
+    try:
+        return _shortened(repr(value), _PART)
+    except Exception:  # an integer of 5,000 digits, a dict nested 1,000 times, an object's own mistake
+        return f"<{type(value).__name__} without a repr>"
+
+
+def _shortened(text: str, most: int) -> str:
+    line = " ".join(text.split())
+    half = (most - 5) // 2
+    return line if len(line) <= most else f"{line[: most - 5 - half]} ... {line[-half:]}"
+
+
+@contextlib.contextmanager
+def needs(extra: str, purpose: str) -> Iterator[None]:
+    """Around the imports of what an extra installs: where one is missing, a sentence names it and the extra.
+
+    Example:
+        >>> with needs("plots", "a plot"):
+        ...     import nothing_of_this_name
+        Traceback (most recent call last):
+        hf_graphfilter.errors.GraphFilterError: a plot needs nothing_of_this_name: pip install 'hf-graphfilter[plots]'
+    """
+    try:
+        yield
+    except ImportError as error:
+        broken = "" if isinstance(error, ModuleNotFoundError) else f" (it does not import: {error})"
+        message = f"{purpose} needs {error.name}{broken}: pip install 'hf-graphfilter[{extra}]'"
+        raise GraphFilterError(message) from error
+
+
+def require(module: str, extra: str, purpose: str) -> None:
+    """Import ``module`` or say which extra installs it: for the beginning of long work that needs it at its end.
+
+    Example:
+        >>> require("json", "recipes", "a recipe")
+    """
+    with needs(extra, purpose):
+        importlib.import_module(module)

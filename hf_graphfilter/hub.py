@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from .errors import GraphFilterError
+from .errors import GraphFilterError, shown
 from .filters import GraphFilter
-from .hosts import Host, host_of, unwrapped
-from .patching import active_filter, apply_record, patched_modules, read_groups, read_whole
+from .hosts import Host, check_values, encoder_of, host_of, unwrapped
+from .patching import active_filter, apply_record, patched_modules, read_groups, read_whole, resolve
 
 WEIGHTS_FILE = "graph_filter.safetensors"
 CONFIG_FILE = "graph_filter.json"
@@ -38,9 +37,10 @@ def save_filter(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
         The directory.
 
     Raises:
-        GraphFilterError: the model is not patched.
+        GraphFilterError: the model is not patched, or ``directory`` is no path.
+        OSError: the directory cannot be written.
     """
-    model, directory = unwrapped(model), Path(directory)
+    model, directory = unwrapped(model), Path(_path(directory))
     host = host_of(model)
     tensors = _coefficients(host, model, lambda f: read_whole(f, nn.Module.state_dict))
     if torch.distributed.is_initialized() and torch.distributed.get_rank():
@@ -64,17 +64,20 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
         The model itself.
 
     Raises:
-        GraphFilterError: a missing or corrupted file, an unknown version, another base model (heads, layers, type), or
-            a model patched differently. The model is then as it was.
+        GraphFilterError: a missing or corrupted file, an unknown version, coefficients that are not finite, another
+            base model (heads, layers, type), or a model patched differently. The model is then as it was.
     """
+    whole, inner = model, unwrapped(model, running=False)
+    # a plain model that PEFT has wrapped is refused, as patch_model does
+    model = inner if patched_modules(inner, required=False) else encoder_of(model)  # type: ignore[assignment]
     host = host_of(model)
-    description, tensors = _read(source, hub_options)
+    description, tensors = _in_names_of(host, model, *_read(source, hub_options))
     base, own = description.get("base"), _base(host, model)
     if base != own:
         raise GraphFilterError(f"{source} does not fit {type(model).__name__}: {_difference(base, own)}")
     record = {key: value for key, value in description.items() if key != "base"}
     current = host.read_record(model)
-    if current is not None and current != record:
+    if current is not None and current["filters"] != record["filters"]:
         raise GraphFilterError(
             f"{type(model).__name__} is patched with {_names(current)}, {source} holds {_names(record)}; call "
             "unpatch_model first"
@@ -83,7 +86,7 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
         host.write_record(model, record)
     try:
         if current is None:
-            apply_record(model)
+            apply_record(model, whole=True)
         _copy(_coefficients(host, model), tensors, source)
     except Exception:
         if current is None:
@@ -91,7 +94,7 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
                 host.detach(module)
             host.write_record(model, None)
         raise
-    return model
+    return whole
 
 
 def _read(
@@ -100,21 +103,40 @@ def _read(
     config_file, weights_file = (_locate(source, name, hub_options) for name in (CONFIG_FILE, WEIGHTS_FILE))
     try:
         description = json.loads(Path(config_file).read_text())
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise GraphFilterError(f"{config_file} is not readable JSON ({error}); save or download it again") from error
     if not isinstance(description, dict):
         description = {}
     read_groups(description, config_file)
     try:
         return description, load_file(weights_file)
-    except (SafetensorError, OSError) as error:
+    except Exception as error:  # safetensors names some damage by exceptions of torch
         raise GraphFilterError(
             f"{weights_file} is corrupted or truncated ({error}); save or download it again"
         ) from error
 
 
+def _in_names_of(
+    host: Host, model: nn.Module, description: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What was read, with the names that the modules have in this release of the model's library."""
+    base, groups = description.get("base"), description["filters"]
+    if not isinstance(base, dict) or not isinstance(heads := base.get("heads"), dict):
+        return description, tensors
+    found = resolve(host, model, [*heads, *(name for group in groups for name in group["modules"])])
+    now = {name: host.relative_name(model, site.name) for name, site in found.items()}
+    groups = [{**group, "modules": [now.get(name, name) for name in group["modules"]]} for group in groups]
+    heads = {now.get(name, name): count for name, count in heads.items()}
+    renamed = {}
+    for key, tensor in tensors.items():
+        owner = next((name for name in now if key.startswith(f"{name}.")), "")
+        renamed[now.get(owner, owner) + key.removeprefix(owner)] = tensor
+    return {**description, "filters": groups, "base": {**base, "heads": heads}}, renamed
+
+
 def _locate(source: str | os.PathLike[str], name: str, hub_options: dict[str, Any]) -> str:
-    if Path(source).is_dir():
+    source = _path(source)
+    if os.path.isdir(source):
         path = Path(source) / name
         if not path.is_file():
             raise GraphFilterError(f"{source} holds no {name}; a saved filter is {CONFIG_FILE} and {WEIGHTS_FILE}")
@@ -122,11 +144,22 @@ def _locate(source: str | os.PathLike[str], name: str, hub_options: dict[str, An
     from transformers.utils import cached_file
 
     try:
-        return cached_file(os.fspath(source), name, **hub_options)  # type: ignore[return-value]
+        return cached_file(source, name, **hub_options)  # type: ignore[return-value]
     except (OSError, ValueError) as error:
         raise GraphFilterError(
-            f"no directory and no reachable Hub repository {str(source)!r} with {name}: {error}"
+            f"no directory and no reachable Hub repository {shown(source)} with {name}: {error}"
         ) from error
+
+
+def _path(given: Any) -> str:
+    """A path as a string that the file system can be asked for."""
+    try:
+        path = os.fspath(given)
+        if not isinstance(path, str) or b"\0" in os.fsencode(path):
+            raise TypeError("not a path")
+    except Exception as error:
+        raise GraphFilterError(f"a filter is saved at a path or on the Hub, got {shown(given)}") from error
+    return path
 
 
 def _parameters(graph_filter: GraphFilter) -> dict[str, torch.Tensor]:
@@ -152,14 +185,16 @@ def _base(host: Host, model: nn.Module) -> dict[str, Any]:
 
 def _difference(base: Any, own: dict[str, Any]) -> str:
     if not isinstance(base, dict) or not isinstance(base.get("heads"), dict):
-        return f"it does not describe its base model ({base!r})"
+        return f"it does not describe its base model ({shown(base)})"
     if base.get("model_type") != own["model_type"]:
         return f"it was made for a {base.get('model_type')} model, this is {own['model_type']}"
     theirs, ours = base["heads"], own["heads"]
     if len(theirs) != len(ours):
         return f"it was made for {len(theirs)} attention layers, this model has {len(ours)}"
-    name = next(n for n in theirs if theirs[n] != ours.get(n))
-    return f"{name} had {theirs[name]} heads, here it has {ours.get(name, 'no such layer')}"
+    for name in theirs:
+        if name not in ours or theirs[name] != ours[name]:
+            return f"{name} had {shown(theirs[name])} heads, here it has {ours.get(name, 'no such layer')}"
+    return f"it says more of its base model than this installation knows ({shown(sorted(base.keys() - own.keys()))})"
 
 
 def _names(record: dict[str, Any]) -> str:
@@ -174,6 +209,7 @@ def _copy(target: dict[str, torch.Tensor], source: dict[str, torch.Tensor], path
             raise GraphFilterError(f"{path}: {name} should hold {wanted}, it holds {found}")
     if any(hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id") for tensor in target.values()):
         raise GraphFilterError(f"{path} cannot be laid over a model that is sharded already: load it before")
+    check_values(source, target, path)
     with torch.no_grad():
         for name, tensor in target.items():
             tensor.copy_(source[name])

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import difflib
+import html
+import operator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from .errors import GraphFilterError
+from .errors import GraphFilterError, shown
 from .filters import FilterConfig, GraphFilter, as_config
-from .hosts import AttentionSite, host_of, unwrapped
+from .filters.base import UnknownFilterError, build_filter, foreign_modules
+from .hosts import AttentionSite, Host, encoder_of, host_of, unwrapped
 
-Layers = None | Literal["even", "odd"] | Sequence[int] | slice | Callable[[int, str], bool]
+Layers = None | Literal["even", "odd"] | Collection[int] | slice | Callable[[int, str], bool]
 M = TypeVar("M", bound=nn.Module)
 RECORD_VERSION = 1
 
@@ -33,8 +38,9 @@ def patch_model(
     Cross-attention is never patched.
 
     Args:
-        model: a transformers ``PreTrainedModel`` whose attention runs through the attention interface; the whole model
-            that will be saved, since its config keeps the record (choose parts with ``layers`` and ``stack``).
+        model: a transformers ``PreTrainedModel`` whose attention runs through the attention interface, or a
+            ``SentenceTransformer`` around one; the whole model that will be saved, since its config keeps the record
+            (choose parts with ``layers`` and ``stack``).
         filter: name of a registered filter, or its config object.
         layers: which layers of each stack, counted from 0: ``None`` for all, ``"even"``, ``"odd"``, a list of indices
             (negative ones count from the end), a slice, or a predicate ``(index, module name) -> bool``.
@@ -55,6 +61,7 @@ def patch_model(
         True
     """
     config = as_config(filter, **options)
+    whole, model = model, encoder_of(model)
     host = host_of(model)
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
         raise GraphFilterError(
@@ -72,13 +79,15 @@ def patch_model(
                 f"({site.module.get_submodule('graph_filter').config}); call unpatch_model first or select other layers"
             )
     filters = [_build(config, site) for site in selected]  # all before the first change: failing leaves no trace
-    record = host.read_record(model) or {"version": RECORD_VERSION, "filters": []}
+    record = host.read_record(model) or {"filters": []}
+    imports = sorted({*_imports(record), *foreign_modules([config])})
     names = [host.relative_name(model, site.name) for site in selected]
     groups = [*record["filters"], {"config": config.to_dict(), "modules": names}]
-    host.write_record(model, {"version": RECORD_VERSION, "filters": groups})
+    written = {"version": RECORD_VERSION, "model": type(model).__name__, "filters": groups}
+    host.write_record(model, {**written, "imports": imports} if imports else written)
     for site, graph_filter in zip(selected, filters, strict=True):
         host.attach(site, graph_filter)
-    return model
+    return whole
 
 
 def unpatch_model(model: M) -> M:
@@ -87,11 +96,12 @@ def unpatch_model(model: M) -> M:
     Raises:
         GraphFilterError: the model is not patched.
     """
+    whole, model = model, unwrapped(model, running=False)  # type: ignore[assignment]
     host = host_of(model)
     for _, module in patched_modules(model):
         host.detach(module)
     host.write_record(model, None)
-    return model
+    return whole
 
 
 @dataclass(frozen=True)
@@ -118,15 +128,26 @@ class FilterStatus(list[FilterRow]):
         ]
         return header, rows
 
+    def _repr_html_(self) -> str:
+        """The table in a notebook."""
+        if not self:
+            return "<p>no graph filter</p>"
+        header, rows = self.table()
+        lines = [("th", header), *(("td", row) for row in rows)]
+        body = ("".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) for tag, cells in lines)
+        return "<table>" + "".join(f"<tr>{line}</tr>" for line in body) + "</table>"
+
     def __str__(self) -> str:
         if not self:
             return "no graph filter"
-        header, rows = self.table()
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = [header, ["-" * width for width in widths], *rows]
-        return "\n".join(
-            "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines
-        )
+        return text_table(*self.table())
+
+
+def text_table(header: list[str], rows: list[list[str]]) -> str:
+    """Columns of text, each as wide as its longest entry."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [header, ["-" * width for width in widths], *rows]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
 def filter_status(model: nn.Module) -> FilterStatus:
@@ -194,43 +215,112 @@ def patched_modules(model: nn.Module, required: bool = True) -> list[tuple[str, 
     return found
 
 
-def apply_record(model: nn.Module) -> None:
+def apply_record(model: nn.Module, whole: bool = False) -> None:
     """Patch what a saved record names and the model has, as ``from_pretrained`` does; patched modules stay.
 
     A sub-model sees only its own modules, and a record written with a task head is read without it.
 
+    Args:
+        whole: whether the model must have every module that the record names. The class that was saved must.
+
     Raises:
-        GraphFilterError: an unknown version, filter or field, or a record of another shape.
+        GraphFilterError: an unknown version, filter or field, a record of another shape, or a module that is not there.
     """
     host = host_of(model)
     record = host.read_record(model)
     groups = read_groups(record, type(model).__name__, " of config.graph_filter")
-    sites, _ = host.find(model)
-    free = [site for site in sites if not hasattr(site.module, "graph_filter")]
-    for config, names in groups:
-        for site in free:
-            if host.relative_name(model, site.name) in names:
-                host.attach(site, _build(config, site))
+    named = [name for _, names in groups for name in names]
+    found = resolve(host, model, named)
+    if whole or record.get("model") == type(model).__name__:  # type: ignore[union-attr]
+        check_resolved(host, model, named, found)
+    chosen = [(config, found[name]) for config, names in groups for name in names if name in found]
+    made = [(s, _build(config, s)) for config, s in chosen if not hasattr(s.module, "graph_filter")]
+    for site, graph_filter in made:
+        host.attach(site, graph_filter)
     if patched_modules(model, required=False):
         host.write_record(model, record)
 
 
-def read_groups(record: Any, source: str, part: str = "") -> list[tuple[FilterConfig, set[str]]]:
+def resolve(host: Host, model: nn.Module, names: Iterable[str]) -> dict[str, AttentionSite]:
+    """The sites that module names of a record, or of coefficients, mean in this model; other names are left out.
+
+    A name is that of the module, or what the library's release that wrote it called the module: the name that the
+    library still gives to its weights in checkpoints, or that of the parent, which held the attention before it was a
+    module of its own.
+    """
+    sites, _ = host.find(model)
+    here = {host.relative_name(model, site.name): site for site in sites}
+    if set(names) <= set(here):
+        return {name: here[name] for name in names}
+    parents = Counter(name.rpartition(".")[0] for name in here)
+    inside = {name.rpartition(".")[0]: site for name, site in here.items() if parents[name.rpartition(".")[0]] == 1}
+    known = inside | host.saved_names(model, sites) | here
+    return {name: known[name] for name in names if name in known}
+
+
+def check_resolved(host: Host, model: nn.Module, names: list[str], found: dict[str, AttentionSite]) -> None:
+    """All modules that a record names were found, and none by two names.
+
+    Raises:
+        GraphFilterError: the first that was not, with the nearest name that the model has.
+    """
+    absent = [name for name in names if name not in found]
+    if absent:
+        here = [host.relative_name(model, site.name) for site in host.find(model)[0]]
+        nearest = difflib.get_close_matches(absent[0], here, 1, cutoff=0)
+        raise GraphFilterError(
+            f"the record of the graph filter names {len(absent)} of {len(names)} modules that are no self-attention of "
+            f"{type(model).__name__} ({shown(absent[0])}, nearest here {nearest}): load it with the release of the "
+            "library that wrote it, or patch the model anew and save it"
+        )
+    by_site = {site.name: name for name, site in found.items()}
+    if len(by_site) < len(found):
+        twice = next(name for name, site in found.items() if by_site[site.name] != name)
+        raise GraphFilterError(
+            f"the record of the graph filter names one module of {type(model).__name__} twice: {shown(twice)} and "
+            f"{shown(by_site[found[twice].name])}"
+        )
+
+
+def read_groups(record: Any, source: str, part: str = "") -> list[tuple[FilterConfig, list[str]]]:
     """(config, names of the modules) of a record; ``source`` and ``part`` say in errors where it was read."""
     if not isinstance(record, dict) or record.get("version") != RECORD_VERSION:
         version = record.get("version") if isinstance(record, dict) else record
         raise GraphFilterError(
-            f"{source}: version {version!r}{part} is unknown, this installation reads version {RECORD_VERSION}; "
+            f"{source}: version {shown(version)}{part} is unknown, this installation reads version {RECORD_VERSION}; "
             "install the hf_graphfilter release that wrote it"
         )
-    try:
-        return [(FilterConfig.from_dict(g["config"]), set(g["modules"])) for g in record["filters"]]
-    except (KeyError, TypeError) as error:
-        raise GraphFilterError(f"{part.removeprefix(' of ') or source} is malformed ({error!r}): {record}") from error
+    where = part.removeprefix(" of ") or source
+    groups = record.get("filters")
+    if not isinstance(groups, list) or not groups or not all(isinstance(g, dict) for g in groups):
+        raise GraphFilterError(f"{where} is malformed: 'filters' must be a list of filters, got {shown(groups)}")
+    read, seen = [], set()
+    for group in groups:
+        try:
+            config, names = FilterConfig.from_dict(group.get("config")), group.get("modules")
+        except UnknownFilterError as error:
+            found = _imports(record)  # named, never imported: a checkpoint holds no code
+            hint = f": import {shown(', '.join(found))}, as was done to patch the model" if found else ""
+            raise GraphFilterError(f"{error}{hint}") from None
+        if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+            raise GraphFilterError(f"{where} is malformed: 'modules' must be a list of names, got {shown(names)}")
+        for name in names:
+            if name in seen:
+                raise GraphFilterError(f"{where} is malformed: it names the module {shown(name)} twice")
+            seen.add(name)
+        read.append((config, names))
+    return read
+
+
+def _imports(record: dict[str, Any]) -> list[str]:
+    """The modules that a record says register its filters."""
+    found = record.get("imports")
+    named = isinstance(found, list) and all(isinstance(m, str) and m.replace(".", "").isidentifier() for m in found)
+    return found if named else []  # type: ignore[return-value]
 
 
 def _build(config: FilterConfig, site: AttentionSite) -> GraphFilter:
-    graph_filter = config.build(site)
+    graph_filter = build_filter(config, site)
     like = next(site.module.parameters(), torch.empty(0))
     dtype = like.dtype if like.is_floating_point() else None
     graph_filter.train(site.module.training)
@@ -243,8 +333,8 @@ def select_sites(sites: list[AttentionSite], layers: Layers, stack: str | None) 
     """The sites that ``layers`` and ``stack`` of ``patch_model`` choose; layers are counted within each stack."""
     kinds = sorted({site.stack for site in sites})
     if stack is not None:
-        if stack not in kinds:
-            raise GraphFilterError(f"stack={stack!r}: the model has {' and '.join(kinds)} self-attention only")
+        if not isinstance(stack, str) or stack not in kinds:
+            raise GraphFilterError(f"stack={shown(stack)}: the model has {' and '.join(kinds)} self-attention only")
         sites = [site for site in sites if site.stack == stack]
     groups: dict[str, list[AttentionSite]] = {}
     for site in sites:
@@ -252,34 +342,55 @@ def select_sites(sites: list[AttentionSite], layers: Layers, stack: str | None) 
     chosen = [site for group, members in groups.items() for site in _select(group, members, layers)]
     if not chosen:
         counts = ", ".join(f"{group or 'model'}: {len(members)}" for group, members in groups.items())
-        raise GraphFilterError(f"layers={layers!r} selects no layer; layers found ({counts})")
+        raise GraphFilterError(f"layers={shown(layers)} selects no layer; layers found ({counts})")
     return chosen
 
 
 def _select(group: str, sites: list[AttentionSite], layers: Layers) -> list[AttentionSite]:
     if layers is None:
         return sites
-    if isinstance(layers, str):
-        if layers not in ("even", "odd"):
-            raise GraphFilterError(
-                f"layers={layers!r}: use None, 'even', 'odd', a list of indices, a slice, or a predicate"
-            )
+    if isinstance(layers, str) and layers in ("even", "odd"):
         return sites[layers == "odd" :: 2]
+    given = f"layers={shown(layers)}"
     if isinstance(layers, slice):
-        return sites[layers]
+        try:
+            return sites[layers]
+        except Exception as error:
+            raise GraphFilterError(f"{given}: a slice of layers holds integers, its step is not 0") from error
     if callable(layers):
-        return [site for site in sites if layers(site.index, site.name)]
-    if not isinstance(layers, Sequence) or any(not isinstance(i, int) or isinstance(i, bool) for i in layers):
-        raise GraphFilterError(f"layers={layers!r}: a list of layers holds integers")
-    indices = [int(i) for i in layers]
-    for i in indices:
-        if not -len(sites) <= i < len(sites):
+        return [site for site in sites if _holds(layers, site, given)]
+    listed = isinstance(layers, Collection) and getattr(layers, "ndim", 1) == 1  # arrays and tensors too
+    if not listed or isinstance(layers, (str, bytes, bytearray, memoryview, Mapping)):
+        raise GraphFilterError(f"{given}: use None, 'even', 'odd', a list of indices, a slice, or a predicate")
+    wanted = set()
+    for i in layers:  # one by one: a range may be endless
+        index = _index(i, given)
+        if not -len(sites) <= index < len(sites):
             raise GraphFilterError(
-                f"layers={layers!r}: {i} is out of range, {group or 'the model'} has {len(sites)} layers"
-                " (use stack= to choose encoder or decoder)"
+                f"{given}: {shown(i)} is out of range, {group or 'the model'} has {len(sites)} layers (use stack= to "
+                "choose encoder or decoder)"
             )
-    wanted = {i % len(sites) for i in indices}
+        wanted.add(index % len(sites))
     return [site for site in sites if site.index in wanted]
+
+
+def _holds(predicate: Callable[[int, str], bool], site: AttentionSite, given: str) -> bool:
+    try:
+        return bool(predicate(site.index, site.name))
+    except Exception as error:
+        raise GraphFilterError(
+            f"{given}: the predicate takes (index, module name) and returns True or False; at ({site.index}, "
+            f"{site.name!r}) it raised {shown(error)}"
+        ) from error
+
+
+def _index(value: Any, given: str) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError("a bool is no index")
+        return operator.index(value)
+    except Exception as error:
+        raise GraphFilterError(f"{given}: a list of layers holds integers, got {shown(value)}") from error
 
 
 def _nothing_to_patch(model: nn.Module, refused: dict[str, str]) -> str:

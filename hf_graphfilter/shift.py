@@ -35,6 +35,11 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 class ShiftOperator(ABC):
     """Applies ``S`` to signals of shape (batch, heads, tokens, features)."""
 
+    @property
+    @abstractmethod
+    def rows(self) -> tuple[int, int]:
+        """(heads, query tokens), the dimensions between batch and features of what ``S`` gives."""
+
     @abstractmethod
     def __call__(self, signal: Tensor) -> Tensor:
         """``S(signal)``, shape (batch, heads, query tokens, features), dtype of the signal."""
@@ -66,6 +71,10 @@ class DenseShift(ShiftOperator):
 
     def __init__(self, matrix: Tensor):
         self.matrix = matrix
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return self.matrix.shape[1], self.matrix.shape[2]
 
     def __call__(self, signal: Tensor) -> Tensor:
         return self.matrix @ repeat_heads(signal, self.matrix.shape[1])
@@ -118,6 +127,10 @@ class AttentionShift(ShiftOperator):
         self.attend, self.query, self.key, self.memory, self.twice = attend, query, key, memory, twice
         self.applications = 0
         self.weights: Tensor | None = None
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return self.query.shape[1], self.query.shape[2]
 
     def __call__(self, signal: Tensor) -> Tensor:
         key = self.key

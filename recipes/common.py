@@ -44,12 +44,12 @@ from transformers import (
     Trainer,
     set_seed,
 )
+from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from hf_graphfilter import (
     CoefficientCallback,
     GraphFilterError,
     OrthogonalityCallback,
-    available_filters,
     create_model_card,
     filter_optimizer,
     filter_parameters,
@@ -58,12 +58,14 @@ from hf_graphfilter import (
 )
 from hf_graphfilter.analysis.comparison import PairedComparison, mean_and_sd
 from hf_graphfilter.console import parse_layers, parse_options, table
+from hf_graphfilter.filters import get_filter, import_filters
+from hf_graphfilter.filters.base import UnknownFilterError
 from hf_graphfilter.hosts import host_of
 from hf_graphfilter.patching import FilterStatus
 from hf_graphfilter.training.optimizer import FILTER_LR
 
 CONFIGS = Path(__file__).parent / "configs"
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results"  # shipped: what the tables of the documents are written from
 RECORD = "record.json"
 FILES = {"train": "train", "validation": "valid", "test": "test"}  # the parts, and how official files call them
 # these do not change what a run learns: a finished run is the same run whatever they are
@@ -72,6 +74,7 @@ INCIDENTAL = (
     | {"logging_strategy", "save_strategy", "save_steps", "save_total_limit", "push_to_hub", "hub_model_id"}
     | {"hub_token", "hub_private_repo", "hub_revision", "dataloader_num_workers", "dataloader_pin_memory", "use_cpu"}
     | {"per_device_eval_batch_size", "eval_accumulation_steps", "eval_batch_size", "workers"}
+    | {"import"}
 )
 NETWORK_ERRORS = HfHubHTTPError.__bases__  # OSError, and HTTPError of whichever client the installed version has
 
@@ -172,11 +175,19 @@ class Settings:
         self.recipe = recipe
         self.parser = HfArgumentParser(recipe.arguments, description=recipe.description, allow_abbrev=False)
         self.parser.add_argument("--config", help="A YAML file; flags override it.")
+        self.parser.add_argument(
+            "--import",
+            nargs="+",
+            action="extend",
+            type=str,
+            help="Modules that register filters, by dotted name or .py file.",
+        )
         self.actions = {}
         for action in self.parser._actions:
             if action.dest != "help":
                 action.default, action.required = dataclasses.MISSING, False
                 self.actions[action.dest] = action
+        self.actions["import"].default = None  # given several times, the names add up
         fields = [f for arguments in recipe.arguments for f in dataclasses.fields(arguments)]
         self.defaults = {
             f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
@@ -190,7 +201,7 @@ class Settings:
         if unknown:
             flag = unknown[0].split("=")[0]
             raise GraphFilterError(f"unknown argument {flag}{nearest(flag.lstrip('-'), self.actions, '--')}")
-        given = {k: v for k, v in vars(namespace).items() if v is not dataclasses.MISSING}
+        given = {k: v for k, v in vars(namespace).items() if v is not dataclasses.MISSING and v is not None}
         config = given.pop("config", None)
         file = self.read(config) if config else {}
         sections = {key: file.pop(key, None) or {} for key in ("tasks", "variants", "sweep")}
@@ -209,6 +220,11 @@ class Settings:
             values = self.override(values, {k: v for k, v in self.recipe.smoke.items() if k not in given})
         if not values.get("output_dir"):
             values["output_dir"] = f"runs/{self.recipe.name}/{Path(values['task']).name}-{values.get('filter', 'gfsa')}"
+        if values.get("bf16") and "bf16" not in given and not bf16_pays(values.get("use_cpu", False)):
+            values["bf16"] = False
+            if is_main_process():
+                print("this machine computes slowly in bf16, or not at all: float32 (--bf16 insists)", file=sys.stderr)
+        import_filters([values["import"]] if isinstance(values.get("import"), str) else values.get("import", []))
         self.check(values)
         return values, {name: sections[name] for name in ("variants", "sweep")}
 
@@ -262,11 +278,12 @@ class Settings:
 
     def check(self, values: dict[str, Any]) -> None:
         """What can be known to be wrong before any data is read."""
-        if values.get("filter", "gfsa") not in ("none", *available_filters()):
-            known = ["none", *available_filters()]
-            raise GraphFilterError(
-                f"unknown filter {values['filter']!r}{nearest(values['filter'], known)}; known: {', '.join(known)}"
-            )
+        if (name := values.get("filter", "gfsa")) != "none":
+            try:
+                config = get_filter(name)
+            except UnknownFilterError as error:
+                raise GraphFilterError(f"{error}: --import MODULE; --filter none is the plain model") from error
+            config.from_options(**parse_options(values.get("filter_options", [])))
         if not values.get("seeds", [1]) or len(set(values.get("seeds", [1]))) < len(values.get("seeds", [1])):
             raise GraphFilterError(f"--seeds {values['seeds']}: name each seed once, at least one")
         if values.get("push_to_hub") and len(values.get("seeds", [1])) > 1:
@@ -279,8 +296,11 @@ class Settings:
 
     def arguments(self, values: dict[str, Any]) -> tuple[Any, ...]:
         """An instance of each of the recipe's dataclasses."""
+        values = {k: v for k, v in values.items() if k != "import"}
+        if values.get("bf16") and not accelerated():
+            values["use_cpu"] = True  # the Trainer takes bf16 on a CPU only where this is said
         try:
-            return tuple(self.parser.parse_dict(dict(values)))
+            return tuple(self.parser.parse_dict(values))
         except (ValueError, TypeError) as error:
             raise GraphFilterError(f"settings of the training: {error}") from error
 
@@ -299,6 +319,18 @@ class Settings:
 
 def _option_texts(options: dict[str, Any]) -> list[str]:
     return [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in options.items()]
+
+
+def accelerated() -> bool:
+    """Whether the Trainer finds anything else than the CPU."""
+    return torch.accelerator.is_available() or is_torch_xla_available()
+
+
+def bf16_pays(use_cpu: bool) -> bool:
+    """Whether bf16 is at hand; a CPU without instructions for it takes many times as long as in float32."""
+    if accelerated() and not use_cpu:
+        return is_torch_bf16_gpu_available() or is_torch_xla_available()
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
@@ -612,7 +644,7 @@ def write_card(settings: Settings, folder: Path, record: dict[str, Any], values:
         if not key.endswith("/loss")
     ]
     trained = f"Fine-tuned on {record['task']} with seed {record['seed']}; every setting and number is in `{RECORD}`."
-    description = f"## Training\n\n{trained}{compared(settings, record)}"
+    description = f"## Training\n\n{trained}{compared(settings, record, values)}"
     values = settings.defaults | values
     local = values.get("from_scratch") or values.get("pretrained") is False or Path(values["model"]).exists()
     common: dict[str, Any] = {"base_model": None if local else values["model"]}
@@ -628,15 +660,36 @@ def write_card(settings: Settings, folder: Path, record: dict[str, Any], values:
     card.save(folder / "README.md")
 
 
-def compared(settings: Settings, record: dict[str, Any]) -> str:
-    """What recipes/compare.py found for these settings, if it was run."""
-    file = RESULTS / f"{record['recipe']}-{Path(record['task']).name}.json"
-    content = json.loads(file.read_text()) if file.is_file() else {"runs": []}
-    for run in content["runs"]:
-        found = content["summary"][run["variant"]].get("difference")
-        if found and not settings.differing(run["settings"], record["settings"]):
-            return f" Against the plain model, {content['metric']}: {PairedComparison(**found)}."
+def compared(settings: Settings, record: dict[str, Any], values: dict[str, Any]) -> str:
+    """What recipes/compare.py found for these settings: here, or in the results that are shipped."""
+    for folder, where in ((own_results(values), ""), (RESULTS, " (measured by the authors of the recipes)")):
+        content = read_results(folder / results_name(record))
+        for run in content["runs"]:
+            found = content["summary"][run["variant"]].get("difference")
+            if found and not settings.differing(run["settings"], record["settings"]):
+                return f" Against the plain model, {content['metric']}: {PairedComparison(**found)}{where}."
     return ""
+
+
+def own_results(values: dict[str, Any]) -> Path:
+    """Where comparisons go: beside the folders of the runs."""
+    return Path(values["output_dir"]).parent
+
+
+def results_name(made: dict[str, Any], suffix: str = "") -> str:
+    return f"{made['recipe']}-{Path(made['task']).name}{suffix}.json"
+
+
+def read_results(file: Path) -> dict[str, Any]:
+    """A results file of recipes/compare.py; without runs where there is none."""
+    if not file.is_file():
+        return {"runs": []}
+    try:
+        content = json.loads(file.read_text())
+        runs = content["runs"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise GraphFilterError(f"{file} is no results file of compare.py: {line(error)}") from error
+    return {**content, "runs": runs}
 
 
 TASK_TYPES = {"SequenceClassification": "text-classification", "ConditionalGeneration": "text2text-generation"}
@@ -741,9 +794,9 @@ def push(settings: Settings, folder: Path, record: dict[str, Any], values: dict[
 
 
 @contextmanager
-def one_line_errors(program: str) -> Iterator[None]:
+def one_line_errors(program: str, command: str = "the same command") -> Iterator[None]:
     """User mistakes and what the machine refuses: one line on stderr, exit code 1; 130 when interrupted."""
-    again = "; finished seeds and checkpoints are kept: run the same command again to go on"
+    again = f"; finished seeds and checkpoints are kept: run {command} again to go on"
     try:
         yield
     except (GraphFilterError, SafetensorError, *NETWORK_ERRORS) as error:

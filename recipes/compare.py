@@ -8,8 +8,9 @@ The first word names the recipe; every flag of that recipe may follow. The basel
 It is compared with the settings given, or with the `variants` of the YAML file, or with every combination of the axes
 of --sweep (an option of the filter, or any setting: K, layers, filter_lr ...; without values, the `sweep` of the file).
 
-Each finished run is kept in --results at once; the same command goes on at the first missing one. Of a sweep a figure
-is drawn beside the numbers. `python benchmarks/tables.py` writes the tables of all results into the documents.
+Each finished run is kept in a results file at once, beside the folders of the runs (runs/glue/glue-cola.json, or in the
+folder --results): the same command goes on at the first missing run, --fresh begins again. --against shipped shows the
+results that come with the recipes beside one's own. Of a sweep a figure is drawn beside the numbers.
 """
 
 if __name__ == "__main__":  # run as a file: the repository, not this folder, whose code.py would hide Python's own
@@ -17,12 +18,15 @@ if __name__ == "__main__":  # run as a file: the repository, not this folder, wh
     from pathlib import Path
 
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from recipes import check_extras
+
+    check_extras("recipes")
 
 import argparse
 import dataclasses
 import importlib
 import itertools
-import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,7 +36,8 @@ from rich.console import Console
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.analysis.comparison import PairedComparison, mean_and_sd, paired_comparison
 from hf_graphfilter.console import table
-from recipes import common
+from hf_graphfilter.errors import require
+from recipes import check_extras, common
 from recipes.metrics import LOWER_IS_BETTER
 
 RECIPES = ("glue", "language_modeling", "code", "imagenet")
@@ -149,7 +154,45 @@ def plot_sweep(content: dict[str, Any], file: Path) -> None:
     figure.savefig(file, dpi=150)
 
 
-def compare(recipe: common.Recipe, argv: list[str], options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def move_aside(paths: list[Path], console: Console) -> None:
+    """Old results and runs get the first free number at their end."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise GraphFilterError(f"--fresh moves files, which several processes cannot share: move {paths[0]} yourself")
+    number = next(n for n in itertools.count(1) if not any(Path(f"{path}.{n}").exists() for path in paths))
+    for path in paths:
+        if path.exists():
+            path.rename(f"{path}.{number}")
+            tell(console, f"moved aside: {path} is now {path}.{number}")
+
+
+def tell(console: Console, message: str) -> None:
+    console.print(message, highlight=False, markup=False, soft_wrap=True)
+
+
+def other_results(against: str, name: str) -> tuple[Path, dict[str, Any]]:
+    """The results that one's own are shown beside, and their file."""
+    folder = common.RESULTS if against == "shipped" else Path(against)
+    content = common.read_results(folder / name)
+    if not content["runs"]:
+        there = ", ".join(sorted(file.name for file in folder.glob("*.json"))) or "none"
+        raise GraphFilterError(f"--against {against}: {folder} has no results {name}; there are: {there}")
+    return folder / name, content
+
+
+def beside(settings: common.Settings, content: dict[str, Any], other: dict[str, Any]) -> tuple[Any, list[str]]:
+    """(one's own results by variant, the other ones below each, as a table; the settings in which they differ)."""
+    mine, theirs = ({row[0]: row[1:4] for row in summary_rows(found)[1]} for found in (content, other))
+    rows, differing = [], set()
+    for variant in dict.fromkeys([*mine, *theirs]):
+        rows.append([variant, *mine.get(variant, [""] * 3)])
+        rows += [["  other", *theirs[variant]]] if variant in theirs else []
+    for variant in mine.keys() & theirs.keys():
+        a, b = (next(r["settings"] for r in c["runs"] if r["variant"] == variant) for c in (content, other))
+        differing.update(settings.differing(a, b))
+    return table(["variant", "seeds", content["metric"].partition("/")[2], "difference"], rows), sorted(differing)
+
+
+def compare(recipe: common.Recipe, argv: list[str], options: argparse.Namespace, console: Console) -> None:
     """Every missing run, then the summary; the results file is whole after each run."""
     settings = common.Settings(recipe)
     values, sections = settings.parse(argv)
@@ -157,32 +200,35 @@ def compare(recipe: common.Recipe, argv: list[str], options: argparse.Namespace,
         raise GraphFilterError("a comparison pushes nothing: run the recipe itself with --push_to_hub and one seed")
     chosen = variants_of(settings, values, sections, options.sweep)
     resolved = {}
-    for name, overrides in chosen.items():
-        resolved[name] = settings.override(values, overrides, f" in the variant {name!r}")
-        settings.check(resolved[name])
-    sweep = "-sweep" if options.sweep is not None else ""
-    name = options.name or f"{recipe.name}-{Path(values['task']).name}{sweep}"
-    file = options.results / f"{name}.json"
-    content = json.loads(file.read_text()) if file.is_file() else {"runs": []}
+    for variant, overrides in chosen.items():
+        resolved[variant] = settings.override(values, overrides, f" in the variant {variant!r}")
+        settings.check(resolved[variant])
+    if options.sweep is not None:
+        require("matplotlib", "plots", "the figure of a sweep")
+    made = {"recipe": recipe.name, "task": values["task"]}
+    suffix = "-sweep" if options.sweep is not None else ""
+    file_name = f"{options.name}.json" if options.name else common.results_name(made, suffix)
+    other_file, other = other_results(options.against, file_name) if options.against else (None, None)
+    file = (options.results or common.own_results(values)) / file_name
+    root = common.own_results(values) / file.stem
+    if options.fresh:
+        move_aside([file, file.with_suffix(".png"), root], console)
+    content = common.read_results(file)
+    tell(console, f"results: {file}, {len(content['runs']) or 'no'} runs at hand")
     content = {
-        **{
-            "name": name,
-            "recipe": recipe.name,
-            "task": values["task"],
-            "model": options.model_name or content.get("model") or Path(values["model"]).name,
-        },
+        **{"name": file.stem, **made},
+        **{"model": options.model_name or content.get("model") or Path(values["model"]).name},
         **{"metric": recipe.metric(values["task"]), "sweep": options.sweep is not None},
         "variants": content.get("variants", {}) | chosen,  # what earlier commands ran stays in view
         "runs": content["runs"],
     }
-    root = Path(values["output_dir"]).parent / name
     for seed, variant in itertools.product(values.get("seeds", [1]), chosen):
         known = next((r for r in content["runs"] if (r["variant"], r["seed"]) == (variant, seed)), None)
-        console.print(f"{variant}, seed {seed}" + (": at hand" if known else ""), highlight=False)
+        tell(console, f"{variant}, seed {seed}" + (": at hand" if known else ""))
         if known and (changed := settings.differing(known["settings"], common.identity(resolved[variant]))):
             raise GraphFilterError(
                 f"{file}: {variant}, seed {seed} was run with other settings ({', '.join(changed)} differ): choose "
-                "another --name, or delete the file"
+                "another --name, or begin again with --fresh"
             )
         folder = root / variant.replace(" ", "-").replace("/", "-").replace(",", "") / f"seed-{seed}"
         record = known or common.run_seed(settings, resolved[variant], seed, folder, console)
@@ -191,11 +237,34 @@ def compare(recipe: common.Recipe, argv: list[str], options: argparse.Namespace,
         content["summary"] = summarise(content)
         if common.is_main_process():
             common.write_json(file, content)
-    return content
+    if common.is_main_process():
+        show(content, console)
+        if content["sweep"]:
+            plot_sweep(content, file.with_suffix(".png"))
+            tell(console, f"figure: {file.with_suffix('.png')}")
+        if other:
+            drawn, differing = beside(settings, content, other)
+            run = other["runs"][0]
+            tell(console, f"other: {other_file} ({run['date']}, {run['machine']}, torch {run['versions']['torch']})")
+            console.print(drawn)
+            tell(console, f"settings that differ: {', '.join(differing) or 'none'}")
 
 
-def main(argv: list[str] | None = None) -> None:
-    common.quiet()
+def show(content: dict[str, Any], console: Console) -> None:
+    """The summary, in short."""
+    header, rows = summary_rows(content)
+    shown = [header.index(name) for name in (*header[:3], "filter moved")]
+    narrow = [[row[i] for i in shown] for row in (header, *rows)]
+    console.print(table(narrow[0], narrow[1:], title=f"{content['model']} on {content['task']}"))
+    for variant, found in content["summary"].items():
+        if "difference" in found:
+            tell(console, f"{variant} - plain, {content['metric']}: {PairedComparison(**found['difference'])}")
+    if content["metric"].endswith(LOWER_IS_BETTER):
+        tell(console, "lower is better")
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The flags of a comparison; those of the recipe follow them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -203,27 +272,20 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sweep", nargs="*", help="axes of the sweep, NAME=VALUE,VALUE,...")
     parser.add_argument("--name", help="of the results file; RECIPE-TASK if not given")
     parser.add_argument("--model_name", help="how tables call the model, if not by the last part of its path")
-    parser.add_argument("--results", type=Path, default=common.RESULTS, help="folder")
-    options, rest = parser.parse_known_args(argv)
+    parser.add_argument("--results", type=Path, help="folder of the results file; that of the runs if not given")
+    parser.add_argument("--fresh", action="store_true", help="begin again; old results and runs are moved aside")
+    parser.add_argument("--against", metavar="shipped|FOLDER", help="show these results beside one's own")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    common.quiet()
+    options, rest = arguments().parse_known_args(argv)
     console = Console(quiet=not common.is_main_process())
-    with common.one_line_errors("compare.py"):
-        recipe = importlib.import_module(f"recipes.{options.recipe}").RECIPE
-        content = compare(recipe, rest, options, console)
-        if common.is_main_process():
-            header, rows = summary_rows(content)
-            shown = [header.index(name) for name in (*header[:3], "filter moved")]
-            narrow = [[row[i] for i in shown] for row in (header, *rows)]
-            console.print(table(narrow[0], narrow[1:], title=f"{content['model']} on {content['task']}"))
-            for variant, found in content["summary"].items():
-                if "difference" in found:
-                    paired = PairedComparison(**found["difference"])
-                    console.print(f"{variant} - plain, {content['metric']}: {paired}", highlight=False, soft_wrap=True)
-            if content["metric"].endswith(LOWER_IS_BETTER):
-                console.print("lower is better")
-            if content["sweep"]:
-                figure = options.results / f"{content['name']}.png"
-                plot_sweep(content, figure)
-                console.print(f"figure: {figure}", highlight=False)
+    with common.one_line_errors("compare.py", "this command without --fresh" if options.fresh else "the same command"):
+        if options.recipe == "imagenet":
+            check_extras("vision")
+        compare(importlib.import_module(f"recipes.{options.recipe}").RECIPE, rest, options, console)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,9 @@ if __name__ == "__main__":  # run as a file: the repository, not this folder, wh
     from pathlib import Path
 
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from recipes import check_extras
+
+    check_extras("recipes", "vision")
 
 import json
 import math

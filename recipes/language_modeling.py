@@ -15,6 +15,9 @@ if __name__ == "__main__":  # run as a file: the repository, not this folder, wh
     from pathlib import Path
 
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from recipes import check_extras
+
+    check_extras("recipes")
 
 from functools import lru_cache
 from pathlib import Path

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +50,14 @@ def transformers_warnings():
     yield handler.messages
     logger.removeHandler(handler)
     assert not handler.messages, handler.messages
+
+
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C is Python's own, whatever runs the tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

@@ -84,6 +84,11 @@ def test_vanishing_denominators_are_named(a, b, K, message):
         ({"window": -2}, "window must be >= 0"),
         ({"init": "transfer"}, "init must be one of 'copy', 'blend'"),
         ({"a": float("nan")}, "a must be finite"),
+        ({"a": 1e200}, "a must be in the range of float32"),
+        ({"a": 3e38}, r"Jacobi polynomials up to K=3 for a=3e\+38, b=1 leave the range of float32 on \[0, 1\]"),
+        ({"a": 1000, "K": 1000}, "leave the range of float32"),
+        ({"K": 10**7}, "K must be at most 1000"),
+        ({"window": 10**30}, "window must be at most 1000000"),
     ],
 )
 def test_bad_options(options, message):
@@ -332,6 +337,33 @@ def test_window(causal, n, window):
     torch.testing.assert_close(mass[seen], scores.logsumexp(-1, keepdim=True)[seen])
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("tokens", "past"), [(6, 0), (40, 0), (1, 6), (1, 0), (5, 50)])
+def test_a_window_beyond_the_tokens_costs_no_more_than_they(causal, tokens, past):
+    n = tokens + past
+    q, k, v = torch.randn(3, B, H, n, D, dtype=torch.float64)
+    keys = torch.ones(B, n, dtype=torch.bool)
+    keys[1, : n // 2] = False
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            largest = max(largest, out.numel()) if isinstance(out, torch.Tensor) else largest
+            return out
+
+    with Watch():
+        found = attend_nearby(q[:, :, past:], k, v, 2048, 0.3, causal, keys)
+    expected = attend_nearby(q[:, :, past:], k, v, n, 0.3, causal, keys)
+    near = allowed(n, causal, keys)[:, :, past:]
+    scores = (q[:, :, past:] @ k.mT * 0.3).masked_fill(~near, -torch.inf)
+    torch.testing.assert_close(found[0], scores.softmax(-1).nan_to_num() @ v)
+    torch.testing.assert_close(found, expected)
+    block = max(32, tokens)
+    assert largest <= B * H * block * max(D, block + 2 * n)
+
+
 # ---------------------------------------------------------------------------------------------------------- masks
 
 
@@ -415,6 +447,7 @@ def generator(name, **options):
 VARIANTS = {
     "plain": {},
     "window": {"window": 3, "correction": True},
+    "wide": {"window": 2048},
     "blend": {"init": "blend", "window": 2, "correction": True},
 }
 

@@ -1,21 +1,45 @@
 """The command line: same verbs, one-line errors, no tracebacks for user mistakes."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from models import FAMILIES, output
-from transformers import AutoModel, BertForSequenceClassification, BertTokenizer
+from transformers import AutoModel, BertForSequenceClassification, BertTokenizer, PreTrainedModel
 
+import hf_graphfilter
 from hf_graphfilter import filter_status
+from hf_graphfilter.cli import main
+from hf_graphfilter.training import transfer
 
 
-def cli(*arguments):
-    environment = {**os.environ, "COLUMNS": "160", "NO_COLOR": "1", "TERM": "dumb"}
-    command = [sys.executable, "-m", "hf_graphfilter.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+@pytest.fixture
+def cli(monkeypatch, capfd):
+    """The command, in this process."""
+
+    def run(*arguments, columns=160):
+        for name, value in {"COLUMNS": str(columns), "NO_COLOR": "1", "TERM": "dumb"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["hf-graphfilter", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as done:
+            main()
+        stdout, stderr = capfd.readouterr()
+        return SimpleNamespace(returncode=done.value.code or 0, stdout=stdout, stderr=stderr)
+
+    return run
+
+
+def test_as_a_module():
+    environment = {**os.environ, "COLUMNS": "80"}
+    command = [sys.executable, "-m", "hf_graphfilter", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout == f"hf-graphfilter {hf_graphfilter.__version__}\n"
 
 
 @pytest.fixture
@@ -24,7 +48,7 @@ def plain(tmp_path):
     return tmp_path / "plain"
 
 
-def test_patch_status_card(plain, tmp_path):
+def test_patch_status_card(cli, plain, tmp_path):
     out = tmp_path / "patched"
     done = cli("patch", plain, out, "-o", "K=4", "-o", 'learn=["w_0","w_K"]', "--layers", "0,-1")
     assert done.returncode == 0, done.stderr
@@ -42,28 +66,157 @@ def test_patch_status_card(plain, tmp_path):
     assert "base_model: bert-base-uncased" in (out / "README.md").read_text()
 
 
-def test_transfer(plain, tmp_path):
+@pytest.fixture
+def text(plain, tmp_path):
+    """A plain text, and a tokenizer for it beside the model."""
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij"]
     (tmp_path / "vocab.txt").write_text("\n".join(vocabulary))
     BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(plain)
     (tmp_path / "text.txt").write_text(" ".join("abcdefghij"[i * i % 10] for i in range(2000)))
+    return tmp_path / "text.txt"
+
+
+@pytest.fixture
+def agf(cli, text, plain, tmp_path):
     done = cli("patch", plain, tmp_path / "agf", "-f", "agf", "-o", "correction=true", "-o", "theta=per_head")
     assert done.returncode == 0, done.stderr
     assert "fit it with hf-graphfilter transfer" in done.stdout
-    arguments = ("--text", tmp_path / "text.txt", "--steps", "4", "--length", "16", "--batch-size", "4")
-    done = cli("transfer", tmp_path / "agf", tmp_path / "fitted", *arguments)
+    return tmp_path / "agf"
+
+
+SHORT = ("--steps", "4", "--length", "16", "--batch-size", "4")
+
+
+def test_transfer(cli, text, agf, tmp_path):
+    done = cli("transfer", agf, tmp_path / "fitted", "--text", text, *SHORT)
     assert done.returncode == 0, done.stderr
     assert "4 steps" in done.stdout
+    assert not (tmp_path / "fitted" / "transfer").exists(), "the progress"
     model = BertForSequenceClassification.from_pretrained(tmp_path / "fitted")
     assert filter_status(model)[0].filter.correction
-    missing = cli("transfer", tmp_path / "agf", tmp_path / "fitted", "--text", tmp_path / "nothing.txt")
-    assert missing.returncode == 1
-    assert "nothing.txt" in missing.stderr
-    assert "Traceback" not in missing.stderr
 
 
-def test_auto_class(plain, tmp_path):
+def test_an_interrupted_transfer_says_that_it_goes_on(cli, text, agf, tmp_path, monkeypatch, ctrl_c):
+    fitted = tmp_path / "fitted"
+    command = ("transfer", agf, fitted, "--text", text, *SHORT)
+    advance = transfer._Run._advance
+
+    def interrupt(self, *arguments):
+        if self.step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return advance(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer, "_errors", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        done = cli(*command)
+        assert (done.returncode, done.stderr.splitlines()[-1]) == (
+            130,
+            "hf-graphfilter: interrupted: nothing was fitted yet",
+        )
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer._Run, "_advance", interrupt)
+        done = cli(*command)
+    assert done.returncode == 130
+    assert f"progress is kept in {fitted / 'transfer'}, the same command goes on" in done.stderr
+    assert json.loads((fitted / "transfer" / "transfer.json").read_text())["step"] == 3
+    assert cli(*command).returncode == 0
+    assert not (fitted / "transfer").exists()
+
+
+def test_ctrl_c_before_the_work_is_said(cli, plain, tmp_path, monkeypatch):
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    done = cli("patch", plain, tmp_path / "out", "--auto-class", "BertModel")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (130, "hf-graphfilter: interrupted")
+
+
+def test_the_filter_alone_and_back(cli, plain, tmp_path):
+    places = [tmp_path / name for name in ("patched", "filter", "again", "back")]
+    patched, alone, again, back = places
+    assert cli("patch", plain, patched, "-o", "w_K=0.2", "-l", "even").returncode == 0
+    assert cli("save-filter", patched, alone).returncode == 0
+    assert {f.name for f in alone.iterdir()} == {"graph_filter.json", "graph_filter.safetensors"}
+    assert cli("load-filter", plain, alone, again).returncode == 0
+    assert cli("unpatch", again, back).returncode == 0
+    inputs = FAMILIES["bert"].inputs()
+    logits = [BertForSequenceClassification.from_pretrained(p)(**inputs).logits for p in (plain, back, patched, again)]
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[2], logits[3])
+    assert not torch.equal(logits[0], logits[2])
+    refused = cli("load-filter", cli_agf(cli, plain, tmp_path), alone, tmp_path / "no")
+    assert "run hf-graphfilter unpatch first" in refused.stderr
+    assert not (tmp_path / "no").exists()
+
+
+def cli_agf(cli, plain, tmp_path):
+    assert cli("patch", plain, tmp_path / "other", "-f", "agf").returncode == 0
+    return tmp_path / "other"
+
+
+@pytest.mark.parametrize("columns", [60, 80, 160])
+def test_what_is_shown_fits_and_breaks_no_name(columns, cli, plain, tmp_path):
+    out = tmp_path / "patched"
+    shown = [cli("patch", plain, out, columns=columns), cli("filters", columns=columns)]
+    shown += [cli("status", out, columns=columns)]
+    for done in shown:
+        assert done.returncode == 0, done.stderr
+        assert all(len(line) <= columns for line in done.stdout.splitlines())
+    assert all(f"bert.encoder.layer.{i}.attention.self" in shown[-1].stdout for i in range(3))
+    assert "w_K 0.0000" in shown[-1].stdout or "│ 0.0000" in shown[-1].stdout
+    for name in ("gfsa", "agf", "approximation", "constrain_theta", '["w_K"]', "jacobi, chebyshev"):
+        assert name in shown[1].stdout
+
+
+def test_filters_of_one_s_own(cli, plain, tmp_path, monkeypatch):
+    (tmp_path / "half_filter.py").write_text(
+        """
+from dataclasses import dataclass
+from hf_graphfilter import FilterConfig, GraphFilter, register_filter
+
+class Half(GraphFilter):
+    def reset_parameters(self): pass
+    def forward(self, shift, value): return self.config.factor * shift(value)
+
+@register_filter("half")
+@dataclass(frozen=True)
+class HalfConfig(FilterConfig):
+    '''A part of the attention.'''
+    module = Half
+    factor: float = 0.5
+"""
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    unknown = cli("patch", plain, tmp_path / "out", "-f", "half")
+    assert "needs --import MODULE before the verb" in unknown.stderr
+    done = cli("--import", tmp_path / "half_filter.py", "filters", "half")
+    assert all(part in done.stdout for part in ("A part of the attention.", "factor", "0.5", "a number"))
+    assert cli("--import", tmp_path / "half_filter.py", "patch", plain, tmp_path / "out", "-f", "half").returncode == 0
+
+
+def test_card_of_another_is_left_alone(cli, plain, tmp_path, monkeypatch):
+    out = tmp_path / "patched"
+    assert cli("patch", plain, out).returncode == 0
+    (out / "trainer_state.json").write_text('{"num_train_epochs": 3, "global_step": 90, "log_history": []}')
+    (out / "training_args.bin").write_bytes(b"no pickle is read")
+    foreign = "---\nlicense: mit\n---\n\n# Mine\n"
+    (out / "README.md").write_text(foreign)
+    with monkeypatch.context() as patch:  # found before the weights are loaded
+        patch.setattr(PreTrainedModel, "from_pretrained", None)
+        done = cli("card", out)
+    assert done.returncode == 1
+    assert "pass --force" in done.stderr
+    assert (out / "README.md").read_text() == foreign
+    done = cli("card", out, "--force", "--repo-id", "me/bert-gfsa", "--training", "learning_rate=2e-5")
+    assert done.returncode == 0, done.stderr
+    text = (out / "README.md").read_text()
+    for part in ("license: mit", 'from_pretrained("me/bert-gfsa")', "| learning_rate | 2e-05 |", "| steps | 90 |"):
+        assert part in text
+    assert cli("card", out, "--repo-id", "me/bert-gfsa").returncode == 0, "its own card"
+    assert "| learning_rate | 2e-05 |" not in (out / "README.md").read_text(), "these settings are the newer ones"
+
+
+def test_auto_class(cli, plain, tmp_path, transformers_warnings):
     assert cli("patch", plain, tmp_path / "base", "--auto-class", "AutoModel", "--layers", "1:").returncode == 0
+    transformers_warnings.clear()  # the head is left out
     model = AutoModel.from_pretrained(tmp_path / "base")
     assert len(filter_status(model)) == 2
     assert output(model, FAMILIES["bert"].inputs()).isfinite().all()
@@ -80,14 +233,38 @@ def test_auto_class(plain, tmp_path):
         (["patch", "PLAIN", "OUT", "--layers", "9"], 1, "9 is out of range"),
         (["patch", "PLAIN", "OUT", "--auto-class", "Nope"], 1, "no model class 'Nope'"),
         (["patch", "nowhere/at-all", "OUT"], 1, "nowhere/at-all"),
+        (["patch", "PLAIN", "FILE"], 1, "FILE is a file, name a directory"),
+        (["patch", "PLAIN", "FILE/x"], 1, "is a file, name a directory"),
+        (["patch", "PLAIN", "PLAIN"], 1, "is the checkpoint that is read"),
+        (["patch", "PLAIN", "/proc/nowhere/x"], 1, "cannot write to /proc/nowhere/x"),
+        (["patch", "PLAIN", "OUT", "--stack", "middle"], 2, "--stack"),
+        (["patch", "PLAIN", "OUT", "--stack", "decoder"], 1, "--stack 'decoder': the model has encoder"),
         (["status", "PLAIN"], 1, "has no graph filter"),
-        (["card", "PLAIN"], 1, "no graph filter to describe"),
+        (["status", "EMPTY"], 1, "holds no config.json"),
+        (["status", "FILE"], 1, "is a file: name the directory"),
+        (["status", "BROKEN"], 1, "cannot load"),
+        (["status", "TIMM"], 1, "use load_timm_model in Python"),
+        (["card", "PLAIN"], 1, "has no graph filter"),
+        (["unpatch", "PLAIN", "OUT"], 1, "has no graph filter"),
+        (["save-filter", "PLAIN", "OUT"], 1, "has no graph filter"),
+        (["load-filter", "PLAIN", "EMPTY", "OUT"], 1, "holds no graph_filter.json"),
+        (["transfer", "PLAIN", "OUT", "-t", "FILE"], 1, "has no graph filter"),
+        (["transfer", "PLAIN", "OUT", "-t", "FILE", "--lr", "nan"], 1, "--lr must be a positive number"),
+        (["filters", "gsfa"], 1, "did you mean 'gfsa'?"),
+        (["--import", "nothing.there", "filters"], 1, "cannot import filters from 'nothing.there'"),
         (["demo", "--seeds", "0"], 2, "--seeds"),
         (["frobnicate"], 2, "No such command"),
     ],
 )
-def test_mistakes_are_one_line(arguments, code, message, plain, tmp_path):
-    places = {"PLAIN": plain, "OUT": tmp_path / "out"}
+def test_mistakes_are_one_line(arguments, code, message, cli, plain, tmp_path, monkeypatch):
+    for name, content in {"EMPTY": None, "BROKEN": "{", "TIMM": '{"architecture": "x", "pretrained_cfg": {}}'}.items():
+        (tmp_path / name).mkdir()
+        if content:
+            (tmp_path / name / "config.json").write_text(content)
+    (tmp_path / "FILE").write_text("text")
+    there = {path.name: path for path in tmp_path.iterdir()} | {"PLAIN": plain, "OUT": tmp_path / "out"}
+    places = there | {"FILE/x": tmp_path / "FILE" / "x"}
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", None)  # all of these are found before the weights
     done = cli(*(places.get(a, a) for a in arguments))
     assert done.returncode == code, done.stderr
     assert message in done.stderr
@@ -97,7 +274,9 @@ def test_mistakes_are_one_line(arguments, code, message, plain, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_help_teaches():
+def test_help_teaches(cli):
     text = cli("--help").stdout
-    assert all(verb in text for verb in ("patch", "status", "card", "demo"))
+    assert all(
+        verb in text for verb in ("patch", "unpatch", "status", "save-filter", "load-filter", "filters", "card", "demo")
+    )
     assert "runs/bert-gfsa" in cli("patch", "--help").stdout

@@ -1,17 +1,20 @@
 """Save, load, push: whole checkpoints through transformers' own verbs, and the filter-only file."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
 import textwrap
+from dataclasses import dataclass
 
 import pytest
 import torch
 import transformers
-from huggingface_hub import EvalResult, HfApi, ModelCard, RepoUrl
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, RepoUrl
 from models import FAMILIES, assert_equal_in_float32, output, realigned, turn_on
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -22,16 +25,20 @@ from transformers import (
     BertForSequenceClassification,
     T5EncoderModel,
     T5ForConditionalGeneration,
+    TrainingArguments,
     set_seed,
 )
 
 from hf_graphfilter import (
+    FilterConfig,
+    GraphFilter,
     GraphFilterError,
     create_model_card,
     filter_parameters,
     filter_status,
     load_filter,
     patch_model,
+    register_filter,
     save_filter,
     unpatch_model,
 )
@@ -236,8 +243,6 @@ def test_a_patched_part_of_a_model_is_not_lost(load, tmp_path, transformers_warn
 
 
 def test_missing_coefficients_are_refused(checkpoint, transformers_warnings):
-    from safetensors.torch import load_file, save_file
-
     file = checkpoint / "model.safetensors"
     tensors = load_file(file)
     del tensors["encoder.layer.1.attention.self.graph_filter.w_K"]
@@ -328,12 +333,116 @@ def test_damaged_filter_files(tmp_path):
     refused(BERT.build(), damaged(config, set_version), "version 5 is unknown")
 
     def other_shape(file):
-        from safetensors.torch import load_file, save_file
-
         save_file({k: v[:2] for k, v in load_file(file).items()}, file)
 
     refused(BERT.build(), damaged(weights, other_shape), r"should hold \(4,\), it holds \(2,\)")
     refused(BERT.build(), tmp_path / "nowhere", "no directory and no reachable Hub repository")
+
+
+VALUES = [
+    (torch.full((4,), math.nan), r"NaN or infinity \(float32\)"),
+    (torch.full((4,), -math.inf, dtype=torch.bfloat16), r"NaN or infinity \(bfloat16\)"),
+    (torch.full((4,), 1e39, dtype=torch.float64), r"NaN or infinity \(float64\)"),
+    (torch.ones(4, dtype=torch.int64), "int64"),
+    (torch.ones(4, dtype=torch.bool), "bool"),
+    (torch.ones(4, dtype=torch.complex64), "complex64"),
+]
+
+
+@pytest.mark.parametrize(("values", "found"), VALUES, ids=[str(v.dtype) for v, _ in VALUES])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_coefficients_are_finite_floating_point_numbers(values, found, sharded, tmp_path):
+    message = rf"layer\.1\.attention\.self\.(graph_filter\.)?w_K holds {found}, and coefficients are finite"
+    model = patched()
+    model.save_pretrained(tmp_path, **({"max_shard_size": "20KB"} if sharded else {}))
+    save_filter(model, tmp_path)
+    for file in tmp_path.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in tensors:
+            if name.endswith("layer.1.attention.self.graph_filter.w_K") or name.endswith("layer.1.attention.self.w_K"):
+                tensors[name] = values
+        save_file(tensors, file, metadata={"format": "pt"})
+    for options in ({}, {"dtype": torch.bfloat16}, {"device_map": "cpu"}):
+        with pytest.raises(GraphFilterError, match=message):
+            AutoModel.from_pretrained(tmp_path, **options)
+    state = load_file(tmp_path / "model.safetensors") if not sharded else None
+    if state is not None:
+        with pytest.raises(GraphFilterError, match="state_dict: .*" + message):
+            type(model).from_pretrained(None, config=model.config, state_dict=state)
+    refused(BERT.build(), tmp_path, message)
+    refused(patched(), tmp_path, message)
+
+
+def test_coefficients_of_another_shape_are_refused(checkpoint):
+    file = checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    tensors["encoder.layer.1.attention.self.graph_filter.w_K"] = torch.zeros(2)
+    save_file(tensors, file, metadata={"format": "pt"})
+    for options in ({}, {"ignore_mismatched_sizes": True}):
+        with pytest.raises(GraphFilterError, match=r"w_K should hold \(4,\), it holds \(2,\)"):
+            AutoModel.from_pretrained(checkpoint, **options)
+
+
+def test_counters_and_masks_of_a_filter_are_loaded(tmp_path):
+    class Counting(GraphFilter):
+        def __init__(self, config, site):
+            super().__init__(config, site)
+            self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("open", torch.ones(site.heads, dtype=torch.bool))
+
+        def reset_parameters(self):
+            torch.nn.init.zeros_(self.seen)
+            torch.nn.init.ones_(self.open)
+
+        def forward(self, shift, value):
+            return shift(value)
+
+    @register_filter("test-counting")
+    @dataclass(frozen=True)
+    class CountingConfig(FilterConfig):
+        module = Counting
+
+    model = patch_model(BERT.build(), "test-counting")
+    model.encoder.layer[0].attention.self.graph_filter.seen += 7
+    model.save_pretrained(tmp_path)
+    save_filter(model, tmp_path)
+    for again in (AutoModel.from_pretrained(tmp_path), load_filter(BERT.build(), tmp_path)):
+        assert again.encoder.layer[0].attention.self.graph_filter.seen == 7
+
+
+@pytest.mark.parametrize("path", [None, 3, b"x", "a\0b", "\ud800"], ids=repr)
+def test_what_is_no_path_is_refused(path):
+    refused(BERT.build(), path, "a filter is saved at a path or on the Hub, got")
+    with pytest.raises(GraphFilterError, match="a filter is saved at a path"):
+        save_filter(patched(), path)
+
+
+def test_a_path_beyond_all_limits():
+    refused(BERT.build(), "a" * 5000, "no directory and no reachable Hub repository 'aaa.{90,120}aaa' with")
+    with pytest.raises(OSError, match="too long"):
+        save_filter(patched(), "a" * 5000)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "is not readable JSON"),
+        ('{"a":' * 100_000, "is not readable JSON"),
+        ("9" * 5000, "is not readable JSON"),
+        ({"base": {"seed": 1}}, r"says more of its base model than this installation knows \(\['seed'\]\)"),
+        ({"base": {"heads": {"x": None, "y": 4, "z": [4]}}}, "x had None heads, here it has no such layer"),
+        ({"base": {"heads": 4}}, "it does not describe its base model"),
+    ],
+    ids=str,
+)
+def test_odd_descriptions_are_refused(text, message, tmp_path):
+    save_filter(patched(), tmp_path)
+    file = tmp_path / "graph_filter.json"
+    if isinstance(text, dict):
+        saved = json.loads(file.read_text())
+        text = json.dumps({**saved, "base": {**saved["base"], **text["base"]}})
+    file.write_text(text)
+    refused(BERT.build(), tmp_path, message)
 
 
 def test_saving_the_filter_of_an_unpatched_model(tmp_path):
@@ -371,6 +480,106 @@ def test_card(tmp_path):
         assert part in again.text
     with pytest.raises(GraphFilterError, match="no graph filter to describe"):
         create_model_card(BERT.build())
+
+
+def test_a_card_keeps_what_is_recorded(tmp_path):
+    file, model = tmp_path / "README.md", turn_on(patch_model(BertForSequenceClassification(BERT.config)))
+    made = [
+        EvalResult("text-classification", "glue", "CoLA", "matthews_correlation", value, dataset_split=split)
+        for split, value in (("validation", 0.6), ("test", 0.5), ("test", 0.7))
+    ]
+    training = TrainingArguments(str(tmp_path), learning_rate=3e-5, report_to="none", hub_token="hf_secret")
+    create_model_card(model, results=made[:2], training=training, description="## Data\n\nMine.").save(file)
+    assert "| learning_rate | 3e-05 |" in file.read_text()
+    assert "hf_secret" not in file.read_text()
+    create_model_card(model, results=made[2:], license="mit").save(file)
+    for _ in range(2):  # its own card, written again
+        create_model_card(model).save(file)
+        card = ModelCard.load(file)
+        assert [(r.dataset_split, r.metric_value) for r in card.data.eval_results] == [
+            ("test", 0.7),
+            ("validation", 0.6),
+        ]
+        assert card.data.license == "mit"
+        for part in ("| CoLA | validation |", "| CoLA | test |", "## Data\n\nMine.", "| learning_rate | 3e-05 |"):
+            assert card.text.count(part) == 1
+
+
+def test_a_card_of_another_is_not_replaced(tmp_path):
+    file, card = tmp_path / "README.md", create_model_card(patched())
+    for text in ("# Mine\n", "---\ntags:\n- hf_graphfilter\n---\n\n# By push_to_hub\n"):
+        file.write_text(text)
+        with pytest.raises(GraphFilterError, match=r"not written by hf_graphfilter.*force=True"):
+            card.save(file)
+        assert file.read_text() == text
+    result = EvalResult("feature-extraction", "sts", "STS", "spearman", 0.8)
+    data = ModelCardData(eval_results=[result], model_name="mine", language="de")
+    file.write_text(f"---\n{data.to_yaml()}\n---\n\n# Long\n")
+    card.save(file, force=True)
+    found = ModelCard.load(file)
+    assert (found.data.language, found.data.eval_results) == ("de", [result])
+    assert "| STS |" in found.text
+    file.write_text(file.read_text().replace("## Evaluation", "## Evaluation\n\nA remark of mine."))
+    with pytest.raises(GraphFilterError, match="edited since"):
+        card.save(file)
+    file.write_text("---\na: [\n---\n")
+    with pytest.raises(GraphFilterError, match=r"metadata of .* cannot be read"):
+        card.save(file, force=True)
+
+
+def test_a_card_speaks_of_its_own_filter(monkeypatch):
+    model = patch_model(BERT.build(), "agf", layers=[1])
+    monkeypatch.setattr("hf_graphfilter.card.package_address", lambda: "https://example.org/home")
+    card = create_model_card(model)
+    assert "gfsa" not in card.text.lower()
+    assert "w_K" not in card.text
+    assert "Mean over the heads" not in card.text, "one set of coefficients a layer"
+    assert "[hf_graphfilter](https://example.org/home)" in card.text
+    assert "pypi.org" not in card.text
+    assert f"transformers {transformers.__version__}" in card.text
+    assert (card.data.pipeline_tag, card.data.base_model) == ("feature-extraction", None)
+
+
+def test_the_address_is_that_of_the_package_s_metadata(monkeypatch):
+    from email.message import Message
+
+    from hf_graphfilter import card
+
+    found = Message()
+    monkeypatch.setattr(card.metadata, "metadata", lambda name: found)
+    assert card.package_address() is None
+    for entry in ("Changelog, https://example.org/log", "Homepage, https://example.org/home"):
+        found["Project-URL"] = entry
+    assert card.package_address() == "https://example.org/home"
+
+
+@pytest.mark.parametrize(("name", "cached", "base"), [("me/base", True, "me/base"), ("runs/base", False, None)])
+def test_the_base_model_is_what_came_from_the_hub(name, cached, base, monkeypatch):
+    from hf_graphfilter.hosts import transformers as host
+
+    model = patched()
+    model.config._name_or_path = name
+    monkeypatch.setattr(host, "try_to_load_from_cache", lambda *_: "/cache/config.json" if cached else None)
+    data = create_model_card(model).data.to_dict()
+    assert (data.get("base_model"), data.get("base_model_relation")) == (base, base and "finetune")
+    assert create_model_card(model, repo_id=name).data.base_model is None, "not of itself"
+
+
+def test_model_tags(tmp_path):
+    model = BertForSequenceClassification(BERT.config)
+    patch_model(model, layers=[0])
+    patch_model(model, "agf", layers=[1])
+    assert model.model_tags == ["graph-filter", "agf", "gfsa", "hf_graphfilter"]
+    with pytest.raises(GraphFilterError):
+        patch_model(model, layers=[0])
+    model.add_model_tags("mine")
+    model.save_pretrained(tmp_path)
+    loaded = BertForSequenceClassification.from_pretrained(tmp_path)
+    assert loaded.model_tags == ["graph-filter", "agf", "gfsa", "hf_graphfilter"]
+    assert unpatch_model(model).model_tags == ["mine"]
+    unpatch_model(loaded)
+    assert all("model_tags" not in vars(m) for m in loaded.modules())
+    assert BertForSequenceClassification.model_tags is None
 
 
 def test_transformers_is_in_the_tested_range():

@@ -1,8 +1,11 @@
 """patch_model: selection, registry, errors, status, generation; a failed call leaves the model as it was."""
 
+import json
 import math
 from dataclasses import dataclass
+from importlib import metadata
 
+import numpy as np
 import pytest
 import torch
 from models import FAMILIES, assert_equal_in_float32, output, turn_on
@@ -24,6 +27,7 @@ from hf_graphfilter import (
     register_filter,
     unpatch_model,
 )
+from hf_graphfilter.errors import LONGEST, shown
 
 
 def patched_indices(model):
@@ -42,6 +46,10 @@ def patched_indices(model):
         (slice(1, None), [1, 2]),
         (slice(None, None, -2), [0, 2]),
         (lambda i, name: i == 1 and "layer.1." in name, [1]),
+        (np.array([0, -1]), [0, 2]),
+        ([np.int64(0), torch.tensor(2)], [0, 2]),
+        ({0, 2}, [0, 2]),
+        (lambda i, name: np.bool_(i > 0), [1, 2]),
     ],
 )
 def test_layers(layers, expected):
@@ -127,8 +135,38 @@ MISTAKES = [
     ({"layers": [-4]}, "-4 is out of range"),
     ({"layers": "first"}, "use None, 'even', 'odd'"),
     ({"layers": [True]}, "a list of layers holds integers"),
-    ({"layers": 1}, "a list of layers holds integers"),
+    ({"layers": 1}, "use None, 'even', 'odd'"),
     ({"stack": "decoder"}, "the model has encoder self-attention only"),
+    ({"stack": np.array(["encoder", "decoder"])}, "stack=array.* the model has encoder self-attention only"),
+    ({"layers": slice(0, 3, 0)}, "a slice of layers holds integers, its step is not 0"),
+    ({"layers": slice("a")}, "a slice of layers holds integers"),
+    ({"layers": range(10**9)}, r"layers=range\(0, 1000000000\): 3 is out of range"),
+    ({"layers": range(-(10**30), 0)}, "is out of range"),
+    ({"layers": [10**5000]}, "layers=<list without a repr>: <int without a repr> is out of range"),
+    ({"layers": b"\0\1"}, r"layers=b'\\x00\\x01': use None, 'even', 'odd', a list of indices"),
+    ({"layers": {0: 1}}, "a list of indices"),
+    ({"layers": np.array(1)}, r"layers=array\(1\): use None"),
+    ({"layers": np.zeros((2, 2))}, "use None"),
+    ({"layers": [np.array([0, 1])]}, "a list of layers holds integers, got array"),
+    ({"layers": [0.0]}, "a list of layers holds integers, got 0.0"),
+    ({"layers": lambda i: True}, r"the predicate takes \(index, module name\).* at \(0, 'encoder.* raised TypeError"),
+    ({"layers": lambda i, name: np.ones(2)}, "it raised ValueError.*truth value"),
+    ({"layers": lambda i, name: torch.ones(2)}, "it raised RuntimeError"),
+    ({"layers": lambda i, name: 1 / 0}, "it raised ZeroDivisionError"),
+    ({"filter": FilterConfig()}, "FilterConfig is not registered.*@register_filter"),
+    ({"filter": type("Mine", (GFSAConfig,), {})()}, "Mine is not registered"),
+    ({"filter": "g" * 20_000}, r"^unknown filter 'ggg.{90,120}ggg'; known filters"),
+    ({"cls": 1}, "has no option 'cls'"),
+    ({"K": np.ones(2)}, r"K must be an integer, got array\(\[1\., 1\.\]\)"),
+    ({"K": torch.tensor([1, 2])}, "K must be an integer, got tensor"),
+    ({"K": 10**7}, "K must be at most 1000, got 10000000"),
+    ({"K": 10**5000}, "K must be in the range of float32, got <int without a repr>"),
+    ({"w_0": 1e39}, r"w_0 must be in the range of float32, got 1e\+39"),
+    ({"w_0": -(10**400)}, "w_0 must be in the range of float32, got -1000"),
+    ({"w_1": np.float32("inf")}, "w_1 must be finite"),
+    ({"w_0": torch.zeros(4)}, "w_0 must be a number, got tensor"),
+    ({"approximation": np.array(["taylor", "none"])}, "approximation must be one of"),
+    ({"learn": np.array(["w_0"])}, "learn must be a tuple of a string"),
 ]
 
 
@@ -140,6 +178,7 @@ def test_mistakes_leave_the_model_as_it_was(arguments, message):
         patch_model(model, **arguments)
     assert isinstance(caught.value, ValueError)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
     assert torch.equal(output(model, inputs), expected)
     assert (list(model.state_dict()), model.config.to_dict()) == (state, config)
 
@@ -243,11 +282,53 @@ def test_configs_round_trip():
         ({"depth": 3}, "has no option 'depth'"),
         ({"K": "3"}, "K must be an integer, got '3'"),
         ({"learn": [1]}, "learn must be a tuple of a string"),
+        ({1: 2}, "a dict of options with a key 'filter', got"),
+        ({"cls": 1}, "has no option 'cls'"),
+        ({"version": True}, "version True"),
+        ({"version": np.ones(2)}, "version array"),
+        ({"x" * 20_000: 1}, "has no option 'xxx.{90,120}xxx'; its options"),
     ],
 )
 def test_from_dict_refuses_by_name(change, message):
     with pytest.raises(GraphFilterError, match=message):
         FilterConfig.from_dict({**GFSAConfig().to_dict(), **change})
+
+
+def test_numbers_of_numpy_are_numbers():
+    config = GFSAConfig(K=np.int64(4), w_0=np.float32(0.5), w_1=np.float64(2))
+    assert config == GFSAConfig(K=4, w_0=0.5, w_1=2.0)
+    assert filter_status(patch_model(FAMILIES["bert"].build(), w_0=10**30))[0].coefficients["w_0"][0] == 1e30
+    assert json.loads(json.dumps(config.to_dict())) == config.to_dict()
+
+
+def test_messages_show_any_value_on_one_short_line():
+    class Hostile:
+        def __repr__(self):
+            raise RuntimeError
+
+    nested = []
+    for _ in range(10_000):
+        nested = [nested]
+    for value in ("a\nb" * 9_000, 10**5000, Hostile(), nested, torch.ones(99, 99)):
+        assert len(shown(value)) <= 120
+        assert shown(value).isprintable()
+    error = GraphFilterError(f"one\ntwo {'x' * 9_000} what to do")
+    assert str(error).startswith("one two xxx")
+    assert str(error).endswith("xxx what to do")
+    assert len(str(error)) <= LONGEST
+
+
+def test_an_entry_point_that_cannot_be_imported_is_named(monkeypatch):
+    point = metadata.EntryPoint("broken", "no_such_package", "hf_graphfilter.filters")
+    monkeypatch.setattr(metadata, "entry_points", lambda **_: [point])
+    with pytest.raises(GraphFilterError, match="'broken' is in no_such_package, which cannot be imported"):
+        patch_model(FAMILIES["bert"].build(), "broken")
+
+
+@pytest.mark.parametrize("name", [None, "", 3])
+def test_filters_have_a_name(name):
+    with pytest.raises(GraphFilterError, match="register_filter names a class"):
+        register_filter(name)(GFSAConfig)
 
 
 def test_registry_is_open_and_names_are_taken_once():

@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 from hf_graphfilter import (
     CoefficientCallback,
     GraphFilterError,
+    create_model_card,
     filter_optimizer,
     filter_parameters,
     filter_status,
@@ -17,6 +18,7 @@ from hf_graphfilter import (
     parameter_groups,
     patch_model,
     save_filter,
+    unpatch_model,
 )
 
 peft = pytest.importorskip("peft")
@@ -138,6 +140,36 @@ def test_the_filter_alone_is_saved_from_an_adapter_and_patches_a_fresh_base(base
     fresh = load_filter(LlamaForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
     again = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter")
     torch.testing.assert_close(logits(again, ids), logits(model, ids))
+
+
+def test_the_verbs_work_through_the_wrapper(base, ids, tmp_path):
+    model = turn_on(adapted(base))
+    expected = logits(model, ids)
+    save_filter(model, tmp_path / "filter")
+    other = adapted(base)
+    other.load_state_dict({k: v for k, v in model.state_dict().items() if "graph_filter" not in k}, strict=False)
+    assert load_filter(other, tmp_path / "filter") is other
+    torch.testing.assert_close(logits(other, ids), expected)
+
+    card = create_model_card(model, repo_id="me/adapter", base_model="me/base")
+    assert (card.data.library_name, card.data.base_model_relation) == ("peft", "adapter")
+    for part in ('AutoModelForCausalLM.from_pretrained("me/base")', 'PeftModel.from_pretrained(model, "me/adapter")'):
+        assert part in card.text
+
+    assert unpatch_model(model) is model
+    assert not filter_status(model)
+    plain = logits(model, ids)
+    assert not torch.allclose(plain, expected)
+    model.save_pretrained(tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    torch.testing.assert_close(logits(again, ids), plain)
+
+    without = peft.get_peft_model(copy.deepcopy(base), lora(modules_to_save=None))
+    with pytest.raises(GraphFilterError, match="patch the base model first"):
+        load_filter(without, tmp_path / "filter")
+    for verb in (unpatch_model, create_model_card):
+        with pytest.raises(GraphFilterError, match="has no graph filter"):
+            verb(without)
 
 
 def test_nothing_is_silently_unfiltered(base, tmp_path):

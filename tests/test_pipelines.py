@@ -19,7 +19,15 @@ from transformers import (
     pipeline,
 )
 
-from hf_graphfilter import filter_status, patch_model
+from hf_graphfilter import (
+    GraphFilterError,
+    create_model_card,
+    filter_status,
+    load_filter,
+    patch_model,
+    save_filter,
+    unpatch_model,
+)
 
 OPTIONS = {"gfsa": {"K": 3, "learn": ("w_0", "w_1", "w_K")}, "agf": {"K": 2, "init": "blend"}}
 SENTENCE = "graph filter attention smooth token high low frequency layer paper learn model text word deep is a"
@@ -108,4 +116,34 @@ def test_sentence_transformers(name, tmp_path, transformers_warnings):
     encoder.save(str(tmp_path / "encoder"))
     again = SentenceTransformer(str(tmp_path / "encoder"), device="cpu")
     torch.testing.assert_close(again.encode(TEXTS), encoder.encode(TEXTS))
+    transformers_warnings.clear()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_a_sentence_transformer_is_patched_as_it_is(tmp_path, transformers_warnings):
+    SentenceTransformer = pytest.importorskip("sentence_transformers").SentenceTransformer
+    FAMILIES["bert"].build().save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+
+    def encoder():
+        return SentenceTransformer(str(tmp_path / "model"), device="cpu")
+
+    model = encoder()
+    before = model.encode(TEXTS)
+    assert patch_model(model, "gfsa", layers="even") is model
+    assert (model.encode(TEXTS) == before).all()
+    assert [row.module for row in filter_status(model)] == [f"encoder.layer.{i}.attention.self" for i in (0, 2)]
+    turned = turn_on(model).encode(TEXTS)
+    assert abs(turned - before).max() > 1e-3
+    save_filter(model, tmp_path / "filter")
+    assert (load_filter(encoder(), tmp_path / "filter").encode(TEXTS) == turned).all()
+    card = create_model_card(model, repo_id="me/encoder")
+    assert (card.data.library_name, card.data.pipeline_tag) == ("sentence-transformers", "sentence-similarity")
+    assert 'SentenceTransformer("me/encoder")' in card.text
+    model.save(str(tmp_path / "saved"))
+    text = (tmp_path / "saved" / "README.md").read_text()
+    with pytest.raises(GraphFilterError, match="not written by hf_graphfilter"):
+        card.save(tmp_path / "saved" / "README.md")
+    assert (tmp_path / "saved" / "README.md").read_text() == text
+    assert (unpatch_model(model).encode(TEXTS) == before).all()
     transformers_warnings.clear()

@@ -1,11 +1,13 @@
 """The recipes: settings, data, runs that resume, comparisons, pushing. Small models from scratch, no network."""
 
+import dataclasses
 import itertools
 import json
 import math
 import re
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from hub_server import TOKEN, Hub
 from scipy import stats
 from sklearn import metrics as sklearn_metrics
 
+import recipes
 from hf_graphfilter import GraphFilterError, filter_status
 from hf_graphfilter.analysis.comparison import paired_comparison
 from recipes import code, common, compare, glue, imagenet, language_modeling, metrics
@@ -29,6 +32,8 @@ DECODER = ["--model", "gpt2", "--from_scratch", "n_layer=2", "n_embd=32", "n_hea
 DECODER += ["--train_tokenizer", "280", "--max_length", "16"]
 SHORT = ["--max_steps", "4", "--eval_strategy", "no", "--save_strategy", "no", "--disable_tqdm", "true", "--use_cpu"]
 
+README_COMPARISON = ["glue", "--config", "glue/minilm.yaml", "--task", "cola", "--seeds", "1"]
+
 
 @pytest.fixture
 def cola(tmp_path):
@@ -39,6 +44,22 @@ def cola(tmp_path):
         lines = [f'src\t{i % 2}\t\tThe "{("cat", "dog")[i % 2]}" number {i} sat' for i in range(rows)]
         (folder / f"{name}.tsv").write_text("\n".join(lines) + "\n")
     return folder.parent
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path):
+    """(filter, seed, bf16) of the runs that the recipe was asked for; it trains nothing. In an empty folder."""
+    seen = []
+
+    def run(args, training):
+        seen.append((args.filter, training.seed, training.bf16))
+        metrics = {"validation/matthews_correlation": training.seed / 10, "validation/loss": 1.0}
+        return {"metrics": metrics, "moved": {}, "coefficients": {}, "filter_parameters": 0}
+
+    monkeypatch.setattr(glue, "RECIPE", dataclasses.replace(glue.RECIPE, run=run))
+    monkeypatch.setattr(common, "bf16_pays", lambda use_cpu: True)
+    monkeypatch.chdir(tmp_path)
+    return seen
 
 
 def parse(recipe, *argv):
@@ -77,7 +98,7 @@ def test_every_configuration_is_valid_for_all_its_tasks(file, tmp_path):
         if task == "*":
             continue
         settings = common.Settings(recipe)
-        values, found = settings.parse(["--config", str(file), "--task", task, "--use_cpu"])
+        values, found = settings.parse(["--config", str(file), "--task", task])
         for sweep in (None, []) if "sweep" in sections else (None,):
             for overrides in compare.variants_of(settings, values, found, sweep).values():
                 settings.check(settings.override(values, overrides))
@@ -107,7 +128,7 @@ def test_the_settings_of_the_papers(recipe, config, task, expected):
     ("argv", "message"),
     [
         (["--task", "colla"], r"no task 'colla' \(did you mean cola\?\)"),
-        (["--task", "cola", "--filter", "gsfa"], r"unknown filter 'gsfa' \(did you mean gfsa\?\)"),
+        (["--task", "cola", "--filter", "gsfa"], r"unknown filter 'gsfa' \(did you mean 'gfsa'\?\).*--import MODULE"),
         (
             ["--task", "cola", "--learnin_rate", "1"],
             r"unknown argument --learnin_rate \(did you mean --learning_rate\?",
@@ -141,6 +162,51 @@ def test_wrong_files_are_one_clear_error(text, message, tmp_path):
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(GraphFilterError, match=message):
         parse("glue", "--config", tmp_path / "a.yaml", "--task", "cola", "--model", "m", "--use_cpu")
+
+
+OWN_FILTER = """
+from dataclasses import dataclass
+from hf_graphfilter import FilterConfig, GraphFilter, register_filter
+
+class Same(GraphFilter):
+    def forward(self, shift, value):
+        return shift(value)
+
+@register_filter({name!r})
+@dataclass(frozen=True)
+class SameConfig(FilterConfig):
+    module = Same
+    strength: float = 1.0
+"""
+
+
+def test_filters_of_other_people_are_imported_when_named(asked, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("one", "two", "three"):
+        (tmp_path / f"recipes_test_{name}.py").write_text(OWN_FILTER.format(name=f"recipes-test-{name}"))
+    argv = ["--config", "glue/minilm.yaml", "--task", "cola", "--filter", "recipes-test-one"]
+    argv += ["--filter_options", "strength=2", "--import", "recipes_test_one.py", "--import", "recipes_test_two"]
+    common.main(glue.RECIPE, argv)
+    compare.main(["glue", *argv, "--sweep", "filter=recipes-test-one,recipes-test-two"])
+    assert [name.rpartition("-")[2] for name, *_ in asked] == ["one", "none", "one", "two"]
+    folder = tmp_path / "runs" / "glue" / "cola-recipes-test-one"
+    assert "import" not in record(folder)["settings"], "the name of a module does not change what is learned"
+    asked.clear()
+    common.main(glue.RECIPE, ["--config", str(folder / "seed-1" / "config.yaml"), "--output_dir", "again"])
+    assert asked == [("recipes-test-one", 1, True)]
+
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: [EntryPoint("n", "recipes_test_three", "group")])
+    values, _ = parse("glue", "--model", "m", "--task", "cola", "--filter", "recipes-test-three")
+    assert values["filter"] == "recipes-test-three", "an installed package has named its module"
+
+
+def test_a_missing_extra_is_one_sentence(monkeypatch):
+    for name, extra in (("sklearn", "recipes"), ("timm", "vision")):
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(SystemExit) as stopped:
+            recipes.check_extras(extra)
+        monkeypatch.undo()
+        assert f"this recipe needs {name}: pip install 'hf-graphfilter[{extra}]'" in stopped.value.code
 
 
 # ----------------------------------------------------------------------------------------------------------- data
@@ -348,18 +414,14 @@ def test_coefficients_are_logged_by_layer(cola, tmp_path, transformers_warnings)
     assert not any("filter/1/w_K" in entry for entry in seen), "one layer is patched"
 
 
-def test_a_finished_seed_is_not_run_again_and_other_settings_are_refused(cola, tmp_path, monkeypatch, capsys):
-    argv = [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT, "--seeds", 1, 2]
-    argv = [*map(str, argv)]
+def test_a_finished_seed_is_not_run_again_and_other_settings_are_refused(asked, capsys):
+    argv = [*README_COMPARISON[1:], "2"]
     common.main(glue.RECIPE, argv)
-    runs = []
-    made = {"metrics": record(tmp_path / "run")["metrics"]}
-    monkeypatch.setattr(common, "fit", lambda args, training, *_: runs.append(training.seed) or made)
     common.main(glue.RECIPE, argv)
-    assert runs == []
-    (tmp_path / "run" / "seed-2" / "record.json").unlink()
+    assert [seed for _, seed, _ in asked] == [1, 2]
+    Path("runs/glue/cola-gfsa/seed-2/record.json").unlink()
     common.main(glue.RECIPE, argv)
-    assert runs == [2]
+    assert [seed for _, seed, _ in asked] == [1, 2, 2]
     with pytest.raises(SystemExit) as stopped:
         common.main(glue.RECIPE, [*argv, "--learning_rate", "1"])
     assert stopped.value.code == 1
@@ -480,13 +542,13 @@ def test_a_generated_label_is_read_back():
 
 
 def test_compare_pairs_the_seeds_and_goes_on_at_the_first_missing_one(cola, tmp_path, capsys):
-    argv = [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT, "--seeds", 1, 2, 3]
-    argv = ["glue", *map(str, argv), "--results", str(tmp_path / "results")]
+    argv = [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT, "--seeds", 1, 2]
+    argv = ["glue", *map(str, argv)]
     compare.main(argv)
-    file = tmp_path / "results" / "glue-cola.json"
+    file = tmp_path / "glue-cola.json"
     first = json.loads(file.read_text())
     assert [(r["seed"], r["variant"]) for r in first["runs"]] == [
-        (seed, variant) for seed in (1, 2, 3) for variant in ("plain", "gfsa")
+        (seed, variant) for seed in (1, 2) for variant in ("plain", "gfsa")
     ]
     values = {v: list(first["summary"][v]["values"].values()) for v in ("plain", "gfsa")}
     expected = paired_comparison(values["plain"], values["gfsa"])
@@ -496,14 +558,15 @@ def test_compare_pairs_the_seeds_and_goes_on_at_the_first_missing_one(cola, tmp_
     plain, patched = (next(r for r in first["runs"] if r["variant"] == v) for v in ("plain", "gfsa"))
     assert common.Settings(glue.RECIPE).differing(plain["settings"], patched["settings"]) == ["filter"]
 
-    first["runs"] = [r for r in first["runs"] if (r["seed"], r["variant"]) != (3, "gfsa")]
+    first["runs"] = [r for r in first["runs"] if (r["seed"], r["variant"]) != (2, "gfsa")]
     file.write_text(json.dumps(first))
     capsys.readouterr()
     compare.main(argv)
     out = capsys.readouterr().out
-    assert out.count("at hand") == 5
+    assert out.count(": at hand") == 3
+    assert f"results: {file}, 3 runs at hand" in out
     assert "finished before" in out, "its folder has the record"
-    assert len(json.loads(file.read_text())["runs"]) == 6
+    assert len(json.loads(file.read_text())["runs"]) == 4
     with pytest.raises(SystemExit):
         compare.main([*argv, "--learning_rate", "1"])
     assert "was run with other settings (learning_rate differ)" in capsys.readouterr().err
@@ -511,10 +574,9 @@ def test_compare_pairs_the_seeds_and_goes_on_at_the_first_missing_one(cola, tmp_
 
 def test_the_card_says_what_was_measured_and_compared(cola, tmp_path, monkeypatch):
     argv = [*map(str, [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT])]
-    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
-    compare.main(["glue", *argv, "--seeds", "1", "2", "--results", str(tmp_path / "results")])
+    compare.main(["glue", *argv])
     for name, said in (
-        ("gfsa", "validation/matthews_correlation: +0.0000 over 2 seeds"),
+        ("gfsa", "validation/matthews_correlation: +0.0000 with one seed, which carries no claim.\n"),
         ("none", "The plain Roberta"),
     ):
         argv = [x.replace(str(tmp_path / "run"), str(tmp_path / name)) for x in argv] + ["--filter", name]
@@ -526,6 +588,80 @@ def test_the_card_says_what_was_measured_and_compared(cola, tmp_path, monkeypatc
             "type": "matthews_correlation",
             "value": record(tmp_path / name)["metrics"]["validation/matthews_correlation"],
         }
+    settings, made, elsewhere = common.Settings(glue.RECIPE), record(tmp_path / "gfsa"), {"output_dir": "else/where"}
+    assert common.compared(settings, made, elsewhere) == "", "the shipped ones have other settings"
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    assert common.compared(settings, made, elsewhere).endswith("no claim (measured by the authors of the recipes).")
+
+
+def test_a_comparison_in_a_fresh_clone_trains(asked, tmp_path, capsys):
+    """The shipped results are not one's own, and stay as they are."""
+    shipped = (common.RESULTS / "glue-cola.json").read_bytes()
+    compare.main(README_COMPARISON)
+    assert asked == [("none", 1, True)] + 4 * [("gfsa", 1, True)]
+    assert "results: runs/glue/glue-cola.json, no runs at hand" in capsys.readouterr().out
+    compare.main(README_COMPARISON)
+    assert len(asked) == 5, "finished"
+    for number in (1, 2):
+        compare.main([*README_COMPARISON, "--fresh"])
+        out = capsys.readouterr().out
+        assert f"moved aside: runs/glue/glue-cola.json is now runs/glue/glue-cola.json.{number}\n" in out
+        assert len(asked) == 5 + 5 * number
+    assert sorted(p.name for p in (tmp_path / "runs" / "glue").iterdir()) == [
+        *("glue-cola", "glue-cola.1", "glue-cola.2", "glue-cola.json", "glue-cola.json.1", "glue-cola.json.2")
+    ]
+    assert (common.RESULTS / "glue-cola.json").read_bytes() == shipped
+
+
+def test_shipped_results_are_shown_or_gone_on_with_when_asked_for(asked, capsys, monkeypatch):
+    compare.main([*README_COMPARISON, "--against", "shipped"])
+    out = capsys.readouterr().out
+    assert len(asked) == 5
+    assert f"other: {common.RESULTS}/glue-cola.json (2026-" in out
+    assert "settings that differ: model\n" in out
+    assert re.search(r"even layers +│ 1 +│ 0.1000.*\n│ +other +│ 5 +│ 0.0000 ± 0.0000", out)
+    monkeypatch.setattr(common, "RESULTS", Path("runs/glue"))
+    compare.main([*README_COMPARISON, "--results", "runs/glue", "--against", "shipped"])
+    assert len(asked) == 5
+    with pytest.raises(SystemExit):
+        compare.main([*README_COMPARISON, "--against", "nowhere"])
+    assert "--against nowhere: nowhere has no results glue-cola.json; there are: none" in capsys.readouterr().err
+    Path("runs/glue/glue-cola.json").write_text("[]")
+    with pytest.raises(SystemExit):
+        compare.main(README_COMPARISON)
+    assert "compare.py: runs/glue/glue-cola.json is no results file of compare.py: " in capsys.readouterr().err
+
+
+def test_shipped_results_have_the_settings_of_the_configurations(monkeypatch):
+    """So that the same command goes on with them: a machine that has no bf16 says so."""
+    monkeypatch.setattr(common, "bf16_pays", lambda use_cpu: True)
+    names = {"finetune": "imagenet/deit-t-finetune", "24-layers": "imagenet/small-24", "glue": "glue/minilm"}
+    files = sorted(common.RESULTS.glob("*.json"))
+    assert len(files) == 12
+    for file in files:
+        content = common.read_results(file)
+        settings = common.Settings(RECIPES[content["recipe"]])
+        config = next((c for part, c in names.items() if part in file.stem), f"{content['recipe']}/small")
+        values, sections = settings.parse(["--config", config, "--task", content["task"]])
+        for variant, overrides in compare.variants_of(settings, values, sections, None).items():
+            found = next(run["settings"] for run in content["runs"] if run["variant"] == variant)
+            resolved = common.identity(settings.override(values, overrides))
+            assert {*settings.differing(found, resolved)} <= {"model"}, "a local copy has another name"
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_configurations_for_a_laptop_need_no_flag(pays, asked, monkeypatch, capsys):
+    """bf16 on a CPU that is quick with it, else float32; the Trainer would refuse to decide."""
+    monkeypatch.setattr(common, "accelerated", lambda: False)
+    monkeypatch.setattr(common, "bf16_pays", lambda use_cpu: pays)
+    compare.main(README_COMPARISON)
+    assert {bf16 for *_, bf16 in asked} == {pays}
+    assert ("computes slowly in bf16, or not at all: float32" in capsys.readouterr().err) is not pays
+    settings = common.read_results(Path("runs/glue/glue-cola.json"))["runs"][0]["settings"]
+    assert settings["bf16"] is pays
+    asked.clear()
+    common.main(glue.RECIPE, [*README_COMPARISON[1:], "--bf16"])
+    assert asked == [("gfsa", 1, True)], "asked for on the command line"
 
 
 def test_sweep_over_an_option_and_a_setting_draws_a_figure(cola, tmp_path):

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 from models import FAMILIES, assert_equal_in_float32, output, turn_on
-from transformers import AutoConfig, AutoModel
+from transformers import AttentionInterface, AutoConfig, AutoModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_graphfilter import GraphFilterError, filter_status, patch_model, unpatch_model
 
@@ -188,3 +189,50 @@ def test_our_own_name_as_a_backend_is_refused():
             module.config._attn_implementation_internal = "hf_graphfilter"
     with pytest.raises(GraphFilterError, match="has no graph filter: use patch_model"):
         output(model, FAMILIES["bert"].inputs())
+
+
+REROUTED = ["sdpa", "eager", "vllm", "sglang", None]
+
+
+@pytest.mark.parametrize("name", ["gfsa", "agf"])
+@pytest.mark.parametrize("implementation", REROUTED)
+@pytest.mark.feature("Routes past the filter: an engine writes its attention into a patched module's config")
+def test_a_rerouted_module_raises(name, implementation, refuses):
+    model, inputs = patched("llama", name), FAMILIES["llama"].inputs()
+    expected = output(model, inputs)
+    config = model.layers[1].self_attn.config
+    for _ in range(2):
+        config._attn_implementation = implementation
+    twin = copy.deepcopy(model)
+    for rerouted in (model, twin):
+        with refuses(rf"layers\.1\.self_attn is patched, but {implementation!r} was written .*vLLM and SGLang"):
+            output(rerouted, inputs)
+    config._attn_implementation = "hf_graphfilter"
+    assert torch.equal(output(model, inputs), expected)
+    unpatch_model(twin)
+    assert not any("graph_filter" in name for name in twin.state_dict())
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_attention_of_engines_is_refused(engine, monkeypatch):
+    AttentionInterface.register(engine, sdpa_attention_forward)
+    monkeypatch.setattr(AttentionInterface, "_global_mapping", {**AttentionInterface._global_mapping})
+    config = patched("llama", "gfsa").config
+    config._attn_implementation = engine  # what their transformers backends do before they build the model
+    model = AutoModel.from_config(config)
+    with pytest.raises(GraphFilterError, match=f"attention by '{engine}' cannot be filtered; vLLM and SGLang"):
+        output(model, FAMILIES["llama"].inputs())
+    AttentionInterface._global_mapping.pop(engine)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_attention_weights_that_a_filter_has_not_are_refused(family, transformers_warnings):
+    """transformers would leave the layer out, and those of later layers would move up."""
+    model, inputs = patch_model(FAMILIES[family].build("eager"), "agf", layers=[1]), FAMILIES[family].inputs()
+    with pytest.raises(GraphFilterError, match=r"1\..*output_attentions asks for .* 'agf' computes none"):
+        model(**inputs, output_attentions=True)
+    blend = patch_model(FAMILIES[family].build("eager"), "agf", layers=[1], init="blend")
+    assert len(blend(**inputs, output_attentions=True).attentions) == 3
+    model.set_attn_implementation("sdpa")  # which gives no weights, patched or not
+    model(**inputs, output_attentions=True)
+    transformers_warnings.clear()

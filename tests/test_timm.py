@@ -10,6 +10,7 @@ import torch
 from hub_server import TOKEN, Hub
 from models import turn_on
 from oracle import gfsa_matrix, timm_twin
+from safetensors.torch import load_file, save_file
 from test_common import FILTERS
 
 from hf_graphfilter import (
@@ -282,6 +283,34 @@ def test_saved_by_timm_and_loaded_again(tmp_path):
     card = create_model_card(again, repo_id="me/deit-gfsa").content
     assert 'load_timm_model("me/deit-gfsa")' in card
     assert "library_name: timm" in card
+
+
+@pytest.mark.parametrize("values", [torch.full((3,), torch.nan), torch.ones(3, dtype=torch.int64), torch.ones(2)])
+def test_odd_coefficients_are_refused(values, tmp_path):
+    file = saved(patch_model(named()), tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    tensors["blocks.1.attn.graph_filter.w_K"] = values
+    save_file(tensors, file)
+    with pytest.raises(GraphFilterError, match=r"blocks\.1\.attn\.graph_filter\.w_K (holds|should hold)"):
+        load_timm_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "cannot be loaded as a timm checkpoint"),
+        ('{"architecture": "x", "pretrained_cfg": []}', "cannot be loaded as a timm checkpoint"),
+        ('{"architecture": "x", "pretrained_cfg": {"hf_graphfilter": {}}}', "timm cannot build 'x'"),
+    ],
+    ids=range(3),
+)
+def test_odd_checkpoints_are_refused(text, message, tmp_path):
+    (saved(patch_model(named()), tmp_path) / "config.json").write_text(text)
+    with pytest.raises(GraphFilterError, match=message):
+        load_timm_model(tmp_path)
+    for path in (None, "a" * 5000):
+        with pytest.raises(GraphFilterError, match="cannot be loaded as a timm checkpoint"):
+            load_timm_model(path)
 
 
 PUSH = """

@@ -8,12 +8,16 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     GPT2LMHeadModel,
+    PrinterCallback,
+    ProgressCallback,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
 
 from hf_graphfilter import (
+    CoefficientCallback,
     GraphFilterError,
     filter_optimizer,
     filter_parameters,
@@ -158,3 +162,29 @@ def test_gradient_checkpointing(reentrant, transformers_warnings):
     transformers_warnings.clear()  # use_cache is switched off
     torch.testing.assert_close(found[1], found[0])
     assert found[0].abs().sum() > 0
+
+
+class Reporter(TrainerCallback):
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(dict(logs))
+
+
+@pytest.mark.parametrize("bar", [True, False])
+def test_coefficients_go_to_the_reporters_and_not_to_the_console(bar, tmp_path, capsys):
+    t = trainer(tmp_path, max_steps=2)
+    t.remove_callback(PrinterCallback)
+    early, late = Reporter(), Reporter()
+    for callback in (early, ProgressCallback() if bar else PrinterCallback(), CoefficientCallback(), late):
+        t.callback_handler.callbacks.append(callback)
+    t.train()
+    t.train()  # and again
+    printed = "".join(capsys.readouterr())
+    assert "'loss'" in printed
+    assert "filter/" not in printed
+    names = {f"filter/{i}/w_K" for i in range(3)}
+    for logs in (early.logs, late.logs, t.state.log_history):
+        assert all(names <= entry.keys() for entry in logs if "loss" in entry)
+        assert sum("loss" in entry for entry in logs) >= 2

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import signal
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from hf_graphfilter import (
     transfer_attention,
     unpatch_model,
 )
+from hf_graphfilter.training import transfer
 
 AGF = AGFConfig(correction=True, theta="per_head", position_bias="drop")
 
@@ -278,3 +280,38 @@ def test_blend_is_saved_at_any_gate_and_dropped_at_one(tmp_path):
     with pytest.raises(GraphFilterError, match="has no blended layer"):
         drop_blend(loaded)
     assert torch.equal(output(unpatch_model(loaded), inputs), original)
+
+
+@pytest.mark.parametrize("stop", [10, 13])
+def test_ctrl_c_keeps_the_step_that_it_interrupts(tmp_path, stop, monkeypatch, ctrl_c):
+    data, expected, steps = batches(), run(patched(), batches()), []
+    advance = transfer._Run._advance
+
+    def interrupted(self, *arguments):
+        if self.step == stop:
+            signal.raise_signal(signal.SIGINT)
+        steps.append(self.step)
+        return advance(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer._Run, "_advance", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(patched(), data, checkpoint=tmp_path)
+    assert steps[-1] == stop, "the step was finished"
+    assert json.loads((tmp_path / "transfer.json").read_text())["step"] == stop + 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    found = run(patched(), data, checkpoint=tmp_path)
+    assert found.history == [(s, pytest.approx(e, rel=1e-5)) for s, e in expected.history]
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_filters_that_equal_their_attention_are_refused(backend, dtype):
+    config = GFSAConfig(learn=("w_0", "w_1", "w_K"))
+    model = patch_model(FAMILIES["bert"].build(backend), config).to(dtype)
+    with pytest.raises(GraphFilterError, match=r"nothing to fit: every filter \(gfsa\) equals the attention"):
+        run(model, batches())
+    with pytest.raises(GraphFilterError, match="nothing to fit"):
+        run(model, batches(), steps=0, end_to_end="hidden")
+    mixed = patch_model(patch_model(FAMILIES["bert"].build(), config, layers=[0]), AGF, layers=[1, 2])
+    assert run(mixed, batches()).mean_after < 0.9

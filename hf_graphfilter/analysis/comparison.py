@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import GraphFilterError
+from ..errors import GraphFilterError, needs
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,14 @@ def paired_comparison(baseline: Sequence[float], treated: Sequence[float]) -> Pa
     """Compare two lists of results of the same seeds, in the same order.
 
     Raises:
-        GraphFilterError: the lists are empty, differ in length, or hold a value that is not finite.
+        GraphFilterError: the lists are empty, differ in length, or hold a value that is not finite; no scipy.
 
     Example:
         >>> paired_comparison([0.80, 0.82, 0.79], [0.81, 0.84, 0.80]).mean.__round__(4)
         0.0133
     """
-    from scipy import stats
+    with needs("recipes", "a paired comparison"):
+        from scipy import stats
 
     if not baseline or len(baseline) != len(treated):
         raise GraphFilterError(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from ..errors import GraphFilterError
+from ..errors import needs
 from ..patching import filter_status, patched_modules
 
 
@@ -21,10 +21,8 @@ def plot_coefficients(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     """
     learned = {name for _, module in patched_modules(model) for name in module.graph_filter.learned_coefficients()}
     rows = filter_status(model)
-    try:
+    with needs("plots", "a plot"):
         from matplotlib.figure import Figure  # not pyplot: no global state, no display
-    except ImportError as error:
-        raise GraphFilterError("plots need matplotlib: pip install 'hf-graphfilter[plots]'") from error
     found = dict.fromkeys(name for row in rows for name in row.coefficients)
     names = [name for name in found if name in learned] or list(found)
     figure = Figure(figsize=(7, 2.6 * len(names)), layout="constrained")

@@ -9,10 +9,19 @@ from .base import (
     as_config,
     available_filters,
     get_filter,
+    import_filters,
     register_filter,
 )
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["FilterConfig", "GraphFilter", "as_config", "available_filters", "get_filter", "register_filter"]
+__all__ = [
+    "FilterConfig",
+    "GraphFilter",
+    "as_config",
+    "available_filters",
+    "get_filter",
+    "import_filters",
+    "register_filter",
+]

@@ -14,13 +14,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ..errors import GraphFilterError
+from ..errors import GraphFilterError, shown
 from ..ops import spectral
 from ..ops.combine import combine
 from ..ops.polynomials import Basis, recurrence
 from ..ops.window import attend_nearby
 from ..shift import AttentionShift, ShiftOperator, repeat_heads
-from .base import FilterConfig, GraphFilter, register_filter
+from .base import LARGEST_ORDER, FilterConfig, GraphFilter, register_filter
 
 if typing.TYPE_CHECKING:
     from ..hosts import AttentionSite
@@ -81,9 +81,8 @@ class AGF(GraphFilter):
 
     def reset_parameters(self) -> None:
         if self.theta is not None:
-            loaded = getattr(self.theta, "_is_hf_initialized", False)  # torch.nn.init asks this of whole parameters
             nn.init.zeros_(self.theta)
-            if not (self.config.constrain_theta or loaded):
+            if not self.config.constrain_theta:
                 nn.init.ones_(self.theta[..., :1])
         if self.sigma is not None:
             nn.init.xavier_uniform_(self.sigma.weight)
@@ -226,10 +225,10 @@ def _refuse(config: AGFConfig, site: AttentionSite) -> None:
 @register_filter("agf")
 @dataclass(frozen=True)
 class AGFConfig(FilterConfig):
-    """Options of AGF.
+    """AGF, a learned filter in the singular value domain, with linear cost.
 
     Args:
-        K: order of the polynomial of the singular values, >= 0; the paper uses 2 to 5.
+        K: order of the polynomial of the singular values, 0 to 1000; the paper uses 2 to 5.
         basis: ``"jacobi"`` (the paper's), ``"chebyshev"``, ``"legendre"`` or ``"monomial"``.
         a, b: parameters of the Jacobi basis, > -1 where it is to be orthogonal; the paper searches a in 1 ... 2 and b
             in -2 ... 2.
@@ -241,7 +240,8 @@ class AGFConfig(FilterConfig):
             g a head that starts at 0, so that the patched model equals the original; ``BlendSchedule`` carries it to 1
             and ``drop_blend`` then takes the attention out.
         correction: learned additions to the projections of U and V, zero at the start; for attention transfer.
-        window: softmax attention over so many tokens on each side is mixed in; 0 is the paper's form.
+        window: softmax attention over so many tokens on each side is mixed in, at most a million; 0 is the paper's
+            form. A window longer than the text costs as much as one that spans it.
         position_bias: ``"refuse"`` modules with a learned bias of positions (T5), which AGF cannot honour, or
             ``"drop"`` it.
 
@@ -272,7 +272,10 @@ class AGFConfig(FilterConfig):
     def validate(self) -> None:
         for name in ("K", "window", "gamma"):
             if getattr(self, name) < 0:
-                raise GraphFilterError(f"AGFConfig: {name} must be >= 0, got {getattr(self, name)}")
+                raise GraphFilterError(f"AGFConfig: {name} must be >= 0, got {shown(getattr(self, name))}")
+        for name, most in (("K", LARGEST_ORDER), ("window", 1_000_000)):
+            if getattr(self, name) > most:
+                raise GraphFilterError(f"AGFConfig: {name} must be at most {most}, got {shown(getattr(self, name))}")
         try:
             recurrence(self.basis, self.K, self.a, self.b)
         except GraphFilterError as error:

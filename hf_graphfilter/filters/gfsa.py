@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..errors import GraphFilterError
+from ..errors import GraphFilterError, shown
 from ..ops.combine import combine
 from ..shift import ShiftOperator
-from .base import FilterConfig, GraphFilter, register_filter
+from .base import LARGEST_ORDER, FilterConfig, GraphFilter, register_filter
 
 if typing.TYPE_CHECKING:
     from ..hosts import AttentionSite
@@ -99,10 +99,10 @@ def _fixed_at_zero(coefficient: Tensor) -> bool:
 @register_filter("gfsa")
 @dataclass(frozen=True)
 class GFSAConfig(FilterConfig):
-    """Options of GFSA.
+    """GFSA, a polynomial of the attention matrix: w_0 I + w_1 A + w_K A^K.
 
     Args:
-        K: order of the high-order term, an integer >= 1; the papers use 2 to 10.
+        K: order of the high-order term, 1 to 1000; the papers use 2 to 10.
         w_0, w_1, w_K: start values of the coefficients of I, A and A^K, the same for all heads.
         learn: which of ``"w_0"``, ``"w_1"``, ``"w_K"`` are trained; the others are fixed buffers.
         approximation: ``"taylor"`` for Eq. 4 of the paper (error at most 2K in the infinity norm, Theorem 3.1),
@@ -126,8 +126,12 @@ class GFSAConfig(FilterConfig):
     def validate(self) -> None:
         if self.K < 1:
             raise GraphFilterError(f"GFSAConfig: K must be an integer >= 1, got {self.K}")
+        if self.K > LARGEST_ORDER:
+            raise GraphFilterError(f"GFSAConfig: K must be at most {LARGEST_ORDER}, got {shown(self.K)}")
         for name in self.learn:
             if name not in COEFFICIENTS:
-                raise GraphFilterError(f"GFSAConfig: learn names {name!r}, but the coefficients are w_0, w_1 and w_K")
+                raise GraphFilterError(
+                    f"GFSAConfig: learn names {shown(name)}, but the coefficients are w_0, w_1 and w_K"
+                )
         if len(set(self.learn)) != len(self.learn):
-            raise GraphFilterError(f"GFSAConfig: learn names a coefficient twice: {self.learn}")
+            raise GraphFilterError(f"GFSAConfig: learn names a coefficient twice: {shown(self.learn)}")

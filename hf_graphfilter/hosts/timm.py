@@ -20,18 +20,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
-from timm.models import load_model_config_from_hf
 from torch import Tensor, nn
 
-from ..errors import GraphFilterError
+from ..errors import GraphFilterError, needs, shown
 from ..ops.attention import apply_twice, can_apply_twice
 from ..ops.visibility import visibility
 from ..shift import AttentionShift
-from . import AttentionSite, locate, looks_like_attention
+from . import AttentionSite, check_values, locate, looks_like_attention
 
 LIBRARY = "timm"
 CHILD = "graph_filter"
@@ -233,6 +230,10 @@ def relative_name(model: nn.Module, name: str) -> str:
     return name
 
 
+def saved_names(model: nn.Module, sites: list[AttentionSite]) -> dict[str, AttentionSite]:
+    return {}
+
+
 # ------------------------------------------------------------------------------------------------------- records
 
 
@@ -259,6 +260,15 @@ def usage(model: Any, source: str) -> str:
 model = load_timm_model("{source}")"""
 
 
+def pipeline_tag(model: Any) -> str | None:
+    return "image-classification" if getattr(model, "num_classes", 0) else "image-feature-extraction"
+
+
+def base_model(model: Any) -> str | None:
+    """Its pretrained_cfg names a repository whether or not the weights came from there."""
+    return None
+
+
 def load_timm_model(source: str | Path, **options: Any) -> nn.Module:
     """A patched timm model, from what ``timm.models.save_for_hf`` or ``push_to_hf_hub`` saved.
 
@@ -275,10 +285,14 @@ def load_timm_model(source: str | Path, **options: Any) -> nn.Module:
     Example:
         ``load_timm_model("me/deit-small-gfsa")``
     """
+    with needs("vision", "a model of timm"):
+        import timm
+        from timm.models import load_model_config_from_hf
+
     from ..patching import apply_record
 
-    folder = Path(source)
     try:
+        folder = Path(source)
         if folder.is_dir():
             config = json.loads((folder / "config.json").read_text())
             pretrained_cfg, name, args = (
@@ -294,16 +308,24 @@ def load_timm_model(source: str | Path, **options: Any) -> nn.Module:
             pretrained_cfg, name, args = load_model_config_from_hf(str(source))
             weights = Path(hf_hub_download(str(source), WEIGHTS))
         state = load_file(weights)
-    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
-        raise GraphFilterError(f"{source} cannot be loaded as a timm checkpoint: {error!r}") from error
+    except Exception as error:  # whatever a damaged or foreign file makes of the reading
+        raise GraphFilterError(f"{source} cannot be loaded as a timm checkpoint: {shown(error)}") from error
     record = pretrained_cfg.pop(RECORD, None)
     if record is None:
         raise GraphFilterError(f"{source} holds no graph filter; load it with timm.create_model")
     options = {"num_classes": pretrained_cfg.get("num_classes"), **(args or {}), **options}
-    model: Any = timm.create_model(name, pretrained=False, **options)
+    try:
+        model: Any = timm.create_model(name, pretrained=False, **options)
+    except Exception as error:
+        raise GraphFilterError(f"{source}: timm cannot build {shown(name)}: {shown(error)}") from error
     model.pretrained_cfg = {**model.pretrained_cfg, **{k: v for k, v in pretrained_cfg.items() if k != "source"}}
     write_record(model, record)
-    apply_record(model)
+    apply_record(model, whole=True)
+    own = model.state_dict()
+    check_values({key: x for key, x in state.items() if f".{CHILD}." in key}, own, source)
+    misfits = [key for key in state if key in own and state[key].shape != own[key].shape]
+    if misfits:
+        raise GraphFilterError(f"{source}: {len(misfits)} weights have another shape in {name} ({misfits[0]} ...)")
     found = model.load_state_dict(state, strict=False)
     if found.missing_keys or found.unexpected_keys:
         wrong = [*found.missing_keys, *found.unexpected_keys]

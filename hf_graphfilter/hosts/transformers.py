@@ -10,34 +10,46 @@ masks, ``set_attn_implementation`` and the model's code stay as they are.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
+import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 import transformers
-from safetensors import SafetensorError
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
+from transformers.utils.output_capturing import _active_collector
 
 from ..errors import GraphFilterError
 from ..filters import GraphFilter
 from ..ops.attention import apply_twice, can_apply_twice
 from ..ops.visibility import visibility
 from ..shift import AttentionShift, repeat_heads
-from . import AttentionSite, cache, locate, looks_like_attention
+from . import AttentionSite, cache, check_values, host_of, locate, looks_like_attention
 from .tensor_parallel import with_local_heads
 
 LIBRARY = "transformers"
 IMPLEMENTATION = "hf_graphfilter"
 CHILD = "graph_filter"
 _BASE_CONFIG = "_graph_filter_base_config"
+_SITE = "_graph_filter_site"
+_SHARED_CONFIG = "_graph_filter_shared_config"
+_TAGS = "_graph_filter_tags"
 _HIDDEN = "graph_filter_hidden"
 _HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
 _HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
@@ -51,6 +63,11 @@ _AUTO_CLASSES = {
     "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
     "ForImageClassification": "AutoModelForImageClassification",
 }
+_ENGINES = ("vllm", "sglang")  # what their transformers backends write into the configs they find
+_SERVING = (
+    "vLLM and SGLang, whose attention writes the cache at every call, cannot serve patched models: use generate() or "
+    "transformers serve"
+)
 _CROSS_NAME = re.compile(r"cross|enc(oder)?_?dec|^encoder_att|^x_att", re.I)
 
 
@@ -97,6 +114,11 @@ def graph_filter_attention(
         attention_mask, _causal(module, kwargs), query.shape[2], graph_filter.position_bias, _declared_causal(module)
     )
     output = run(shift, value)
+    if not shift.applications and backend(module) == "eager" and _weights_wanted(kwargs):
+        raise GraphFilterError(
+            f"{_site(module)}: output_attentions asks for the attention weights, and {graph_filter.config.filter!r} "
+            "computes none in the place of attention: leave it out, or read them before patching"
+        )
     return output.transpose(1, 2).contiguous(), shift.weights
 
 
@@ -150,6 +172,16 @@ def backend(module: Any) -> str:
     return getattr(module.config, _BASE_CONFIG, module.config)._attn_implementation or "eager"
 
 
+def _site(module: Any) -> str:
+    return f"{module.graph_filter.site_name} ({type(module).__name__})"
+
+
+def _weights_wanted(kwargs: dict[str, Any]) -> bool:
+    """transformers leaves a layer without weights out of ``attentions``, so that those of later layers move up."""
+    collecting = None if torch.compiler.is_compiling() else _active_collector.get()
+    return bool(kwargs.get("output_attentions")) or "attentions" in (collecting or ())
+
+
 def _backend_function(module: nn.Module) -> Callable[..., Any]:
     return _attention_function(type(module), backend(module))
 
@@ -170,17 +202,20 @@ def _honours_softcap(attend: Callable[..., Any]) -> bool:
 
 def _refuse_unhonoured(module: nn.Module, attend: Callable[..., Any], kwargs: dict[str, Any]) -> None:
     """Arguments that would break linearity or row sums, or that the backend would drop in silence."""
-    site = f"{getattr(module, CHILD).site_name} ({type(module).__name__})"
+    if backend(module) in _ENGINES:
+        raise GraphFilterError(f"{_site(module)}: attention by {backend(module)!r} cannot be filtered; {_SERVING}")
     for sink in ("s_aux", "sinks"):
         if kwargs.get(sink) is not None:
-            raise GraphFilterError(f"{site} uses attention sinks ({sink}): rows of A then sum to less than 1")
+            raise GraphFilterError(f"{_site(module)} uses attention sinks ({sink}): rows of A then sum to less than 1")
     if kwargs.get("softcap") is not None and not _honours_softcap(attend):
         raise GraphFilterError(
-            f"{site} caps its scores (softcap={kwargs['softcap']}) and {backend(module)!r} attention drops that; load "
-            "the model with attn_implementation='eager'"
+            f"{_site(module)} caps its scores (softcap={kwargs['softcap']}) and {backend(module)!r} attention drops "
+            "that; load the model with attn_implementation='eager'"
         )
     if kwargs.get("cache") is not None:
-        raise GraphFilterError(f"{site}: paged attention (continuous batching) cannot be filtered; use generate()")
+        raise GraphFilterError(
+            f"{_site(module)}: paged attention (continuous batching) cannot be filtered; use generate()"
+        )
 
 
 # ------------------------------------------------------------------------------------------------- finding sites
@@ -276,14 +311,44 @@ def attach(site: AttentionSite, graph_filter: nn.Module) -> None:
     module: Any = site.module
     base = module.config
     routed = copy.copy(base)
+    routed.__class__ = _routed(type(base))  # type: ignore[arg-type]
     routed._attn_implementation_internal = IMPLEMENTATION
     object.__setattr__(routed, _BASE_CONFIG, base)
+    object.__setattr__(routed, _SITE, site.name)
     module.add_module(CHILD, graph_filter)
     module.config = routed
     parameters = inspect.signature(type(module).forward).parameters.values()
     caches = any(p.name == "past_key_values" for p in parameters) and any(p.kind is p.VAR_KEYWORD for p in parameters)
     if caches or graph_filter.reads_hidden:
         module.register_forward_pre_hook(_PassOn([p.name for p in parameters][1:]), with_kwargs=True)
+
+
+@functools.cache
+def _routed(base: Any) -> Any:
+    """The class of a patched module's config, copied and pickled as its base: the implementation that the module reads
+    from it at each call is ours, or an error."""
+
+    def read(self: Any) -> str:
+        if (found := self._attn_implementation_internal) != IMPLEMENTATION:
+            raise GraphFilterError(
+                f"{getattr(self, _SITE)} is patched, but {found!r} was written into its config, which leads past the "
+                f"graph filter: choose a backend with model.set_attn_implementation({found!r}); {_SERVING}"
+            )
+        return IMPLEMENTATION
+
+    def write(self: Any, value: Any) -> None:
+        self._attn_implementation_internal = value
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        return _rebuild, (base,), vars(self).copy()
+
+    body = {"_attn_implementation": property(read, write), "__reduce_ex__": reduce, "__module__": base.__module__}
+    return type(base.__name__, (base,), {**body, "__qualname__": base.__qualname__})
+
+
+def _rebuild(base: Any) -> Any:
+    cls = _routed(base)
+    return cls.__new__(cls)
 
 
 class _PassOn:
@@ -315,6 +380,27 @@ def relative_name(model: PreTrainedModel, name: str) -> str:
     return name.removeprefix(f"{model.base_model_prefix}.") if model.base_model_prefix else name
 
 
+def saved_names(model: PreTrainedModel, sites: list[AttentionSite]) -> dict[str, AttentionSite]:
+    """transformers renames weights of earlier releases when it loads them, and back when it saves."""
+    reverse = []
+    for conversion in reversed(get_model_conversion_mapping(model, add_legacy=False)):
+        if not isinstance(conversion, PrefixChange):  # of task heads
+            with contextlib.suppress(NotImplementedError, ValueError):  # has no way back
+                reverse.append(conversion.reverse_transform())
+    reverse.sort(key=lambda conversion: not isinstance(conversion, WeightConverter))  # the order of saving
+    found = {}
+    for site in sites:
+        names = Counter[str]()
+        for key, _ in site.module.named_parameters():
+            saved = f"{site.name}.{key}"
+            for conversion in reverse:
+                saved, _ = conversion.rename_source_key(saved)
+            names[saved.rsplit(".", key.count(".") + 1)[0]] += not key.startswith(f"{CHILD}.")
+        if names:
+            found[relative_name(model, names.most_common(1)[0][0])] = site
+    return found
+
+
 def model_type(model: PreTrainedModel) -> str | None:
     return getattr(model.config, "model_type", None)
 
@@ -328,15 +414,48 @@ from transformers import {auto_class}
 model = {auto_class}.from_pretrained("{source}")"""
 
 
+def pipeline_tag(model: PreTrainedModel) -> str | None:
+    from transformers.modelcard import TASK_MAPPING, _get_mapping_values
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_MAPPING_NAMES, MODEL_MAPPING_NAMES
+
+    bare = {"image-feature-extraction": MODEL_FOR_IMAGE_MAPPING_NAMES, "feature-extraction": MODEL_MAPPING_NAMES}
+    tasks = {**TASK_MAPPING, **bare}.items()
+    return next((task for task, classes in tasks if type(model).__name__ in _get_mapping_values(classes)), None)
+
+
+def base_model(model: PreTrainedModel) -> str | None:
+    """What is in the cache of the Hub came from the Hub; any other name may be a folder."""
+    name = model.config._name_or_path
+    try:
+        cached = not os.path.exists(name) and try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return name if isinstance(cached, str) else None
+
+
+def tag(model: PreTrainedModel, filters: Iterable[str]) -> None:
+    """Let ``model_tags``, which cards of the Trainer and of ``push_to_hub`` carry, name the filters of the model."""
+    for part in model.modules():  # a part that was loaded with a record has tags of its own
+        if isinstance(part, PreTrainedModel) and (ours := vars(part).pop(_TAGS, None)) is not None:
+            part.model_tags = [t for t in part.model_tags or () if t not in ours]
+            if part.model_tags == (type(part).model_tags or []):
+                del part.model_tags
+    if filters:
+        before = model.model_tags or []
+        ours = [t for t in ("graph-filter", *filters, "hf_graphfilter") if t not in before]
+        model.model_tags = [*before, *ours]
+        setattr(model, _TAGS, ours)
+
+
 def read_record(model: PreTrainedModel) -> dict[str, Any] | None:
     return getattr(model.config, CHILD, None)
 
 
 def write_record(model: PreTrainedModel, record: dict[str, Any] | None) -> None:
     """Keep the record in the config, and with it an implementation name that makes loading without us fail."""
+    tag(model, sorted({g["config"]["filter"] for g in record["filters"]}) if record else ())
     if record is None:
-        for attribute in (CHILD, "attn_implementation"):
-            model.config.__dict__.pop(attribute, None)
+        _forget_record(model)
         return
     if read_record(model) is None:
         _own_config(model)
@@ -357,12 +476,29 @@ def write_record(model: PreTrainedModel, record: dict[str, Any] | None) -> None:
 
 def _own_config(model: PreTrainedModel) -> None:
     """A config object of the model's own: other models may have been built from the same one."""
-    shared = model.config
-    own = copy.copy(shared)
+    vars(model)[_SHARED_CONFIG] = model.config
+    _swap_config(model, model.config, copy.copy(model.config))
+
+
+def _swap_config(model: nn.Module, old: PreTrainedConfig, new: PreTrainedConfig) -> None:
     for module in model.modules():
         for attribute, value in list(vars(module).items()):
-            if value is shared:
-                setattr(module, attribute, own)
+            if value is old and attribute != _SHARED_CONFIG:
+                setattr(module, attribute, new)
+
+
+def _forget_record(model: PreTrainedModel) -> None:
+    """Undo ``write_record``: the config is again the object that it was, with what was changed in it since."""
+    for part in (m for m in model.modules() if isinstance(m, PreTrainedModel)):
+        for attribute in (CHILD, "attn_implementation"):
+            vars(part.config).pop(attribute, None)
+        for names in ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"):
+            setattr(part, names, {name for name in getattr(part, names) or () if CHILD not in name})
+        if (shared := vars(part).pop(_SHARED_CONFIG, None)) is not None:
+            own = part.config
+            vars(shared).clear()
+            vars(shared).update(vars(own))
+            _swap_config(part, own, shared)
 
 
 # ------------------------------------------------------------------------------------------------------- install
@@ -424,7 +560,7 @@ def _initialise_filters(original: Callable[..., Any]) -> Callable[..., Any]:
     def _initialize_weights(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # coefficients missing from a checkpoint come up as uninitialised memory
         if isinstance(module, GraphFilter) and not getattr(module, "_is_hf_initialized", False):
-            module.reset_parameters()
+            _reset_missing(module)
             module._is_hf_initialized = True  # type: ignore[assignment]
             return None
         return original(self, module, *args, **kwargs)
@@ -432,56 +568,128 @@ def _initialise_filters(original: Callable[..., Any]) -> Callable[..., Any]:
     return _initialize_weights
 
 
-def _check_after_load(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
+def _reset_missing(graph_filter: GraphFilter) -> None:
+    """Start values for all tensors that no checkpoint has loaded, in whatever way ``reset_parameters`` sets them: in
+    place, through ``data``, or as new tensors."""
+    slots: list[dict[str, Any]] = [s for m in graph_filter.modules() for s in (m._parameters, m._buffers)]
+    before = [(slot, name, tensor) for slot in slots for name, tensor in slot.items() if tensor is not None]
+    loaded = {
+        id(tensor): tensor.detach().clone() for _, _, tensor in before if getattr(tensor, "_is_hf_initialized", False)
+    }
+    if len(loaded) == len(before):
+        return
+    graph_filter.reset_parameters()
+    for slot, name, tensor in before:
+        if id(tensor) in loaded:
+            tensor.data = loaded[id(tensor)]
+        elif (made := slot.get(name)) is not None and made is not tensor:
+            tensor.data = made.detach().to(tensor)
+        slot[name] = tensor
+
+
+def _load_by_record(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
+    """Loading of weights: coefficients under the names of another release are renamed, all of them must fit, and a
+    broken file is named."""
     function = original.__func__
 
     @functools.wraps(function)
-    def _finalize_model_loading(model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
-        found = function(model, load_config, loading_info)
-        _check_coefficients(model, found, load_config.pretrained_model_name_or_path)
-        return found
-
-    return staticmethod(_finalize_model_loading)
-
-
-def _explain_corruption(original: classmethod[Any, Any, Any]) -> classmethod[Any, Any, Any]:
-    function = original.__func__
-
-    @functools.wraps(function)
-    def from_pretrained(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
+    def _load_pretrained_model(
+        model: PreTrainedModel, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        path = load_config.pretrained_model_name_or_path
+        if read_record(model) is None:
+            info, index = function(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+            _check_coefficients(model, info, path)
+            return info, index
+        renamings = _follow_renaming(model)
+        mapping = [*renamings, *(load_config.weight_mapping or ())]
+        load_config = dataclasses.replace(load_config, weight_mapping=mapping)
         try:
-            return function(cls, *args, **kwargs)
+            _check_values(model, state_dict, checkpoint_files or [])
+            info, index = function(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         except (SafetensorError, EOFError) as error:
-            path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-            if not _is_patched_checkpoint(path, kwargs):
-                raise
             raise GraphFilterError(
                 f"{path}: a weights file is corrupted or truncated ({error}); save or download it again"
             ) from error
+        _check_coefficients(model, info, path)
+        used = getattr(model, "_weight_conversions", None) or ()  # by which it will be saved
+        vars(model)["_weight_conversions"] = [conversion for conversion in used if conversion not in renamings]
+        return info, index
 
-    return classmethod(from_pretrained)
+    return staticmethod(_load_pretrained_model)
 
 
-def _is_patched_checkpoint(path: Any, kwargs: dict[str, Any]) -> bool:
-    names = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
+def _check_values(model: PreTrainedModel, state_dict: dict[str, Tensor] | None, files: list[str]) -> None:
+    """``check_values`` of the coefficients in a checkpoint: as they are in its files, whatever becomes of them (cast,
+    sharded, left on disk)."""
+
+    def coefficients(keys: Iterable[str], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        # not the weights of a filter's children, which may be large, or quantized
+        return {relative_name(model, key): read(key) for key in keys if re.search(rf"\.{CHILD}\.[^.]+$", key)}
+
+    own = model.state_dict()
+    wanted = coefficients(own, own.__getitem__)
+    if state_dict is not None:
+        check_values(coefficients(state_dict, state_dict.__getitem__), wanted, "state_dict")
+        return
+    for file in files:
+        if file.endswith(".safetensors"):
+            with safe_open(file, framework="pt") as opened:
+                check_values(coefficients(opened.keys(), opened.get_tensor), wanted, file)
+
+
+def _follow_renaming(model: PreTrainedModel) -> list[WeightRenaming]:
+    """The record, now with the names that the modules have in this release; and the renamings of their coefficients."""
+    from .. import patching
+
+    host, record = host_of(model), read_record(model) or {}
+    names = [name for _, group in patching.read_groups(record, type(model).__name__) for name in group]
+    sites = patching.resolve(host, model, names)
+    if len(sites) < len(names) and not _is_a_part(model, record, {*names} - {*sites}):
+        patching.check_resolved(host, model, names, sites)
+    renamed = {name: now for name, site in sites.items() if (now := relative_name(model, site.name)) != name}
+    if renamed:
+        groups = [{**g, "modules": [renamed.get(name, name) for name in g["modules"]]} for g in record["filters"]]
+        setattr(model.config, CHILD, {**record, "filters": groups})
+    return [
+        WeightRenaming(rf"(?<![^.]){re.escape(name)}\.{CHILD}\.", f"{now}.{CHILD}.") for name, now in renamed.items()
+    ]
+
+
+def _is_a_part(model: PreTrainedModel, record: dict[str, Any], absent: set[str]) -> bool:
+    """Whether the modules that a record names and ``model`` lacks are in the class that was saved."""
+    saved = getattr(transformers, record.get("model") or "", None)
+    if "model" not in record or saved is None:  # of an earlier release of this package, or of a class of one's own
+        return not {name.partition(".")[0] for name in absent} & {name for name, _ in model.named_children()}
     try:
-        found, _ = PreTrainedConfig.get_config_dict(path, **{k: kwargs[k] for k in names if k in kwargs})
-    except (OSError, ValueError):
-        return False
-    return CHILD in found
+        with torch.device("meta"):
+            saved(copy.deepcopy(model.config))  # it raises if it lacks them too
+    except GraphFilterError:
+        raise
+    except Exception:  # the config of a part need not be enough for the whole
+        return True
+    return True
 
 
 def _check_coefficients(model: PreTrainedModel, info: Any, path: Any) -> None:
     """Nothing is silently unfiltered: every coefficient in the file went somewhere, and the file has all or none."""
+    from .. import patching
+
     marker = f".{CHILD}."
     unexpected = sorted(k for k in info.unexpected_keys if marker in k)
     owners = {relative_name(model, name) for name, _ in model.named_modules()} if unexpected else set()
-    lost = [k for k in unexpected if relative_name(model, k.split(marker)[0]) in owners]
-    if lost:
+    owned = {k: relative_name(model, k.split(marker)[0]) for k in unexpected}
+    owners |= {*patching.resolve(host_of(model), model, owned.values())}
+    if lost := [k for k in unexpected if owned[k] in owners]:
+        advice = (
+            f"load it with the class that was saved, {model.config.architectures}"
+            if read_record(model)
+            else "its config.json holds no record of them: if only a part of the model was patched, patch the whole "
+            "with layers= and save it again; if that file was changed, restore it"
+        )
         raise GraphFilterError(
             f"{path} holds filter coefficients that {type(model).__name__} has no filter for ({lost[0]} and "
-            f"{len(lost) - 1} more): load it with the class that was saved, {model.config.architectures}; if only a "
-            "part of that model was patched, patch the whole with layers= and save it again"
+            f"{len(lost) - 1} more): {advice}"
         )
     missing = {k for k in info.missing_keys if marker in k}
     expected = {k for k in model.state_dict() if marker in k} if missing else missing
@@ -520,7 +728,6 @@ _WRAPS: dict[str, Callable[[Any], Any]] = {
     "_check_and_adjust_attn_implementation": _resolve_implementation,
     "post_init": _patch_after_init,
     "_initialize_weights": _initialise_filters,
-    "_finalize_model_loading": _check_after_load,
-    "from_pretrained": _explain_corruption,
+    "_load_pretrained_model": _load_by_record,
     "_load_from_state_dict": _refuse_lost_filters,
 }

@@ -16,6 +16,7 @@ from ..errors import GraphFilterError
 
 Basis = Literal["jacobi", "chebyshev", "legendre", "monomial"]
 Recurrence = tuple[tuple[float, float, float], ...]
+_LARGEST = 1e30  # of what the recurrence computes: it is done in float32, whose largest number is 3e38
 
 
 @lru_cache
@@ -32,7 +33,8 @@ def recurrence(basis: str, K: int, a: float = 1.0, b: float = 1.0) -> Recurrence
         K triples. Jacobi after Eq. 22-26 of the AGF paper with ``2k+a+b-1`` in place of its misprint ``2k+a+b+1``.
 
     Raises:
-        GraphFilterError: an unknown basis, K < 0, or a, b and k for which a denominator is zero.
+        GraphFilterError: an unknown basis, K < 0, or a, b and k for which a denominator is zero or the polynomials
+            leave the range of float32 on [0, 1].
 
     Example:
         >>> recurrence("chebyshev", 2)
@@ -62,7 +64,22 @@ def recurrence(basis: str, K: int, a: float = 1.0, b: float = 1.0) -> Recurrence
         beta = (s - 1) * (a * a - b * b) / (scale * (s - 2))
         gamma = 2 * (k + a - 1) * (k + b - 1) * s / (scale * (s - 2))
         steps.append((alpha, beta, gamma))
+    if not all(_stays_finite(x / 8, steps) for x in range(9)):
+        raise GraphFilterError(
+            f"the Jacobi polynomials up to K={K} for a={a:g}, b={b:g} leave the range of float32 on [0, 1]; choose a "
+            "smaller K, or a and b nearer to 0"
+        )
     return tuple(steps)
+
+
+def _stays_finite(x: float, steps: list[tuple[float, float, float]]) -> bool:
+    earlier = current = 1.0
+    for alpha, beta, gamma in steps:
+        product, subtracted = (x * alpha + beta) * current, gamma * earlier
+        if not (abs(product) <= _LARGEST and abs(subtracted) <= _LARGEST):  # NaN is not either
+            return False
+        earlier, current = current, product - subtracted
+    return True
 
 
 def polynomials(x: Tensor, steps: Recurrence) -> Iterator[Tensor]:

@@ -17,7 +17,7 @@ def attend_nearby(
     Args:
         query: (batch, heads, tokens, features), the last of the key tokens.
         key, value: (batch, heads, key tokens, features).
-        window: tokens on each side; only on the left where ``causal``.
+        window: tokens on each side; only on the left where ``causal``. Those that are not there cost nothing.
         scaling: of the scores.
         causal: whether later keys are left out.
         keys: bool (batch, key tokens), True for tokens that are there.
@@ -28,6 +28,8 @@ def attend_nearby(
     """
     tokens, past = query.shape[2], key.shape[2] - query.shape[2]
     block = max(BLOCK, window)
+    if not torch.compiler.is_compiling():  # a graph would be bound to the number of tokens
+        block, window = max(BLOCK, min(window, tokens)), min(window, key.shape[2] - 1)
     missing = -tokens % block
     after = missing if causal else window + missing
     width = block + (window if causal else 2 * window)

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import GraphFilterError
 from ..filters.agf import AGF, AGFConfig
-from ..hosts import host_of
+from ..hosts import host_of, unwrapped
 from .callbacks import LoggingCallback
 
 M = TypeVar("M", bound=nn.Module)
@@ -47,6 +47,7 @@ def drop_blend(model: M, *, force: bool = False) -> M:
     Raises:
         GraphFilterError: no blended layer, or a gate that is not 1.
     """
+    whole, model = model, unwrapped(model, running=False)  # type: ignore[assignment]
     host, layers = host_of(model), _blended(model)
     for layer in layers:
         assert layer.gate is not None
@@ -65,7 +66,7 @@ def drop_blend(model: M, *, force: bool = False) -> M:
     for layer in layers:
         layer.gate = None
         layer.config = replace(layer.config, init="copy")
-    return model
+    return whole
 
 
 class BlendSchedule(LoggingCallback):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from torch import nn
-from transformers import TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_callback import CallbackHandler, TrainerState
 
 from ..patching import active_filter, patched_modules, read_whole
@@ -17,7 +18,12 @@ class LoggingCallback(TrainerCallback):
 
     The Trainer hands its logs to the callbacks one after the other, the reporters first, and lets none add to them. So
     this one moves to the front of the list when training begins, and writes into the entry of ``log_history`` too.
+
+    Class attributes:
+        console: whether the callbacks that print the logs get the numbers too.
     """
+
+    console: ClassVar[bool] = True
 
     def values(self) -> dict[str, float]:
         """The numbers for a training log, by name."""
@@ -31,20 +37,37 @@ class LoggingCallback(TrainerCallback):
             callbacks = frame.f_locals["self"].callbacks
             callbacks.remove(self)
             callbacks.insert(0, self)
+            self.found: dict[str, float] = {}
+            for printer in callbacks:
+                quiet = self.console or getattr(printer.on_log, "other", None) is self
+                if isinstance(printer, (PrinterCallback, ProgressCallback)) and not quiet:
+                    printer.on_log = _Without(self, printer.on_log)  # type: ignore[method-assign]
 
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         if logs is None or "loss" not in logs:  # a log of evaluation, or of the end
             return
-        found = self.values()
-        logs.update(found)
+        self.found = self.values()
+        logs.update(self.found)
         if state.log_history and "loss" in state.log_history[-1]:
-            state.log_history[-1].update(found)
+            state.log_history[-1].update(self.found)
+
+
+class _Without:
+    """``on_log`` of a callback that prints, without the numbers of another."""
+
+    def __init__(self, other: LoggingCallback, on_log: Callable[..., Any]):
+        self.other, self.on_log = other, on_log
+
+    def __call__(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        kept = {k: v for k, v in (logs or {}).items() if k not in self.other.found}
+        return self.on_log(args, state, control, logs=kept, **kwargs)
 
 
 class CoefficientCallback(LoggingCallback):
-    """Logs the learned coefficients of every patched layer, wherever the Trainer reports: TensorBoard, W&B ...
+    """Logs the learned coefficients of every patched layer, wherever the Trainer reports: TensorBoard, W&B ..., and
+    in ``log_history``; the console is spared, since these are hundreds.
 
     A coefficient with a value a head is logged as its mean, ``filter/LAYER/w_K``, where LAYER counts the patched
     modules from 0 in the order of ``filter_status``.
@@ -52,6 +75,8 @@ class CoefficientCallback(LoggingCallback):
     Example:
         ``Trainer(model, args, callbacks=[CoefficientCallback()])``
     """
+
+    console = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)

@@ -8,6 +8,8 @@ import inspect
 import json
 import math
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -110,7 +112,9 @@ def transfer_attention(
         best measurement.
 
     Raises:
-        GraphFilterError: no filter in the model, no batches, batches of labels only, a checkpoint of another run.
+        GraphFilterError: no filter in the model, filters that equal their attention already, no batches, batches of
+            labels only, a checkpoint of another run.
+        KeyboardInterrupt: with ``checkpoint`` at the end of the step, whose progress is kept; at once if asked twice.
 
     Example:
         >>> import torch
@@ -131,6 +135,7 @@ def transfer_attention(
     started = time.monotonic()
     with _only_filters(model, modules), _full_precision(modules):
         report = TransferReport(before=_errors(model, modules, held))
+        _refuse_equal(model, modules, report.before)
         settings = {"steps": steps, "lr": lr, "coefficient_lr": coefficient_lr, "modules": sorted(modules)}
         stages = []
         if steps:
@@ -154,6 +159,21 @@ def transfer_attention(
         report.after = _errors(model, modules, held)
     report.seconds = time.monotonic() - started
     return report
+
+
+def _refuse_equal(model: nn.Module, modules: dict[str, GraphFilter], errors: dict[str, float]) -> None:
+    """A function of the attention that has not left its start cannot come closer to it."""
+    rounding = 4 * torch.finfo(next(p.dtype for p in model.parameters() if p.is_floating_point())).eps
+    names = set()
+    for name, graph_filter in modules.items():
+        of_attention = type(graph_filter).approximate is GraphFilter.approximate
+        if not (of_attention and graph_filter.config.starts_as_original and errors[name] <= rounding):
+            return
+        names.add(graph_filter.config.filter)
+    raise GraphFilterError(
+        f"nothing to fit: every filter ({', '.join(sorted(names))}) equals the attention of its module already; "
+        "transfer is for filters in the place of attention, such as agf"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- batches
@@ -407,11 +427,15 @@ class _Run:
             next(islice(batches, self.step, self.step), None)
         else:
             self._measure(self.report.before)
-        with tqdm(total=self.stage.steps, initial=self.step, desc=self.stage.name, disable=not progress) as bar:
+        bar = tqdm(total=self.stage.steps, initial=self.step, desc=self.stage.name, disable=not progress)
+        with bar, _interruptions(self.keep is not None) as interrupted:
             while self.step < self.stage.steps:
                 batch = next(batches, None)
                 problem = None if batch is None else self._advance(batch, bar)
                 if batch is not None and problem is None and self.step % eval_every and self.step < self.stage.steps:
+                    if self.keep is not None and interrupted():
+                        self.keep.save(self)
+                        raise KeyboardInterrupt
                     continue
                 if problem is None and not math.isfinite(self._measure()):
                     problem = f"non-finite error on the held-out batches at step {self.step}"
@@ -420,6 +444,8 @@ class _Run:
                     break
                 if self.keep is not None:
                     self.keep.save(self)
+                if interrupted():
+                    raise KeyboardInterrupt
                 if batch is None:
                     self.report.stopped = f"the batches ended at step {self.step} (an iterator gives them once)"
                     break
@@ -467,6 +493,27 @@ class _Run:
     def _load(self, state: dict[str, Tensor]) -> None:
         for name, parameter in self.parameters.items():
             parameter.copy_(state[name])
+
+
+@contextlib.contextmanager
+def _interruptions(deferred: bool) -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed, so that a step can be finished before what it made is kept; a second one ends it."""
+    asked = False
+
+    def note(*_: Any) -> None:
+        nonlocal asked
+        asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    ours = threading.current_thread() is threading.main_thread()
+    if deferred and ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, note)
+        try:
+            yield lambda: asked
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    else:
+        yield lambda: False
 
 
 class _Checkpoint:

@@ -1,0 +1,17 @@
+"""An extension of griffe, which reads the docstrings for the reference: it knows other titles than the code uses, and
+one name a line where the code says "a, b: their meaning"."""
+
+import re
+
+import griffe
+
+TITLES = {"Example:": "Examples:", "Class attributes:": "Attributes:"}
+TITLE = re.compile(rf"^({'|'.join(TITLES)})$", re.MULTILINE)
+NAMES = re.compile(r"^    (\w+(?:, \w+)+)(:.*(?:\n     .*)*)", re.MULTILINE)
+
+
+class Form(griffe.Extension):
+    def on_object(self, *, obj: griffe.Object, **kwargs: object) -> None:
+        if obj.docstring:
+            text = TITLE.sub(lambda m: TITLES[m[1]], obj.docstring.value)
+            obj.docstring.value = NAMES.sub(lambda m: "\n".join(f"    {n}{m[2]}" for n in m[1].split(", ")), text)

@@ -1,0 +1,67 @@
+"""Any other program, started with the package loaded: ``hf-graphfilter run``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from .errors import GraphFilterError
+
+IMPORTS = "HF_GRAPHFILTER_IMPORT"
+_STARTUP = str(Path(__file__).parent / "startup")
+
+
+def run_program(
+    program: str, arguments: Sequence[str] = (), *, module: bool = False, imports: Sequence[str] = ()
+) -> NoReturn:
+    """Become the program (``exec``), with the package imported in it and in every Python process that it starts.
+
+    Since this process is replaced, the program's arguments, path, exit code, signals and tracebacks are its own.
+
+    Args:
+        program: a Python file, a command of this environment or on PATH, or the name of a module.
+        arguments: what it is called with.
+        module: ``program`` is a module, as with ``python -m``.
+        imports: modules that register filters, or paths of their files; imported together with transformers' models.
+
+    Raises:
+        GraphFilterError: there is no such program.
+    """
+    command = command_line(program, arguments, module=module)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(command[0], command, environment(os.environ, imports))
+
+
+def command_line(program: str, arguments: Sequence[str] = (), *, module: bool = False) -> list[str]:
+    """What starts the program: this Python for modules and files, else the command itself.
+
+    Example:
+        >>> command_line("train.py", ["--lr", "0.1"])[1:]
+        ['train.py', '--lr', '0.1']
+    """
+    if module:
+        return [sys.executable, "-m", program, *arguments]
+    if program.endswith(".py"):
+        return [sys.executable, program, *arguments]
+    scripts = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+    if found := shutil.which(program, path=scripts):
+        return [found, *arguments]
+    if Path(program).exists():
+        return [sys.executable, program, *arguments]
+    raise GraphFilterError(
+        f"no program {program!r}: it is neither a file nor a command of this environment or on PATH; for a module give "
+        "-m before its name"
+    )
+
+
+def environment(inherited: Mapping[str, str], imports: Sequence[str] = ()) -> dict[str, str]:
+    """``inherited`` with what makes Python processes import the package, and ``imports`` with it."""
+    files = [os.path.abspath(name) if name.endswith(".py") or os.sep in name else name for name in imports]
+    added = {"PYTHONPATH": [_STARTUP, inherited.get("PYTHONPATH")], IMPORTS: [inherited.get(IMPORTS), *files]}
+    return {**inherited, **{name: os.pathsep.join(filter(None, parts)) for name, parts in added.items()}}

@@ -1,0 +1,132 @@
+"""Code in a saved checkpoint through which ``trust_remote_code=True`` finds the installed package."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoConfig
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto import auto_factory, modeling_auto
+
+from .errors import GraphFilterError
+from .filters.base import foreign_modules
+from .hosts.transformers import CHILD
+from .patching import read_groups
+
+CODE_FILE = "modeling_graph_filter.py"
+# checkpoints keep this: it names nothing but public classes of transformers and `with_filters`
+_CODE = '''"""The models of transformers with the graph filters of this checkpoint, for trust_remote_code=True.
+
+Written by `hf-graphfilter export-remote-code`; the filters are in the package hf-graphfilter, which must be installed.
+"""
+
+{imports}
+
+{classes}
+'''
+
+
+def with_filters(model_class: type[PreTrainedModel], module: str) -> type[PreTrainedModel]:
+    """A subclass for the code of a checkpoint: ``from_pretrained`` marks the class that it loads, so that saving copies
+    its ``module``; in all else transformers is to treat it as ``model_class``, weights of older versions included."""
+    own = {
+        "__module__": module,
+        "is_custom_code": classmethod(lambda cls: False),
+        "_can_set_experts_implementation": model_class._can_set_experts_implementation,
+    }
+    return type(model_class.__name__, (model_class,), own)
+
+
+def export_remote_code(folder: str | os.PathLike[str]) -> list[str]:
+    """Let ``AutoModelX.from_pretrained(folder, trust_remote_code=True)`` load the filters in programs that do not
+    import this package; it must be installed there all the same.
+
+    Adds ``modeling_graph_filter.py`` and an ``auto_map`` in ``config.json``; weights are not touched. Doing it again
+    changes nothing. Models loaded in this way are saved with the code.
+
+    Args:
+        folder: where ``save_pretrained`` has written a patched model.
+
+    Returns:
+        The auto classes that load it so.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> from transformers import BertConfig, BertModel
+        >>> from hf_graphfilter import patch_model
+        >>> model, folder = BertModel(BertConfig(vocab_size=9, hidden_size=24, intermediate_size=24)), mkdtemp()
+        >>> patch_model(model, "gfsa").save_pretrained(folder)
+        >>> "AutoModelForSequenceClassification" in export_remote_code(folder)
+        True
+
+    Raises:
+        GraphFilterError: no checkpoint of transformers, none with a filter, one with code of its own, or an unknown
+            filter. The folder is then as it was.
+    """
+    folder = Path(folder)
+    description = _read(folder)
+    groups = read_groups(description[CHILD], str(folder), " of config.graph_filter")
+    others = {k: v for k, v in (description.get("auto_map") or {}).items() if not _is_ours(v)}
+    if foreign := [name for name in others if name.startswith(("AutoConfig", "AutoModel"))]:
+        raise GraphFilterError(
+            f"{folder} brings code of its own for {foreign[0]} ({others[foreign[0]]}): load it where hf_graphfilter is "
+            "imported, as by hf-graphfilter run"
+        )
+    models = _models(folder)
+    modules = foreign_modules(config for config, _ in groups)
+    imports = sorted(["import transformers", *(f"import {name}" for name in modules)])
+    imports.append(f"from {__name__} import {with_filters.__name__}")
+    names = sorted({model_class.__name__ for model_class in models.values()})
+    classes = [f"{name} = with_filters(transformers.{name}, __name__)" for name in names]
+    _write(folder / CODE_FILE, _CODE.format(imports="\n".join(imports), classes="\n".join(classes)))
+    ours = {auto: f"{Path(CODE_FILE).stem}.{model_class.__name__}" for auto, model_class in models.items()}
+    _write(folder / "config.json", json.dumps({**description, "auto_map": {**others, **ours}}, indent=2) + "\n")
+    return list(models)
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """The ``config.json`` of a patched checkpoint."""
+    try:
+        description = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise GraphFilterError(f"{folder} is no checkpoint: its config.json is not readable ({error})") from error
+    if not isinstance(description, dict) or "model_type" not in description:
+        raise GraphFilterError(f"{folder} is no checkpoint of transformers: its config.json names no model_type")
+    if CHILD not in description:
+        raise GraphFilterError(f"{folder} has no graph filter; patch it with: hf-graphfilter patch")
+    return description
+
+
+def _is_ours(reference: Any) -> bool:
+    return isinstance(reference, str) and reference.rpartition("--")[2].startswith(f"{Path(CODE_FILE).stem}.")
+
+
+def _models(folder: Path) -> dict[str, type[PreTrainedModel]]:
+    """Auto class -> model class, of all that load this kind of checkpoint."""
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (ValueError, KeyError) as error:
+        raise GraphFilterError(f"transformers {transformers.__version__} cannot read {folder}: {error}") from error
+    found = {}
+    for name, auto_class in vars(modeling_auto).items():
+        mapping = getattr(auto_class, "_model_mapping", None)
+        if name.startswith("AutoModel") and mapping is not None and type(config) in mapping:
+            model_class = auto_factory._get_model_class(config, mapping)
+            # others get a part of the config first, which happens for the classes of transformers only
+            if model_class.config_class is type(config) and hasattr(transformers, model_class.__name__):
+                found[name] = model_class
+    return found
+
+
+def _write(file: Path, text: str) -> None:
+    """Whole or not at all."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)

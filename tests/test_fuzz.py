@@ -1,0 +1,399 @@
+"""Random calls of the public API: nothing but ``GraphFilterError`` comes out, on one line and in time; a failed call
+leaves the model exactly as it was, and one that succeeds gives a model that is filtered and finite.
+
+Each test runs the same few hundred examples every time; ``-m slow`` runs new ones for an hour (HYPOTHESIS_EXAMPLES sets
+their number).
+"""
+
+import copy
+import fractions
+import json
+import math
+import os
+import re
+import signal
+import time
+from collections import Counter
+from contextlib import contextmanager
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from models import FAMILIES
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel
+
+from hf_graphfilter import (
+    AGFConfig,
+    FilterConfig,
+    GFSAConfig,
+    GraphFilterError,
+    filter_status,
+    load_filter,
+    patch_model,
+    save_filter,
+    unpatch_model,
+)
+from hf_graphfilter.errors import LONGEST
+
+SECONDS = 10  # of CPU time, for one call; the slowest that is allowed takes a tenth of it
+MANY = int(os.environ.get("HYPOTHESIS_EXAMPLES", 30_000))
+
+
+outcomes = Counter()  # of the calls, by function
+
+
+@pytest.fixture(autouse=True)
+def recorded(record_property):
+    """The numbers of calls, for ``--junitxml FILE -o junit_family=xunit1``."""
+    outcomes.clear()
+    yield
+    for (name, outcome), number in outcomes.items():
+        record_property(f"{name}: {outcome}", number)
+
+
+def examples(quick):
+    return pytest.mark.parametrize("count", [quick, pytest.param(MANY, marks=pytest.mark.slow, id="many")])
+
+
+def fuzz(count, quick, *strategies):
+    """Run the decorated function on examples of the strategies, at once."""
+    options = {"database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}
+    return lambda run: settings(max_examples=count, derandomize=count == quick, **options)(given(*strategies)(run))()
+
+
+# ---------------------------------------------------------------------------------------------------- invariants
+
+
+def state_of(model, inputs):
+    """All of a model that a failed call could change; the first part compares by ==, the second holds tensors."""
+    modules = dict(model.named_modules())
+    hooks = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_backward_hooks")
+    kept = [
+        *[(name, id(m), type(m), id(getattr(m, "config", None))) for name, m in modules.items()],
+        *[[list(getattr(m, hook)) for hook in hooks] for m in modules.values()],
+        *[{*(getattr(m, f"_keep_in_fp32_modules{s}", None) or ())} for m in modules.values() for s in ("", "_strict")],
+        *[sorted(vars(m)) for m in modules.values()],
+        copy.deepcopy(vars(model.config)),
+        [id(p) for p in model.parameters()],
+        model.training,
+    ]
+    return kept, {**{k: v.clone() for k, v in model.state_dict().items()}, "output": output(model, inputs)}
+
+
+def same(one, other):
+    return one[0] == other[0] and all(torch.equal(x, other[1][k]) for k, x in one[1].items())
+
+
+def output(model, inputs):
+    with torch.no_grad():
+        return model(**inputs)[0]
+
+
+@contextmanager
+def in_time():
+    def stop(*_):
+        raise AssertionError("the call hangs")
+
+    start = time.process_time()
+    alarms = hasattr(signal, "SIGALRM")  # not on Windows
+    if alarms:
+        earlier = signal.signal(signal.SIGALRM, stop)
+        signal.alarm(12 * SECONDS)
+    try:
+        yield
+    finally:
+        if alarms:
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, earlier)
+    assert time.process_time() - start < SECONDS
+
+
+def attempt(call, *arguments, other=(), **options):
+    """(whether it succeeded, what it returned); every exception but ours, and those of ``other``, is a failure."""
+    name = call.__name__
+    try:
+        with in_time():
+            found = call(*arguments, **options)
+    except GraphFilterError as error:
+        message = str(error)
+        assert len(message) <= LONGEST
+        assert message.splitlines() == [message]
+        outcomes[name, "refused"] += 1
+        return False, None
+    except other as error:
+        outcomes[name, type(error).__name__] += 1
+        return False, None
+    outcomes[name, "done"] += 1
+    return True, found
+
+
+# -------------------------------------------------------------------------------------------------------- values
+
+
+class Hostile:
+    """An object whose every question fails."""
+
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+    def _repr_pretty_(self, printer, cycle):  # for hypothesis, where an example fails
+        printer.text("Hostile()")
+
+    __eq__ = __hash__ = __bool__ = __len__ = __iter__ = __index__ = __float__ = __fspath__ = __str__ = __repr__
+
+
+class Unregistered(GFSAConfig):
+    """Inherits a registered name."""
+
+
+ODD = [
+    *(None, True, False, 0, 1, -1, 7, 10**7, 10**30, -(10**30), 10**400, 10**5000, 1.0, -0.0, 1e39, -1e200, 1e-320),
+    *(math.nan, math.inf, -math.inf, 1j, fractions.Fraction(1, 3), fractions.Fraction(10**400), ..., object()),
+    *("", "K", "gfsa", "even", "w_K", "x" * 20_000, "a\nb\0c", "\ud800", b"\0\1", bytearray(b"\1"), memoryview(b"\0")),
+    *([], [0], [1, 1], [True], ["w_K"], (), (1,), {}, {1: 2}, {0}, {"K": 3}, [[[[]]]], [math.nan], [10**5000]),
+    *(range(2), range(10**9), range(10**30), slice(None), slice(0, 2, 0), slice("a"), slice(10**30), iter([0])),
+    *(np.arange(3), np.zeros((2, 2)), np.array(1), np.int64(1), np.float32(0.5), np.float64(math.nan), np.bool_(True)),
+    *(np.longdouble("1e4000"), np.str_("taylor"), np.datetime64("2026-01-01"), np.array(["even"])),
+    *(torch.arange(2), torch.ones(2, 2), torch.tensor(1), torch.tensor(True), torch.empty(2, device="meta")),
+    *(int, dict, len, print, lambda: True, lambda i: True, lambda i, name: i, lambda i, name: np.ones(2)),
+    *(lambda i, name: 1 / 0, lambda i, name: torch.ones(2), lambda i, name: Hostile(), Hostile, Hostile()),
+    *(GFSAConfig, GFSAConfig(), AGFConfig(window=2), FilterConfig, FilterConfig(), Unregistered()),
+]
+odd = st.sampled_from(range(len(ODD))).map(ODD.__getitem__)
+numbers = st.floats(-2, 2).map(lambda x: round(x, 3))
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**40), 10**40) | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+OPTIONS = {
+    "gfsa": {
+        "K": st.integers(1, 6) | st.just(1000),
+        "w_0": numbers,
+        "w_1": numbers,
+        "w_K": numbers,
+        "learn": st.lists(st.sampled_from(["w_0", "w_1", "w_K"]), unique=True),
+        "approximation": st.sampled_from(["taylor", "none"]),
+    },
+    "agf": {
+        "K": st.integers(0, 6) | st.just(1000),
+        "basis": st.sampled_from(["jacobi", "chebyshev", "legendre", "monomial"]),
+        "a": numbers | st.floats(-200, 200),
+        "b": numbers | st.floats(),
+        "theta": st.sampled_from(["shared", "per_head"]),
+        "constrain_theta": st.booleans(),
+        "gamma": st.floats(0, 1),
+        "init": st.sampled_from(["copy", "blend"]),
+        "correction": st.booleans(),
+        "window": st.sampled_from([0, 1, 3, 2048, 1_000_000]),
+        "position_bias": st.just("drop"),
+    },
+}
+
+
+@st.composite
+def options_of(draw, name):
+    """Options of a filter: valid ones, now and then with an odd value or name among them."""
+    found = draw(st.fixed_dictionaries({}, optional=OPTIONS[name]))
+    found |= {"position_bias": "drop"} if name == "agf" else {}
+    if draw(st.integers(0, 4)) == 4:
+        found[draw(st.sampled_from([*OPTIONS[name], "k", "cls", "self", "x" * 20_000]))] = draw(odd)
+    return found
+
+
+usual = [None, "even", "odd", [-1, 0], [1], slice(1, None), (1,), {0, 1}, np.arange(2), lambda i, name: i < 1]
+layers = st.one_of(
+    *[st.sampled_from(usual)] * 4,
+    odd,
+    st.lists(st.integers(-3, 4) | odd, max_size=3),
+    st.builds(slice, odd, odd, odd),
+    odd.map(lambda result: lambda i, name: result),
+)
+
+
+@st.composite
+def patches(draw):
+    """Arguments of ``patch_model``."""
+    name = draw(st.sampled_from(["gfsa", "agf", "gfsa", "agf", "gfsa", "agf", "odd"]))
+    found = {"filter": name, **draw(options_of(name))} if name != "odd" else {"filter": draw(odd | st.text(max_size=8))}
+    if draw(st.booleans()):
+        found["layers"] = draw(layers)
+    if draw(st.integers(0, 5)) == 5:
+        found["stack"] = draw(st.sampled_from(["encoder", "decoder"]) | odd)
+    return found
+
+
+@st.composite
+def mutations(draw):
+    """What is done to a JSON document: (seed of the place, change, value), once to three times."""
+    change = st.sampled_from(["replace", "remove", "add", "rename", "repeat"])
+    value = json_values | st.sampled_from(["gfsa", "agf", 1, 2, [], {}, 10**30, math.nan, 1e39, True])
+    return draw(st.lists(st.tuples(st.integers(0, 99), change, value), min_size=1, max_size=3))
+
+
+def mutated(document, changes):
+    document = {"": copy.deepcopy(document)}
+    for place, change, value in changes:
+        value, places = copy.deepcopy(value), list(_places(document))
+        parent, key = places[place % len(places)]
+        if change == "replace":
+            parent[key] = value
+        elif change == "remove" and parent is not document:
+            del parent[key]
+        elif change == "add":
+            parent[key] = {**parent[key], "new": value} if isinstance(parent[key], dict) else [parent[key], value]
+        elif change == "rename" and isinstance(parent, dict) and parent is not document:
+            parent[f"{key}x"] = parent.pop(key)
+        elif change == "repeat" and isinstance(parent, list):
+            parent.append(copy.deepcopy(parent[key]))
+    return document[""]
+
+
+def _places(node):
+    keys = node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
+    for key in keys:
+        yield node, key
+        yield from _places(node[key])
+
+
+@st.composite
+def damaged(draw):
+    """What is done to the tensors of a filter: (number of the tensor, change)."""
+    dtypes = [torch.int64, torch.bool, torch.complex64, torch.float64, torch.bfloat16, torch.uint8, torch.float8_e4m3fn]
+    change = st.one_of(
+        st.sampled_from([math.nan, math.inf, -math.inf, 1e39, 0.5]),
+        st.sampled_from(dtypes),
+        st.sampled_from([(), (0,), (1,), (2, 2)]),
+        st.sampled_from(["remove", "rename", "add"]),
+    )
+    return draw(st.lists(st.tuples(st.integers(0, 9), change), max_size=2))
+
+
+def damage(tensors, changes):
+    tensors = dict(tensors)
+    names = [k for k in sorted(tensors) if re.search(r"graph_filter\.[^.]+$", k)] or sorted(tensors)
+    for number, change in changes:
+        name = names[number % len(names)]
+        x = tensors.get(name, torch.zeros(2))
+        if isinstance(change, float):
+            tensors[name] = torch.full(x.shape, change, dtype=torch.float64 if change == 1e39 else torch.float32)
+        elif isinstance(change, torch.dtype):
+            tensors[name] = torch.ones(x.shape).to(change)
+        elif isinstance(change, tuple):
+            tensors[name] = torch.ones(change)
+        elif change == "add":
+            tensors[f"{name}x"] = torch.ones(2)
+        else:
+            tensors.pop(name, None)
+            tensors |= {f"y.{name}": x} if change == "rename" else {}
+    return tensors
+
+
+# --------------------------------------------------------------------------------------------------------- tests
+
+
+@examples(100)
+def test_configs(count):
+    @fuzz(count, 100, st.sampled_from(["gfsa", "agf"]).flatmap(options_of), mutations(), odd)
+    def run(options, changes, value):
+        for config in (GFSAConfig, AGFConfig):
+            done, made = attempt(config.from_options, **options)
+            document = (made if done else config()).to_dict()
+            assert not done or FilterConfig.from_dict(json.loads(json.dumps(document))) == made
+            for data in (mutated(document, changes), {**document, "K": value}, {**document, 1: 2}, value):
+                attempt(FilterConfig.from_dict, data)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "t5"])
+@examples(30)
+def test_calls_on_a_model(family, count, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # odd paths may be relative
+    (tmp_path / "file").touch()
+    family = FAMILIES[family]
+    inputs = family.inputs(tokens=5)
+    save_filter(patch_model(family.build()), tmp_path / "saved")
+    paths = st.sampled_from([None, 3, b"x", "", "file", "file/x", "a" * 5000, "a\0b", "\ud800", "new", "saved", "x/y"])
+    verbs = st.one_of(
+        st.tuples(st.just(patch_model), patches()),
+        st.sampled_from([(unpatch_model, {}), (filter_status, {})]),
+        st.tuples(st.just(save_filter), st.fixed_dictionaries({"directory": paths})),
+        st.tuples(st.just(load_filter), st.fixed_dictionaries({"source": paths | odd})),
+    )
+
+    @fuzz(count, 30, st.booleans(), st.lists(verbs, min_size=1, max_size=4))
+    def run(patched, calls):
+        model = family.build()
+        plain = before = state_of(model, inputs)
+        if patched:
+            before = state_of(patch_model(model, layers=[0]), inputs)
+        for call, arguments in calls:
+            unwritable = (OSError,) if call is save_filter else ()
+            done, _ = attempt(call, model, **arguments, other=unwritable)
+            after = state_of(model, inputs)
+            if not done or call in (save_filter, filter_status):
+                assert same(after, before)
+            elif call is unpatch_model:
+                assert same(after, plain)
+            else:
+                assert filter_status(model)
+                if any(abs(v) > 1e6 for k, v in arguments.items() if k[:2] == "w_"):
+                    return  # numbers that were asked for, and no sum of them need be finite
+                assert after[1]["output"].isfinite().all()
+            before = after
+
+
+@examples(50)
+def test_edited_checkpoints(count, tmp_path, transformers_warnings):
+    family = FAMILIES["bert"]
+    inputs = family.inputs(tokens=5)
+    model = patch_model(family.build(num_hidden_layers=2), "gfsa", layers=[0], K=4)
+    patch_model(model, "agf", layers=[1], window=3).save_pretrained(tmp_path)
+    config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+
+    @fuzz(count, 50, st.just([]) | mutations(), damaged())
+    def run(changes, damages):
+        edited = {**config, "graph_filter": mutated(config["graph_filter"], changes)}
+        (tmp_path / "config.json").write_text(json.dumps(edited))
+        save_file(damage(tensors, damages), tmp_path / "model.safetensors", metadata={"format": "pt"})
+        done, found = attempt(AutoModel.from_pretrained, tmp_path)
+        transformers_warnings.clear()  # it names the tensors
+        if done:
+            assert [row.module for row in filter_status(found)] == [row.module for row in filter_status(model)]
+            assert output(found, inputs).isfinite().all()
+
+
+@examples(80)
+def test_damaged_filter_files(count, tmp_path):
+    family = FAMILIES["bert"]
+    inputs = family.inputs(tokens=5)
+    patched = patch_model(patch_model(family.build(), "gfsa", layers=[0, 2], K=4), "agf", layers=[1], correction=True)
+    save_filter(patched, tmp_path)
+    description, weights = tmp_path / "graph_filter.json", tmp_path / "graph_filter.safetensors"
+    good, tensors, data = json.loads(description.read_text()), load_file(weights), weights.read_bytes()
+    texts = ["", "{", "[]", "nul", "[" * 100_000, '{"a":' * 100_000, '{"version": 1}', "9" * 5000, "\ufeff"]
+    documents = st.just([]) | mutations() | st.sampled_from(texts)
+    header = int.from_bytes(data[:8], "little")
+    files = damaged() | st.tuples(st.integers(0, header + 64), st.binary(max_size=9)) | st.integers(0, len(data))
+
+    @fuzz(count, 80, documents, files, st.booleans())
+    def run(changes, damages, onto_patched):
+        description.write_text(changes if isinstance(changes, str) else json.dumps(mutated(good, changes)))
+        if isinstance(damages, list):
+            save_file(damage(tensors, damages), weights)
+        elif isinstance(damages, tuple):
+            place, new = damages
+            weights.write_bytes(data[:place] + new + data[place + len(new) :])
+        else:
+            weights.write_bytes(data[:damages])
+        model = copy.deepcopy(patched) if onto_patched else family.build()
+        before = state_of(model, inputs)
+        done, _ = attempt(load_filter, model, tmp_path)
+        if done:
+            assert len(filter_status(model)) == 3
+            assert output(model, inputs).isfinite().all()
+        else:
+            assert same(state_of(model, inputs), before)

@@ -1,0 +1,100 @@
+"""What surrounds the code: version, addresses, links, metadata, workflows."""
+
+import re
+import runpy
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import hf_graphfilter
+from hf_graphfilter.filters import available_filters, get_filter
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = set(PROJECT["project"]["optional-dependencies"])
+LINKS = runpy.run_path(str(ROOT / "docs" / "links.py"))
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / "recipes").glob("*.md"),
+    *(ROOT / "examples").glob("*.md"),
+]
+
+
+def test_the_version_is_written_once():
+    assert "version" not in PROJECT["project"]
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "hf_graphfilter.__version__"}
+    # setuptools reads a literal without importing the package
+    assert f'\n__version__ = "{hf_graphfilter.__version__}"\n' in (ROOT / "hf_graphfilter" / "__init__.py").read_text()
+    assert f"\n## [{hf_graphfilter.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_addresses_are_of_one_repository():
+    urls = PROJECT["project"]["urls"]
+    assert all(url.startswith(urls["Repository"]) for url in urls.values())
+    assert urls["Changelog"] == LINKS["hosted"]("CHANGELOG.md")
+
+
+def test_the_citation_agrees_with_the_package():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == hf_graphfilter.__version__
+    assert citation["repository-code"] == LINKS["ADDRESS"]
+    assert " AND ".join(citation["license"]) == PROJECT["project"]["license"]
+    references = {reference["title"] for reference in citation["references"]}
+    for name in available_filters():
+        if cited := get_filter(name).citation:
+            assert re.search(r"title += \{(.*)\}", cited)[1] in references
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_between_pages_lead_to_files(page):
+    found = []
+    LINKS["relinked"](page.read_text(), str(page.relative_to(ROOT)), lambda path: found.append(path) or path)
+    assert [path for path in found if not (ROOT / path).exists()] == []
+
+
+def test_the_long_description_has_no_relative_link():
+    text = re.sub("```.*?```", "", LINKS["long_description"](), flags=re.DOTALL)
+    targets = re.findall(r"\]\(([^)]+)\)", text)
+    assert f"{LINKS['ADDRESS']}/blob/main/docs/agf.md" in targets
+    assert [target for target in targets if not target.startswith(("https://", "#"))] == []
+    assert "<img" not in text
+
+
+def test_links_are_found_and_code_is_left_alone():
+    text = 'a [`b`](c.md#d) `x["k"](c.md)` [e](https://f.g) [h](#i)\n```\ny["k"](c.md)\n```\n![j](../k.png)\n'
+    linked = text.replace("(c.md#d)", "(/docs/c.md#d)").replace("(../k.png)", "(/k.png)")
+    assert LINKS["relinked"](text, "docs/z.md", "/{}".format) == linked
+
+
+def test_extras_that_are_named_exist():
+    readme = (ROOT / "README.md").read_text()
+    sentence = re.search(r"with the extras(.*?)\. ", readme, re.DOTALL)[1]
+    named = re.findall(r"`(\w+)`", sentence)
+    installed = ",".join(e for page in PAGES for e in re.findall(r"\.\[([\w,]+)\]", page.read_text())).split(",")
+    makefile = re.findall(r"\(VENV\)/installed-(\w+)", (ROOT / "Makefile").read_text())
+    assert named
+    assert makefile
+    assert {*named, *installed, *makefile} <= EXTRAS
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda f: f.name)
+def test_workflows_and_forms_are_yaml_and_name_targets_that_exist(file):
+    content = yaml.safe_load(file.read_text())
+    assert content["name"]
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for job in content.get("jobs", {}).values():
+        named = {t for matrix in job.get("strategy", {}).get("matrix", {}).values() for t in matrix}
+        commands = [step["run"] for step in job["steps"] if "run" in step]
+        named |= {t for command in commands for t in re.findall(r"make ([\w-]+)", command)}
+        assert named
+        assert named <= targets
+        assert all((ROOT / script).is_file() for c in commands for script in re.findall(r"tests/\S+\.py", c))
+
+
+def test_no_file_is_unpickled():
+    """SECURITY.md says so. (In memory, ``pickle.loads(pickle.dumps(model))`` is a check of filters.)"""
+    pickles = re.compile(r"torch\.(load|save)\b|pickle\.load\b|Unpickler|joblib|dill\b")
+    assert [f for f in (ROOT / "hf_graphfilter").rglob("*.py") if pickles.search(f.read_text())] == []

@@ -1,0 +1,126 @@
+"""What the documents show runs: the Python of the README, the commands of the recipes, the examples."""
+
+import re
+import runpy
+import shlex
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import datasets
+import pytest
+from transformers import BertConfig, BertModel
+
+from hf_graphfilter import filter_status
+from hf_graphfilter.filters import base
+from recipes import common, compare
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty current directory; filters that are registered in it are forgotten."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(base, "_FILTERS", dict(base._FILTERS))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path
+
+
+SENTENCES = [f"the {animal} number {i} sat on the mat" for i in range(24) for animal in ("cat", "dog")]
+
+
+def small_bert(folder):
+    """A pretrained encoder with its tokenizer, but small and random."""
+    common.train_bpe(iter(SENTENCES), 300).save_pretrained(folder)
+    shape = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48}
+    special = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+    BertModel(BertConfig(**shape, **special, vocab_size=300, max_position_embeddings=64)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+def test_the_python_of_the_readme_runs_as_printed(folder, transformers_warnings, capsys):
+    """Each block after the one before; the names of the Hub are folders here, with a small model and a few rows."""
+    small_bert("bert-base-uncased")
+    glue = folder / "nyu-mll" / "glue"
+    glue.mkdir(parents=True)
+    for part in ("train", "validation"):
+        rows = [f"{text},{i % 2},{i}" for i, text in enumerate(SENTENCES)]
+        (glue / f"{part}.csv").write_text("\n".join(["sentence,label,idx", *rows]))
+    parts = "[{split: train, path: train.csv}, {split: validation, path: validation.csv}]"
+    (glue / "README.md").write_text(f"---\nconfigs:\n- {{config_name: cola, data_files: {parts}}}\n---\n")
+
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    names = {"__name__": "readme"}
+    found = []
+    for block in blocks:
+        exec(block.replace("steps=1000", "steps=8"), names)
+        found.append([row.filter.filter for row in filter_status(names["model"])])
+    transformers_warnings.clear()  # of the new head, and of times on this file system
+    assert found == [["gfsa"] * 4, ["agf"] * 4, [], ["high-pass"] * 4]
+    assert filter_status(names["model"])[0].coefficients["g"].tolist() == pytest.approx([0.1] * 4)
+    out = capsys.readouterr().out
+    assert re.search(r"bert.encoder.layer.0.attention.self +gfsa +-?0\.0", out)
+    assert "8 steps" in out
+    assert Path("runs/README.md").read_text().startswith("---\n")
+
+
+def commands():
+    """(file, words) of each call of a recipe that the documents show."""
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").glob("*.md")]
+    for file in [*files, *(ROOT / "recipes").glob("*.py")]:
+        for line in file.read_text().replace("\\\n", " ").splitlines():
+            if re.match(r" *(python|accelerate launch) recipes/\w+\.py ", line):
+                yield file, shlex.split(line, comments=True)
+
+
+def test_the_commands_of_the_documents_are_valid(monkeypatch):
+    """Their flags, configurations, tasks and settings."""
+    monkeypatch.setattr(common, "import_filters", lambda modules: None)  # files of the reader's
+    found = 0
+    for file, words in commands():
+        name, *argv = words[words.index(next(w for w in words if w.endswith(".py"))) :]
+        if name == "recipes/compare.py":
+            options, argv = compare.arguments().parse_known_args(argv)
+            name = options.recipe
+        recipe = import_module(f"recipes.{Path(name).stem}").RECIPE
+        tasks = list(recipe.metrics)[:1] if "$task" in argv else []
+        try:
+            common.Settings(recipe).parse([*argv, *(["--task", tasks[0]] if tasks else [])])
+        except ValueError as error:
+            raise AssertionError(f"{file.name}: {shlex.join(words)}") from error
+        found += 1
+    assert found > 20
+
+
+SAID = {
+    "fine_tune": r"rating, 128 other snippets: (\d\.\d+) before, (\d\.\d+) after",
+    "transfer_to_agf": r"from the original's, relative: (\d\.\d+) before, (\d\.\d+) after",
+    "own_filter": r"patched: the output changes by (0\.0e\+00)\nwalking lazily: the output changes by (\d)",
+    "sentence_embeddings": r"rating, 100 other pairs: (-?\d\.\d+) before, (-?\d\.\d+) after",
+    "vision": r"on 64 other images: (\d\.\d+) before, (\d\.\d+) after",
+}
+CHEAPER = {name: ["small", "--steps", "4"] for name in ("fine_tune", "transfer_to_agf", "sentence_embeddings")}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("as_is", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda f: f.stem)
+def test_examples(file, as_is, folder, monkeypatch, capsys, transformers_warnings):
+    """As a user runs them; the longer ones with a small model and few steps where the test is not slow."""
+    if file.stem == "sentence_embeddings":
+        pytest.importorskip("sentence_transformers")
+    argv = [] if as_is else CHEAPER.get(file.stem, [])
+    if argv:
+        small_bert("small")
+    monkeypatch.setattr(sys, "argv", [str(file), *argv])
+    runpy.run_path(str(file), run_name="__main__")
+    transformers_warnings.clear()  # of the new head
+    out = capsys.readouterr().out
+    assert re.search(r"^module +filter .*backend$", out, re.MULTILINE), out
+    before, after = map(float, re.search(SAID[file.stem], out).groups())
+    better = before > after if file.stem in ("fine_tune", "transfer_to_agf") else before < after
+    assert better or argv
+    assert list((folder / "runs" / "examples" / file.stem).rglob("model.safetensors"))

@@ -1,0 +1,255 @@
+"""The record of a patch: names of modules over releases of transformers, and records that do not fit their model."""
+
+import copy
+import json
+
+import pytest
+import torch
+import transformers
+from models import FAMILIES, output, turn_on
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModel,
+    BertForSequenceClassification,
+    CLIPVisionModel,
+    Dinov2Config,
+    Dinov2Model,
+    Dinov2WithRegistersConfig,
+    Dinov2WithRegistersForImageClassification,
+    SegformerConfig,
+    SegformerForImageClassification,
+    T5EncoderModel,
+    T5ForConditionalGeneration,
+    ViTForImageClassification,
+)
+
+from hf_graphfilter import GraphFilterError, filter_status, load_filter, patch_model, save_filter, unpatch_model
+from hf_graphfilter.hosts import host_of
+
+BERT = FAMILIES["bert"]
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
+
+
+def segformer():
+    pyramid = {"hidden_sizes": [8, 16], "num_attention_heads": [1, 2], "sr_ratios": [1, 1], "strides": [4, 2]}
+    shape = {"num_encoder_blocks": 2, "depths": [1, 1], "patch_sizes": [7, 3], "mlp_ratios": [2, 2]}
+    return SegformerForImageClassification(SegformerConfig(**pyramid, **shape, classifier_dropout_prob=0))
+
+
+MODELS = {  # transformers gives the weights of their attention other names in checkpoints, in some or all releases
+    "dinov2": lambda: Dinov2Model(Dinov2Config(**SMALL)),
+    "dinov2-with-registers": lambda: Dinov2WithRegistersForImageClassification(Dinov2WithRegistersConfig(**SMALL)),
+    "vit": lambda: ViTForImageClassification(FAMILIES["vit"].config),
+    "beit": FAMILIES["beit"].build,
+    "swin": FAMILIES["swin"].build,
+    "segformer": segformer,
+}
+
+
+def first(model, inputs):
+    return model(**inputs)[0]
+
+
+def other_name(model):
+    """A module's name in the releases that do not call it as this one does."""
+    host = host_of(model)
+    sites, _ = host.find(model)
+    saved = {site.name: name for name, site in host.saved_names(model, sites).items()}
+
+    def renamed(name):
+        here = host.relative_name(model, name)
+        if saved[name] != here:
+            return saved[name]
+        # DINOv2: transformers 5.17 has encoder.layer.0.attention.attention, 5.23 encoder.layer.0.attention
+        return here.removesuffix(".attention") if here.endswith("attention.attention") else f"{here}.attention"
+
+    return {host.relative_name(model, site.name): renamed(site.name) for site in sites}
+
+
+def respell(file, names, coefficients):
+    """The file with the coefficients, name to tensor, of modules that are called otherwise there."""
+    others = {key: tensor for key, tensor in load_file(file).items() if "w_" not in key}
+    owner = {key: next(name for name in names if f"{name}." in key) for key in coefficients}
+    renamed = {key.replace(owner[key], names[owner[key]]): tensor for key, tensor in coefficients.items()}
+    save_file(others | renamed, file, {"format": "pt"})
+
+
+def edit_json(file, change):
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.feature("Checkpoints: written by a release of transformers that names modules otherwise")
+def test_modules_that_another_release_names_otherwise(name, tmp_path):
+    model = turn_on(patch_model(MODELS[name]().eval(), learn=("w_0", "w_K")))
+    inputs = {"pixel_values": torch.randn(2, 3, 16, 16)}
+    expected, names = first(model, inputs), other_name(model)
+
+    def old_record(config):
+        record = config.get("graph_filter", config)
+        record.pop("model")  # which the first release did not write
+        for group in record["filters"]:
+            group["modules"] = [names[module] for module in group["modules"]]
+        if "base" in config:
+            config["base"]["heads"] = {names[module]: heads for module, heads in config["base"]["heads"].items()}
+
+    model.save_pretrained(tmp_path / "model")
+    of_model = {key: tensor for key, tensor in model.state_dict().items() if "graph_filter" in key}
+    respell(tmp_path / "model" / "model.safetensors", names, of_model)
+    edit_json(tmp_path / "model" / "config.json", old_record)
+    loaded = type(model).from_pretrained(tmp_path / "model")
+    assert torch.equal(first(loaded, inputs), expected)
+    assert str(filter_status(loaded)) == str(filter_status(model))
+
+    loaded.save_pretrained(tmp_path / "again")  # in the names of this release
+    record = json.loads((tmp_path / "again" / "config.json").read_text())["graph_filter"]
+    assert record["filters"][0]["modules"] == list(names)
+    assert torch.equal(first(type(model).from_pretrained(tmp_path / "again"), inputs), expected)
+
+    save_filter(model, tmp_path / "filter")
+    file = tmp_path / "filter" / "graph_filter.safetensors"
+    respell(file, names, load_file(file))
+    edit_json(tmp_path / "filter" / "graph_filter.json", old_record)
+    again = load_filter(unpatch_model(copy.deepcopy(model)), tmp_path / "filter")
+    assert torch.equal(first(again, inputs), expected)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    turn_on(patch_model(BERT.build(), layers="even")).save_pretrained(tmp_path / "patched")
+    return tmp_path / "patched"
+
+
+def without_coefficients(checkpoint):
+    file = checkpoint / "model.safetensors"
+    save_file({k: t for k, t in load_file(file).items() if "graph_filter" not in k}, file, {"format": "pt"})
+
+
+def right(record):
+    return record["filters"][0]["modules"]
+
+
+@pytest.mark.parametrize("coefficients", [True, False])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: r["filters"][0].update(modules=["no.such"]), r"names 1 of 1 modules .*'no\.such', nearest here"),
+        (lambda r: right(r).append("no.such"), r"names 1 of 3 modules that are no self-attention of BertModel"),
+        (lambda r: right(r).append("encoder.layer.9.attention.self"), r"encoder\.layer\.9\.attention\.self"),
+        (lambda r: right(r).append("encoder.layer.0.attention"), r"one module of BertModel twice"),
+        (
+            lambda r: right(r).append(right(r)[0]),
+            r"malformed: it names the module 'encoder.layer.0.attention.self' twice",
+        ),
+        (lambda r: r["filters"].append(r["filters"][0]), "twice"),
+        (lambda r: r["filters"][0].update(modules=[]), r"'modules' must be a list of names, got \[\]"),
+        (lambda r: r["filters"][0].update(modules="encoder.layer.0.attention.self"), "must be a list of names"),
+        (lambda r: r["filters"][0].update(modules=[0, 1]), r"must be a list of names, got \[0, 1\]"),
+        (lambda r: r.update(filters=[]), r"'filters' must be a list of filters, got \[\]"),
+        (lambda r: r.update(filters={}), r"'filters' must be a list of filters, got \{\}"),
+        (lambda r: r.update(filters=["gfsa"]), "must be a list of filters"),
+    ],
+)
+def test_records_that_do_not_fit_are_refused(change, message, coefficients, checkpoint, transformers_warnings):
+    if not coefficients:
+        without_coefficients(checkpoint)
+    edit_json(checkpoint / "config.json", lambda config: change(config["graph_filter"]))
+    with pytest.raises(GraphFilterError, match=message) as caught:
+        AutoModel.from_pretrained(checkpoint)
+    assert "\n" not in str(caught.value)
+    transformers_warnings.clear()
+
+
+@pytest.mark.parametrize("model_class", [BertForSequenceClassification, AutoModel])
+def test_a_record_is_checked_against_the_class_that_was_saved(model_class, tmp_path, transformers_warnings):
+    patch_model(BertForSequenceClassification(BERT.config)).save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", lambda config: right(config["graph_filter"]).append("decoder.no.such"))
+    with pytest.raises(GraphFilterError, match=r"of BertForSequenceClassification \('decoder\.no\.such'"):
+        model_class.from_pretrained(tmp_path)
+    transformers_warnings.clear()
+
+
+@pytest.mark.parametrize("stack", ["encoder", "decoder", None])
+def test_parts_see_their_own_modules(stack, tmp_path, transformers_warnings):
+    model = turn_on(patch_model(T5ForConditionalGeneration(FAMILIES["t5"].config).eval(), stack=stack))
+    model.save_pretrained(tmp_path / "whole")
+    encoder = T5EncoderModel.from_pretrained(tmp_path / "whole")
+    assert len(filter_status(encoder)) == (0 if stack == "decoder" else 3)
+    encoder.save_pretrained(tmp_path / "part")
+    again = T5EncoderModel.from_pretrained(tmp_path / "part")
+    ids = FAMILIES["t5"].inputs()["input_ids"]
+    assert torch.equal(again(ids).last_hidden_state, model.encoder(ids).last_hidden_state)
+    transformers_warnings.clear()
+
+
+def test_coefficients_without_a_record_are_not_lost(checkpoint, transformers_warnings):
+    edit_json(checkpoint / "config.json", lambda c: (c.pop("graph_filter"), c.pop("attn_implementation", None)))
+    with pytest.raises(GraphFilterError, match=r"no filter for .*config\.json holds no record of them"):
+        AutoModel.from_pretrained(checkpoint)
+    transformers_warnings.clear()
+
+
+def test_a_tower_of_a_patched_model_is_refused(tmp_path, transformers_warnings):
+    patch_model(FAMILIES["clip"].build()).save_pretrained(tmp_path)
+    with pytest.raises(GraphFilterError, match=r"has no filter for .*only a part of the model was patched"):
+        CLIPVisionModel.from_pretrained(tmp_path)
+    transformers_warnings.clear()
+
+
+# --------------------------------------------------------------------------------------- what a model is left with
+
+
+def traces(model):
+    """What a patch changes besides modules: config objects and what they hold, attributes of the models."""
+    parts = [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
+    kept = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    return [(id(p.config), p.config.to_dict(), sorted(vars(p)), *(getattr(p, n) for n in kept)) for p in parts]
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "clip", "beit"])
+def test_unpatching_leaves_what_was_there(name, tmp_path):
+    model = FAMILIES[name].build()
+    before = traces(model)
+    patch_model(model, layers=[0])
+    patch_model(model, layers=[1])
+    unpatch_model(model)
+    assert traces(model) == before
+    other = patch_model(FAMILIES[name].build(), learn=("w_0", "w_K"))
+    save_filter(other, tmp_path)
+    file = tmp_path / "graph_filter.safetensors"
+    tensors = load_file(file)
+    save_file({k: t[:2] if "w_K" in k else t for k, t in tensors.items()}, file)
+    with pytest.raises(GraphFilterError, match="should hold"):
+        load_filter(model, tmp_path)
+    assert traces(model) == before
+
+
+def test_changes_of_the_config_stay_when_a_model_is_unpatched():
+    config = copy.deepcopy(BERT.config)
+    model = patch_model(BertForSequenceClassification(config))
+    model.config.problem_type = "regression"
+    del model.config.pad_token_id
+    unpatch_model(model)
+    assert model.config is config
+    assert config.problem_type == "regression"
+    assert "pad_token_id" not in vars(config)
+    assert {id(m.config) for m in model.modules() if hasattr(m, "config")} == {id(config)}
+
+
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_a_loaded_model_is_unpatched_without_traces(name, tmp_path):
+    family = FAMILIES[name]
+    plain = family.build()
+    plain.save_pretrained(tmp_path / "plain")
+    patch_model(plain).save_pretrained(tmp_path / "patched")
+    clean, model = (AutoModel.from_pretrained(tmp_path / folder) for folder in ("plain", "patched"))
+    unpatch_model(model)
+    named = ("id", "_name_or_path", "architectures")
+
+    def compared(model):
+        return [({k: v for k, v in config.items() if k not in named}, *rest) for _, config, *rest in traces(model)]
+
+    assert compared(model) == compared(clean)
+    assert torch.equal(output(model, family.inputs()), output(clean, family.inputs()))
