@@ -32,7 +32,7 @@ pairs = [
 ]
 test, train = pairs[:100], pairs[100:]
 encoder = SentenceTransformer(options.model or pretrained_path(), device="cpu")
-patch_model(encoder[0].auto_model, "gfsa", K=3)
+patch_model(encoder, "gfsa", K=3)
 
 
 def similarities(batch: list) -> torch.Tensor:
@@ -49,7 +49,7 @@ def agreement() -> float:
 
 
 before = agreement()
-optimizer = torch.optim.AdamW(parameter_groups(encoder[0].auto_model, lr=5e-5, filter_lr=1e-2))
+optimizer = torch.optim.AdamW(parameter_groups(encoder, lr=5e-5, filter_lr=1e-2))
 for step in range(options.steps):
     encoder.train()
     batch = train[16 * step : 16 * step + 16]
@@ -57,7 +57,7 @@ for step in range(options.steps):
     optimizer.step()
     optimizer.zero_grad()
 
-print(filter_status(encoder[0].auto_model))
+print(filter_status(encoder))
 print(
     f"rank correlation of similarity and rating, {len(test)} other pairs: {before:.3f} before, {agreement():.3f} after"
 )

@@ -17,6 +17,7 @@ from compatibility import Collector, described
 from transformers.utils import logging as transformers_logging
 
 from hf_graphfilter import GraphFilterError
+from hf_graphfilter.filters import base
 
 torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # one: the tests run in parallel processes
 transformers_logging.disable_progress_bar()
@@ -58,6 +59,12 @@ def ctrl_c():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch):
+    """Filters that a test registers are forgotten after it."""
+    monkeypatch.setattr(base, "_FILTERS", dict(base._FILTERS))
 
 
 @pytest.fixture(autouse=True)

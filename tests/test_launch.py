@@ -14,7 +14,6 @@ from models import FAMILIES, turn_on
 
 from hf_graphfilter import GraphFilterError, export_remote_code, filter_status, patch_model
 from hf_graphfilter.filters import import_filters
-from hf_graphfilter.filters.base import _FILTERS
 from hf_graphfilter.launch import IMPORTS, command_line, environment
 
 PROGRAM = """
@@ -127,7 +126,7 @@ LOAD = """
 import json, sys, torch, transformers
 with torch.no_grad():
     model = transformers.AutoModel.from_pretrained(sys.argv[1])
-    print(json.dumps(model(torch.arange(5, 12)[None]).last_hidden_state.double().sum().item()))
+    print(json.dumps(model(torch.arange(5, 12)[None]).last_hidden_state.double().norm().item()))
 """
 LOAD_REMOTE = """
 import importlib.abc, json, sys, torch, transformers
@@ -148,7 +147,7 @@ for options in ({}, {"trust_remote_code": True}):
         print(json.dumps(str(error)))
 sys.meta_path.pop(0)
 with torch.no_grad():
-    print(json.dumps(load(trust_remote_code=True)(torch.arange(5, 12)[None]).last_hidden_state.double().sum().item()))
+    print(json.dumps(load(trust_remote_code=True)(torch.arange(5, 12)[None]).last_hidden_state.double().norm().item()))
 """
 
 
@@ -162,14 +161,14 @@ def modules_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def third_party(tmp_path):
-    """A checkpoint with a filter of a module ``their_filters``, which lies elsewhere; and the sum of its outputs."""
+    """A checkpoint with a filter of a module ``their_filters``, which lies elsewhere; and the norm of its outputs."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "their_filters.py").write_text(FILTER)
     import_filters([str(tmp_path / "elsewhere" / "their_filters.py")])
     model = patch_model(FAMILIES["bert"].build(), "test-twice")
     model.save_pretrained(tmp_path / "patched")
-    yield tmp_path, model(torch.arange(5, 12)[None]).last_hidden_state.double().sum().item()
-    del _FILTERS["test-twice"], sys.modules["their_filters"]
+    yield tmp_path, model(torch.arange(5, 12)[None]).last_hidden_state.double().norm().item()
+    del sys.modules["their_filters"]
 
 
 def test_a_program_loads_a_filter_of_others(third_party):

@@ -12,7 +12,6 @@ import pytest
 from transformers import BertConfig, BertModel
 
 from hf_graphfilter import filter_status
-from hf_graphfilter.filters import base
 from recipes import common, compare
 
 ROOT = Path(__file__).parents[1]
@@ -21,9 +20,8 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty current directory; filters that are registered in it are forgotten."""
+    """An empty current directory."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(base, "_FILTERS", dict(base._FILTERS))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     return tmp_path
 
