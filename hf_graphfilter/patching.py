@@ -231,8 +231,7 @@ def apply_record(model: nn.Module, whole: bool = False) -> None:
     groups = read_groups(record, type(model).__name__, " of config.graph_filter")
     named = [name for _, names in groups for name in names]
     found = resolve(host, model, named)
-    if whole or record.get("model") == type(model).__name__:  # type: ignore[union-attr]
-        check_resolved(host, model, named, found)
+    check_resolved(host, model, named, found, whole or record.get("model") == type(model).__name__)  # type: ignore[union-attr]
     chosen = [(config, found[name]) for config, names in groups for name in names if name in found]
     made = [(s, _build(config, s)) for config, s in chosen if not hasattr(s.module, "graph_filter")]
     for site, graph_filter in made:
@@ -258,14 +257,16 @@ def resolve(host: Host, model: nn.Module, names: Iterable[str]) -> dict[str, Att
     return {name: known[name] for name in names if name in known}
 
 
-def check_resolved(host: Host, model: nn.Module, names: list[str], found: dict[str, AttentionSite]) -> None:
-    """All modules that a record names were found, and none by two names.
+def check_resolved(
+    host: Host, model: nn.Module, names: list[str], found: dict[str, AttentionSite], whole: bool
+) -> None:
+    """No module of a record was found by two names, and in a ``whole`` model all were found.
 
     Raises:
         GraphFilterError: the first that was not, with the nearest name that the model has.
     """
     absent = [name for name in names if name not in found]
-    if absent:
+    if whole and absent:
         here = [host.relative_name(model, site.name) for site in host.find(model)[0]]
         nearest = difflib.get_close_matches(absent[0], here, 1, cutoff=0)
         raise GraphFilterError(

@@ -612,8 +612,9 @@ def _load_by_record(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
                 f"{path}: a weights file is corrupted or truncated ({error}); save or download it again"
             ) from error
         _check_coefficients(model, info, path)
-        used = getattr(model, "_weight_conversions", None) or ()  # by which it will be saved
-        vars(model)["_weight_conversions"] = [conversion for conversion in used if conversion not in renamings]
+        if renamings:  # it will be saved by the others
+            used = vars(model)["_weight_conversions"]
+            vars(model)["_weight_conversions"] = [conversion for conversion in used if conversion not in renamings]
         return info, index
 
     return staticmethod(_load_pretrained_model)
@@ -627,7 +628,9 @@ def _check_values(model: PreTrainedModel, state_dict: dict[str, Tensor] | None, 
         # not the weights of a filter's children, which may be large, or quantized
         return {relative_name(model, key): read(key) for key in keys if re.search(rf"\.{CHILD}\.[^.]+$", key)}
 
-    own = model.state_dict()
+    own = {
+        k: t for k, t in model.state_dict(keep_vars=True).items() if not hasattr(t, "ds_id")
+    }  # those of ZeRO-3 are empty
     wanted = coefficients(own, own.__getitem__)
     if state_dict is not None:
         check_values(coefficients(state_dict, state_dict.__getitem__), wanted, "state_dict")
@@ -645,8 +648,8 @@ def _follow_renaming(model: PreTrainedModel) -> list[WeightRenaming]:
     host, record = host_of(model), read_record(model) or {}
     names = [name for _, group in patching.read_groups(record, type(model).__name__) for name in group]
     sites = patching.resolve(host, model, names)
-    if len(sites) < len(names) and not _is_a_part(model, record, {*names} - {*sites}):
-        patching.check_resolved(host, model, names, sites)
+    whole = len(sites) < len(names) and not _is_a_part(model, record, {*names} - {*sites})
+    patching.check_resolved(host, model, names, sites, whole)
     renamed = {name: now for name, site in sites.items() if (now := relative_name(model, site.name)) != name}
     if renamed:
         groups = [{**g, "modules": [renamed.get(name, name) for name in g["modules"]]} for g in record["filters"]]
@@ -657,18 +660,22 @@ def _follow_renaming(model: PreTrainedModel) -> list[WeightRenaming]:
 
 
 def _is_a_part(model: PreTrainedModel, record: dict[str, Any], absent: set[str]) -> bool:
-    """Whether the modules that a record names and ``model`` lacks are in the class that was saved."""
-    saved = getattr(transformers, record.get("model") or "", None)
-    if "model" not in record or saved is None:  # of an earlier release of this package, or of a class of one's own
-        return not {name.partition(".")[0] for name in absent} & {name for name, _ in model.named_children()}
-    try:
-        with torch.device("meta"):
-            saved(copy.deepcopy(model.config))  # it raises if it lacks them too
-    except GraphFilterError:
-        raise
-    except Exception:  # the config of a part need not be enough for the whole
-        return True
-    return True
+    """Whether the modules that a record names and ``model`` lacks are in the class that was saved, or, since our first
+    release does not say which that was, in one that may have been."""
+    from .. import patching
+
+    config = copy.deepcopy(model.config)
+    setattr(config, CHILD, None)
+    names = [record["model"]] if "model" in record else config.architectures or []
+    for make in (*(getattr(transformers, str(name), None) for name in names), transformers.AutoModel.from_config):
+        try:
+            with torch.device("meta"):
+                whole = make(copy.deepcopy(config))  # type: ignore[misc]
+        except Exception:  # no class of transformers, or the config of a part is not enough for it
+            continue
+        if absent <= {*patching.resolve(host_of(whole), whole, absent)}:
+            return True
+    return False
 
 
 def _check_coefficients(model: PreTrainedModel, info: Any, path: Any) -> None:
