@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .errors import GraphFilterError, shown
 from .filters import FilterConfig, GraphFilter, as_config
-from .filters.base import UnknownFilterError, build_filter, foreign_modules
+from .filters.base import STARTED, UnknownFilterError, build_filter, foreign_modules
 from .hosts import AttentionSite, Host, encoder_of, host_of, unwrapped
 
 Layers = None | Literal["even", "odd"] | Collection[int] | slice | Callable[[int, str], bool]
@@ -327,7 +327,13 @@ def _build(config: FilterConfig, site: AttentionSite) -> GraphFilter:
     graph_filter.train(site.module.training)
     # a module of a model on meta may hold tensors that are not
     to_be_loaded = any(t.is_meta for t in (like, *graph_filter.parameters(), *graph_filter.buffers()))
-    return graph_filter if to_be_loaded else graph_filter.to(device=like.device, dtype=dtype)
+    if not to_be_loaded:
+        return graph_filter.to(device=like.device, dtype=dtype)
+    # what neither a checkpoint nor reset_parameters sets, as buffers that are not saved, has the values of __init__
+    with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        made = build_filter(config, site)
+        vars(graph_filter)[STARTED] = {k: t.detach() for k, t in (*made.named_parameters(), *made.named_buffers())}
+    return graph_filter
 
 
 def select_sites(sites: list[AttentionSite], layers: Layers, stack: str | None) -> list[AttentionSite]:

@@ -237,6 +237,12 @@ class PerHeadAndMore(Scaled):
         self.shared = nn.Parameter(torch.ones(1))
 
 
+class Tied(Scaled):
+    def __init__(self, config, site):
+        super().__init__(config, site)
+        self.again = self.c
+
+
 class OtherDecoding(Scaled):
     decoding = "row"
 
@@ -256,6 +262,7 @@ class OtherDecoding(Scaled):
         (AbsentPerHead, "names 'd', which must be a parameter or buffer (4, ...), one entry a head, and is None"),
         (PerHeadAsText, ": PerHeadAsText: per_head must be a tuple of names, got 'c'"),
         (PerHeadAndMore, "per_head must name all parameters or none, and lacks 'shared'"),
+        (Tied, ": Tied has one tensor under two names, which safetensors does not save"),
         (OtherDecoding, "decoding must be one of 'rows', 'state', 'state and keys', got 'row'"),
     ],
 )
@@ -477,7 +484,7 @@ class ForgetsToSave(Scaled):
 
     def __init__(self, config, site):
         super().__init__(config, site)
-        self.register_buffer("used", torch.ones(1), persistent=False)
+        self.register_buffer("used", torch.rand(1), persistent=False)
         with torch.no_grad():
             self.c.fill_(2.0)
 

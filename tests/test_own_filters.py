@@ -136,6 +136,44 @@ def test_values_that_were_not_saved_start(name, tmp_path, transformers_warnings)
     assert torch.equal(output(loaded, BERT.inputs()), output(unpatch_model(loaded), BERT.inputs()))
 
 
+class Numbered(GraphFilter):
+    """c_i i S(V) for head i: what ``__init__`` alone sets, and integers."""
+
+    def __init__(self, config, site):
+        super().__init__(config, site)
+        self.c = nn.Parameter(torch.empty(site.heads))
+        self.register_buffer("order", torch.arange(site.heads))
+        self.register_buffer("number", torch.arange(1.0, 1.0 + site.heads), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.constant_(self.c, 0.5)
+
+    def forward(self, shift, value):
+        return (self.c[self.order] * self.number).to(value.dtype).view(-1, 1, 1) * shift(value)
+
+
+@register_filter("test-numbered")
+@dataclass(frozen=True)
+class NumberedConfig(FilterConfig):
+    module = Numbered
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_that_only_init_sets_are_there_after_loading(dtype, tmp_path):
+    model = turn_on(patch_model(BERT.build(), "test-numbered"))
+    model.save_pretrained(tmp_path)
+    seed = torch.random.get_rng_state()
+    loaded = realigned(AutoModel.from_pretrained(tmp_path, dtype=dtype))
+    assert torch.equal(torch.random.get_rng_state(), seed)
+    of_filter = [(n, b) for n, b in loaded.named_buffers() if "graph_filter" in n]
+    assert all(b.tolist() == ([0, 1, 2, 3] if n.endswith("order") else [1, 2, 3, 4]) for n, b in of_filter)
+    assert {b.dtype for n, b in of_filter if n.endswith("order")} == {torch.int64}
+    found = output(loaded, BERT.inputs(dtype))
+    if dtype == torch.float32:
+        assert torch.equal(found, output(model, BERT.inputs()))
+
+
 def test_the_filter_file_keeps_them(name, tmp_path):
     model = trained(name)
     save_filter(model, tmp_path)

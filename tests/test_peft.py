@@ -188,6 +188,15 @@ def test_nothing_is_silently_unfiltered(base, tmp_path):
         parameter_groups(frozen, lr=1e-3)
 
 
+def test_transformers_loads_the_adapter_with_its_filter(base, ids, tmp_path, transformers_warnings):
+    model = turn_on(adapted(base)).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = patch_model(copy.deepcopy(base), **FILTERS["gfsa"])
+    loaded.load_adapter(tmp_path / "adapter")
+    transformers_warnings.clear()  # the filter beneath the adapter's is not in its file
+    assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)
+
+
 def test_all_linear_layers_leave_the_weights_of_a_filter_alone(base, ids, tmp_path):
     model = turn_on(adapted(base, "agf", target_modules="all-linear"))
     assert not any("lora" in n for n, _ in model.named_parameters() if "graph_filter" in n)

@@ -10,12 +10,16 @@ from models import FAMILIES, output, realigned, turn_on
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
+    BertConfig,
     BertForSequenceClassification,
+    BertLMHeadModel,
+    BertModel,
     CLIPVisionModel,
     Dinov2Config,
     Dinov2Model,
     Dinov2WithRegistersConfig,
     Dinov2WithRegistersForImageClassification,
+    EncoderDecoderModel,
     SegformerConfig,
     SegformerForImageClassification,
     T5EncoderModel,
@@ -23,7 +27,15 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from hf_graphfilter import GraphFilterError, filter_status, load_filter, patch_model, save_filter, unpatch_model
+from hf_graphfilter import (
+    GraphFilterError,
+    filter_parameters,
+    filter_status,
+    load_filter,
+    patch_model,
+    save_filter,
+    unpatch_model,
+)
 from hf_graphfilter.hosts import host_of
 
 BERT = FAMILIES["bert"]
@@ -190,6 +202,46 @@ def test_parts_see_their_own_modules(stack, release, tmp_path, transformers_warn
     transformers_warnings.clear()
 
 
+def test_coefficients_of_other_modules_only_are_refused(checkpoint, transformers_warnings):
+    file = checkpoint / "model.safetensors"
+    moved = {k.replace("layer", "layers") if "graph_filter" in k else k: t for k, t in load_file(file).items()}
+    save_file(moved, file, {"format": "pt"})
+    with pytest.raises(GraphFilterError, match="lacks 6 of its 6 filter coefficients"):
+        AutoModel.from_pretrained(checkpoint)
+    transformers_warnings.clear()
+
+
+def encoder_decoder():
+    decoder = BertConfig(**{**BERT.config.to_dict(), "is_decoder": True, "add_cross_attention": True})
+    parts = BertModel(copy.deepcopy(BERT.config)), BertLMHeadModel(decoder)
+    encoder, decoder = (turn_on(patch_model(part.eval(), learn=("w_0", "w_K"))) for part in parts)
+    values = [value.clone() for part in (encoder, decoder) for value in filter_parameters(part)]
+    return EncoderDecoderModel(encoder=encoder, decoder=decoder).eval(), values
+
+
+def test_a_composite_of_patched_models_keeps_trained_values(tmp_path, transformers_warnings):
+    model, values = encoder_decoder()
+    assert all(map(torch.equal, filter_parameters(model), values))
+    model.init_weights()
+    model.save_pretrained(tmp_path)
+    loaded = EncoderDecoderModel.from_pretrained(tmp_path)
+    transformers_warnings.clear()
+    assert len(values) == 12
+    assert all(map(torch.equal, filter_parameters(loaded), values))
+    unpatch_model(loaded).save_pretrained(tmp_path)
+    assert "graph_filter" not in (tmp_path / "config.json").read_text()
+
+
+def test_values_in_a_composite_of_patched_models_are_checked(tmp_path, transformers_warnings):
+    model, _ = encoder_decoder()
+    with torch.no_grad():
+        next(filter_parameters(model)).fill_(float("nan"))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(GraphFilterError, match="w_0 holds NaN or infinity"):
+        EncoderDecoderModel.from_pretrained(tmp_path)
+    transformers_warnings.clear()
+
+
 def test_coefficients_without_a_record_are_not_lost(checkpoint, transformers_warnings):
     edit_json(checkpoint / "config.json", lambda c: (c.pop("graph_filter"), c.pop("attn_implementation", None)))
     with pytest.raises(GraphFilterError, match=r"no filter for .*config\.json holds no record of them"):
@@ -242,6 +294,20 @@ def test_changes_of_the_config_stay_when_a_model_is_unpatched():
     assert config.problem_type == "regression"
     assert "pad_token_id" not in vars(config)
     assert {id(m.config) for m in model.modules() if hasattr(m, "config")} == {id(config)}
+
+
+def test_unpatching_leaves_other_models_of_the_config(tmp_path):
+    config = copy.deepcopy(BERT.config)
+    model, other = patch_model(BertModel(config)), BertModel(config)
+    built = turn_on(BertModel(model.config).eval())
+    other.set_attn_implementation("eager")
+    other.config.problem_type = "regression"
+    unpatch_model(model)
+    assert model.config is config
+    assert (config._attn_implementation, config.problem_type) == ("eager", "regression")
+    built.save_pretrained(tmp_path)
+    loaded = realigned(AutoModel.from_pretrained(tmp_path))
+    assert torch.equal(output(loaded, BERT.inputs()), output(built, BERT.inputs()))
 
 
 @pytest.mark.parametrize("name", ["bert", "t5"])

@@ -191,6 +191,13 @@ def test_our_own_name_as_a_backend_is_refused():
         output(model, FAMILIES["bert"].inputs())
 
 
+def test_our_own_name_as_the_backend_of_a_patched_model_is_refused():
+    model = patched("bert", "gfsa")
+    model.config._attn_implementation_internal = "hf_graphfilter"
+    with pytest.raises(GraphFilterError, match=r"encoder\.layer\.0\.attention\.self .*: name a backend"):
+        output(model, FAMILIES["bert"].inputs())
+
+
 REROUTED = ["sdpa", "eager", "vllm", "sglang", None]
 
 

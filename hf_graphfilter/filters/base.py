@@ -46,6 +46,7 @@ if typing.TYPE_CHECKING:
     from ..hosts import AttentionSite
 
 _FILTERS: dict[str, type[FilterConfig]] = {}
+STARTED = "_started"  # of a filter built on meta: its tensors as __init__ makes them elsewhere
 LARGEST_ORDER = 1000  # of a polynomial, whose cost grows with it; the papers use 2 to 10
 Decoding = Literal["rows", "state", "state and keys"]
 C = TypeVar("C", bound="type[FilterConfig]")
@@ -289,6 +290,12 @@ def build_filter(config: FilterConfig, site: AttentionSite) -> GraphFilter:
                 f"{name}: self.{attribute} holds tensors that would not be moved, trained or saved: make them an "
                 "nn.Parameter, a buffer (register_buffer), an nn.ParameterList or an nn.ModuleList"
             )
+    tensors = [t for t in built.state_dict(keep_vars=True).values() if isinstance(t, Tensor)]
+    if len({id(t) for t in tensors}) < len(tensors):
+        raise GraphFilterError(
+            f"{name} has one tensor under two names, which safetensors does not save: register it once, and read it "
+            "from there"
+        )
     if built.decoding not in typing.get_args(Decoding):
         known = ", ".join(map(repr, typing.get_args(Decoding)))
         raise GraphFilterError(f"{name}: decoding must be one of {known}, got {built.decoding!r}")

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
@@ -37,6 +38,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from ..errors import GraphFilterError
 from ..filters import GraphFilter
+from ..filters.base import STARTED
 from ..ops.attention import apply_twice, can_apply_twice
 from ..ops.visibility import visibility
 from ..shift import AttentionShift, repeat_heads
@@ -202,6 +204,11 @@ def _honours_softcap(attend: Callable[..., Any]) -> bool:
 
 def _refuse_unhonoured(module: nn.Module, attend: Callable[..., Any], kwargs: dict[str, Any]) -> None:
     """Arguments that would break linearity or row sums, or that the backend would drop in silence."""
+    if backend(module) == IMPLEMENTATION:
+        raise GraphFilterError(
+            f"{IMPLEMENTATION!r} was written into the config of {_site(module)} as what computes S: name a "
+            "backend, with model.set_attn_implementation('sdpa')"
+        )
     if backend(module) in _ENGINES:
         raise GraphFilterError(f"{_site(module)}: attention by {backend(module)!r} cannot be filtered; {_SERVING}")
     for sink in ("s_aux", "sinks"):
@@ -317,6 +324,10 @@ def attach(site: AttentionSite, graph_filter: nn.Module) -> None:
     object.__setattr__(routed, _SITE, site.name)
     module.add_module(CHILD, graph_filter)
     module.config = routed
+    tensors = (*graph_filter.parameters(), *graph_filter.buffers())
+    if not is_deepspeed_zero3_enabled() and not any(t.is_meta for t in tensors):
+        for part in graph_filter.modules():  # or a composite made of patched models would give it start values again
+            part._is_hf_initialized = True  # type: ignore[assignment]
     parameters = inspect.signature(type(module).forward).parameters.values()
     caches = any(p.name == "past_key_values" for p in parameters) and any(p.kind is p.VAR_KEYWORD for p in parameters)
     if caches or graph_filter.reads_hidden:
@@ -467,7 +478,8 @@ def write_record(model: PreTrainedModel, record: dict[str, Any] | None) -> None:
         f"{CHILD}.{name}"
         for f in model.modules()
         if isinstance(f, GraphFilter)
-        for name, _ in (*f.named_parameters(recurse=False), *f.named_buffers(recurse=False))
+        for name, t in (*f.named_parameters(recurse=False), *f.named_buffers(recurse=False))
+        if t.is_floating_point()
     }
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *coefficients}
     if getattr(config, "quantization_config", None) is not None:  # quantizers leave what is named here as it is
@@ -476,29 +488,33 @@ def write_record(model: PreTrainedModel, record: dict[str, Any] | None) -> None:
 
 def _own_config(model: PreTrainedModel) -> None:
     """A config object of the model's own: other models may have been built from the same one."""
-    vars(model)[_SHARED_CONFIG] = model.config
+    vars(model)[_SHARED_CONFIG] = model.config, vars(model.config).copy()
     _swap_config(model, model.config, copy.copy(model.config))
 
 
 def _swap_config(model: nn.Module, old: PreTrainedConfig, new: PreTrainedConfig) -> None:
     for module in model.modules():
         for attribute, value in list(vars(module).items()):
-            if value is old and attribute != _SHARED_CONFIG:
+            if value is old:
                 setattr(module, attribute, new)
+            elif isinstance(value, PreTrainedConfig):  # of a composite
+                for name in [n for n, part in vars(value).items() if part is old]:
+                    setattr(value, name, new)
 
 
 def _forget_record(model: PreTrainedModel) -> None:
     """Undo ``write_record``: the config is again the object that it was, with what was changed in it since."""
     for part in (m for m in model.modules() if isinstance(m, PreTrainedModel)):
-        for attribute in (CHILD, "attn_implementation"):
-            vars(part.config).pop(attribute, None)
         for names in ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"):
             setattr(part, names, {name for name in getattr(part, names) or () if CHILD not in name})
-        if (shared := vars(part).pop(_SHARED_CONFIG, None)) is not None:
-            own = part.config
-            vars(shared).clear()
-            vars(shared).update(vars(own))
-            _swap_config(part, own, shared)
+        own = part.config
+        left = {k: v for k, v in vars(own).items() if k not in (CHILD, "attn_implementation")}
+        shared, before = vars(part).pop(_SHARED_CONFIG, (own, vars(own)))
+        for key in before.keys() - left.keys():
+            vars(shared).pop(key, None)
+        if shared is not own:  # which stays, with its record, that of models that were built from it
+            vars(shared).update({k: v for k, v in left.items() if k not in before or before[k] is not v})
+            _swap_config(model, own, shared)
 
 
 # ------------------------------------------------------------------------------------------------------- install
@@ -571,6 +587,11 @@ def _initialise_filters(original: Callable[..., Any]) -> Callable[..., Any]:
 def _reset_missing(graph_filter: GraphFilter) -> None:
     """Start values for all tensors that no checkpoint has loaded, in whatever way ``reset_parameters`` sets them: in
     place, through ``data``, or as new tensors."""
+    start = vars(graph_filter).pop(STARTED, {})
+    for name, tensor in (*graph_filter.named_parameters(), *graph_filter.named_buffers()):
+        made = start.get(name)
+        if made is not None and made.shape == tensor.shape and not getattr(tensor, "_is_hf_initialized", False):
+            tensor.data = made.to(tensor)
     slots: list[dict[str, Any]] = [s for m in graph_filter.modules() for s in (m._parameters, m._buffers)]
     before = [(slot, name, tensor) for slot in slots for name, tensor in slot.items() if tensor is not None]
     loaded = {
@@ -597,11 +618,12 @@ def _load_by_record(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
         model: PreTrainedModel, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
         path = load_config.pretrained_model_name_or_path
-        if read_record(model) is None:
+        if not any(isinstance(part, GraphFilter) for part in model.modules()) and read_record(model) is None:
             info, index = function(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
             _check_coefficients(model, info, path)
             return info, index
-        renamings = _follow_renaming(model)
+        # without a record of its own it is made of patched models
+        renamings = _follow_renaming(model) if read_record(model) is not None else []
         mapping = [*renamings, *(load_config.weight_mapping or ())]
         load_config = dataclasses.replace(load_config, weight_mapping=mapping)
         try:
@@ -699,12 +721,17 @@ def _check_coefficients(model: PreTrainedModel, info: Any, path: Any) -> None:
             f"{len(lost) - 1} more): {advice}"
         )
     missing = {k for k in info.missing_keys if marker in k}
-    expected = {k for k in model.state_dict() if marker in k} if missing else missing
-    if missing != expected:
-        raise GraphFilterError(
-            f"{path} lacks {len(missing)} of its {len(expected)} filter coefficients ({min(missing)} ...): the "
-            "checkpoint is incomplete; save or download it again"
-        )
+    expected: dict[str, set[str]] = {}  # by the copies that PEFT keeps for its adapters, which come one by one
+    for key in model.state_dict() if missing else ():
+        if marker in key:
+            copied = re.match(r"original_module\.|modules_to_save\.[^.]+\.", key.partition(marker)[2])
+            expected.setdefault(copied[0] if copied else "", set()).add(key)
+    for keys in expected.values():
+        if lacking := keys & missing if unexpected or not keys <= missing else set():
+            raise GraphFilterError(
+                f"{path} lacks {len(lacking)} of its {len(keys)} filter coefficients ({min(lacking)} ...): the "
+                "checkpoint is incomplete; save or download it again"
+            )
 
 
 def _refuse_lost_filters(original: Callable[..., Any]) -> Callable[..., Any]:
