@@ -363,7 +363,7 @@ def _config(source: str, patched: bool = False) -> PreTrainedConfig:
         config = transformers.AutoConfig.from_pretrained(source)
     except GraphFilterError:
         raise
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # also what was written by hand
         raise GraphFilterError(f"cannot load {source}: {_short(error)}") from error
     if patched and getattr(config, "graph_filter", None) is None:
         raise GraphFilterError(f"{source} has no graph filter; patch it with: hf-graphfilter patch")
@@ -383,7 +383,8 @@ def _load(
 
     config = _config(source, patched)
     if auto_class is None:
-        auto_class = next((a for a in config.architectures or () if hasattr(transformers, a)), "AutoModel")
+        named = config.architectures if isinstance(config.architectures, list) else []
+        auto_class = next((a for a in named if isinstance(a, str) and hasattr(transformers, a)), "AutoModel")
     model_class: Any = getattr(transformers, auto_class, None)
     if not hasattr(model_class, "from_pretrained"):
         raise GraphFilterError(f"transformers has no model class {auto_class!r}")
@@ -404,7 +405,10 @@ def _load(
         return make(model_class.from_pretrained(source))
     except GraphFilterError:
         raise
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+    except (
+        *(OSError, ValueError, RuntimeError, ImportError, SafetensorError),
+        *(LookupError, TypeError, AttributeError, ArithmeticError),  # of values in a config that no model has
+    ) as error:
         raise GraphFilterError(f"cannot load {source}: {_short(error)}") from error
 
 

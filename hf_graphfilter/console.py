@@ -57,7 +57,7 @@ def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
             raise GraphFilterError(f"the option {pair!r}: write NAME=VALUE, for instance K=4")
         try:
             options[name] = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             options[name] = text
     return options
 

@@ -52,7 +52,7 @@ def command_line(program: str, arguments: Sequence[str] = (), *, module: bool = 
     scripts = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
     if found := shutil.which(program, path=scripts):
         return [found, *arguments]
-    if Path(program).exists():
+    if program and Path(program).exists():  # an empty one is the current directory
         return [sys.executable, program, *arguments]
     raise GraphFilterError(
         f"no program {program!r}: it is neither a file nor a command of this environment or on PATH; for a module give "

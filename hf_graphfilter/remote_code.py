@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import auto_factory, modeling_auto
 
-from .errors import GraphFilterError
+from .errors import GraphFilterError, shown
 from .filters.base import foreign_modules
 from .hosts.transformers import CHILD
 from .patching import read_groups
@@ -70,7 +70,10 @@ def export_remote_code(folder: str | os.PathLike[str]) -> list[str]:
     folder = Path(folder)
     description = _read(folder)
     groups = read_groups(description[CHILD], str(folder), " of config.graph_filter")
-    others = {k: v for k, v in (description.get("auto_map") or {}).items() if not _is_ours(v)}
+    auto_map = description.get("auto_map") or {}
+    if not isinstance(auto_map, dict):
+        raise GraphFilterError(f"{folder}: the auto_map of its config.json is no dict but {shown(auto_map)}")
+    others = {k: v for k, v in auto_map.items() if not _is_ours(v)}
     if foreign := [name for name in others if name.startswith(("AutoConfig", "AutoModel"))]:
         raise GraphFilterError(
             f"{folder} brings code of its own for {foreign[0]} ({others[foreign[0]]}): load it where hf_graphfilter is "
@@ -109,7 +112,7 @@ def _models(folder: Path) -> dict[str, type[PreTrainedModel]]:
     """Auto class -> model class, of all that load this kind of checkpoint."""
     try:
         config = AutoConfig.from_pretrained(folder)
-    except (ValueError, KeyError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise GraphFilterError(f"transformers {transformers.__version__} cannot read {folder}: {error}") from error
     found = {}
     for name, auto_class in vars(modeling_auto).items():

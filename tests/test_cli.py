@@ -13,7 +13,7 @@ from models import FAMILIES, output
 from transformers import AutoModel, BertForSequenceClassification, BertTokenizer, PreTrainedModel
 
 import hf_graphfilter
-from hf_graphfilter import filter_status
+from hf_graphfilter import filter_status, patch_model
 from hf_graphfilter.cli import main
 from hf_graphfilter.training import transfer
 
@@ -243,6 +243,8 @@ def test_auto_class(cli, plain, tmp_path, transformers_warnings):
         (["status", "EMPTY"], 1, "holds no config.json"),
         (["status", "FILE"], 1, "is a file: name the directory"),
         (["status", "BROKEN"], 1, "cannot load"),
+        (["status", "OTHER"], 1, "cannot load"),
+        (["patch", "PLAIN", "OUT", "-o", "K=" + "[" * 100_000], 1, "K must be an integer"),
         (["status", "TIMM"], 1, "use load_timm_model in Python"),
         (["card", "PLAIN"], 1, "has no graph filter"),
         (["unpatch", "PLAIN", "OUT"], 1, "has no graph filter"),
@@ -257,7 +259,8 @@ def test_auto_class(cli, plain, tmp_path, transformers_warnings):
     ],
 )
 def test_mistakes_are_one_line(arguments, code, message, cli, plain, tmp_path, monkeypatch):
-    for name, content in {"EMPTY": None, "BROKEN": "{", "TIMM": '{"architecture": "x", "pretrained_cfg": {}}'}.items():
+    timm = '{"architecture": "x", "pretrained_cfg": {}}'
+    for name, content in {"EMPTY": None, "BROKEN": "{", "OTHER": '{"model_type": []}', "TIMM": timm}.items():
         (tmp_path / name).mkdir()
         if content:
             (tmp_path / name / "config.json").write_text(content)
@@ -272,6 +275,17 @@ def test_mistakes_are_one_line(arguments, code, message, cli, plain, tmp_path, m
     if code == 1:
         assert len([line for line in done.stderr.splitlines() if line.startswith("hf-graphfilter:")]) == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("change", [{"num_attention_heads": 0}, {"architectures": 5}, {"architectures": [5]}])
+def test_a_config_written_by_hand_gives_no_traceback(change, cli, tmp_path, transformers_warnings):
+    patch_model(FAMILIES["bert"].build()).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    done = cli("status", tmp_path)
+    transformers_warnings.clear()
+    assert done.returncode == ("num_attention_heads" in change), done.stderr
+    assert ("cannot load" in done.stderr) == ("num_attention_heads" in change)
 
 
 def test_help_teaches(cli):

@@ -88,6 +88,8 @@ def test_what_a_program_is(tmp_path, monkeypatch):
     assert command_line("no_such.py") == [python, "no_such.py"]  # Python says what it lacks
     assert command_line("train", module=True) == [python, "-m", "train"]
     assert os.path.dirname(command_line("pytest")[0]) == os.path.dirname(python)  # of this environment, not on PATH
+    with pytest.raises(GraphFilterError, match="no program ''"):
+        command_line("")
     with pytest.raises(GraphFilterError, match="no program 'lm_evil': it is neither a file nor a command"):
         command_line("lm_evil")
 
@@ -257,6 +259,11 @@ def change(folder, **entries):
             "did you mean 'gfsa'",
         ),
         (lambda f: change(f, auto_map={"AutoModel": "their.Model"}), r"code of its own for AutoModel \(their.Model\)"),
+        (
+            lambda f: change(f, auto_map=["their.Model"]),
+            r"the auto_map of its config.json is no dict but \['their.Model",
+        ),
+        (lambda f: change(f, model_type=[]), r"transformers \S+ cannot read "),
     ],
 )
 def test_remote_code_is_refused_by_name(damage, message, tmp_path):
