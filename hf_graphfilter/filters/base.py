@@ -308,7 +308,8 @@ def _check_per_head(built: GraphFilter, name: str) -> None:
         raise GraphFilterError(f"{name}: per_head must be a tuple of names, got {built.per_head!r}")
     for wanted in built.per_head:
         found = getattr(built, wanted, None)
-        shape = tuple(found.shape) if isinstance(found, Tensor) else found
+        # ZeRO-3 has partitioned it already, and tells what it was
+        shape = tuple(getattr(found, "ds_shape", found.shape)) if isinstance(found, Tensor) else found
         if not isinstance(shape, tuple) or shape[:1] != (built.heads,):
             raise GraphFilterError(
                 f"{name}: per_head names {wanted!r}, which must be a parameter or buffer ({built.heads}, ...), one "

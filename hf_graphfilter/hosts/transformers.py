@@ -96,7 +96,15 @@ def graph_filter_attention(
             "patch_model(model, ...), and leave attn_implementation to name the backend (sdpa, eager, ...)"
         )
     past, hidden = kwargs.pop(cache.ARGUMENT, None), kwargs.pop(_HIDDEN, None)
-    attend = _backend_function(module)
+    implementation = backend(module)
+    if implementation in _ENGINES:
+        raise GraphFilterError(f"{_site(module)}: attention by {implementation!r} cannot be filtered; {_SERVING}")
+    if implementation == IMPLEMENTATION:
+        raise GraphFilterError(
+            f"{IMPLEMENTATION!r} was written into the config of {_site(module)} as what computes S: name a backend, "
+            "with model.set_attn_implementation('sdpa')"
+        )
+    attend = _attention_function(type(module), implementation)
     _refuse_unhonoured(module, attend, kwargs)
     run = graph_filter if query.shape[1] == graph_filter.heads else with_local_heads(graph_filter, module, query)
 
@@ -116,7 +124,7 @@ def graph_filter_attention(
         attention_mask, _causal(module, kwargs), query.shape[2], graph_filter.position_bias, _declared_causal(module)
     )
     output = run(shift, value)
-    if not shift.applications and backend(module) == "eager" and _weights_wanted(kwargs):
+    if not shift.applications and implementation == "eager" and _weights_wanted(kwargs):
         raise GraphFilterError(
             f"{_site(module)}: output_attentions asks for the attention weights, and {graph_filter.config.filter!r} "
             "computes none in the place of attention: leave it out, or read them before patching"
@@ -184,10 +192,6 @@ def _weights_wanted(kwargs: dict[str, Any]) -> bool:
     return bool(kwargs.get("output_attentions")) or "attentions" in (collecting or ())
 
 
-def _backend_function(module: nn.Module) -> Callable[..., Any]:
-    return _attention_function(type(module), backend(module))
-
-
 def _attention_function(module_class: type[nn.Module], implementation: str) -> Callable[..., Any]:
     """What the module's own ``forward`` would call: its file's interface, or the eager function that it names."""
     forward = inspect.unwrap(module_class.forward)
@@ -204,13 +208,6 @@ def _honours_softcap(attend: Callable[..., Any]) -> bool:
 
 def _refuse_unhonoured(module: nn.Module, attend: Callable[..., Any], kwargs: dict[str, Any]) -> None:
     """Arguments that would break linearity or row sums, or that the backend would drop in silence."""
-    if backend(module) == IMPLEMENTATION:
-        raise GraphFilterError(
-            f"{IMPLEMENTATION!r} was written into the config of {_site(module)} as what computes S: name a "
-            "backend, with model.set_attn_implementation('sdpa')"
-        )
-    if backend(module) in _ENGINES:
-        raise GraphFilterError(f"{_site(module)}: attention by {backend(module)!r} cannot be filtered; {_SERVING}")
     for sink in ("s_aux", "sinks"):
         if kwargs.get(sink) is not None:
             raise GraphFilterError(f"{_site(module)} uses attention sinks ({sink}): rows of A then sum to less than 1")
@@ -270,7 +267,7 @@ def _refusal(name: str, module: Any) -> str | None:
     if getattr(module, "reorder_and_upcast_attn", False):
         return "reorder_and_upcast_attn: its own eager attention goes past the interface"
     softcap = getattr(module, "attn_logit_softcapping", None)
-    if softcap is not None and not _honours_softcap(_backend_function(module)):
+    if softcap is not None and not _honours_softcap(_attention_function(type(module), backend(module))):
         chosen = backend(module)
         return f"soft-capped scores (softcap={softcap}) that {chosen!r} attention drops: load it with 'eager' attention"
     if _heads(module) is None:
