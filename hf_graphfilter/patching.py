@@ -329,10 +329,12 @@ def _build(config: FilterConfig, site: AttentionSite) -> GraphFilter:
     to_be_loaded = any(t.is_meta for t in (like, *graph_filter.parameters(), *graph_filter.buffers()))
     if not to_be_loaded:
         return graph_filter.to(device=like.device, dtype=dtype)
-    # what neither a checkpoint nor reset_parameters sets, as buffers that are not saved, has the values of __init__
-    with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        made = build_filter(config, site)
-        vars(graph_filter)[STARTED] = {k: t.detach() for k, t in (*made.named_parameters(), *made.named_buffers())}
+    # buffers that are not saved, and that reset_parameters may not set, are to have the values of __init__
+    unsaved = {f"{n}.{k}".lstrip(".") for n, m in graph_filter.named_modules() for k in m._non_persistent_buffers_set}
+    if unsaved:
+        with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            made = dict(build_filter(config, site).named_buffers())
+            vars(graph_filter)[STARTED] = {name: made[name] for name in unsaved if name in made}
     return graph_filter
 
 

@@ -46,7 +46,7 @@ if typing.TYPE_CHECKING:
     from ..hosts import AttentionSite
 
 _FILTERS: dict[str, type[FilterConfig]] = {}
-STARTED = "_started"  # of a filter built on meta: its tensors as __init__ makes them elsewhere
+STARTED = "_started"  # of a filter built on meta: its buffers that are not saved, as __init__ makes them elsewhere
 LARGEST_ORDER = 1000  # of a polynomial, whose cost grows with it; the papers use 2 to 10
 Decoding = Literal["rows", "state", "state and keys"]
 C = TypeVar("C", bound="type[FilterConfig]")

@@ -584,11 +584,9 @@ def _initialise_filters(original: Callable[..., Any]) -> Callable[..., Any]:
 def _reset_missing(graph_filter: GraphFilter) -> None:
     """Start values for all tensors that no checkpoint has loaded, in whatever way ``reset_parameters`` sets them: in
     place, through ``data``, or as new tensors."""
-    start = vars(graph_filter).pop(STARTED, {})
-    for name, tensor in (*graph_filter.named_parameters(), *graph_filter.named_buffers()):
-        made = start.get(name)
-        if made is not None and made.shape == tensor.shape and not getattr(tensor, "_is_hf_initialized", False):
-            tensor.data = made.to(tensor)
+    for name, made in vars(graph_filter).pop(STARTED, {}).items():
+        tensor = graph_filter.get_buffer(name)
+        tensor.data = made.to(tensor)
     slots: list[dict[str, Any]] = [s for m in graph_filter.modules() for s in (m._parameters, m._buffers)]
     before = [(slot, name, tensor) for slot in slots for name, tensor in slot.items() if tensor is not None]
     loaded = {
