@@ -38,6 +38,8 @@ VISION = {
     "patch_size": 4,
 }
 TOKENS = 9
+# the oldest supported release, whose compiler and exporter can do less
+TORCH_2_11 = torch.__version__.startswith("2.11.")
 
 
 @dataclass(frozen=True)

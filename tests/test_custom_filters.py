@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import FAMILIES, output
+from models import FAMILIES, TORCH_2_11, output
 from torch import nn
 
 from hf_graphfilter import (
@@ -155,7 +155,10 @@ class Promoted(Scaled):
         (Promoted, torch.bfloat16, "(2, 4, 9, 8) of torch.bfloat16, as the value is, and returned (2, 4, 9, 8) of tor"),
     ],
 )
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "compiled",
+    [False, pytest.param(True, marks=pytest.mark.skipif(TORCH_2_11, reason="its compiler hides what is raised"))],
+)
 def test_an_output_of_another_form_is_an_error_at_the_first_forward(filter_class, dtype, message, compiled):
     family = FAMILIES["bert"]
     model = patch_model(family.build().to(dtype), config_of(filter_class))

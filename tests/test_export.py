@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import CONFIGS, FAMILIES, assert_equal_in_float32, output, turn_on
+from models import CONFIGS, FAMILIES, TORCH_2_11, assert_equal_in_float32, output, turn_on
 
 ENCODERS = ("bert", "roberta", "distilbert", "electra", "deit", "vit")
 QUICK = [("bert", "gfsa"), ("bert", "agf"), ("deit", "agf-blend")]
@@ -52,6 +52,8 @@ def test_export_of_a_causal_filter_is_refused(refuses):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of the exporter
 @cases(dict.fromkeys(ENCODERS, CONFIGS) | dict.fromkeys(("gpt2",), ("gfsa",)))
 def test_onnx(family, name, tmp_path):
+    if TORCH_2_11 and name == "gfsa":
+        pytest.skip("its exporter does not decompose a product with a number")
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
     model, inputs, _ = patched(family, name, torch.float32)

@@ -38,7 +38,7 @@ def small_bert(folder):
     return folder
 
 
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_python_of_the_readme_runs_as_printed(folder, transformers_warnings, capsys):
     """Each block after the one before; the names of the Hub are folders here, with a small model and a few rows."""
     small_bert("bert-base-uncased")
