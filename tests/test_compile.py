@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from models import CONFIGS, FAMILIES, output, turn_on
+from models import CONFIGS, FAMILIES, TORCH_2_11, output, turn_on
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from hf_graphfilter import filter_parameters
@@ -57,8 +57,8 @@ def test_compiled_as_the_plain_model_is(family, name):
         _, count = graphs(plain, family, fullgraph=False)
         fullgraph = False
     model = turn_on(family.patch(copy.deepcopy(plain), CONFIGS[name]))
-    # a causal AGF chooses its form by the input, which breaks the graph
-    two_forms = name != "gfsa" and family.kind.endswith(("decoder", "composite"))
+    # a causal AGF chooses its form by the input, which breaks the graph; torch 2.11 breaks it where a cache is prepared
+    two_forms = (name != "gfsa" or TORCH_2_11) and family.kind.endswith(("decoder", "composite"))
     fullgraph = fullgraph and not two_forms
     found, patched_count = graphs(model, family, fullgraph)
     with torch.no_grad():

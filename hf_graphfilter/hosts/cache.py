@@ -285,7 +285,7 @@ def memory(past: Any, module: Any, key: Tensor) -> tuple[_Rows | _StaticRows | N
 
 def _with_memory(layer: Any, layer_class: type) -> Any:
     made: Any = object.__new__(layer_class)
-    made.__dict__ = {**layer.__dict__}  # dict(...) breaks the graph of torch 2.11
+    made.__dict__ = dict(layer.__dict__)
     made.forget()
     return made
 
