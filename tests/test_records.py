@@ -93,7 +93,7 @@ def edit_json(file, change):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.feature("Checkpoints: written by a release of transformers that names modules otherwise")
+@pytest.mark.feature("Checkpoints: written by a release of transformers that names modules otherwise", filter="gfsa")
 def test_modules_that_another_release_names_otherwise(name, tmp_path):
     model = turn_on(patch_model(MODELS[name]().eval(), learn=("w_0", "w_K")))
     inputs = {"pixel_values": torch.randn(2, 3, 16, 16)}
