@@ -109,9 +109,6 @@ def trained(name):
     [{}, {"dtype": torch.bfloat16}, {"device_map": "cpu"}, {"shards": "20KB"}],
     ids=lambda o: next(iter(o), ""),
 )
-@pytest.mark.feature(
-    "Filters of one's own: trained values are saved and loaded, however the start is set", family="bert"
-)
 def test_trained_values_survive(name, options, tmp_path):
     model = trained(name)
     assert not torch.equal(output(model, BERT.inputs()), output(BERT.build(), BERT.inputs()))

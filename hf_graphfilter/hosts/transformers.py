@@ -340,7 +340,7 @@ def _routed(base: Any) -> Any:
         if (found := self._attn_implementation_internal) != IMPLEMENTATION:
             raise GraphFilterError(
                 f"{getattr(self, _SITE)} is patched, but {found!r} was written into its config, which leads past the "
-                f"graph filter: choose a backend with model.set_attn_implementation({found!r}); {_SERVING}"
+                f"graph filter: choose a backend with model.set_attn_implementation('sdpa'); {_SERVING}"
             )
         return IMPLEMENTATION
 
