@@ -617,7 +617,7 @@ def _load_by_record(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
             info, index = function(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
             _check_coefficients(model, info, path)
             return info, index
-        # without a record of its own it is made of patched models
+        # a composite that is made of patched models has no record of its own
         renamings = _follow_renaming(model) if read_record(model) is not None else []
         mapping = [*renamings, *(load_config.weight_mapping or ())]
         load_config = dataclasses.replace(load_config, weight_mapping=mapping)
@@ -645,9 +645,8 @@ def _check_values(model: PreTrainedModel, state_dict: dict[str, Tensor] | None, 
         # not the weights of a filter's children, which may be large, or quantized
         return {relative_name(model, key): read(key) for key in keys if re.search(rf"\.{CHILD}\.[^.]+$", key)}
 
-    own = {
-        k: t for k, t in model.state_dict(keep_vars=True).items() if not hasattr(t, "ds_id")
-    }  # those of ZeRO-3 are empty
+    # those that ZeRO-3 has partitioned are empty here
+    own = {k: t for k, t in model.state_dict(keep_vars=True).items() if not hasattr(t, "ds_id")}
     wanted = coefficients(own, own.__getitem__)
     if state_dict is not None:
         check_values(coefficients(state_dict, state_dict.__getitem__), wanted, "state_dict")
