@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -325,3 +326,28 @@ def test_a_loaded_model_is_unpatched_without_traces(name, tmp_path):
 
     assert compared(model) == compared(clean)
     assert torch.equal(output(model, family.inputs()), output(clean, family.inputs()))
+
+
+# -------------------------------------------------------------------------------------------- earlier releases
+
+
+FIRST = Path(__file__).parent / "data" / "first-release"  # GFSA on layer 0, a blended AGF on layer 1
+
+
+def first_release_output(model):
+    given = load_file(FIRST / "expected.safetensors")
+    with torch.no_grad():
+        found = model.double()(given["input_ids"]).last_hidden_state
+    torch.testing.assert_close(found, given["last_hidden_state"], atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.feature("Checkpoints: written by the first release of this package", family="bert")
+def test_a_checkpoint_of_the_first_release_loads():
+    model = BertModel.from_pretrained(FIRST / "model", add_pooling_layer=False)
+    assert [row.filter.filter for row in filter_status(model)] == ["gfsa", "agf"]
+    first_release_output(model)
+
+
+def test_a_filter_file_of_the_first_release_loads():
+    model = BertModel.from_pretrained(FIRST / "model", add_pooling_layer=False)
+    first_release_output(load_filter(unpatch_model(model), FIRST / "filter"))
