@@ -22,7 +22,7 @@ import transformers
 from models import FAMILIES, Family
 
 from hf_graphfilter import FilterConfig
-from hf_graphfilter.card import markdown_table
+from hf_graphfilter.checkpoints.card import markdown_table
 
 ROOT = Path(__file__).parents[1]
 FILTERS = {"gfsa": "GFSA", "agf": "AGF"}
