@@ -23,8 +23,8 @@ def plot_coefficients(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     rows = filter_status(model)
     with needs("plots", "a plot"):
         from matplotlib.figure import Figure  # not pyplot: no global state, no display
-    found = dict.fromkeys(name for row in rows for name in row.coefficients)
-    names = [name for name in found if name in learned] or list(found)
+    recorded = dict.fromkeys(name for row in rows for name in row.coefficients)
+    names = [name for name in recorded if name in learned] or list(recorded)
     figure = Figure(figsize=(7, 2.6 * len(names)), layout="constrained")
     for axes, name in zip(figure.subplots(len(names), 1, squeeze=False)[:, 0], names, strict=True):
         points = [(i, row.coefficients[name].flatten()) for i, row in enumerate(rows) if name in row.coefficients]

@@ -32,7 +32,7 @@ class _Combine(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(count: int, *tensors: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(count: int, *tensors: Tensor) -> Tensor:
         coefficients, signals = tensors[:count], tensors[count:]
         out = per_head(coefficients[0], signals[0]) * signals[0]
         for c, x in zip(coefficients[1:], signals[1:], strict=True):
@@ -44,7 +44,7 @@ class _Combine(torch.autograd.Function):
         ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: checkpointing allows a single unpacking
         count = len(saved) // 2
         coefficients, signals = saved[:count], saved[count:]
