@@ -88,7 +88,7 @@ def transfer_attention(
     modules = {name: module.graph_filter for name, module in patched_modules(model)}
     held, skip = set_aside(model, dataloader, holdout)
     started = time.monotonic()
-    with _only_filters(model, modules), _full_precision(modules):
+    with _only_filters(model, modules):
         report = TransferReport(before=filter_errors(model, modules, held))
         _refuse_equal(model, modules, report.before)
         settings = {"steps": steps, "lr": lr, "coefficient_lr": coefficient_lr, "modules": sorted(modules)}
@@ -131,34 +131,23 @@ def _refuse_equal(model: nn.Module, modules: dict[str, GraphFilter], errors: dic
 
 @contextlib.contextmanager
 def _only_filters(model: nn.Module, modules: dict[str, GraphFilter]) -> Iterator[None]:
-    """Freeze all but the filters, in evaluation mode; afterwards all is as it was."""
-    training = {m: m.training for m in model.modules()}
-    frozen = [(p, p.requires_grad) for p in model.parameters()]
+    """Freeze all but the filters, in evaluation mode, and hold these in float32, as half precision would lose small
+    steps; afterwards all is as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    before = [(p, p.requires_grad, p.dtype) for p in model.parameters()]
     model.eval().requires_grad_(False)
     for graph_filter in modules.values():
-        graph_filter.requires_grad_(True)
+        for parameter in graph_filter.requires_grad_(True).parameters():
+            if parameter.element_size() < 4:
+                parameter.data = parameter.data.float()
     try:
         yield
     finally:
-        for module, mode in training.items():
+        for module, mode in modes:
             module.training = mode
-        for parameter, required in frozen:
+        for parameter, required, dtype in before:
             if parameter.requires_grad:
                 parameter.grad = None
+            if parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
             parameter.requires_grad_(required)
-
-
-@contextlib.contextmanager
-def _full_precision(modules: dict[str, GraphFilter]) -> Iterator[None]:
-    """Half-precision weights of the filters are fitted in float32: small steps would be lost."""
-    half = [
-        (p, p.dtype) for f in modules.values() for p in f.parameters() if p.is_floating_point() and p.element_size() < 4
-    ]
-    for parameter, _ in half:
-        parameter.data = parameter.data.float()
-    try:
-        yield
-    finally:
-        for parameter, dtype in half:
-            parameter.grad = None
-            parameter.data = parameter.data.to(dtype)
