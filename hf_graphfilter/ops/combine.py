@@ -19,8 +19,8 @@ def combine(terms: list[tuple[Tensor, Tensor]]) -> Tensor:
     if torch.compiler.is_compiling():  # the compiler fuses them itself
         out = sum(per_head(c, x) * x for c, x in terms)
         return out.to(signals[0].dtype)  # type: ignore[union-attr]
-    run = _Combine.apply if torch.is_grad_enabled() else _Combine.forward  # the latter without autograd's overhead
-    return run(len(terms), *coefficients, *signals)
+    apply = _Combine.apply if torch.is_grad_enabled() else _Combine.forward  # the latter without autograd's overhead
+    return apply(len(terms), *coefficients, *signals)
 
 
 def per_head(coefficient: Tensor, signal: Tensor) -> Tensor:

@@ -105,8 +105,8 @@ def transfer_attention(
             stages += [Stage("end to end", more, end_to_end_lr, rate, fit, lambda: fit.error(held))]
         kept = Checkpoint(checkpoint, settings) if checkpoint is not None else None
         for stage in stages:
-            run = StageRun(stage, modules, report, kept)
-            run.fit(repeated(model, dataloader, skip), eval_every, patience, progress)
+            batches = repeated(model, dataloader, skip)
+            StageRun(stage, modules, report, kept).fit(batches, eval_every, patience, progress)
             if report.stopped.startswith("non-finite"):
                 break
         report.after = filter_errors(model, modules, held)

@@ -51,9 +51,9 @@ class TransferReport:
     def __str__(self) -> str:
         width = max(map(len, [*self.after, "module"]))
         rows = [f"{name:<{width}}  {self.before[name]:6.3f}  {error:6.3f}" for name, error in self.after.items()]
-        mean = f"{'mean':<{width}}  {self.mean_before:6.3f}  {self.mean_after:6.3f}"
+        means = f"{'mean':<{width}}  {self.mean_before:6.3f}  {self.mean_after:6.3f}"
         head = f"{'module':<{width}}  before   after"
-        return "\n".join([head, *rows, mean, f"{self.steps} steps, {self.seconds:.0f} s, {self.stopped}"])
+        return "\n".join([head, *rows, means, f"{self.steps} steps, {self.seconds:.0f} s, {self.stopped}"])
 
 
 class Checkpoint:
@@ -64,11 +64,11 @@ class Checkpoint:
         self.finished: list[str] = []
 
     def write(self, stage: str, finished: bool, progress: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Replace what is there, whole or not at all."""
+        """Each file is replaced when it is whole: an interrupted write leaves the last state."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if finished:
             self.finished.append(stage)
-        partial = self.directory / f"{STATE_FILE}.part"  # an interrupted write leaves the last state
+        partial = self.directory / f"{STATE_FILE}.part"
         save_file({k: t.cpu().contiguous().clone() for k, t in tensors.items()}, partial)
         partial.replace(self.directory / STATE_FILE)
         text = self.directory / f"{PROGRESS_FILE}.part"
