@@ -220,7 +220,7 @@ def _fine_tune(
     begun = time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - begun
-    predicted = torch.as_tensor(trainer.predict(test).predictions).flatten()  # type: ignore[arg-type]
+    predicted = torch.as_tensor(trainer.predict(test).predictions).flatten()
     ratings = torch.tensor(test.ratings)
     return Run(
         variant,
@@ -233,7 +233,7 @@ def _fine_tune(
 
 def _summary(runs: list[Run], model: nn.Module, rows: int, K: int, filter_lr: float) -> dict[str, Any]:
     by = {v: [r.pearson for r in runs if r.variant == v] for v in VARIANTS}
-    found = paired_comparison(by["plain"], by["gfsa"])
+    gain = paired_comparison(by["plain"], by["gfsa"])
     return {
         "date": date.today().isoformat(),
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
@@ -241,8 +241,8 @@ def _summary(runs: list[Run], model: nn.Module, rows: int, K: int, filter_lr: fl
         "settings": {"train_rows": rows, "test_rows": TEST_ROWS, "K": K, "filter_lr": filter_lr, "lr": LR, "epochs": 1},
         "runs": [asdict(r) for r in runs],
         "added_parameters": {"plain": 0, "gfsa": sum(p.numel() for p in filter_parameters(model))},
-        "difference": {"pearson": found.mean, "low": found.low, "high": found.high, "seeds": found.pairs},
-        "verdict": f"Paired difference in r: {found}.",
+        "difference": {"pearson": gain.mean, "low": gain.low, "high": gain.high, "seeds": gain.pairs},
+        "verdict": f"Paired difference in r: {gain}.",
     }
 
 
@@ -262,7 +262,7 @@ def _save(model: PreTrainedModel, tokenizer: Any, output: Path, results: dict[st
     checkpoint = output / "checkpoint"
     model.save_pretrained(checkpoint)
     tokenizer.save_pretrained(checkpoint)
-    last = results["runs"][-1]
+    saved = results["runs"][-1]
     common: dict[str, Any] = {
         "task_type": "text-classification",
         "dataset_type": "movie-snippets",
@@ -270,8 +270,8 @@ def _save(model: PreTrainedModel, tokenizer: Any, output: Path, results: dict[st
         "dataset_split": f"{TEST_ROWS} held out",
     }
     evaluation = [
-        EvalResult(**common, metric_type="pearsonr", metric_name="Pearson r", metric_value=last["pearson"]),
-        EvalResult(**common, metric_type="accuracy", metric_name="sign accuracy", metric_value=last["accuracy"]),
+        EvalResult(**common, metric_type="pearsonr", metric_name="Pearson r", metric_value=saved["pearson"]),
+        EvalResult(**common, metric_type="accuracy", metric_name="sign accuracy", metric_value=saved["accuracy"]),
     ]
     card = create_model_card(
         model,
@@ -280,7 +280,7 @@ def _save(model: PreTrainedModel, tokenizer: Any, output: Path, results: dict[st
         results=evaluation,
         language="en",
         license="apache-2.0",
-        description=f"## Training\n\nOne epoch on {results['settings']['train_rows']} snippets, seed {last['seed']}; "
+        description=f"## Training\n\nOne epoch on {results['settings']['train_rows']} snippets, seed {saved['seed']}; "
         f"the numbers below are this checkpoint's. Against the unpatched model: {results['verdict']}",
     )
     card.save(checkpoint / "README.md")

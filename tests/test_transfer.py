@@ -22,7 +22,7 @@ from hf_graphfilter import (
     transfer_attention,
     unpatch_model,
 )
-from hf_graphfilter.training import transfer
+from hf_graphfilter.training.transfer.run import StageRun
 
 AGF = AGFConfig(correction=True, theta="per_head", position_bias="drop")
 
@@ -285,7 +285,7 @@ def test_blend_is_saved_at_any_gate_and_dropped_at_one(tmp_path):
 @pytest.mark.parametrize("stop", [10, 13])
 def test_ctrl_c_keeps_the_step_that_it_interrupts(tmp_path, stop, monkeypatch, ctrl_c):
     data, expected, steps = batches(), run(patched(), batches()), []
-    advance = transfer._Run._advance
+    advance = StageRun._advance
 
     def interrupted(self, *arguments):
         if self.step == stop:
@@ -294,7 +294,7 @@ def test_ctrl_c_keeps_the_step_that_it_interrupts(tmp_path, stop, monkeypatch, c
         return advance(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(transfer._Run, "_advance", interrupted)
+        patch.setattr(StageRun, "_advance", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(patched(), data, checkpoint=tmp_path)
     assert steps[-1] == stop, "the step was finished"

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from ..errors import needs
-from ..filters.attached import patched_modules
+from ..filters.attached import filters_of
 from ..status import filter_status
 
 
@@ -20,12 +20,14 @@ def plot_coefficients(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     Raises:
         GraphFilterError: the model is not patched, or matplotlib is not installed.
     """
-    learned = {name for _, module in patched_modules(model) for name in module.graph_filter.learned_coefficients()}
+    learned = {
+        name for _, graph_filter in filters_of(model, required=True) for name in graph_filter.learned_coefficients()
+    }
     rows = filter_status(model)
     with needs("plots", "a plot"):
         from matplotlib.figure import Figure  # not pyplot: no global state, no display
-    found = dict.fromkeys(name for row in rows for name in row.coefficients)
-    names = [name for name in found if name in learned] or list(found)
+    recorded = dict.fromkeys(name for row in rows for name in row.coefficients)
+    names = [name for name in recorded if name in learned] or list(recorded)
     figure = Figure(figsize=(7, 2.6 * len(names)), layout="constrained")
     for axes, name in zip(figure.subplots(len(names), 1, squeeze=False)[:, 0], names, strict=True):
         points = [(i, row.coefficients[name].flatten()) for i, row in enumerate(rows) if name in row.coefficients]

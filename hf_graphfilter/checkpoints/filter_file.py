@@ -172,10 +172,9 @@ def _parameters(graph_filter: GraphFilter) -> dict[str, torch.Tensor]:
 def _coefficients(
     host: Host, model: nn.Module, read: Callable[[GraphFilter], dict[str, torch.Tensor]] = _parameters
 ) -> dict[str, torch.Tensor]:
-    patched_modules(model)  # an unpatched model is an error
     return {
         f"{host.relative_name(model, name)}.{key}": tensor
-        for name, graph_filter in filters_of(model)
+        for name, graph_filter in filters_of(model, required=True)
         for key, tensor in read(graph_filter).items()
     }
 

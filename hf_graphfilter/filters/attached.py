@@ -37,14 +37,24 @@ def active_filter(module: Any) -> GraphFilter:
 
 
 @overload
-def filters_of(model: nn.Module, *, copies: bool = False) -> list[tuple[str, GraphFilter]]: ...
+def filters_of(model: nn.Module, *, required: bool = False, copies: bool = False) -> list[tuple[str, GraphFilter]]: ...
 @overload
-def filters_of(model: nn.Module, kind: type[F], *, copies: bool = False) -> list[tuple[str, F]]: ...
-def filters_of(model: nn.Module, kind: type[Any] = GraphFilter, *, copies: bool = False) -> list[tuple[str, Any]]:
-    """(name of the attention module, filter) of the filters of a ``kind``; with ``copies`` also those that PEFT keeps
-    for adapters that do not run."""
+def filters_of(
+    model: nn.Module, kind: type[F], *, required: bool = False, copies: bool = False
+) -> list[tuple[str, F]]: ...
+def filters_of(
+    model: nn.Module, kind: type[Any] = GraphFilter, *, required: bool = False, copies: bool = False
+) -> list[tuple[str, Any]]:
+    """(name of the attention module, filter) of the filters of a ``kind``, in module order.
+
+    Args:
+        model: any module.
+        kind: the class of filters that are meant.
+        required: whether an unpatched model is an error.
+        copies: whether those count that PEFT keeps for adapters that do not run.
+    """
     filters: list[tuple[str, Any]] = []
-    for name, module in patched_modules(model, required=False):
+    for name, module in patched_modules(model, required):
         filters += [(name, f) for f in (module.graph_filter.modules() if copies else [active_filter(module)])]
     return [(name, graph_filter) for name, graph_filter in filters if isinstance(graph_filter, kind)]
 

@@ -78,7 +78,7 @@ def apply_twice(
 
 class _ApplyTwice(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         query: Tensor,
         key: Tensor,
@@ -105,7 +105,7 @@ class _ApplyTwice(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_first: Tensor, grad_second: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_first: Tensor, grad_second: Tensor) -> tuple[Any, ...]:
         query, key, value, first, mask, keep = ctx.saved_tensors
         scale, causal, dropout = ctx.options
         grads = _like(query), _like(key), _like(value)
@@ -122,8 +122,8 @@ class _ApplyTwice(torch.autograd.Function):
                 grad = _dropped(grad_y @ v.mT, keep[0], dropout, piece)
                 grad += _dropped(grad_z @ y.mT, keep[1], dropout, piece)
             grad = torch._softmax_backward_data(grad, matrix, -1, matrix.dtype)
-            found = _scaled_bmm(grad, k, scale), _scaled_bmm(grad.mT, q, scale), grad_v
-            for whole, part in zip(grads, found, strict=True):
+            of_piece = _scaled_bmm(grad, k, scale), _scaled_bmm(grad.mT, q, scale), grad_v
+            for whole, part in zip(grads, of_piece, strict=True):
                 whole[piece] = part.view_as(whole[piece])
         return *grads, None, None, None, None
 

@@ -19,8 +19,8 @@ def combine(terms: list[tuple[Tensor, Tensor]]) -> Tensor:
     if torch.compiler.is_compiling():  # the compiler fuses them itself
         out = sum(per_head(c, x) * x for c, x in terms)
         return out.to(signals[0].dtype)  # type: ignore[union-attr]
-    run = _Combine.apply if torch.is_grad_enabled() else _Combine.forward  # the latter without autograd's overhead
-    return run(len(terms), *coefficients, *signals)
+    apply = _Combine.apply if torch.is_grad_enabled() else _Combine.forward  # the latter without autograd's overhead
+    return apply(len(terms), *coefficients, *signals)
 
 
 def per_head(coefficient: Tensor, signal: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ class _Combine(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(count: int, *tensors: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(count: int, *tensors: Tensor) -> Tensor:
         coefficients, signals = tensors[:count], tensors[count:]
         out = per_head(coefficients[0], signals[0]) * signals[0]
         for c, x in zip(coefficients[1:], signals[1:], strict=True):
@@ -44,7 +44,7 @@ class _Combine(torch.autograd.Function):
         ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: checkpointing allows a single unpacking
         count = len(saved) // 2
         coefficients, signals = saved[:count], saved[count:]

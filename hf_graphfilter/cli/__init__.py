@@ -1,0 +1,130 @@
+"""The command ``hf-graphfilter``: the same verbs as the Python API. Needs the extra ``cli``."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from .. import __version__
+from ..errors import GraphFilterError, needs
+
+try:
+    with needs("cli", "the command line"):
+        import typer
+
+        from .checkpoints import check_output
+        from .looking import card, filters, status
+        from .writing import export_remote_code, load_filter, patch, save_filter, transfer, unpatch
+except GraphFilterError as error:  # pragma: no cover
+    sys.exit(f"hf-graphfilter: {error}")
+
+app = typer.Typer(
+    name="hf-graphfilter",
+    help="Graph filters in place of self-attention, for pretrained Hugging Face models.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"hf-graphfilter {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _before_the_verb(
+    context: typer.Context,
+    modules: Annotated[
+        list[str] | None,
+        typer.Option("--import", metavar="MODULE", help="A module that registers filters of your own, repeatable."),
+    ] = None,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    if modules and context.invoked_subcommand != "run":  # which hands them on
+        from ..filters import import_filters
+
+        import_filters(modules)
+
+
+def demo(
+    output: Annotated[Path, typer.Option(help="Directory for checkpoint, card, plot and results.")] = Path("runs/demo"),
+    seeds: Annotated[int, typer.Option(min=1, help="Pairs of runs, plain and GFSA.")] = 3,
+    rows: Annotated[int, typer.Option(min=32, help="Training snippets.")] = 2000,
+    K: Annotated[int, typer.Option("--K", min=1, help="Order of the filter.")] = 3,
+    filter_lr: Annotated[float, typer.Option(help="Learning rate of the filter coefficients.")] = 1e-2,
+    minutes: Annotated[float, typer.Option(help="Begin no pair of runs that would end after this time.")] = 6.0,
+) -> None:
+    """Fine-tune a real encoder on real text, plain and patched, and compare: a few minutes on two cores."""
+    from transformers.utils import logging
+
+    from ..demo import run_demo
+
+    check_output(output)
+    logging.set_verbosity_error()  # the new head is no news here
+    logging.disable_progress_bar()
+    run_demo(output, seeds=seeds, rows=rows, K=K, filter_lr=filter_lr, minutes=minutes)
+
+
+def run(
+    context: typer.Context,
+    program: Annotated[str, typer.Argument(help="A Python file, a command, or with -m a module.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Its arguments and options.", show_default=False)
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="PROGRAM is a module, as with python -m.")] = False,
+) -> None:
+    """Run any other Python program so that it, and every process it starts, loads patched checkpoints.
+
+    [dim]hf-graphfilter run lm_eval --model hf --model_args pretrained=runs/gpt2-gfsa --tasks lambada_openai[/dim]
+
+    [dim]hf-graphfilter run -m torch.distributed.run --nproc-per-node 2 train.py[/dim]
+    """
+    from ..launch import run_program
+
+    modules = context.parent.params["modules"] if context.parent else None  # of --import
+    run_program(program, arguments or (), module=module, imports=modules or ())
+
+
+for _verb in (patch, unpatch, transfer, status, filters, save_filter, load_filter, card, demo):
+    app.command()(_verb)
+app.command(context_settings={"allow_interspersed_args": False})(run)  # the program's options are not ours
+app.command()(export_remote_code)
+
+_CALLS = {
+    **{"patch_model": "patch", "unpatch_model": "unpatch", "filter_status": "status", "create_model_card": "card"},
+    **{"save_filter": "save-filter", "load_filter": "load-filter", "transfer_attention": "transfer"},
+    "available_filters": "filters",
+}
+
+
+def _spoken(message: str) -> str:
+    """A message of the Python API in the words of the command line."""
+    called = rf"\b(call )?({'|'.join(_CALLS)})\b(\([^()]*\))?"
+    message = re.sub(called, lambda m: f"{'run ' if m[1] else ''}hf-graphfilter {_CALLS[m[2]]}", message)
+    message = re.sub(r"\b(layers|stack)=(?=[\w'\"\[(])", r"--\1 ", message)
+    return (
+        re.sub(r"\b(layers|stack)=", r"--\1", message)
+        .replace("force=True", "--force")
+        .replace("must be imported first", "needs --import MODULE before the verb")
+    )
+
+
+def main() -> None:
+    """Entry point: user mistakes are one line on stderr and exit code 1, wrong usage 2."""
+    try:
+        app(prog_name="hf-graphfilter")
+    except (GraphFilterError, OSError) as error:
+        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        message = " ".join(_spoken(text).split())
+        print(f"hf-graphfilter: {message}", file=sys.stderr)
+        sys.exit(1)
+    except SystemExit as done:  # Typer makes a silent one of Ctrl-C
+        if isinstance(getattr(done.__context__, "__cause__", None), KeyboardInterrupt):
+            print("hf-graphfilter: interrupted", file=sys.stderr)
+        raise

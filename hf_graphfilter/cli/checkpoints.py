@@ -1,0 +1,134 @@
+"""What the verbs share: checkpoints read and written, and how they are named on the command line."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from ..console import table
+from ..errors import GraphFilterError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+Source = Annotated[str, typer.Argument(help="A checkpoint: directory or Hub id.")]
+Output = Annotated[Path, typer.Argument(help="Directory to write to.")]
+AutoClass = Annotated[
+    str | None,
+    typer.Option("--auto-class", help="Load with this class instead of the saved one, e.g. AutoModelForCausalLM."),
+]
+
+
+def check_output(output: Path, source: str | None = None) -> None:
+    """Before long work: whether ``output`` can be a directory that files are written to."""
+    try:
+        if source is not None and output.exists() and output.samefile(source):
+            raise GraphFilterError(f"{output} is the checkpoint that is read: name another directory to write to")
+    except FileNotFoundError:
+        pass  # the source is on the Hub
+    there = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise GraphFilterError(f"cannot write to {output}: {there} is a file, name a directory")
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise GraphFilterError(f"cannot write to {output}: {there}: {error.strerror}") from error
+
+
+def load_config(source: str, patched: bool = False) -> PreTrainedConfig:
+    import transformers
+
+    folder = Path(source)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise GraphFilterError(f"{source} holds no config.json: it is no checkpoint")
+    if folder.is_dir() and '"pretrained_cfg"' in (folder / "config.json").read_text(errors="replace"):
+        raise GraphFilterError(f"{source} is a checkpoint of timm: use load_timm_model in Python")
+    if folder.is_file():
+        raise GraphFilterError(f"{source} is a file: name the directory of a checkpoint, or a Hub id")
+    try:
+        config = transformers.AutoConfig.from_pretrained(source)
+    except GraphFilterError:
+        raise
+    except Exception as error:  # whatever a config that was written by hand leads to
+        raise GraphFilterError(f"cannot load {source}: {_short(error)}") from error
+    if patched and getattr(config, "graph_filter", None) is None:
+        raise GraphFilterError(f"{source} has no graph filter; patch it with: hf-graphfilter patch")
+    return config
+
+
+def load(
+    source: str, auto_class: str | None, patched: bool = False, make: Callable[[Any], Any] = lambda model: model
+) -> Any:
+    """``make(model)`` of a checkpoint, tried without the weights first, since these may take long to come."""
+    import transformers
+    from accelerate import init_empty_weights
+    from safetensors import SafetensorError
+    from transformers.utils import logging
+
+    config = load_config(source, patched)
+    if auto_class is None:
+        named = config.architectures if isinstance(config.architectures, list) else []
+        auto_class = next((a for a in named if isinstance(a, str) and hasattr(transformers, a)), "AutoModel")
+    model_class: Any = getattr(transformers, auto_class, None)
+    if not hasattr(model_class, "from_pretrained"):
+        raise GraphFilterError(f"transformers has no model class {auto_class!r}")
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # loading warns again
+    with init_empty_weights():
+        try:
+            empty = getattr(model_class, "from_config", model_class)(copy.deepcopy(config))
+        except GraphFilterError:
+            raise
+        except Exception:  # whatever is wrong with the model itself, loading will say
+            empty = None
+        finally:
+            logging.set_verbosity(verbosity)
+        if empty is not None:
+            make(empty)
+    try:
+        return make(model_class.from_pretrained(source))
+    except GraphFilterError:
+        raise
+    except (
+        *(OSError, ValueError, RuntimeError, ImportError, SafetensorError),
+        *(LookupError, TypeError, AttributeError, ArithmeticError),  # of values in a config that no model has
+    ) as error:
+        raise GraphFilterError(f"cannot load {source}: {_short(error)}") from error
+
+
+def _short(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:300]} ..."
+
+
+def save(model: Any, source: str, output: Path, show: bool = True) -> None:
+    """The checkpoint, and its tokenizer or image processor, so that it is as usable as the source."""
+    from transformers import AutoProcessor
+
+    from ..status import filter_status
+
+    model.save_pretrained(output)
+    try:
+        AutoProcessor.from_pretrained(source).save_pretrained(output)
+    except (OSError, ValueError, ImportError):
+        Console(stderr=True).print(f"note: no tokenizer or processor found in {escape(source)}", style="dim")
+    if show and filter_status(model):
+        show_status(model)
+    Console().print(f"saved to {escape(str(output))}")
+
+
+def show_status(model: Any) -> None:
+    from ..status import filter_status
+
+    status = filter_status(model)
+    if not status:
+        raise GraphFilterError(f"{type(model).__name__} has no graph filter; patch it with: hf-graphfilter patch")
+    Console().print(table(*status.table()))

@@ -1,0 +1,181 @@
+"""Verbs that write checkpoints and filters."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from ..console import parse_layers, parse_options
+from ..errors import GraphFilterError
+from .checkpoints import AutoClass, Output, Source, check_output, load, load_config, save
+
+
+class Stack(StrEnum):
+    encoder = "encoder"
+    decoder = "decoder"
+
+
+class Target(StrEnum):
+    hidden = "hidden"
+    logits = "logits"
+
+
+def patch(
+    source: Source,
+    output: Output,
+    filter: Annotated[
+        str, typer.Option("--filter", "-f", help="Name of a filter; hf-graphfilter filters lists them.")
+    ] = "gfsa",
+    options: Annotated[
+        list[str] | None, typer.Option("--option", "-o", help="An option of the filter as NAME=VALUE, repeatable.")
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option("--layers", "-l", help="even, odd, indices 0,2,-1 or a slice 2:8; all layers if not given."),
+    ] = None,
+    stack: Annotated[Stack | None, typer.Option("--stack", help="Only this one; both if not given.")] = None,
+    auto_class: AutoClass = None,
+) -> None:
+    """Patch a checkpoint and save it, ready to fine-tune; with GFSA its outputs are the same as before.
+
+    [dim]hf-graphfilter patch bert-base-uncased runs/bert-gfsa -o K=4 -o 'learn=["w_0","w_K"]' --layers even[/dim]
+
+    [dim]hf-graphfilter patch bert-base-uncased runs/bert-agf -f agf -o correction=true -o window=4[/dim]
+    """
+    from ..filters import as_config
+    from ..patching import patch_model
+
+    config, chosen = as_config(filter, **parse_options(options or [])), parse_layers(layers)
+    check_output(output, source)
+    only: Any = stack and stack.value
+    model = load(source, auto_class, make=lambda plain: patch_model(plain, config, layers=chosen, stack=only))
+    save(model, source, output)
+    if not config.starts_as_original:
+        Console().print("its outputs are not the original's: fit it with hf-graphfilter transfer, or fine-tune it")
+
+
+def unpatch(source: Source, output: Output, auto_class: AutoClass = None) -> None:
+    """Take the filters out of a checkpoint and save the original architecture, with the weights it has now.
+
+    [dim]hf-graphfilter unpatch runs/bert-gfsa runs/bert-plain[/dim]
+    """
+    from ..patching import unpatch_model
+
+    check_output(output, source)
+    save(unpatch_model(load(source, auto_class, patched=True)), source, output)
+
+
+def transfer(
+    source: Source,
+    output: Output,
+    text: Annotated[list[Path], typer.Option("--text", "-t", help="A file of plain text, repeatable.")],
+    steps: Annotated[int, typer.Option(min=1, help="Batches of the regression.")] = 1000,
+    length: Annotated[int, typer.Option(min=8, help="Tokens of a window of text.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows in a batch.")] = 8,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3,
+    end_to_end: Annotated[Target | None, typer.Option(help="A second stage, against these of the model.")] = None,
+    auto_class: AutoClass = None,
+) -> None:
+    """Fit the filters of a patched language model to its original attention, on plain text. Interrupted, it goes on.
+
+    [dim]hf-graphfilter transfer runs/bert-agf runs/bert-agf-fitted -t wiki.txt --steps 1000[/dim]
+    """
+    import torch
+
+    from ..training import transfer_attention
+
+    if not 0 < lr < float("inf"):
+        raise GraphFilterError(f"--lr must be a positive number, got {lr}")
+    check_output(output, source)
+    load_config(source, patched=True)
+    ids = torch.tensor(_tokens(source, text))
+    windows = ids[: len(ids) // length * length].view(-1, length)
+    windows = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))]
+    batches, held = list(windows.split(batch_size)), 4
+    if len(batches) <= held:
+        raise GraphFilterError(
+            f"the text gives {len(windows)} windows of {length} tokens, {len(batches)} batches of {batch_size}, and "
+            f"{held + 1} are needed, {held} to measure on: give more text, or a smaller --batch-size or --length"
+        )
+    model = load(source, auto_class, patched=True)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    progress = output / "transfer"
+    against: Any = end_to_end and end_to_end.value
+    try:
+        report = transfer_attention(
+            model,
+            batches,
+            steps=steps,
+            lr=lr,
+            coefficient_lr=10 * lr,
+            end_to_end=against,
+            holdout=held,
+            checkpoint=progress,
+        )
+    except KeyboardInterrupt:
+        there = progress.is_dir()
+        kept = f"progress is kept in {progress}, the same command goes on" if there else "nothing was fitted yet"
+        print(f"hf-graphfilter: interrupted: {kept}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    save(model, source, output, show=False)
+    shutil.rmtree(progress, ignore_errors=True)  # none is kept of a fit that became non-finite
+    Console().print(escape(str(report)))
+
+
+def _tokens(source: str, files: list[Path]) -> list[int]:
+    from transformers import AutoTokenizer
+
+    texts = [file.read_text(errors="replace") for file in files]
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise GraphFilterError(f"{source} has no tokenizer: {error}") from error
+    return [i for t in texts for i in tokenizer(t, add_special_tokens=False, verbose=False)["input_ids"]]
+
+
+def save_filter(source: Source, output: Output, auto_class: AutoClass = None) -> None:
+    """Write the filter of a patched checkpoint alone: a few KB, to be laid over any copy of the base model.
+
+    [dim]hf-graphfilter save-filter runs/bert-gfsa runs/filter[/dim]
+    """
+    from ..checkpoints.filter_file import save_filter
+
+    check_output(output, source)
+    save_filter(load(source, auto_class, patched=True), output)
+    Console().print(f"saved to {escape(str(output))}")
+
+
+def load_filter(
+    source: Source,
+    filter: Annotated[str, typer.Argument(help="What save-filter wrote: directory or Hub id.")],
+    output: Output,
+    auto_class: AutoClass = None,
+) -> None:
+    """Lay a saved filter over a copy of its base model, and save the patched checkpoint.
+
+    [dim]hf-graphfilter load-filter bert-base-uncased runs/filter runs/bert-gfsa[/dim]
+    """
+    from ..checkpoints.filter_file import load_filter
+
+    check_output(output, source)
+    save(load(source, auto_class, make=lambda model: load_filter(model, filter)), source, output)
+
+
+def export_remote_code(
+    folder: Annotated[Path, typer.Argument(help="A patched checkpoint; two small changes are made in it.")],
+) -> None:
+    """Let programs that only offer trust_remote_code load a patched checkpoint, where this package is installed.
+
+    [dim]hf-graphfilter export-remote-code runs/gpt2-gfsa[/dim]
+    """
+    from ..remote_code import export_remote_code
+
+    classes = export_remote_code(folder)
+    Console().print(f"{escape(str(folder))} loads with trust_remote_code=True: {', '.join(classes)}")

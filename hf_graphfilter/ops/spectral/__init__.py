@@ -1,0 +1,16 @@
+"""Filtering in the singular value domain: ``U Sigma V^T x`` in linear time, over all tokens or causally.
+
+``U`` is a softmax over features, ``V`` a softmax over tokens, ``Sigma`` a polynomial of singular values in (0, 1), one
+set a token (AGF paper, Eq. 7-10). The causal form, which the paper does not have, takes the softmax over the tokens so
+far.
+
+Everything goes block by block along the tokens, forward and backward: the working set stays in the CPU's cache, and
+nothing but the inputs is kept for the backward pass. Inner arithmetic is float32 or wider, whatever the inputs.
+"""
+
+from .bidirectional import filter_all
+from .causal import filter_causal
+from .factors import gram_deviation, left_basis, left_vectors, right_basis
+from .tokens import CausalState
+
+__all__ = ["CausalState", "filter_all", "filter_causal", "gram_deviation", "left_basis", "left_vectors", "right_basis"]

@@ -1,0 +1,92 @@
+"""``check_filter``: whether a filter, of this package or anybody's, does all that the package promises of filters.
+
+It runs on tiny models with random weights, made here: an encoder, a causal decoder with grouped keys, an
+encoder-decoder and a vision model. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
+
+from ..errors import GraphFilterError
+from ..filters import FilterConfig, as_config
+from . import mathematics, start, use
+from .trial import Check, CheckRow, FilterReport, Trial
+
+__all__ = ["CheckRow", "FilterReport", "check_filter"]
+
+CHECKS = [c for module in (start, mathematics, use) for c in vars(module).values() if isinstance(c, Check)]
+
+
+def check_filter(
+    filter: str | FilterConfig,
+    *,
+    formula: Callable[[Tensor, dict[str, Tensor]], Tensor] | None = None,
+    only: Collection[str] | None = None,
+    raise_on_failure: bool = True,
+    **options: Any,
+) -> FilterReport:
+    """Run a filter through models, explicit matrices, decoding, files, copies and the compiler: some seconds.
+
+    Random numbers are afterwards as they were; what ``torch.compile`` has compiled so far is forgotten.
+
+    Args:
+        filter: name of a registered filter, or its config object.
+        formula: the filter as an explicit matrix, ``formula(A, coefficients) -> H``: A and H (batch, heads, tokens,
+            tokens) in float64, coefficients as ``GraphFilter.coefficients`` gives them. The filter must then compute
+            ``H @ value``.
+        only: names of checks to run; ``config``, ``patching`` and ``forward``, which all others build on, are always
+            run.
+        raise_on_failure: raise if a check fails.
+        **options: options of the filter, when it is given by name.
+
+    Returns:
+        ``FilterReport``, a row for each check: passed, failed, or does not apply, and why.
+
+    Raises:
+        GraphFilterError: an unknown filter, option or check; a check failed (all are named).
+
+    Example:
+        >>> report = check_filter("gfsa", K=2, only=["causality"])
+        >>> report[-1]
+        CheckRow(check='causality', outcome='passed', detail='')
+    """
+    config = as_config(filter, **options)
+    if unknown := {*(only or ())} - {check.name for check in CHECKS}:
+        raise GraphFilterError(f"no check {min(unknown)!r}; the checks are {', '.join(check.name for check in CHECKS)}")
+    report = FilterReport()
+    with _undisturbed(), tempfile.TemporaryDirectory() as folder:
+        trial = Trial(config, formula, Path(folder))
+        stopped = ""
+        for check in CHECKS:
+            if stopped:
+                report.append(CheckRow(check.name, "does not apply", f"not run, since {stopped} failed"))
+            elif check.basic or only is None or check.name in only:
+                report.append(trial.run(check))
+                stopped = check.name if check.basic and report[-1].outcome == "failed" else ""
+    if report.failures and raise_on_failure:
+        failed = "; ".join(f"{row.check} ({row.detail})" for row in report.failures)
+        count = f"{len(report.failures)} of {len(report)} checks"
+        raise GraphFilterError(f"{type(config).__name__} fails {count}: {failed}")
+    return report
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Random numbers and progress bars are afterwards as they were."""
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,187 @@
+"""The optimisation of one stage: steps, measurements, the best state, interruptions."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ...errors import GraphFilterError
+from ...filters import GraphFilter
+from .batches import Batch
+from .record import Checkpoint, TransferReport
+
+
+@dataclass
+class Stage:
+    """What is fitted: ``step`` forms the gradients of a batch, ``measure`` gives the held-out error."""
+
+    name: str
+    steps: int
+    lr: float
+    coefficient_lr: float
+    step: Callable[[Batch], dict[str, float]]
+    measure: Callable[[], float]
+    start: float | None = None  # the held-out error before the first step, where it is known
+
+
+class StageRun:
+    """One stage: optimiser, schedule, measurements, the best state so far."""
+
+    def __init__(
+        self, stage: Stage, modules: dict[str, GraphFilter], report: TransferReport, checkpoint: Checkpoint | None
+    ):
+        self.stage, self.report, self.checkpoint = stage, report, checkpoint
+        self.parameters = {f"{n}.{k}": p for n, f in modules.items() for k, p in f.named_parameters()}
+        if not self.parameters:
+            raise GraphFilterError("the filters have no parameters that could be fitted")
+        coefficients = {id(p) for f in modules.values() for p in f.coefficient_parameters().values()}
+        groups = [
+            {"params": [p for p in self.parameters.values() if (id(p) in coefficients) == own], "lr": rate}
+            for own, rate in ((False, stage.lr), (True, stage.coefficient_lr))
+        ]
+        self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], weight_decay=0.0)
+        for group in self.optimizer.param_groups:
+            group["peak"] = group["lr"]
+        self.step, self.stale = 0, 0
+        self.best, self.best_state = math.inf, self._state()
+
+    def fit(self, batches: Iterator[Batch], eval_every: int, patience: int | None, progress: bool) -> None:
+        if self.checkpoint is not None and self._restore(self.checkpoint):
+            if self.stage.name in self.checkpoint.finished:
+                self.report.steps += self.step
+                return
+            next(islice(batches, self.step, self.step), None)
+        else:
+            self._measure(self.stage.start)
+        bar = tqdm(total=self.stage.steps, initial=self.step, desc=self.stage.name, disable=not progress)
+        with bar, _interruptions(self.checkpoint is not None) as interrupted:
+            while self.step < self.stage.steps:
+                batch = next(batches, None)
+                problem = None if batch is None else self._advance(batch, bar)
+                if batch is not None and problem is None and self.step % eval_every and self.step < self.stage.steps:
+                    if interrupted():
+                        self._save()
+                        raise KeyboardInterrupt
+                    continue
+                if problem is None and not math.isfinite(self._measure()):
+                    problem = f"non-finite error on the held-out batches at step {self.step}"
+                if problem is not None:
+                    self.report.stopped = f"{problem}, best state kept"
+                    break
+                self._save()
+                if interrupted():
+                    raise KeyboardInterrupt
+                if batch is None:
+                    self.report.stopped = f"the batches ended at step {self.step} (an iterator gives them once)"
+                    break
+                if patience is not None and self.stale >= patience:
+                    self.report.stopped = "no improvement"
+                    break
+        self._load(self.best_state)
+        self.report.steps += self.step
+        if not self.report.stopped.startswith("non-finite"):
+            self._save(finished=True)
+
+    def _advance(self, batch: Batch, bar: Any) -> str | None:
+        """One step; the name of a problem, if there is one."""
+        done, warm_up = self.step / self.stage.steps, max(1, self.stage.steps // 20)
+        factor = min(1.0, (self.step + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * done))
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * factor
+        self.optimizer.zero_grad()
+        errors = self.stage.step(batch)
+        self.step += 1
+        if not all(map(math.isfinite, errors.values())):
+            return f"non-finite loss at step {self.step}"
+        self.optimizer.step()
+        bar.update()
+        bar.set_postfix_str(" ".join(f"{e:.3f}" for e in errors.values()), refresh=False)
+        return None
+
+    def _measure(self, error: float | None = None) -> float:
+        """The held-out error, if it is not known already."""
+        error = self.stage.measure() if error is None else error
+        self.report.history.append((self.report.steps + self.step, error))
+        self.stale = 0 if error < 0.999 * self.best else self.stale + 1
+        if error < self.best:
+            self.best, self.best_state = error, self._state()
+        return error
+
+    def _state(self) -> dict[str, Tensor]:
+        return {k: p.detach().clone() for k, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def _load(self, state: dict[str, Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.copy_(state[name])
+
+    def _save(self, finished: bool = False) -> None:
+        if self.checkpoint is None:
+            return
+        tensors = {f"now.{k}": p.detach() for k, p in self.parameters.items()}
+        tensors |= {f"best.{k}": p for k, p in self.best_state.items()}
+        state = self.optimizer.state
+        tensors |= {f"{moment}.{k}": t for k, p in self.parameters.items() for moment, t in state.get(p, {}).items()}
+        progress = {
+            "step": self.step,
+            "earlier_steps": self.report.steps - finished * self.step,
+            "best": self.best,
+            "stale": self.stale,
+            "history": self.report.history,
+            "before": self.report.before,
+        }
+        self.checkpoint.write(self.stage.name, finished, progress, tensors)
+
+    def _restore(self, checkpoint: Checkpoint) -> bool:
+        """Go on where the checkpoint was left; False if it is not of this stage."""
+        progress = checkpoint.progress()
+        if progress is None:
+            return False
+        finished = self.stage.name in checkpoint.finished
+        if progress["stage"] != self.stage.name:
+            if finished:  # a later stage has its results
+                self.step = progress["earlier_steps"]
+            return finished
+        tensors = checkpoint.tensors()
+        self.report.before, self.report.history = progress["before"], [tuple(pair) for pair in progress["history"]]
+        self.step, self.best, self.stale = progress["step"], progress["best"], progress["stale"]
+        device = next(iter(self.parameters.values())).device
+        self.best_state = {k: tensors[f"best.{k}"].to(device) for k in self.parameters}
+        self._load({k: tensors[f"{'best' if finished else 'now'}.{k}"] for k in self.parameters})
+        for name, parameter in self.parameters.items():
+            for moment in ("step", "exp_avg", "exp_avg_sq"):
+                if (t := tensors.get(f"{moment}.{name}")) is not None:
+                    kept = t if moment == "step" else t.to(device=device, dtype=parameter.dtype)
+                    self.optimizer.state[parameter][moment] = kept
+        return True
+
+
+@contextlib.contextmanager
+def _interruptions(deferred: bool) -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed, so that a step can be finished before what it made is kept; a second one ends it."""
+    asked = False
+
+    def note(*_: Any) -> None:
+        nonlocal asked
+        asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    ours = threading.current_thread() is threading.main_thread()
+    if deferred and ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, note)
+        try:
+            yield lambda: asked
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    else:
+        yield lambda: False
