@@ -84,5 +84,5 @@ class Perplexity(_Metric):
 
 def measure(kinds: Sequence[type[_Metric]], predictions: Any, references: Any) -> dict[str, float]:
     """The values of several metrics, by name."""
-    found = [kind().compute(predictions=predictions, references=references) for kind in kinds]
-    return {name: value for values in found for name, value in values.items()}
+    measured = [kind().compute(predictions=predictions, references=references) for kind in kinds]
+    return {name: value for values in measured for name, value in values.items()}
