@@ -1,7 +1,5 @@
 """The flags of the recipes, besides those of the Trainer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from transformers.hf_argparser import HfArg

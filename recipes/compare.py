@@ -132,8 +132,8 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
                 "another --name, or begin again with --fresh"
             )
         folder = root / variant.replace(" ", "-").replace("/", "-").replace(",", "") / f"seed-{seed}"
-        record = known or runs.run_seed(settings, resolved[variant], seed, folder, console)
         if known is None:
+            record = runs.run_seed(settings, resolved[variant], seed, folder, console)
             content["runs"].append({"variant": variant, **record})
         content["summary"] = summarise(content)
         if is_main_process():

@@ -1,7 +1,5 @@
 """The rows of a task: read from official files or from the Hub, with the columns that the recipes use."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import json
@@ -82,10 +80,8 @@ def labels_of(data: Dataset, labels: Sequence[str] | None, source: object) -> Da
                 numbers.append(float(value))
             elif str(value) in labels:
                 numbers.append(labels.index(str(value)))
-            elif int(value) in range(len(labels)):
-                numbers.append(int(value))
             else:
-                raise ValueError
+                numbers.append(range(len(labels)).index(int(value)))
         except (TypeError, ValueError) as error:
             expected = "a number" if labels is None else " or ".join(labels)
             raise GraphFilterError(f"{source}: row {number} has the label {value!r}, expected {expected}") from error

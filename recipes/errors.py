@@ -1,7 +1,5 @@
 """What goes wrong for a user, as one line."""
 
-from __future__ import annotations
-
 import difflib
 import sys
 from collections.abc import Iterable, Iterator

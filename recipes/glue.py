@@ -41,10 +41,6 @@ class Task:
         default_factory=lambda: {"train": ("train.tsv", "train.json"), "validation": ("dev.tsv", "dev.json")}
     )
 
-    @property
-    def texts(self) -> list[str]:
-        return [name for name in self.columns if name != "label"]
-
 
 def pair(first: str, second: str, label: str = "label") -> dict[str, tuple[str, ...]]:
     """Columns of two texts: the official names, those on the Hub, and those of the JSON files."""
@@ -117,8 +113,9 @@ def movie_snippets() -> DatasetDict:
 def run(args, training):
     """One fine-tuning run."""
     task = TASKS[args.task]
+    texts = [name for name in task.columns if name != "label"]
     data = cut(load(args.task, args.data), args)
-    tokenizer = load_tokenizer(args, lambda: (t for name in task.texts for t in data["train"][name]))
+    tokenizer = load_tokenizer(args, lambda: (t for name in texts for t in data["train"][name]))
     outputs = {"num_labels": len(task.labels) if task.labels else 1}
     if task.labels:
         outputs["id2label"] = dict(enumerate(task.labels))
@@ -126,9 +123,9 @@ def run(args, training):
     model = build_model(args, training, AutoModelForSequenceClassification, tokenizer, **outputs)
 
     def encode(batch):
-        return tokenizer(*(batch[name] for name in task.texts), truncation=True, max_length=args.max_length)
+        return tokenizer(*(batch[name] for name in texts), truncation=True, max_length=args.max_length)
 
-    encoded = data.map(encode, batched=True, remove_columns=task.texts)
+    encoded = data.map(encode, batched=True, remove_columns=texts)
 
     def compute(prediction):
         logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions

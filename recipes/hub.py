@@ -1,7 +1,5 @@
 """What goes to the Hub: a run's model card, its checkpoint and its numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,23 +20,13 @@ TASK_TYPES = {"SequenceClassification": "text-classification", "ConditionalGener
 def write_card(settings: Settings, folder: Path, record: dict[str, Any], values: dict[str, Any]) -> None:
     """The model card of a saved run: its metrics, and how its setting compared with the plain model."""
     model = settings.recipe.load(folder)
-    results = [
-        EvalResult(
-            task_type=settings.recipe.task_type
-            or TASK_TYPES.get(type(model).__name__.partition("For")[2], "text-generation"),
-            dataset_type=record["task"],
-            dataset_name=record["task"],
-            dataset_split=key.partition("/")[0],
-            metric_type=key.partition("/")[2],
-            metric_value=value,
-        )
-        for key, value in record["metrics"].items()
-        if not key.endswith("/loss")
-    ]
-    trained = (
-        f"Fine-tuned on {record['task']} with seed {record['seed']}; every setting and number is in `{records.RECORD}`."
-    )
-    description = f"## Training\n\n{trained}{compared(settings, record, values)}"
+    head = type(model).__name__.partition("For")[2]
+    task = {"task_type": settings.recipe.task_type or TASK_TYPES.get(head, "text-generation")}
+    task |= {"dataset_type": record["task"], "dataset_name": record["task"]}
+    scores = [(*key.split("/", 1), value) for key, value in record["metrics"].items() if not key.endswith("/loss")]
+    results = [EvalResult(**task, dataset_split=part, metric_type=name, metric_value=v) for part, name, v in scores]
+    trained = f"Fine-tuned on {record['task']} with seed {record['seed']}; every setting and number is in"
+    description = f"## Training\n\n{trained} `{records.RECORD}`.{compared(settings, record, values)}"
     values = settings.defaults | values
     local = values.get("from_scratch") or values.get("pretrained") is False or Path(values["model"]).exists()
     base = None if local else values["model"]
@@ -49,18 +37,15 @@ def write_card(settings: Settings, folder: Path, record: dict[str, Any], values:
         title = name.rpartition("/")[2]
         library = host_of(model).LIBRARY
         data = ModelCardData(library_name=library, eval_results=results, model_name=title, base_model=base)
-        card = ModelCard(
-            f"---\n{data.to_yaml()}\n---\n\n# {title}\n\nThe plain {type(model).__name__}.\n\n{description}\n"
-        )
+        text = f"# {title}\n\nThe plain {type(model).__name__}.\n\n{description}\n"
+        card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}")
     card.save(folder / "README.md")
 
 
 def compared(settings: Settings, record: dict[str, Any], values: dict[str, Any]) -> str:
     """What recipes/compare.py found for these settings: here, or in the results that are shipped."""
-    for folder, where in (
-        (records.own_results(values), ""),
-        (records.RESULTS, " (measured by the authors of the recipes)"),
-    ):
+    places = ((records.own_results(values), ""), (records.RESULTS, " (measured by the authors of the recipes)"))
+    for folder, where in places:
         content = records.read_results(folder / records.results_name(record))
         for run in content["runs"]:
             difference = content["summary"][run["variant"]].get("difference")
@@ -85,10 +70,8 @@ def create_repository(values: dict[str, Any]) -> str:
     """The full name of the repository, made before any training, so that a wrong token costs no time."""
     name = f"{Path(values['model']).name}-{Path(values['task']).name}-{values.get('filter', 'gfsa')}"
     with hub(values, "nothing is lost") as api:
-        repository = api.create_repo(
-            values.get("hub_model_id") or name, private=values.get("hub_private_repo"), exist_ok=True
-        )
-        return repository.repo_id
+        name = values.get("hub_model_id") or name
+        return api.create_repo(name, private=values.get("hub_private_repo"), exist_ok=True).repo_id
 
 
 def push(settings: Settings, folder: Path, record: dict[str, Any], values: dict[str, Any]) -> str:

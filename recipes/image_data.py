@@ -1,7 +1,5 @@
 """The images of the image recipe: folders or the Hub, and timm's loaders."""
 
-from __future__ import annotations
-
 import multiprocessing
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from torch.utils.data import Subset
 from hf_graphfilter import GraphFilterError
 from recipes.arguments import ImageArguments
 
-HUB = {"imagenet-1k": "hfds/ILSVRC/imagenet-1k", "imagenet-100": "hfds/clane9/imagenet-100"}
+HUB = {"imagenet-1k": ("hfds/ILSVRC/imagenet-1k", 1000), "imagenet-100": ("hfds/clane9/imagenet-100", 100)}
 
 
 class Images(ImageDataset):
@@ -52,14 +50,15 @@ def load(args: ImageArguments) -> tuple[Any, Any, list[str]]:
     if args.data is None:
         if args.task not in HUB:
             raise GraphFilterError(f"--task {args.task} needs --data, a folder with train and val")
+        source, classes = HUB[args.task]
         try:
-            parts = [create_dataset(HUB[args.task], split=split) for split in ("train", "validation")]
+            parts = [create_dataset(source, split=split) for split in ("train", "validation")]
         except Exception as error:  # whatever the library or the network raises, the way out is the same
             raise GraphFilterError(
-                f"{HUB[args.task]} cannot be loaded ({type(error).__name__}: {error}); check the connection, or name a "
-                "folder with --data"
+                f"{source} cannot be loaded ({type(error).__name__}: {error}); check the connection, or name a folder "
+                "with --data"
             ) from error
-        return *parts, [str(i) for i in range({"imagenet-1k": 1000, "imagenet-100": 100}[args.task])]
+        return *parts, [str(i) for i in range(classes)]
     root = Path(args.data)
     if not root.is_dir():
         raise GraphFilterError(f"--data: there is no folder {root}")
@@ -82,16 +81,10 @@ def load(args: ImageArguments) -> tuple[Any, Any, list[str]]:
         raise GraphFilterError(f"--data: {root}: {error}") from error
 
 
-class Part(Subset):  # type: ignore[type-arg]
+class Part(Subset[Any]):
     """Some of the images; the loader hands it the transform of all."""
 
-    @property
-    def transform(self) -> Any:
-        return self.dataset.transform  # type: ignore[attr-defined]
-
-    @transform.setter
-    def transform(self, transform: Any) -> None:
-        self.dataset.transform = transform  # type: ignore[attr-defined]
+    transform = property(lambda self: self.dataset.transform, lambda self, to: setattr(self.dataset, "transform", to))
 
 
 def cut(data: Any, limit: int | None) -> Any:
@@ -106,22 +99,14 @@ def loaders(
 ) -> tuple[Any, Any]:
     """timm's loaders; the images are moved to the device in the loop."""
     several = accelerator.num_processes > 1
-    both = {
-        "input_size": config["input_size"],
-        "mean": config["mean"],
-        "std": config["std"],
-        "num_workers": args.workers,
-        "use_prefetcher": False,
-        "pin_memory": accelerator.device.type == "cuda",
-        "persistent_workers": args.workers > 0,
-    }
-    if len(train) < args.device_batch_size:
-        raise GraphFilterError(
-            f"{len(train)} training images are less than --device_batch_size {args.device_batch_size}"
-        )
+    both = {name: config[name] for name in ("input_size", "mean", "std")}
+    both |= {"num_workers": args.workers, "persistent_workers": args.workers > 0, "use_prefetcher": False}
+    both["pin_memory"] = accelerator.device.type == "cuda"
+    if len(train) < (size := args.device_batch_size):
+        raise GraphFilterError(f"{len(train)} training images are less than --device_batch_size {size}")
     training = create_loader(
         train,
-        batch_size=args.device_batch_size,
+        batch_size=size,
         is_training=True,
         no_aug=args.crop_scale == 1,
         scale=(args.crop_scale, 1.0),

@@ -1,7 +1,5 @@
 """The models of the image recipe, of timm and of transformers: made, described to the loaders, saved and loaded."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -42,12 +40,10 @@ def _of_timm(args: ImageArguments, classes: list[str]) -> tuple[nn.Module, dict[
     if "img_size" in asked:
         raise GraphFilterError(f"--model_options img_size={asked['img_size']}: use --img_size, the data follow it too")
     options = {"num_classes": len(classes), "drop_path_rate": args.drop_path, "drop_rate": args.drop}
-    options |= {"img_size": args.img_size} if args.img_size else {}
-    options |= asked
+    options |= ({"img_size": args.img_size} if args.img_size else {}) | asked
     try:
-        model = timm.create_model(
-            args.model, pretrained=args.pretrained, checkpoint_path=args.checkpoint or "", **options
-        )
+        weights = {"pretrained": args.pretrained, "checkpoint_path": args.checkpoint or ""}
+        model = timm.create_model(args.model, **weights, **options)
     except (RuntimeError, TypeError, ValueError, AssertionError, OSError) as error:
         near = nearest(args.model, timm.list_models())
         raise GraphFilterError(f"timm cannot make {args.model}{near} with {options}: {line(error)}") from error
@@ -114,12 +110,11 @@ def parameter_groups(args: ImageArguments, model: nn.Module) -> list[dict[str, A
     if isinstance(model, PreTrainedModel):
         kept = {n for n, _ in model.named_parameters() if any(part in n for part in UNDECAYED)}
     else:
-        kept = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()  # type: ignore[operator]
+        kept = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()
+    options = {"weight_decay": args.weight_decay, "no_weight_decay_list": kept}
     if args.layer_decay is None:
-        return param_groups_weight_decay(model, args.weight_decay, no_weight_decay_list=kept)  # type: ignore[return-value]
-    return param_groups_layer_decay(  # type: ignore[return-value]
-        model, args.weight_decay, no_weight_decay_list=kept, layer_decay=args.layer_decay
-    )
+        return param_groups_weight_decay(model, **options)
+    return param_groups_layer_decay(model, **options, layer_decay=args.layer_decay)
 
 
 def save(args: ImageArguments, model: nn.Module, folder: Path) -> None:

@@ -1,7 +1,5 @@
 """What the loop of the image recipe is made of: devices, optimizer, evaluation and checkpoints."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -27,11 +25,9 @@ PROGRESS = "progress.json"
 def accelerator_of(args: ImageArguments) -> Accelerator:
     if args.precision not in ("no", "bf16", "fp16"):
         raise GraphFilterError(f"--precision {args.precision!r}: use no, bf16 or fp16")
-    log_with = None if args.report_to == "none" else args.report_to
-    accelerator = Accelerator(
-        mixed_precision=args.precision, cpu=args.use_cpu, log_with=log_with, project_dir=args.output_dir
-    )
-    if log_with:
+    tracking = {"log_with": None if args.report_to == "none" else args.report_to, "project_dir": args.output_dir}
+    accelerator = Accelerator(mixed_precision=args.precision, cpu=args.use_cpu, **tracking)
+    if tracking["log_with"]:
         accelerator.init_trackers("hf_graphfilter")
     return accelerator
 
@@ -52,7 +48,7 @@ def optimizer_of(args: ImageArguments, model: nn.Module) -> torch.optim.Optimize
 def logits_of(model: Any, images: Tensor) -> Tensor:
     """A model of timm returns them, one of transformers has them among its outputs."""
     output = model(images)
-    return getattr(output, "logits", output)  # type: ignore[no-any-return]
+    return getattr(output, "logits", output)
 
 
 @torch.no_grad()
@@ -80,9 +76,8 @@ def save_state(accelerator: Accelerator, folder: Path, average: ModelEmaV3 | Non
         if average is not None:
             save_model(average.module, str(target / "average.safetensors"))
         write_json(target / PROGRESS, {"step": step})
-        for old in folder.glob("checkpoint-*"):
-            if old != target:
-                shutil.rmtree(old)
+        for old in {*folder.glob("checkpoint-*")} - {target}:
+            shutil.rmtree(old)
     accelerator.wait_for_everyone()
 
 

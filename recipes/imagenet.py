@@ -48,12 +48,10 @@ def run(args: ImageArguments) -> dict[str, Any]:
     train_data, val_data, classes = load(args)
     model, config = image_models.build(args, classes)
     accelerator = accelerator_of(args)
-    train_data = cut(train_data, args.max_train_samples)
-    val_data = cut(val_data, args.max_eval_samples)
+    train_data, val_data = cut(train_data, args.max_train_samples), cut(val_data, args.max_eval_samples)
     train, val = loaders(args, accelerator, config, train_data, val_data)
-    mix = None
-    if args.mixup or args.cutmix:
-        mix = Mixup(args.mixup, args.cutmix, label_smoothing=args.smoothing, num_classes=len(classes))
+    mixing = {"mixup_alpha": args.mixup, "cutmix_alpha": args.cutmix, "label_smoothing": args.smoothing}
+    mix = Mixup(**mixing, num_classes=len(classes)) if args.mixup or args.cutmix else None
     loss_of = SoftTargetCrossEntropy() if mix else nn.CrossEntropyLoss(label_smoothing=args.smoothing)
     accumulate = max(1, args.batch_size // (args.device_batch_size * accelerator.num_processes))
     per_epoch = max(1, len(train) // accumulate)
@@ -123,8 +121,7 @@ def run(args: ImageArguments) -> dict[str, Any]:
         image_models.save(args, average.module if average is not None else plain, folder)
     accelerator.end_training()
     skipped = [getattr(getattr(d, "dataset", d), "skipped", None) for d in (train_data, val_data)]
-    skipped_images = sum(s.value for s in skipped if s is not None)
-    return {**outcome(plain, start, metrics, seconds, step), "skipped_images": skipped_images}
+    return {**outcome(plain, start, metrics, seconds, step), "skipped_images": sum(n.value for n in skipped if n)}
 
 
 RECIPE = Recipe(

@@ -120,18 +120,14 @@ def run(args, training):
     if not 1 <= stride <= args.max_length:
         raise GraphFilterError(f"--stride {stride}: a number from 1 to --max_length {args.max_length}")
     chosen = {"model": args.model, "tokenizer": args.tokenizer, "train_tokenizer": args.train_tokenizer}
-    chosen["from_scratch"] = tuple(args.from_scratch)
     tokenizer, ids = tokens(args.task, args.data, tuple(chosen.items()))
     model = build_model(args, training, AutoModelForCausalLM, tokenizer)
     longest = getattr(model.config, "max_position_embeddings", args.max_length)
     if args.max_length > longest:
         raise GraphFilterError(f"--max_length {args.max_length}: {type(model).__name__} takes {longest} tokens at most")
-    rows = {
-        part: blocks(x, args.max_length)
-        if part == "train"
-        else windows(x, args.max_length, stride, tokenizer.pad_token_id)
-        for part, x in ids.items()
-    }
+    rows = {"train": blocks(ids["train"], args.max_length)}
+    for part in [name for name in ids if name != "train"]:
+        rows[part] = windows(ids[part], args.max_length, stride, tokenizer.pad_token_id)
     if not len(rows["train"]):
         raise GraphFilterError(
             f"the training text has {len(ids['train'])} tokens, less than --max_length {args.max_length}"

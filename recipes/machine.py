@@ -1,7 +1,5 @@
 """What this machine can do, and which process of it writes."""
 
-from __future__ import annotations
-
 import os
 import platform
 from typing import Any

@@ -1,7 +1,5 @@
 """Models and tokenizers: loaded or made, and patched with the filter."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,17 +8,7 @@ from typing import Any
 
 import transformers
 from tokenizers import ByteLevelBPETokenizer, processors
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoTokenizer,
-    GPT2TokenizerFast,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    RobertaTokenizerFast,
-    Seq2SeqTrainingArguments,
-    set_seed,
-)
+from transformers import CONFIG_MAPPING, PreTrainedModel, PreTrainedTokenizerFast, Seq2SeqTrainingArguments, set_seed
 
 from hf_graphfilter import GraphFilterError, patch_model
 from hf_graphfilter.console import parse_layers, parse_options
@@ -32,14 +20,13 @@ def load_tokenizer(args: RecipeArguments, texts: Callable[[], Iterator[str]]) ->
     """The model's tokenizer, another one, or a byte-level BPE trained on ``texts()``."""
     if args.train_tokenizer:
         return train_bpe(texts(), args.train_tokenizer)
-    source = args.tokenizer or args.model
+    source, kind = args.tokenizer or args.model, transformers.AutoTokenizer
     with loading(source):
         if Path(source, "vocab.json").is_file() and not Path(source, "tokenizer_config.json").is_file():
             # a bare byte-level BPE does not say whose it is; its special tokens do
             roberta = "<s>" in json.loads(Path(source, "vocab.json").read_text())
-            tokenizer = (RobertaTokenizerFast if roberta else GPT2TokenizerFast).from_pretrained(source)
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(source)
+            kind = transformers.RobertaTokenizerFast if roberta else transformers.GPT2TokenizerFast
+        tokenizer = kind.from_pretrained(source)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -51,29 +38,26 @@ def train_bpe(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenizerFast:
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(texts, vocab_size=vocabulary, min_frequency=2, special_tokens=special, show_progress=False)
     bpe._tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
-    names = dict(zip(("bos_token", "pad_token", "eos_token", "unk_token", "mask_token"), special, strict=True))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe._tokenizer, cls_token="<s>", sep_token="</s>", **names, model_input_names=INPUTS
-    )
-
-
-INPUTS = ["input_ids", "attention_mask"]
+    names = ("bos_token", "pad_token", "eos_token", "unk_token", "mask_token")
+    options: dict[str, Any] = dict(zip(names, special, strict=True))
+    options |= {"cls_token": "<s>", "sep_token": "</s>", "model_input_names": ["input_ids", "attention_mask"]}
+    return PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, **options)
 
 
 def model_config(args: RecipeArguments, **config: Any) -> Any:
     """The configuration of the model; of one from scratch, with the fields that were asked for."""
     if not args.from_scratch:
         with loading(args.model):
-            return AutoConfig.from_pretrained(args.model)
+            return transformers.AutoConfig.from_pretrained(args.model)
     asked = parse_options(args.from_scratch)
     known = CONFIG_MAPPING[args.model]().to_dict() if args.model in CONFIG_MAPPING else {}
     for name in asked if known else ():
         if name not in known:
             raise GraphFilterError(f"--from_scratch: a {args.model} config has no field {name!r}{nearest(name, known)}")
     if known:
-        return AutoConfig.for_model(args.model, **config, **asked)
+        return transformers.AutoConfig.for_model(args.model, **config, **asked)
     with loading(args.model):
-        return AutoConfig.from_pretrained(args.model, **config, **asked)
+        return transformers.AutoConfig.from_pretrained(args.model, **config, **asked)
 
 
 @contextmanager
@@ -114,4 +98,6 @@ def patch(args: FilterArguments, model: Any) -> None:
 
 def load_model(folder: Path) -> Any:
     """A checkpoint of transformers as the class that was saved."""
-    return getattr(transformers, AutoConfig.from_pretrained(folder).architectures[0]).from_pretrained(folder)
+    return getattr(transformers, transformers.AutoConfig.from_pretrained(folder).architectures[0]).from_pretrained(
+        folder
+    )

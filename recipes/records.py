@@ -1,7 +1,5 @@
 """The files of a run and of a comparison: where they are, read and written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

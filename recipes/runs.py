@@ -1,7 +1,5 @@
 """The command line of a recipe: a run for every seed, and a table of them."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence
@@ -29,9 +27,8 @@ def run_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Path
     """The record of one run in ``folder``: found finished, gone on with from its last checkpoint, or begun."""
     file, config = folder / RECORD, folder / "config.yaml"
     finished = json.loads(file.read_text()) if file.is_file() else None
-    before = finished["settings"] if finished else None
-    if finished is None and any(folder.glob("checkpoint-*")) and config.is_file():
-        before = identity(yaml.safe_load(config.read_text()))
+    begun = any(folder.glob("checkpoint-*")) and config.is_file()
+    before = finished["settings"] if finished else identity(yaml.safe_load(config.read_text())) if begun else None
     if before is not None and (changed := settings.differing(before, identity(values))):
         raise GraphFilterError(
             f"{folder} holds a run with other settings ({', '.join(changed)} differ): choose another --output_dir, or "

@@ -1,7 +1,5 @@
 """The settings of a run: flags over a YAML file over the recipe's own."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

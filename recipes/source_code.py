@@ -93,17 +93,15 @@ def clones(root: Path) -> tuple[DatasetDict, str]:
     if not official:
         names = sorted(functions)
         random.Random(0).shuffle(names)
-        edges = (0.6 * len(names), 0.7 * len(names))
-        home = {name: sum(i >= edge for edge in edges) for i, name in enumerate(names)}
+        home = {name: (i >= 0.6 * len(names)) + (i >= 0.7 * len(names)) for i, name in enumerate(names)}
         within = [[p for p in pairs["test"] if home[p[0]] == home[p[1]] == k] for k in range(3)]
         pairs = dict(zip(FILES, within, strict=True))
         split = "60/10/30 of the functions of the official test part"
-    columns = {
-        k: {"text_a": [functions[a] for a, _, _ in v], "text_b": [functions[b] for _, b, _ in v]}
-        | {"label": [int(y) for *_, y in v]}
-        for k, v in pairs.items()
-    }
-    return DatasetDict({k: Dataset.from_dict(v) for k, v in columns.items()}), split
+    parts = {}
+    for part, lines in pairs.items():
+        texts = {"text_a": [functions[a] for a, _, _ in lines], "text_b": [functions[b] for _, b, _ in lines]}
+        parts[part] = Dataset.from_dict({**texts, "label": [int(y) for *_, y in lines]})
+    return DatasetDict(parts), split
 
 
 def run(args, training):

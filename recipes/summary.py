@@ -1,7 +1,5 @@
 """What a comparison shows: the summary of its runs, its rows as text, the results of others beside it, a figure."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -52,15 +50,11 @@ def summary_rows(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             for name, value in run["moved"].items():
                 if value:  # the others are fixed
                     moved.setdefault(name, []).append(value)
-        rows.append(
-            [
-                *(variant, str(len(runs)), mean_and_sd(list(values["values"].values()))),
-                *(interval(difference), p, interval(loss)),
-                ", ".join(f"{name} {sum(v) / len(v):.4f}" for name, v in moved.items()),
-                str(runs[0]["filter_parameters"]),
-                *(mean_and_sd([*by_seed(content, variant, name).values()]) for name in others),
-            ]
-        )
+        row = [variant, str(len(runs)), mean_and_sd([*values["values"].values()])]
+        row += [interval(difference), p, interval(loss)]
+        row += [", ".join(f"{name} {sum(v) / len(v):.4f}" for name, v in moved.items())]
+        row += [str(runs[0]["filter_parameters"])]
+        rows.append(row + [mean_and_sd([*by_seed(content, variant, name).values()]) for name in others])
     return header, rows
 
 

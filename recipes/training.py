@@ -1,7 +1,5 @@
 """Training with the Trainer: the filter's own learning rate, what is measured, and how far the filter moved."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any
@@ -20,18 +18,23 @@ from hf_graphfilter.patching import FilterStatus
 from recipes.arguments import RecipeArguments
 
 
-def make_trainer(
+def fit(
     args: RecipeArguments,
     training: Seq2SeqTrainingArguments,
     model: PreTrainedModel,
-    *,
+    tokenizer: Any,
+    data: DatasetDict,
     trainer_class: type[Trainer] = Trainer,
     **options: Any,
-) -> Trainer:
-    """An ordinary Trainer, with the filter in an optimizer group of its own and its coefficients logged."""
+) -> dict[str, Any]:
+    """Train, going on from the last checkpoint in the folder, evaluate the other parts of ``data``, and save.
+
+    By an ordinary Trainer, with the filter in an optimizer group of its own and its coefficients logged.
+    """
     learned = any(True for _ in filter_parameters(model))
-    callbacks = [CoefficientCallback()] if learned else []
-    trainer = trainer_class(model=model, args=training, callbacks=callbacks, **options)
+    options |= {"processing_class": tokenizer, "callbacks": [CoefficientCallback()] if learned else []}
+    options |= {"train_dataset": data["train"], "eval_dataset": data["validation"]}
+    trainer = trainer_class(model=model, args=training, **options)
     if learned:  # an attribute, since Seq2SeqTrainer does not take the argument
         trainer.optimizer_cls_and_kwargs = filter_optimizer(training, args.filter_lr)
     if any(getattr(row.filter, "gamma", 0) for row in filter_status(model)):
@@ -40,20 +43,7 @@ def make_trainer(
         trainer.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
     if training.disable_tqdm:
         trainer.remove_callback(PrinterCallback)
-    return trainer
 
-
-def fit(
-    args: RecipeArguments,
-    training: Seq2SeqTrainingArguments,
-    model: PreTrainedModel,
-    tokenizer: Any,
-    data: DatasetDict,
-    **options: Any,
-) -> dict[str, Any]:
-    """Train, going on from the last checkpoint in the folder, evaluate the other parts of ``data``, and save."""
-    parts = {"train_dataset": data["train"], "eval_dataset": data["validation"]}
-    trainer = make_trainer(args, training, model, processing_class=tokenizer, **parts, **options)
     start = filter_status(trainer.model)
     begun = time.perf_counter()
     trainer.train(resume_from_checkpoint=last_checkpoint(Path(training.output_dir)))
