@@ -57,7 +57,7 @@ class Recipe:
 
     name: str  # in records and results
     metrics: dict[str, str]  # the one, as split/name, by which each task is compared
-    run: Callable[..., dict[str, Any]]  # one training run: an instance of each of ``arguments`` to what ``fit`` returns
+    run: Callable[..., dict[str, Any]]  # one training run: an instance of each of `arguments` to what `fit` returns
     defaults: dict[str, Any]  # settings under those of a YAML file and the flags
     description: str  # for --help
     known: Callable[[str], bool] = lambda task: False  # whether a task that is not in metrics is one (any text, say)

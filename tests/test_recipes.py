@@ -269,9 +269,7 @@ def test_wrong_data_is_one_clear_error(train, message, tmp_path):
 def test_an_empty_part_and_a_missing_folder_are_errors(tmp_path):
     with pytest.raises(GraphFilterError, match="there is no folder"):
         glue.load.__wrapped__("rte", str(tmp_path / "nowhere"))
-    data = source_code.DatasetDict(
-        {"train": source_code.Dataset.from_dict({"text_a": ["a"]}), "test": source_code.Dataset.from_dict({})}
-    )
+    data = DatasetDict({"train": Dataset.from_dict({"text_a": ["a"]}), "test": Dataset.from_dict({})})
     with pytest.raises(GraphFilterError, match="the part 'test' of defect is empty"):
         cut(data, RecipeArguments(model="m", task="defect"))
 
@@ -820,17 +818,13 @@ def test_data_sets_of_the_hub_are_read_by_their_columns(monkeypatch):
         },
         "ptb-text-only/ptb_text_only": {None: ({"sentence": ["a b"]}, parts)},
         "me/texts": {"small": ({"text": ["a", "b"], "n": [1, 2]}, ("train",)), None: ({"body": ["a"]}, ("train",))},
-        source_code.HUB["defect"]: {
-            None: ({"id": [0], "func": ["f"], "target": [True]}, ("train", "validation", "test"))
-        },
-        source_code.HUB["clone"]: {
-            None: ({"func1": ["f"], "func2": ["g"], "label": [False]}, ("train", "validation", "test"))
-        },
+        source_code.HUB["defect"]: {None: ({"id": [0], "func": ["f"], "target": [True]}, parts)},
+        source_code.HUB["clone"]: {None: ({"func1": ["f"], "func2": ["g"], "label": [False]}, parts)},
     }
 
     def load_dataset(name, config=None, **_):
-        rows, parts = at_hand[name][config]
-        return DatasetDict({part: Dataset.from_dict(rows) for part in parts})
+        rows, names = at_hand[name][config]
+        return DatasetDict({part: Dataset.from_dict(rows) for part in names})
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     assert glue.load.__wrapped__("cola", None)["validation"][0] == {"text_a": "a", "label": 1}
