@@ -30,8 +30,8 @@ from hf_graphfilter.demo import result_rows
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))
-from recipes.compare import PLAIN, by_seed, interval, summary_rows  # noqa: E402
 from recipes.metrics import LOWER_IS_BETTER  # noqa: E402
+from recipes.summary import PLAIN, by_seed, interval, summary_rows  # noqa: E402
 
 RECIPES = ROOT / "recipes" / "results"
 CARD = ROOT / "model_cards" / "minilm-movie-snippets"

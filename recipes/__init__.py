@@ -3,9 +3,14 @@
 import sys
 from pathlib import Path
 
-from hf_graphfilter.errors import GraphFilterError, require
+# where recipes.py led here: this folder must not be searched, its code.py would stand for Python's own
+sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent]
+
+from hf_graphfilter.errors import GraphFilterError, require  # noqa: E402
 
 EXTRAS = {"recipes": ("datasets", "evaluate", "rich", "scipy", "sklearn", "yaml"), "vision": ("timm", "torchvision")}
+# the names of the recipes, which records and results keep, and their files
+SCRIPTS = {"glue": "glue", "language_modeling": "language_modeling", "code": "source_code", "imagenet": "imagenet"}
 
 
 def check_extras(*extras: str) -> None:

@@ -13,39 +13,34 @@ folder --results): the same command goes on at the first missing run, --fresh be
 results that come with the recipes beside one's own. Of a sweep a figure is drawn beside the numbers.
 """
 
-if __name__ == "__main__":  # run as a file: the repository, not this folder, whose code.py would hide Python's own
-    import sys
-    from pathlib import Path
-
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__":
     from recipes import check_extras
 
     check_extras("recipes")
 
 import argparse
-import dataclasses
 import importlib
 import itertools
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from hf_graphfilter import GraphFilterError
-from hf_graphfilter.analysis.comparison import PairedComparison, mean_and_sd, paired_comparison
+from hf_graphfilter.analysis.comparison import PairedComparison
 from hf_graphfilter.console import table
 from hf_graphfilter.errors import require
-from recipes import check_extras, common
+from recipes import SCRIPTS, check_extras, records, runs
+from recipes.errors import one_line_errors
+from recipes.machine import is_main_process
 from recipes.metrics import LOWER_IS_BETTER
-
-RECIPES = ("glue", "language_modeling", "code", "imagenet")
-PLAIN = "plain"
+from recipes.settings import Recipe, Settings, identity
+from recipes.summary import PLAIN, beside, plot_sweep, summarise, summary_rows
 
 
 def variants_of(
-    settings: common.Settings, values: dict[str, Any], sections: dict[str, Any], sweep: list[str] | None
+    settings: Settings, values: dict[str, Any], sections: dict[str, Any], sweep: list[str] | None
 ) -> dict[str, dict[str, Any]]:
     """Name to overrides; the plain model first."""
     plain = {PLAIN: {"filter": "none"}}
@@ -59,99 +54,16 @@ def variants_of(
         chosen = {}
         for point in itertools.product(*axes.values()):
             at = dict(zip(axes, point, strict=True))
-            made = {k: v for k, v in at.items() if k in settings.actions}
+            overrides = {k: v for k, v in at.items() if k in settings.actions}
             if options := [f"{k}={v}" for k, v in at.items() if k not in settings.actions]:
-                made["filter_options"] = options
-            chosen[", ".join(f"{k}={v}" for k, v in at.items())] = made
+                overrides["filter_options"] = options
+            chosen[", ".join(f"{k}={v}" for k, v in at.items())] = overrides
         return plain | chosen
     if sections["variants"]:
         return plain | {name: overrides or {} for name, overrides in sections["variants"].items()}
     if values.get("filter") == "none":
         raise GraphFilterError("nothing to compare: --filter is none, and the YAML file has no `variants`")
     return plain | {values.get("filter", "gfsa"): {}}
-
-
-def summarise(content: dict[str, Any]) -> dict[str, Any]:
-    """Per variant: the compared metric by seed, and the paired differences to the plain model, of the loss too."""
-    metrics = {"difference": content["metric"], "loss difference": f"{content['metric'].partition('/')[0]}/loss"}
-    summary = {}
-    for variant in content["variants"]:
-        values = by_seed(content, variant, content["metric"])
-        summary[variant] = {"values": {str(seed): value for seed, value in values.items()}}
-        for name, metric in metrics.items() if variant != PLAIN else ():
-            plain, treated = by_seed(content, PLAIN, metric), by_seed(content, variant, metric)
-            if shared := [seed for seed in treated if seed in plain]:
-                paired = paired_comparison([plain[s] for s in shared], [treated[s] for s in shared])
-                summary[variant][name] = {k: None if v != v else v for k, v in dataclasses.asdict(paired).items()}
-    return summary
-
-
-def by_seed(content: dict[str, Any], variant: str, metric: str) -> dict[int, float]:
-    """The metric of the runs of a variant, by seed."""
-    found = {r["seed"]: r["metrics"][metric] for r in content["runs"] if r["variant"] == variant}
-    return dict(sorted(found.items()))
-
-
-def summary_rows(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """(header, rows) of the comparison as text; intervals are of 95 %."""
-    metric = content["metric"].partition("/")[2]
-    header = ["variant", "seeds", metric, "difference", "p", "loss difference", "filter moved", "parameters"]
-    metrics = content["runs"][0]["metrics"] if content["runs"] else {}
-    others = [name for name in metrics if name != content["metric"] and not name.endswith("/loss")]
-    header += [name.replace("/", " ") for name in others]
-    rows = []
-    for variant, found in summarise(content).items():
-        runs = [r for r in content["runs"] if r["variant"] == variant]
-        if not runs:
-            continue
-        difference, loss = (found.get(name) for name in ("difference", "loss difference"))
-        p = "" if not difference or difference["p"] is None else f"{difference['p']:.3f}"
-        moved: dict[str, list[float]] = {}
-        for run in runs:
-            for name, value in run["moved"].items():
-                if value:  # the others are fixed
-                    moved.setdefault(name, []).append(value)
-        rows.append(
-            [
-                *(variant, str(len(runs)), mean_and_sd(list(found["values"].values()))),
-                *(interval(difference), p, interval(loss)),
-                ", ".join(f"{name} {sum(v) / len(v):.4f}" for name, v in moved.items()),
-                str(runs[0]["filter_parameters"]),
-                *(mean_and_sd([*by_seed(content, variant, name).values()]) for name in others),
-            ]
-        )
-    return header, rows
-
-
-def interval(found: dict[str, Any] | None) -> str:
-    if not found:
-        return ""
-    return f"{found['mean']:+.4f}" + (f" [{found['low']:+.4f}, {found['high']:+.4f}]" if found["pairs"] > 1 else "")
-
-
-def plot_sweep(content: dict[str, Any], file: Path) -> None:
-    """The metric over the first axis of the sweep, a line for each combination of the others, and the plain model."""
-    from matplotlib.figure import Figure
-
-    points = {}
-    for variant, found in content["summary"].items():
-        if variant != PLAIN and found["values"]:
-            first, *rest = variant.split(", ")
-            axis, _, at = first.partition("=")
-            points.setdefault(", ".join(rest), []).append((at, list(found["values"].values())))
-    figure = Figure(figsize=(6, 3.6), layout="constrained")
-    axes = figure.subplots()
-    for i, (label, line) in enumerate(points.items()):
-        means = [sum(v) / len(v) for _, v in line]
-        spread = [(max(v) - min(v)) / 2 for _, v in line]
-        axes.errorbar([x for x, _ in line], means, spread, marker="o", capsize=3, color=f"C{i}", label=label or None)
-    plain = list(content["summary"][PLAIN]["values"].values())
-    axes.axhline(sum(plain) / len(plain), color="grey", linestyle="--", label="plain")
-    seeds = len(plain)
-    axes.set(xlabel=axis, ylabel=content["metric"], title=f"{content['model']} on {content['task']}, {seeds} seeds")
-    axes.legend(frameon=False)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=150)
 
 
 def move_aside(paths: list[Path], console: Console) -> None:
@@ -171,30 +83,17 @@ def tell(console: Console, message: str) -> None:
 
 def other_results(against: str, name: str) -> tuple[Path, dict[str, Any]]:
     """The results that one's own are shown beside, and their file."""
-    folder = common.RESULTS if against == "shipped" else Path(against)
-    content = common.read_results(folder / name)
+    folder = records.RESULTS if against == "shipped" else Path(against)
+    content = records.read_results(folder / name)
     if not content["runs"]:
         there = ", ".join(sorted(file.name for file in folder.glob("*.json"))) or "none"
         raise GraphFilterError(f"--against {against}: {folder} has no results {name}; there are: {there}")
     return folder / name, content
 
 
-def beside(settings: common.Settings, content: dict[str, Any], other: dict[str, Any]) -> tuple[Any, list[str]]:
-    """(one's own results by variant, the other ones below each, as a table; the settings in which they differ)."""
-    mine, theirs = ({row[0]: row[1:4] for row in summary_rows(found)[1]} for found in (content, other))
-    rows, differing = [], set()
-    for variant in dict.fromkeys([*mine, *theirs]):
-        rows.append([variant, *mine.get(variant, [""] * 3)])
-        rows += [["  other", *theirs[variant]]] if variant in theirs else []
-    for variant in mine.keys() & theirs.keys():
-        a, b = (next(r["settings"] for r in c["runs"] if r["variant"] == variant) for c in (content, other))
-        differing.update(settings.differing(a, b))
-    return table(["variant", "seeds", content["metric"].partition("/")[2], "difference"], rows), sorted(differing)
-
-
-def compare(recipe: common.Recipe, argv: list[str], options: argparse.Namespace, console: Console) -> None:
+def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, console: Console) -> None:
     """Every missing run, then the summary; the results file is whole after each run."""
-    settings = common.Settings(recipe)
+    settings = Settings(recipe)
     values, sections = settings.parse(argv)
     if values.get("push_to_hub"):
         raise GraphFilterError("a comparison pushes nothing: run the recipe itself with --push_to_hub and one seed")
@@ -205,39 +104,41 @@ def compare(recipe: common.Recipe, argv: list[str], options: argparse.Namespace,
         settings.check(resolved[variant])
     if options.sweep is not None:
         require("matplotlib", "plots", "the figure of a sweep")
-    made = {"recipe": recipe.name, "task": values["task"]}
+    compared = {"recipe": recipe.name, "task": values["task"]}
     suffix = "-sweep" if options.sweep is not None else ""
-    file_name = f"{options.name}.json" if options.name else common.results_name(made, suffix)
+    file_name = f"{options.name}.json" if options.name else records.results_name(compared, suffix)
     other_file, other = other_results(options.against, file_name) if options.against else (None, None)
-    file = (options.results or common.own_results(values)) / file_name
-    root = common.own_results(values) / file.stem
+    file = (options.results or records.own_results(values)) / file_name
+    root = records.own_results(values) / file.stem
     if options.fresh:
         move_aside([file, file.with_suffix(".png"), root], console)
-    content = common.read_results(file)
+    content = records.read_results(file)
     tell(console, f"results: {file}, {len(content['runs']) or 'no'} runs at hand")
     content = {
-        **{"name": file.stem, **made},
-        **{"model": options.model_name or content.get("model") or Path(values["model"]).name},
-        **{"metric": recipe.metric(values["task"]), "sweep": options.sweep is not None},
+        "name": file.stem,
+        **compared,
+        "model": options.model_name or content.get("model") or Path(values["model"]).name,
+        "metric": recipe.metric(values["task"]),
+        "sweep": options.sweep is not None,
         "variants": content.get("variants", {}) | chosen,  # what earlier commands ran stays in view
         "runs": content["runs"],
     }
     for seed, variant in itertools.product(values.get("seeds", [1]), chosen):
         known = next((r for r in content["runs"] if (r["variant"], r["seed"]) == (variant, seed)), None)
         tell(console, f"{variant}, seed {seed}" + (": at hand" if known else ""))
-        if known and (changed := settings.differing(known["settings"], common.identity(resolved[variant]))):
+        if known and (changed := settings.differing(known["settings"], identity(resolved[variant]))):
             raise GraphFilterError(
                 f"{file}: {variant}, seed {seed} was run with other settings ({', '.join(changed)} differ): choose "
                 "another --name, or begin again with --fresh"
             )
         folder = root / variant.replace(" ", "-").replace("/", "-").replace(",", "") / f"seed-{seed}"
-        record = known or common.run_seed(settings, resolved[variant], seed, folder, console)
         if known is None:
+            record = runs.run_seed(settings, resolved[variant], seed, folder, console)
             content["runs"].append({"variant": variant, **record})
         content["summary"] = summarise(content)
-        if common.is_main_process():
-            common.write_json(file, content)
-    if common.is_main_process():
+        if is_main_process():
+            records.write_json(file, content)
+    if is_main_process():
         show(content, console)
         if content["sweep"]:
             plot_sweep(content, file.with_suffix(".png"))
@@ -256,9 +157,9 @@ def show(content: dict[str, Any], console: Console) -> None:
     shown = [header.index(name) for name in (*header[:3], "filter moved")]
     narrow = [[row[i] for i in shown] for row in (header, *rows)]
     console.print(table(narrow[0], narrow[1:], title=f"{content['model']} on {content['task']}"))
-    for variant, found in content["summary"].items():
-        if "difference" in found:
-            tell(console, f"{variant} - plain, {content['metric']}: {PairedComparison(**found['difference'])}")
+    for variant, summary in content["summary"].items():
+        if "difference" in summary:
+            tell(console, f"{variant} - plain, {content['metric']}: {PairedComparison(**summary['difference'])}")
     if content["metric"].endswith(LOWER_IS_BETTER):
         tell(console, "lower is better")
 
@@ -268,7 +169,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("recipe", choices=RECIPES)
+    parser.add_argument("recipe", choices=SCRIPTS)
     parser.add_argument("--sweep", nargs="*", help="axes of the sweep, NAME=VALUE,VALUE,...")
     parser.add_argument("--name", help="of the results file; RECIPE-TASK if not given")
     parser.add_argument("--model_name", help="how tables call the model, if not by the last part of its path")
@@ -279,13 +180,13 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    common.quiet()
+    runs.quiet()
     options, rest = arguments().parse_known_args(argv)
-    console = Console(quiet=not common.is_main_process())
-    with common.one_line_errors("compare.py", "this command without --fresh" if options.fresh else "the same command"):
+    console = Console(quiet=not is_main_process())
+    with one_line_errors("compare.py", "this command without --fresh" if options.fresh else "the same command"):
         if options.recipe == "imagenet":
             check_extras("vision")
-        compare(importlib.import_module(f"recipes.{options.recipe}").RECIPE, rest, options, console)
+        compare(importlib.import_module(f"recipes.{SCRIPTS[options.recipe]}").RECIPE, rest, options, console)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,7 @@ from the Hub (nyu-mll/glue), or with --data from a folder that holds the officia
 text_b and label. Scores are those of the validation part, as in the paper: the labels of the test parts are not public.
 """
 
-if __name__ == "__main__":  # run as a file: the repository, not this folder, whose code.py would hide Python's own
-    import sys
-    from pathlib import Path
-
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__":
     from recipes import check_extras
 
     check_extras("recipes")
@@ -25,7 +21,11 @@ from pathlib import Path
 from datasets import Dataset, DatasetDict
 from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding
 
-from recipes import common, metrics
+from recipes import metrics, runs
+from recipes.data import cut, first_file, from_hub, labels_of, read_rows, table_of
+from recipes.models import build_model, load_tokenizer
+from recipes.settings import Recipe
+from recipes.training import fit
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,6 @@ class Task:
     parts: dict[str, tuple[str, ...]] = field(
         default_factory=lambda: {"train": ("train.tsv", "train.json"), "validation": ("dev.tsv", "dev.json")}
     )
-
-    @property
-    def texts(self) -> list[str]:
-        return [name for name in self.columns if name != "label"]
 
 
 def pair(first: str, second: str, label: str = "label") -> dict[str, tuple[str, ...]]:
@@ -88,7 +84,7 @@ def load(name: str, folder: str | None) -> DatasetDict:
     if name == "movie-snippets":
         return movie_snippets()
     if folder is None:
-        data = common.from_hub("nyu-mll/glue", task.columns, name)
+        data = from_hub("nyu-mll/glue", task.columns, name)
         return DatasetDict({k.removesuffix("_matched"): v for k, v in data.items() if not k.startswith("test")})
     root = Path(folder)
     root = root / task.folder if (root / task.folder).is_dir() else root
@@ -96,9 +92,9 @@ def load(name: str, folder: str | None) -> DatasetDict:
     for part, names in task.parts.items():
         if part == "validation_mismatched" and not (root / names[0]).is_file():
             continue  # the subsets have none
-        file = common.first_file(root, names)
-        rows = common.read_rows(file, task.header)
-        parts[part] = common.labels_of(common.table_of(rows, task.columns, file), task.labels, file)
+        file = first_file(root, names)
+        rows = read_rows(file, task.header)
+        parts[part] = labels_of(table_of(rows, task.columns, file), task.labels, file)
     return DatasetDict(parts)
 
 
@@ -108,56 +104,51 @@ def movie_snippets() -> DatasetDict:
 
     rows = load_snippets()
     random.Random(0).shuffle(rows)
-    cut = {"train": rows[2000:], "validation": rows[:2000]}
+    parts = {"train": rows[2000:], "validation": rows[:2000]}
     return DatasetDict(
-        {k: Dataset.from_dict({"text_a": [t for _, t in v], "label": [r for r, _ in v]}) for k, v in cut.items()}
+        {k: Dataset.from_dict({"text_a": [t for _, t in v], "label": [r for r, _ in v]}) for k, v in parts.items()}
     )
 
 
 def run(args, training):
     """One fine-tuning run."""
     task = TASKS[args.task]
-    data = common.cut(load(args.task, args.data), args)
-    tokenizer = common.load_tokenizer(args, lambda: (t for name in task.texts for t in data["train"][name]))
+    texts = [name for name in task.columns if name != "label"]
+    data = cut(load(args.task, args.data), args)
+    tokenizer = load_tokenizer(args, lambda: (t for name in texts for t in data["train"][name]))
     outputs = {"num_labels": len(task.labels) if task.labels else 1}
     if task.labels:
         outputs["id2label"] = dict(enumerate(task.labels))
         outputs["label2id"] = {name: i for i, name in enumerate(task.labels)}
-    model = common.build_model(args, training, AutoModelForSequenceClassification, tokenizer, **outputs)
+    model = build_model(args, training, AutoModelForSequenceClassification, tokenizer, **outputs)
 
     def encode(batch):
-        return tokenizer(*(batch[name] for name in task.texts), truncation=True, max_length=args.max_length)
+        return tokenizer(*(batch[name] for name in texts), truncation=True, max_length=args.max_length)
 
-    encoded = data.map(encode, batched=True, remove_columns=task.texts)
+    encoded = data.map(encode, batched=True, remove_columns=texts)
 
     def compute(prediction):
         logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
         predicted = logits.argmax(-1) if task.labels else logits.squeeze(-1)
         return metrics.measure(task.measures, predicted, prediction.label_ids)
 
-    trainer = common.make_trainer(
-        args,
-        training,
-        model,
-        train_dataset=encoded["train"],
-        eval_dataset=encoded["validation"],
-        data_collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8),
-        processing_class=tokenizer,
-        compute_metrics=compute,
-    )
-    return common.fit(args, training, trainer, {k: v for k, v in encoded.items() if k != "train"})
+    collator = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
+    return fit(args, training, model, tokenizer, encoded, data_collator=collator, compute_metrics=compute)
 
 
-RECIPE = common.Recipe(
+RECIPE = Recipe(
     name="glue",
     metrics={name: f"validation/{COMPARED.get(name, 'accuracy')}" for name in TASKS},
     run=run,
     defaults={
-        **{"num_train_epochs": 5, "per_device_train_batch_size": 32, "learning_rate": 2e-5, "max_length": 128},
-        **{"eval_strategy": "epoch", "save_strategy": "epoch", "per_device_eval_batch_size": 64},
+        "num_train_epochs": 5,
+        "per_device_train_batch_size": 32,
+        "per_device_eval_batch_size": 64,
+        "learning_rate": 2e-5,
+        "max_length": 128,
     },
     description=__doc__,
 )
 
 if __name__ == "__main__":
-    common.main(RECIPE)
+    runs.main(RECIPE)

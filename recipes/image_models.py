@@ -1,7 +1,5 @@
 """The models of the image recipe, of timm and of transformers: made, described to the loaders, saved and loaded."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -14,19 +12,21 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassi
 
 from hf_graphfilter import GraphFilterError, load_timm_model
 from hf_graphfilter.console import parse_options
-from recipes import common
+from recipes.arguments import ImageArguments
+from recipes.errors import line, nearest
+from recipes.models import load_model, loading, patch
 
 # of transformers' models, besides biases and norms; timm's name their own
 UNDECAYED = ("position_embeddings", "position_bias_table", "cls_token", "distillation_token", "mask_token")
 INTERPOLATION = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 
-def build(args: Any, classes: list[str]) -> tuple[nn.Module, dict[str, Any]]:
+def build(args: ImageArguments, classes: list[str]) -> tuple[nn.Module, dict[str, Any]]:
     """(the model, the same for every filter with the same seed, and patched; timm's description of its input)."""
     set_seed(args.seed)
     make = _of_transformers if is_of_transformers(args.model) else _of_timm
     model, config = make(args, classes)
-    common.patch(args, model)
+    patch(args, model)
     return model, config
 
 
@@ -35,36 +35,34 @@ def is_of_transformers(name: str) -> bool:
     return Path(name, "config.json").is_file() or ("/" in name and ":" not in name)
 
 
-def _of_timm(args: Any, classes: list[str]) -> tuple[nn.Module, dict[str, Any]]:
+def _of_timm(args: ImageArguments, classes: list[str]) -> tuple[nn.Module, dict[str, Any]]:
     asked = parse_options(args.model_options)
     if "img_size" in asked:
         raise GraphFilterError(f"--model_options img_size={asked['img_size']}: use --img_size, the data follow it too")
     options = {"num_classes": len(classes), "drop_path_rate": args.drop_path, "drop_rate": args.drop}
-    options |= {"img_size": args.img_size} if args.img_size else {}
-    options |= asked
+    options |= ({"img_size": args.img_size} if args.img_size else {}) | asked
     try:
-        model = timm.create_model(
-            args.model, pretrained=args.pretrained, checkpoint_path=args.checkpoint or "", **options
-        )
+        weights = {"pretrained": args.pretrained, "checkpoint_path": args.checkpoint or ""}
+        model = timm.create_model(args.model, **weights, **options)
     except (RuntimeError, TypeError, ValueError, AssertionError, OSError) as error:
-        near = common.nearest(args.model, timm.list_models())
-        raise GraphFilterError(f"timm cannot make {args.model}{near} with {options}: {common.line(error)}") from error
-    patch = getattr(getattr(model, "patch_embed", None), "patch_size", (1, 1))
-    if args.img_size and any(args.img_size % side for side in patch):
+        near = nearest(args.model, timm.list_models())
+        raise GraphFilterError(f"timm cannot make {args.model}{near} with {options}: {line(error)}") from error
+    patch_size = getattr(getattr(model, "patch_embed", None), "patch_size", (1, 1))
+    if args.img_size and any(args.img_size % side for side in patch_size):
         raise GraphFilterError(
-            f"--img_size {args.img_size}: {args.model} cuts images into patches of {patch[0]} pixels"
+            f"--img_size {args.img_size}: {args.model} cuts images into patches of {patch_size[0]} pixels"
         )
     return model, resolve_data_config({"img_size": args.img_size}, model=model)
 
 
-def _of_transformers(args: Any, classes: list[str]) -> tuple[nn.Module, dict[str, Any]]:
+def _of_transformers(args: ImageArguments, classes: list[str]) -> tuple[nn.Module, dict[str, Any]]:
     for name in ("checkpoint", "layer_decay"):
         if getattr(args, name) is not None:
             raise GraphFilterError(f"--{name} is for models of timm; {args.model} is one of transformers")
     names = {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
     fields = {"drop_path_rate": args.drop_path, "hidden_dropout_prob": args.drop, **parse_options(args.model_options)}
     fields |= {"image_size": args.img_size} if args.img_size else {}
-    with common.loading(args.model):
+    with loading(args.model):
         config = AutoConfig.from_pretrained(args.model, **names)
         for name, value in fields.items():
             if not hasattr(config, name) and value:
@@ -76,11 +74,11 @@ def _of_transformers(args: Any, classes: list[str]) -> tuple[nn.Module, dict[str
                 )
             setattr(config, name, value)
         if args.pretrained:
-            model, found = AutoModelForImageClassification.from_pretrained(
+            model, report = AutoModelForImageClassification.from_pretrained(
                 args.model, config=config, ignore_mismatched_sizes=True, output_loading_info=True
             )
-            misfits = [n for n, old, new in found["mismatched_keys"] if new[0] != len(classes) or old[1:] != new[1:]]
-            misfits += [n for n in found["missing_keys"] if n.startswith(f"{model.base_model_prefix}.")]
+            misfits = [n for n, old, new in report["mismatched_keys"] if new[0] != len(classes) or old[1:] != new[1:]]
+            misfits += [n for n in report["missing_keys"] if n.startswith(f"{model.base_model_prefix}.")]
             if misfits:  # beyond the head, which is made for these classes
                 raise GraphFilterError(
                     f"the weights of {args.model} do not fit --model_options {' '.join(args.model_options)}: "
@@ -107,20 +105,19 @@ def _processor(source: str) -> Any:
         return None
 
 
-def parameter_groups(args: Any, model: nn.Module) -> list[dict[str, Any]]:
+def parameter_groups(args: ImageArguments, model: nn.Module) -> list[dict[str, Any]]:
     """timm's groups: no decay of biases, norms, positions and tokens, and a learning rate by layer if asked for."""
     if isinstance(model, PreTrainedModel):
         kept = {n for n, _ in model.named_parameters() if any(part in n for part in UNDECAYED)}
     else:
-        kept = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()  # type: ignore[operator]
+        kept = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()
+    options = {"weight_decay": args.weight_decay, "no_weight_decay_list": kept}
     if args.layer_decay is None:
-        return param_groups_weight_decay(model, args.weight_decay, no_weight_decay_list=kept)  # type: ignore[return-value]
-    return param_groups_layer_decay(  # type: ignore[return-value]
-        model, args.weight_decay, no_weight_decay_list=kept, layer_decay=args.layer_decay
-    )
+        return param_groups_weight_decay(model, **options)
+    return param_groups_layer_decay(model, **options, layer_decay=args.layer_decay)
 
 
-def save(args: Any, model: nn.Module, folder: Path) -> None:
+def save(args: ImageArguments, model: nn.Module, folder: Path) -> None:
     """The checkpoint in the form of its library, the filter with it."""
     if not isinstance(model, PreTrainedModel):
         timm.models.save_for_hf(model, folder, safe_serialization=True)
@@ -135,7 +132,7 @@ def save(args: Any, model: nn.Module, folder: Path) -> None:
 def load(folder: Path) -> nn.Module:
     """A saved checkpoint, patched or plain."""
     if "architecture" not in json.loads((folder / "config.json").read_text()):
-        return common.load_model(folder)
+        return load_model(folder)
     try:
         return load_timm_model(folder)
     except GraphFilterError:

@@ -10,11 +10,7 @@ The score is the perplexity a token of the tokenizer, by a sliding window: each 
 last --stride tokens (the first one all of its own), so every token counts once, with max_length - stride before it.
 """
 
-if __name__ == "__main__":  # run as a file: the repository, not this folder, whose code.py would hide Python's own
-    import sys
-    from pathlib import Path
-
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__":
     from recipes import check_extras
 
     check_extras("recipes")
@@ -27,7 +23,12 @@ from datasets import Dataset, DatasetDict
 from transformers import AutoModelForCausalLM, default_data_collator
 
 from hf_graphfilter import GraphFilterError
-from recipes import common, metrics
+from recipes import metrics, runs
+from recipes.arguments import RecipeArguments
+from recipes.data import FILES, cut, first_file, from_hub, read_rows, table_of
+from recipes.models import build_model, load_tokenizer
+from recipes.settings import Recipe
+from recipes.training import fit
 
 HUB = {
     "wikitext-2": ("Salesforce/wikitext", "wikitext-2-raw-v1", {}),
@@ -44,17 +45,17 @@ def load(task: str, folder: str | None) -> DatasetDict:
             raise GraphFilterError("--task text needs --data, a folder with train, valid and test files")
         name, _, config = task.partition(":")
         name, config, options = HUB.get(task, (name, config or None, {}))
-        data = common.from_hub(name, {"text": ("text", "sentence")}, config, **options)
+        data = from_hub(name, {"text": ("text", "sentence")}, config, **options)
         if "train" not in data:
             raise GraphFilterError(f"{name} has no part 'train'; it has {', '.join(data)}")
-        parts = {k: data[k] for k in common.FILES if k in data}
+        parts = {k: data[k] for k in FILES if k in data}
     else:
         root, parts = Path(folder), {}
-        for part, stem in common.FILES.items():
+        for part, stem in FILES.items():
             names = [f"{stem}.txt", f"ptb.{stem}.txt", f"wiki.{stem}.tokens", f"wiki.{stem}.raw", f"{stem}.jsonl"]
             if part == "train" or any((root / name).is_file() for name in names):
-                file = common.first_file(root, names)
-                parts[part] = common.table_of(common.read_rows(file), {"text": ("text",)}, file)
+                file = first_file(root, names)
+                parts[part] = table_of(read_rows(file), {"text": ("text",)}, file)
     if "validation" not in parts:
         at = len(parts["train"]) - max(1, len(parts["train"]) // 20)
         parts["validation"] = parts["train"].select(range(at, len(parts["train"])))
@@ -66,8 +67,8 @@ def load(task: str, folder: str | None) -> DatasetDict:
 def tokens(task: str, folder: str | None, tokenizer_settings: tuple) -> tuple:
     """(tokenizer, one tensor of token ids for each part)."""
     data = load(task, folder)
-    args = common.RecipeArguments(**dict(tokenizer_settings), task=task)
-    tokenizer = common.load_tokenizer(args, lambda: iter(data["train"]["text"]))
+    args = RecipeArguments(**dict(tokenizer_settings), task=task)
+    tokenizer = load_tokenizer(args, lambda: iter(data["train"]["text"]))
     ids = {}
     for part, lines in data.items():
         lines = [line if line.endswith("\n") else line + "\n" for line in lines["text"]]
@@ -119,51 +120,36 @@ def run(args, training):
     if not 1 <= stride <= args.max_length:
         raise GraphFilterError(f"--stride {stride}: a number from 1 to --max_length {args.max_length}")
     chosen = {"model": args.model, "tokenizer": args.tokenizer, "train_tokenizer": args.train_tokenizer}
-    chosen["from_scratch"] = tuple(args.from_scratch)
     tokenizer, ids = tokens(args.task, args.data, tuple(chosen.items()))
-    model = common.build_model(args, training, AutoModelForCausalLM, tokenizer)
+    model = build_model(args, training, AutoModelForCausalLM, tokenizer)
     longest = getattr(model.config, "max_position_embeddings", args.max_length)
     if args.max_length > longest:
         raise GraphFilterError(f"--max_length {args.max_length}: {type(model).__name__} takes {longest} tokens at most")
-    made = {
-        part: blocks(x, args.max_length)
-        if part == "train"
-        else windows(x, args.max_length, stride, tokenizer.pad_token_id)
-        for part, x in ids.items()
-    }
-    if not len(made["train"]):
+    rows = {"train": blocks(ids["train"], args.max_length)}
+    for part in [name for name in ids if name != "train"]:
+        rows[part] = windows(ids[part], args.max_length, stride, tokenizer.pad_token_id)
+    if not len(rows["train"]):
         raise GraphFilterError(
             f"the training text has {len(ids['train'])} tokens, less than --max_length {args.max_length}"
         )
-    data = common.cut(DatasetDict(made), args)
-    trainer = common.make_trainer(
-        args,
-        training,
-        model,
-        train_dataset=data["train"],
-        eval_dataset=data["validation"],
-        data_collator=default_data_collator,
-        processing_class=tokenizer,
-        compute_metrics=compute,
-        preprocess_logits_for_metrics=sums,
-    )
-    return common.fit(args, training, trainer, {k: v for k, v in data.items() if k != "train"})
+    options = {"data_collator": default_data_collator, "preprocess_logits_for_metrics": sums}
+    return fit(args, training, model, tokenizer, cut(DatasetDict(rows), args), compute_metrics=compute, **options)
 
 
-RECIPE = common.Recipe(
+RECIPE = Recipe(
     name="language_modeling",
-    metrics={
-        **dict.fromkeys(HUB, "test/perplexity"),
-        **{"text": "validation/perplexity", "*": "validation/perplexity"},
-    },
+    metrics=dict.fromkeys(HUB, "test/perplexity") | dict.fromkeys(("text", "*"), "validation/perplexity"),
     run=run,
     defaults={
-        **{"num_train_epochs": 3, "per_device_train_batch_size": 4, "learning_rate": 5e-5, "max_length": 1024},
-        **{"eval_strategy": "epoch", "save_strategy": "epoch", "per_device_eval_batch_size": 4},
+        "num_train_epochs": 3,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "learning_rate": 5e-5,
+        "max_length": 1024,
     },
     description=__doc__,
     known=lambda task: "/" in task,
 )
 
 if __name__ == "__main__":
-    common.main(RECIPE)
+    runs.main(RECIPE)

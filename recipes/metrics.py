@@ -1,7 +1,5 @@
 """Metrics as ``evaluate.Metric`` classes that need no download: ``evaluate.load`` fetches its scripts from the Hub."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +17,6 @@ class _Metric(evaluate.Metric):
 
     columns: tuple[str, str] = ("predictions", "references")
     dtype = "int64"
-    citation = ""
 
     def __init__(self, **kwargs: Any):
         super().__init__(keep_in_memory=True, **kwargs)
@@ -27,7 +24,7 @@ class _Metric(evaluate.Metric):
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
             description=self.__doc__ or "",
-            citation=self.citation,
+            citation="",
             inputs_description=f"{self.columns[0]} and {self.columns[1]}, lists of as many numbers ({self.dtype})",
             features=datasets.Features({name: datasets.Value(self.dtype) for name in self.columns}),
         )
@@ -84,5 +81,5 @@ class Perplexity(_Metric):
 
 def measure(kinds: Sequence[type[_Metric]], predictions: Any, references: Any) -> dict[str, float]:
     """The values of several metrics, by name."""
-    found = [kind().compute(predictions=predictions, references=references) for kind in kinds]
-    return {name: value for values in found for name, value in values.items()}
+    measured = [kind().compute(predictions=predictions, references=references) for kind in kinds]
+    return {name: value for values in measured for name, value in values.items()}

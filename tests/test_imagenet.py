@@ -7,7 +7,8 @@ import torch
 from processes import run_two
 
 from hf_graphfilter import GraphFilterError, filter_status, load_timm_model
-from recipes import common, compare
+from recipes import compare, runs
+from recipes.settings import Settings
 
 pytest.importorskip("timm")
 from PIL import Image
@@ -19,7 +20,7 @@ from transformers import (
     pipeline,
 )
 
-from recipes import image_models, imagenet
+from recipes import image_data, image_models, image_training, imagenet
 
 MODEL = ["--model", "vit_tiny_patch16_224", "--img_size", "32", "--drop_path", "0", "--mixup", "0", "--cutmix", "0"]
 MODEL += ["--model_options", "depth=2", "embed_dim=24", "num_heads=2", "patch_size=8", "--task", "folder"]
@@ -45,7 +46,7 @@ def data(tmp_path):
 
 def run(data, folder, *more):
     argv = [*MODEL, *SHORT, "--data", data, "--output_dir", folder, *more]
-    common.main(imagenet.RECIPE, [*map(str, argv)])
+    runs.main(imagenet.RECIPE, [*map(str, argv)])
     return json.loads((folder / "seed-1" / "record.json").read_text())
 
 
@@ -110,11 +111,11 @@ def test_a_config_of_transformers_from_scratch(data, vit, tmp_path):
     assert run(data, tmp_path / "run", *more, "--epochs", "1")["filter_parameters"] == 3 * 2
     folder = tmp_path / "run" / "seed-1"
     assert ViTImageProcessor.from_pretrained(folder).size["height"] == 16
-    settings = common.Settings(imagenet.RECIPE)
+    settings = Settings(imagenet.RECIPE)
     values, _ = settings.parse([*MODEL, *SHORT, "--model", str(vit), "--model_options", "num_hidden_layers=3"])
     (args,) = settings.arguments(values)
     model, _ = image_models.build(args, ["blue", "red"])
-    undecayed = {id(p) for g in imagenet.optimizer_of(args, model).param_groups[:1] for p in g["params"]}
+    undecayed = {id(p) for g in image_training.optimizer_of(args, model).param_groups[:1] for p in g["params"]}
     assert id(model.vit.embeddings.position_embeddings) in undecayed
     assert id(model.vit.embeddings.cls_token) in undecayed
 
@@ -190,12 +191,12 @@ def test_two_processes_share_the_work(data, tmp_path):
 
 
 def test_the_filter_has_a_learning_rate_of_its_own(data):
-    settings = common.Settings(imagenet.RECIPE)
+    settings = Settings(imagenet.RECIPE)
     for more in ([], ["--layer_decay", "0.5"]):
         values, _ = settings.parse([*MODEL, *SHORT, "--filter_lr", "0.03", *more])
         (args,) = settings.arguments(values)
         model, _ = image_models.build(args, ["blue", "red"])
-        groups = imagenet.optimizer_of(args, model).param_groups
+        groups = image_training.optimizer_of(args, model).param_groups
         assert (groups[-1]["lr"], groups[-1]["weight_decay"], len(groups[-1]["params"])) == (0.03, 0.0, 2)
         counted = [id(p) for group in groups for p in group["params"]]
         assert len(counted) == len(set(counted)) == len(list(model.parameters()))
@@ -255,7 +256,7 @@ def test_bad_input_is_one_line(break_it, more, message, data, tmp_path, capsys):
 
 
 def test_data_of_the_hub_that_cannot_be_loaded_is_one_line():
-    settings = common.Settings(imagenet.RECIPE)
+    settings = Settings(imagenet.RECIPE)
     values, _ = settings.parse([*MODEL, *SHORT, "--task", "imagenet-1k"])
     with pytest.raises(GraphFilterError, match=r"cannot be loaded .* name a folder with --data"):
-        imagenet.load(settings.arguments(values)[0])
+        image_data.load(settings.arguments(values)[0])

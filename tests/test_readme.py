@@ -12,7 +12,9 @@ import pytest
 from transformers import BertConfig, BertModel
 
 from hf_graphfilter import filter_status
-from recipes import common, compare
+from recipes import SCRIPTS, compare
+from recipes.models import train_bpe
+from recipes.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -31,7 +33,7 @@ SENTENCES = [f"the {animal} number {i} sat on the mat" for i in range(24) for an
 
 def small_bert(folder):
     """A pretrained encoder with its tokenizer, but small and random."""
-    common.train_bpe(iter(SENTENCES), 300).save_pretrained(folder)
+    train_bpe(iter(SENTENCES), 300).save_pretrained(folder)
     shape = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48}
     special = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
     BertModel(BertConfig(**shape, **special, vocab_size=300, max_position_embeddings=64)).save_pretrained(folder)
@@ -76,17 +78,17 @@ def commands():
 
 def test_the_commands_of_the_documents_are_valid(monkeypatch):
     """Their flags, configurations, tasks and settings."""
-    monkeypatch.setattr(common, "import_filters", lambda modules: None)  # files of the reader's
+    monkeypatch.setattr("recipes.settings.import_filters", lambda modules: None)  # files of the reader's
     found = 0
     for file, words in commands():
         name, *argv = words[words.index(next(w for w in words if w.endswith(".py"))) :]
         if name == "recipes/compare.py":
             options, argv = compare.arguments().parse_known_args(argv)
-            name = options.recipe
+            name = SCRIPTS[options.recipe]
         recipe = import_module(f"recipes.{Path(name).stem}").RECIPE
         tasks = list(recipe.metrics)[:1] if "$task" in argv else []
         try:
-            common.Settings(recipe).parse([*argv, *(["--task", tasks[0]] if tasks else [])])
+            Settings(recipe).parse([*argv, *(["--task", tasks[0]] if tasks else [])])
         except ValueError as error:
             raise AssertionError(f"{file.name}: {shlex.join(words)}") from error
         found += 1

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from datasets import Dataset, DatasetDict
 from hub_server import TOKEN, Hub
 from scipy import stats
 from sklearn import metrics as sklearn_metrics
@@ -20,11 +22,27 @@ from sklearn import metrics as sklearn_metrics
 import recipes
 from hf_graphfilter import GraphFilterError, filter_status
 from hf_graphfilter.analysis.comparison import paired_comparison
-from recipes import code, common, compare, glue, imagenet, language_modeling, metrics
+from recipes import (
+    compare,
+    glue,
+    hub,
+    imagenet,
+    language_modeling,
+    machine,
+    metrics,
+    records,
+    runs,
+    source_code,
+    training,
+)
+from recipes.arguments import RecipeArguments
+from recipes.data import cut
+from recipes.models import train_bpe
+from recipes.settings import CONFIGS, Settings, identity
 
 ROOT = Path(__file__).parents[1]
 
-RECIPES = {recipe.RECIPE.name: recipe.RECIPE for recipe in (glue, language_modeling, code, imagenet)}
+RECIPES = {recipe.RECIPE.name: recipe.RECIPE for recipe in (glue, language_modeling, source_code, imagenet)}
 DATA = ROOT.parent / "shared" / "data"
 ENCODER = ["--model", "roberta", "--from_scratch", "num_hidden_layers=2", "hidden_size=32", "num_attention_heads=2"]
 ENCODER += ["intermediate_size=64", "max_position_embeddings=40", "--train_tokenizer", "280", "--max_length", "32"]
@@ -57,13 +75,13 @@ def asked(monkeypatch, tmp_path):
         return {"metrics": metrics, "moved": {}, "coefficients": {}, "filter_parameters": 0}
 
     monkeypatch.setattr(glue, "RECIPE", dataclasses.replace(glue.RECIPE, run=run))
-    monkeypatch.setattr(common, "bf16_pays", lambda use_cpu: True)
+    monkeypatch.setattr(machine, "bf16_pays", lambda use_cpu: True)
     monkeypatch.chdir(tmp_path)
     return seen
 
 
 def parse(recipe, *argv):
-    return common.Settings(RECIPES[recipe]).parse([*map(str, argv)])
+    return Settings(RECIPES[recipe]).parse([*map(str, argv)])
 
 
 def record(folder, seed=1):
@@ -90,14 +108,14 @@ def test_flags_stand_over_the_file_and_the_task_over_its_general_part(tmp_path):
     assert values["filter_options"] == [], "options of another filter"
 
 
-@pytest.mark.parametrize("file", sorted(common.CONFIGS.rglob("*.yaml")), ids=lambda f: f"{f.parent.name}-{f.stem}")
+@pytest.mark.parametrize("file", sorted(CONFIGS.rglob("*.yaml")), ids=lambda f: f"{f.parent.name}-{f.stem}")
 def test_every_configuration_is_valid_for_all_its_tasks(file, tmp_path):
     recipe = RECIPES[file.parent.name]
     sections = yaml.safe_load(file.read_text())
     for task in recipe.metrics:
         if task == "*":
             continue
-        settings = common.Settings(recipe)
+        settings = Settings(recipe)
         values, found = settings.parse(["--config", str(file), "--task", task])
         for sweep in (None, []) if "sweep" in sections else (None,):
             for overrides in compare.variants_of(settings, values, found, sweep).values():
@@ -186,13 +204,13 @@ def test_filters_of_other_people_are_imported_when_named(asked, tmp_path, monkey
         (tmp_path / f"recipes_test_{name}.py").write_text(OWN_FILTER.format(name=f"recipes-test-{name}"))
     argv = ["--config", "glue/minilm.yaml", "--task", "cola", "--filter", "recipes-test-one"]
     argv += ["--filter_options", "strength=2", "--import", "recipes_test_one.py", "--import", "recipes_test_two"]
-    common.main(glue.RECIPE, argv)
+    runs.main(glue.RECIPE, argv)
     compare.main(["glue", *argv, "--sweep", "filter=recipes-test-one,recipes-test-two"])
     assert [name.rpartition("-")[2] for name, *_ in asked] == ["one", "none", "one", "two"]
     folder = tmp_path / "runs" / "glue" / "cola-recipes-test-one"
     assert "import" not in record(folder)["settings"], "the name of a module does not change what is learned"
     asked.clear()
-    common.main(glue.RECIPE, ["--config", str(folder / "seed-1" / "config.yaml"), "--output_dir", "again"])
+    runs.main(glue.RECIPE, ["--config", str(folder / "seed-1" / "config.yaml"), "--output_dir", "again"])
     assert asked == [("recipes-test-one", 1, True)]
 
     monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: [EntryPoint("n", "recipes_test_three", "group")])
@@ -251,9 +269,9 @@ def test_wrong_data_is_one_clear_error(train, message, tmp_path):
 def test_an_empty_part_and_a_missing_folder_are_errors(tmp_path):
     with pytest.raises(GraphFilterError, match="there is no folder"):
         glue.load.__wrapped__("rte", str(tmp_path / "nowhere"))
-    data = code.DatasetDict({"train": code.Dataset.from_dict({"text_a": ["a"]}), "test": code.Dataset.from_dict({})})
+    data = DatasetDict({"train": Dataset.from_dict({"text_a": ["a"]}), "test": Dataset.from_dict({})})
     with pytest.raises(GraphFilterError, match="the part 'test' of defect is empty"):
-        common.cut(data, common.RecipeArguments(model="m", task="defect"))
+        cut(data, RecipeArguments(model="m", task="defect"))
 
 
 def test_clones_are_split_by_function(tmp_path):
@@ -261,26 +279,26 @@ def test_clones_are_split_by_function(tmp_path):
     (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"func": f"f{n}\u2028", "idx": n}) for n in names))
     pairs = [(a, b, (int(a) + int(b)) % 2) for a, b in itertools.combinations(names, 2)]
     (tmp_path / "test.txt").write_text("".join(f"{a}\t{b}\t{y}\n" for a, b, y in pairs))
-    data, split = code.load.__wrapped__("clone", str(tmp_path))
+    data, split = source_code.load.__wrapped__("clone", str(tmp_path))
     functions = {part: {*rows["text_a"], *rows["text_b"]} for part, rows in data.items()}
     assert not any(functions[a] & functions[b] for a, b in itertools.combinations(functions, 2))
     assert [len(f) for f in functions.values()] == [24, 4, 12]
     assert split == "60/10/30 of the functions of the official test part"
     (tmp_path / "test.txt").write_text("0\t99\t1\n")
     with pytest.raises(GraphFilterError, match=r"test\.txt: line 1 is not two functions of data\.jsonl"):
-        code.load.__wrapped__("clone", str(tmp_path))
+        source_code.load.__wrapped__("clone", str(tmp_path))
 
 
 def test_defects_are_split_once_and_officially_where_the_files_are(tmp_path):
     rows = [json.dumps({"func": f"int f{i}();", "target": i % 2}) for i in range(50)]
     (tmp_path / "test.jsonl").write_text("\n".join(rows))
-    data, split = code.load.__wrapped__("defect", str(tmp_path))
+    data, split = source_code.load.__wrapped__("defect", str(tmp_path))
     assert {k: len(v) for k, v in data.items()} == {"train": 35, "validation": 5, "test": 10}
     assert len({t for part in data.values() for t in part["text_a"]}) == 50
     assert split.startswith("70/10/20")
     for name in ("train", "valid"):
         (tmp_path / f"{name}.jsonl").write_text(rows[0])
-    data, split = code.load.__wrapped__("defect", str(tmp_path))
+    data, split = source_code.load.__wrapped__("defect", str(tmp_path))
     assert ({k: len(v) for k, v in data.items()}, split) == ({"train": 1, "validation": 1, "test": 50}, "official")
 
 
@@ -333,7 +351,7 @@ def test_perplexity_is_that_of_one_forward_pass_a_token(tmp_path, transformers_w
     argv = [*DECODER, "--task", "text", "--data", tmp_path, "--output_dir", tmp_path / "run", *SHORT, "--stride", 1]
     language_modeling.tokens.cache_clear()
     language_modeling.load.cache_clear()
-    common.main(language_modeling.RECIPE, [*map(str, argv), "--save_strategy", "steps", "--save_steps", "4"])
+    runs.main(language_modeling.RECIPE, [*map(str, argv), "--save_strategy", "steps", "--save_steps", "4"])
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = tmp_path / "run" / "seed-1"
@@ -372,7 +390,7 @@ def test_paired_comparison_is_the_t_interval_and_the_exact_sign_flip_test():
 @pytest.mark.parametrize("options", [["--filter", "none"], [], ["--filter", "agf", "--filter_options", "gamma=0.1"]])
 def test_a_run_trains_the_filter_and_records_everything(options, cola, tmp_path):
     argv = [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT, *options]
-    common.main(glue.RECIPE, [*map(str, argv), "--logging_steps", "1", "--filter_lr", "0.05"])
+    runs.main(glue.RECIPE, [*map(str, argv), "--logging_steps", "1", "--filter_lr", "0.05"])
     found = record(tmp_path / "run")
     assert set(found["metrics"]) == {"validation/loss", "validation/matthews_correlation"}
     assert found["steps"] == 4
@@ -392,21 +410,21 @@ def test_a_run_trains_the_filter_and_records_everything(options, cola, tmp_path)
 def test_coefficients_are_logged_by_layer(cola, tmp_path, transformers_warnings):
     seen = []
 
-    class Keep(common.EarlyStoppingCallback):
+    class Keep(training.EarlyStoppingCallback):
         def __init__(self, patience):
             super().__init__(patience)
 
         def on_train_end(self, args, state, control, **_):
             seen.extend(state.log_history)
 
-    original, common.EarlyStoppingCallback = common.EarlyStoppingCallback, Keep
+    original, training.EarlyStoppingCallback = training.EarlyStoppingCallback, Keep
     argv = [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT, "--logging_steps", 1]
     extra = ["--eval_strategy", "steps", "--save_strategy", "steps", "--eval_steps", "2", "--save_steps", "2"]
     extra += ["--early_stopping_patience", "3", "--load_best_model_at_end", "--metric_for_best_model", "loss"]
     try:
-        common.main(glue.RECIPE, [*map(str, argv), *extra, "--layers", "0"])
+        runs.main(glue.RECIPE, [*map(str, argv), *extra, "--layers", "0"])
     finally:
-        common.EarlyStoppingCallback = original
+        training.EarlyStoppingCallback = original
     transformers_warnings.clear()  # of times on this file system, when an old checkpoint is deleted
     logged = [entry["filter/0/w_K"] for entry in seen if "loss" in entry]
     assert len(logged) == 4
@@ -416,14 +434,14 @@ def test_coefficients_are_logged_by_layer(cola, tmp_path, transformers_warnings)
 
 def test_a_finished_seed_is_not_run_again_and_other_settings_are_refused(asked, capsys):
     argv = [*README_COMPARISON[1:], "2"]
-    common.main(glue.RECIPE, argv)
-    common.main(glue.RECIPE, argv)
+    runs.main(glue.RECIPE, argv)
+    runs.main(glue.RECIPE, argv)
     assert [seed for _, seed, _ in asked] == [1, 2]
     Path("runs/glue/cola-gfsa/seed-2/record.json").unlink()
-    common.main(glue.RECIPE, argv)
+    runs.main(glue.RECIPE, argv)
     assert [seed for _, seed, _ in asked] == [1, 2, 2]
     with pytest.raises(SystemExit) as stopped:
-        common.main(glue.RECIPE, [*argv, "--learning_rate", "1"])
+        runs.main(glue.RECIPE, [*argv, "--learning_rate", "1"])
     assert stopped.value.code == 1
     assert "holds a run with other settings (learning_rate differ)" in capsys.readouterr().err
 
@@ -436,28 +454,28 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint(cola, tmp_path, monkeypa
             *saving,
         ]
 
-    common.main(glue.RECIPE, argv("whole"))
+    runs.main(glue.RECIPE, argv("whole"))
     begun = []
 
-    class Stop(common.CoefficientCallback):
+    class Stop(training.CoefficientCallback):
         def on_step_end(self, args, state, control, **_):
             begun.append(state.global_step)
             if state.global_step == 3:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(common, "CoefficientCallback", Stop)
+    monkeypatch.setattr(training, "CoefficientCallback", Stop)
     with pytest.raises(SystemExit) as stopped:
-        common.main(glue.RECIPE, argv("broken"))
+        runs.main(glue.RECIPE, argv("broken"))
     assert stopped.value.code == 130
     assert "run the same command again to go on" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        common.main(glue.RECIPE, [*argv("broken"), "--learning_rate", "1"])
+        runs.main(glue.RECIPE, [*argv("broken"), "--learning_rate", "1"])
     assert "other settings (learning_rate differ)" in capsys.readouterr().err
     half_written = tmp_path / "broken" / "seed-1" / "checkpoint-4"
     half_written.mkdir()
     (half_written / "config.json").write_text("{}")
     Stop.on_step_end = lambda self, args, state, control, **_: begun.append(state.global_step)
-    common.main(glue.RECIPE, argv("broken"))
+    runs.main(glue.RECIPE, argv("broken"))
     transformers_warnings.clear()  # of times on this file system, when an old checkpoint is deleted
     assert begun == [1, 2, 3, 3, 4]
     for name in ("metrics", "coefficients", "moved"):
@@ -468,10 +486,10 @@ def test_a_full_disk_is_one_line_and_leaves_no_record(cola, tmp_path, monkeypatc
     def full(self, *_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(common.Trainer, "save_model", full)
+    monkeypatch.setattr(training.Trainer, "save_model", full)
     argv = [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT]
     with pytest.raises(SystemExit) as stopped:
-        common.main(glue.RECIPE, [*map(str, argv), "--save_strategy", "steps", "--save_steps", "100"])
+        runs.main(glue.RECIPE, [*map(str, argv), "--save_strategy", "steps", "--save_steps", "100"])
     assert stopped.value.code == 1
     message = capsys.readouterr().err.strip().splitlines()[-1]
     assert message.startswith("glue.py: [Errno 28] No space left on device; finished seeds and checkpoints are kept")
@@ -497,7 +515,7 @@ def test_what_a_model_cannot_take_is_one_line(argv, message, cola, tmp_path, cap
     if argv[:2] == ["--model", "nowhere/nothing"]:
         base = [x for x in base if "=" not in x and x != "--from_scratch"]
     with pytest.raises(SystemExit) as stopped:
-        common.main(glue.RECIPE, [*base, *argv])
+        runs.main(glue.RECIPE, [*base, *argv])
     assert stopped.value.code == 1
     found = capsys.readouterr().err.strip().splitlines()[-1]
     assert found.startswith("glue.py: ")
@@ -521,9 +539,9 @@ def test_recipe_of_code(task, model, tmp_path):
         (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
         lines = [f"{a}\t{b}\t{(a + b) % 2}" for a, b in itertools.combinations(range(30), 2)]
         (tmp_path / "test.txt").write_text("\n".join(lines))
-    code.load.cache_clear()
+    source_code.load.cache_clear()
     argv = [*model, "--task", task, "--data", tmp_path, "--output_dir", tmp_path / "run", *SHORT]
-    common.main(code.RECIPE, [*map(str, argv)])
+    runs.main(source_code.RECIPE, [*map(str, argv)])
     found = record(tmp_path / "run")
     assert set(found["metrics"]) >= {"validation/accuracy", "validation/f1", "test/accuracy", "test/f1"}
     assert all(0 <= found["metrics"][f"test/{name}"] <= 1 for name in ("accuracy", "f1"))
@@ -532,10 +550,10 @@ def test_recipe_of_code(task, model, tmp_path):
 
 
 def test_a_generated_label_is_read_back():
-    tokenizer = common.train_bpe(iter(["return true or false;"] * 9), 300)
+    tokenizer = train_bpe(iter(["return true or false;"] * 9), 300)
     ids = torch.tensor(tokenizer(["true", "false", "nonsense"], padding=True)["input_ids"])
     ids[ids == tokenizer.pad_token_id] = -100
-    assert code.read_words(tokenizer, ids.numpy()) == [1, 0, 0]
+    assert source_code.read_words(tokenizer, ids.numpy()) == [1, 0, 0]
 
 
 # ---------------------------------------------------------------------------------------------------- comparisons
@@ -556,7 +574,7 @@ def test_compare_pairs_the_seeds_and_goes_on_at_the_first_missing_one(cola, tmp_
     assert first["metric"] == "validation/matthews_correlation"
     # the same model and data for both: what differs is the filter
     plain, patched = (next(r for r in first["runs"] if r["variant"] == v) for v in ("plain", "gfsa"))
-    assert common.Settings(glue.RECIPE).differing(plain["settings"], patched["settings"]) == ["filter"]
+    assert Settings(glue.RECIPE).differing(plain["settings"], patched["settings"]) == ["filter"]
 
     first["runs"] = [r for r in first["runs"] if (r["seed"], r["variant"]) != (2, "gfsa")]
     file.write_text(json.dumps(first))
@@ -580,7 +598,7 @@ def test_the_card_says_what_was_measured_and_compared(cola, tmp_path, monkeypatc
         ("none", "The plain Roberta"),
     ):
         argv = [x.replace(str(tmp_path / "run"), str(tmp_path / name)) for x in argv] + ["--filter", name]
-        common.main(glue.RECIPE, [*argv, "--save_strategy", "steps", "--output_dir", str(tmp_path / name)])
+        runs.main(glue.RECIPE, [*argv, "--save_strategy", "steps", "--output_dir", str(tmp_path / name)])
         card = (tmp_path / name / "seed-1" / "README.md").read_text()
         assert said in card
         found = yaml.safe_load(card.split("---")[1])["model-index"][0]["results"][0]["metrics"][0]
@@ -588,15 +606,15 @@ def test_the_card_says_what_was_measured_and_compared(cola, tmp_path, monkeypatc
             "type": "matthews_correlation",
             "value": record(tmp_path / name)["metrics"]["validation/matthews_correlation"],
         }
-    settings, made, elsewhere = common.Settings(glue.RECIPE), record(tmp_path / "gfsa"), {"output_dir": "else/where"}
-    assert common.compared(settings, made, elsewhere) == "", "the shipped ones have other settings"
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
-    assert common.compared(settings, made, elsewhere).endswith("no claim (measured by the authors of the recipes).")
+    settings, made, elsewhere = Settings(glue.RECIPE), record(tmp_path / "gfsa"), {"output_dir": "else/where"}
+    assert hub.compared(settings, made, elsewhere) == "", "the shipped ones have other settings"
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    assert hub.compared(settings, made, elsewhere).endswith("no claim (measured by the authors of the recipes).")
 
 
 def test_a_comparison_in_a_fresh_clone_trains(asked, tmp_path, capsys):
     """The shipped results are not one's own, and stay as they are."""
-    shipped = (common.RESULTS / "glue-cola.json").read_bytes()
+    shipped = (records.RESULTS / "glue-cola.json").read_bytes()
     compare.main(README_COMPARISON)
     assert asked == [("none", 1, True)] + 4 * [("gfsa", 1, True)]
     assert "results: runs/glue/glue-cola.json, no runs at hand" in capsys.readouterr().out
@@ -610,17 +628,17 @@ def test_a_comparison_in_a_fresh_clone_trains(asked, tmp_path, capsys):
     assert sorted(p.name for p in (tmp_path / "runs" / "glue").iterdir()) == [
         *("glue-cola", "glue-cola.1", "glue-cola.2", "glue-cola.json", "glue-cola.json.1", "glue-cola.json.2")
     ]
-    assert (common.RESULTS / "glue-cola.json").read_bytes() == shipped
+    assert (records.RESULTS / "glue-cola.json").read_bytes() == shipped
 
 
 def test_shipped_results_are_shown_or_gone_on_with_when_asked_for(asked, capsys, monkeypatch):
     compare.main([*README_COMPARISON, "--against", "shipped"])
     out = capsys.readouterr().out
     assert len(asked) == 5
-    assert f"other: {common.RESULTS}/glue-cola.json (2026-" in out
+    assert f"other: {records.RESULTS}/glue-cola.json (2026-" in out
     assert "settings that differ: model\n" in out
     assert re.search(r"even layers +│ 1 +│ 0.1000.*\n│ +other +│ 5 +│ 0.0000 ± 0.0000", out)
-    monkeypatch.setattr(common, "RESULTS", Path("runs/glue"))
+    monkeypatch.setattr(records, "RESULTS", Path("runs/glue"))
     compare.main([*README_COMPARISON, "--results", "runs/glue", "--against", "shipped"])
     assert len(asked) == 5
     with pytest.raises(SystemExit):
@@ -634,33 +652,33 @@ def test_shipped_results_are_shown_or_gone_on_with_when_asked_for(asked, capsys,
 
 def test_shipped_results_have_the_settings_of_the_configurations(monkeypatch):
     """So that the same command goes on with them: a machine that has no bf16 says so."""
-    monkeypatch.setattr(common, "bf16_pays", lambda use_cpu: True)
+    monkeypatch.setattr(machine, "bf16_pays", lambda use_cpu: True)
     names = {"finetune": "imagenet/deit-t-finetune", "24-layers": "imagenet/small-24", "glue": "glue/minilm"}
-    files = sorted(common.RESULTS.glob("*.json"))
+    files = sorted(records.RESULTS.glob("*.json"))
     assert len(files) == 12
     for file in files:
-        content = common.read_results(file)
-        settings = common.Settings(RECIPES[content["recipe"]])
+        content = records.read_results(file)
+        settings = Settings(RECIPES[content["recipe"]])
         config = next((c for part, c in names.items() if part in file.stem), f"{content['recipe']}/small")
         values, sections = settings.parse(["--config", config, "--task", content["task"]])
         for variant, overrides in compare.variants_of(settings, values, sections, None).items():
             found = next(run["settings"] for run in content["runs"] if run["variant"] == variant)
-            resolved = common.identity(settings.override(values, overrides))
+            resolved = identity(settings.override(values, overrides))
             assert {*settings.differing(found, resolved)} <= {"model"}, "a local copy has another name"
 
 
 @pytest.mark.parametrize("pays", [True, False])
 def test_configurations_for_a_laptop_need_no_flag(pays, asked, monkeypatch, capsys):
     """bf16 on a CPU that is quick with it, else float32; the Trainer would refuse to decide."""
-    monkeypatch.setattr(common, "accelerated", lambda: False)
-    monkeypatch.setattr(common, "bf16_pays", lambda use_cpu: pays)
+    monkeypatch.setattr(machine, "accelerated", lambda: False)
+    monkeypatch.setattr(machine, "bf16_pays", lambda use_cpu: pays)
     compare.main(README_COMPARISON)
     assert {bf16 for *_, bf16 in asked} == {pays}
     assert ("computes slowly in bf16, or not at all: float32" in capsys.readouterr().err) is not pays
-    settings = common.read_results(Path("runs/glue/glue-cola.json"))["runs"][0]["settings"]
+    settings = records.read_results(Path("runs/glue/glue-cola.json"))["runs"][0]["settings"]
     assert settings["bf16"] is pays
     asked.clear()
-    common.main(glue.RECIPE, [*README_COMPARISON[1:], "--bf16"])
+    runs.main(glue.RECIPE, [*README_COMPARISON[1:], "--bf16"])
     assert asked == [("gfsa", 1, True)], "asked for on the command line"
 
 
@@ -709,11 +727,11 @@ from huggingface_hub import HfApi
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from hub_server import TOKEN
 from hf_graphfilter import filter_status
-from recipes import common, glue
+from recipes import glue, hub, runs
 
 def run(token):
     try:
-        common.main(glue.RECIPE, [*{argv!r}, "--hub_token", token])
+        runs.main(glue.RECIPE, [*{argv!r}, "--hub_token", token])
     except SystemExit as stopped:
         print("exit", stopped.code)
 
@@ -722,7 +740,7 @@ run(TOKEN)
 model = AutoModelForSequenceClassification.from_pretrained("me/roberta-cola-gfsa", token=TOKEN)
 AutoTokenizer.from_pretrained("me/roberta-cola-gfsa", token=TOKEN)
 print("loaded", len(filter_status(model)))
-common.HfApi = lambda token: HfApi(endpoint="http://127.0.0.1:9", token=token)
+hub.HfApi = lambda token: HfApi(endpoint="http://127.0.0.1:9", token=token)
 run(TOKEN)
 """
 
@@ -762,44 +780,53 @@ def test_push_to_a_stand_in_of_the_hub_and_load_from_it(cola, tmp_path):
     assert not any(str(tmp_path).encode() in content for content in files.values())
 
 
-def test_scripts_run_from_any_folder_and_explain_themselves(tmp_path):
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["FOLDER/source_code.py", "--help"], "python recipes/source_code.py --config"),
+        (["FOLDER/code.py", "--help"], "python recipes/source_code.py --config"),
+        (["-m", "recipes.compare", "--help"], "python recipes/compare.py glue"),
+        (["-c", "import sys; sys.path.insert(0, 'FOLDER'); import code, torch; print(code.interact)"], "<function"),
+    ],
+    ids=["file", "old name", "module", "python's own code"],
+)
+def test_scripts_run_from_any_folder_and_explain_themselves(argv, said, tmp_path):
     """recipes/code.py must not stand for the module code of Python, which torch imports."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / "recipes" / "code.py"), "--help"],
+        [sys.executable, *(word.replace("FOLDER", str(ROOT / "recipes")) for word in argv)],
         capture_output=True,
         text=True,
-        cwd=tmp_path,
+        cwd=ROOT if "-m" in argv else tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "python recipes/code.py" in " ".join(done.stdout.split())
+    assert said in " ".join(done.stdout.split())
+    assert ("recipes/code.py is called" in done.stderr) == argv[0].endswith("/code.py")
 
 
 def test_data_sets_of_the_hub_are_read_by_their_columns(monkeypatch):
     """Their columns as the Hub shows them; no network here."""
-    from datasets import Dataset, DatasetDict
-
+    parts = ("train", "validation", "test")
     at_hand = {
         "nyu-mll/glue": {
-            "cola": ({"sentence": ["a"], "label": [1], "idx": [0]}, ("train", "validation", "test")),
+            "cola": ({"sentence": ["a"], "label": [1], "idx": [0]}, parts),
             "mnli": (
                 {"premise": ["a"], "hypothesis": ["b"], "label": [2], "idx": [0]},
                 ("train", "validation_matched", "validation_mismatched", "test_matched", "test_mismatched"),
             ),
         },
-        "ptb-text-only/ptb_text_only": {None: ({"sentence": ["a b"]}, ("train", "validation", "test"))},
+        "ptb-text-only/ptb_text_only": {None: ({"sentence": ["a b"]}, parts)},
         "me/texts": {"small": ({"text": ["a", "b"], "n": [1, 2]}, ("train",)), None: ({"body": ["a"]}, ("train",))},
-        code.HUB["defect"]: {None: ({"id": [0], "func": ["f"], "target": [True]}, ("train", "validation", "test"))},
-        code.HUB["clone"]: {
-            None: ({"func1": ["f"], "func2": ["g"], "label": [False]}, ("train", "validation", "test"))
-        },
+        source_code.HUB["defect"]: {None: ({"id": [0], "func": ["f"], "target": [True]}, parts)},
+        source_code.HUB["clone"]: {None: ({"func1": ["f"], "func2": ["g"], "label": [False]}, parts)},
     }
 
     def load_dataset(name, config=None, **_):
-        rows, parts = at_hand[name][config]
-        return DatasetDict({part: Dataset.from_dict(rows) for part in parts})
+        rows, names = at_hand[name][config]
+        return DatasetDict({part: Dataset.from_dict(rows) for part in names})
 
-    monkeypatch.setattr(common.datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
     assert glue.load.__wrapped__("cola", None)["validation"][0] == {"text_a": "a", "label": 1}
     mnli = glue.load.__wrapped__("mnli", None)
     assert set(mnli) == {"train", "validation", "validation_mismatched"}
@@ -809,9 +836,9 @@ def test_data_sets_of_the_hub_are_read_by_their_columns(monkeypatch):
     assert {k: v["text"][:] for k, v in texts.items()} == {"train": ["a"], "validation": ["b"]}
     with pytest.raises(GraphFilterError, match="me/texts has no column text or sentence; its columns are body"):
         language_modeling.load.__wrapped__("me/texts", None)
-    defects, split = code.load.__wrapped__("defect", None)
+    defects, split = source_code.load.__wrapped__("defect", None)
     assert (defects["train"][0], split) == ({"text_a": "f", "label": 1}, "official")
-    assert code.load.__wrapped__("clone", None)[0]["test"][0] == {"text_a": "f", "text_b": "g", "label": 0}
+    assert source_code.load.__wrapped__("clone", None)[0]["test"][0] == {"text_a": "f", "text_b": "g", "label": 0}
     monkeypatch.undo()
     with pytest.raises(GraphFilterError, match=r"the data set nyu-mll/glue cannot be loaded .* --data"):
         glue.load.__wrapped__("cola", None)
@@ -829,9 +856,9 @@ def test_official_glue_files(task):
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="shared data is absent")
 def test_official_files_of_code_and_text():
-    data, _ = code.load.__wrapped__("defect", str(DATA / "devign"))
+    data, _ = source_code.load.__wrapped__("defect", str(DATA / "devign"))
     assert {k: len(v) for k, v in data.items()} == {"train": 1912, "validation": 274, "test": 546}
-    data, _ = code.load.__wrapped__("clone", str(DATA / "bigclonebench"))
+    data, _ = source_code.load.__wrapped__("clone", str(DATA / "bigclonebench"))
     assert min(len(part) for part in data.values()) > 20
     for task, folder in (("wikitext-2", "wikitext-2"), ("ptb", "ptb")):
         data = language_modeling.load.__wrapped__(task, str(DATA / folder))

@@ -1,0 +1,96 @@
+"""The flags of the recipes, besides those of the Trainer."""
+
+from dataclasses import dataclass
+
+from transformers.hf_argparser import HfArg
+
+from hf_graphfilter.training.optimizer import FILTER_LR
+
+
+@dataclass
+class FilterArguments:
+    """What every recipe takes."""
+
+    model: str = HfArg(help="Hub id or folder; with --from_scratch also a model type such as gpt2.")
+    task: str = HfArg(help="The task, see the top of this help.")
+    data: str | None = HfArg(default=None, help="Folder with local files in the official format, instead of the Hub.")
+    filter: str = HfArg(default="gfsa", help="A registered graph filter, or none.")
+    filter_options: list[str] = HfArg(
+        default_factory=list, help='Options of the filter, NAME=VALUE: K=4 \'learn=["w_0","w_K"]\'.'
+    )
+    filter_lr: float = HfArg(default=FILTER_LR, help="Learning rate of the filter coefficients.")
+    layers: str = HfArg(default="all", help="Layers to patch: all, even, odd, 0,2,-1 or 2:8.")
+    seeds: list[int] = HfArg(default_factory=lambda: [1], help="One run a seed.")
+    max_train_samples: int | None = HfArg(default=None, help="Only the first ones after a shuffle.")
+    max_eval_samples: int | None = HfArg(default=None, help="Only the first ones of each evaluated part.")
+    smoke: bool = HfArg(default=False, help="A few rows and steps, to see that everything works.")
+
+
+@dataclass
+class RecipeArguments(FilterArguments):
+    """What a recipe of text takes besides the flags of the Trainer."""
+
+    tokenizer: str | None = HfArg(default=None, help="Hub id or folder, if not the model's.")
+    train_tokenizer: int | None = HfArg(
+        default=None, help="Train a byte-level BPE with so many entries on the training part."
+    )
+    from_scratch: list[str] = HfArg(
+        default_factory=list,
+        help="No pretrained weights; fields of the model's config as NAME=VALUE: n_layer=6 n_embd=320.",
+    )
+    max_length: int = HfArg(default=128, help="Tokens; longer texts are cut.")
+    early_stopping_patience: int | None = HfArg(default=None, help="Evaluations without improvement.")
+    stride: int | None = HfArg(
+        default=None, help="Language models: step of the sliding window; half of --max_length if not given."
+    )
+
+
+@dataclass
+class ImageArguments(FilterArguments):
+    """The flags; the defaults are those of DeiT, which GFSA's DeiT models keep."""
+
+    output_dir: str | None = None
+    seed: int = 1
+    pretrained: bool = HfArg(default=False, help="Start from the pretrained weights.")
+    checkpoint: str | None = HfArg(default=None, help="Start from this file of weights (timm).")
+    model_options: list[str] = HfArg(
+        default_factory=list, help="Of timm.create_model (depth=24 ...) or the config of transformers."
+    )
+    img_size: int | None = HfArg(default=None, help="Pixels; the model's own if not given.")
+    epochs: float = 300.0
+    max_steps: int | None = HfArg(default=None, help="Optimizer steps; instead of --epochs.")
+    batch_size: int = HfArg(default=1024, help="Images a step, over all devices.")
+    device_batch_size: int = HfArg(default=128, help="Images at a time on one device; the rest accumulates.")
+    eval_batch_size: int = 128
+    learning_rate: float = 1e-3
+    min_lr: float = 1e-5
+    warmup_epochs: float = 5.0
+    warmup_lr: float = 1e-6
+    weight_decay: float = 0.05
+    layer_decay: float | None = HfArg(default=None, help="Factor of the learning rate from layer to layer.")
+    max_grad_norm: float | None = None
+    drop_path: float = 0.1
+    drop: float = 0.0
+    auto_augment: str | None = "rand-m9-mstd0.5-inc1"
+    color_jitter: float = 0.3
+    random_erasing: float = 0.25
+    mixup: float = 0.8
+    cutmix: float = 1.0
+    smoothing: float = 0.1
+    repeated_augmentation: int = HfArg(default=3, help="Times an image is seen in an epoch; 0 for off.")
+    crop_scale: float = HfArg(default=0.08, help="Smallest part of an image that a crop keeps; 1: no crops and flips.")
+    interpolation: str = "bicubic"
+    ema_decay: float = HfArg(default=0.0, help="Of an average of the weights that is evaluated too; 0: none.")
+    precision: str = HfArg(default="no", help="no, bf16 or fp16.")
+    compile: bool = False
+    workers: int = 8
+    bad_images: str = HfArg(default="skip", help="skip (and count) images that cannot be read, or error.")
+    use_cpu: bool = False
+    report_to: str = "none"
+    logging_steps: int = 50
+    save_strategy: str = HfArg(default="epoch", help="epoch, or no: only the numbers.")
+    disable_tqdm: bool = False
+    push_to_hub: bool = False
+    hub_model_id: str | None = None
+    hub_token: str | None = None
+    hub_private_repo: bool | None = None

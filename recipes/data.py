@@ -1,0 +1,117 @@
+"""The rows of a task: read from official files or from the Hub, with the columns that the recipes use."""
+
+import csv
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+from datasets import Dataset, DatasetDict
+
+from hf_graphfilter import GraphFilterError
+from recipes.arguments import RecipeArguments
+from recipes.errors import line
+
+FILES = {"train": "train", "validation": "valid", "test": "test"}  # the parts, and how official files call them
+
+
+def read_rows(file: Path, header: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Rows of an official file: TSV (unquoted; ``header`` where the file has none), JSON, JSON lines or text lines."""
+    text = file.read_text(encoding="utf-8-sig")
+    try:
+        if file.suffix == ".tsv":
+            lines = csv.reader(text.split("\n"), delimiter="\t", quoting=csv.QUOTE_NONE)
+            filled = [line for line in lines if line]
+            names = list(header) if header else filled.pop(0) if filled else []
+            return [dict(itertools.zip_longest(names, line[: len(names)])) for line in filled]
+        if file.suffix == ".jsonl":
+            return [json.loads(line) for line in text.split("\n") if line.strip()]
+        if file.suffix == ".json":
+            rows = json.loads(text)
+            return list(rows.values()) if isinstance(rows, dict) else rows
+        return [{"text": line.rstrip("\r")} for line in text.removesuffix("\n").split("\n")] if text else []
+    except (json.JSONDecodeError, csv.Error) as error:
+        raise GraphFilterError(f"{file} cannot be read as {file.suffix[1:]}: {error}") from error
+
+
+def first_file(folder: Path, names: Sequence[str]) -> Path:
+    """The first of ``names`` that is in ``folder``."""
+    if not folder.is_dir():
+        raise GraphFilterError(f"--data: there is no folder {folder}")
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    there = ", ".join(sorted(p.name for p in folder.iterdir())[:12])
+    raise GraphFilterError(f"--data: {folder} has no {' or '.join(names)}; it holds: {there or 'nothing'}")
+
+
+def table_of(rows: list[dict[str, Any]], columns: dict[str, Sequence[str]], source: object) -> Dataset:
+    """A data set with the columns ``{new name: names that the source may use}``; others are dropped."""
+    if not rows:
+        raise GraphFilterError(f"{source} holds no rows")
+    chosen = choose(columns, list(rows[0]), source)
+    for number, row in enumerate(rows, 1):
+        if any(row.get(c) is None for c in chosen.values()):
+            there = sum(value is not None for value in row.values())
+            raise GraphFilterError(f"{source}: row {number} has {there} columns, {len(rows[0])} were expected")
+    return Dataset.from_dict({name: [row[c] for row in rows] for name, c in chosen.items()})
+
+
+def choose(columns: dict[str, Sequence[str]], there: list[str], source: object) -> dict[str, str]:
+    """Which of the names that the source may use it does use."""
+    chosen = {}
+    for name, candidates in columns.items():
+        chosen[name] = next((c for c in candidates if c in there), "")
+        if not chosen[name]:
+            raise GraphFilterError(
+                f"{source} has no column {' or '.join(candidates)}; its columns are {', '.join(map(str, there))}"
+            )
+    return chosen
+
+
+def labels_of(data: Dataset, labels: Sequence[str] | None, source: object) -> Dataset:
+    """The column ``label`` as class numbers (names, or numbers already), or as floats where ``labels`` is None."""
+    numbers: list[float] = []
+    for number, value in enumerate(data["label"], 1):
+        try:
+            if labels is None:
+                numbers.append(float(value))
+            elif str(value) in labels:
+                numbers.append(labels.index(str(value)))
+            else:
+                numbers.append(range(len(labels)).index(int(value)))
+        except (TypeError, ValueError) as error:
+            expected = "a number" if labels is None else " or ".join(labels)
+            raise GraphFilterError(f"{source}: row {number} has the label {value!r}, expected {expected}") from error
+    return data.remove_columns("label").add_column("label", numbers)
+
+
+def from_hub(
+    name: str, columns: dict[str, Sequence[str]], config: str | None = None, **options: Any
+) -> dict[str, Dataset]:
+    """The parts of a data set of the Hub with these columns (as in ``table_of``), or one clear line."""
+    try:
+        data = datasets.load_dataset(name, config, **options)
+    except Exception as error:  # whatever the library or the network raises, the way out is the same
+        raise GraphFilterError(
+            f"the data set {name} cannot be loaded ({type(error).__name__}: {line(error)}); check the connection, or "
+            "name a folder of local files with --data"
+        ) from error
+    chosen = choose(columns, next(iter(data.values())).column_names, name)
+    renamed = {official: name for name, official in chosen.items() if official != name}
+    return {part: rows.select_columns([*chosen.values()]).rename_columns(renamed) for part, rows in data.items()}
+
+
+def cut(data: DatasetDict, args: RecipeArguments) -> DatasetDict:
+    """At most as many rows of each part as asked for."""
+    parts = {}
+    for name, part in data.items():
+        if not len(part):
+            raise GraphFilterError(f"the part {name!r} of {args.task} is empty")
+        limit = args.max_train_samples if name == "train" else args.max_eval_samples
+        if name == "train" and limit is not None and limit < len(part):
+            part = part.shuffle(seed=0)
+        parts[name] = part if limit is None else part.select(range(min(limit, len(part))))
+    return DatasetDict(parts)

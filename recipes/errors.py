@@ -1,0 +1,44 @@
+"""What goes wrong for a user, as one line."""
+
+import difflib
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from huggingface_hub.errors import HfHubHTTPError
+from safetensors import SafetensorError
+
+from hf_graphfilter import GraphFilterError
+
+NETWORK_ERRORS = HfHubHTTPError.__bases__  # OSError, and HTTPError of whichever client the installed version has
+
+
+@contextmanager
+def one_line_errors(program: str, command: str = "the same command") -> Iterator[None]:
+    """User mistakes and what the machine refuses: one line on stderr, exit code 1; 130 when interrupted."""
+    again = f"; finished seeds and checkpoints are kept: run {command} again to go on"
+    try:
+        yield
+    except (GraphFilterError, SafetensorError, *NETWORK_ERRORS) as error:
+        hint = again if isinstance(error, SafetensorError) or getattr(error, "errno", None) in (27, 28, 122) else ""
+        code, message = 1, line(error) + hint
+    except RuntimeError as error:
+        if "PytorchStreamWriter" not in str(error) and "unexpected pos" not in str(error):
+            raise
+        code, message = 1, f"cannot write a checkpoint ({line(error)})" + again
+    except KeyboardInterrupt:
+        code, message = 130, "interrupted" + again
+    else:
+        return
+    print(f"{program}: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:400] or type(error).__name__
+
+
+def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """``" (did you mean ...?)"``, or nothing."""
+    close = difflib.get_close_matches(name, list(known), 1, cutoff=0.5)
+    return f" (did you mean {prefix}{close[0]}?)" if close else ""

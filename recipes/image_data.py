@@ -1,0 +1,123 @@
+"""The images of the image recipe: folders or the Hub, and timm's loaders."""
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from PIL import Image
+from timm.data import ImageDataset, create_dataset, create_loader
+from torch.utils.data import Subset
+
+from hf_graphfilter import GraphFilterError
+from recipes.arguments import ImageArguments
+
+HUB = {"imagenet-1k": ("hfds/ILSVRC/imagenet-1k", 1000), "imagenet-100": ("hfds/clane9/imagenet-100", 100)}
+
+
+class Images(ImageDataset):
+    """A folder of images in which files that cannot be read are skipped and counted, or are an error."""
+
+    def __init__(self, root: Path, bad_images: str, class_map: Any = ""):
+        super().__init__(str(root), class_map=class_map)
+        self.bad_images = bad_images
+        self.skipped = multiprocessing.Value("i", 0)  # over the processes of the loader
+
+    def __getitem__(self, index: int) -> Any:
+        file, target, *_ = self.reader[index]
+        try:
+            with file, Image.open(file) as opened:
+                image = opened.convert("RGB")
+        except OSError as error:
+            name = self.filename(index, absolute=True)
+            if self.bad_images == "error":
+                raise GraphFilterError(
+                    f"{name} cannot be read as an image; --bad_images skip leaves such out"
+                ) from error
+            with self.skipped.get_lock():
+                self.skipped.value += 1
+                if self.skipped.value > max(10, len(self) // 10):
+                    raise GraphFilterError(
+                        f"more than a tenth of the images cannot be read, {name} the last"
+                    ) from error
+            return self[(index + 1) % len(self)]
+        return (image if self.transform is None else self.transform(image)), target
+
+
+def load(args: ImageArguments) -> tuple[Any, Any, list[str]]:
+    """(training images, validation images, names of the classes)."""
+    if args.data is None:
+        if args.task not in HUB:
+            raise GraphFilterError(f"--task {args.task} needs --data, a folder with train and val")
+        source, classes = HUB[args.task]
+        try:
+            parts = [create_dataset(source, split=split) for split in ("train", "validation")]
+        except Exception as error:  # whatever the library or the network raises, the way out is the same
+            raise GraphFilterError(
+                f"{source} cannot be loaded ({type(error).__name__}: {error}); check the connection, or name a folder "
+                "with --data"
+            ) from error
+        return *parts, [str(i) for i in range(classes)]
+    root = Path(args.data)
+    if not root.is_dir():
+        raise GraphFilterError(f"--data: there is no folder {root}")
+    train = root / "train"
+    val = next((root / name for name in ("val", "validation", "test") if (root / name).is_dir()), None)
+    if not train.is_dir() or val is None:
+        there = ", ".join(sorted(p.name for p in root.iterdir())[:12])
+        raise GraphFilterError(f"--data: {root} needs folders train and val (or validation, test); it holds: {there}")
+    classes, others = (sorted(p.name for p in folder.iterdir() if p.is_dir()) for folder in (train, val))
+    if odd := sorted(set(classes) ^ set(others)):
+        raise GraphFilterError(
+            f"--data: {train} has {len(classes)} classes, {val} {len(others)}; {odd[0]} is in one only"
+        )
+    if not classes:
+        raise GraphFilterError(f"--data: {train} holds no class folders")
+    class_map = {name: i for i, name in enumerate(classes)}
+    try:
+        return Images(train, args.bad_images, class_map), Images(val, args.bad_images, class_map), classes
+    except RuntimeError as error:
+        raise GraphFilterError(f"--data: {root}: {error}") from error
+
+
+class Part(Subset[Any]):
+    """Some of the images; the loader hands it the transform of all."""
+
+    transform = property(lambda self: self.dataset.transform, lambda self, to: setattr(self.dataset, "transform", to))
+
+
+def cut(data: Any, limit: int | None) -> Any:
+    """At most as many images as asked for, of all classes."""
+    if limit is None or limit >= len(data):
+        return data
+    return Part(data, torch.randperm(len(data), generator=torch.Generator().manual_seed(0))[:limit].tolist())
+
+
+def loaders(
+    args: ImageArguments, accelerator: Accelerator, config: dict[str, Any], train: Any, val: Any
+) -> tuple[Any, Any]:
+    """timm's loaders; the images are moved to the device in the loop."""
+    several = accelerator.num_processes > 1
+    both = {name: config[name] for name in ("input_size", "mean", "std")}
+    both |= {"num_workers": args.workers, "persistent_workers": args.workers > 0, "use_prefetcher": False}
+    both["pin_memory"] = accelerator.device.type == "cuda"
+    if len(train) < (size := args.device_batch_size):
+        raise GraphFilterError(f"{len(train)} training images are less than --device_batch_size {size}")
+    training = create_loader(
+        train,
+        batch_size=size,
+        is_training=True,
+        no_aug=args.crop_scale == 1,
+        scale=(args.crop_scale, 1.0),
+        auto_augment=args.auto_augment or None,
+        color_jitter=args.color_jitter,
+        re_prob=args.random_erasing,
+        re_mode="pixel",
+        num_aug_repeats=args.repeated_augmentation if several else 0,  # its sampler needs several devices
+        interpolation=args.interpolation,
+        distributed=several,
+        **both,
+    )
+    crop = {"crop_pct": config["crop_pct"], "interpolation": config["interpolation"]}
+    return training, create_loader(val, batch_size=args.eval_batch_size, **crop, **both)

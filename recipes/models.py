@@ -1,0 +1,103 @@
+"""Models and tokenizers: loaded or made, and patched with the filter."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import transformers
+from tokenizers import ByteLevelBPETokenizer, processors
+from transformers import CONFIG_MAPPING, PreTrainedModel, PreTrainedTokenizerFast, Seq2SeqTrainingArguments, set_seed
+
+from hf_graphfilter import GraphFilterError, patch_model
+from hf_graphfilter.console import parse_layers, parse_options
+from recipes.arguments import FilterArguments, RecipeArguments
+from recipes.errors import line, nearest
+
+
+def load_tokenizer(args: RecipeArguments, texts: Callable[[], Iterator[str]]) -> Any:
+    """The model's tokenizer, another one, or a byte-level BPE trained on ``texts()``."""
+    if args.train_tokenizer:
+        return train_bpe(texts(), args.train_tokenizer)
+    source, kind = args.tokenizer or args.model, transformers.AutoTokenizer
+    with loading(source):
+        if Path(source, "vocab.json").is_file() and not Path(source, "tokenizer_config.json").is_file():
+            # a bare byte-level BPE does not say whose it is; its special tokens do
+            roberta = "<s>" in json.loads(Path(source, "vocab.json").read_text())
+            kind = transformers.RobertaTokenizerFast if roberta else transformers.GPT2TokenizerFast
+        tokenizer = kind.from_pretrained(source)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def train_bpe(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with RoBERTa's special tokens, trained on ``texts``."""
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(texts, vocab_size=vocabulary, min_frequency=2, special_tokens=special, show_progress=False)
+    bpe._tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
+    names = ("bos_token", "pad_token", "eos_token", "unk_token", "mask_token")
+    options: dict[str, Any] = dict(zip(names, special, strict=True))
+    options |= {"cls_token": "<s>", "sep_token": "</s>", "model_input_names": ["input_ids", "attention_mask"]}
+    return PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, **options)
+
+
+def model_config(args: RecipeArguments, **config: Any) -> Any:
+    """The configuration of the model; of one from scratch, with the fields that were asked for."""
+    if not args.from_scratch:
+        with loading(args.model):
+            return transformers.AutoConfig.from_pretrained(args.model)
+    asked = parse_options(args.from_scratch)
+    known = CONFIG_MAPPING[args.model]().to_dict() if args.model in CONFIG_MAPPING else {}
+    for name in asked if known else ():
+        if name not in known:
+            raise GraphFilterError(f"--from_scratch: a {args.model} config has no field {name!r}{nearest(name, known)}")
+    if known:
+        return transformers.AutoConfig.for_model(args.model, **config, **asked)
+    with loading(args.model):
+        return transformers.AutoConfig.from_pretrained(args.model, **config, **asked)
+
+
+@contextmanager
+def loading(source: str) -> Iterator[None]:
+    """What transformers says of a model or tokenizer that cannot be loaded, as one line that names it."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        raise GraphFilterError(f"{source} cannot be loaded: {line(error)}") from error
+
+
+def build_model(
+    args: RecipeArguments, training: Seq2SeqTrainingArguments, auto_class: Any, tokenizer: Any, **config: Any
+) -> PreTrainedModel:
+    """The model, the same for every filter with the same seed, and patched with the filter."""
+    set_seed(training.seed)
+    if args.from_scratch:
+        config |= {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+        config |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+        fresh = model_config(args, **config)
+        if fresh.is_encoder_decoder and getattr(fresh, "decoder_start_token_id", None) is None:
+            fresh.decoder_start_token_id = tokenizer.pad_token_id
+        model = auto_class.from_config(fresh)
+    else:
+        with loading(args.model):
+            model = auto_class.from_pretrained(args.model, **config)
+        if model.config.get_text_config().pad_token_id is None:
+            model.config.pad_token_id = tokenizer.pad_token_id
+    patch(args, model)
+    return model
+
+
+def patch(args: FilterArguments, model: Any) -> None:
+    """The model with the filter that was asked for."""
+    if args.filter != "none":
+        patch_model(model, args.filter, layers=parse_layers(args.layers), **parse_options(args.filter_options))
+
+
+def load_model(folder: Path) -> Any:
+    """A checkpoint of transformers as the class that was saved."""
+    return getattr(transformers, transformers.AutoConfig.from_pretrained(folder).architectures[0]).from_pretrained(
+        folder
+    )

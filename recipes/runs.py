@@ -1,0 +1,88 @@
+"""The command line of a recipe: a run for every seed, and a table of them."""
+
+import json
+import sys
+from collections.abc import Sequence
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import datasets
+import yaml
+from rich.console import Console
+
+from hf_graphfilter import GraphFilterError
+from hf_graphfilter.analysis.comparison import mean_and_sd
+from hf_graphfilter.console import table
+from recipes import SCRIPTS
+from recipes.errors import one_line_errors
+from recipes.hub import create_repository, push, write_card
+from recipes.machine import is_main_process, machine_name
+from recipes.records import RECORD, write_json
+from recipes.settings import Recipe, Settings, identity
+
+
+def run_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Path, console: Console) -> dict[str, Any]:
+    """The record of one run in ``folder``: found finished, gone on with from its last checkpoint, or begun."""
+    file, config = folder / RECORD, folder / "config.yaml"
+    finished = json.loads(file.read_text()) if file.is_file() else None
+    begun = any(folder.glob("checkpoint-*")) and config.is_file()
+    before = finished["settings"] if finished else identity(yaml.safe_load(config.read_text())) if begun else None
+    if before is not None and (changed := settings.differing(before, identity(values))):
+        raise GraphFilterError(
+            f"{folder} holds a run with other settings ({', '.join(changed)} differ): choose another --output_dir, or "
+            "delete it"
+        )
+    if finished is not None:
+        console.print(f"seed {seed}: finished before, in {folder}", highlight=False)
+        return finished
+    run_values = {**values, "output_dir": str(folder), "seed": seed, "seeds": [seed]}
+    run_values |= {"push_to_hub": False, "hub_token": None}  # pushed after the run; a token is written to no file
+    if is_main_process():
+        folder.mkdir(parents=True, exist_ok=True)
+        config.write_text(yaml.safe_dump({k: v for k, v in run_values.items() if v is not None}))
+    arguments = settings.arguments(run_values)
+    record = {
+        "recipe": settings.recipe.name,
+        "task": values["task"],
+        "seed": seed,
+        **settings.recipe.run(*arguments),
+        "settings": identity(values),
+        "date": date.today().isoformat(),
+        "machine": machine_name(arguments[-1]),
+        "versions": {n: metadata.version(n) for n in ("torch", "transformers", "hf_graphfilter")},
+    }
+    if is_main_process():
+        write_json(file, record)
+        if values.get("save_strategy") != "no":
+            write_card(settings, folder, record, values)
+    return record
+
+
+def quiet() -> None:
+    """No progress bars and news of the libraries; the Trainer's own bar stays."""
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity_error()
+
+
+def main(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
+    """The command line of a recipe: every seed, then a table."""
+    quiet()
+    console = Console(quiet=not is_main_process())
+    with one_line_errors(f"{SCRIPTS.get(recipe.name, recipe.name)}.py"):
+        settings = Settings(recipe)
+        values, _ = settings.parse(sys.argv[1:] if argv is None else argv)
+        folder = Path(values["output_dir"])
+        if values.get("push_to_hub") and is_main_process():
+            values["hub_model_id"] = create_repository(values)
+        seeds = values.get("seeds", [1])
+        records = [run_seed(settings, values, seed, folder / f"seed-{seed}", console) for seed in seeds]
+        if is_main_process():
+            names = [n for n in records[0]["metrics"] if not n.endswith("loss")]
+            rows = [[n, mean_and_sd([r["metrics"][n] for r in records])] for n in names]
+            title = f"{values['model']} on {values['task']}, {values.get('filter', 'gfsa')}, {len(records)} seeds"
+            console.print(table(["metric", "value"], rows, title=title))
+            if values.get("push_to_hub"):
+                address = push(settings, folder / f"seed-{records[0]['seed']}", records[0], values)
+                console.print(f"pushed to {address}", highlight=False)

@@ -1,0 +1,103 @@
+"""What a comparison shows: the summary of its runs, its rows as text, the results of others beside it, a figure."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from hf_graphfilter.analysis.comparison import mean_and_sd, paired_comparison
+from hf_graphfilter.console import table
+from recipes.settings import Settings
+
+PLAIN = "plain"
+
+
+def summarise(content: dict[str, Any]) -> dict[str, Any]:
+    """Per variant: the compared metric by seed, and the paired differences to the plain model, of the loss too."""
+    metrics = {"difference": content["metric"], "loss difference": f"{content['metric'].partition('/')[0]}/loss"}
+    summary = {}
+    for variant in content["variants"]:
+        values = by_seed(content, variant, content["metric"])
+        summary[variant] = {"values": {str(seed): value for seed, value in values.items()}}
+        for name, metric in metrics.items() if variant != PLAIN else ():
+            plain, treated = by_seed(content, PLAIN, metric), by_seed(content, variant, metric)
+            if shared := [seed for seed in treated if seed in plain]:
+                paired = paired_comparison([plain[s] for s in shared], [treated[s] for s in shared])
+                summary[variant][name] = {k: None if v != v else v for k, v in dataclasses.asdict(paired).items()}
+    return summary
+
+
+def by_seed(content: dict[str, Any], variant: str, metric: str) -> dict[int, float]:
+    """The metric of the runs of a variant, by seed."""
+    return dict(sorted((r["seed"], r["metrics"][metric]) for r in content["runs"] if r["variant"] == variant))
+
+
+def summary_rows(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """(header, rows) of the comparison as text; intervals are of 95 %."""
+    metric = content["metric"].partition("/")[2]
+    header = ["variant", "seeds", metric, "difference", "p", "loss difference", "filter moved", "parameters"]
+    metrics = content["runs"][0]["metrics"] if content["runs"] else {}
+    others = [name for name in metrics if name != content["metric"] and not name.endswith("/loss")]
+    header += [name.replace("/", " ") for name in others]
+    rows = []
+    for variant, values in summarise(content).items():
+        runs = [r for r in content["runs"] if r["variant"] == variant]
+        if not runs:
+            continue
+        difference, loss = (values.get(name) for name in ("difference", "loss difference"))
+        p = "" if not difference or difference["p"] is None else f"{difference['p']:.3f}"
+        moved: dict[str, list[float]] = {}
+        for run in runs:
+            for name, value in run["moved"].items():
+                if value:  # the others are fixed
+                    moved.setdefault(name, []).append(value)
+        row = [variant, str(len(runs)), mean_and_sd([*values["values"].values()])]
+        row += [interval(difference), p, interval(loss)]
+        row += [", ".join(f"{name} {sum(v) / len(v):.4f}" for name, v in moved.items())]
+        row += [str(runs[0]["filter_parameters"])]
+        rows.append(row + [mean_and_sd([*by_seed(content, variant, name).values()]) for name in others])
+    return header, rows
+
+
+def interval(paired: dict[str, Any] | None) -> str:
+    if not paired:
+        return ""
+    bounds = f" [{paired['low']:+.4f}, {paired['high']:+.4f}]" if paired["pairs"] > 1 else ""
+    return f"{paired['mean']:+.4f}{bounds}"
+
+
+def plot_sweep(content: dict[str, Any], file: Path) -> None:
+    """The metric over the first axis of the sweep, a line for each combination of the others, and the plain model."""
+    from matplotlib.figure import Figure
+
+    points = {}
+    for variant, summary in content["summary"].items():
+        if variant != PLAIN and summary["values"]:
+            first, *rest = variant.split(", ")
+            axis, _, at = first.partition("=")
+            points.setdefault(", ".join(rest), []).append((at, list(summary["values"].values())))
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for i, (label, line) in enumerate(points.items()):
+        means = [sum(v) / len(v) for _, v in line]
+        spread = [(max(v) - min(v)) / 2 for _, v in line]
+        axes.errorbar([x for x, _ in line], means, spread, marker="o", capsize=3, color=f"C{i}", label=label or None)
+    plain = list(content["summary"][PLAIN]["values"].values())
+    axes.axhline(sum(plain) / len(plain), color="grey", linestyle="--", label="plain")
+    seeds = len(plain)
+    axes.set(xlabel=axis, ylabel=content["metric"], title=f"{content['model']} on {content['task']}, {seeds} seeds")
+    axes.legend(frameon=False)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=150)
+
+
+def beside(settings: Settings, content: dict[str, Any], other: dict[str, Any]) -> tuple[Any, list[str]]:
+    """(one's own results by variant, the other ones below each, as a table; the settings in which they differ)."""
+    mine, theirs = ({row[0]: row[1:4] for row in summary_rows(results)[1]} for results in (content, other))
+    rows, differing = [], set()
+    for variant in dict.fromkeys([*mine, *theirs]):
+        rows.append([variant, *mine.get(variant, [""] * 3)])
+        rows += [["  other", *theirs[variant]]] if variant in theirs else []
+    for variant in mine.keys() & theirs.keys():
+        a, b = (next(r["settings"] for r in c["runs"] if r["variant"] == variant) for c in (content, other))
+        differing.update(settings.differing(a, b))
+    return table(["variant", "seeds", content["metric"].partition("/")[2], "difference"], rows), sorted(differing)

@@ -1,0 +1,89 @@
+"""Training with the Trainer: the filter's own learning rate, what is measured, and how far the filter moved."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from datasets import DatasetDict
+from transformers import EarlyStoppingCallback, PreTrainedModel, PrinterCallback, Seq2SeqTrainingArguments, Trainer
+
+from hf_graphfilter import (
+    CoefficientCallback,
+    OrthogonalityCallback,
+    filter_optimizer,
+    filter_parameters,
+    filter_status,
+)
+from hf_graphfilter.patching import FilterStatus
+from recipes.arguments import RecipeArguments
+
+
+def fit(
+    args: RecipeArguments,
+    training: Seq2SeqTrainingArguments,
+    model: PreTrainedModel,
+    tokenizer: Any,
+    data: DatasetDict,
+    trainer_class: type[Trainer] = Trainer,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train, going on from the last checkpoint in the folder, evaluate the other parts of ``data``, and save.
+
+    By an ordinary Trainer, with the filter in an optimizer group of its own and its coefficients logged.
+    """
+    learned = any(True for _ in filter_parameters(model))
+    options |= {"processing_class": tokenizer, "callbacks": [CoefficientCallback()] if learned else []}
+    options |= {"train_dataset": data["train"], "eval_dataset": data["validation"]}
+    trainer = trainer_class(model=model, args=training, **options)
+    if learned:  # an attribute, since Seq2SeqTrainer does not take the argument
+        trainer.optimizer_cls_and_kwargs = filter_optimizer(training, args.filter_lr)
+    if any(getattr(row.filter, "gamma", 0) for row in filter_status(model)):
+        trainer.add_callback(OrthogonalityCallback())
+    if args.early_stopping_patience is not None:
+        trainer.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
+    if training.disable_tqdm:
+        trainer.remove_callback(PrinterCallback)
+
+    start = filter_status(trainer.model)
+    begun = time.perf_counter()
+    trainer.train(resume_from_checkpoint=last_checkpoint(Path(training.output_dir)))
+    seconds = time.perf_counter() - begun
+    metrics = {}
+    for part in [name for name in data if name != "train"]:
+        for key, value in trainer.evaluate(data[part], metric_key_prefix=part).items():
+            name = key.removeprefix(f"{part}_")
+            if name not in ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "epoch"):
+                metrics[f"{part}/{name}"] = value
+    if training.save_strategy != "no":
+        trainer.save_model()
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return outcome(model, start, metrics, seconds, trainer.state.global_step)
+
+
+def outcome(model: Any, start: FilterStatus, metrics: dict[str, float], seconds: float, steps: int) -> dict[str, Any]:
+    """What is recorded of a run that began at ``start``.
+
+    Returns:
+        ``metrics`` (``split/name`` to value), ``train_seconds``, ``steps``, ``filter_parameters``, ``coefficients``
+        (mean over heads, by patched layer) and ``moved`` (mean distance of each kind from its start).
+    """
+    coefficients: dict[str, list[float]] = {}
+    moved: dict[str, list[float]] = {}
+    for before, after in zip(start, filter_status(model), strict=True):
+        for name, value in after.coefficients.items():
+            coefficients.setdefault(name, []).append(round(value.mean().item(), 6))
+            moved.setdefault(name, []).append((value - before.coefficients[name]).abs().mean().item())
+    return {
+        "metrics": metrics,
+        "train_seconds": round(seconds, 1),
+        "steps": steps,
+        "filter_parameters": sum(p.numel() for p in filter_parameters(model)),
+        "coefficients": coefficients,
+        "moved": {name: round(sum(v) / len(v), 6) for name, v in moved.items()},
+    }
+
+
+def last_checkpoint(folder: Path, written_last: str = "trainer_state.json") -> str | None:
+    """The newest checkpoint that is whole: the state of the Trainer is what it writes last."""
+    whole = [file.parent for file in folder.glob(f"checkpoint-*/{written_last}")]
+    return str(max(whole, key=lambda checkpoint: int(checkpoint.name.partition("-")[2]))) if whole else None
