@@ -31,7 +31,7 @@ from timm.utils import ModelEmaV3
 from torch import nn
 from tqdm import tqdm
 
-from hf_graphfilter import filter_status, orthogonality_loss
+from hf_graphfilter import collect_penalties, filter_status
 from hf_graphfilter.training.callbacks import coefficient_values
 from recipes import image_models, runs
 from recipes.arguments import ImageArguments
@@ -76,7 +76,7 @@ def run(args: ImageArguments) -> dict[str, Any]:
     running = torch.compile(model) if args.compile else model
     folder = Path(args.output_dir or "runs/imagenet")
     step = resume(accelerator, folder, average)
-    begun, gamma = time.perf_counter(), [getattr(row.filter, "gamma", 0.0) for row in start]
+    begun, penalised = time.perf_counter(), any(any(row.filter.penalties.values()) for row in start)
 
     with tqdm(total=total, initial=step, disable=args.disable_tqdm or not accelerator.is_main_process) as bar:
         for epoch in range(step // per_epoch, epochs):
@@ -93,10 +93,11 @@ def run(args: ImageArguments) -> dict[str, Any]:
                 if mix is not None:
                     images, target = mix(images, target) if len(images) % 2 == 0 else mix(images[:-1], target[:-1])
                 with nullcontext() if complete else accelerator.no_sync(model):
-                    with accelerator.autocast():
+                    asked = collect_penalties(plain) if penalised else nullcontext()
+                    with accelerator.autocast(), asked as penalties:
                         loss = loss_of(logits_of(running, images), target)
-                    further = gamma[0] * orthogonality_loss(plain) if any(gamma) else 0.0
-                    accelerator.backward((loss + further) / accumulate)
+                    total_loss = loss + penalties.total() if penalties else loss
+                    accelerator.backward(total_loss / accumulate)
                 if not complete:
                     continue
                 if args.max_grad_norm:

@@ -15,7 +15,7 @@ from transformers import HfArgumentParser, Seq2SeqTrainingArguments
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.console import parse_options
 from hf_graphfilter.filters import get_filter, import_filters
-from hf_graphfilter.filters.base import UnknownFilterError
+from hf_graphfilter.filters.registry import UnknownFilterError
 from recipes import machine
 from recipes.arguments import RecipeArguments
 from recipes.errors import nearest

@@ -9,12 +9,12 @@ from transformers import EarlyStoppingCallback, PreTrainedModel, PrinterCallback
 
 from hf_graphfilter import (
     CoefficientCallback,
-    OrthogonalityCallback,
+    PenaltyCallback,
     filter_optimizer,
     filter_parameters,
     filter_status,
 )
-from hf_graphfilter.patching import FilterStatus
+from hf_graphfilter.status import FilterStatus
 from recipes.arguments import RecipeArguments
 
 
@@ -37,8 +37,8 @@ def fit(
     trainer = trainer_class(model=model, args=training, **options)
     if learned:  # an attribute, since Seq2SeqTrainer does not take the argument
         trainer.optimizer_cls_and_kwargs = filter_optimizer(training, args.filter_lr)
-    if any(getattr(row.filter, "gamma", 0) for row in filter_status(model)):
-        trainer.add_callback(OrthogonalityCallback())
+    if any(any(row.filter.penalties.values()) for row in filter_status(model)):
+        trainer.add_callback(PenaltyCallback())
     if args.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
     if training.disable_tqdm:
