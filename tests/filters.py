@@ -99,3 +99,14 @@ def cases(where=lambda entry: entry.everywhere):
 def filters(where=lambda entry: entry.everywhere):
     """``pytest.mark.parametrize`` over them, as ``entry``."""
     return pytest.mark.parametrize("entry", [pytest.param(entry, id=name) for name, entry in cases(where)])
+
+
+def combinations(families, where=lambda family, entry: entry.everywhere, quick=lambda family, entry: True):
+    """The same over names of families and filters, as ``family`` and ``entry``; slow unless ``quick``."""
+    parameters = [
+        pytest.param(family, entry, id=f"{family}-{name}", marks=() if quick(family, entry) else pytest.mark.slow)
+        for family in families
+        for name, entry in FILTERS.items()
+        if where(family, entry)
+    ]
+    return pytest.mark.parametrize(("family", "entry"), parameters)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from filters import cases, filters
+from filters import combinations, filters
 from models import FAMILIES, TORCH_2_11, output, turn_on
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -14,16 +14,6 @@ from hf_graphfilter.ops.visibility import visibility
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute",  # dynamo's own, where a graph breaks
     "ignore:Dynamo detected a call to a .functools.lru_cache.-wrapped function at 'fsdp.py",  # of transformers
-)
-
-QUICK = {False: ("bert", "gpt2"), True: ("deit",)}  # by whether the filter replaces attention
-combinations = pytest.mark.parametrize(
-    ("family", "entry"),
-    [
-        pytest.param(f, entry, marks=() if f in QUICK[entry.replaces] else pytest.mark.slow, id=f"{f}-{name}")
-        for f in FAMILIES
-        for name, entry in cases()
-    ],
 )
 
 
@@ -47,7 +37,7 @@ def graphs(model, family, fullgraph):
 
 
 @pytest.mark.feature("Compiling and exporting: torch.compile")
-@combinations
+@combinations(FAMILIES, quick=lambda family, entry: family in (("deit",) if entry.replaces else ("bert", "gpt2")))
 def test_compiled_as_the_plain_model_is(family, entry):
     family = FAMILIES[family]
     plain = family.build().double()

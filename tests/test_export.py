@@ -2,26 +2,18 @@
 
 import pytest
 import torch
-from filters import cases, filters
+from filters import combinations, filters
 from models import FAMILIES, TORCH_2_11, assert_equal_in_float32, output, turn_on
 
 ENCODERS = ("bert", "roberta", "distilbert", "electra", "deit", "vit")
 
 
-def combinations(*decoders):
+def exported(*decoders):
     """Every filter in the encoders; in decoders those with scores."""
-
-    def quick(family, entry):
-        return family == ("deit" if entry.replaces and entry.config.starts_as_original else "bert")
-
-    return pytest.mark.parametrize(
-        ("family", "entry"),
-        [
-            pytest.param(f, entry, marks=() if quick(f, entry) else pytest.mark.slow, id=f"{f}-{name}")
-            for f in (*ENCODERS, *decoders)
-            for name, entry in cases()
-            if f in ENCODERS or not entry.replaces
-        ],
+    return combinations(
+        (*ENCODERS, *decoders),
+        lambda family, entry: entry.everywhere and (family in ENCODERS or not entry.replaces),
+        lambda family, entry: family == ("deit" if entry.replaces and entry.config.starts_as_original else "bert"),
     )
 
 
@@ -36,7 +28,7 @@ def patched(family, entry, dtype=torch.float64):
 
 
 @pytest.mark.feature("Compiling and exporting: torch.export, any batch and length")
-@combinations("gpt2", "llama")
+@exported("gpt2", "llama")
 def test_export(family, entry):
     model, inputs, others = patched(family, entry)
     auto = torch.export.Dim.AUTO
@@ -57,7 +49,7 @@ def test_export_of_a_causal_filter_is_refused(entry, refuses):
 
 @pytest.mark.feature("Compiling and exporting: ONNX, run by onnxruntime")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of the exporter
-@combinations("gpt2")
+@exported("gpt2")
 def test_onnx(family, entry, tmp_path):
     if TORCH_2_11 and not entry.replaces:
         pytest.skip("its exporter does not decompose a product with a number")

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from filters import cases, filters
+from filters import combinations, filters
 from models import FAMILIES, output, turn_on
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.parallel import comm, replicate
@@ -43,14 +43,9 @@ def test_functional_call_and_grad(family, entry):
 
 @pytest.mark.feature("Transforms of PyTorch: torch.func.vmap over an ensemble")
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize(
-    ("family", "entry"),
-    [
-        pytest.param(f, entry, id=f"{f}-{name}")
-        for f in ("bert", "deit", "gpt2", "llama")
-        for name, entry in cases()
-        if f in ("bert", "deit") or not entry.replaces
-    ],
+@combinations(
+    ("bert", "deit", "gpt2", "llama"),
+    lambda family, entry: entry.everywhere and (family in ("bert", "deit") or not entry.replaces),
 )
 def test_vmap(family, entry):
     model, inputs = patched(family, entry)
