@@ -25,7 +25,7 @@ from transformers.models.bert.modeling_bert import BertSelfAttention
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from hf_graphfilter import functional, patch_model
-from hf_graphfilter.training.orthogonality import _Regulariser, _Shared  # its cost, without a Trainer around it
+from hf_graphfilter.training.penalties import _Added  # its cost, without a Trainer around it
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 CONTEXTS = (100, 1000, 10_000, 100_000)
@@ -129,7 +129,7 @@ def module_step(form: str, causal: bool, hidden: torch.Tensor, device: str) -> C
     model.to(device).train()
     module = next(m for m in model.modules() if isinstance(m, (BertSelfAttention, GPT2Attention)))
     if form == "agf+ortho":
-        module.graph_filter.regulariser = _Regulariser(_Shared(), 1e-2, "mean_abs")
+        module.graph_filter.recorder = _Added({"orthogonality": 1e-2}, {})
 
     def step() -> None:
         module(hidden)[0].sum().backward()

@@ -28,8 +28,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from hf_graphfilter import AttentionShift, DenseShift, GFSAConfig, patch_model, unpatch_model
-from hf_graphfilter.hosts import AttentionSite
+from hf_graphfilter import AttentionShift, AttentionSite, DenseShift, GFSAConfig, patch_model, unpatch_model
 from hf_graphfilter.ops.attention import apply_twice, can_apply_twice
 
 LENGTHS = (128, 197, 512, 1024, 2048, 4096)

@@ -25,7 +25,7 @@ from measure import RESULTS
 from transfer import STARTS
 
 from hf_graphfilter.analysis.comparison import mean_and_sd, paired_comparison
-from hf_graphfilter.card import markdown_table
+from hf_graphfilter.checkpoints.card import markdown_table
 from hf_graphfilter.demo import result_rows
 
 ROOT = Path(__file__).parents[1]

@@ -215,7 +215,8 @@ def filters(
     from importlib import metadata
 
     from .filters import available_filters, get_filter
-    from .filters.base import options, summary
+    from .filters.base import summary
+    from .filters.fields import options
 
     declared = [] if name else [entry.name for entry in metadata.entry_points(group="hf_graphfilter.filters")]
     for known in [name] if name else sorted({*available_filters(), *declared}):
@@ -244,7 +245,7 @@ def save_filter(source: Source, output: Output, auto_class: AutoClass = None) ->
 
     [dim]hf-graphfilter save-filter runs/bert-gfsa runs/filter[/dim]
     """
-    from .hub import save_filter
+    from .checkpoints.filter_file import save_filter
 
     _check_output(output, source)
     save_filter(_load(source, auto_class, patched=True), output)
@@ -262,7 +263,7 @@ def load_filter(
 
     [dim]hf-graphfilter load-filter bert-base-uncased runs/filter runs/bert-gfsa[/dim]
     """
-    from .hub import load_filter
+    from .checkpoints.filter_file import load_filter
 
     _check_output(output, source)
     _save(_load(source, auto_class, make=lambda model: load_filter(model, filter)), source, output)
@@ -287,7 +288,7 @@ def card(
 
     [dim]hf-graphfilter card runs/bert-gfsa --repo-id me/bert-gfsa --base-model bert-base-uncased[/dim]
     """
-    from .card import check_card, create_model_card
+    from .checkpoints.card import check_card, create_model_card
 
     if output is None:
         if not Path(source).is_dir():
@@ -421,7 +422,7 @@ def _save(model: Any, source: str, output: Path, show: bool = True) -> None:
     """The checkpoint, and its tokenizer or image processor, so that it is as usable as the source."""
     from transformers import AutoProcessor
 
-    from .patching import filter_status
+    from .status import filter_status
 
     model.save_pretrained(output)
     try:
@@ -434,7 +435,7 @@ def _save(model: Any, source: str, output: Path, show: bool = True) -> None:
 
 
 def _print_status(model: Any) -> None:
-    from .patching import filter_status
+    from .status import filter_status
 
     found = filter_status(model)
     if not found:

@@ -35,9 +35,10 @@ from transformers import (
 
 from .analysis.comparison import mean_and_sd, paired_comparison
 from .analysis.plots import plot_coefficients
-from .card import create_model_card
+from .checkpoints.card import create_model_card
 from .errors import GraphFilterError, needs, require
-from .patching import filter_parameters, filter_status, patch_model
+from .patching import patch_model
+from .status import filter_parameters, filter_status
 from .training import filter_optimizer
 
 with needs("demo", "the demo"):

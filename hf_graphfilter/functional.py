@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from .errors import GraphFilterError
-from .filters.gfsa import attention_terms
 from .ops import spectral
 from .ops.combine import combine
 from .ops.polynomials import Basis, recurrence
-from .shift import AttentionShift, repeat_heads
+from .shift import AttentionShift, ShiftOperator, repeat_heads
 
 Norm = Literal["mean_abs", "frobenius"]
 
@@ -84,6 +83,19 @@ def gfsa(
     c_0, c_1, c_K = (_coefficient(c, query, heads, n) for c, n in ((w_0, "w_0"), (w_1, "w_1"), (w_K, "w_K")))
     terms = attention_terms(shift, value, c_1, c_K, K, approximation)
     return combine([(c_0, shift.identity(value)), *terms])
+
+
+def attention_terms(
+    shift: ShiftOperator, value: Tensor, w_1: Tensor, w_K: Tensor, K: int, approximation: Literal["taylor", "none"]
+) -> list[tuple[Tensor, Tensor]]:
+    """``w_1 S(value) + w_K P(value)`` as (coefficient, signal) pairs for ``combine``; see ``gfsa``."""
+    if approximation == "none":
+        powers = shift.powers(value, K)
+        return [(w_1, powers[0]), (w_K, powers[-1])]
+    if K == 1:
+        return [(w_1 + w_K, shift(value))]
+    first, second = shift.powers(value, 2)
+    return [(w_1 + (2 - K) * w_K, first), ((K - 1) * w_K, second)]
 
 
 def agf(

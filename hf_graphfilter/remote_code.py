@@ -13,9 +13,9 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import auto_factory, modeling_auto
 
 from .errors import GraphFilterError, shown
-from .filters.base import foreign_modules
-from .hosts.transformers import CHILD
-from .patching import read_groups
+from .filters.attached import CHILD
+from .filters.build import foreign_modules
+from .records import read_groups
 
 CODE_FILE = "modeling_graph_filter.py"
 # checkpoints keep this: it names nothing but public classes of transformers and `with_filters`

@@ -17,7 +17,7 @@ from torch import Tensor
 from .errors import GraphFilterError
 
 
-class ShiftMemory(Protocol):
+class PastRows(Protocol):
     """What incremental decoding must remember: the earlier rows of every signal that ``S`` was applied to."""
 
     def extend(self, application: int, signal: Tensor) -> Tensor:
@@ -88,43 +88,43 @@ class AttentionShift(ShiftOperator):
 
     The first application takes the full value tensor, (batch, key heads, key tokens, features), and is the very call
     that the model itself would make. Later applications take signals at the query tokens with one entry a head; keys
-    are then repeated for grouped-query attention, and the earlier rows come from ``memory`` when decoding with a cache.
+    are then repeated for grouped-query attention, and the earlier rows come from ``past_rows`` when decoding with a
+    cache.
 
     Args:
         attend: ``attend(key, value) -> (output, weights)``, the attention function with query, mask, scale and
             dropout bound; output (batch, query tokens, heads, features), weights (batch, heads, query, key) or None.
         query: (batch, heads, query tokens, features).
         key: (batch, key heads, key tokens, features).
-        memory: the past rows of signals, where the model decodes with a cache.
-        twice: a faster form of two applications, ``twice(value) -> (S(value), S(S(value)))``, where there is one.
+        past_rows: of signals, where the model decodes with a cache.
+        twice: a faster form of two applications, ``twice(value) -> (S(value), S(S(value)))``, or None where there is
+            none for this value.
 
-    For filters that replace ``S`` rather than apply it, a host also sets these attributes:
+    For filters that replace ``S`` rather than apply it:
 
-    Attributes:
+    Args:
         hidden: (batch, tokens, hidden size), what the attention module was called with; None unless the filter asks
             for it (``GraphFilter.reads_hidden``).
         scaling: of the scores ``query @ key^T``.
-        visible: ``visible() -> (causal, keys)``: which tokens the mask leaves, see ``ops.visibility``.
+        visible: ``visible() -> (causal, keys)``: which tokens the mask leaves, see ``ops.visibility``; all by default.
         state: a dict of tensors, batch first, that the filter may fill when decoding; None without a cache.
     """
-
-    hidden: Tensor | None = None
-    scaling: float = 1.0
-    state: dict[str, Tensor] | None = None
-
-    @staticmethod
-    def visible() -> tuple[bool, Tensor | None]:
-        return False, None
 
     def __init__(
         self,
         attend: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]],
         query: Tensor,
         key: Tensor,
-        memory: ShiftMemory | None = None,
-        twice: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
+        past_rows: PastRows | None = None,
+        twice: Callable[[Tensor], tuple[Tensor, Tensor] | None] | None = None,
+        *,
+        hidden: Tensor | None = None,
+        scaling: float = 1.0,
+        visible: Callable[[], tuple[bool, Tensor | None]] = lambda: (False, None),
+        state: dict[str, Tensor] | None = None,
     ):
-        self.attend, self.query, self.key, self.memory, self.twice = attend, query, key, memory, twice
+        self.attend, self.query, self.key, self.past_rows, self.twice = attend, query, key, past_rows, twice
+        self.hidden, self.scaling, self.visible, self.state = hidden, scaling, visible, state
         self.applications = 0
         self.weights: Tensor | None = None
 
@@ -144,18 +144,18 @@ class AttentionShift(ShiftOperator):
         return output.transpose(1, 2)
 
     def powers(self, value: Tensor, count: int) -> list[Tensor]:
-        if count == 2 and self.twice is not None and not self.applications:
-            first, second = self.twice(value)
-            if self.memory is not None:
-                self.memory.extend(1, first)
-            self.applications = 2
-            return [first, second]
-        return super().powers(value, count)
+        both = self.twice(value) if count == 2 and self.twice is not None and not self.applications else None
+        if both is None:
+            return super().powers(value, count)
+        if self.past_rows is not None:
+            self.past_rows.extend(1, both[0])
+        self.applications = 2
+        return [*both]
 
     def identity(self, value: Tensor) -> Tensor:
         tokens = self.query.shape[2]
         if value.shape[2] != tokens:
-            value = self._check_memory(value.shape[2]).newest(value, tokens)
+            value = self._check_past(value.shape[2]).newest(value, tokens)
         return repeat_heads(value, self.query.shape[1])
 
     def dense(self) -> DenseShift:
@@ -165,21 +165,21 @@ class AttentionShift(ShiftOperator):
         return DenseShift(self.attend(self.key, unit)[0].transpose(1, 2))
 
     def _all_rows(self, signal: Tensor) -> Tensor:
-        if self.memory is not None:
-            signal = self.memory.extend(self.applications, signal)
+        if self.past_rows is not None:
+            signal = self.past_rows.extend(self.applications, signal)
         if signal.shape[2] != self.key.shape[2]:
-            self._check_memory(self.key.shape[2])
+            self._check_past(self.key.shape[2])
             raise GraphFilterError(
                 f"the key/value cache holds {self.key.shape[2]} tokens but the filter has seen {signal.shape[2]} of "
                 "them: the cache was filled by an unpatched model or changed behind the filter; start with a new cache"
             )
         return signal
 
-    def _check_memory(self, keys: int) -> ShiftMemory:
-        if self.memory is None:
+    def _check_past(self, keys: int) -> PastRows:
+        if self.past_rows is None:
             raise GraphFilterError(
                 f"attention of {self.query.shape[2]} query tokens over {keys} key tokens has no square matrix to "
                 "filter: for decoding use a DynamicCache (the default) or use_cache=False; leave a module that "
                 "attends to other tokens than its own out with layers="
             )
-        return self.memory
+        return self.past_rows

@@ -23,13 +23,14 @@ from torch.autograd.gradcheck import GradcheckError
 from torch.func import functional_call
 from transformers.utils import logging as transformers_logging
 
+from .checkpoints.filter_file import load_filter, save_filter
 from .errors import GraphFilterError
-from .filters import FilterConfig, GraphFilter, as_config
-from .filters.base import build_filter
-from .hosts import AttentionSite
-from .hub import load_filter, save_filter
-from .patching import filter_parameters, patch_model, patched_modules, text_table, unpatch_model
+from .filters import AttentionSite, FilterConfig, GraphFilter, as_config
+from .filters.attached import patched_modules
+from .filters.build import build_filter
+from .patching import patch_model, unpatch_model
 from .shift import AttentionShift, DenseShift, repeat_heads
+from .status import filter_parameters, text_table
 from .training.blend import set_blend
 
 # Models run in float64, but a filter may compute in float32: its rounding, grown over two layers of attention far from

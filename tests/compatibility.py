@@ -22,7 +22,7 @@ import transformers
 from filters import FILTERS, Entry, cases
 from models import FAMILIES, Family
 
-from hf_graphfilter.card import markdown_table
+from hf_graphfilter.checkpoints.card import markdown_table
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = {entry.config.filter: entry.config.module.__name__ for _, entry in cases()}

@@ -17,7 +17,7 @@ from compatibility import Collector, described
 from transformers.utils import logging as transformers_logging
 
 from hf_graphfilter import GraphFilterError
-from hf_graphfilter.filters import base
+from hf_graphfilter.filters.registry import CONFIG_CLASSES
 
 torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # one: the tests run in parallel processes
 transformers_logging.disable_progress_bar()
@@ -62,9 +62,12 @@ def ctrl_c():
 
 
 @pytest.fixture(autouse=True)
-def registry(monkeypatch):
+def registry():
     """Filters that a test registers are forgotten after it."""
-    monkeypatch.setattr(base, "_FILTERS", dict(base._FILTERS))
+    before = dict(CONFIG_CLASSES)
+    yield
+    CONFIG_CLASSES.clear()
+    CONFIG_CLASSES.update(before)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,15 @@ import torch
 from oracle import agf_matrix, gfsa_matrix
 from torch import nn
 
-from hf_graphfilter import AGFConfig, AttentionSite, FilterConfig, GFSAConfig, GraphFilter, register_filter
+from hf_graphfilter import (
+    AGFConfig,
+    AttentionSite,
+    FilterConfig,
+    GFSAConfig,
+    GraphFilter,
+    ReplacingConfig,
+    register_filter,
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class Entry:
     @property
     def replaces(self) -> bool:
         """Whether it has no scores: nothing to add a bias, shifted windows or talking heads to, or to return."""
-        return self.config.module.reads_hidden
+        return isinstance(self.config, ReplacingConfig)
 
     @property
     def keeps_rows(self) -> bool:

@@ -529,7 +529,7 @@ def test_a_card_of_another_is_not_replaced(tmp_path):
 
 def test_a_card_speaks_of_its_own_filter(monkeypatch):
     model = patch_model(BERT.build(), "agf", layers=[1])
-    monkeypatch.setattr("hf_graphfilter.card.package_address", lambda: "https://example.org/home")
+    monkeypatch.setattr("hf_graphfilter.checkpoints.card.package_address", lambda: "https://example.org/home")
     card = create_model_card(model)
     assert "gfsa" not in card.text.lower()
     assert "w_K" not in card.text

@@ -9,8 +9,15 @@ from models import FAMILIES, output
 from torch.autograd import gradcheck
 from transformers import Gemma2Config, Gemma2Model, GptOssConfig, GptOssModel
 
-from hf_graphfilter import AttentionShift, DenseShift, GFSAConfig, GraphFilterError, patch_model, unpatch_model
-from hf_graphfilter.hosts import AttentionSite
+from hf_graphfilter import (
+    AttentionShift,
+    AttentionSite,
+    DenseShift,
+    GFSAConfig,
+    GraphFilterError,
+    patch_model,
+    unpatch_model,
+)
 from hf_graphfilter.ops.attention import PIECE, apply_twice, can_apply_twice
 from hf_graphfilter.ops.combine import combine
 

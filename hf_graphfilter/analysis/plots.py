@@ -8,7 +8,8 @@ from pathlib import Path
 from torch import nn
 
 from ..errors import needs
-from ..patching import filter_status, patched_modules
+from ..filters.attached import patched_modules
+from ..status import filter_status
 
 
 def plot_coefficients(model: nn.Module, path: str | os.PathLike[str]) -> Path:

@@ -3,22 +3,20 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
-from .base import (
-    FilterConfig,
-    GraphFilter,
-    as_config,
-    available_filters,
-    get_filter,
-    import_filters,
-    register_filter,
-)
+from .base import AttentionSite, FilterConfig, GraphFilter
+from .build import as_config, register_filter
+from .registry import available_filters, get_filter, import_filters
+from .replacing import ReplacingConfig, ReplacingFilter
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
+    "AttentionSite",
     "FilterConfig",
     "GraphFilter",
+    "ReplacingConfig",
+    "ReplacingFilter",
     "as_config",
     "available_filters",
     "get_filter",

@@ -6,24 +6,21 @@ arXiv 2505.08516), Eq. 7-12 and Appendix F.
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from .. import functional
 from ..errors import GraphFilterError, shown
 from ..ops import spectral
-from ..ops.combine import combine
 from ..ops.polynomials import Basis, recurrence
 from ..ops.window import attend_nearby
 from ..shift import AttentionShift, ShiftOperator, repeat_heads
-from .base import LARGEST_ORDER, FilterConfig, GraphFilter, register_filter
-
-if typing.TYPE_CHECKING:
-    from ..hosts import AttentionSite
+from .base import LARGEST_ORDER, AttentionSite
+from .build import register_filter
+from .replacing import ReplacingConfig, ReplacingFilter
 
 CITATION = """@inproceedings{wi2025agf,
   title     = {Learning Advanced Self-Attention for Linear Transformers in the Singular Value Domain},
@@ -33,7 +30,7 @@ CITATION = """@inproceedings{wi2025agf,
 }"""
 
 
-class AGF(GraphFilter):
+class AGF(ReplacingFilter):
     """``U Sigma V^T value``: O(n d^2) time and O(n d + d^2) memory, no n x n matrix.
 
     ``U = softmax over features (query)``, ``V = softmax over tokens (key)``, ``Sigma = sum_k theta_k T_k(sigmoid(X
@@ -55,13 +52,10 @@ class AGF(GraphFilter):
     """
 
     config: AGFConfig
-    reads_hidden: ClassVar[bool] = True
-    gate: Tensor | None
     theta: nn.Parameter | None
 
     def __init__(self, config: AGFConfig, site: AttentionSite):
         super().__init__(config, site)
-        _refuse(config, site)
         assert site.hidden_size is not None
         inner = site.heads * site.head_dim
         self.head_dim = site.head_dim
@@ -74,12 +68,10 @@ class AGF(GraphFilter):
         # no bias: a softmax over tokens does not see one
         self.correct_v = nn.Linear(site.hidden_size, inner, bias=False) if config.correction else None
         self.outside = nn.Linear(site.hidden_size, site.heads) if config.window else None
-        self.register_buffer("gate", torch.empty(site.heads) if config.init == "blend" else None)
-        self.regulariser: Callable[..., Tensor] | None = None
-        self.last: tuple[Tensor, Tensor, Tensor | None] | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        super().reset_parameters()
         if self.theta is not None:
             nn.init.zeros_(self.theta)
             if not self.config.constrain_theta:
@@ -90,8 +82,6 @@ class AGF(GraphFilter):
             if zero is not None:
                 for parameter in zero.parameters():
                     nn.init.zeros_(parameter)
-        if self.gate is not None:
-            nn.init.zeros_(self.gate)
 
     @property
     def effective_theta(self) -> Tensor:
@@ -107,25 +97,11 @@ class AGF(GraphFilter):
     def coefficients(self) -> dict[str, Tensor]:
         """``theta_0`` ... ``theta_K`` as they enter the formula, (1,) or (heads,), and the ``gate`` of a blend."""
         theta = self.effective_theta.detach()
-        found = {f"theta_{k}": theta[..., k].reshape(-1) for k in range(theta.shape[-1])}
-        return found if self.gate is None else {**found, "gate": self.gate}
-
-    @property
-    def decoding(self) -> Literal["rows", "state", "state and keys"]:
-        return "state" if self.gate is None else "state and keys"
-
-    def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
-        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
-        if self.gate is None:
-            return self.approximate(shift, value)
-        original = shift(value)
-        return combine([(1 - self.gate, original), (self.gate, self.approximate(shift, value))])
+        by_order = {f"theta_{k}": theta[..., k].reshape(-1) for k in range(theta.shape[-1])}
+        return by_order if self.gate is None else {**by_order, "gate": self.gate}
 
     def approximate(self, shift: ShiftOperator, value: Tensor) -> Tensor:
-        if not isinstance(shift, AttentionShift) or shift.hidden is None:
-            raise GraphFilterError(
-                f"{self.site_name}: AGF is made of the model's projections and its input, not of an attention matrix"
-            )
+        shift, hidden = self.operands(shift)
         tokens, heads = shift.query.shape[2], self.heads
         if shift.query.shape[-1] != self.head_dim:
             raise GraphFilterError(
@@ -133,7 +109,7 @@ class AGF(GraphFilter):
                 f"{shift.query.shape[-1]} (shape {tuple(shift.query.shape)})"
             )
         key, value = (repeat_heads(x[:, :, -tokens:], heads) for x in (shift.key, value))
-        hidden = shift.hidden if self.sigma is None else _for(self.sigma, shift.hidden)
+        hidden = hidden if self.sigma is None else _in_dtype_of(self.sigma, hidden)
         u, v = shift.query, key
         if self.correct_u is not None and self.correct_v is not None:
             u, v = u + self._split(self.correct_u(hidden)), v + self._split(self.correct_v(hidden))
@@ -150,7 +126,9 @@ class AGF(GraphFilter):
             out, after = spectral.filter_causal(w, v, value, keys, past)
             if state is not None:
                 state.update(after._asdict())
-        out = self._regularise(out, u, v, keys)
+        out = self.penalised(
+            out, orthogonality=lambda norm="mean_abs": functional.orthogonality_loss(u, v, keys, norm=norm)
+        )
         return out if self.outside is None else self._with_window(out, shift, key, value, keys, causal)
 
     def _split(self, x: Tensor) -> Tensor:
@@ -173,58 +151,20 @@ class AGF(GraphFilter):
             state.update(count=count[:, -1:], near=there[:, -window:])
             state.update(near_key=key[:, :, -window:], near_value=value[:, :, -window:])
         near, mass = attend_nearby(shift.query, key, value, window, shift.scaling, causal, there)
-        outside = self.outside(_for(self.outside, shift.hidden)).mT.unsqueeze(-1)
+        outside = self.outside(_in_dtype_of(self.outside, shift.hidden)).mT.unsqueeze(-1)
         share = torch.sigmoid(mass - outside - count.clamp(min=1).log()[:, None, :, None])
         return torch.lerp(far, near.to(far.dtype), share.to(far.dtype))  # near is narrower under autocast
 
-    def _regularise(self, out: Tensor, u: Tensor, v: Tensor, keys: Tensor | None) -> Tensor:
-        """Let the orthogonality loss see this application; ``training.orthogonality`` says how."""
-        if not self.training:
-            return out
-        if self.regulariser is not None:
-            return self.regulariser(out, u, v, keys)
-        if self.config.gamma:
-            self.last = (u, v, keys) if torch.is_grad_enabled() else None
-        return out
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "last": None, "regulariser": None}  # they belong to a training run
-
-
-def _for(layer: nn.Module, x: Tensor) -> Tensor:
+def _in_dtype_of(layer: nn.Module, x: Tensor) -> Tensor:
     """``x`` in the dtype that ``layer`` takes, which a quantized one does not tell."""
     weight = layer.weight
     return x.to(weight.dtype) if isinstance(weight, Tensor) and weight.is_floating_point() else x
 
 
-def _refuse(config: AGFConfig, site: AttentionSite) -> None:
-    where = f"{site.name} ({type(site.module).__name__})"
-    if site.hidden_size is None:
-        raise GraphFilterError(
-            f"{where} does not hand its input on to the attention function, which AGF needs for its singular values; "
-            "choose other layers with layers=, or a filter of the attention matrix such as 'gfsa'"
-        )
-    if site.sliding_window is not None:
-        raise GraphFilterError(
-            f"{where} sees a sliding window of {site.sliding_window} tokens, and AGF sees all; choose other layers "
-            "with layers="
-        )
-    if site.other_scores:
-        raise GraphFilterError(
-            f"{where} makes its attention scores of more than query and key ({site.other_scores}), and AGF has no "
-            "scores; choose other layers with layers=, or a filter of the attention matrix such as 'gfsa'"
-        )
-    if site.position_bias and config.position_bias == "refuse":
-        raise GraphFilterError(
-            f"{where} adds a learned bias of positions to its attention scores, and AGF has no scores to add it to; "
-            "position_bias='drop' leaves it out of the filter (the model then knows of positions only what other "
-            "layers tell it), or choose other layers with layers="
-        )
-
-
 @register_filter("agf")
 @dataclass(frozen=True)
-class AGFConfig(FilterConfig):
+class AGFConfig(ReplacingConfig):
     """AGF, a learned filter in the singular value domain, with linear cost.
 
     Args:
@@ -235,15 +175,11 @@ class AGFConfig(FilterConfig):
         theta: one set of coefficients a layer (``"shared"``, the paper's), or one a head.
         constrain_theta: theta_0 = 1 fixed and tanh of the others, as in the authors' code; else all are free.
         gamma: weight of the orthogonality loss (Eq. 12) that ``OrthogonalityCallback`` adds; the paper's are 1e-1 to
-            1e-4. With 0, ``orthogonality_loss(model)`` is not prepared either.
-        init: ``"copy"`` puts AGF in the place of attention; ``"blend"`` computes (1 - g) attention + g AGF with a gate
-            g a head that starts at 0, so that the patched model equals the original; ``BlendSchedule`` carries it to 1
-            and ``drop_blend`` then takes the attention out.
+            1e-4.
         correction: learned additions to the projections of U and V, zero at the start; for attention transfer.
         window: softmax attention over so many tokens on each side is mixed in, at most a million; 0 is the paper's
             form. A window longer than the text costs as much as one that spans it.
-        position_bias: ``"refuse"`` modules with a learned bias of positions (T5), which AGF cannot honour, or
-            ``"drop"`` it.
+        init, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
 
     Example:
         >>> AGFConfig(K=2, basis="chebyshev").to_dict()["theta"]
@@ -260,14 +196,12 @@ class AGFConfig(FilterConfig):
     theta: Literal["shared", "per_head"] = "shared"
     constrain_theta: bool = True
     gamma: float = 1e-2
-    init: Literal["copy", "blend"] = "copy"
     correction: bool = False
     window: int = 0
-    position_bias: Literal["refuse", "drop"] = "refuse"
 
     @property
-    def starts_as_original(self) -> bool:
-        return self.init == "blend"
+    def penalties(self) -> dict[str, float]:
+        return {"orthogonality": self.gamma}
 
     def validate(self) -> None:
         for name in ("K", "window", "gamma"):

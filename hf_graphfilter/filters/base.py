@@ -1,4 +1,4 @@
-"""The open registry of graph filters: a filter is a config dataclass and a module, in one file.
+"""What a graph filter is: a config dataclass and a module, in one file, for one attention module of a model.
 
 Example: a filter of one's own.
 
@@ -22,46 +22,63 @@ Example: a filter of one's own.
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import math
-import numbers
-import os
-import sys
-import types
-import typing
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, fields
-from importlib import metadata
-from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import GraphFilterError, shown
 from ..shift import ShiftOperator
+from .fields import check_fields
+from .registry import get_filter, nearest
 
-if typing.TYPE_CHECKING:
-    from ..hosts import AttentionSite
-
-_FILTERS: dict[str, type[FilterConfig]] = {}
-STARTED = "_started"  # of a filter built on meta: its buffers that are not saved, as __init__ makes them elsewhere
 LARGEST_ORDER = 1000  # of a polynomial, whose cost grows with it; the papers use 2 to 10
 Decoding = Literal["rows", "state", "state and keys"]
-C = TypeVar("C", bound="type[FilterConfig]")
+Loss = Callable[..., Tensor]
 
 
-class UnknownFilterError(GraphFilterError):
-    """No filter is registered by this name."""
+@dataclass(frozen=True)
+class AttentionSite:
+    """A self-attention module that a filter can go into.
+
+    Attributes:
+        name: path of the module in the model.
+        module: the attention module.
+        heads: number of query heads.
+        causal: whether a token sees only earlier ones.
+        stack: ``"encoder"`` or ``"decoder"``.
+        group: path of the stack; layers are counted within it.
+        index: number of the layer in its stack, from 0.
+        hidden_size: features of what the module is called with; None where it does not pass that on.
+        head_dim: features of a query head.
+        position_bias: whether the module adds a learned bias of positions to its scores (T5).
+        sliding_window: tokens that a token sees, None for all.
+        other_scores: what else besides query and key makes the scores (talking heads ...), "" for nothing.
+    """
+
+    name: str
+    module: nn.Module
+    heads: int
+    causal: bool
+    stack: str
+    group: str
+    index: int
+    hidden_size: int | None = None
+    head_dim: int = 0
+    position_bias: bool = False
+    sliding_window: int | None = None
+    other_scores: str = ""
 
 
 class GraphFilter(nn.Module):
     """A function of the shift operator with learned coefficients; the child ``graph_filter`` of an attention module.
 
-    Coefficients, the parameters and buffers of the module itself, stay in float32 when the model is cast to bfloat16 or
-    float16: they are few, and steps of a learning rate would be lost in half precision. Weights, the parameters of its
-    children, are cast and trained as the model's own.
+    Coefficients (``coefficient_names``) stay in float32 when the model is cast to bfloat16 or float16: they are few,
+    and steps of a learning rate would be lost in half precision. The other parameters are weights, cast and trained as
+    the model's own. Both are real: a complex coefficient is a parameter (..., 2) that ``forward`` reads through
+    ``torch.view_as_complex``.
 
     Args:
         config: the filter's config.
@@ -71,10 +88,14 @@ class GraphFilter(nn.Module):
         reads_hidden: whether ``shift.hidden`` is needed, the input of the attention module.
         per_head: parameters and buffers (heads, ...), where they are all that the filter is made of; tensor parallelism
             then hands each process the part of its heads.
+
+    Attributes:
+        recorder: set while someone asks for the losses of ``penalised``.
     """
 
     reads_hidden: ClassVar[bool] = False
     per_head: ClassVar[tuple[str, ...]] = ()
+    recorder: Callable[[GraphFilter, Tensor, dict[str, Loss]], Tensor] | None = None
 
     def __init__(self, config: FilterConfig, site: AttentionSite):
         super().__init__()
@@ -88,12 +109,12 @@ class GraphFilter(nn.Module):
         if isinstance(out, Tensor):
             if out.shape == wanted and (out.dtype == value.dtype or torch.is_autocast_enabled(value.device.type)):
                 return out
-            found = f"{tuple(out.shape)} of {out.dtype}"
+            returned = f"{tuple(out.shape)} of {out.dtype}"
         else:
-            found = type(out).__name__
+            returned = type(out).__name__
         raise GraphFilterError(
             f"{self.site_name}: {type(self).__name__}.forward must return a tensor (batch, heads, query tokens, "
-            f"features) = {wanted} of {value.dtype}, as the value is, and returned {found}"
+            f"features) = {wanted} of {value.dtype}, as the value is, and returned {returned}"
         )
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
@@ -103,6 +124,23 @@ class GraphFilter(nn.Module):
     def approximate(self, shift: ShiftOperator, value: Tensor) -> Tensor:
         """What attention transfer fits to ``S(value)``; shapes as in ``forward``, which it is by default."""
         return type(self).forward(self, shift, value)  # not the instance's, which transfer replaces
+
+    def penalised(self, out: Tensor, **losses: Loss) -> Tensor:
+        """``out``, with losses that training may add: ``return self.penalised(out, sparsity=lambda: ...)``.
+
+        Args:
+            out: what ``forward`` returns.
+            **losses: functions of nothing that give a scalar, by the names in ``FilterConfig.penalties``. They are
+                called, and what they hold on to is kept, only if ``PenaltyCallback`` or ``collect_penalties`` asks.
+        """
+        if self.recorder is None or not self.training:
+            return out
+        if unknown := losses.keys() - self.config.penalties.keys():
+            raise GraphFilterError(
+                f"{type(self).__name__} penalises {min(unknown)!r}, and {type(self.config).__name__}.penalties gives "
+                f"weights for {', '.join(self.config.penalties) or 'nothing'}: add it there"
+            )
+        return self.recorder(self, out, losses)
 
     @property
     def decoding(self) -> Decoding:
@@ -117,29 +155,47 @@ class GraphFilter(nn.Module):
                 "sets their start values in place: a checkpoint without them could not be loaded"
             )
 
+    def coefficient_names(self) -> set[str]:
+        """Names of the parameters and buffers that are coefficients: kept in float32, checked when they are loaded, and
+        trained with a learning rate of their own. By default those of the module itself; a filter may name some of its
+        children's too (``"mix.weight"``).
+        """
+        own = (*self.named_parameters(recurse=False), *self.named_buffers(recurse=False))
+        return {name for name, _ in own}
+
     def coefficients(self) -> dict[str, Tensor]:
         """The coefficients by name, learned or fixed, as they enter the formula."""
-        own = (*self.named_parameters(recurse=False), *self.named_buffers(recurse=False))
-        return {name: t.detach() for name, t in own}
+        names = self.coefficient_names()
+        tensors = (*self.named_parameters(), *self.named_buffers())
+        return {name: tensor.detach() for name, tensor in tensors if name in names}
+
+    def coefficient_parameters(self) -> dict[str, nn.Parameter]:
+        """Those of the parameters that are coefficients, by name; the others are weights."""
+        names = self.coefficient_names()
+        return {name: parameter for name, parameter in self.named_parameters() if name in names}
 
     def learned_coefficients(self) -> dict[str, Tensor]:
         """Those of ``coefficients`` that are trained: theta_0 ... theta_K of a filter are its parameter theta."""
-        own = {name for name, _ in self.named_parameters(recurse=False)}
-        return {k: v for k, v in self.coefficients().items() if k in own or k.rpartition("_")[0] in own}
+        learned = self.coefficient_parameters()
+        return {k: v for k, v in self.coefficients().items() if k in learned or k.rpartition("_")[0] in learned}
 
     def extra_repr(self) -> str:
         return f"{self.config}, heads={self.heads}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GraphFilter:
+        names = self.coefficient_names()
+        tensors = [t for name, t in (*self.named_parameters(), *self.named_buffers()) if name in names]
+        coefficients = {id(t) for tensor in tensors for t in (tensor, tensor.grad) if t is not None}
+
         def keep_precision(t: Tensor) -> Tensor:
             moved = fn(t)
             lowered = moved.is_floating_point() and moved.element_size() < min(4, t.element_size())
-            return t.to(moved.device, torch.float32) if lowered else moved
+            return t.to(moved.device, torch.float32) if lowered and id(t) in coefficients else moved
 
-        if recurse:
-            for child in self.children():
-                child._apply(fn)
-        return super()._apply(keep_precision, recurse=False)
+        return super()._apply(keep_precision, recurse)  # type: ignore[no-any-return]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "recorder"}  # of a training run
 
 
 class FilterConfig:
@@ -158,25 +214,19 @@ class FilterConfig:
     citation: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
-        for field in fields(self):  # type: ignore[arg-type]
-            value, where = _plain(getattr(self, field.name)), f"{type(self).__name__}: {field.name}"
-            object.__setattr__(self, field.name, value)
-            if not _has_type(value, hints[field.name]):
-                raise GraphFilterError(f"{where} must be {_describe(hints[field.name])}, got {shown(value)}")
-            for number in value if isinstance(value, tuple) else (value,):
-                if isinstance(number, float) and not math.isfinite(number):
-                    raise GraphFilterError(f"{where} must be finite, got {shown(value)}")
-                if isinstance(number, (int, float)) and abs(number) > torch.finfo(torch.float32).max:
-                    raise GraphFilterError(f"{where} must be in the range of float32, got {shown(value)}")
-            if hints[field.name] is float:  # torch takes no integer beyond 64 bits
-                object.__setattr__(self, field.name, float(value))
+        check_fields(self)
         self.validate()
 
     @property
     def starts_as_original(self) -> bool:
         """Whether a model equals the original right after it is patched."""
         return True
+
+    @property
+    def penalties(self) -> dict[str, float]:
+        """The losses of the filter's own, by name, with the weight that ``PenaltyCallback`` gives each; see
+        ``GraphFilter.penalised``."""
+        return {}
 
     def validate(self) -> None:
         """Check what types cannot say; raise ``GraphFilterError`` naming the field."""
@@ -200,7 +250,7 @@ class FilterConfig:
         ):
             raise GraphFilterError(f"a filter config is a dict of options with a key 'filter', got {shown(data)}")
         options = dict(data)
-        config_class = get_filter(options.pop("filter"))
+        config_class: type[FilterConfig] = get_filter(options.pop("filter"))
         version = options.pop("version", None)
         if type(version) is not int or version != config_class.version:
             raise GraphFilterError(
@@ -216,248 +266,10 @@ class FilterConfig:
         for option in options:
             if option not in known:
                 raise GraphFilterError(
-                    f"{cls.__name__} has no option {shown(option)}{_nearest(option, known)}; its options are "
+                    f"{cls.__name__} has no option {shown(option)}{nearest(option, known)}; its options are "
                     f"{', '.join(known) or 'none'}"
                 )
         return cls(**options)
-
-
-def register_filter(name: str) -> Callable[[C], C]:
-    """Class decorator that makes a config class known by ``name`` to ``patch_model`` and to saved checkpoints.
-
-    A package may also name its module under the entry point group ``hf_graphfilter.filters``; it is then imported when
-    a checkpoint or a user asks for the name.
-
-    Raises:
-        GraphFilterError: the name is taken by another class, or the class has no module of its own.
-    """
-
-    def register(config_class: C) -> C:
-        if not isinstance(name, str) or not name or not isinstance(config_class, type):
-            raise GraphFilterError(f"register_filter names a class, got {shown(name)} for {shown(config_class)}")
-        taken = _FILTERS.get(name)
-        if taken is not None and (taken.__module__, taken.__qualname__) != (
-            config_class.__module__,
-            config_class.__qualname__,
-        ):
-            raise GraphFilterError(f"the filter name {shown(name)} is taken by {taken.__module__}.{taken.__qualname__}")
-        module = getattr(config_class, "module", None)
-        if not issubclass(config_class, FilterConfig) or not _is_filter(module) or module is GraphFilter:
-            raise GraphFilterError(
-                f"{config_class.__name__} must derive from FilterConfig and set `module` to its GraphFilter class"
-            )
-        if "__dataclass_fields__" not in vars(config_class) or not config_class.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-            raise GraphFilterError(
-                f"{config_class.__name__} must be a frozen dataclass, or its options would be lost: write "
-                f"@dataclass(frozen=True) between @register_filter({name!r}) and the class"
-            )
-        if taken_names := {f.name for f in fields(config_class)} & {*dir(FilterConfig)}:  # type: ignore[arg-type]
-            raise GraphFilterError(
-                f"{config_class.__name__}: {min(taken_names)!r} belongs to FilterConfig and cannot be an option: give "
-                "the option another name, or leave out the annotation if it is meant as the class attribute"
-            )
-        config_class.filter = name
-        _FILTERS[name] = config_class
-        return config_class
-
-    return register
-
-
-def build_filter(config: FilterConfig, site: AttentionSite) -> GraphFilter:
-    """``config.build(site)``, and what its author may have forgotten.
-
-    Raises:
-        GraphFilterError: a filter that cannot be built, or that could not be loaded, split or run afterwards.
-    """
-    name = f"{site.name}: {config.module.__name__}"
-    try:
-        built: Any = config.build(site)
-    except (TypeError, AttributeError, NotImplementedError) as error:
-        raise GraphFilterError(
-            f"{name} cannot be built ({type(error).__name__}: {' '.join(str(error).split())}): its __init__ takes "
-            "(config, site) and first calls super().__init__(config, site)"
-        ) from error
-    if not isinstance(built, GraphFilter) or "site_name" not in vars(built):
-        found = f"a {type(built).__name__}" + " without super().__init__(config, site)" * isinstance(built, GraphFilter)
-        raise GraphFilterError(f"{name}: {type(config).__name__}.build must return a GraphFilter, got {found}")
-    if type(built).forward is GraphFilter.forward:
-        raise GraphFilterError(f"{name} has no forward(shift, value)")
-    if type(built).reset_parameters is GraphFilter.reset_parameters:
-        built.reset_parameters()  # which says that it is wanted
-    for attribute, value in vars(built).items():
-        if attribute not in ("_parameters", "_buffers", "_modules") and _holds_tensors(value):
-            raise GraphFilterError(
-                f"{name}: self.{attribute} holds tensors that would not be moved, trained or saved: make them an "
-                "nn.Parameter, a buffer (register_buffer), an nn.ParameterList or an nn.ModuleList"
-            )
-    tensors = [t for t in built.state_dict(keep_vars=True).values() if isinstance(t, Tensor)]
-    if len({id(t) for t in tensors}) < len(tensors):
-        raise GraphFilterError(
-            f"{name} has one tensor under two names, which safetensors does not save: register it once, and read it "
-            "from there"
-        )
-    if built.decoding not in typing.get_args(Decoding):
-        known = ", ".join(map(repr, typing.get_args(Decoding)))
-        raise GraphFilterError(f"{name}: decoding must be one of {known}, got {built.decoding!r}")
-    _check_per_head(built, name)
-    return built
-
-
-def _check_per_head(built: GraphFilter, name: str) -> None:
-    if not isinstance(built.per_head, tuple):
-        raise GraphFilterError(f"{name}: per_head must be a tuple of names, got {built.per_head!r}")
-    for wanted in built.per_head:
-        found = getattr(built, wanted, None)
-        # ZeRO-3 has partitioned it already, and tells what it was
-        shape = tuple(getattr(found, "ds_shape", found.shape)) if isinstance(found, Tensor) else found
-        if not isinstance(shape, tuple) or shape[:1] != (built.heads,):
-            raise GraphFilterError(
-                f"{name}: per_head names {wanted!r}, which must be a parameter or buffer ({built.heads}, ...), one "
-                f"entry a head, and is {shape}"
-            )
-    if built.per_head and (others := {n for n, _ in built.named_parameters()} - {*built.per_head}):
-        raise GraphFilterError(
-            f"{name}: per_head must name all parameters or none, and lacks {min(others)!r}: tensor parallelism would "
-            "train it apart on each process"
-        )
-
-
-def _is_filter(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, GraphFilter)
-
-
-def _holds_tensors(value: object) -> bool:
-    held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
-    return any(isinstance(v, (Tensor, nn.Module)) for v in held)
-
-
-def available_filters() -> tuple[str, ...]:
-    """Names of the registered filters, sorted."""
-    return tuple(sorted(_FILTERS))
-
-
-def get_filter(name: str) -> type[FilterConfig]:
-    """The config class registered as ``name``; an unknown name lists the known ones."""
-    if name not in _FILTERS:
-        for entry in metadata.entry_points(group="hf_graphfilter.filters", name=name):
-            try:
-                entry.load()
-            except Exception as error:
-                raise GraphFilterError(
-                    f"the filter {shown(name)} is in {entry.value}, which cannot be imported: {shown(error)}"
-                ) from error
-    if name not in _FILTERS:
-        known = available_filters()
-        raise UnknownFilterError(
-            f"unknown filter {shown(name)}{_nearest(name, known)}; known filters: {', '.join(known)} (a third party's "
-            "filter must be imported first)"
-        )
-    return _FILTERS[name]
-
-
-def import_filters(modules: Sequence[str]) -> None:
-    """Import modules that register filters: ``--import`` of the command line and of the recipes.
-
-    Args:
-        modules: dotted names, found from the current directory too as by ``python -m``, or paths of ``.py`` files,
-            whose folder goes on the path as by ``python file.py``. Importing one again does nothing.
-
-    Raises:
-        GraphFilterError: a module is not there or raises while it is imported; its error is named.
-
-    Example:
-        >>> import_filters(["hf_graphfilter.filters.gfsa"])
-    """
-    if isinstance(modules, str):
-        raise GraphFilterError(f"modules to import are a list of names, got the string {modules!r}: give [{modules!r}]")
-    for name in modules:
-        path = Path(name).resolve() if name.endswith(".py") or os.sep in name else None
-        if path is not None and not path.is_file():
-            raise GraphFilterError(f"cannot import filters from {name!r}: there is no such file")
-        folder = os.getcwd() if path is None else str(path.parent)
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
-        importlib.invalidate_caches()  # the file may be new
-        try:
-            module = importlib.import_module(name if path is None else path.stem)
-        except (Exception, SystemExit) as error:
-            raise GraphFilterError(
-                f"cannot import filters from {name!r}: {type(error).__name__}: {' '.join(str(error).split())}"
-            ) from error
-        there = getattr(module, "__file__", None)
-        if path is not None and not path.samefile(there or os.devnull):
-            raise GraphFilterError(
-                f"cannot import filters from {name!r}: the name {path.stem!r} is taken by {there or 'Python'}; rename "
-                "the file"
-            )
-
-
-def foreign_modules(configs: Iterable[FilterConfig]) -> list[str]:
-    """The modules that register the filters of other packages; none for what a script or notebook defines."""
-    modules = {type(config).__module__ for config in configs}
-    return sorted(m for m in modules if m.partition(".")[0] != __name__.partition(".")[0] and m != "__main__")
-
-
-def as_config(filter: str | FilterConfig, **options: Any) -> FilterConfig:
-    """A config from a name with options, or from a config object (then without options)."""
-    if isinstance(filter, str):
-        return get_filter(filter).from_options(**options)
-    if not isinstance(filter, FilterConfig):
-        raise GraphFilterError(
-            f"filter must be a name or a FilterConfig, got {type(filter).__name__}; known filters: "
-            f"{', '.join(available_filters())}"
-        )
-    if not vars(type(filter)).get("filter"):
-        raise GraphFilterError(
-            f"{type(filter).__name__} is not registered, and a checkpoint could not name it: decorate the class with "
-            "@register_filter(name)"
-        )
-    if options:
-        raise GraphFilterError(
-            f"options {shown(sorted(options))} go into the {type(filter).__name__} object, not beside it"
-        )
-    return filter
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    by_lower = {k.lower(): k for k in known}
-    match = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.5)
-    return f" (did you mean {by_lower[match[0]]!r}?)" if match else ""
-
-
-def _plain(value: Any) -> Any:
-    """Numbers of numpy as Python's, and a list, which JSON has instead, as a tuple."""
-    if isinstance(value, (list, tuple)):
-        return tuple(v if isinstance(v, (list, tuple)) else _plain(v) for v in value)
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        return int(value)
-    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational):
-        return float(value)
-    return value
-
-
-def _has_type(value: Any, hint: Any) -> bool:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return any(isinstance(value, type(a)) and value == a for a in args)
-    if origin is tuple:
-        return isinstance(value, tuple) and all(_has_type(v, args[0]) for v in value)
-    if origin in (typing.Union, types.UnionType):
-        return any(_has_type(value, a) for a in args)
-    if isinstance(value, bool):
-        return hint is bool
-    return isinstance(value, (int, float) if hint is float else hint)
-
-
-def _describe(hint: Any) -> str:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return "one of " + ", ".join(map(repr, args))
-    if origin is tuple:
-        return f"a tuple of {_describe(args[0])}"
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_describe(a) for a in args)
-    return {int: "an integer", float: "a number", str: "a string", bool: "True or False"}.get(hint, str(hint))
 
 
 def summary(config_class: type[FilterConfig]) -> str:
@@ -465,9 +277,3 @@ def summary(config_class: type[FilterConfig]) -> str:
     lines = [(owner.__doc__ or "").strip().partition("\n")[0] for owner in (config_class, config_class.module)]
     generated = f"{config_class.__name__}("  # by dataclass, where the author wrote none
     return next((line for line in lines if line and not line.startswith(generated)), "")
-
-
-def options(config_class: type[FilterConfig]) -> dict[str, tuple[str, Any]]:
-    """What ``from_options`` takes: name -> (type in words, default or ``dataclasses.MISSING``)."""
-    hints = typing.get_type_hints(config_class)
-    return {f.name: (_describe(hints[f.name]), f.default) for f in fields(config_class)}  # type: ignore[arg-type]

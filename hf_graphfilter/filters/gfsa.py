@@ -5,7 +5,6 @@ Source: Choi et al., "Graph Convolutions Enrich the Self-Attention in Transforme
 
 from __future__ import annotations
 
-import typing
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import GraphFilterError, shown
+from ..functional import attention_terms
 from ..ops.combine import combine
 from ..shift import ShiftOperator
-from .base import LARGEST_ORDER, FilterConfig, GraphFilter, register_filter
-
-if typing.TYPE_CHECKING:
-    from ..hosts import AttentionSite
+from .base import LARGEST_ORDER, AttentionSite, FilterConfig, GraphFilter
+from .build import register_filter
 
 CITATION = """@inproceedings{choi2024gfsa,
   title     = {Graph Convolutions Enrich the Self-Attention in Transformers!},
@@ -70,19 +68,6 @@ class GFSA(GraphFilter):
             terms.append((self.w_0, shift.identity(value)))
         K = 1 if _fixed_at_zero(self.w_K) else self.config.K
         return combine([*terms, *attention_terms(shift, value, self.w_1, self.w_K, K, self.config.approximation)])
-
-
-def attention_terms(
-    shift: ShiftOperator, value: Tensor, w_1: Tensor, w_K: Tensor, K: int, approximation: Literal["taylor", "none"]
-) -> list[tuple[Tensor, Tensor]]:
-    """``w_1 S(value) + w_K P(value)`` as (coefficient, signal) pairs for ``combine``; see ``GFSA``."""
-    if approximation == "none":
-        powers = shift.powers(value, K)
-        return [(w_1, powers[0]), (w_K, powers[-1])]
-    if K == 1:
-        return [(w_1 + w_K, shift(value))]
-    first, second = shift.powers(value, 2)
-    return [(w_1 + (2 - K) * w_K, first), ((K - 1) * w_K, second)]
 
 
 def _fixed_at_zero(coefficient: Tensor) -> bool:

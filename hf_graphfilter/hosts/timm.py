@@ -7,33 +7,30 @@ a subclass of its class whose ``forward`` runs the original one on a view, in wh
 the matrix (unfused attention, the talking heads of CaiT), the view keeps it, and later applications multiply by it.
 
 Checkpoints: timm's ``save_for_hf(model, folder, safe_serialization=True)`` and ``push_to_hf_hub`` save a patched model
-as it is, with its record in ``pretrained_cfg``; ``load_timm_model`` loads it.
+as it is, with its record in ``pretrained_cfg``; ``checkpoints.timm`` loads it.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import json
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..errors import GraphFilterError, needs, shown
+from ..errors import GraphFilterError
+from ..filters import AttentionSite, GraphFilter
+from ..filters.attached import CHILD
 from ..ops.attention import apply_twice, can_apply_twice
 from ..ops.visibility import visibility
 from ..shift import AttentionShift
-from . import AttentionSite, check_values, locate, looks_like_attention
+from .base import locate, looks_like_attention
 
 LIBRARY = "timm"
-CHILD = "graph_filter"
 RECORD = "hf_graphfilter"  # the key in pretrained_cfg: timm refuses it by this name where we are not used to load
-WEIGHTS = "model.safetensors"
 
 # what besides query and key makes the scores of the forms that are honoured
 _HONOURED = {
@@ -154,9 +151,13 @@ def _forward(original: Callable[..., Tensor], module: Any, x: Tensor, *args: Any
     if hasattr(module, "q_norm"):
         query, key = module.q_norm(query), module.k_norm(key)
     mask, causal = _mask(original, args, kwargs)
-    shift = AttentionShift(attend, query, key, twice=_twice(module, query, key, value, mask, causal))
-    shift.hidden, shift.scaling = x, module.scale
-    shift.visible = lambda: _visible(module, mask, causal, x.shape[1])  # type: ignore[method-assign]
+    shift = AttentionShift(
+        *(attend, query, key),
+        twice=lambda signal: _twice(module, query, key, signal, mask, causal),
+        hidden=x,
+        scaling=module.scale,
+        visible=lambda: _visible(module, mask, causal, x.shape[1]),
+    )
     output = graph_filter(shift, value).transpose(1, 2).flatten(2)
     return module.proj_drop(module.proj(output))  # type: ignore[no-any-return]
 
@@ -180,14 +181,14 @@ def _visible(module: Any, mask: Tensor | None, causal: bool, tokens: int) -> tup
 
 def _twice(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
-) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+) -> tuple[Tensor, Tensor] | None:
     """The joint form of two applications, where query and key alone make the scores and it is the faster one."""
     dropout = module.attn_drop.p if module.training else 0.0
     if _HONOURED[_class_name(module)] or not module.fused_attn:
         return None
     if not can_apply_twice(query, key, value, mask, causal, dropout):
         return None
-    return lambda v: apply_twice(query, key, v, mask, scale=module.scale, causal=causal, dropout=dropout)
+    return apply_twice(query, key, value, mask, scale=module.scale, causal=causal, dropout=dropout)
 
 
 # --------------------------------------------------------------------------------------------- attach and detach
@@ -212,7 +213,7 @@ def _rebuild(base: Any) -> Any:
     return cls.__new__(cls)
 
 
-def attach(site: AttentionSite, graph_filter: nn.Module) -> None:
+def attach(site: AttentionSite, graph_filter: GraphFilter) -> None:
     site.module.add_module(CHILD, graph_filter)
     site.module.__class__ = _filtered(type(site.module))  # type: ignore[arg-type]
 
@@ -267,67 +268,3 @@ def pipeline_tag(model: Any) -> str | None:
 def base_model(model: Any) -> str | None:
     """Its pretrained_cfg names a repository whether or not the weights came from there."""
     return None
-
-
-def load_timm_model(source: str | Path, **options: Any) -> nn.Module:
-    """A patched timm model, from what ``timm.models.save_for_hf`` or ``push_to_hf_hub`` saved.
-
-    Args:
-        source: a folder, or the id of a Hub repository.
-        **options: further arguments of ``timm.create_model`` (``drop_path_rate``, ``img_size`` ...).
-
-    Returns:
-        The model, patched, with its weights, in evaluation mode. An unpatched checkpoint is an error.
-
-    Raises:
-        GraphFilterError: nothing to load, no record of a filter, or weights that do not fit.
-
-    Example:
-        ``load_timm_model("me/deit-small-gfsa")``
-    """
-    with needs("vision", "a model of timm"):
-        import timm
-        from timm.models import load_model_config_from_hf
-
-    from ..patching import apply_record
-
-    try:
-        folder = Path(source)
-        if folder.is_dir():
-            config = json.loads((folder / "config.json").read_text())
-            pretrained_cfg, name, args = (
-                config["pretrained_cfg"],
-                config["architecture"],
-                config.get("model_args") or {},
-            )
-            pretrained_cfg["num_classes"] = config.get("num_classes", pretrained_cfg.get("num_classes"))
-            weights = folder / WEIGHTS
-        else:
-            from huggingface_hub import hf_hub_download
-
-            pretrained_cfg, name, args = load_model_config_from_hf(str(source))
-            weights = Path(hf_hub_download(str(source), WEIGHTS))
-        state = load_file(weights)
-    except Exception as error:  # whatever a damaged or foreign file makes of the reading
-        raise GraphFilterError(f"{source} cannot be loaded as a timm checkpoint: {shown(error)}") from error
-    record = pretrained_cfg.pop(RECORD, None)
-    if record is None:
-        raise GraphFilterError(f"{source} holds no graph filter; load it with timm.create_model")
-    options = {"num_classes": pretrained_cfg.get("num_classes"), **(args or {}), **options}
-    try:
-        model: Any = timm.create_model(name, pretrained=False, **options)
-    except Exception as error:
-        raise GraphFilterError(f"{source}: timm cannot build {shown(name)}: {shown(error)}") from error
-    model.pretrained_cfg = {**model.pretrained_cfg, **{k: v for k, v in pretrained_cfg.items() if k != "source"}}
-    write_record(model, record)
-    apply_record(model, whole=True)
-    own = model.state_dict()
-    check_values({key: x for key, x in state.items() if f".{CHILD}." in key}, own, source)
-    misfits = [key for key in state if key in own and state[key].shape != own[key].shape]
-    if misfits:
-        raise GraphFilterError(f"{source}: {len(misfits)} weights have another shape in {name} ({misfits[0]} ...)")
-    found = model.load_state_dict(state, strict=False)
-    if found.missing_keys or found.unexpected_keys:
-        wrong = [*found.missing_keys, *found.unexpected_keys]
-        raise GraphFilterError(f"{source}: {len(wrong)} weights do not fit {name} ({wrong[0]} ...); save it again")
-    return model.eval()  # type: ignore[no-any-return]

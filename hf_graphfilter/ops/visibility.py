@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -20,7 +17,7 @@ OTHER = (
     "is neither padding nor causal (a sliding window, shifted windows, packed sequences, a prefix?), and a linear-time "
     "filter knows no other; leave these modules out with layers="
 )
-_last: tuple[Any, Any, Any] = (lambda: None, 0, None)  # all layers of a model share one mask
+_READING = "_graph_filter_reading"  # of a mask, which all layers of a model share
 
 
 def visibility(
@@ -43,7 +40,6 @@ def visibility(
     Raises:
         GraphFilterError: a mask of another structure (a window, blocks, a position bias), named.
     """
-    global _last
     if mask is None:
         return causal, None
     if not isinstance(mask, Tensor):
@@ -57,11 +53,12 @@ def visibility(
         return declared_causal, _expect(mask, declared_causal, queries, biased)
     if mask.is_inference():  # no version tells whether it was changed
         return _reduce(mask, queries, biased)
-    remembered, version, found = _last
-    if remembered() is not mask or version != (mask._version, biased):
-        found = _reduce(mask, queries, biased)
-        _last = weakref.ref(mask), (mask._version, biased), found
-    return found
+    now = (id(mask), mask._version, biased)  # a copy of the mask has the attribute too
+    before, reading = getattr(mask, _READING, (None, (False, None)))
+    if before != now:
+        reading = _reduce(mask, queries, biased)
+        setattr(mask, _READING, (now, reading))
+    return reading
 
 
 def _reduce(mask: Tensor, queries: int, biased: bool) -> tuple[bool, Tensor | None]:
@@ -69,11 +66,11 @@ def _reduce(mask: Tensor, queries: int, biased: bool) -> tuple[bool, Tensor | No
     if not unbiased:
         raise GraphFilterError(BIAS)
     keys = allowed.any(-2)[:, 0]
-    found = None if keys.all() else keys
+    partial = None if keys.all() else keys
     if torch.equal(allowed, _structure(keys, allowed, False, queries)):
-        return False, found
+        return False, partial
     if torch.equal(allowed, _structure(keys, allowed, True, queries)):
-        return True, found
+        return True, partial
     raise GraphFilterError(f"an attention mask of shape {tuple(mask.shape)} {OTHER}")
 
 

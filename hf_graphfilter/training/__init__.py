@@ -4,13 +4,17 @@ from .blend import BlendSchedule, drop_blend, set_blend
 from .callbacks import CoefficientCallback
 from .optimizer import filter_optimizer, parameter_groups
 from .orthogonality import OrthogonalityCallback, orthogonality_loss
+from .penalties import Penalties, PenaltyCallback, collect_penalties
 from .transfer import TransferReport, transfer_attention
 
 __all__ = [
     "BlendSchedule",
     "CoefficientCallback",
     "OrthogonalityCallback",
+    "Penalties",
+    "PenaltyCallback",
     "TransferReport",
+    "collect_penalties",
     "drop_blend",
     "filter_optimizer",
     "orthogonality_loss",

@@ -1,4 +1,4 @@
-"""From attention to AGF by degrees: ``AGFConfig(init="blend")`` computes (1 - g) attention + g AGF."""
+"""From attention to a filter in its place by degrees: ``init="blend"`` computes (1 - g) attention + g filter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 
 from ..errors import GraphFilterError
-from ..filters.agf import AGF, AGFConfig
+from ..filters import FilterConfig, ReplacingConfig, ReplacingFilter
+from ..filters.attached import filters_of
 from ..hosts import host_of, unwrapped
 from .callbacks import LoggingCallback
 
@@ -17,7 +18,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def set_blend(model: M, gate: float) -> M:
-    """Set the gate g of every blended AGF layer: 0 is the original attention, 1 is AGF alone.
+    """Set the gate g of every blended layer: 0 is the original attention, 1 is the filter alone.
 
     Raises:
         GraphFilterError: g outside 0 ... 1, or no blended layer.
@@ -38,10 +39,10 @@ def set_blend(model: M, gate: float) -> M:
 
 
 def drop_blend(model: M, *, force: bool = False) -> M:
-    """Take the softmax attention out of a blended model, in place: AGF alone is left, with linear cost.
+    """Take the softmax attention out of a blended model, in place: the filter alone is left, with its cost.
 
     Args:
-        model: a model patched with ``AGFConfig(init="blend")``.
+        model: a model patched with ``init="blend"``.
         force: also where a gate is not 1, which changes the outputs.
 
     Raises:
@@ -56,12 +57,10 @@ def drop_blend(model: M, *, force: bool = False) -> M:
                 f"{layer.site_name}: its gate is {layer.gate.min().item():.3g}, not 1, so that dropping the attention "
                 "would change the model; let BlendSchedule carry it to 1, or pass force=True"
             )
-    record = host.read_record(model)
-    assert record is not None
-    groups = [
-        {**g, "config": {**g["config"], "init": "copy"}} if g["config"]["filter"] == AGFConfig.filter else g
-        for g in record["filters"]
-    ]
+    record: Any = host.read_record(model)
+    configs = [FilterConfig.from_dict(group["config"]) for group in record["filters"]]
+    kept = [replace(config, init="copy") if isinstance(config, ReplacingConfig) else config for config in configs]
+    groups = [{**group, "config": config.to_dict()} for group, config in zip(record["filters"], kept, strict=True)]
     host.write_record(model, {**record, "filters": groups})
     for layer in layers:
         layer.gate = None
@@ -111,10 +110,10 @@ class BlendSchedule(LoggingCallback):
         return {"blend_gate": self.gate}
 
 
-def _blended(model: nn.Module) -> list[AGF]:
-    found = [module for module in model.modules() if isinstance(module, AGF) and module.gate is not None]
-    if not found:
+def _blended(model: nn.Module) -> list[ReplacingFilter]:
+    blended = [f for _, f in filters_of(model, ReplacingFilter, copies=True) if f.gate is not None]
+    if not blended:
         raise GraphFilterError(
             f'{type(model).__name__} has no blended layer; patch it with patch_model(model, "agf", init="blend")'
         )
-    return found
+    return blended

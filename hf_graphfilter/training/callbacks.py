@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_callback import CallbackHandler, TrainerState
 
-from ..patching import active_filter, patched_modules, read_whole
+from ..filters.attached import filters_of, read_whole
 
 
 class LoggingCallback(TrainerCallback):
@@ -37,7 +37,7 @@ class LoggingCallback(TrainerCallback):
             callbacks = frame.f_locals["self"].callbacks
             callbacks.remove(self)
             callbacks.insert(0, self)
-            self.found: dict[str, float] = {}
+            self.logged: dict[str, float] = {}
             for printer in callbacks:
                 quiet = self.console or getattr(printer.on_log, "other", None) is self
                 if isinstance(printer, (PrinterCallback, ProgressCallback)) and not quiet:
@@ -48,10 +48,10 @@ class LoggingCallback(TrainerCallback):
     ) -> None:
         if logs is None or "loss" not in logs:  # a log of evaluation, or of the end
             return
-        self.found = self.values()
-        logs.update(self.found)
+        self.logged = self.values()
+        logs.update(self.logged)
         if state.log_history and "loss" in state.log_history[-1]:
-            state.log_history[-1].update(self.found)
+            state.log_history[-1].update(self.logged)
 
 
 class _Without:
@@ -61,7 +61,7 @@ class _Without:
         self.other, self.on_log = other, on_log
 
     def __call__(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-        kept = {k: v for k, v in (logs or {}).items() if k not in self.other.found}
+        kept = {k: v for k, v in (logs or {}).items() if k not in self.other.logged}
         return self.on_log(args, state, control, logs=kept, **kwargs)
 
 
@@ -88,9 +88,9 @@ class CoefficientCallback(LoggingCallback):
 
 def coefficient_values(model: nn.Module) -> dict[str, float]:
     """The learned coefficients by layer, means over the heads, as ``CoefficientCallback`` logs them."""
-    filters = [active_filter(module) for _, module in patched_modules(model, required=False)]
-    return {
-        f"filter/{i}/{name}": value.float().mean().item()
-        for i, graph_filter in enumerate(filters)
-        for name, value in read_whole(graph_filter, type(graph_filter).learned_coefficients).items()
-    }
+    values: dict[str, float] = {}
+    for i, (_, graph_filter) in enumerate(filters_of(model)):
+        for name, value in read_whole(graph_filter, type(graph_filter).learned_coefficients).items():
+            parts = {"_real": value.real, "_imag": value.imag} if value.is_complex() else {"": value}
+            values |= {f"filter/{i}/{name}{part}": x.float().mean().item() for part, x in parts.items()}
+    return values

@@ -14,7 +14,8 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from ..errors import GraphFilterError
-from ..patching import active_filter, filter_parameters, patched_modules
+from ..filters.attached import filters_of
+from ..status import filter_parameters
 
 FILTER_LR = 1e-2
 
@@ -65,8 +66,7 @@ def parameter_groups(
 
 def coefficient_ids(model: nn.Module) -> set[int]:
     """``id`` of the parameters that are coefficients of a filter; its weights (``sigma`` of AGF ...) are not."""
-    modules = patched_modules(model, required=False)
-    return {id(p) for _, module in modules for p in active_filter(module).parameters(recurse=False)}
+    return {id(p) for _, graph_filter in filters_of(model) for p in graph_filter.coefficient_parameters().values()}
 
 
 def filter_optimizer(args: TrainingArguments, filter_lr: float = FILTER_LR) -> tuple[Any, dict[str, Any]]:

@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 
 from ..errors import GraphFilterError
 from ..filters import GraphFilter
-from ..patching import patched_modules
+from ..filters.attached import patched_modules
 from ..shift import AttentionShift
 
 LABELS = ("labels", "label", "label_ids", "start_positions", "end_positions", "next_sentence_label")

@@ -16,10 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from .errors import GraphFilterError, shown
-from .filters import GraphFilter
-from .hosts import Host, check_values, encoder_of, host_of, unwrapped
-from .patching import active_filter, apply_record, patched_modules, read_groups, read_whole, resolve
+from ..errors import GraphFilterError, shown
+from ..filters import GraphFilter
+from ..filters.attached import filters_of, patched_modules, read_whole
+from ..hosts import Host, encoder_of, host_of, unwrapped
+from ..hosts.base import check_values
+from ..patching import apply_record, resolve
+from ..records import read_groups
 
 WEIGHTS_FILE = "graph_filter.safetensors"
 CONFIG_FILE = "graph_filter.json"
@@ -123,8 +126,8 @@ def _in_names_of(
     base, groups = description.get("base"), description["filters"]
     if not isinstance(base, dict) or not isinstance(heads := base.get("heads"), dict):
         return description, tensors
-    found = resolve(host, model, [*heads, *(name for group in groups for name in group["modules"])])
-    now = {name: host.relative_name(model, site.name) for name, site in found.items()}
+    sites = resolve(host, model, [*heads, *(name for group in groups for name in group["modules"])])
+    now = {name: host.relative_name(model, site.name) for name, site in sites.items()}
     groups = [{**group, "modules": [now.get(name, name) for name in group["modules"]]} for group in groups]
     heads = {now.get(name, name): count for name, count in heads.items()}
     renamed = {}
@@ -169,10 +172,11 @@ def _parameters(graph_filter: GraphFilter) -> dict[str, torch.Tensor]:
 def _coefficients(
     host: Host, model: nn.Module, read: Callable[[GraphFilter], dict[str, torch.Tensor]] = _parameters
 ) -> dict[str, torch.Tensor]:
+    patched_modules(model)  # an unpatched model is an error
     return {
         f"{host.relative_name(model, name)}.{key}": tensor
-        for name, module in patched_modules(model)
-        for key, tensor in read(active_filter(module)).items()
+        for name, graph_filter in filters_of(model)
+        for key, tensor in read(graph_filter).items()
     }
 
 
@@ -203,10 +207,10 @@ def _names(record: dict[str, Any]) -> str:
 
 def _copy(target: dict[str, torch.Tensor], source: dict[str, torch.Tensor], path: Any) -> None:
     for name in {**target, **source}:
-        found = tuple(source[name].shape) if name in source else "nothing"
+        held = tuple(source[name].shape) if name in source else "nothing"
         wanted = tuple(target[name].shape) if name in target else "nothing"
-        if found != wanted:
-            raise GraphFilterError(f"{path}: {name} should hold {wanted}, it holds {found}")
+        if held != wanted:
+            raise GraphFilterError(f"{path}: {name} should hold {wanted}, it holds {held}")
     if any(hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id") for tensor in target.values()):
         raise GraphFilterError(f"{path} cannot be laid over a model that is sharded already: load it before")
     check_values(source, target, path)

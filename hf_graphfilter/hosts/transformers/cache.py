@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache, StaticLayer
 
-from ..errors import GraphFilterError
+from ...errors import GraphFilterError
 
 ARGUMENT = "graph_filter_cache"
 ROOM = 16  # rows are kept in tensors with room for a sixteenth more, and for as many tokens at least
@@ -160,7 +160,7 @@ class StateLayer(KeyedStateLayer):
     """Keeps a filter's state and the number of tokens, no keys and values: constant size."""
 
     length = 0
-    announced = False  # by ``prepare``, before every update: a module without the filter would see no past
+    announced = False  # by ``announce``, before every update: a module without the filter would see no past
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.announced:
@@ -230,7 +230,7 @@ class _StaticRows:
         return value.index_select(2, self.layer.newest(tokens))
 
 
-def prepare(past: Any, module: Any) -> None:
+def announce(past: Any, module: Any) -> None:
     """Before ``module`` runs: make its layer of the cache one that keeps the state of its filter, if that has one.
 
     Raises:
@@ -257,15 +257,13 @@ def prepare(past: Any, module: Any) -> None:
         layer.announced = True
 
 
-def memory(past: Any, module: Any, key: Tensor) -> tuple[_Rows | _StaticRows | None, dict[str, Tensor] | None]:
+def recall(past: Any, module: Any, key: Tensor) -> tuple[_Rows | _StaticRows | None, dict[str, Tensor] | None]:
     """What the filter of ``module`` remembers in the cache ``past``: (rows of signals, state), None what it does not
     use.
 
     Raises:
         GraphFilterError: a kind of cache that cannot keep rows (static sliding windows, quantized ...).
     """
-    if past is None:
-        return None, None
     layers = _layers(past)
     layer = layers[module.layer_idx] if layers else None
     if module.graph_filter.decoding != "rows":
@@ -284,10 +282,10 @@ def memory(past: Any, module: Any, key: Tensor) -> tuple[_Rows | _StaticRows | N
 
 
 def _with_memory(layer: Any, layer_class: type) -> Any:
-    made: Any = object.__new__(layer_class)
-    made.__dict__ = dict(layer.__dict__)
-    made.forget()
-    return made
+    keeping: Any = object.__new__(layer_class)
+    keeping.__dict__ = dict(layer.__dict__)
+    keeping.forget()
+    return keeping
 
 
 def _self_attention(past: Any) -> Any:

@@ -15,13 +15,14 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import nn
 from transformers import TrainingArguments
 
-from .errors import GraphFilterError
-from .filters import FilterConfig, available_filters
-from .filters.base import foreign_modules, summary
-from .hosts import Host, encoder_of, host_of, unwrapped
-from .patching import filter_parameters, filter_status
+from ..errors import GraphFilterError
+from ..filters import FilterConfig, available_filters
+from ..filters.base import summary
+from ..filters.build import foreign_modules
+from ..hosts import Host, encoder_of, host_of, unwrapped
+from ..status import filter_parameters, filter_status
 
-TEMPLATE = Path(__file__).parent / "data" / "model_card.md"
+TEMPLATE = Path(__file__).parents[1] / "data" / "model_card.md"
 HYPERPARAMETERS = (
     *("learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm"),
     *("num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps"),

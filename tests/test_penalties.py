@@ -1,4 +1,4 @@
-"""The orthogonality loss and the blend under the plain Trainer."""
+"""The losses that filters declare, and the blend, under the plain Trainer."""
 
 import dataclasses
 from pathlib import Path
@@ -22,12 +22,15 @@ from hf_graphfilter import (
     BlendSchedule,
     GraphFilterError,
     OrthogonalityCallback,
+    PenaltyCallback,
+    collect_penalties,
     filter_status,
     functional,
     orthogonality_loss,
     patch_model,
 )
-from hf_graphfilter.training.orthogonality import _Regulariser, _Shared
+from hf_graphfilter.filters.attached import filters_of
+from hf_graphfilter.training.penalties import _Added
 
 GAMMA = 0.5
 
@@ -91,8 +94,9 @@ def train(path, patched, *, gamma=GAMMA, data=None, callbacks=(), compute_loss_f
 
 def by_hand(patched, batch, gamma=GAMMA, norm="mean_abs"):
     patched.train()
-    loss = patched(**batch).loss + gamma * orthogonality_loss(patched, norm=norm)
-    loss.backward()
+    with collect_penalties(patched, {"orthogonality": gamma}, {"orthogonality": {"norm": norm}}) as penalties:
+        loss = patched(**batch).loss
+    (loss + penalties.total()).backward()
     return {n: p.grad for n, p in patched.named_parameters() if p.grad is not None}
 
 
@@ -111,13 +115,15 @@ def test_the_loop_by_hand_is_equation_12(norm):
         module = patched.get_submodule(row.module)
         module.key.register_forward_hook(lambda _, __, out: seen.append(out))
         module.query.register_forward_hook(lambda _, __, out: seen.append(out))
-    patched(**batch)
+    with collect_penalties(patched, options={"orthogonality": {"norm": norm}}) as penalties:
+        patched(**batch)
     split = [x.unflatten(-1, (4, 8)).transpose(1, 2) for x in seen]  # query, key of every layer
     losses = [
         functional.orthogonality_loss(u, v, batch["attention_mask"], norm=norm)
         for u, v in zip(split[::2], split[1::2], strict=True)
     ]
-    torch.testing.assert_close(orthogonality_loss(patched, norm=norm), torch.stack(losses).mean())
+    torch.testing.assert_close(penalties.losses()["orthogonality"], torch.stack(losses).mean())
+    torch.testing.assert_close(penalties.total(), 1e-2 * torch.stack(losses).mean())
 
 
 def test_the_callback_adds_the_same_gradient(tmp_path):
@@ -125,7 +131,7 @@ def test_the_callback_adds_the_same_gradient(tmp_path):
     assert_equal(found, by_hand(model(), batch_of(range(8))))
     plain, _ = train(tmp_path, model(), gamma=None)
     assert any((found[n] - plain[n]).abs().max() > 1e-4 for n in found), "it adds nothing"
-    assert all(m.regulariser is None for m in t.model.modules() if hasattr(m, "regulariser"))
+    assert all(graph_filter.recorder is None for _, graph_filter in filters_of(t.model))
 
 
 def test_the_weight_of_the_config(tmp_path):
@@ -180,8 +186,9 @@ def test_label_smoothing_and_a_loss_of_ones_own(tmp_path):
 
 def by_hand_ortho():
     patched = model().train()
-    patched(**batch_of(range(8)))
-    (GAMMA * orthogonality_loss(patched)).backward()
+    with collect_penalties(patched, {"orthogonality": GAMMA}) as penalties:
+        patched(**batch_of(range(8)))
+    penalties.total().backward()
     return {n: p.grad for n, p in patched.named_parameters() if p.grad is not None}
 
 
@@ -192,24 +199,19 @@ def test_encoder_decoder(tmp_path, transformers_warnings):
 
 
 def test_shared_layers_are_averaged():
-    """ALBERT runs one module three times: the mean is over the runs."""
+    """ALBERT runs one module three times: the mean is over the runs, by hand and by the callback."""
     patched = turn_on(patch_model(FAMILIES["albert"].build().double(), "agf")).train()
-    graph_filter = next(m for m in patched.modules() if hasattr(m, "regulariser"))
-    weight, inputs, losses = patched.encoder.embedding_hidden_mapping_in.weight, FAMILIES["albert"].inputs(), []
-
-    def keep(out, u, v, keys):
-        losses.append(functional.orthogonality_loss(u, v, keys))
-        return out
-
-    gradients = []
-    for regulariser in (keep, _Regulariser(_Shared(), 1.0, "mean_abs")):
-        graph_filter.regulariser = regulariser
-        out = patched(**inputs).last_hidden_state
-        (0 * out.sum() + (torch.stack(losses).mean() if regulariser is keep else 0)).backward()
-        gradients.append(weight.grad.clone())
-        patched.zero_grad()
-    assert len(losses) == 3
-    torch.testing.assert_close(*gradients)
+    ((_, graph_filter),) = filters_of(patched)
+    weight, inputs, gradients = patched.encoder.embedding_hidden_mapping_in.weight, FAMILIES["albert"].inputs(), []
+    with collect_penalties(patched, {"orthogonality": 1.0}) as penalties:
+        patched(**inputs)
+    penalties.total().backward()
+    gradients.append(weight.grad.clone())
+    patched.zero_grad()
+    graph_filter.recorder = _Added({"orthogonality": 1.0}, {})
+    (0 * patched(**inputs).last_hidden_state.sum()).backward()
+    assert graph_filter.recorder.counts == {"orthogonality": 3}
+    torch.testing.assert_close(weight.grad, *gradients)
 
 
 def test_bf16(tmp_path):
@@ -229,7 +231,7 @@ def test_the_gradient_is_scaled_as_the_loss_is():
     callback, args = OrthogonalityCallback(), TrainingArguments(report_to="none", gradient_accumulation_steps=4)
     Optimizer.scaler.scale(torch.ones(1))
     callback.on_step_begin(args, type("S", (), {"global_step": 0}), None, optimizer=Optimizer())
-    assert callback.shared.scale == 256.0
+    assert callback.added.scale == 256.0
 
 
 class Reporter(TrainerCallback):
@@ -248,8 +250,24 @@ def test_it_is_logged_where_the_loss_is(tmp_path):
     for logged in (t.state.log_history, reporter.seen):
         assert ["ortho_loss" in entry for entry in logged] == [True, True, True, False]
     patched = model().train()
-    patched(**batch_of(range(8)))
-    assert t.state.log_history[0]["ortho_loss"] == pytest.approx(orthogonality_loss(patched).item())
+    with collect_penalties(patched) as penalties:
+        patched(**batch_of(range(8)))
+    assert t.state.log_history[0]["ortho_loss"] == pytest.approx(penalties.losses()["orthogonality"].item())
+
+
+def test_every_loss_is_logged_by_its_name(tmp_path):
+    _, t = train(tmp_path, model(), gamma=None, callbacks=[PenaltyCallback({"orthogonality": GAMMA})])
+    _, other = train(tmp_path, model())
+    assert t.state.log_history[0]["orthogonality_loss"] == other.state.log_history[0]["ortho_loss"] > 0
+
+
+def test_nothing_is_kept_where_nobody_asks(monkeypatch):
+    monkeypatch.setattr(functional, "orthogonality_loss", lambda *a, **k: pytest.fail("it was computed"))
+    patched = model().train()
+    before = [dict(vars(graph_filter)) for _, graph_filter in filters_of(patched)]
+    loss = patched(**batch_of(range(8))).loss
+    assert [dict(vars(graph_filter)) for _, graph_filter in filters_of(patched)] == before
+    loss.backward()
 
 
 def test_evaluation_costs_nothing(tmp_path, monkeypatch):
@@ -260,7 +278,6 @@ def test_evaluation_costs_nothing(tmp_path, monkeypatch):
     assert len(calls) == 3  # one a layer, for the only training batch
     t.evaluate()
     assert len(calls) == 3
-    assert all(m.last is None for m in t.model.modules() if hasattr(m, "last"))
 
 
 @pytest.mark.parametrize(
@@ -279,7 +296,7 @@ def test_bad_arguments(make, message):
 
 def test_what_cannot_be_counted_right_is_refused(tmp_path):
     args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
-    with pytest.raises(GraphFilterError, match="BertModel has no AGF layer"):
+    with pytest.raises(GraphFilterError, match="BertModel has no filter with a loss of its own"):
         OrthogonalityCallback().on_train_begin(args, None, None, model=FAMILIES["bert"].build())
     args.deepspeed = "zero.json"
     with pytest.raises(GraphFilterError, match="DeepSpeed scales the loss"):
@@ -288,7 +305,7 @@ def test_what_cannot_be_counted_right_is_refused(tmp_path):
     with pytest.raises(GraphFilterError, match="DataParallel is not supported"):
         OrthogonalityCallback().on_train_begin(args, None, None, model=model())
     args._n_gpu = 1
-    with pytest.raises(GraphFilterError, match="gamma is 0 in the config of every AGF layer"):
+    with pytest.raises(GraphFilterError, match="every weight is 0 in the configs"):
         OrthogonalityCallback().on_train_begin(args, None, None, model=model(gamma=0.0))
     with pytest.raises(GraphFilterError, match="has no blended layer"):
         BlendSchedule().on_train_begin(args, TrainerState(max_steps=1), None, model=model())
@@ -296,22 +313,40 @@ def test_what_cannot_be_counted_right_is_refused(tmp_path):
 
 def test_the_loop_by_hand_says_what_is_missing(transformers_warnings):
     patched, batch = model(), batch_of(range(8))
-    with pytest.raises(GraphFilterError, match="found no training forward pass"):
+    with pytest.raises(GraphFilterError, match=r"orthogonality_loss\(model\) is gone.*with collect_penalties"):
         orthogonality_loss(patched)
-    patched.train()(**batch)
-    orthogonality_loss(patched)
-    with pytest.raises(GraphFilterError, match="since its last call"):
-        orthogonality_loss(patched)
-    checkpointed(patched, reentrant=True)(**batch)
+    with collect_penalties(patched) as penalties:
+        patched(**batch)
+    with pytest.raises(GraphFilterError, match="saw no training forward pass"):
+        penalties.total()
+    with collect_penalties(checkpointed(patched.train(), reentrant=True)) as penalties:
+        patched(**batch)
     transformers_warnings.clear()  # use_cache is switched off
-    with pytest.raises(GraphFilterError, match="use_reentrant=False or OrthogonalityCallback"):
-        orthogonality_loss(patched)
+    with pytest.raises(GraphFilterError, match="use_reentrant=False or PenaltyCallback"):
+        penalties.losses()
+    with (
+        pytest.raises(GraphFilterError, match="declares a loss 'sparsity'; declared are: orthogonality"),
+        collect_penalties(patched, {"sparsity": 1.0}),
+    ):
+        pass
+    with pytest.raises(GraphFilterError, match="no filter of BertModel declares a loss 'orthogonality'"):
+        OrthogonalityCallback(1.0).on_train_begin(TrainingArguments(), None, None, model=FAMILIES["bert"].build())
+
+
+def test_a_filter_names_its_losses_in_its_config():
+    patched = model().train()
+    ((_, graph_filter), *_) = filters_of(patched)
+    with (
+        collect_penalties(patched),
+        pytest.raises(GraphFilterError, match=r"AGF penalises 'size', and AGFConfig.penalties gives weights for ortho"),
+    ):
+        graph_filter.penalised(torch.ones(1), size=lambda: torch.ones(1))
 
 
 DDP = """
 import sys, torch
 sys.path.insert(0, {tests!r})
-from test_orthogonality import Padded, model, nothing, train
+from test_penalties import Padded, model, nothing, train
 options = {{"max_steps": 2, "per_device_train_batch_size": 4, "ddp_backend": "gloo"}}
 found, t = train({path!r}, model(), data=Padded(16), compute_loss_func=nothing, **options)
 if t.args.process_index == 0:

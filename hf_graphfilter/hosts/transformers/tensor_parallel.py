@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..errors import GraphFilterError
-from ..filters import GraphFilter
-from ..shift import ShiftOperator
+from ...errors import GraphFilterError
+from ...filters import GraphFilter
+from ...shift import ShiftOperator
 
 
 def with_local_heads(

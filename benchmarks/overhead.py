@@ -1,0 +1,107 @@
+"""What a patched module costs beyond its arithmetic: microseconds a call, on a model so small that little else counts.
+
+Two layers of a tiny BERT, plain and patched in turn. ``route`` is a filter that only applies S, so that all of its
+difference is our way through the attention interface; the others add their own arithmetic.
+
+    python benchmarks/overhead.py [--rounds 300] [--before FOLDER]    # another checkout, timed in turn
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from measure import RESULTS, hardware, write
+from transformers import BertConfig, BertModel
+from transformers import __version__ as transformers_version
+
+from hf_graphfilter import FilterConfig, GraphFilter, patch_model, register_filter
+
+LAYERS, CALLS = 2, 20
+FIELDS = ["date", "device", "torch", "transformers", "package", "form", "microseconds", "overhead", "rounds"]
+
+
+class Route(GraphFilter):
+    """``S(value)``, which is what the plain model computes."""
+
+    def forward(self, shift, value):
+        return shift(value)
+
+
+@register_filter("route")
+@dataclass(frozen=True)
+class RouteConfig(FilterConfig):
+    """A filter without coefficients."""
+
+    module = Route
+
+
+FORMS = {"plain": None, "route": "route", "gfsa": "gfsa", "agf": "agf"}
+
+
+def once(rounds: int) -> dict[str, float]:
+    """Median microseconds of a layer, by form."""
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=99, hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=4, intermediate_size=32
+    )
+    ids = torch.randint(0, 99, (1, 4))
+    models = {}
+    for form, name in FORMS.items():
+        models[form] = BertModel(config).eval()
+        if name is not None:
+            patch_model(models[form], name)
+    times: dict[str, list[float]] = {form: [] for form in models}
+    with torch.inference_mode():
+        for number in range(rounds + 5):
+            for form, model in models.items():
+                begun = time.perf_counter()
+                for _ in range(CALLS):
+                    model(ids)
+                if number >= 5:
+                    times[form].append((time.perf_counter() - begun) / CALLS / LAYERS * 1e6)
+    return {form: statistics.median(values) for form, values in times.items()}
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--before", type=Path, help="another checkout, timed in turn with this one")
+    parser.add_argument("--inside", action="store_true", help="print the medians of one process")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.inside:
+        print(json.dumps(once(options.rounds)))
+        return
+    here = Path(__file__).parent.parent
+    packages = {"before": options.before, "now": here} if options.before else {"now": here}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in packages}
+    for _ in range(5):  # processes differ more than rounds
+        for name, folder in packages.items():
+            command = [sys.executable, __file__, "--inside", "--rounds", str(options.rounds // 5)]
+            environment = {**os.environ, "PYTHONPATH": str(folder)}
+            done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+            found[name].append(json.loads(done.stdout.splitlines()[-1]))
+    common = {"date": time.strftime("%Y-%m-%d"), "device": hardware("cpu"), "torch": torch.__version__}
+    common["transformers"] = transformers_version
+    rows = []
+    for name, processes in found.items():
+        for form in FORMS:
+            overhead = statistics.median(p[form] - p["plain"] for p in processes)
+            median = round(statistics.median(p[form] for p in processes), 1)
+            measured = {"package": name, "form": form, "microseconds": median, "overhead": round(overhead, 1)}
+            rows.append(common | measured | {"rounds": options.rounds})
+            print(f"{name:7} {form:6} {median:8.1f} us a layer, {overhead:7.1f} over plain")
+    write(rows, RESULTS / "overhead-cpu.csv", FIELDS)
+
+
+if __name__ == "__main__":
+    main()

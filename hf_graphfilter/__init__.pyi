@@ -1,0 +1,30 @@
+# The public names, each once: type checkers read this file, and the package imports them from here.
+# ruff: noqa: I001  # by subject
+from .patching import patch_model as patch_model, unpatch_model as unpatch_model
+from .status import filter_parameters as filter_parameters, filter_status as filter_status
+
+from .filters.gfsa import GFSAConfig as GFSAConfig
+from .filters.agf import AGFConfig as AGFConfig
+
+from .filters.base import AttentionSite as AttentionSite, FilterConfig as FilterConfig, GraphFilter as GraphFilter
+from .filters.replacing import ReplacingConfig as ReplacingConfig, ReplacingFilter as ReplacingFilter
+from .filters.build import register_filter as register_filter
+from .filters.registry import available_filters as available_filters
+from .testing import check_filter as check_filter
+from .shift import AttentionShift as AttentionShift, DenseShift as DenseShift, ShiftOperator as ShiftOperator
+
+from .training.optimizer import filter_optimizer as filter_optimizer, parameter_groups as parameter_groups
+from .training.transfer import transfer_attention as transfer_attention
+from .training.blend import BlendSchedule as BlendSchedule, drop_blend as drop_blend, set_blend as set_blend
+from .training.penalties import PenaltyCallback as PenaltyCallback, collect_penalties as collect_penalties
+from .training.orthogonality import OrthogonalityCallback as OrthogonalityCallback
+from .training.orthogonality import orthogonality_loss as orthogonality_loss
+from .training.callbacks import CoefficientCallback as CoefficientCallback
+
+from .checkpoints.filter_file import load_filter as load_filter, save_filter as save_filter
+from .checkpoints.timm import load_timm_model as load_timm_model
+from .checkpoints.card import create_model_card as create_model_card
+from .remote_code import export_remote_code as export_remote_code
+from .errors import GraphFilterError as GraphFilterError
+
+__version__: str

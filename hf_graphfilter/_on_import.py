@@ -1,0 +1,39 @@
+"""What is to happen right after a module of another library is first imported, so that importing us imports none."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+def when_imported(name: str, react: Callable[[], object]) -> None:
+    """Call ``react()`` once the module ``name`` has been imported: now if it is there, else right after its import."""
+    if name in sys.modules:
+        react()
+    else:
+        sys.meta_path.insert(0, _Once(name, react))
+
+
+class _Once(importlib.abc.MetaPathFinder):
+    def __init__(self, name: str, react: Callable[[], object]):
+        self.name, self.react = name, react
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self.react()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,275 @@
+"""Patched checkpoints of transformers: what ``PreTrainedModel`` must do more when it saves and loads.
+
+The first import of ``transformers.modeling_utils`` imports this file, whose end installs it. It does nothing for models
+without a filter.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import WeightRenaming
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..errors import GraphFilterError
+from ..filters import GraphFilter
+from ..filters.attached import CHILD, filters_of
+from ..hosts import host_of
+from ..hosts.base import check_values
+from ..hosts.transformers.attention import IMPLEMENTATION, graph_filter_attention
+from ..hosts.transformers.records import read_record
+from ..hosts.transformers.sites import relative_name
+from ..patching import STARTED, apply_record, check_resolved, resolve
+from ..records import read_groups
+
+
+def install() -> None:
+    """Register the attention function, and teach ``PreTrainedModel`` to load patched checkpoints. Idempotent."""
+    if IMPLEMENTATION in ALL_ATTENTION_FUNCTIONS:
+        return
+    missing = [name for name in _WRAPS if not hasattr(PreTrainedModel, name)]
+    if missing:
+        raise GraphFilterError(
+            f"transformers {transformers.__version__} has no PreTrainedModel.{missing[0]}, which loading patched "
+            "checkpoints needs; upgrade hf_graphfilter or install transformers 5.17 to 5.23"
+        )
+    type(ALL_ATTENTION_FUNCTIONS).register(IMPLEMENTATION, graph_filter_attention)
+    for name, wrap in _WRAPS.items():
+        original = inspect.getattr_static(PreTrainedModel, name)
+        setattr(PreTrainedModel, name, wrap(original))
+
+
+def _resolve_implementation(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _check_and_adjust_attn_implementation(
+        self: PreTrainedModel, attn_implementation: str | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        # a patched checkpoint names us, so that it cannot be loaded without us: for the model it means "the default"
+        if hasattr(self.config, CHILD):
+            _forget_implementation(self.config)
+            attn_implementation = None if attn_implementation == IMPLEMENTATION else attn_implementation
+        return original(self, attn_implementation, *args, **kwargs)
+
+    return _check_and_adjust_attn_implementation
+
+
+def _forget_implementation(config: PreTrainedConfig) -> None:
+    """Take our name out of a loaded config and its sub-configs, to which transformers passed it on."""
+    if config._attn_implementation == IMPLEMENTATION:
+        config._attn_implementation_internal = None
+    for name in config.sub_configs:
+        if isinstance(part := getattr(config, name, None), PreTrainedConfig):
+            _forget_implementation(part)
+
+
+def _patch_after_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def post_init(self: PreTrainedModel) -> None:
+        original(self)
+        if getattr(self.config, CHILD, None) is not None:
+            apply_record(self)
+
+    return post_init
+
+
+def _initialise_filters(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _initialize_weights(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # coefficients missing from a checkpoint come up as uninitialised memory
+        if isinstance(module, GraphFilter) and not getattr(module, "_is_hf_initialized", False):
+            _reset_missing(module)
+            module._is_hf_initialized = True  # type: ignore[assignment]
+            return None
+        return original(self, module, *args, **kwargs)
+
+    return _initialize_weights
+
+
+def _reset_missing(graph_filter: GraphFilter) -> None:
+    """Start values for all tensors that no checkpoint has loaded, in whatever way ``reset_parameters`` sets them: in
+    place, through ``data``, or as new tensors."""
+    for name, start in vars(graph_filter).pop(STARTED, {}).items():
+        tensor = graph_filter.get_buffer(name)
+        tensor.data = start.to(tensor)
+    slots: list[dict[str, Any]] = [s for m in graph_filter.modules() for s in (m._parameters, m._buffers)]
+    before = [(slot, name, tensor) for slot in slots for name, tensor in slot.items() if tensor is not None]
+    loaded = {
+        id(tensor): tensor.detach().clone() for _, _, tensor in before if getattr(tensor, "_is_hf_initialized", False)
+    }
+    if len(loaded) == len(before):
+        return
+    graph_filter.reset_parameters()
+    for slot, name, tensor in before:
+        if id(tensor) in loaded:
+            tensor.data = loaded[id(tensor)]
+        elif (start := slot.get(name)) is not None and start is not tensor:
+            tensor.data = start.detach().to(tensor)
+        slot[name] = tensor
+
+
+def _load_by_record(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
+    """Loading of weights: coefficients under the names of another release are renamed, all of them must fit, and a
+    broken file is named."""
+    function = original.__func__
+
+    @functools.wraps(function)
+    def _load_pretrained_model(
+        model: PreTrainedModel, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        path = load_config.pretrained_model_name_or_path
+        if not any(isinstance(part, GraphFilter) for part in model.modules()) and read_record(model) is None:
+            info, index = function(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+            _check_coefficients(model, info, path)
+            return info, index
+        # a composite that is made of patched models has no record of its own
+        renamings = _follow_renaming(model) if read_record(model) is not None else []
+        mapping = [*renamings, *(load_config.weight_mapping or ())]
+        load_config = dataclasses.replace(load_config, weight_mapping=mapping)
+        try:
+            _check_values(model, state_dict, checkpoint_files or [])
+            info, index = function(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        except (SafetensorError, EOFError) as error:
+            raise GraphFilterError(
+                f"{path}: a weights file is corrupted or truncated ({error}); save or download it again"
+            ) from error
+        _check_coefficients(model, info, path)
+        if renamings:  # it will be saved by the others
+            used = vars(model)["_weight_conversions"]
+            vars(model)["_weight_conversions"] = [conversion for conversion in used if conversion not in renamings]
+        return info, index
+
+    return staticmethod(_load_pretrained_model)
+
+
+def _check_values(model: PreTrainedModel, state_dict: dict[str, Tensor] | None, files: list[str]) -> None:
+    """``check_values`` of the coefficients in a checkpoint: as they are in its files, whatever becomes of them (cast,
+    sharded, left on disk)."""
+
+    names = {name for _, graph_filter in filters_of(model) for name in graph_filter.coefficient_names()}
+
+    def coefficients(keys: Iterable[str], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        # not weights, which may be large, or quantized
+        parts = [(key, key.partition(f".{CHILD}.")[2]) for key in keys]
+        return {relative_name(model, key): read(key) for key, name in parts if name in names}
+
+    # those that ZeRO-3 has partitioned are empty here
+    own = {k: t for k, t in model.state_dict(keep_vars=True).items() if not hasattr(t, "ds_id")}
+    wanted = coefficients(own, own.__getitem__)
+    if state_dict is not None:
+        check_values(coefficients(state_dict, state_dict.__getitem__), wanted, "state_dict")
+        return
+    for file in files:
+        if file.endswith(".safetensors"):
+            with safe_open(file, framework="pt") as opened:
+                check_values(coefficients(opened.keys(), opened.get_tensor), wanted, file)
+
+
+def _follow_renaming(model: PreTrainedModel) -> list[WeightRenaming]:
+    """The record, now with the names that the modules have in this release; and the renamings of their coefficients."""
+    host, record = host_of(model), read_record(model) or {}
+    names = [name for _, group in read_groups(record, type(model).__name__) for name in group]
+    sites = resolve(host, model, names)
+    whole = len(sites) < len(names) and not _is_a_part(model, record, {*names} - {*sites})
+    check_resolved(host, model, names, sites, whole)
+    renamed = {name: now for name, site in sites.items() if (now := relative_name(model, site.name)) != name}
+    if renamed:
+        groups = [{**g, "modules": [renamed.get(name, name) for name in g["modules"]]} for g in record["filters"]]
+        setattr(model.config, CHILD, {**record, "filters": groups})
+    return [
+        WeightRenaming(rf"(?<![^.]){re.escape(name)}\.{CHILD}\.", f"{now}.{CHILD}.") for name, now in renamed.items()
+    ]
+
+
+def _is_a_part(model: PreTrainedModel, record: dict[str, Any], absent: set[str]) -> bool:
+    """Whether the modules that a record names and ``model`` lacks are in the class that was saved, or, since our first
+    release does not say which that was, in one that may have been."""
+    config = copy.deepcopy(model.config)
+    setattr(config, CHILD, None)
+    names = [record["model"]] if "model" in record else config.architectures or []
+    for make in (*(getattr(transformers, str(name), None) for name in names), transformers.AutoModel.from_config):
+        try:
+            with torch.device("meta"):
+                whole = make(copy.deepcopy(config))  # type: ignore[misc]
+        except Exception:  # no class of transformers, or the config of a part is not enough for it
+            continue
+        if absent <= {*resolve(host_of(whole), whole, absent)}:
+            return True
+    return False
+
+
+def _check_coefficients(model: PreTrainedModel, info: Any, path: Any) -> None:
+    """Nothing is silently unfiltered: every coefficient in the file went somewhere, and the file has all or none."""
+    marker = f".{CHILD}."
+    unexpected = sorted(k for k in info.unexpected_keys if marker in k)
+    owners = {relative_name(model, name) for name, _ in model.named_modules()} if unexpected else set()
+    owned = {k: relative_name(model, k.split(marker)[0]) for k in unexpected}
+    owners |= {*resolve(host_of(model), model, owned.values())}
+    if lost := [k for k in unexpected if owned[k] in owners]:
+        advice = (
+            f"load it with the class that was saved, {model.config.architectures}"
+            if read_record(model)
+            else "its config.json holds no record of them: if only a part of the model was patched, patch the whole "
+            "with layers= and save it again; if that file was changed, restore it"
+        )
+        raise GraphFilterError(
+            f"{path} holds filter coefficients that {type(model).__name__} has no filter for ({lost[0]} and "
+            f"{len(lost) - 1} more): {advice}"
+        )
+    missing = {k for k in info.missing_keys if marker in k}
+    expected: dict[str, set[str]] = {}  # by the copies that PEFT keeps for its adapters, which come one by one
+    for key in model.state_dict() if missing else ():
+        if marker in key:
+            copied = re.match(r"original_module\.|modules_to_save\.[^.]+\.", key.partition(marker)[2])
+            expected.setdefault(copied[0] if copied else "", set()).add(key)
+    for keys in expected.values():
+        if lacking := keys & missing if unexpected or not keys <= missing else set():
+            raise GraphFilterError(
+                f"{path} lacks {len(lacking)} of its {len(keys)} filter coefficients ({min(lacking)} ...): the "
+                "checkpoint is incomplete; save or download it again"
+            )
+
+
+def _refuse_lost_filters(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``load_state_dict`` of weights with a filter into a model without one: torch's strict=False, and PEFT, drop them
+    in silence."""
+
+    @functools.wraps(original)
+    def _load_from_state_dict(self: PreTrainedModel, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        for key in state_dict:
+            owner, found, _ = key.removeprefix(prefix).partition(f".{CHILD}.")
+            if not found or not key.startswith(prefix):
+                continue
+            try:
+                module = self.get_submodule(owner)
+            except AttributeError:
+                continue  # weights of another model, which torch reports
+            if CHILD not in module._modules:
+                raise GraphFilterError(
+                    f"the weights hold a graph filter at {owner}, and this {type(self).__name__} has none there: patch "
+                    "it first as it was when they were saved, with patch_model or load_filter"
+                )
+        original(self, state_dict, prefix, *args, **kwargs)
+
+    return _load_from_state_dict
+
+
+_WRAPS: dict[str, Callable[[Any], Any]] = {
+    "_check_and_adjust_attn_implementation": _resolve_implementation,
+    "post_init": _patch_after_init,
+    "_initialize_weights": _initialise_filters,
+    "_load_pretrained_model": _load_by_record,
+    "_load_from_state_dict": _refuse_lost_filters,
+}
+
+install()

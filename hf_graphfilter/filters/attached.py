@@ -1,0 +1,66 @@
+"""The filters that are in a model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+from torch import Tensor, nn
+
+from ..errors import GraphFilterError
+from .base import GraphFilter
+
+CHILD = "graph_filter"  # the name of a filter in its attention module
+F = TypeVar("F", bound=GraphFilter)
+
+
+def patched_modules(model: nn.Module, required: bool = True) -> list[tuple[str, Any]]:
+    """(name, module) of the patched attention modules; an unpatched model is an error where one is ``required``."""
+    patched = [
+        (name, module)
+        for name, module in model.named_modules()
+        if CHILD in module._modules and hasattr(module.graph_filter, "site_name")
+    ]
+    if required and not patched:
+        raise GraphFilterError(f"{type(model).__name__} has no graph filter; call patch_model first")
+    return patched
+
+
+def active_filter(module: Any) -> GraphFilter:
+    """The filter of a patched module; of the copies that PEFT keeps for its adapters, the one that runs."""
+    child = module.graph_filter
+    if hasattr(child, "modules_to_save"):
+        names = [n for n in child.active_adapters if n in child.modules_to_save and not child.disable_adapters]
+        child = child.modules_to_save[names[0]] if names else child.original_module
+    return child  # type: ignore[no-any-return]
+
+
+@overload
+def filters_of(model: nn.Module, *, copies: bool = False) -> list[tuple[str, GraphFilter]]: ...
+@overload
+def filters_of(model: nn.Module, kind: type[F], *, copies: bool = False) -> list[tuple[str, F]]: ...
+def filters_of(model: nn.Module, kind: type[Any] = GraphFilter, *, copies: bool = False) -> list[tuple[str, Any]]:
+    """(name of the attention module, filter) of the filters of a ``kind``; with ``copies`` also those that PEFT keeps
+    for adapters that do not run."""
+    filters: list[tuple[str, Any]] = []
+    for name, module in patched_modules(model, required=False):
+        filters += [(name, f) for f in (module.graph_filter.modules() if copies else [active_filter(module)])]
+    return [(name, graph_filter) for name, graph_filter in filters if isinstance(graph_filter, kind)]
+
+
+def read_whole(graph_filter: GraphFilter, read: Callable[[GraphFilter], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """``read(graph_filter)`` as copies on the CPU, also where accelerate has offloaded it; where FSDP2 or ZeRO-3 has
+    sharded it, whole: all processes must call."""
+    from accelerate.utils import align_module_device
+
+    with contextlib.ExitStack() as stack:
+        for part in graph_filter.modules():
+            stack.enter_context(align_module_device(part))
+        if partitioned := [p for p in graph_filter.parameters() if hasattr(p, "ds_id")]:
+            import deepspeed
+
+            stack.enter_context(deepspeed.zero.GatheredParameters(partitioned))
+        tensors = {name: tensor.detach() for name, tensor in read(graph_filter).items()}
+        whole = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in tensors.items()}
+        return {name: t.to("cpu", copy=True) for name, t in whole.items()}

@@ -1,0 +1,134 @@
+"""What a host is, and what hosts share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from ..errors import GraphFilterError
+from ..filters import AttentionSite, GraphFilter
+
+
+class Host(Protocol):
+    """What ``patching`` needs of a library."""
+
+    LIBRARY: str  # as the Hub names it
+
+    def find(self, model: nn.Module) -> tuple[list[AttentionSite], dict[str, str]]:
+        """The sites in module order, and the refused attention modules: name -> reason."""
+
+    def attach(self, site: AttentionSite, graph_filter: GraphFilter) -> None:
+        """Route the module's attention through the filter."""
+
+    def detach(self, module: nn.Module) -> None:
+        """Undo ``attach``."""
+
+    def backend(self, module: nn.Module) -> str:
+        """Name of the attention implementation behind a patched module."""
+
+    def read_record(self, model: nn.Module) -> dict[str, Any] | None:
+        """What ``write_record`` left."""
+
+    def write_record(self, model: nn.Module, record: dict[str, Any] | None) -> None:
+        """Keep the record of the patch where the library saves it, or remove it (None)."""
+
+    def model_type(self, model: nn.Module) -> str | None:
+        """Models of one type, with as many heads, may share a filter."""
+
+    def usage(self, model: nn.Module, source: str) -> str:
+        """Python that loads a patched checkpoint, for its card."""
+
+    def pipeline_tag(self, model: nn.Module) -> str | None:
+        """The task of the model as the Hub names it, for its card."""
+
+    def base_model(self, model: nn.Module) -> str | None:
+        """Id of the Hub repository that the model was loaded from."""
+
+    def relative_name(self, model: nn.Module, name: str) -> str:
+        """The module's name as it is with and without a task head."""
+
+    def saved_names(self, model: nn.Module, sites: list[AttentionSite]) -> dict[str, AttentionSite]:
+        """The sites by the relative names that their modules have in checkpoints, where these differ."""
+
+
+def check_values(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], source: object) -> None:
+    """Refuse what no training ends with, before it is loaded: another shape than the filter's, other numbers than
+    floating point where the filter has these (or is not there), and such that are not finite in float32.
+
+    Raises:
+        GraphFilterError: naming ``source`` and the first such tensor.
+    """
+    for name, tensor in found.items():
+        target = wanted.get(name)
+        if target is not None and tensor.shape != target.shape:
+            raise GraphFilterError(
+                f"{source}: {name} should hold {tuple(target.shape)}, it holds {tuple(tensor.shape)}"
+            )
+        if target is not None and not target.is_floating_point():
+            continue  # a counter or a mask, of another author's filter
+        kind = str(tensor.dtype).removeprefix("torch.")
+        if tensor.is_floating_point():
+            if tensor.detach().float().isfinite().all():
+                continue
+            kind = f"NaN or infinity ({kind})"
+        raise GraphFilterError(
+            f"{source}: {name} holds {kind}, and coefficients are finite floating-point numbers: the file is damaged, "
+            "or the training diverged; save or download it again"
+        )
+
+
+def unwrapped(model: Any, *, running: bool = True) -> nn.Module:
+    """The model within a PEFT model or a SentenceTransformer and, if ``running``, within what ``torch.compile``, DDP
+    and DataParallel make of it."""
+    while True:
+        if running and hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif running and isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        elif hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        elif (inner := encoder_of(model)) is not model:
+            model = inner
+        else:
+            return model  # type: ignore[no-any-return]
+
+
+def encoder_of(model: Any) -> Any:
+    """The transformers model within a model of sentence-transformers; any other model is itself.
+
+    Raises:
+        GraphFilterError: a model of sentence-transformers with none, or with several.
+    """
+    if not any(cls.__module__.partition(".")[0] == "sentence_transformers" for cls in type(model).__mro__):
+        return model
+    from transformers import PreTrainedModel
+
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():  # from the outside in
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, PreTrainedModel) and not inside:
+            found[name] = module
+    if len(found) != 1:
+        raise GraphFilterError(
+            f"{type(model).__name__} holds {len(found)} transformers models ({', '.join(found) or 'none'}): hand in "
+            "the one that is meant"
+        )
+    return next(iter(found.values()))
+
+
+def locate(name: str, causal: bool) -> tuple[str, str]:
+    """(stack, group) of a module path: ``decoder.block.3.SelfAttention`` is in ``decoder``, ``decoder.block``."""
+    parts = name.split(".")
+    named = next((p for p in parts if p in ("encoder", "decoder")), None)
+    number = next((i for i, p in enumerate(parts) if p.isdigit()), len(parts))
+    return named or ("decoder" if causal else "encoder"), ".".join(parts[:number])
+
+
+def looks_like_attention(module: nn.Module) -> bool:
+    """Whether a refused module is worth naming: its class says attention and it owns parameters."""
+    return bool(re.search(r"attention|attn", type(module).__name__, re.I)) and any(
+        isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D" for child in module.children()
+    )

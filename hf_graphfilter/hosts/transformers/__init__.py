@@ -1,0 +1,35 @@
+"""The seam into transformers: the attention interface.
+
+Nearly every modelling file computes attention through ``ALL_ATTENTION_FUNCTIONS.get_interface(
+self.config._attn_implementation, eager)``. A patched module gets a shallow copy of its config whose implementation
+names our function; that function calls the one the user chose, which is still written in the model's own config. So
+masks, ``set_attn_implementation`` and the model's code stay as they are.
+
+``checkpoints.transformers`` adds to ``PreTrainedModel`` what saving and loading need.
+"""
+
+import transformers.modeling_utils  # noqa: F401  # imports checkpoints.transformers, which needs the modules below whole
+
+from .attention import backend
+from .cards import base_model, model_type, pipeline_tag, usage
+from .records import read_record, write_record
+from .routing import attach, detach
+from .sites import find, relative_name, saved_names
+
+LIBRARY = "transformers"
+
+__all__ = [
+    "LIBRARY",
+    "attach",
+    "backend",
+    "base_model",
+    "detach",
+    "find",
+    "model_type",
+    "pipeline_tag",
+    "read_record",
+    "relative_name",
+    "saved_names",
+    "usage",
+    "write_record",
+]

@@ -1,0 +1,190 @@
+"""The attention function of patched modules: what transformers calls, as the graph filter of the module."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.utils.output_capturing import _active_collector
+
+from ...errors import GraphFilterError
+from ...filters.attached import CHILD
+from ...ops.attention import apply_twice, can_apply_twice
+from ...ops.visibility import visibility
+from ...shift import AttentionShift, repeat_heads
+from . import cache
+from .tensor_parallel import with_local_heads
+
+IMPLEMENTATION = "hf_graphfilter"
+BASE_CONFIG = "_graph_filter_base_config"  # of a patched module's config: that of its model
+HIDDEN = "graph_filter_hidden"
+SERVING = (
+    "vLLM and SGLang, whose attention writes the cache at every call, cannot serve patched models: use generate() or "
+    "transformers serve"
+)
+_ENGINES = ("vllm", "sglang")  # what their transformers backends write into the configs they find
+_UNHONOURED = {"s_aux", "sinks", "softcap", "cache"}
+
+
+def graph_filter_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention as the graph filter of ``module``; the signature and results of every transformers attention function.
+
+    query (batch, heads, tokens, features), key and value (batch, key heads, key tokens, features); returns the output
+    (batch, tokens, heads, features) and the weights of the first application where the backend gives them.
+    """
+    graph_filter: Any = module._modules.get(CHILD)
+    if graph_filter is None:
+        raise GraphFilterError(
+            f"{type(module).__name__} runs with attn_implementation={IMPLEMENTATION!r} but has no graph filter: use "
+            "patch_model(model, ...), and leave attn_implementation to name the backend (sdpa, eager, ...)"
+        )
+    past, hidden = kwargs.pop(cache.ARGUMENT, None), kwargs.pop(HIDDEN, None)
+    implementation = backend(module)
+    attend = attention_function(type(module), implementation)
+    if implementation in _ENGINES or implementation == IMPLEMENTATION or not _UNHONOURED.isdisjoint(kwargs):
+        _refuse_unhonoured(module, implementation, attend, kwargs)
+    apply_filter = graph_filter
+    if query.shape[1] != graph_filter.heads:
+        apply_filter = with_local_heads(graph_filter, module, query)
+
+    def apply(keys: Tensor, signal: Tensor) -> tuple[Tensor, Tensor | None]:
+        repeated = keys.shape[1] != key.shape[1]
+        return attend(_SingleGroup(module) if repeated else module, query, keys, signal, attention_mask, **kwargs)
+
+    def causal() -> bool:
+        """Whether attention without a mask is causal; the eager functions never are."""
+        given = kwargs.get("is_causal")
+        return bool(getattr(module, "is_causal", True) if given is None else given) and implementation != "eager"
+
+    def visible() -> tuple[bool, Tensor | None]:
+        biased, declared = graph_filter.position_bias, declared_causal(module)
+        return visibility(attention_mask, causal(), query.shape[2], biased, declared)
+
+    def twice(signal: Tensor) -> tuple[Tensor, Tensor] | None:
+        return _sdpa_twice(query, key, signal, attention_mask, causal, **kwargs)
+
+    rows, state = (None, None) if past is None else cache.recall(past, module, key)
+    scaling = kwargs.get("scaling")
+    shift = AttentionShift(
+        *(apply, query, key, rows, twice if attend is sdpa_attention_forward else None),
+        hidden=hidden,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        visible=visible,
+        state=state,
+    )
+    output = apply_filter(shift, value)
+    if not shift.applications and implementation == "eager" and _weights_wanted(kwargs):
+        raise GraphFilterError(
+            f"{_site(module)}: output_attentions asks for the attention weights, and {graph_filter.config.filter!r} "
+            "computes none in the place of attention: leave it out, or read them before patching"
+        )
+    return output.transpose(1, 2).contiguous(), shift.weights
+
+
+def _sdpa_twice(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    may_be_causal: Callable[[], bool],
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor] | None:
+    """The joint form of two SDPA calls where it is the faster one; it reads its arguments as transformers does."""
+    causal = mask is None and query.shape[2] > 1 and may_be_causal()
+    if position_bias is not None or not can_apply_twice(query, key, value, mask, causal, dropout):
+        return None
+    key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
+    return apply_twice(query, key, value, mask, scale=scaling, causal=causal, dropout=dropout)
+
+
+def declared_causal(module: nn.Module) -> bool:
+    return bool(getattr(module, "is_causal", False))
+
+
+class _SingleGroup:
+    """A view of an attention module whose keys have been repeated to one group a head."""
+
+    num_key_value_groups = 1
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def backend(module: Any) -> str:
+    """The attention implementation that the user chose, read at each call from the model's own config."""
+    return getattr(module.config, BASE_CONFIG, module.config)._attn_implementation or "eager"
+
+
+def _site(module: Any) -> str:
+    return f"{module.graph_filter.site_name} ({type(module).__name__})"
+
+
+def _weights_wanted(kwargs: dict[str, Any]) -> bool:
+    """transformers leaves a layer without weights out of ``attentions``, so that those of later layers move up."""
+    collecting = None if torch.compiler.is_compiling() else _active_collector.get()
+    return bool(kwargs.get("output_attentions")) or "attentions" in (collecting or ())
+
+
+@functools.cache
+def _interface_of(module_class: Any) -> tuple[dict[str, Any], str]:
+    """(globals of the file, name of the eager function in it) of a module's ``forward``."""
+    forward: Any = inspect.unwrap(module_class.forward)
+    names = forward.__code__.co_names
+    eager = next((n for n in names if n.endswith("eager_attention_forward")), "eager_attention_forward")
+    return forward.__globals__, eager
+
+
+def attention_function(module_class: Any, implementation: str) -> Callable[..., Any]:
+    """What the module's own ``forward`` would call: its file's interface, or the eager function that it names."""
+    compiling = torch.compiler.is_compiling()  # which looks into functions and warns of a cache
+    namespace, eager = _interface_of.__wrapped__(module_class) if compiling else _interface_of(module_class)
+    return namespace["ALL_ATTENTION_FUNCTIONS"].get_interface(implementation, namespace.get(eager))  # type: ignore[no-any-return]
+
+
+@functools.cache
+def honours_softcap(attend: Callable[..., Any]) -> bool:
+    return "softcap" in inspect.signature(attend).parameters
+
+
+def _refuse_unhonoured(
+    module: nn.Module, implementation: str, attend: Callable[..., Any], kwargs: dict[str, Any]
+) -> None:
+    """What would lead past the filter, break linearity or row sums, or be dropped by the backend in silence."""
+    if implementation in _ENGINES:
+        raise GraphFilterError(f"{_site(module)}: attention by {implementation!r} cannot be filtered; {SERVING}")
+    if implementation == IMPLEMENTATION:
+        raise GraphFilterError(
+            f"{IMPLEMENTATION!r} was written into the config of {_site(module)} as what computes S: name a backend, "
+            "with model.set_attn_implementation('sdpa')"
+        )
+    for sink in ("s_aux", "sinks"):
+        if kwargs.get(sink) is not None:
+            raise GraphFilterError(f"{_site(module)} uses attention sinks ({sink}): rows of A then sum to less than 1")
+    if kwargs.get("softcap") is not None and not honours_softcap(attend):
+        raise GraphFilterError(
+            f"{_site(module)} caps its scores (softcap={kwargs['softcap']}) and {implementation!r} attention drops "
+            "that; load the model with attn_implementation='eager'"
+        )
+    if kwargs.get("cache") is not None:
+        raise GraphFilterError(
+            f"{_site(module)}: paged attention (continuous batching) cannot be filtered; use generate()"
+        )

@@ -1,0 +1,52 @@
+"""What a model card says of a transformers model."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+
+_AUTO_CLASSES = {
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
+    "ForMaskedLM": "AutoModelForMaskedLM",
+    "ForCausalLM": "AutoModelForCausalLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+    "ForImageClassification": "AutoModelForImageClassification",
+}
+
+
+def model_type(model: Any) -> str | None:
+    return getattr(model.config, "model_type", None)
+
+
+def usage(model: Any, source: str) -> str:
+    name = type(model).__name__
+    auto_class = next((a for suffix, a in _AUTO_CLASSES.items() if name.endswith(suffix)), "AutoModel")
+    return f"""import hf_graphfilter  # pip install hf-graphfilter
+from transformers import {auto_class}
+
+model = {auto_class}.from_pretrained("{source}")"""
+
+
+def pipeline_tag(model: Any) -> str | None:
+    from transformers.modelcard import TASK_MAPPING, _get_mapping_values
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_MAPPING_NAMES, MODEL_MAPPING_NAMES
+
+    bare = {"image-feature-extraction": MODEL_FOR_IMAGE_MAPPING_NAMES, "feature-extraction": MODEL_MAPPING_NAMES}
+    tasks = {**TASK_MAPPING, **bare}.items()
+    return next((task for task, classes in tasks if type(model).__name__ in _get_mapping_values(classes)), None)
+
+
+def base_model(model: Any) -> str | None:
+    """What is in the cache of the Hub came from the Hub; any other name may be a folder."""
+    name = model.config._name_or_path
+    try:
+        cached = not os.path.exists(name) and try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return name if isinstance(cached, str) else None

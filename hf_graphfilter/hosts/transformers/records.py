@@ -1,0 +1,87 @@
+"""The record of a patch in the config of a transformers model, and what transformers reads beside it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ...filters.attached import CHILD, filters_of
+from .attention import IMPLEMENTATION
+
+_SHARED_CONFIG = "_graph_filter_shared_config"
+_TAGS = "_graph_filter_tags"
+
+
+def tag(model: PreTrainedModel, filters: Iterable[str]) -> None:
+    """Let ``model_tags``, which cards of the Trainer and of ``push_to_hub`` carry, name the filters of the model."""
+    for part in model.modules():  # a part that was loaded with a record has tags of its own
+        if isinstance(part, PreTrainedModel) and (ours := vars(part).pop(_TAGS, None)) is not None:
+            part.model_tags = [t for t in part.model_tags or () if t not in ours]
+            if part.model_tags == (type(part).model_tags or []):
+                del part.model_tags
+    if filters:
+        before = model.model_tags or []
+        ours = [t for t in ("graph-filter", *filters, "hf_graphfilter") if t not in before]
+        model.model_tags = [*before, *ours]
+        setattr(model, _TAGS, ours)
+
+
+def read_record(model: Any) -> dict[str, Any] | None:
+    return getattr(model.config, CHILD, None)
+
+
+def write_record(model: Any, record: dict[str, Any] | None) -> None:
+    """Keep the record in the config, and with it an implementation name that makes loading without us fail."""
+    tag(model, sorted({g["config"]["filter"] for g in record["filters"]}) if record else ())
+    if record is None:
+        _forget_record(model)
+        return
+    if read_record(model) is None:
+        _own_config(model)
+    config = model.config
+    setattr(config, CHILD, record)
+    config.__dict__["attn_implementation"] = IMPLEMENTATION
+    # read by from_pretrained: coefficients stay in float32 whatever dtype is asked for
+    coefficients = {
+        f"{CHILD}.{name}"
+        for _, graph_filter in filters_of(model, copies=True)
+        for name in graph_filter.coefficient_names()
+    }
+    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *coefficients}
+    if getattr(config, "quantization_config", None) is not None:  # quantizers leave what is named here as it is
+        model._keep_in_fp32_modules = {*(model._keep_in_fp32_modules or ()), rf".*\.{CHILD}"}
+
+
+def _own_config(model: PreTrainedModel) -> None:
+    """A config object of the model's own: other models may have been built from the same one."""
+    vars(model)[_SHARED_CONFIG] = model.config, vars(model.config).copy()
+    _swap_config(model, model.config, copy.copy(model.config))
+
+
+def _swap_config(model: nn.Module, old: PreTrainedConfig, new: PreTrainedConfig) -> None:
+    for module in model.modules():
+        for attribute, value in list(vars(module).items()):
+            if value is old:
+                setattr(module, attribute, new)
+            elif isinstance(value, PreTrainedConfig):  # of a composite, or of a patched module
+                for name in [n for n, part in vars(value).items() if part is old]:
+                    vars(value)[name] = new
+
+
+def _forget_record(model: PreTrainedModel) -> None:
+    """Undo ``write_record``: the config is again the object that it was, with what was changed in it since."""
+    for part in (m for m in model.modules() if isinstance(m, PreTrainedModel)):
+        for names in ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"):
+            setattr(part, names, {name for name in getattr(part, names) or () if CHILD not in name})
+        own = part.config
+        left = {k: v for k, v in vars(own).items() if k not in (CHILD, "attn_implementation")}
+        shared, before = vars(part).pop(_SHARED_CONFIG, (own, vars(own)))
+        for key in before.keys() - left.keys():
+            vars(shared).pop(key, None)
+        if shared is not own:  # which stays, with its record, that of models that were built from it
+            vars(shared).update({k: v for k, v in left.items() if k not in before or before[k] is not v})
+            _swap_config(model, own, shared)

@@ -1,0 +1,100 @@
+"""Routing a module's attention through its filter, by a config of its own and a hook."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from typing import Any
+
+from transformers.integrations import is_deepspeed_zero3_enabled
+
+from ...errors import GraphFilterError
+from ...filters import AttentionSite, GraphFilter
+from ...filters.attached import CHILD
+from . import cache
+from .attention import BASE_CONFIG, HIDDEN, IMPLEMENTATION, SERVING
+
+_SITE = "_graph_filter_site"
+
+
+def attach(site: AttentionSite, graph_filter: GraphFilter) -> None:
+    module: Any = site.module
+    base = module.config
+    routed = copy.copy(base)
+    routed.__class__ = _routed(type(base))  # type: ignore[arg-type]
+    routed._attn_implementation_internal = IMPLEMENTATION
+    object.__setattr__(routed, BASE_CONFIG, base)
+    object.__setattr__(routed, _SITE, site.name)
+    module.add_module(CHILD, graph_filter)
+    module.config = routed
+    tensors = (*graph_filter.parameters(), *graph_filter.buffers())
+    if not is_deepspeed_zero3_enabled() and not any(t.is_meta for t in tensors):
+        for part in graph_filter.modules():  # or a composite made of patched models would give it start values again
+            part._is_hf_initialized = True  # type: ignore[assignment]
+    parameters = inspect.signature(type(module).forward).parameters
+    names, open_ended = list(parameters)[1:], any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if (open_ended and "past_key_values" in names) or graph_filter.reads_hidden:
+        module.register_forward_pre_hook(_PassOn(names), with_kwargs=True)
+
+
+@functools.cache
+def _routed(base: Any) -> Any:
+    """The class of a patched module's config, copied and pickled as its base: the implementation that the module reads
+    from it at each call is ours, or an error."""
+
+    def read(self: Any) -> str:
+        if (found := self._attn_implementation_internal) != IMPLEMENTATION:
+            raise GraphFilterError(
+                f"{getattr(self, _SITE)} is patched, but {found!r} was written into its config, which leads past the "
+                f"graph filter: choose a backend with model.set_attn_implementation('sdpa'); {SERVING}"
+            )
+        return IMPLEMENTATION
+
+    def write(self: Any, value: Any) -> None:
+        self._attn_implementation_internal = value
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        return _rebuild, (base,), vars(self).copy()
+
+    body = {"_attn_implementation": property(read, write), "__reduce_ex__": reduce, "__module__": base.__module__}
+    return type(base.__name__, (base,), {**body, "__qualname__": base.__qualname__})
+
+
+def _rebuild(base: Any) -> Any:
+    cls = _routed(base)
+    return cls.__new__(cls)
+
+
+class _PassOn:
+    """Forward pre-hook: the attention function is told of cache and input, as further keyword arguments."""
+
+    def __init__(self, names: list[str]):
+        self.positions = {name: i for i, name in enumerate(names)}  # of arguments that may be given without a name
+
+    def _given(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        position = self.positions.get(name, len(args))
+        return args[position] if position < len(args) else kwargs.get(name)
+
+    def __call__(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        past = self._given("past_key_values", args, kwargs)
+        reads_hidden = module.graph_filter.reads_hidden
+        if past is None and not reads_hidden:
+            return None
+        further = {}
+        if past is not None:
+            cache.announce(past, module)
+            further[cache.ARGUMENT] = past
+        if reads_hidden:
+            further[HIDDEN] = self._given("hidden_states", args, kwargs)
+        return args, {**kwargs, **further}
+
+
+def detach(module: Any) -> None:
+    for key in [k for k, hook in module._forward_pre_hooks.items() if isinstance(hook, _PassOn)]:
+        del module._forward_pre_hooks[key]
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
+    module.config = getattr(module.config, BASE_CONFIG)
+    delattr(module, CHILD)

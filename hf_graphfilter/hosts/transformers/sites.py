@@ -1,0 +1,131 @@
+"""Finding the self-attention modules of a transformers model, and what they are called here and in checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections import Counter
+from typing import Any
+
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightConverter
+from transformers.pytorch_utils import Conv1D
+
+from ...filters import AttentionSite
+from ...filters.attached import CHILD
+from ..base import locate, looks_like_attention
+from .attention import attention_function, backend, declared_causal, honours_softcap
+
+_HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
+_HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
+_CROSS_NAME = re.compile(r"cross|enc(oder)?_?dec|^encoder_att|^x_att", re.I)
+
+
+def find(model: nn.Module) -> tuple[list[AttentionSite], dict[str, str]]:
+    """All self-attention modules that run through the attention interface, and the others with the reason."""
+    sites, refused, counts = [], {}, Counter[str]()
+    for name, module in model.named_modules():
+        if CHILD in name.split("."):
+            continue
+        reason = _refusal(name, module)
+        if reason is None:
+            causal = declared_causal(module)
+            stack, group = locate(name, causal)
+            sites.append(
+                AttentionSite(
+                    *(name, module, _heads(module), causal, stack, group, counts[group]),  # type: ignore[arg-type]
+                    position_bias=_position_bias(model, name),
+                    **_shape(module),
+                )
+            )
+            counts[group] += 1
+        elif reason:
+            refused[name] = reason
+    return sites, refused
+
+
+def _refusal(name: str, module: Any) -> str | None:
+    """None for a patchable module, the reason for another attention module, "" for anything else."""
+    forward = inspect.unwrap(type(module).forward)
+    names = forward.__code__.co_names if hasattr(forward, "__code__") else ()
+    if "ALL_ATTENTION_FUNCTIONS" not in names:
+        return "its forward does not use the attention interface" if looks_like_attention(module) else ""
+    if (
+        any(_CROSS_NAME.search(part) for part in name.split(".")[-2:])
+        or "Cross" in type(module).__name__
+        or getattr(module, "is_cross_attention", False)
+    ):
+        return "cross-attention: A is not square"
+    if not hasattr(getattr(module, "config", None), "_attn_implementation"):
+        return "it has no config to route the attention through"
+    if getattr(module, "sinks", None) is not None:
+        return "attention sinks: rows of A sum to less than 1"
+    if getattr(module, "reorder_and_upcast_attn", False):
+        return "reorder_and_upcast_attn: its own eager attention goes past the interface"
+    softcap = getattr(module, "attn_logit_softcapping", None)
+    if softcap is not None and not honours_softcap(attention_function(type(module), backend(module))):
+        chosen = backend(module)
+        return f"soft-capped scores (softcap={softcap}) that {chosen!r} attention drops: load it with 'eager' attention"
+    if _heads(module) is None:
+        return f"none of {', '.join(_HEAD_COUNTS)} tells its number of heads"
+    return None
+
+
+def _heads(module: Any) -> int | None:
+    for owner in (module, module.config):
+        for attribute in _HEAD_COUNTS:
+            heads = getattr(owner, attribute, None)
+            if isinstance(heads, int):
+                return heads
+    return None
+
+
+def _position_bias(model: nn.Module, name: str) -> bool:
+    """Whether scores get a bias: as an argument (T5), or of the module or one around it, within the mask (BEiT)."""
+    module = model.get_submodule(name)
+    if "position_bias" in inspect.signature(type(module).forward).parameters:
+        return True
+    parts = name.split(".")
+    around = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts) + 1)]
+    return any(child.endswith("position_bias") for m in around for child, _ in m.named_children())
+
+
+def _shape(module: Any) -> dict[str, Any]:
+    """The fields of ``AttentionSite`` that only some filters ask for."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    passes_on = parameters[0].name == "hidden_states" and any(p.kind is p.VAR_KEYWORD for p in parameters)
+    projection = next((m for m in module.children() if isinstance(m, (nn.Linear, Conv1D))), None)
+    inputs = None if projection is None else getattr(projection, "in_features", projection.weight.shape[0])
+    head_dim = next((d for name in _HEAD_DIMS if isinstance(d := getattr(module, name, None), int)), None)
+    return {
+        "hidden_size": inputs if passes_on else None,
+        "head_dim": head_dim or (inputs or 0) // (_heads(module) or 1),
+        "sliding_window": getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)),
+    }
+
+
+def relative_name(model: Any, name: str) -> str:
+    return name.removeprefix(f"{model.base_model_prefix}.") if model.base_model_prefix else name
+
+
+def saved_names(model: Any, sites: list[AttentionSite]) -> dict[str, AttentionSite]:
+    """transformers renames weights of earlier releases when it loads them, and back when it saves."""
+    reverse = []
+    for conversion in reversed(get_model_conversion_mapping(model, add_legacy=False)):
+        if not isinstance(conversion, PrefixChange):  # of task heads
+            with contextlib.suppress(NotImplementedError, ValueError):  # has no way back
+                reverse.append(conversion.reverse_transform())
+    reverse.sort(key=lambda conversion: not isinstance(conversion, WeightConverter))  # the order of saving
+    by_name = {}
+    for site in sites:
+        names = Counter[str]()
+        for key, _ in site.module.named_parameters():
+            saved = f"{site.name}.{key}"
+            for conversion in reverse:
+                saved, _ = conversion.rename_source_key(saved)
+            names[saved.rsplit(".", key.count(".") + 1)[0]] += not key.startswith(f"{CHILD}.")
+        if names:
+            by_name[relative_name(model, names.most_common(1)[0][0])] = site
+    return by_name

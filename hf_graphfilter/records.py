@@ -1,0 +1,64 @@
+"""The record of a patch: which filter is where, as checkpoints and filter files keep it.
+
+``{"version": 1, "model": class name, "filters": [{"config": {...}, "modules": [names]}], "imports": [modules]}``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from .errors import GraphFilterError, shown
+from .filters import FilterConfig
+from .filters.build import foreign_modules
+from .filters.registry import UnknownFilterError
+
+RECORD_VERSION = 1
+
+
+def extended(
+    record: dict[str, Any] | None, model_class: str, config: FilterConfig, names: Iterable[str]
+) -> dict[str, Any]:
+    """``record`` (or a new one) with one filter more."""
+    before = record or {"filters": []}
+    imports = sorted({*_imports(before), *foreign_modules([config])})
+    groups = [*before["filters"], {"config": config.to_dict(), "modules": [*names]}]
+    written = {"version": RECORD_VERSION, "model": model_class, "filters": groups}
+    return {**written, "imports": imports} if imports else written
+
+
+def read_groups(record: Any, source: str, part: str = "") -> list[tuple[FilterConfig, list[str]]]:
+    """(config, names of the modules) of a record; ``source`` and ``part`` say in errors where it was read."""
+    if not isinstance(record, dict) or record.get("version") != RECORD_VERSION:
+        version = record.get("version") if isinstance(record, dict) else record
+        raise GraphFilterError(
+            f"{source}: version {shown(version)}{part} is unknown, this installation reads version {RECORD_VERSION}; "
+            "install the hf_graphfilter release that wrote it"
+        )
+    where = part.removeprefix(" of ") or source
+    groups = record.get("filters")
+    if not isinstance(groups, list) or not groups or not all(isinstance(g, dict) for g in groups):
+        raise GraphFilterError(f"{where} is malformed: 'filters' must be a list of filters, got {shown(groups)}")
+    read, seen = [], set()
+    for group in groups:
+        try:
+            config, names = FilterConfig.from_dict(group.get("config")), group.get("modules")
+        except UnknownFilterError as error:
+            modules = _imports(record)  # named, never imported: a checkpoint holds no code
+            hint = f": import {shown(', '.join(modules))}, as was done to patch the model" if modules else ""
+            raise GraphFilterError(f"{error}{hint}") from None
+        if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+            raise GraphFilterError(f"{where} is malformed: 'modules' must be a list of names, got {shown(names)}")
+        for name in names:
+            if name in seen:
+                raise GraphFilterError(f"{where} is malformed: it names the module {shown(name)} twice")
+            seen.add(name)
+        read.append((config, names))
+    return read
+
+
+def _imports(record: dict[str, Any]) -> list[str]:
+    """The modules that a record says register its filters."""
+    modules: Any = record.get("imports")
+    named = isinstance(modules, list) and all(isinstance(m, str) and m.replace(".", "").isidentifier() for m in modules)
+    return modules if named else []

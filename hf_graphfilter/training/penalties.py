@@ -1,0 +1,248 @@
+"""The losses that a filter declares (``GraphFilter.penalised``), in the plain Trainer or in a loop of one's own.
+
+The callback does not touch the loss that the Trainer computes. A filter passes its output on through an identity whose
+backward pass adds the gradient of weight * loss / applications. So it reaches the gradients exactly once whoever
+computes the loss (the model, label smoothing, ``compute_loss_func``), under both kinds of gradient checkpointing, and
+under DDP. Without callback or ``collect_penalties`` no loss is computed, and nothing is kept for one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainingArguments
+from transformers.training_args import ParallelMode
+
+from ..errors import GraphFilterError
+from ..filters import GraphFilter
+from ..filters.attached import filters_of
+from ..filters.base import Loss
+from .callbacks import LoggingCallback
+
+Weights = Mapping[str, float]
+Options = Mapping[str, Mapping[str, Any]]
+
+
+class PenaltyCallback(LoggingCallback):
+    """Adds the losses that the filters declare, each a mean over the layers times its weight, to what the Trainer
+    minimises.
+
+    Logs each as ``NAME_loss``, without its weight, mean over the batches since the last log; the Trainer's own ``loss``
+    stays that of the task. Costs nothing at evaluation.
+
+    Args:
+        weights: by name of the loss, instead of those in the filters' configs (``FilterConfig.penalties``).
+        options: by name of the loss, keyword arguments for it.
+
+    Raises:
+        GraphFilterError: a negative weight; when training begins: no filter with such a loss, only weights of 0;
+            ``torch.nn.DataParallel`` or DeepSpeed, under which it would not be counted right.
+
+    Example:
+        ``Trainer(model, args, train_dataset=data, callbacks=[PenaltyCallback({"orthogonality": 1e-2})]).train()``
+    """
+
+    def __init__(self, weights: Weights | None = None, options: Options | None = None):
+        self.weights, self.options = weights or {}, options or {}
+        for name, weight in self.weights.items():
+            if not weight >= 0:
+                raise GraphFilterError(f"{type(self).__name__}: the weight of {name} must be >= 0, got {weight!r}")
+        self.added = _Added(self.weights, self.options)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        super().on_train_begin(args, state, control)
+        filters, name = penalised_filters(model, self.weights), type(self).__name__
+        if args.parallel_mode == ParallelMode.NOT_DISTRIBUTED and args.n_gpu > 1:
+            raise GraphFilterError(f"{name}: torch.nn.DataParallel is not supported; use torchrun (DDP)")
+        if args.deepspeed:
+            raise GraphFilterError(f"{name}: DeepSpeed scales the loss where a callback cannot see it; use DDP or FSDP")
+        if not any(any(_weights(f, self.weights).values()) for f in filters):
+            raise GraphFilterError(f"{name}: every weight is 0 in the configs of the filters; give one, say 1e-2")
+        self.added = _Added(self.weights, self.options)
+        for graph_filter in filters:
+            graph_filter.recorder = self.added
+
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: Any,
+        control: Any,
+        optimizer: Any = None,
+        train_dataloader: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        scaler = getattr(optimizer, "scaler", None)  # float16: the gradients are scaled until the optimizer's step
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        self.added.scale = scale / _accumulated(args.gradient_accumulation_steps, state.global_step, train_dataloader)
+
+    def values(self) -> dict[str, float]:
+        sums, counts = self.added.sums, self.added.counts
+        self.added.sums, self.added.counts = {}, Counter()
+        return {f"{name}_loss": total.item() / counts[name] for name, total in sums.items()}
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        for graph_filter in penalised_filters(model):
+            graph_filter.recorder = None
+
+
+class Penalties:
+    """What ``collect_penalties`` yields: the losses of the forward passes within it."""
+
+    def __init__(self, weights: Weights, options: Options):
+        self._weights, self._options = weights, options
+        self._seen: dict[str, list[tuple[float, Loss]]] = {}
+
+    def _record(self, graph_filter: GraphFilter, out: Tensor, losses: dict[str, Loss]) -> Tensor:
+        if torch.is_grad_enabled():
+            for name, loss in losses.items():
+                weight = _weights(graph_filter, self._weights)[name]
+                self._seen.setdefault(name, []).append((weight, loss))
+        return out
+
+    def losses(self) -> dict[str, Tensor]:
+        """Each loss by name, without its weight: scalars, means over the layers.
+
+        Raises:
+            GraphFilterError: no training forward pass with gradients. Reentrant gradient checkpointing makes none: use
+                ``use_reentrant=False``, or ``PenaltyCallback``.
+        """
+        return {name: _mean([loss for _, loss in pairs]) for name, pairs in self._computed().items()}
+
+    def total(self) -> Tensor:
+        """The sum of the losses times their weights, a scalar to be added to the loss; raises as ``losses`` does."""
+        terms = [_mean([weight * loss for weight, loss in pairs]) for pairs in self._computed().values()]
+        return torch.stack([term.to(terms[0].device) for term in terms]).sum()
+
+    def _computed(self) -> dict[str, list[tuple[float, Tensor]]]:
+        if not self._seen:
+            raise GraphFilterError(
+                "collect_penalties(model) saw no training forward pass: it needs model.train() and gradients; with "
+                "reentrant gradient checkpointing use use_reentrant=False or PenaltyCallback"
+            )
+        options = self._options
+        return {
+            name: [(weight, loss(**options.get(name, {}))) for weight, loss in pairs]
+            for name, pairs in self._seen.items()
+        }
+
+
+@contextmanager
+def collect_penalties(
+    model: nn.Module, weights: Weights | None = None, options: Options | None = None
+) -> Iterator[Penalties]:
+    """Around a forward pass: the losses that the filters declare, for a loop of one's own.
+
+    Args:
+        model: a model with such filters, wrapped or not, in training mode.
+        weights, options: as for ``PenaltyCallback``.
+
+    Returns:
+        ``Penalties``, to be asked for ``total()`` or ``losses()`` after the forward pass, inside or outside. Layers
+        that run several times (ALBERT) count with the mean of their runs.
+
+    Raises:
+        GraphFilterError: no filter of the model declares such a loss.
+
+    Example:
+        >>> import torch
+        >>> from transformers import BertConfig, BertModel
+        >>> from hf_graphfilter import collect_penalties, patch_model
+        >>> model = patch_model(BertModel(BertConfig(num_hidden_layers=1)), "agf").train()
+        >>> with collect_penalties(model) as penalties:
+        ...     out = model(torch.randint(0, 1000, (2, 8))).last_hidden_state
+        >>> (out.square().mean() + penalties.total()).backward()
+    """
+    penalties = Penalties(weights or {}, options or {})
+    before = [(graph_filter, graph_filter.recorder) for graph_filter in penalised_filters(model, penalties._weights)]
+    for graph_filter, _ in before:
+        graph_filter.recorder = penalties._record
+    try:
+        yield penalties
+    finally:
+        for graph_filter, recorder in before:
+            graph_filter.recorder = recorder
+
+
+def penalised_filters(model: nn.Module, names: Weights | None = None) -> list[GraphFilter]:
+    """The filters of a model that declare losses; each of ``names`` must be one of these."""
+    filters = [f for _, f in filters_of(model, copies=True) if f.config.penalties]
+    declared = sorted({name for f in filters for name in f.config.penalties})
+    if unknown := [name for name in names or () if name not in declared]:
+        raise GraphFilterError(
+            f"no filter of {type(model).__name__} declares a loss {unknown[0]!r}; declared are: "
+            f"{', '.join(declared) or 'none'}"
+        )
+    if not filters:
+        raise GraphFilterError(
+            f"{type(model).__name__} has no filter with a loss of its own (FilterConfig.penalties); patch it with one, "
+            "such as 'agf'"
+        )
+    return filters
+
+
+def _weights(graph_filter: GraphFilter, weights: Weights) -> dict[str, float]:
+    return {name: weights.get(name, own) for name, own in graph_filter.config.penalties.items()}
+
+
+def _mean(values: list[Tensor]) -> Tensor:
+    return torch.stack([value.to(values[0].device) for value in values]).mean()
+
+
+def _accumulated(steps: int, step: int, dataloader: Any) -> int:
+    """Batches of this optimizer step; an epoch may end with fewer."""
+    try:
+        batches = len(dataloader)
+    except TypeError:
+        return steps
+    updates = -(-batches // steps)
+    return batches % steps or steps if step % updates == updates - 1 else steps
+
+
+class _Added:
+    """The recorder of all filters of a model while it trains: adds the gradients, and sums up what is logged."""
+
+    def __init__(self, weights: Weights, options: Options):
+        self.weights, self.options, self.scale = weights, options, 1.0
+        self.applications = Counter[str]()  # of each loss in the last forward pass
+        self.backward_began = False
+        self.sums: dict[str, Tensor] = {}
+        self.counts = Counter[str]()
+
+    def __call__(self, graph_filter: GraphFilter, out: Tensor, losses: dict[str, Loss]) -> Tensor:
+        weights = {name: w for name, w in _weights(graph_filter, self.weights).items() if w and name in losses}
+        if torch._C._current_graph_task_id() == -1:  # checkpointing runs a layer again, during the backward pass
+            if self.backward_began:
+                self.applications, self.backward_began = Counter(), False
+            self.applications.update(weights.keys())
+        if torch.is_grad_enabled():
+            for name, weight in weights.items():
+                loss = losses[name](**self.options.get(name, {}))
+                out = _AddGradient.apply(out, loss, name, weight, self)
+        return out
+
+    def record(self, name: str, loss: Tensor) -> None:
+        self.backward_began = True
+        before = self.sums.get(name)
+        self.sums[name] = loss.clone() if before is None else before + loss.to(before.device)
+        self.counts[name] += 1
+
+
+class _AddGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, loss: Tensor, name: str, weight: float, added: _Added) -> Tensor:  # type: ignore[override]
+        ctx.loss, ctx.rest = loss.detach(), (name, weight, added)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        name, weight, added = ctx.rest
+        added.record(name, ctx.loss)
+        share = torch.full_like(ctx.loss, weight * added.scale / added.applications[name])
+        return grad, share, None, None, None

@@ -1,0 +1,97 @@
+"""The house: floors that import only what lies below, no circle, and files of a size that can be read."""
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "hf_graphfilter"
+# from the ground up: a module imports what is on a lower floor, or on its own
+FLOORS = [
+    {"errors", "_on_import"},
+    {"shift", "ops"},
+    {"functional"},
+    {"filters"},
+    {"hosts"},
+    {"records", "selection", "status", "patching"},
+    {"checkpoints", "remote_code"},
+    {"training", "analysis"},
+    {"testing"},
+    {"hf_graphfilter"},  # the names that the package exports
+    {"startup", "launch", "console", "demo", "cli", "__main__"},
+]
+
+
+def name_of(file):
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+MODULES = {name_of(file): file for file in FILES}
+
+
+def imports(file):
+    """Modules of the package that a file imports: anywhere in it, for type checkers only, or by a string."""
+    package = name_of(file) if file.stem == "__init__" else name_of(file).rpartition(".")[0]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            source = ".".join([*above, *filter(None, [node.module])])
+            for alias in node.names:
+                yield f"{source}.{alias.name}" if f"{source}.{alias.name}" in MODULES else source
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            name = node.args[0]
+            yield f"hf_graphfilter{name.value}" if isinstance(name, ast.Constant) else ""
+
+
+def arrows():
+    found = {name: {m for m in imports(file) if m in MODULES} - {name} for name, file in MODULES.items()}
+    found["hf_graphfilter"] |= {m for m in imports(PACKAGE / "__init__.pyi") if m in MODULES}
+    found["hf_graphfilter.filters"] |= {m for m in MODULES if m.startswith("hf_graphfilter.filters.")}
+    return found
+
+
+def floor(module):
+    room = module.split(".")[1] if "." in module else module
+    return next(i for i, rooms in enumerate(FLOORS) if room in rooms)
+
+
+def test_every_module_has_a_floor_and_imports_only_what_lies_below():
+    upward = [(a, b) for a, targets in arrows().items() for b in targets if floor(b) > floor(a)]
+    assert upward == []
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    try:
+        TopologicalSorter(arrows()).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle: {' <- '.join(error.args[1])}")
+
+
+def test_the_reader_of_imports_sees_all_kinds(tmp_path, monkeypatch):
+    """Or the two tests above would show nothing."""
+    seen = arrows()
+    assert "hf_graphfilter.hosts.timm" in seen["hf_graphfilter.hosts"], "in a function"
+    assert "hf_graphfilter.checkpoints.transformers" in seen["hf_graphfilter"], "by a string"
+    assert "hf_graphfilter.training.blend" in seen["hf_graphfilter"], "exported"
+    assert "hf_graphfilter.hosts.transformers.cache" in seen["hf_graphfilter.hosts.transformers.attention"], "a module"
+    assert len(MODULES) > 50
+
+
+def lines(file):
+    return len(file.read_text().splitlines())
+
+
+RECIPES = sorted((ROOT / "recipes").rglob("*.py"))
+
+
+def test_files_are_short():
+    assert {str(f): lines(f) for f in FILES if lines(f) > 300} == {}
+    assert {str(f): lines(f) for f in RECIPES if lines(f) > 260} == {}
+    assert median(lines(f) for f in (*FILES, *RECIPES)) <= 150
