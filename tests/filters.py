@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from oracle import agf_matrix, gfsa_matrix
+from linear_attention import LinearAttentionConfig
+from oracle import agf_matrix, gfsa_matrix, linear_attention_matrix
 from torch import nn
 
 from hf_graphfilter import (
@@ -95,6 +96,9 @@ FILTERS = {
         agf_matrix,
     ),
 }
+FILTERS["linear-attention"] = Entry(
+    LinearAttentionConfig(init="blend", sharpness=3.0, position_bias="drop"), linear_attention_matrix, everywhere=False
+)
 for _module in filter(None, os.environ.get("TEST_FILTERS", "").split(",")):
     FILTERS |= importlib.import_module(_module).FILTERS
 

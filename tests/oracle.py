@@ -87,6 +87,14 @@ def agf_matrix(A, c, config, seen):
     return (1 - gate) * A + gate * H
 
 
+def linear_attention_matrix(A, c, config, seen):
+    """``phi(Q) phi(K)^T`` over the visible tokens, rows scaled to sum 1; blended with A."""
+    q, k = (1 + torch.nn.functional.elu(c["sharpness"].to(A.dtype).view(-1, 1, 1) * x) for x in (seen.query, seen.key))
+    scores = q @ k.mT * seen.allowed
+    gate = c["gate"].to(A.dtype).view(-1, 1, 1)
+    return (1 - gate) * A + gate * scores / scores.sum(-1, keepdim=True).clamp(min=1e-6)
+
+
 def dense_attention(module, query, key, value, attention_mask, scaling=None, position_bias=None, **kwargs):
     heads = query.shape[1]
     key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))

@@ -27,20 +27,14 @@ from hf_graphfilter import (
     set_blend,
     transfer_attention,
 )
-from hf_graphfilter.filters.registry import CONFIG_CLASSES
 
 FILE = Path(__file__).parent / "linear_attention.py"
-
-
-@pytest.fixture(autouse=True)
-def registered():
-    CONFIG_CLASSES["linear-attention"] = LinearAttentionConfig
 
 
 def build(name="bert", **options):
     torch.manual_seed(0)
     family = FAMILIES[name]
-    return patch_model(family.build().double(), LinearAttentionConfig(**options), layers=family.agf_layers)
+    return patch_model(family.build().double(), LinearAttentionConfig(**options))
 
 
 def test_it_passes_the_checks_for_filters():

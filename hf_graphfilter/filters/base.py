@@ -163,29 +163,25 @@ class GraphFilter(nn.Module):
         own = (*self.named_parameters(recurse=False), *self.named_buffers(recurse=False))
         return {name for name, _ in own}
 
+    def coefficient_tensors(self) -> dict[str, Tensor]:
+        """The parameters and buffers that are coefficients, by name."""
+        names, tensors = self.coefficient_names(), (*self.named_parameters(), *self.named_buffers())
+        return {name: tensor for name, tensor in tensors if name in names}
+
     def coefficients(self) -> dict[str, Tensor]:
         """The coefficients by name, learned or fixed, as they enter the formula."""
-        names = self.coefficient_names()
-        tensors = (*self.named_parameters(), *self.named_buffers())
-        return {name: tensor.detach() for name, tensor in tensors if name in names}
-
-    def coefficient_parameters(self) -> dict[str, nn.Parameter]:
-        """Those of the parameters that are coefficients, by name; the others are weights."""
-        names = self.coefficient_names()
-        return {name: parameter for name, parameter in self.named_parameters() if name in names}
+        return {name: tensor.detach() for name, tensor in self.coefficient_tensors().items()}
 
     def learned_coefficients(self) -> dict[str, Tensor]:
         """Those of ``coefficients`` that are trained: theta_0 ... theta_K of a filter are its parameter theta."""
-        learned = self.coefficient_parameters()
+        learned = {name for name, _ in self.named_parameters()}
         return {k: v for k, v in self.coefficients().items() if k in learned or k.rpartition("_")[0] in learned}
 
     def extra_repr(self) -> str:
         return f"{self.config}, heads={self.heads}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GraphFilter:
-        names = self.coefficient_names()
-        tensors = [t for name, t in (*self.named_parameters(), *self.named_buffers()) if name in names]
-        coefficients = {id(t) for tensor in tensors for t in (tensor, tensor.grad) if t is not None}
+        coefficients = {id(t) for c in self.coefficient_tensors().values() for t in (c, c.grad)}
 
         def keep_precision(t: Tensor) -> Tensor:
             moved = fn(t)

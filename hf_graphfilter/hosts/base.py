@@ -113,8 +113,8 @@ def encoder_of(model: Any) -> Any:
             encoders[name] = module
     if len(encoders) != 1:
         raise GraphFilterError(
-            f"{type(model).__name__} holds {len(encoders)} transformers models ({', '.join(encoders) or 'none'}): hand in "
-            "the one that is meant"
+            f"{type(model).__name__} holds {len(encoders)} transformers models ({', '.join(encoders) or 'none'}): hand "
+            "in the one that is meant"
         )
     return next(iter(encoders.values()))
 

@@ -66,7 +66,7 @@ def parameter_groups(
 
 def coefficient_ids(model: nn.Module) -> set[int]:
     """``id`` of the parameters that are coefficients of a filter; its weights (``sigma`` of AGF ...) are not."""
-    return {id(p) for _, graph_filter in filters_of(model) for p in graph_filter.coefficient_parameters().values()}
+    return {id(p) for _, graph_filter in filters_of(model) for p in graph_filter.coefficient_tensors().values()}
 
 
 def filter_optimizer(args: TrainingArguments, filter_lr: float = FILTER_LR) -> tuple[Any, dict[str, Any]]:

@@ -49,7 +49,8 @@ def write_record(model: Any, record: dict[str, Any] | None) -> None:
     coefficients = {
         f"{CHILD}.{name}"
         for _, graph_filter in filters_of(model, copies=True)
-        for name in graph_filter.coefficient_names()
+        for name, tensor in graph_filter.coefficient_tensors().items()
+        if tensor.is_floating_point()
     }
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *coefficients}
     if getattr(config, "quantization_config", None) is not None:  # quantizers leave what is named here as it is

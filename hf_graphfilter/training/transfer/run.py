@@ -44,7 +44,7 @@ class StageRun:
         self.parameters = {f"{n}.{k}": p for n, f in modules.items() for k, p in f.named_parameters()}
         if not self.parameters:
             raise GraphFilterError("the filters have no parameters that could be fitted")
-        coefficients = {id(p) for f in modules.values() for p in f.coefficient_parameters().values()}
+        coefficients = {id(p) for f in modules.values() for p in f.coefficient_tensors().values()}
         groups = [
             {"params": [p for p in self.parameters.values() if (id(p) in coefficients) == own], "lr": rate}
             for own, rate in ((False, stage.lr), (True, stage.coefficient_lr))
