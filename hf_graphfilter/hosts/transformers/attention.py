@@ -22,6 +22,7 @@ from .tensor_parallel import with_local_heads
 
 IMPLEMENTATION = "hf_graphfilter"
 BASE_CONFIG = "_graph_filter_base_config"  # of a patched module's config: that of its model
+CHOSEN = "_attn_implementation_internal"  # in a config: what ``_attn_implementation`` returns
 HIDDEN = "graph_filter_hidden"
 SERVING = (
     "vLLM and SGLang, whose attention writes the cache at every call, cannot serve patched models: use generate() or "
@@ -51,7 +52,7 @@ def graph_filter_attention(
             "patch_model(model, ...), and leave attn_implementation to name the backend (sdpa, eager, ...)"
         )
     past, hidden = kwargs.pop(cache.ARGUMENT, None), kwargs.pop(HIDDEN, None)
-    implementation = backend(module)
+    implementation = field(field(module.config, BASE_CONFIG), CHOSEN) or "eager"
     attend = attention_function(type(module), implementation)
     if implementation in _ENGINES or implementation == IMPLEMENTATION or not _UNHONOURED.isdisjoint(kwargs):
         _refuse_unhonoured(module, implementation, attend, kwargs)
@@ -132,6 +133,11 @@ class _SingleGroup:
 def backend(module: Any) -> str:
     """The attention implementation that the user chose, read at each call from the model's own config."""
     return getattr(module.config, BASE_CONFIG, module.config)._attn_implementation or "eager"
+
+
+def field(config: Any, name: str) -> Any:
+    """An attribute of a config past its ``__getattribute__``, which takes microseconds; a compiler reads it once."""
+    return getattr(config, name) if torch.compiler.is_compiling() else object.__getattribute__(config, name)
 
 
 def _site(module: Any) -> str:

@@ -13,7 +13,7 @@ from ...errors import GraphFilterError
 from ...filters import AttentionSite, GraphFilter
 from ...filters.attached import CHILD
 from . import cache
-from .attention import BASE_CONFIG, HIDDEN, IMPLEMENTATION, SERVING
+from .attention import BASE_CONFIG, CHOSEN, HIDDEN, IMPLEMENTATION, SERVING, field
 
 _SITE = "_graph_filter_site"
 
@@ -44,7 +44,7 @@ def _routed(base: Any) -> Any:
     from it at each call is ours, or an error."""
 
     def read(self: Any) -> str:
-        if (written := self._attn_implementation_internal) != IMPLEMENTATION:
+        if (written := field(self, CHOSEN)) != IMPLEMENTATION:
             raise GraphFilterError(
                 f"{getattr(self, _SITE)} is patched, but {written!r} was written into its config, which leads past the "
                 f"graph filter: choose a backend with model.set_attn_implementation('sdpa'); {SERVING}"
