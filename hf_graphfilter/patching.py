@@ -199,9 +199,6 @@ def _build(config: FilterConfig, site: AttentionSite) -> GraphFilter:
 
 
 def _nothing_to_patch(model: nn.Module, refused: dict[str, str]) -> str:
-    reasons: dict[tuple[str, str], int] = {}
-    for name, reason in refused.items():
-        key = (type(model.get_submodule(name)).__name__, reason)
-        reasons[key] = reasons.get(key, 0) + 1
+    reasons = Counter((type(model.get_submodule(name)).__name__, reason) for name, reason in refused.items())
     refusals = "; ".join(f"{count} x {cls}: {reason}" for (cls, reason), count in reasons.items())
     return f"{type(model).__name__} has no self-attention to patch. Attention found: {refusals or 'none'}"

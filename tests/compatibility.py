@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from filters import FILTERS, Entry, cases
 from models import FAMILIES, Family
 
-from hf_graphfilter import FilterConfig
 from hf_graphfilter.checkpoints.card import markdown_table
 
 ROOT = Path(__file__).parents[1]
-FILTERS = {"gfsa": "GFSA", "agf": "AGF"}
+COLUMNS = {entry.config.filter: entry.config.module.__name__ for _, entry in cases()}
 IMPORTED = "ignore::pytest.PytestAssertRewriteWarning"  # anyio, by what this module imports before pytest begins
 OUTCOMES = ("fails", "works", "refused", "not tested")
 TEXT = """# What works
@@ -56,12 +56,12 @@ def described(item: pytest.Item) -> dict[str, str]:
     for value in parameters.values():
         if isinstance(value, Family):
             found["family"] = next(name for name, family in FAMILIES.items() if family is value)
-        elif isinstance(value, FilterConfig):
-            found["filter"] = value.filter
+        elif isinstance(value, Entry):
+            found["filter"] = value.config.filter
         elif isinstance(value, str) and value in FAMILIES:
             found["family"] = value
-        elif isinstance(value, str) and value.partition("-")[0] in FILTERS:
-            found["filter"] = value.partition("-")[0]
+        elif isinstance(value, str) and value in FILTERS:
+            found["filter"] = FILTERS[value].config.filter
     return found | marker.kwargs
 
 
@@ -79,11 +79,11 @@ class Collector:
             return
         outcome = "fails" if report.failed else "not tested" if report.skipped else "works"
         feature = properties["feature"]
-        for name in (properties["filter"],) if "filter" in properties else FILTERS:
+        for name in (properties["filter"],) if "filter" in properties else COLUMNS:
             if outcome == "works" and "refused" in properties:
                 outcome = "refused"
                 without_paths = re.sub(r"/\S*/", "", properties["refused"])
-                self.messages[f"{feature} ({FILTERS[name]})"] = without_paths
+                self.messages[f"{feature} ({COLUMNS.get(name, name)})"] = without_paths
             self.now[feature, name, properties.get("family", "")].add(outcome)
 
     def pytest_sessionfinish(self) -> None:
@@ -118,7 +118,7 @@ def page(kept: dict[str, Any]) -> str:
     sections = defaultdict(list)
     for feature, by_filter in sorted(kept["found"].items()):
         section, _, title = feature.partition(": ")
-        sections[section].append([title, *(cell(by_filter.get(name, {})) for name in FILTERS)])
+        sections[section].append([title, *(cell(by_filter.get(name, {})) for name in COLUMNS)])
     outcomes = [o for by_filter in kept["found"].values() for f in by_filter.values() for o in f.values()]
     failing, versions = outcomes.count("fails"), kept["versions"]
     return TEXT.format(
@@ -130,7 +130,7 @@ def page(kept: dict[str, Any]) -> str:
             * bool(failing)
         ),
         tables="\n\n".join(
-            f"## {section}\n\n{markdown_table(['feature', *FILTERS.values()], rows)}"
+            f"## {section}\n\n{markdown_table(['feature', *COLUMNS.values()], rows)}"
             for section, rows in sections.items()
         ),
         refusals="\n".join(f"- {feature}: “{message}”" for feature, message in sorted(kept["messages"].items())),

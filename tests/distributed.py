@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate.state import AcceleratorState, DistributedType
+from filters import FILTERS
 from models import FAMILIES, output, turn_on
 from test_trainer import Toy
 from torch.distributed.fsdp import fully_shard
@@ -26,10 +27,6 @@ from hf_graphfilter import (
     save_filter,
 )
 
-OPTIONS = {
-    "gfsa": {"K": 3, "learn": ("w_0", "w_1", "w_K")},
-    "agf": {"K": 2, "theta": "per_head", "correction": True, "window": 2, "position_bias": "drop"},
-}
 ZERO3 = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
@@ -49,7 +46,7 @@ def gathered(tensor):
 
 def patched(family, name):
     set_seed(0)
-    return turn_on(patch_model(FAMILIES[family].build(), name, **OPTIONS[name]), scale=0.2)
+    return turn_on(FAMILIES[family].patch(FAMILIES[family].build(), FILTERS[name]), scale=0.2)
 
 
 def loss(model, inputs, rows=slice(None)):
@@ -112,7 +109,7 @@ def tensor_parallel(name, folder, rank):
     except ImportError:  # transformers up to 5.18
         options = {"tp_plan": "auto"}
     model = AutoModel.from_pretrained(folder / "model", **options)
-    if name == "agf":
+    if not FILTERS[name].config.module.per_head:
         with pytest.raises(GraphFilterError, match="tensor parallelism splits the 4 heads") as caught:
             output(model, inputs)
         (folder / "refused").write_text(str(caught.value))
@@ -142,7 +139,7 @@ def accelerate_shards_on_the_cpu():
 
 def trainer(mode, name, folder, resume=None):
     set_seed(0)
-    model = patch_model(BertForSequenceClassification(FAMILIES["bert"].config), name, **OPTIONS[name])
+    model = patch_model(BertForSequenceClassification(FAMILIES["bert"].config), FILTERS[name].config)
     fsdp = {"version": 2, "transformer_layer_cls_to_wrap": ["BertLayer"], "state_dict_type": "SHARDED_STATE_DICT"}
     args = TrainingArguments(
         output_dir=folder,

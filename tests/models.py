@@ -8,7 +8,7 @@ import torch
 import transformers as t
 from torch import nn
 
-from hf_graphfilter import AGFConfig, GFSAConfig
+from hf_graphfilter import GraphFilter, filter_parameters, patch_model
 
 TEXT = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
 DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -46,19 +46,18 @@ TORCH_2_11 = torch.__version__.startswith("2.11.")
 class Family:
     """kind: encoder (text), decoder, encoder-decoder, vision, audio, or composite (with sub-configs).
 
-    ``agf_layers``: those that a filter without scores can take the place of.
+    ``whole_windows``: the ``layers`` whose windows are not shifted, as a filter without scores needs them.
     """
 
     model_class: type
     config: Any
     kind: str
     patched: int  # self-attention modules
-    agf_layers: str | None = None
+    whole_windows: str | None = None
 
-    def patch(self, model, config):
-        from hf_graphfilter import patch_model
-
-        return patch_model(model, config, layers=self.agf_layers if config.filter == "agf" else None)
+    def patch(self, model, entry):
+        """With a filter of filters.py."""
+        return patch_model(model, entry.config, layers=self.whole_windows if entry.replaces else None)
 
     def build(self, implementation="sdpa", **overrides) -> nn.Module:
         config = type(self.config)(**{**self.config.to_dict(), **overrides})
@@ -94,12 +93,6 @@ class Family:
 
 T5 = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4}
 T5_TOKENS = {"dropout_rate": 0.0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
-
-CONFIGS = {
-    "gfsa": GFSAConfig(K=3, learn=("w_0", "w_1", "w_K")),
-    "agf": AGFConfig(K=2, position_bias="drop"),
-    "agf-blend": AGFConfig(K=2, init="blend", window=2, correction=True, position_bias="drop"),
-}
 
 FAMILIES = {
     "bert": Family(t.BertModel, t.BertConfig(**TEXT, **DROPOUT), "encoder", 3),
@@ -162,7 +155,7 @@ FAMILIES = {
         ),
         "vision",
         4,
-        agf_layers="even",  # every other one has shifted windows
+        whole_windows="even",
     ),
     "whisper": Family(
         t.WhisperModel,
@@ -246,8 +239,6 @@ def realigned(model):
 
 def turn_on(model, scale=0.4):
     """Give every learned coefficient a value that makes the filter act, and open the gate of a blend halfway."""
-    from hf_graphfilter import GraphFilter, filter_parameters
-
     for module in model.modules():
         if isinstance(module, GraphFilter) and getattr(module, "gate", None) is not None:
             module.gate.fill_(0.5)

@@ -1,15 +1,12 @@
 """AGF: polynomials, kernels and pure functions against the definition; decoding; what is refused."""
 
-import dataclasses
-
 import pytest
 import torch
 from models import FAMILIES, output, turn_on
 from oracle import expansion, spectral_matrix
 from scipy import special
-from test_decoding import GENERATORS, OPTIONS
 from torch.autograd import gradcheck
-from transformers import DynamicCache, MistralConfig, MistralModel, StaticCache
+from transformers import DynamicCache, MistralConfig, MistralModel
 
 from hf_graphfilter import AGFConfig, GraphFilterError, filter_status, patch_model, set_blend, unpatch_model
 from hf_graphfilter.functional import agf, gfsa, orthogonality_loss
@@ -436,54 +433,6 @@ def test_parameters_are_where_the_issue_puts_them():
 # -------------------------------------------------------------------------------------------------------- decoding
 
 
-def generator(name, **options):
-    family = FAMILIES[name]
-    model = dataclasses.replace(family, model_class=GENERATORS[name]).build().double()
-    inputs = {k: v for k, v in family.inputs(torch.float64).items() if not k.startswith("decoder")}
-    if family.kind == "decoder":
-        inputs["attention_mask"][0, :3] = 0  # left padding
-    return turn_on(patch_model(model, "agf", position_bias="drop", **options), scale=0.2), inputs
-
-
-VARIANTS = {
-    "plain": {},
-    "window": {"window": 3, "correction": True},
-    "wide": {"window": 2048},
-    "blend": {"init": "blend", "window": 2, "correction": True},
-}
-
-
-@pytest.mark.feature("Generation: greedy and beam search, dynamic cache", filter="agf")
-@pytest.mark.parametrize("name", GENERATORS)
-@pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_decoding_with_a_cache_equals_without(name, beams, variant, transformers_warnings):
-    model, inputs = generator(name, **VARIANTS[variant])
-    cached, plain = (model.generate(**inputs, **OPTIONS, num_beams=beams, use_cache=c) for c in (True, False))
-    transformers_warnings.clear()  # about generation settings
-    assert torch.equal(cached, plain)
-
-
-@pytest.mark.feature("Generation: a cache handed in and used across turns", filter="agf", family="llama")
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("configured", [False, True])
-def test_cached_logits(variant, configured):
-    family = FAMILIES["llama"]
-    model = turn_on(patch_model(family.build().double(), "agf", **VARIANTS[variant]))
-    ids = family.inputs()["input_ids"]
-    expected, found = output(model, {"input_ids": ids}), []
-    cache = DynamicCache(config=model.config) if configured else DynamicCache()
-    for start, end in ((0, 4), (4, 7), (7, 8), (8, 9)):
-        found += [model(ids[:, start:end], past_key_values=cache).last_hidden_state]
-    torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-9, rtol=1e-9)
-    assert cache.get_seq_length() == 9
-    with pytest.raises(GraphFilterError, match="cannot take the last ones out again"):
-        cache.crop(-3)
-    cache.crop(0)
-    cache.reset()
-    torch.testing.assert_close(model(ids, past_key_values=cache).last_hidden_state, expected, atol=1e-9, rtol=1e-9)
-
-
 @pytest.mark.feature("Generation: state of constant size", filter="agf", family="gpt2")
 def test_the_state_has_constant_size():
     model, cache = patch_model(FAMILIES["gpt2"].build(), "agf", window=2), DynamicCache()
@@ -494,17 +443,6 @@ def test_the_state_has_constant_size():
         sizes.append(sum(t.numel() for t in (*layer.kept.values(), layer.keys, layer.values)))
     assert len(set(sizes)) == 1
     assert cache.get_seq_length() == 25
-
-
-@pytest.mark.feature("Generation: greedy and beam search, static cache", filter="agf", family="llama")
-def test_caches_that_cannot_hold_the_state_are_refused(refuses):
-    model, ids = FAMILIES["llama"].build(), FAMILIES["llama"].inputs()["input_ids"]
-    filled = model(ids[:, :5], use_cache=True).past_key_values
-    patch_model(model, "agf")
-    with refuses(r"StaticCache \(StaticLayer\) cannot hold it: use a DynamicCache"):
-        model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=32))
-    with pytest.raises(GraphFilterError, match="was filled without it: start with a new cache"):
-        model(ids[:, 5:], past_key_values=filled)
 
 
 def test_the_plain_model_does_not_take_a_cache_without_keys():

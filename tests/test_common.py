@@ -2,65 +2,23 @@
 
 import copy
 import pickle
-from dataclasses import dataclass
 
 import pytest
 import torch
+from filters import filters
 from models import FAMILIES, TOKENS, output, realigned, turn_on, use
-from oracle import agf_matrix, dense_twin, gfsa_matrix
+from oracle import dense_twin
 from transformers import AutoModel, Wav2Vec2Model
 
 from hf_graphfilter import (
-    AGFConfig,
-    FilterConfig,
-    GFSAConfig,
     GraphFilter,
     GraphFilterError,
     filter_parameters,
     filter_status,
     patch_model,
-    register_filter,
     unpatch_model,
 )
 
-
-class Damped(GraphFilter):
-    """A third party's filter: c S(V)."""
-
-    def __init__(self, config, site):
-        super().__init__(config, site)
-        self.c = torch.nn.Parameter(torch.empty(site.heads))
-        self.reset_parameters()
-
-    def reset_parameters(self):
-        torch.nn.init.ones_(self.c)
-
-    def forward(self, shift, value):
-        return self.c.to(value.dtype).view(-1, 1, 1) * shift(value)
-
-
-@register_filter("test-damped")
-@dataclass(frozen=True)
-class DampedConfig(FilterConfig):
-    module = Damped
-
-
-ALL = ("w_0", "w_1", "w_K")
-FILTERS = {
-    "gfsa": (GFSAConfig(K=3), gfsa_matrix),
-    "gfsa-all": (GFSAConfig(K=4, learn=ALL), gfsa_matrix),
-    "gfsa-exact": (GFSAConfig(K=3, learn=ALL, approximation="none"), gfsa_matrix),
-    "third-party": (DampedConfig(), lambda A, c, config, seen: c["c"].to(A.dtype).view(-1, 1, 1) * A),
-    "agf": (AGFConfig(position_bias="drop"), agf_matrix),
-    "agf-blend": (
-        AGFConfig(init="blend", K=2, basis="legendre", theta="per_head", position_bias="drop"),
-        agf_matrix,
-    ),
-    "agf-all": (
-        AGFConfig(K=4, a=2, b=-1, constrain_theta=False, correction=True, window=2, position_bias="drop"),
-        agf_matrix,
-    ),
-}
 DECODERS = [name for name, family in FAMILIES.items() if family.kind in ("decoder", "encoder-decoder")]
 PADDED = [
     name
@@ -69,7 +27,7 @@ PADDED = [
 ]
 
 families = pytest.mark.parametrize("family", [pytest.param(f, id=n) for n, f in FAMILIES.items()])
-filters = pytest.mark.parametrize(("config", "formula"), [pytest.param(*f, id=n) for n, f in FILTERS.items()])
+every_filter = filters(lambda entry: True)
 backends = pytest.mark.parametrize("backend", ["sdpa", "eager"])
 
 
@@ -79,9 +37,9 @@ def some(names):
 
 @pytest.mark.feature("Filtering: equal to the original at the start (AGF: as a blend), SDPA and eager")
 @families
-@filters
+@every_filter
 @backends
-def test_identical_at_the_start(family, config, formula, backend):
+def test_identical_at_the_start(family, entry, backend):
     model, inputs = family.build(backend), family.inputs()
 
     def both():  # with gradients PyTorch may take another kernel
@@ -90,30 +48,30 @@ def test_identical_at_the_start(family, config, formula, backend):
         return inference, output(model, inputs)
 
     expected = both()
-    assert family.patch(model, config) is model
-    if config.starts_as_original:
+    assert family.patch(model, entry) is model
+    if entry.config.starts_as_original:
         assert all(map(torch.equal, both(), expected))
     else:
         assert all(
             found.isfinite().all() and not torch.equal(found, e) for found, e in zip(both(), expected, strict=True)
         )
     status = filter_status(model)
-    assert len(status) == family.patched // (2 if config.filter == "agf" and family.agf_layers == "even" else 1)
+    assert len(status) == family.patched // (2 if entry.replaces and family.whole_windows else 1)
     assert {row.backend for row in status} == {backend}
 
 
 @pytest.mark.feature("Filtering: equal to explicit matrices, SDPA and eager")
 @families
-@filters
+@every_filter
 @backends
-def test_equals_the_dense_form(family, config, formula, backend):
+def test_equals_the_dense_form(family, entry, backend):
     plain, inputs = family.build(backend).double(), family.inputs(torch.float64)
     before = output(plain, inputs)
-    patched = turn_on(family.patch(copy.deepcopy(plain), config))
+    patched = turn_on(family.patch(copy.deepcopy(plain), entry))
     found = output(patched, inputs)
     with torch.no_grad():
         inference = output(patched, inputs)
-    expected = output(dense_twin(plain, patched, formula), inputs)
+    expected = output(dense_twin(plain, patched, entry.formula), inputs)
     tolerance = 1e-9 if backend == "sdpa" else 1e-4  # some eager functions do their softmax in float32
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(inference, expected, atol=tolerance, rtol=tolerance)
@@ -122,24 +80,24 @@ def test_equals_the_dense_form(family, config, formula, backend):
 
 @pytest.mark.feature("Filtering: gradients equal to those through explicit matrices")
 @families
-@filters
+@every_filter
 @pytest.mark.parametrize("padding", [0, 3])
-def test_gradients_equal_the_dense_form(family, config, formula, padding):
+def test_gradients_equal_the_dense_form(family, entry, padding):
     plain, inputs = family.build().double(), family.inputs(torch.float64)
     if padding:
         if "attention_mask" not in inputs:
             pytest.skip("takes no mask")
         inputs["attention_mask"][1, -padding:] = 0
-    patched = turn_on(family.patch(copy.deepcopy(plain), config)).train()
+    patched = turn_on(family.patch(copy.deepcopy(plain), entry)).train()
     weights = torch.randn(output(plain, inputs).shape)
     if padding:
         weights[1, -padding:] = 0
     (output(patched, inputs) * weights).sum().backward()
-    (output(dense_twin(plain, patched, formula).train(), inputs) * weights).sum().backward()
+    (output(dense_twin(plain, patched, entry.formula).train(), inputs) * weights).sum().backward()
     reference = dict(plain.named_parameters())
     for name, parameter in patched.named_parameters():
         if parameter.grad is None:
-            assert reference[name].grad is None or not reference[name].grad.any()  # AGF drops a position bias
+            assert reference[name].grad is None or not reference[name].grad.any()  # a position bias is dropped
             continue
         assert parameter.grad.isfinite().all(), name
         if name in reference:
@@ -150,9 +108,9 @@ def test_gradients_equal_the_dense_form(family, config, formula, padding):
 
 @pytest.mark.feature("Filtering: padding changes nothing")
 @some(PADDED)
-@filters
-def test_padding_changes_nothing(family, config, formula):
-    model = turn_on(family.patch(family.build().double(), config))
+@every_filter
+def test_padding_changes_nothing(family, entry):
+    model = turn_on(family.patch(family.build().double(), entry))
     inputs = family.inputs(tokens=TOKENS)
     short = {**inputs, "input_ids": inputs["input_ids"][:, :6], "attention_mask": inputs["attention_mask"][:, :6]}
     padded = {**inputs, "attention_mask": inputs["attention_mask"].clone()}
@@ -163,10 +121,10 @@ def test_padding_changes_nothing(family, config, formula):
 
 @pytest.mark.feature("Filtering: causality")
 @some(DECODERS)
-@filters
+@every_filter
 @backends
-def test_a_later_token_never_changes_an_earlier_output(family, config, formula, backend):
-    model, inputs = turn_on(family.patch(family.build(backend).double(), config)), family.inputs(torch.float64)
+def test_a_later_token_never_changes_an_earlier_output(family, entry, backend):
+    model, inputs = turn_on(family.patch(family.build(backend).double(), entry)), family.inputs(torch.float64)
     name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
     changed = {**inputs, name: inputs[name].clone()}
     changed[name][:, 5:] = (changed[name][:, 5:] + 7) % 90 + 5
@@ -179,12 +137,12 @@ def test_a_later_token_never_changes_an_earlier_output(family, config, formula, 
 
 @pytest.mark.feature("Checkpoints: unpatch_model restores everything")
 @families
-@filters
-def test_unpatch_restores_everything(family, config, formula):
+@every_filter
+def test_unpatch_restores_everything(family, entry):
     model, inputs = family.build(), family.inputs()
     expected, names = output(model, inputs), list(model.state_dict())
     saved, modules = model.config.to_dict(), {n: type(m) for n, m in model.named_modules()}
-    turn_on(family.patch(model, config))
+    turn_on(family.patch(model, entry))
     assert unpatch_model(model) is model
     assert torch.equal(output(model, inputs), expected)
     assert list(model.state_dict()) == names
@@ -195,9 +153,9 @@ def test_unpatch_restores_everything(family, config, formula):
 
 @pytest.mark.feature("Checkpoints: save_pretrained and from_pretrained")
 @families
-@filters
-def test_save_and_load(family, config, formula, tmp_path):
-    model, inputs = turn_on(family.patch(family.build(), config)), family.inputs()
+@every_filter
+def test_save_and_load(family, entry, tmp_path):
+    model, inputs = turn_on(family.patch(family.build(), entry)), family.inputs()
     expected = output(model, inputs)
     model.save_pretrained(tmp_path)
     assert not list(tmp_path.glob("*.bin"))
@@ -208,8 +166,8 @@ def test_save_and_load(family, config, formula, tmp_path):
 
 @pytest.mark.feature("Training: bfloat16 weights, float32 coefficients")
 @families
-@filters
-def test_half_precision(family, config, formula):
+@every_filter
+def test_half_precision(family, entry):
     def loss_of_precision(model):
         expected = output(model, family.inputs())
         found = output(model.to(torch.bfloat16), family.inputs(torch.bfloat16))
@@ -218,7 +176,7 @@ def test_half_precision(family, config, formula):
         return found, 1 - similarity.item()
 
     _, plain = loss_of_precision(family.build())
-    model = turn_on(family.patch(family.build(), config), scale=0.1)
+    model = turn_on(family.patch(family.build(), entry), scale=0.1)
     found, patched = loss_of_precision(model)
     filters = [m for m in model.modules() if isinstance(m, GraphFilter)]
     assert {p.dtype for f in filters for p in f.coefficients().values()} == {torch.float32}
@@ -230,9 +188,9 @@ def test_half_precision(family, config, formula):
 
 
 @families
-@filters
-def test_double_patch_is_an_error(family, config, formula):
-    model, inputs = turn_on(family.patch(family.build(), config)), family.inputs()
+@every_filter
+def test_double_patch_is_an_error(family, entry):
+    model, inputs = turn_on(family.patch(family.build(), entry)), family.inputs()
     expected = output(model, inputs)
     with pytest.raises(GraphFilterError, match=r"already patched at .*unpatch_model"):
         patch_model(model, "gfsa")
@@ -241,9 +199,9 @@ def test_double_patch_is_an_error(family, config, formula):
 
 @pytest.mark.feature("Routes past the filter: deepcopy and pickle")
 @families
-@filters
-def test_deepcopy_and_pickle(family, config, formula):
-    model, inputs = turn_on(family.patch(family.build(), config)), family.inputs()
+@every_filter
+def test_deepcopy_and_pickle(family, entry):
+    model, inputs = turn_on(family.patch(family.build(), entry)), family.inputs()
     expected = output(model, inputs)
     twins = [copy.deepcopy(model)]
     if family.model_class is not Wav2Vec2Model:  # its weight norm cannot be pickled, patched or not

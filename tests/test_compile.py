@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from models import CONFIGS, FAMILIES, TORCH_2_11, output, turn_on
+from filters import combinations, filters
+from models import FAMILIES, TORCH_2_11, output, turn_on
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from hf_graphfilter import filter_parameters
@@ -13,16 +14,6 @@ from hf_graphfilter.ops.visibility import visibility
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute",  # dynamo's own, where a graph breaks
     "ignore:Dynamo detected a call to a .functools.lru_cache.-wrapped function at 'fsdp.py",  # of transformers
-)
-
-QUICK = [("bert", "gfsa"), ("gpt2", "gfsa"), ("deit", "agf")]
-cases = pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        pytest.param(f, n, marks=() if (f, n) in QUICK else pytest.mark.slow, id=f"{f}-{n}")
-        for f in FAMILIES
-        for n in CONFIGS
-    ],
 )
 
 
@@ -46,8 +37,8 @@ def graphs(model, family, fullgraph):
 
 
 @pytest.mark.feature("Compiling and exporting: torch.compile")
-@cases
-def test_compiled_as_the_plain_model_is(family, name):
+@combinations(FAMILIES, quick=lambda family, entry: family in (("deit",) if entry.replaces else ("bert", "gpt2")))
+def test_compiled_as_the_plain_model_is(family, entry):
     family = FAMILIES[family]
     plain = family.build().double()
     try:
@@ -56,9 +47,9 @@ def test_compiled_as_the_plain_model_is(family, name):
     except Exception:  # its own forward breaks the graph
         _, count = graphs(plain, family, fullgraph=False)
         fullgraph = False
-    model = turn_on(family.patch(copy.deepcopy(plain), CONFIGS[name]))
-    # a causal AGF chooses its form by the input, which breaks the graph; torch 2.11 breaks it where a cache is prepared
-    two_forms = (name != "gfsa" or TORCH_2_11) and family.kind.endswith(("decoder", "composite"))
+    model = turn_on(family.patch(copy.deepcopy(plain), entry))
+    # without scores, the causal form is chosen by the input; torch 2.11 breaks the graph where a cache is prepared
+    two_forms = (entry.replaces or TORCH_2_11) and family.kind.endswith(("decoder", "composite"))
     fullgraph = fullgraph and not two_forms
     found, patched_count = graphs(model, family, fullgraph)
     with torch.no_grad():
@@ -88,10 +79,10 @@ def test_a_compiled_filter_refuses_another_mask_than_it_was_compiled_for():
 
 @pytest.mark.slow
 @pytest.mark.feature("Compiling and exporting: torch.compile with Inductor")
-@pytest.mark.parametrize("name", ["gfsa", "agf"])
+@filters()
 @pytest.mark.parametrize("family", ["bert", "gpt2", "deit"])
-def test_inductor(family, name):
+def test_inductor(family, entry):
     family = FAMILIES[family]
-    model, inputs = turn_on(family.patch(family.build().double(), CONFIGS[name])), family.inputs(torch.float64)
+    model, inputs = turn_on(family.patch(family.build().double(), entry)), family.inputs(torch.float64)
     torch.compiler.reset()
     torch.testing.assert_close(output(torch.compile(model), inputs), output(model, inputs), atol=1e-8, rtol=1e-8)

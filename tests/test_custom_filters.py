@@ -1,7 +1,10 @@
-"""Filters that other people write: importing them, mistakes in them, and ``check_filter``."""
+"""Filters that other people write: importing them, mistakes in them, ``check_filter``, loading what they hold."""
 
+import copy
 import json
+import os
 import re
+import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -9,24 +12,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import FAMILIES, TORCH_2_11, output
+from filters import Damped, damped_matrix, filters
+from models import FAMILIES, TORCH_2_11, output, realigned, turn_on
 from torch import nn
+from transformers import AutoConfig, AutoModel
 
 from hf_graphfilter import (
-    AGFConfig,
     FilterConfig,
-    GFSAConfig,
     GraphFilter,
     GraphFilterError,
     check_filter,
     create_model_card,
+    filter_parameters,
+    filter_status,
     load_filter,
     patch_model,
     register_filter,
     save_filter,
+    unpatch_model,
 )
 from hf_graphfilter.filters import available_filters, import_filters
 
+BERT = FAMILIES["bert"]
 SOURCE = """
 from dataclasses import dataclass
 from hf_graphfilter import FilterConfig, GraphFilter, register_filter
@@ -97,26 +104,6 @@ def test_a_file_named_like_another_module(folder, name):
         import_filters([f"{name}.py"])
 
 
-class Scaled(GraphFilter):
-    """c S(V), as it should be written; those below change one thing."""
-
-    per_head = ("c",)
-
-    def __init__(self, config, site):
-        super().__init__(config, site)
-        self.c = nn.Parameter(torch.empty(site.heads))
-        self.reset_parameters()
-
-    def reset_parameters(self):
-        nn.init.ones_(self.c)
-
-    def scale(self, x):
-        return self.c.to(x.dtype).view(-1, 1, 1) * x
-
-    def forward(self, shift, value):
-        return self.scale(shift(value))
-
-
 def config_of(filter_class, **attributes):
     """A registered config of the class, without options."""
     name = f"test-{filter_class.__name__}-{len(available_filters())}"
@@ -126,22 +113,22 @@ def config_of(filter_class, **attributes):
     return register_filter(name)(made)()
 
 
-class Transposed(Scaled):
+class Transposed(Damped):
     def forward(self, shift, value):
         return super().forward(shift, value).transpose(1, 2)
 
 
-class ReturnsNone(Scaled):
+class ReturnsNone(Damped):
     def forward(self, shift, value):
         super().forward(shift, value)
 
 
-class ReturnsPair(Scaled):
+class ReturnsPair(Damped):
     def forward(self, shift, value):
         return super().forward(shift, value), None
 
 
-class Promoted(Scaled):
+class Promoted(Damped):
     def forward(self, shift, value):
         return self.c.view(-1, 1, 1) * shift(value)
 
@@ -160,23 +147,21 @@ class Promoted(Scaled):
     [False, pytest.param(True, marks=pytest.mark.skipif(TORCH_2_11, reason="its compiler hides what is raised"))],
 )
 def test_an_output_of_another_form_is_an_error_at_the_first_forward(filter_class, dtype, message, compiled):
-    family = FAMILIES["bert"]
-    model = patch_model(family.build().to(dtype), config_of(filter_class))
+    model = patch_model(BERT.build().to(dtype), config_of(filter_class))
     if compiled:
         model.compile(backend="eager")
     with pytest.raises(GraphFilterError, match=re.escape(message)) as caught, torch.no_grad():
-        model(**family.inputs())
+        model(**BERT.inputs())
     assert f"encoder.layer.0.attention.self: {filter_class.__name__}.forward must return a tensor" in str(caught.value)
 
 
 def test_another_dtype_is_not_an_error_under_autocast():
-    family = FAMILIES["bert"]
-    model = patch_model(family.build(), config_of(Promoted))
+    model = patch_model(BERT.build(), config_of(Promoted))
     with torch.autocast("cpu", torch.bfloat16):
-        assert output(model, family.inputs()).isfinite().all()
+        assert output(model, BERT.inputs()).isfinite().all()
 
 
-class NoReset(Scaled):
+class NoReset(Damped):
     def __init__(self, config, site):
         GraphFilter.__init__(self, config, site)
         self.c = nn.Parameter(torch.ones(site.heads))
@@ -184,69 +169,69 @@ class NoReset(Scaled):
     reset_parameters = GraphFilter.reset_parameters
 
 
-class NoForward(Scaled):
+class NoForward(Damped):
     forward = GraphFilter.forward
 
 
-class LateSuper(Scaled):
+class LateSuper(Damped):
     def __init__(self, config, site):
         self.c = nn.Parameter(torch.empty(site.heads))
 
 
-class NoSuper(Scaled):
+class NoSuper(Damped):
     def __init__(self, config, site):
         self.c = torch.ones(site.heads)
 
 
-class SuperWithoutSite(Scaled):
+class SuperWithoutSite(Damped):
     def __init__(self, config, site):
         super().__init__()
 
 
-class OtherArguments(Scaled):
+class OtherArguments(Damped):
     def __init__(self, heads):
         pass
 
 
-class PlainTensor(Scaled):
+class PlainTensor(Damped):
     def __init__(self, config, site):
         super().__init__(config, site)
         self.table = torch.ones(3)
 
 
-class PlainList(Scaled):
+class PlainList(Damped):
     def __init__(self, config, site):
         super().__init__(config, site)
         self.maps = [nn.Linear(2, 2)]
 
 
-class NotPerHead(Scaled):
+class NotPerHead(Damped):
     def __init__(self, config, site):
         super().__init__(config, site)
         self.c = nn.Parameter(torch.empty(3))
 
 
-class AbsentPerHead(Scaled):
+class AbsentPerHead(Damped):
     per_head = ("c", "d")
 
 
-class PerHeadAsText(Scaled):
+class PerHeadAsText(Damped):
     per_head = "c"
 
 
-class PerHeadAndMore(Scaled):
+class PerHeadAndMore(Damped):
     def __init__(self, config, site):
         super().__init__(config, site)
         self.shared = nn.Parameter(torch.ones(1))
 
 
-class Tied(Scaled):
+class Tied(Damped):
     def __init__(self, config, site):
         super().__init__(config, site)
         self.again = self.c
 
 
-class OtherDecoding(Scaled):
+class OtherDecoding(Damped):
     decoding = "row"
 
 
@@ -270,14 +255,13 @@ class OtherDecoding(Scaled):
     ],
 )
 def test_mistakes_are_found_when_a_model_is_patched(filter_class, message):
-    family = FAMILIES["bert"]
-    model, config = family.build(), config_of(filter_class)
-    expected = output(model, family.inputs())
+    model, config = BERT.build(), config_of(filter_class)
+    expected = output(model, BERT.inputs())
     with pytest.raises(GraphFilterError, match=re.escape(message)) as caught:
         patch_model(model, config)
     assert filter_class.__name__ in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert torch.equal(output(model, family.inputs()), expected)
+    assert torch.equal(output(model, BERT.inputs()), expected)
 
 
 def test_a_filter_without_parameters_needs_no_reset(tmp_path):
@@ -285,28 +269,27 @@ def test_a_filter_without_parameters_needs_no_reset(tmp_path):
         def forward(self, shift, value):
             return shift(value)
 
-    family = FAMILIES["bert"]
-    model, config = family.build(), config_of(Same)
-    expected = output(model, family.inputs())
+    model, config = BERT.build(), config_of(Same)
+    expected = output(model, BERT.inputs())
     patch_model(model, config).save_pretrained(tmp_path)
-    assert torch.equal(output(family.model_class.from_pretrained(tmp_path), family.inputs()), expected)
+    assert torch.equal(output(BERT.model_class.from_pretrained(tmp_path), BERT.inputs()), expected)
 
 
 def test_a_config_without_a_module_or_frozen_dataclass_is_refused():
     class NoDataclass(FilterConfig):
-        module = Scaled
+        module = Damped
         start: float = 1.0
 
     @dataclass(frozen=True)
     class Parent(FilterConfig):
-        module = Scaled
+        module = Damped
 
     class NoDataclassOfItsOwn(Parent):
         start: float = 1.0
 
     @dataclass
     class NotFrozen(FilterConfig):
-        module = Scaled
+        module = Damped
 
     for config_class in (NoDataclass, NoDataclassOfItsOwn, NotFrozen):
         with pytest.raises(
@@ -316,111 +299,72 @@ def test_a_config_without_a_module_or_frozen_dataclass_is_refused():
 
     @dataclass(frozen=True)
     class Annotated(FilterConfig):
-        module: type = Scaled
+        module: type = Damped
 
     with pytest.raises(GraphFilterError, match="Annotated: 'module' belongs to FilterConfig and cannot be an option"):
         register_filter("test-wrong")(Annotated)
-    for module in (nn.Linear, "Scaled", GraphFilter):
+    for module in (nn.Linear, "Damped", GraphFilter):
         Parent.module = module
         with pytest.raises(GraphFilterError, match="Parent must derive from FilterConfig and set `module`"):
             register_filter("test-wrong")(Parent)
     assert "test-wrong" not in available_filters()
 
 
-def same(c):
-    """A coefficient (heads,) for a matrix (batch, heads, tokens, tokens)."""
-    return c.view(-1, 1, 1)
-
-
-def gfsa(A, c):
-    return same(c["w_0"]) * torch.eye(A.shape[-1]) + same(c["w_1"]) * A + same(c["w_K"]) * (A + 2 * (A @ A - A))
-
-
-def scaled(A, c):
-    return same(c["c"]) * A
-
-
-EVERYWHERE = {
-    "config",
-    "patching",
-    "start values",
-    "meta",
-    "forward",
-    "gradients",
-    "finite differences",
-    "causality",
-} | {
-    *("padding", "cached decoding", "half precision", "save and load", "filter file", "unpatching", "copies"),
-    "compiling",
-}
-OF_S = EVERYWHERE | {"starts as the original", "explicit matrix", "formula", "values a head"}
-
-
-@pytest.mark.parametrize(
-    ("config", "formula", "passed", "reason"),
-    [
-        pytest.param(GFSAConfig(), gfsa, OF_S, "", id="gfsa"),
-        pytest.param(config_of(Scaled), scaled, OF_S, "", id="third-party"),
-        pytest.param(AGFConfig(correction=True), None, EVERYWHERE, "starts_as_original", id="agf"),
-        pytest.param(
-            AGFConfig(init="blend", window=2),
-            None,
-            EVERYWHERE | {"starts as the original"},
-            "explicit matrix.*is no function of a matrix.*AGF is made of the model's projections",
-            id="agf-blend",
-        ),
-    ],
-)
-def test_filters_that_pass(config, formula, passed, reason):
+@filters(lambda entry: entry.everywhere or entry.config.module is Damped)
+def test_filters_that_pass(entry):
     before = torch.get_rng_state()
-    report = check_filter(config, formula=formula)
+    formula = None if entry.replaces else lambda A, c: entry.formula(A, c, entry.config, None)
+    report = check_filter(entry.config, formula=formula)
     assert torch.equal(torch.get_rng_state(), before)
-    assert {row.check for row in report if row.outcome == "passed"} == passed
-    others = [row for row in report if row.check not in passed]
-    assert all(row.outcome == "does not apply" and row.detail for row in others)
-    assert re.search(reason, str(report))
+    absent = {"explicit matrix", "formula"} if entry.replaces else set()
+    absent |= set() if entry.config.starts_as_original else {"starts as the original"}
+    absent |= set() if entry.config.module.per_head else {"values a head"}
+    assert {row.check for row in report if row.outcome == "does not apply" and row.detail} == absent
+    assert {row.outcome for row in report if row.check not in absent} == {"passed"}
+    assert ("is no function of a matrix" in str(report)) == entry.replaces
+    assert ("starts_as_original" in str(report)) == (not entry.config.starts_as_original)
     assert str(report).splitlines()[0].split() == ["check", "outcome", "detail"]
 
 
-class Uninitialised(Scaled):
+class Uninitialised(Damped):
     def __init__(self, config, site):
         GraphFilter.__init__(self, config, site)
         self.c = nn.Parameter(torch.empty(site.heads))
 
 
-class ResetsSome(Scaled):
+class ResetsSome(Damped):
     def __init__(self, config, site):
         super().__init__(config, site)
         self.register_buffer("d", torch.zeros(site.heads))
 
 
-class NeedsNumbers(Scaled):
+class NeedsNumbers(Damped):
     def __init__(self, config, site):
         super().__init__(config, site)
         self.first = self.c[0].item()
 
 
-class InPlace(Scaled):
+class InPlace(Damped):
     def forward(self, shift, value):
         return self.scale(shift(value.mul_(2)))
 
 
-class StartsElsewhere(Scaled):
+class StartsElsewhere(Damped):
     def reset_parameters(self):
         nn.init.constant_(self.c, 1.01)
 
 
-class OtherOnAMatrix(Scaled):
+class OtherOnAMatrix(Damped):
     def forward(self, shift, value):
         return super().forward(shift, value) * (1 if hasattr(shift, "attend") else 2)
 
 
-class Coupled(Scaled):
+class Coupled(Damped):
     def forward(self, shift, value):
         return self.scale(shift(value)) * self.c.mean().to(value.dtype)
 
 
-class Unused(Scaled):
+class Unused(Damped):
     per_head = ()
 
     def __init__(self, config, site):
@@ -428,12 +372,12 @@ class Unused(Scaled):
         self.d = nn.Parameter(torch.ones(1))
 
 
-class Detached(Scaled):
+class Detached(Damped):
     def scale(self, x):
         return self.c.detach().to(x.dtype).view(-1, 1, 1) * x
 
 
-class Infinite(Scaled):
+class Infinite(Damped):
     def scale(self, x):
         return (self.c.sum() - self.c.sum()).to(x.dtype).sqrt() + super().scale(x)
 
@@ -448,30 +392,30 @@ class WrongBackward(torch.autograd.Function):
         return 2 * grad
 
 
-class WrongGradient(Scaled):
+class WrongGradient(Damped):
     def scale(self, x):
         return WrongBackward.apply(super().scale(x))
 
 
-class SeesAll(Scaled):
+class SeesAll(Damped):
     def forward(self, shift, value):
         out = super().forward(shift, value)
         return out + out.mean(2, keepdim=True)
 
 
-class CountsFromTheCall(Scaled):
+class CountsFromTheCall(Damped):
     def forward(self, shift, value):
         out = super().forward(shift, value)
         return out * torch.arange(1, out.shape[2] + 1, dtype=out.dtype).view(-1, 1)
 
 
-class Coarse(Scaled):
+class Coarse(Damped):
     def forward(self, shift, value):
         out = super().forward(shift, value)
         return out if out.dtype != torch.bfloat16 else torch.ones_like(out)
 
 
-class Shared(Scaled):
+class Shared(Damped):
     everyones = nn.Parameter(torch.ones(4))
 
     def __init__(self, config, site):
@@ -482,7 +426,7 @@ class Shared(Scaled):
         return self
 
 
-class ForgetsToSave(Scaled):
+class ForgetsToSave(Damped):
     per_head = ()
 
     def __init__(self, config, site):
@@ -496,14 +440,14 @@ class ForgetsToSave(Scaled):
         return super().forward(shift, value)
 
 
-class ChangesTheModel(Scaled):
+class ChangesTheModel(Damped):
     def __init__(self, config, site):
         super().__init__(config, site)
         with torch.no_grad():
             next(site.module.parameters()).mul_(1.5)
 
 
-class HoldsALambda(Scaled):
+class HoldsALambda(Damped):
     def __init__(self, config, site):
         super().__init__(config, site)
         self.activation = lambda x: x
@@ -512,7 +456,7 @@ class HoldsALambda(Scaled):
         return self.activation(super().forward(shift, value))
 
 
-class OtherWhenCompiled(Scaled):
+class OtherWhenCompiled(Damped):
     def forward(self, shift, value):
         return super().forward(shift, value) * (2 if torch.compiler.is_compiling() else 1)
 
@@ -552,7 +496,7 @@ BROKEN = [
 )
 def test_broken_filters_are_caught(filter_class, check, message):
     config = config_of(filter_class)
-    report = check_filter(config, formula=scaled, only=[check], raise_on_failure=False)
+    report = check_filter(config, formula=damped_matrix, only=[check], raise_on_failure=False)
     assert [row.check for row in report.failures] == [check], report
     assert re.search(message, report.failures[0].detail), report.failures[0].detail
 
@@ -581,7 +525,7 @@ def test_a_model_that_the_filter_refuses_is_left_out():
     assert rows["starts as the original"].outcome == "failed"
 
 
-class Breaks(Scaled):
+class Breaks(Damped):
     def forward(self, shift, value):
         torch._dynamo.graph_break()
         return super().forward(shift, value)
@@ -593,35 +537,180 @@ def test_a_graph_break_is_told():
     assert row.detail.startswith("in more than one graph: ")
 
 
+# ------------------------------------------------------------------------------------------- loaded values stay
+
+
+class Weighted(GraphFilter):
+    """c_0 V + c_1 S(V), c (heads, 2); a fixed scale, a small network on V, and a table that no checkpoint holds."""
+
+    def __init__(self, config, site):
+        super().__init__(config, site)
+        self.c = nn.Parameter(torch.empty(site.heads, 2))
+        self.register_buffer("scale", torch.empty(site.heads, 1, 1))
+        self.register_buffer("table", torch.empty(3), persistent=False)
+        self.mix = nn.Linear(site.head_dim, site.head_dim)
+        self.reset_parameters()
+
+    def forward(self, shift, value):
+        c = self.c.to(value.dtype)[:, :, None, None]
+        signal = c[:, 0] * shift.identity(value) + c[:, 1] * shift(value)
+        return signal + self.scale.to(value.dtype) * self.table.sum().to(value.dtype) * self.mix(signal)
+
+
+def through_init(f):
+    nn.init.zeros_(f.c)
+    nn.init.ones_(f.c[:, 1])
+    nn.init.constant_(f.scale, 0.0)
+    nn.init.constant_(f.table, 1.0)
+    f.mix.reset_parameters()
+
+
+def in_place(f):
+    with torch.no_grad():
+        f.c.zero_()
+        f.c[:, 1] = 1.0
+        f.scale.fill_(0.0)
+        f.table.fill_(1.0)
+        f.mix.weight.zero_()
+        f.mix.bias.zero_()
+
+
+def through_data(f):
+    f.c.data = torch.tensor([0.0, 1.0], device=f.c.device).repeat(f.heads, 1)
+    f.scale.data.zero_()
+    f.table.data.copy_(torch.ones(3))
+    f.mix.weight.data.normal_()
+    f.mix.bias.data = torch.zeros_like(f.mix.bias)
+
+
+def as_new_tensors(f):
+    f.c = nn.Parameter(torch.tensor([[0.0, 1.0]] * f.heads))
+    f.scale = torch.zeros(f.heads, 1, 1)
+    f.table = torch.ones(3)
+    f.mix.weight, f.mix.bias = nn.Parameter(torch.eye(len(f.mix.bias))), nn.Parameter(torch.zeros(len(f.mix.bias)))
+
+
+def in_a_loop(f):
+    start = {"c": torch.tensor([0.0, 1.0]), "scale": torch.zeros(()), "table": torch.ones(())}
+    with torch.no_grad():
+        for name, tensor in (*f.named_parameters(), *f.named_buffers()):
+            tensor.copy_(start.get(name, torch.tensor(0.1)).expand_as(tensor))
+
+
+WAYS = [through_init, in_place, through_data, as_new_tensors, in_a_loop]
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
+def weighted(request):
+    return config_of(type("Weighted", (Weighted,), {"reset_parameters": lambda self: request.param(self)}))
+
+
+def trained(weighted):
+    model = turn_on(patch_model(BERT.build(), weighted))
+    for module in model.modules():
+        if isinstance(module, GraphFilter):
+            module.scale.fill_(0.7)
+    return model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dtype": torch.bfloat16}, {"device_map": "cpu"}, {"shards": "20KB"}],
+    ids=lambda o: next(iter(o), ""),
+)
+def test_trained_values_survive(weighted, options, tmp_path):
+    model = trained(weighted)
+    assert not torch.equal(output(model, BERT.inputs()), output(BERT.build(), BERT.inputs()))
+    model.save_pretrained(tmp_path, max_shard_size=options.get("shards", "5GB"))
+    dtype = options.get("dtype", torch.float32)
+    loaded = realigned(AutoModel.from_pretrained(tmp_path, dtype=dtype, device_map=options.get("device_map")))
+    for (key, found), expected in zip(loaded.state_dict().items(), model.state_dict().values(), strict=True):
+        own = key.rpartition(".graph_filter.")[2] in ("c", "scale")
+        torch.testing.assert_close(found, expected if own else expected.to(dtype), atol=0, rtol=0)
+    assert all(m.table.tolist() == [1, 1, 1] for m in loaded.modules() if isinstance(m, GraphFilter))
+    if dtype == torch.float32:
+        assert torch.equal(output(loaded, BERT.inputs()), output(model, BERT.inputs()))
+
+
+def test_values_that_were_not_saved_start(weighted, tmp_path, transformers_warnings):
+    BERT.build().save_pretrained(tmp_path / "plain")
+    trained(weighted).save_pretrained(tmp_path / "patched")
+    config = AutoConfig.from_pretrained(tmp_path / "patched")
+    loaded = AutoModel.from_pretrained(tmp_path / "plain", config=config)
+    transformers_warnings.clear()
+    assert all(r.coefficients["c"].tolist() == [[0, 1]] * 4 for r in filter_status(loaded))
+    assert torch.equal(output(loaded, BERT.inputs()), output(unpatch_model(loaded), BERT.inputs()))
+
+
+class Numbered(GraphFilter):
+    """c_i i S(V) for head i: what ``__init__`` alone sets, and integers."""
+
+    def __init__(self, config, site):
+        super().__init__(config, site)
+        self.c = nn.Parameter(torch.empty(site.heads))
+        self.register_buffer("order", torch.arange(site.heads))
+        self.register_buffer("number", torch.arange(1.0, 1.0 + site.heads), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.constant_(self.c, 0.5)
+
+    def forward(self, shift, value):
+        return (self.c[self.order] * self.number).to(value.dtype).view(-1, 1, 1) * shift(value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_that_only_init_sets_are_there_after_loading(dtype, tmp_path):
+    model = turn_on(patch_model(BERT.build(), config_of(Numbered)))
+    model.save_pretrained(tmp_path)
+    seed = torch.random.get_rng_state()
+    loaded = realigned(AutoModel.from_pretrained(tmp_path, dtype=dtype))
+    assert torch.equal(torch.random.get_rng_state(), seed)
+    of_filter = [(n, b) for n, b in loaded.named_buffers() if "graph_filter" in n]
+    assert all(b.tolist() == ([0, 1, 2, 3] if n.endswith("order") else [1, 2, 3, 4]) for n, b in of_filter)
+    assert {b.dtype for n, b in of_filter if n.endswith("order")} == {torch.int64}
+    found = output(loaded, BERT.inputs(dtype))
+    if dtype == torch.float32:
+        assert torch.equal(found, output(model, BERT.inputs()))
+
+
+def test_the_filter_file_keeps_them(weighted, tmp_path):
+    model = trained(weighted)
+    save_filter(model, tmp_path)
+    again = load_filter(unpatch_model(copy.deepcopy(model)), tmp_path)
+    assert torch.equal(output(again, BERT.inputs()), output(model, BERT.inputs()))
+    assert sum(p.numel() for p in filter_parameters(again)) == sum(p.numel() for p in filter_parameters(model))
+
+
+# ------------------------------------------------------------------------------------------------ what names them
+
+
 def test_checkpoints_and_cards_name_the_module_to_import(folder):
     (folder / "test_hinted.py").write_text(SOURCE.format(name="test-hinted"))
     import_filters(["test_hinted"])
-    family = FAMILIES["bert"]
-    model = patch_model(patch_model(family.build(), "gfsa", layers=[0]), "test-hinted", layers=[1, 2])
+    model = patch_model(patch_model(BERT.build(), "gfsa", layers=[0]), "test-hinted", layers=[1, 2])
     assert "import test_hinted  # registers its filter" in create_model_card(model).text
-    assert "registers" not in create_model_card(patch_model(family.build())).text
-    assert "imports" not in patch_model(family.build()).config.graph_filter  # as earlier releases wrote it
+    assert "registers" not in create_model_card(patch_model(BERT.build())).text
+    assert "imports" not in patch_model(BERT.build()).config.graph_filter  # as earlier releases wrote it
 
     model.save_pretrained(folder / "model")
     save_filter(model, folder / "filter")
-    assert torch.equal(
-        output(family.model_class.from_pretrained("model"), family.inputs()), output(model, family.inputs())
-    )
+    assert torch.equal(output(BERT.model_class.from_pretrained("model"), BERT.inputs()), output(model, BERT.inputs()))
     for file in ("model/config.json", "filter/graph_filter.json"):
         path = folder / file
         path.write_text(path.read_text().replace("test-hinted", "test-forgotten"))
     hint = r"^unknown filter 'test-forgotten'.*: import 'test_hinted', as was done to patch the model$"
     with pytest.raises(GraphFilterError, match=hint):
-        family.model_class.from_pretrained("model")
+        BERT.model_class.from_pretrained("model")
     with pytest.raises(GraphFilterError, match=hint):
-        load_filter(family.build(), "filter")
+        load_filter(BERT.build(), "filter")
     for odd in ("os; x", ["os; x"], [1], [], None):
         config = json.loads((folder / "model/config.json").read_text())
         config["graph_filter"]["imports"] = odd
         (folder / "model/config.json").write_text(json.dumps(config))
         with pytest.raises(GraphFilterError, match=r"must be imported first\)$"):
-            family.model_class.from_pretrained("model")
-        partly = patch_model(family.build(), layers=[0])
+            BERT.model_class.from_pretrained("model")
+        partly = patch_model(BERT.build(), layers=[0])
         partly.config.graph_filter["imports"] = odd
         assert "imports" not in patch_model(partly, layers=[1]).config.graph_filter
 
@@ -640,6 +729,27 @@ def test_the_page_on_filters_runs_as_it_stands(folder, capsys):
     assert capsys.readouterr().out.count("passed") == 20  # every check applies
     entry_points = tomllib.loads(blocks["toml"])["project"]["entry-points"]
     assert entry_points == {"hf_graphfilter.filters": {"high-pass": "my_package.my_filters"}}
+
+
+OUTSIDE = """
+from filters import Entry
+FILTERS = {"outside": Entry(SameConfig(), lambda A, c, config, seen: 2 * A)}
+"""
+IN_SUITES = (
+    "test_common.py::test_equals_the_dense_form[sdpa-outside-bert]",
+    "test_decoding.py::test_decoding_with_a_cache_equals_without[outside-static-1-gpt2]",
+    "test_transforms.py::test_vmap[llama-outside]",
+)
+
+
+def test_the_suites_take_a_filter_from_outside(folder):
+    source = SOURCE.format(name="test-outside").replace("return shift(value)", "return 2 * shift(value)")
+    (folder / "outside.py").write_text(source + OUTSIDE)
+    tests = Path(__file__).parent
+    environment = {**os.environ, "TEST_FILTERS": "outside", "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+    command = [sys.executable, "-m", "pytest", "-q", *(str(tests / name) for name in IN_SUITES)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tests.parent)
+    assert "3 passed" in done.stdout, done.stdout
 
 
 def _blocks(text):

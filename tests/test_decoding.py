@@ -1,7 +1,11 @@
 """Decoding with caches: the same as without, whatever the cache and the way to decode."""
 
+import contextlib
+import dataclasses
+
 import pytest
 import torch
+from filters import filters
 from models import FAMILIES, TEXT, output, turn_on
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
@@ -29,13 +33,25 @@ GENERATORS = {
 }
 
 
-def generator(name):
+WITH_ROWS = filters(lambda entry: entry.everywhere and entry.keeps_rows)
+WITH_SCORES = filters(lambda entry: entry.everywhere and not entry.replaces)
+NO_STATE = "cannot hold it: use a DynamicCache"
+NO_CROP = "cannot take the last ones out again .*assisted decoding does not work"
+
+
+def generator(name, entry):
     family = FAMILIES[name]
-    model = type(family)(GENERATORS[name], family.config, family.kind, family.patched).build().double()
+    model = dataclasses.replace(family, model_class=GENERATORS[name]).build().double()
     inputs = {k: v for k, v in family.inputs(torch.float64).items() if not k.startswith("decoder")}
     if family.kind == "decoder":
         inputs["attention_mask"][0, :3] = 0  # left padding
-    return turn_on(patch_model(model, learn=("w_0", "w_1", "w_K")), scale=0.2), inputs
+    return turn_on(family.patch(model, entry), scale=0.2), inputs
+
+
+def llama(entry):
+    """A model in float64 with the filter on, and ids."""
+    family = FAMILIES["llama"]
+    return turn_on(family.patch(family.build().double(), entry)), family.inputs()["input_ids"]
 
 
 OPTIONS = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 1}
@@ -46,17 +62,21 @@ OPTIONS = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_
 @pytest.mark.parametrize(
     "implementation",
     [
-        pytest.param(
-            i, marks=pytest.mark.feature(f"Generation: greedy and beam search, {i or 'dynamic'} cache", filter="gfsa")
-        )
+        pytest.param(i, marks=pytest.mark.feature(f"Generation: greedy and beam search, {i or 'dynamic'} cache"))
         for i in (None, "static", "offloaded")
     ],
 )
-def test_decoding_with_a_cache_equals_without(name, beams, implementation, transformers_warnings):
-    model, inputs = generator(name)
+@filters()
+def test_decoding_with_a_cache_equals_without(name, beams, implementation, entry, refuses, transformers_warnings):
+    model, inputs = generator(name, entry)
     options = {**OPTIONS, "num_beams": beams}
     if implementation == "offloaded" and not torch.cuda.is_available():
         pytest.skip("offloads from a GPU")
+    if implementation == "static" and not entry.keeps_rows:
+        with refuses(NO_STATE):
+            model.generate(**inputs, **options, cache_implementation=implementation)
+        transformers_warnings.clear()
+        return
     cached = model.generate(**inputs, **options, cache_implementation=implementation)
     again = model.generate(**inputs, **options, cache_implementation=implementation)  # a static cache is used again
     plain = model.generate(**inputs, **options, use_cache=False)
@@ -65,9 +85,7 @@ def test_decoding_with_a_cache_equals_without(name, beams, implementation, trans
     assert torch.equal(again, plain)
 
 
-@pytest.mark.feature(
-    "Generation: sampling, beam sampling, prompt lookup, prefill in pieces", filter="gfsa", family="llama"
-)
+@pytest.mark.feature("Generation: sampling, beam sampling, prompt lookup, prefill in pieces", family="llama")
 @pytest.mark.parametrize(
     "options",
     [
@@ -80,8 +98,9 @@ def test_decoding_with_a_cache_equals_without(name, beams, implementation, trans
     ids=lambda options: next(iter(options)),
 )
 @pytest.mark.parametrize("implementation", [None, "static"])
-def test_ways_to_decode(options, implementation, transformers_warnings):
-    model, inputs = generator("llama")
+@WITH_ROWS
+def test_ways_to_decode(options, implementation, entry, transformers_warnings):
+    model, inputs = generator("llama", entry)
     if implementation == "static" and "prompt_lookup_num_tokens" in options:
         pytest.skip("transformers has no assisted decoding with a static cache")
     if "prompt_lookup_num_tokens" in options:
@@ -96,17 +115,18 @@ def test_ways_to_decode(options, implementation, transformers_warnings):
     assert torch.equal(*found)
 
 
-@pytest.mark.feature("Generation: assisted decoding", filter="gfsa", family="llama")
-def test_a_smaller_model_proposes_tokens(transformers_warnings):
-    model, inputs = generator("llama")
+@pytest.mark.feature("Generation: assisted decoding", family="llama")
+@filters()
+def test_a_smaller_model_proposes_tokens(entry, refuses, transformers_warnings):
+    model, inputs = generator("llama", entry)
     inputs = {name: value[1:] for name, value in inputs.items()}
-    assistant, _ = generator("llama")
+    assistant, _ = generator("llama", entry)
     with torch.no_grad():
         next(filter_parameters(assistant)).add_(0.5)  # another filter: some proposals are refused
-    found = model.generate(**inputs, **OPTIONS, assistant_model=assistant)
     expected = model.generate(**inputs, **OPTIONS)
+    with contextlib.nullcontext() if entry.keeps_rows else refuses(NO_CROP):
+        assert torch.equal(model.generate(**inputs, **OPTIONS, assistant_model=assistant), expected)
     transformers_warnings.clear()
-    assert torch.equal(found, expected)
 
 
 def steps(model, ids, cache):
@@ -114,12 +134,10 @@ def steps(model, ids, cache):
     return torch.cat(found, 1)
 
 
-@pytest.mark.feature("Generation: static cache handed in, reset and used again", filter="gfsa", family="llama")
-@pytest.mark.parametrize("approximation", ["taylor", "none"])
-def test_static_cache(approximation):
-    family = FAMILIES["llama"]
-    model = turn_on(patch_model(family.build().double(), K=4, approximation=approximation, learn=("w_0", "w_1", "w_K")))
-    ids = family.inputs()["input_ids"]
+@pytest.mark.feature("Generation: static cache handed in, reset and used again", family="llama")
+@filters(lambda entry: entry.keeps_rows)
+def test_static_cache(entry):
+    model, ids = llama(entry)
     expected, cache = output(model, {"input_ids": ids}), StaticCache(config=model.config, max_cache_len=16)
     with torch.no_grad():
         torch.testing.assert_close(steps(model, ids, cache), expected, atol=1e-9, rtol=1e-9)
@@ -127,9 +145,10 @@ def test_static_cache(approximation):
         torch.testing.assert_close(steps(model, ids, cache), expected, atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.feature("Generation: compiled step with a static cache", filter="gfsa", family="llama")
-def test_a_step_with_a_static_cache_is_compiled_once():
-    model, ids = turn_on(patch_model(FAMILIES["llama"].build().double())), FAMILIES["llama"].inputs()["input_ids"]
+@pytest.mark.feature("Generation: compiled step with a static cache", family="llama")
+@WITH_ROWS
+def test_a_step_with_a_static_cache_is_compiled_once(entry):
+    model, ids = llama(entry)
     expected = output(model, {"input_ids": ids})
     cache = StaticCache(config=model.config, max_cache_len=16)
     torch.compiler.reset()
@@ -142,26 +161,32 @@ def test_a_step_with_a_static_cache_is_compiled_once():
     assert counter.frame_count == 1
 
 
-@pytest.mark.feature("Generation: a cache handed in and used across turns", filter="gfsa", family="llama")
-@pytest.mark.parametrize("approximation", ["taylor", "none"])
-def test_cached_logits(approximation):
-    family = FAMILIES["llama"]
-    model = turn_on(patch_model(family.build().double(), K=4, approximation=approximation, learn=("w_0", "w_1", "w_K")))
-    ids = family.inputs()["input_ids"]
-    expected, cache = output(model, {"input_ids": ids}), DynamicCache(config=model.config)
+@pytest.mark.feature("Generation: a cache handed in and used across turns", family="llama")
+@filters(lambda entry: True)
+@pytest.mark.parametrize("configured", [False, True])
+def test_cached_logits(entry, configured):
+    model, ids = llama(entry)
+    expected, cache = output(model, {"input_ids": ids}), DynamicCache(config=model.config if configured else None)
     torch.testing.assert_close(steps(model, ids, cache), expected, atol=1e-9, rtol=1e-9)
-    cache.crop(-3)
-    again = model(ids[:, 6:], past_key_values=cache).last_hidden_state
-    torch.testing.assert_close(again, expected[:, 6:], atol=1e-9, rtol=1e-9)
+    assert cache.get_seq_length() == 9
+    if entry.keeps_rows:
+        cache.crop(-3)
+        again = model(ids[:, 6:], past_key_values=cache).last_hidden_state
+        torch.testing.assert_close(again, expected[:, 6:], atol=1e-9, rtol=1e-9)
+    else:
+        with pytest.raises(GraphFilterError, match=NO_CROP):
+            cache.crop(-3)
+        cache.crop(0)
     cache.reset()
     if cache.get_seq_length() == 0:  # transformers 5.17 keeps the tokens and zeroes them
         torch.testing.assert_close(model(ids, past_key_values=cache).last_hidden_state, expected, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_many_tokens(mode):
+@WITH_ROWS
+def test_many_tokens(mode, entry):
     """Rows are written into room that is made from time to time; the modes of autograd may change between tokens."""
-    model = turn_on(patch_model(FAMILIES["llama"].build().double(), learn=("w_0", "w_1", "w_K")))
+    model, _ = llama(entry)
     ids, cache = torch.randint(5, 99, (2, 60)), DynamicCache(config=model.config)
     expected = output(model, {"input_ids": ids})
     with torch.inference_mode():
@@ -174,27 +199,25 @@ def test_many_tokens(mode):
 MISTRAL = MistralConfig(**{**TEXT, "num_hidden_layers": 2}, num_key_value_heads=2, sliding_window=4)
 
 
-@pytest.mark.feature("Generation: sliding windows", filter="gfsa")
-def test_sliding_window_cache():
-    model = turn_on(patch_model(MistralForCausalLM(MISTRAL).eval().double()))
+@pytest.mark.feature("Generation: sliding windows")
+@WITH_SCORES
+def test_sliding_window_cache(entry):
+    model = turn_on(patch_model(MistralForCausalLM(MISTRAL).eval().double(), entry.config))
     ids = torch.randint(5, 99, (2, 6))
     cached, plain = (model.generate(ids, **OPTIONS, use_cache=c) for c in (True, False))
     assert torch.equal(cached, plain)
 
 
-def test_caches_that_cannot_hold_the_rows_are_refused():
-    model, ids = patch_model(MistralForCausalLM(MISTRAL).eval()), torch.randint(5, 99, (2, 6))
-    with pytest.raises(GraphFilterError, match=r"StaticCache \(StaticSlidingWindowLayer\) cannot hold them: use a Dyn"):
-        model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=32))
-
-
-@pytest.mark.feature("Generation: a cache filled by the plain model", filter="gfsa", family="llama")
-def test_a_cache_from_the_plain_model_is_refused(refuses):
+@pytest.mark.feature("Generation: a cache filled by the plain model", family="llama")
+@filters()
+def test_a_cache_from_the_plain_model_is_refused(entry, refuses):
     model, ids = FAMILIES["llama"].build(), FAMILIES["llama"].inputs()["input_ids"]
     cache = model(ids[:, :5], use_cache=True).past_key_values
-    patch_model(model)
-    with refuses(r"holds 9 tokens but the filter has seen 4.*unpatched model"):
+    patch_model(model, entry.config)
+    with refuses("holds 9 tokens but the filter has seen 4.*unpatched model" if entry.keeps_rows else "filled without"):
         model(ids[:, 5:], past_key_values=cache)
+    if not entry.keeps_rows:
+        return
     static, plain = StaticCache(config=model.config, max_cache_len=16), FAMILIES["llama"].build()
     plain(ids[:, :5], past_key_values=static)
     with pytest.raises(GraphFilterError, match=r"static cache holds 9 tokens but the filter has seen 4.*unpatched"):
@@ -218,9 +241,9 @@ class Rounded(QuantizedLayer):
 
 
 @pytest.mark.feature("Generation: quantized cache", family="llama")
-@pytest.mark.parametrize("name", ["gfsa", "agf"])
-def test_a_quantized_cache_is_refused(name, refuses):
-    model, ids = patch_model(FAMILIES["llama"].build(), name), FAMILIES["llama"].inputs()["input_ids"]
+@filters()
+def test_a_quantized_cache_is_refused(entry, refuses):
+    model, ids = patch_model(FAMILIES["llama"].build(), entry.config), FAMILIES["llama"].inputs()["input_ids"]
     cache = Cache(layers=[Rounded() for _ in range(3)])
     FAMILIES["llama"].build()(
         ids, past_key_values=Cache(layers=[Rounded() for _ in range(3)])
@@ -229,8 +252,9 @@ def test_a_quantized_cache_is_refused(name, refuses):
         model(ids, past_key_values=cache)
 
 
-@pytest.mark.feature("Generation: static cache with sliding windows", filter="gfsa", family="llama")
-def test_a_static_cache_with_sliding_windows_is_refused(refuses):
-    model = patch_model(MistralForCausalLM(MISTRAL).eval())
+@pytest.mark.feature("Generation: static cache with sliding windows", family="llama")
+@WITH_SCORES
+def test_a_static_cache_with_sliding_windows_is_refused(entry, refuses):
+    model = patch_model(MistralForCausalLM(MISTRAL).eval(), entry.config)
     with refuses(r"StaticCache \(StaticSlidingWindowLayer\) cannot hold them: use a DynamicCache"):
         model(torch.randint(5, 99, (2, 6)), past_key_values=StaticCache(config=model.config, max_cache_len=16))

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from filters import cases
 from processes import run_two
 
 SCRIPT = Path(__file__).with_name("distributed.py")
@@ -13,15 +14,18 @@ MODES = {
     "deepspeed": "Distributed: Trainer under DeepSpeed ZeRO-3, resumed",
     "tensor_parallel": "Distributed: tensor parallel plans",
 }
-QUICK = [("gradients", "gfsa")]
 
 
 @pytest.mark.parametrize(
     ("mode", "name"),
     [
-        pytest.param(m, n, marks=[pytest.mark.feature(title), *([] if (m, n) in QUICK else [pytest.mark.slow])])
-        for m, title in MODES.items()
-        for n in ("gfsa", "agf")
+        pytest.param(
+            mode,
+            name,
+            marks=[pytest.mark.feature(title), *[pytest.mark.slow] * (mode != "gradients" or entry.replaces)],
+        )
+        for mode, title in MODES.items()
+        for name, entry in cases()
     ],
 )
 def test_two_processes(mode, name, tmp_path, record_property):

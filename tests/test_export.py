@@ -2,26 +2,24 @@
 
 import pytest
 import torch
-from models import CONFIGS, FAMILIES, TORCH_2_11, assert_equal_in_float32, output, turn_on
+from filters import combinations, filters
+from models import FAMILIES, TORCH_2_11, assert_equal_in_float32, output, turn_on
 
 ENCODERS = ("bert", "roberta", "distilbert", "electra", "deit", "vit")
-QUICK = [("bert", "gfsa"), ("bert", "agf"), ("deit", "agf-blend")]
 
 
-def cases(families):
-    return pytest.mark.parametrize(
-        ("family", "name"),
-        [
-            pytest.param(f, n, marks=() if (f, n) in QUICK else pytest.mark.slow)
-            for f, names in families.items()
-            for n in names
-        ],
+def exported(*decoders):
+    """Every filter in the encoders; in decoders those with scores."""
+    return combinations(
+        (*ENCODERS, *decoders),
+        lambda family, entry: entry.everywhere and (family in ENCODERS or not entry.replaces),
+        lambda family, entry: family == ("deit" if entry.replaces and entry.config.starts_as_original else "bert"),
     )
 
 
-def patched(family, name, dtype=torch.float64):
+def patched(family, entry, dtype=torch.float64):
     family = FAMILIES[family]
-    model = turn_on(family.patch(family.build(), CONFIGS[name])).to(dtype)
+    model = turn_on(family.patch(family.build(), entry)).to(dtype)
     model.config.use_cache = False
     inputs = family.inputs(dtype)
     if "attention_mask" in inputs:
@@ -30,9 +28,9 @@ def patched(family, name, dtype=torch.float64):
 
 
 @pytest.mark.feature("Compiling and exporting: torch.export, any batch and length")
-@cases(dict.fromkeys(ENCODERS, CONFIGS) | dict.fromkeys(("gpt2", "llama"), ("gfsa",)))
-def test_export(family, name):
-    model, inputs, others = patched(family, name)
+@exported("gpt2", "llama")
+def test_export(family, entry):
+    model, inputs, others = patched(family, entry)
     auto = torch.export.Dim.AUTO
     sizes = {k: {0: auto, 1: auto} if x.dim() == 2 else {0: auto} for k, x in inputs.items()}
     with torch.no_grad():
@@ -41,22 +39,23 @@ def test_export(family, name):
             torch.testing.assert_close(output(program, given), output(model, given), atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.feature("Compiling and exporting: torch.export, any batch and length", filter="agf", family="gpt2")
-def test_export_of_a_causal_filter_is_refused(refuses):
-    model, inputs, _ = patched("gpt2", "agf")
+@pytest.mark.feature("Compiling and exporting: torch.export, any batch and length", family="gpt2")
+@filters(lambda entry: entry.everywhere and entry.replaces)
+def test_export_of_a_causal_filter_is_refused(entry, refuses):
+    model, inputs, _ = patched("gpt2", entry)
     with torch.no_grad(), refuses("exported graph cannot: .* 'gfsa'"):
         torch.export.export(model, (), inputs)
 
 
 @pytest.mark.feature("Compiling and exporting: ONNX, run by onnxruntime")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of the exporter
-@cases(dict.fromkeys(ENCODERS, CONFIGS) | dict.fromkeys(("gpt2",), ("gfsa",)))
-def test_onnx(family, name, tmp_path):
-    if TORCH_2_11 and name == "gfsa":
+@exported("gpt2")
+def test_onnx(family, entry, tmp_path):
+    if TORCH_2_11 and not entry.replaces:
         pytest.skip("its exporter does not decompose a product with a number")
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
-    model, inputs, _ = patched(family, name, torch.float32)
+    model, inputs, _ = patched(family, entry, torch.float32)
 
     class Positional(torch.nn.Module):
         def forward(self, *tensors):

@@ -6,6 +6,7 @@ their number).
 """
 
 import copy
+import dataclasses
 import fractions
 import json
 import math
@@ -13,13 +14,16 @@ import os
 import re
 import signal
 import time
+import typing
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from filters import cases
 from hypothesis import HealthCheck, given, settings
 from models import FAMILIES
 from safetensors.torch import load_file, save_file
@@ -170,36 +174,40 @@ json_values = st.recursive(
     max_leaves=6,
 )
 
-OPTIONS = {
-    "gfsa": {
-        "K": st.integers(1, 6) | st.just(1000),
-        "w_0": numbers,
-        "w_1": numbers,
-        "w_K": numbers,
-        "learn": st.lists(st.sampled_from(["w_0", "w_1", "w_K"]), unique=True),
-        "approximation": st.sampled_from(["taylor", "none"]),
-    },
-    "agf": {
-        "K": st.integers(0, 6) | st.just(1000),
-        "basis": st.sampled_from(["jacobi", "chebyshev", "legendre", "monomial"]),
-        "a": numbers | st.floats(-200, 200),
-        "b": numbers | st.floats(),
-        "theta": st.sampled_from(["shared", "per_head"]),
-        "constrain_theta": st.booleans(),
-        "gamma": st.floats(0, 1),
-        "init": st.sampled_from(["copy", "blend"]),
-        "correction": st.booleans(),
-        "window": st.sampled_from([0, 1, 3, 2048, 1_000_000]),
-        "position_bias": st.just("drop"),
-    },
-}
+CONFIGS = {entry.config.filter: type(entry.config) for _, entry in cases()}
+
+
+def strategies(config_class):
+    """For each option values that are valid by themselves."""
+    hints = {field.name: typing.get_type_hints(config_class)[field.name] for field in dataclasses.fields(config_class)}
+    by_type = {
+        int: st.integers(0, 6) | st.sampled_from([1000, 2048, 1_000_000]),
+        float: numbers | st.floats(-200, 200),
+        bool: st.booleans(),
+        tuple[str, ...]: st.lists(st.sampled_from([*hints]), max_size=3),
+    }
+
+    def valid(name, value):
+        try:
+            return bool(config_class(**{name: value}))
+        except GraphFilterError:
+            return False
+
+    return {
+        name: (by_type[hint] if hint in by_type else st.sampled_from(typing.get_args(hint))).filter(
+            partial(valid, name)
+        )
+        for name, hint in hints.items()
+    }
+
+
+OPTIONS = {name: strategies(config_class) for name, config_class in CONFIGS.items()}
 
 
 @st.composite
 def options_of(draw, name):
     """Options of a filter: valid ones, now and then with an odd value or name among them."""
     found = draw(st.fixed_dictionaries({}, optional=OPTIONS[name]))
-    found |= {"position_bias": "drop"} if name == "agf" else {}
     if draw(st.integers(0, 4)) == 4:
         found[draw(st.sampled_from([*OPTIONS[name], "k", "cls", "self", "x" * 20_000]))] = draw(odd)
     return found
@@ -218,7 +226,7 @@ layers = st.one_of(
 @st.composite
 def patches(draw):
     """Arguments of ``patch_model``."""
-    name = draw(st.sampled_from(["gfsa", "agf", "gfsa", "agf", "gfsa", "agf", "odd"]))
+    name = draw(st.sampled_from([*CONFIGS] * 3 + ["odd"]))
     found = {"filter": name, **draw(options_of(name))} if name != "odd" else {"filter": draw(odd | st.text(max_size=8))}
     if draw(st.booleans()):
         found["layers"] = draw(layers)
@@ -231,7 +239,7 @@ def patches(draw):
 def mutations(draw):
     """What is done to a JSON document: (seed of the place, change, value), once to three times."""
     change = st.sampled_from(["replace", "remove", "add", "rename", "repeat"])
-    value = json_values | st.sampled_from(["gfsa", "agf", 1, 2, [], {}, 10**30, math.nan, 1e39, True])
+    value = json_values | st.sampled_from([*CONFIGS, 1, 2, [], {}, 10**30, math.nan, 1e39, True])
     return draw(st.lists(st.tuples(st.integers(0, 99), change, value), min_size=1, max_size=3))
 
 
@@ -298,9 +306,9 @@ def damage(tensors, changes):
 
 @examples(100)
 def test_configs(count):
-    @fuzz(count, 100, st.sampled_from(["gfsa", "agf"]).flatmap(options_of), mutations(), odd)
+    @fuzz(count, 100, st.sampled_from([*CONFIGS]).flatmap(options_of), mutations(), odd)
     def run(options, changes, value):
-        for config in (GFSAConfig, AGFConfig):
+        for config in CONFIGS.values():
             done, made = attempt(config.from_options, **options)
             document = (made if done else config()).to_dict()
             assert not done or FilterConfig.from_dict(json.loads(json.dumps(document))) == made

@@ -30,12 +30,19 @@ def test_import_is_light():
     assert int(found[2]) < 10
 
 
-@pytest.mark.parametrize("order", ["import hf_graphfilter, transformers", "import transformers, hf_graphfilter"])
-@pytest.mark.parametrize("early", ["", "import transformers.modeling_utils"])
-def test_import_order_does_not_matter(order, early):
+ORDERS = {
+    "us first": "import hf_graphfilter, transformers",
+    "transformers first": "import transformers, hf_graphfilter",
+    "models first": "import transformers.modeling_utils, hf_graphfilter",
+    "from within": "import hf_graphfilter.hosts.transformers.cache",
+    "what is installed": "import hf_graphfilter.checkpoints.transformers",
+}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_import_order_does_not_matter(order):
     assert (
         run(f"""
-        {early}
         {order}
         from transformers import AutoModel, BertModel
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

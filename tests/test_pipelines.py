@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from filters import filters
 from models import FAMILIES, turn_on
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -29,7 +30,6 @@ from hf_graphfilter import (
     unpatch_model,
 )
 
-OPTIONS = {"gfsa": {"K": 3, "learn": ("w_0", "w_1", "w_K")}, "agf": {"K": 2, "init": "blend"}}
 SENTENCE = "graph filter attention smooth token high low frequency layer paper learn model text word deep is a"
 WORDS = SENTENCE.split()
 TEXTS = ["attention is a low frequency filter", "deep layer smooth token"]
@@ -55,12 +55,12 @@ def tokenizer(padding_side="right"):
     return made
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@filters()
 @pytest.mark.parametrize(
     ("task", "family"),
     [pytest.param(t, c[0], marks=pytest.mark.feature(f"Pipelines: {t}")) for t, c in CASES.items()],
 )
-def test_pipeline(task, family, name, tmp_path, transformers_warnings):
+def test_pipeline(task, family, entry, tmp_path, transformers_warnings):
     _, model_class, inputs, options = CASES[task]
     task = task.partition(",")[0]
     config = FAMILIES[family].config
@@ -85,7 +85,8 @@ def test_pipeline(task, family, name, tmp_path, transformers_warnings):
         return found
 
     expected = run(model)
-    assert run(patch_model(model, name, **OPTIONS[name])) == expected
+    patch_model(model, entry.config)
+    assert run(model) == expected or not entry.config.starts_as_original
     turn_on(model, scale=0.6)
     found = run(model)
     assert found != expected
@@ -95,11 +96,11 @@ def test_pipeline(task, family, name, tmp_path, transformers_warnings):
 
 @pytest.mark.feature("Pipelines: sentence-transformers, also trained", family="bert")
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", OPTIONS)
-def test_sentence_transformers(name, tmp_path, transformers_warnings):
+@filters()
+def test_sentence_transformers(entry, tmp_path, transformers_warnings):
     SentenceTransformer = pytest.importorskip("sentence_transformers").SentenceTransformer
     losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
-    model = turn_on(patch_model(FAMILIES["bert"].build(), name, **OPTIONS[name]))
+    model = turn_on(patch_model(FAMILIES["bert"].build(), entry.config))
     model.save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     encoder = SentenceTransformer(str(tmp_path / "model"), device="cpu")  # with mean pooling

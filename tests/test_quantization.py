@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from filters import filters
 from models import turn_on
 from transformers import (
     AutoModelForCausalLM,
@@ -23,7 +24,6 @@ CONFIG = LlamaConfig(
     num_key_value_heads=2,
     intermediate_size=128,
 )
-OPTIONS = {"gfsa": {"K": 3, "learn": ("w_0", "w_1", "w_K")}, "agf": {"K": 2, "window": 2, "correction": True}}
 KINDS = {
     "torchao int8": ("torchao", {}, 0.05),
     "bitsandbytes 8-bit": ("bitsandbytes", {"load_in_8bit": True}, 0.05),
@@ -52,19 +52,19 @@ pytestmark = [
 
 
 @kinds
-@pytest.mark.parametrize("name", OPTIONS)
+@filters()
 @pytest.mark.parametrize("order", ["patched checkpoint", "patched afterwards"])
-def test_quantized(kind, name, order, tmp_path, transformers_warnings):
+def test_quantized(kind, entry, order, tmp_path, transformers_warnings):
     peft = pytest.importorskip("peft")
     config, tolerance = quantization(kind)
     plain = LlamaForCausalLM(CONFIG).eval()
-    reference = turn_on(patch_model(copy.deepcopy(plain), name, **OPTIONS[name]))
+    reference = turn_on(patch_model(copy.deepcopy(plain), entry.config))
     (reference if order == "patched checkpoint" else plain).save_pretrained(tmp_path)
 
     def load():
         model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map="cpu").eval()
         if order == "patched afterwards":
-            patch_model(model, name, **OPTIONS[name])
+            patch_model(model, entry.config)
             filters = {k: v for k, v in reference.state_dict().items() if "graph_filter" in k}
             model.load_state_dict(filters, strict=False)
         transformers_warnings.clear()

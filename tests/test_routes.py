@@ -4,21 +4,18 @@ import copy
 
 import pytest
 import torch
+from filters import FILTERS, filters
 from models import FAMILIES, assert_equal_in_float32, output, turn_on
 from transformers import AttentionInterface, AutoConfig, AutoModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_graphfilter import GraphFilterError, filter_status, patch_model, unpatch_model
 
-OPTIONS = {
-    "gfsa": {"K": 3, "learn": ("w_0", "w_1", "w_K")},
-    "agf": {"K": 2, "correction": True, "window": 2, "position_bias": "drop"},
-}
-names = pytest.mark.parametrize("name", OPTIONS)
+GFSA = FILTERS["gfsa"]
 
 
-def patched(family, name):
-    return turn_on(patch_model(FAMILIES[family].build(), name, **OPTIONS[name])).double()
+def patched(family, entry):
+    return turn_on(FAMILIES[family].patch(FAMILIES[family].build(), entry)).double()
 
 
 def at_load(model, folder):
@@ -116,9 +113,9 @@ ROUTES = [
         for r in ROUTES
     ],
 )
-@names
-def test_the_filter_stays(route, family, name, tmp_path, transformers_warnings):
-    model, inputs = patched(family, name), FAMILIES[family].inputs(torch.float64)
+@filters()
+def test_the_filter_stays(route, family, entry, tmp_path, transformers_warnings):
+    model, inputs = patched(family, entry), FAMILIES[family].inputs(torch.float64)
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         expected, rows = output(model, inputs), str(filter_status(model)).replace("sdpa", "").replace("eager", "")
@@ -131,15 +128,15 @@ def test_the_filter_stays(route, family, name, tmp_path, transformers_warnings):
     transformers_warnings.clear()
 
 
-@names
+@filters()
 @pytest.mark.feature("Routes past the filter: patched and unpatched after torch.compile", family="bert")
-def test_a_compiled_model_notices_the_patch(name):
+def test_a_compiled_model_notices_the_patch(entry):
     model, inputs = FAMILIES["bert"].build().double(), FAMILIES["bert"].inputs()
     torch.compiler.reset()
     run = torch.compile(model, backend="eager")
     with torch.no_grad():
         plain = output(run, inputs)
-        turn_on(patch_model(model, name, **OPTIONS[name]))
+        turn_on(patch_model(model, entry.config))
         filtered = output(run, inputs)
         torch.testing.assert_close(filtered, output(model, inputs), atol=1e-9, rtol=1e-9)
         assert not torch.allclose(filtered, plain, atol=1e-2)
@@ -147,11 +144,11 @@ def test_a_compiled_model_notices_the_patch(name):
         torch.testing.assert_close(output(run, inputs), plain, atol=1e-9, rtol=1e-9)
 
 
-@names
+@filters()
 @pytest.mark.feature("Routes past the filter: dynamic quantization swaps the linear layers", family="bert")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
-def test_linear_layers_swapped(name):
-    model, inputs = patched("bert", name).float(), FAMILIES["bert"].inputs()
+def test_linear_layers_swapped(entry):
+    model, inputs = patched("bert", entry).float(), FAMILIES["bert"].inputs()
     swapped = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
     with torch.no_grad():
         expected, found = output(model, inputs), output(swapped, inputs)
@@ -160,10 +157,10 @@ def test_linear_layers_swapped(name):
     assert (found - expected).norm() < 0.3 * (found - plain).norm()
 
 
-@names
+@filters()
 @pytest.mark.feature("Routes past the filter: an attention module swapped for a new one", family="bert")
-def test_a_module_without_its_filter_does_not_load(name, tmp_path, refuses, transformers_warnings):
-    model = patched("bert", name)
+def test_a_module_without_its_filter_does_not_load(entry, tmp_path, refuses, transformers_warnings):
+    model = patched("bert", entry)
     layer = model.encoder.layer[1].attention
     layer.self = type(layer.self)(model.config)
     assert len(filter_status(model)) == 2
@@ -173,9 +170,9 @@ def test_a_module_without_its_filter_does_not_load(name, tmp_path, refuses, tran
     transformers_warnings.clear()
 
 
-@names
-def test_parts_of_a_model_are_filtered_too(name):
-    model, inputs = patched("t5", name), FAMILIES["t5"].inputs()
+@filters()
+def test_parts_of_a_model_are_filtered_too(entry):
+    model, inputs = patched("t5", entry), FAMILIES["t5"].inputs()
     with torch.no_grad():
         whole = model(**inputs).encoder_last_hidden_state
         part = model.get_encoder()(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
@@ -192,7 +189,7 @@ def test_our_own_name_as_a_backend_is_refused():
 
 
 def test_our_own_name_as_the_backend_of_a_patched_model_is_refused():
-    model = patched("bert", "gfsa")
+    model = patched("bert", GFSA)
     model.config._attn_implementation_internal = "hf_graphfilter"
     with pytest.raises(GraphFilterError, match=r"encoder\.layer\.0\.attention\.self .*: name a backend"):
         output(model, FAMILIES["bert"].inputs())
@@ -201,11 +198,11 @@ def test_our_own_name_as_the_backend_of_a_patched_model_is_refused():
 REROUTED = [None, "sdpa", "eager", "sglang", "vllm"]
 
 
-@pytest.mark.parametrize("name", ["gfsa", "agf"])
+@filters()
 @pytest.mark.parametrize("implementation", REROUTED)
 @pytest.mark.feature("Routes past the filter: an engine writes its attention into a patched module's config")
-def test_a_rerouted_module_raises(name, implementation, refuses):
-    model, inputs = patched("llama", name), FAMILIES["llama"].inputs()
+def test_a_rerouted_module_raises(entry, implementation, refuses):
+    model, inputs = patched("llama", entry), FAMILIES["llama"].inputs()
     expected = output(model, inputs)
     config = model.layers[1].self_attn.config
     for _ in range(2):
@@ -224,7 +221,7 @@ def test_a_rerouted_module_raises(name, implementation, refuses):
 def test_the_attention_of_engines_is_refused(engine, monkeypatch):
     AttentionInterface.register(engine, sdpa_attention_forward)
     monkeypatch.setattr(AttentionInterface, "_global_mapping", {**AttentionInterface._global_mapping})
-    config = patched("llama", "gfsa").config
+    config = patched("llama", GFSA).config
     config._attn_implementation = engine  # what their transformers backends do before they build the model
     model = AutoModel.from_config(config)
     with pytest.raises(GraphFilterError, match=f"attention by '{engine}' cannot be filtered; vLLM and SGLang"):
@@ -233,13 +230,15 @@ def test_the_attention_of_engines_is_refused(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
-def test_attention_weights_that_a_filter_has_not_are_refused(family, transformers_warnings):
+@filters()
+def test_attention_weights_that_a_filter_has_not_are_refused(family, entry, transformers_warnings):
     """transformers would leave the layer out, and those of later layers would move up."""
-    model, inputs = patch_model(FAMILIES[family].build("eager"), "agf", layers=[1]), FAMILIES[family].inputs()
-    with pytest.raises(GraphFilterError, match=r"1\..*output_attentions asks for .* 'agf' computes none"):
-        model(**inputs, output_attentions=True)
-    blend = patch_model(FAMILIES[family].build("eager"), "agf", layers=[1], init="blend")
-    assert len(blend(**inputs, output_attentions=True).attentions) == 3
+    model, inputs = patch_model(FAMILIES[family].build("eager"), entry.config, layers=[1]), FAMILIES[family].inputs()
+    if entry.replaces and not entry.config.starts_as_original:
+        with pytest.raises(GraphFilterError, match=rf"1\..*output_attentions asks for .* '{entry.config.filter}' comp"):
+            model(**inputs, output_attentions=True)
+    else:
+        assert len(model(**inputs, output_attentions=True).attentions) == 3
     model.set_attn_implementation("sdpa")  # which gives no weights, patched or not
     model(**inputs, output_attentions=True)
     transformers_warnings.clear()

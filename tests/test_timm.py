@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import torch
+from filters import combinations
 from hub_server import TOKEN, Hub
 from models import realigned, turn_on
-from oracle import gfsa_matrix, timm_twin
+from oracle import timm_twin
 from safetensors.torch import load_file, save_file
-from test_common import FILTERS
 
 from hf_graphfilter import (
     AGFConfig,
@@ -52,17 +52,13 @@ SIZES = {"vit-dynamic": (37, 29), "swin-odd": (36, 44)}
 
 families = pytest.mark.parametrize("family", FAMILIES)
 fused = pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
-MATRIX_FREE = ("vit", "vit-qk-norm", "vit-dynamic", "deit-distilled", "swin", "swin-odd")  # where AGF can be honoured
-LINEAR = [name for name in FILTERS if not name.startswith("agf")]
-cases = pytest.mark.parametrize(
-    ("family", "name"),
-    [(f, name) for f in FAMILIES for name in FILTERS if name in LINEAR or f in MATRIX_FREE],
-)
+MATRIX_FREE = ("vit", "vit-qk-norm", "vit-dynamic", "deit-distilled", "swin", "swin-odd")  # no scores are needed
+honoured = combinations(FAMILIES, lambda family, entry: family in MATRIX_FREE or not entry.replaces)
 
 
-def patch(model, family, config):
-    """AGF only into those layers of Swin whose windows are not shifted."""
-    return patch_model(model, config, layers="even" if family in PATCHED and config.filter == "agf" else None)
+def patch(model, family, entry):
+    """A filter without scores goes only into those layers of Swin whose windows are not shifted."""
+    return patch_model(model, entry.config, layers="even" if family in PATCHED and entry.replaces else None)
 
 
 def build(family, fused=True):
@@ -83,9 +79,9 @@ def images(family, dtype=torch.float32, batch=2):
     return torch.randn(batch, 3, *SIZES.get(family, (32, 32)), generator=g, dtype=dtype)
 
 
-@cases
+@honoured
 @fused
-def test_identical_at_the_start(family, name, fused):
+def test_identical_at_the_start(family, entry, fused):
     model, x = build(family, fused), images(family)
 
     def both():
@@ -95,22 +91,20 @@ def test_identical_at_the_start(family, name, fused):
 
     expected = both()
     keys = set(model.state_dict())
-    config = FILTERS[name][0]
-    assert patch(model, family, config) is model
-    assert all(map(torch.equal, both(), expected)) == config.starts_as_original
+    assert patch(model, family, entry) is model
+    assert all(map(torch.equal, both(), expected)) == entry.config.starts_as_original
     assert keys < set(model.state_dict())
     status = filter_status(model)
-    assert len(status) == PATCHED.get(family, 3) // (2 if family in PATCHED and name not in LINEAR else 1)
+    assert len(status) == PATCHED.get(family, 3) // (2 if family in PATCHED and entry.replaces else 1)
     assert {row.backend for row in status} == {"sdpa" if fused and family != "cait" else "eager"}
 
 
-@cases
+@honoured
 @fused
-def test_equals_the_dense_form(family, name, fused):
-    config, formula = FILTERS[name]
+def test_equals_the_dense_form(family, entry, fused):
     plain, x = build(family, fused).double(), images(family, torch.float64)
-    patched = turn_on(patch(copy.deepcopy(plain), family, config))
-    before, twin = plain(x), timm_twin(copy.deepcopy(plain), patched, formula)
+    patched = turn_on(patch(copy.deepcopy(plain), family, entry))
+    before, twin = plain(x), timm_twin(copy.deepcopy(plain), patched, entry.formula)
     found, expected = patched(x), twin(x)
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
     assert not torch.allclose(found, before, atol=1e-5), "the filter is on"
@@ -119,7 +113,7 @@ def test_equals_the_dense_form(family, name, fused):
     gradients = dict(patched.named_parameters())
     for key, parameter in twin.named_parameters():
         if gradients[key].grad is None:
-            assert parameter.grad is None or not parameter.grad.any(), "AGF drops a position bias"
+            assert parameter.grad is None or not parameter.grad.any(), "a position bias is dropped"
         elif parameter.grad is not None:
             torch.testing.assert_close(gradients[key].grad, parameter.grad, rtol=1e-5, atol=1e-7)
     assert all(p.grad.abs().sum() > 0 for p in filter_parameters(patched))
@@ -363,7 +357,6 @@ def test_nothing_imports_timm_unless_a_timm_model_comes():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip().endswith("False")
     assert "a timm model" in done.stdout
-    assert gfsa_matrix is FILTERS["gfsa"][1]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

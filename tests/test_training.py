@@ -4,19 +4,19 @@ import copy
 
 import pytest
 import torch
-from models import CONFIGS, FAMILIES, output, turn_on
+from filters import FILTERS, filters
+from models import FAMILIES, output, turn_on
 from transformers import set_seed
 
 from hf_graphfilter import GraphFilter, filter_parameters, parameter_groups
 
 families = pytest.mark.parametrize("family", FAMILIES)
-filters = pytest.mark.parametrize("name", CONFIGS)
 
 
-def patched(family, name):
+def patched(family, entry):
     family = FAMILIES[family]
     plain = family.build()
-    return plain, family.patch(copy.deepcopy(plain), CONFIGS[name]), family.inputs()
+    return plain, family.patch(copy.deepcopy(plain), entry), family.inputs()
 
 
 def coefficients(model):
@@ -25,15 +25,15 @@ def coefficients(model):
 
 @pytest.mark.feature("Training: autocast in bfloat16 and float16")
 @families
-@filters
+@filters()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(family, name, dtype):
-    plain, model, inputs = patched(family, name)
+def test_autocast(family, entry, dtype):
+    plain, model, inputs = patched(family, entry)
     with torch.no_grad():
         wide = output(plain, inputs)
         with torch.autocast("cpu", dtype):
             lost = (output(plain, inputs) - wide).norm() / wide.norm()
-            if CONFIGS[name].starts_as_original:
+            if entry.config.starts_as_original:
                 assert torch.equal(output(model, inputs), output(plain, inputs))
     turn_on(model, scale=0.1)
     expected = output(model, inputs)
@@ -46,10 +46,10 @@ def test_autocast(family, name, dtype):
 
 @pytest.mark.feature("Training: bfloat16 weights, float32 coefficients")
 @families
-@filters
-def test_a_step_with_weights_in_bfloat16(family, name):
+@filters()
+def test_a_step_with_weights_in_bfloat16(family, entry):
     """A step of 1e-4 on a coefficient near 1 would be lost in bfloat16."""
-    _, model, _ = patched(family, name)
+    _, model, _ = patched(family, entry)
     turn_on(model.to(torch.bfloat16).train(), scale=0.1)
     before = [p.detach().clone() for p in coefficients(model)]
     optimizer = torch.optim.AdamW(parameter_groups(model, lr=1e-5, filter_lr=1e-4))
@@ -63,17 +63,17 @@ def test_a_step_with_weights_in_bfloat16(family, name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_coefficients_that_were_float64_come_back_to_float32(dtype):
-    model = turn_on(patched("bert", "gfsa")[1]).double()
+    model = turn_on(patched("bert", FILTERS["gfsa"])[1]).double()
     assert {p.dtype for p in coefficients(model)} == {torch.float64}
     assert {p.dtype for p in coefficients(model.to(dtype))} == {torch.float32}
 
 
 @pytest.mark.feature("Training: gradient checkpointing, reentrant and not")
 @families
-@filters
+@filters()
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing(family, name, reentrant, transformers_warnings):
-    plain, model, inputs = patched(family, name)
+def test_gradient_checkpointing(family, entry, reentrant, transformers_warnings):
+    plain, model, inputs = patched(family, entry)
     inputs = FAMILIES[family].inputs(torch.float64)
     try:
         if not same_gradients_with_checkpointing(plain.double(), inputs, reentrant):

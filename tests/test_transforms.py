@@ -4,19 +4,19 @@ import copy
 
 import pytest
 import torch
-from models import CONFIGS, FAMILIES, output, turn_on
+from filters import combinations, filters
+from models import FAMILIES, output, turn_on
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.parallel import comm, replicate
 
 from hf_graphfilter import filter_parameters, filter_status
 
 families = pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5", "deit"])
-filters = pytest.mark.parametrize("name", CONFIGS)
 
 
-def patched(family, name):
+def patched(family, entry):
     family = FAMILIES[family]
-    model = turn_on(family.patch(family.build().double(), CONFIGS[name]))
+    model = turn_on(family.patch(family.build().double(), entry))
     model.config.use_cache = False  # a cache is no output that torch.func knows
     return model, family.inputs(torch.float64)
 
@@ -27,9 +27,9 @@ def loss(model, parameters, inputs):
 
 @pytest.mark.feature("Transforms of PyTorch: torch.func.functional_call and grad")
 @families
-@filters
-def test_functional_call_and_grad(family, name):
-    model, inputs = patched(family, name)
+@filters()
+def test_functional_call_and_grad(family, entry):
+    model, inputs = patched(family, entry)
     parameters = {k: v.detach() for k, v in model.named_parameters()}
     others = {k: v + 0.01 for k, v in parameters.items()}
     found, gradients = loss(model, others, inputs), grad(lambda p: loss(model, p, inputs))(parameters)
@@ -43,11 +43,12 @@ def test_functional_call_and_grad(family, name):
 
 @pytest.mark.feature("Transforms of PyTorch: torch.func.vmap over an ensemble")
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize(
-    ("family", "name"), [(f, n) for f in ("bert", "deit") for n in CONFIGS] + [("gpt2", "gfsa"), ("llama", "gfsa")]
+@combinations(
+    ("bert", "deit", "gpt2", "llama"),
+    lambda family, entry: entry.everywhere and (family in ("bert", "deit") or not entry.replaces),
 )
-def test_vmap(family, name):
-    model, inputs = patched(family, name)
+def test_vmap(family, entry):
+    model, inputs = patched(family, entry)
     other = turn_on(copy.deepcopy(model))
     parameters, _ = stack_module_state([model, other])
     found = vmap(lambda p: functional_call(model, p, (), inputs).last_hidden_state)(parameters)
@@ -57,9 +58,9 @@ def test_vmap(family, name):
 
 @pytest.mark.feature("Transforms of PyTorch: DataParallel (replicas, without GPUs)")
 @families
-@filters
-def test_replicas_of_data_parallel(family, name, monkeypatch):
-    model, inputs = patched(family, name)
+@filters()
+def test_replicas_of_data_parallel(family, entry, monkeypatch):
+    model, inputs = patched(family, entry)
     copies = lambda tensors, devices: [[t.clone() for t in tensors] for _ in devices]  # noqa: E731
     monkeypatch.setattr(comm, "broadcast_coalesced", copies)
     with torch.no_grad():
@@ -71,9 +72,9 @@ def test_replicas_of_data_parallel(family, name, monkeypatch):
 @pytest.mark.feature("Transforms of PyTorch: autograd.detect_anomaly")
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @families
-@filters
-def test_detect_anomaly(family, name):
-    model, inputs = patched(family, name)
+@filters()
+def test_detect_anomaly(family, entry):
+    model, inputs = patched(family, entry)
     with torch.autograd.detect_anomaly():
         output(model.train(), inputs).square().sum().backward()
     assert all(p.grad.isfinite().all() for p in filter_parameters(model))

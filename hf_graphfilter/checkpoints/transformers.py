@@ -247,8 +247,8 @@ def _refuse_lost_filters(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _load_from_state_dict(self: PreTrainedModel, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         for key in state_dict:
-            owner, found, _ = key.removeprefix(prefix).partition(f".{CHILD}.")
-            if not found or not key.startswith(prefix):
+            owner, marker, _ = key.removeprefix(prefix).partition(f".{CHILD}.")
+            if not marker or not key.startswith(prefix):
                 continue
             try:
                 module = self.get_submodule(owner)

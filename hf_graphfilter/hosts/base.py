@@ -54,14 +54,14 @@ class Host(Protocol):
         """The sites by the relative names that their modules have in checkpoints, where these differ."""
 
 
-def check_values(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], source: object) -> None:
+def check_values(read: Mapping[str, Tensor], wanted: Mapping[str, Tensor], source: object) -> None:
     """Refuse what no training ends with, before it is loaded: another shape than the filter's, other numbers than
     floating point where the filter has these (or is not there), and such that are not finite in float32.
 
     Raises:
         GraphFilterError: naming ``source`` and the first such tensor.
     """
-    for name, tensor in found.items():
+    for name, tensor in read.items():
         target = wanted.get(name)
         if target is not None and tensor.shape != target.shape:
             raise GraphFilterError(
@@ -106,17 +106,17 @@ def encoder_of(model: Any) -> Any:
         return model
     from transformers import PreTrainedModel
 
-    found: dict[str, nn.Module] = {}
+    encoders: dict[str, nn.Module] = {}
     for name, module in model.named_modules():  # from the outside in
-        inside = any(name.startswith(f"{outer}.") for outer in found)
+        inside = any(name.startswith(f"{outer}.") for outer in encoders)
         if isinstance(module, PreTrainedModel) and not inside:
-            found[name] = module
-    if len(found) != 1:
+            encoders[name] = module
+    if len(encoders) != 1:
         raise GraphFilterError(
-            f"{type(model).__name__} holds {len(found)} transformers models ({', '.join(found) or 'none'}): hand in "
+            f"{type(model).__name__} holds {len(encoders)} transformers models ({', '.join(encoders) or 'none'}): hand in "
             "the one that is meant"
         )
-    return next(iter(found.values()))
+    return next(iter(encoders.values()))
 
 
 def locate(name: str, causal: bool) -> tuple[str, str]:

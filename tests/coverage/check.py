@@ -9,17 +9,18 @@ from dataclasses import dataclass, field
 
 import tiny
 import torch
+from filters import FILTERS
 from models import turn_on, use
 from oracle import NAME as ORACLE
-from oracle import dense_twin, gfsa_matrix
+from oracle import dense_twin
 from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_MAPPING, AutoModel
 
-from hf_graphfilter import GFSAConfig, GraphFilter, GraphFilterError, filter_parameters, filter_status, patch_model
+from hf_graphfilter import GraphFilter, GraphFilterError, filter_parameters, filter_status, patch_model
 from hf_graphfilter.hosts.transformers import find
 
 SECONDS = 180
-CONFIG = GFSAConfig(K=3, learn=("w_0", "w_1", "w_K"))
+FILTER = FILTERS["gfsa"]
 
 
 @dataclass
@@ -101,7 +102,7 @@ def _check(verdict: Verdict) -> None:
     for backend, (plain, given, reference) in models.items():
         verdict.left_out = sorted(set(find(plain)[1].values()))
         try:
-            patched = patch_model(copy.deepcopy(plain), CONFIG)
+            patched = patch_model(copy.deepcopy(plain), FILTER.config)
         except GraphFilterError as error:
             verdict.reason = str(error)
             continue
@@ -139,7 +140,7 @@ def compare(verdict: Verdict, models: dict, filtered: dict) -> None:
     backend = verdict.backends[-1]  # eager: what SDPA cannot do (soft-capping) is there
     plain, given, reference = models[backend]
     if distance(outputs(use(copy.deepcopy(plain), ORACLE), given), reference) < 1e-4:
-        expected = outputs(dense_twin(copy.deepcopy(plain), filtered[backend][0], gfsa_matrix), given)
+        expected = outputs(dense_twin(copy.deepcopy(plain), filtered[backend][0], FILTER.formula), given)
     elif len(filtered) > 1:
         expected = filtered[backend][1]
     else:

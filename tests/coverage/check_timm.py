@@ -6,9 +6,9 @@ import tempfile
 
 import timm
 import torch
-from check import CONFIG, NotHere, Verdict, Wrong, brief, distance, judged, outputs, reached, trains
+from check import FILTER, NotHere, Verdict, Wrong, brief, distance, judged, outputs, reached, trains
 from models import turn_on
-from oracle import gfsa_matrix, timm_twin
+from oracle import timm_twin
 
 from hf_graphfilter import filter_status, load_timm_model, patch_model
 from hf_graphfilter.hosts.timm import find
@@ -62,7 +62,7 @@ def _check(verdict: Verdict) -> None:
     except Exception as error:
         raise NotHere(brief(error, 120)) from error
     verdict.left_out = sorted(set(find(plain)[1].values()))
-    patched = patch_model(copy.deepcopy(plain), CONFIG)
+    patched = patch_model(copy.deepcopy(plain), FILTER.config)
     verdict.patched = len(filter_status(patched))
     with reached(patched) as seen:
         found = outputs(patched, given)
@@ -73,7 +73,7 @@ def _check(verdict: Verdict) -> None:
     filtered = outputs(patched, given)
     if distance(filtered, reference) < 1e-12:
         raise Wrong("the filter does nothing")
-    twin = timm_twin(copy.deepcopy(plain), patched, gfsa_matrix)
+    twin = timm_twin(copy.deepcopy(plain), patched, FILTER.formula)
     if (far := distance(filtered, outputs(twin, given))) > 1e-6:
         raise Wrong(f"differs from explicit matrices by {far:.1e}")
     for fused, backend in ((True, "sdpa"), (False, "eager")):

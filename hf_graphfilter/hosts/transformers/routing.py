@@ -44,9 +44,9 @@ def _routed(base: Any) -> Any:
     from it at each call is ours, or an error."""
 
     def read(self: Any) -> str:
-        if (found := self._attn_implementation_internal) != IMPLEMENTATION:
+        if (written := self._attn_implementation_internal) != IMPLEMENTATION:
             raise GraphFilterError(
-                f"{getattr(self, _SITE)} is patched, but {found!r} was written into its config, which leads past the "
+                f"{getattr(self, _SITE)} is patched, but {written!r} was written into its config, which leads past the "
                 f"graph filter: choose a backend with model.set_attn_implementation('sdpa'); {SERVING}"
             )
         return IMPLEMENTATION

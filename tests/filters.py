@@ -1,0 +1,120 @@
+"""The filters that the suites run: ``TEST_FILTERS=MODULE`` adds the ``FILTERS`` of another module to them."""
+
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from oracle import agf_matrix, gfsa_matrix
+from torch import nn
+
+from hf_graphfilter import (
+    AGFConfig,
+    AttentionSite,
+    FilterConfig,
+    GFSAConfig,
+    GraphFilter,
+    ReplacingConfig,
+    register_filter,
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A filter under test; what it can do, the suites ask the filter itself.
+
+    Attributes:
+        config: tiny, with all that the filter has switched on.
+        formula: its matrix in the place of ``A``, made without the package: ``formula(A, c, config, seen)``, see
+            oracle.py.
+        everywhere: in every suite, or only where each filter meets each family (test_common.py, test_timm.py).
+    """
+
+    config: FilterConfig
+    formula: Callable
+    everywhere: bool = True
+
+    @property
+    def replaces(self) -> bool:
+        """Whether it has no scores: nothing to add a bias, shifted windows or talking heads to, or to return."""
+        return isinstance(self.config, ReplacingConfig)
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether decoding keeps rows of signals, which can be static and cropped, rather than a state."""
+        site = AttentionSite("site", nn.Linear(8, 8), 2, True, "decoder", "", 0, hidden_size=8, head_dim=4)
+        return self.config.build(site).decoding == "rows"
+
+
+class Damped(GraphFilter):
+    """A third party's filter: c S(V)."""
+
+    per_head = ("c",)
+
+    def __init__(self, config, site):
+        super().__init__(config, site)
+        self.c = nn.Parameter(torch.empty(site.heads))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.ones_(self.c)
+
+    def scale(self, x):
+        return self.c.to(x.dtype).view(-1, 1, 1) * x
+
+    def forward(self, shift, value):
+        return self.scale(shift(value))
+
+
+@register_filter("test-damped")
+@dataclass(frozen=True)
+class DampedConfig(FilterConfig):
+    module = Damped
+
+
+def damped_matrix(A, c, config=None, seen=None):
+    return c["c"].to(A.dtype).view(-1, 1, 1) * A
+
+
+ALL = ("w_0", "w_1", "w_K")
+FILTERS = {
+    "gfsa": Entry(GFSAConfig(K=4, learn=ALL), gfsa_matrix),
+    "gfsa-default": Entry(GFSAConfig(K=3), gfsa_matrix, everywhere=False),
+    "gfsa-exact": Entry(GFSAConfig(K=3, learn=ALL, approximation="none"), gfsa_matrix, everywhere=False),
+    "third-party": Entry(DampedConfig(), damped_matrix, everywhere=False),
+    "agf": Entry(
+        AGFConfig(K=4, a=2, b=-1, constrain_theta=False, correction=True, window=2, position_bias="drop"), agf_matrix
+    ),
+    "agf-default": Entry(AGFConfig(position_bias="drop"), agf_matrix, everywhere=False),
+    "agf-blend": Entry(
+        AGFConfig(
+            init="blend", K=2, basis="legendre", theta="per_head", correction=True, window=64, position_bias="drop"
+        ),
+        agf_matrix,
+    ),
+}
+for _module in filter(None, os.environ.get("TEST_FILTERS", "").split(",")):
+    FILTERS |= importlib.import_module(_module).FILTERS
+
+
+def cases(where=lambda entry: entry.everywhere):
+    """(id, entry) of the filters for which ``where`` holds."""
+    return [(name, entry) for name, entry in FILTERS.items() if where(entry)]
+
+
+def filters(where=lambda entry: entry.everywhere):
+    """``pytest.mark.parametrize`` over them, as ``entry``."""
+    return pytest.mark.parametrize("entry", [pytest.param(entry, id=name) for name, entry in cases(where)])
+
+
+def combinations(families, where=lambda family, entry: entry.everywhere, quick=lambda family, entry: True):
+    """The same over names of families and filters, as ``family`` and ``entry``; slow unless ``quick``."""
+    parameters = [
+        pytest.param(family, entry, id=f"{family}-{name}", marks=() if quick(family, entry) else pytest.mark.slow)
+        for family in families
+        for name, entry in FILTERS.items()
+        if where(family, entry)
+    ]
+    return pytest.mark.parametrize(("family", "entry"), parameters)
