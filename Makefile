@@ -53,7 +53,7 @@ bench: $(VENV)/installed-test
 	$(BIN)/python benchmarks/agf.py
 	$(BIN)/python benchmarks/decoding.py
 
-# writes the measured tables into README.md from the files of the last bench and demo
+# writes the measured tables into README.md and docs/ from the files of the last bench and demo
 tables: $(VENV)/installed-test
 	$(BIN)/python benchmarks/tables.py
 

@@ -45,8 +45,48 @@ def keep_demo(output: Path) -> None:
         shutil.copy(output / name, CARD / name)
 
 
+def headlines() -> str:
+    """One row each for what is learned, what GFSA costs and what AGF saves."""
+    steps = sorted((row for row in read("gfsa-cpu-steps") if row["form"] == "gfsa"), key=over_plain)
+    least, most = (f"**{over_plain(row)}** ({row['case']})" for row in (steps[0], steps[-1]))
+    tokens = [row for row in read("decoding-cpu") if row["form"] == "gfsa"]
+    context = max(int(row["n"]) for row in tokens)
+    caches = [f"**{over_plain(row)}** ({row['case'].split(', ')[1]})" for row in tokens if int(row["n"]) == context]
+    compared = [row for row in read("agf-cpu-attention") if row["form"] == "agf" and row["ratio_to_plain"]]
+    lengths = []
+    for causal in ("False", "True"):
+        rows = {
+            int(row["n"]): over_plain(row) for row in compared if (row["pass"], row["causal"]) == ("fwd+bwd", causal)
+        }
+        faster = min(n for n, value in rows.items() if value < 1)
+        lengths.append(f"**{rows[max(rows)]:.3f}** at {max(rows):,} tokens, below 1 from {faster:,} on")
+    body = [
+        ["GFSA, MiniLM-L6 fine-tuned on film-review snippets", demo_results()["verdict"], "benchmarks.md#the-demo"],
+        [
+            "GFSA, time over plain",
+            f"training step: {least} to {most}; a token after {context:,}: {', '.join(caches)}",
+            "benchmarks.md#speed-and-memory",
+        ],
+        [
+            "AGF, time over SDPA, attention forward and backward",
+            f"every token sees all: {lengths[0]}; causal: {lengths[1]}",
+            "agf.md#measured-speed-and-memory",
+        ],
+    ]
+    body = [[what, result, f"[more](docs/{page})"] for what, result, page in body]
+    return f"{markdown_table(['measured', 'result', ''], body)}\n\nTimes: {where(steps)}"
+
+
+def over_plain(row: dict) -> float:
+    return float(row["ratio_to_plain"])
+
+
+def demo_results() -> dict:
+    return json.loads((CARD / "results.json").read_text())
+
+
 def demo_table() -> str:
-    results = json.loads((CARD / "results.json").read_text())
+    results = demo_results()
     versions = ", ".join(f"{k} {v}" for k, v in results["versions"].items())
     settings = results["settings"]
     return "\n\n".join(
@@ -143,9 +183,9 @@ def decoding_table() -> str:
         body.setdefault(int(row["n"]), {})[row["case"].split()[2], row["form"]] = row
     forms = [("dynamic", "plain"), ("dynamic", "gfsa"), ("static", "plain"), ("static", "gfsa")]
     cells = []
-    for n, found in body.items():
-        plain, gfsa, static_plain, static_gfsa = (f"{float(found[form]['median_ms']):,.0f}" for form in forms)
-        ratio, static_ratio = (f"**{found[form]['ratio_to_plain']}**" for form in forms[1::2])
+    for n, by_form in body.items():
+        plain, gfsa, static_plain, static_gfsa = (f"{float(by_form[form]['median_ms']):,.0f}" for form in forms)
+        ratio, static_ratio = (f"**{by_form[form]['ratio_to_plain']}**" for form in forms[1::2])
         cells.append([f"{n:,}", plain, gfsa, ratio, static_plain, static_gfsa, static_ratio])
     header = ["context", "dynamic cache: plain ms", "GFSA ms", "ratio", "static cache: plain ms", "GFSA ms", "ratio"]
     return (
@@ -281,11 +321,11 @@ def finetuned(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
             if row["task"] == task:
                 by.setdefault(row["variant"], {})[row["seed"]] = 100 * float(row["value"])
         for variant in (v for v in STARTS if v in by):
-            found = by[variant]
-            cells = [task, variant, str(len(found)), mean_and_sd(list(found.values()), ".2f"), "", ""]
-            shared = [seed for seed in found if seed in by["original"]]
+            accuracy = by[variant]
+            cells = [task, variant, str(len(accuracy)), mean_and_sd(list(accuracy.values()), ".2f"), "", ""]
+            shared = [seed for seed in accuracy if seed in by["original"]]
             if variant != "original" and len(shared) > 1:
-                paired = paired_comparison([by["original"][s] for s in shared], [found[s] for s in shared])
+                paired = paired_comparison([by["original"][s] for s in shared], [accuracy[s] for s in shared])
                 cells[4:] = [f"{paired.mean:+.2f}", f"[{paired.low:+.2f}, {paired.high:+.2f}]"]
             body.append(cells)
     return header, body
@@ -299,10 +339,10 @@ def staged(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
     for row in rows:
         lines.setdefault((row["task"], row["variant"]), {})[row["stage"], row["metric"]] = row
     body = []
-    for (task, variant), found in lines.items():
+    for (task, variant), stage_rows in lines.items():
         cells = []
         for column in columns:
-            row = found.get(column)
+            row = stage_rows.get(column)
             effort = f" ({row['steps']} steps, {row['seconds']} s)" if row and row["steps"] else ""
             cells.append(f"{float(row['value']):.4g}{effort}" if row else "")
         body.append([task, variant, *cells])
@@ -320,8 +360,8 @@ def vision_table() -> str:
         ]
         for a, b in pairs
     ]
-    made = rows[0]
-    where = f"{made['device']}, {made['date']}; torch {made['torch']}, timm {made['timm']}."
+    first = rows[0]
+    where = f"{first['device']}, {first['date']}; torch {first['torch']}, timm {first['timm']}."
     return f"{where}\n\n{markdown_table(header, body)}"
 
 
@@ -353,8 +393,8 @@ def mean_over_tasks(contents: list[dict]) -> str:
                 metric = content["metric"] if which == "metric" else f"{content['metric'].partition('/')[0]}/loss"
                 plain, treated = (by_seed(content, v, metric) for v in (PLAIN, variant))
                 by_task.append({seed: treated[seed] - plain[seed] for seed in treated if seed in plain})
-            seeds = sorted(set.intersection(*(set(found) for found in by_task)))
-            means = [statistics.mean(found[seed] for found in by_task) for seed in seeds]
+            seeds = sorted(set.intersection(*(set(differences) for differences in by_task)))
+            means = [statistics.mean(differences[seed] for differences in by_task) for seed in seeds]
             paired = paired_comparison([0.0] * len(means), means)
             cells += [interval(dataclasses.asdict(paired)), f"{paired.p:.3f}"]
         rows.append([*cells, len(seeds)])
@@ -373,7 +413,8 @@ def replace(file: Path, name: str, content: str) -> None:
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"demo": demo_table, "bench": bench_tables, "decoding": decoding_table},
+    "README.md": {"headlines": headlines},
+    "docs/benchmarks.md": {"demo": demo_table, "bench": bench_tables, "decoding": decoding_table},
     "docs/agf.md": {"speed": agf_speed, "transfer": agf_transfer},
     "docs/vision.md": {"throughput": vision_table},
     "recipes/README.md": {

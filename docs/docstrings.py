@@ -1,5 +1,5 @@
-"""An extension of griffe, which reads the docstrings for the reference: it knows other titles than the code uses, and
-one name a line where the code says "a, b: their meaning"."""
+"""An extension of griffe, which reads the docstrings for the reference: it knows other titles than the code uses, one
+name a line where the code says "a, b: their meaning", and no names that a package reads from its ``__init__.pyi``."""
 
 import re
 
@@ -15,3 +15,7 @@ class Form(griffe.Extension):
         if obj.docstring:
             text = TITLE.sub(lambda m: TITLES[m[1]], obj.docstring.value)
             obj.docstring.value = NAMES.sub(lambda m: "\n".join(f"    {n}{m[2]}" for n in m[1].split(", ")), text)
+
+    def on_package(self, *, pkg: griffe.Module, **kwargs: object) -> None:
+        if pkg.exports is None:
+            pkg.exports = [name for name, member in pkg.members.items() if member.is_alias and not member.runtime]

@@ -723,6 +723,9 @@ def test_the_page_on_filters_runs_as_it_stands(folder, capsys):
     exec(compile(blocks["python"], "docs/filters.md", "exec"), vars(page))
     assert page.loaded.config.graph_filter["filters"][0]["config"]["start"] == 0.1
     page.test_high_pass(0.1)
+    page.test_kernel_attention()
+    assert page.penalties.total().item() == pytest.approx(1e-2 * 0.1**2)
+    assert set(page.filter_status(page.kernel)[0].coefficients) == {"c", "gate"}
     assert capsys.readouterr().out.count("passed") == 20  # every check applies
     entry_points = tomllib.loads(blocks["toml"])["project"]["entry-points"]
     assert entry_points == {"hf_graphfilter.filters": {"high-pass": "my_package.my_filters"}}

@@ -54,13 +54,14 @@ def test_the_python_of_the_readme_runs_as_printed(folder, transformers_warnings,
 
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     names = {"__name__": "readme"}
-    found = []
+    tables = []
     for block in blocks:
         exec(block.replace("steps=1000", "steps=8"), names)
-        found.append([row.filter.filter for row in filter_status(names["model"])])
+        tables.append(filter_status(names["model"]))
     transformers_warnings.clear()  # of the new head, and of times on this file system
-    assert found == [["gfsa"] * 4, ["agf"] * 4, [], ["high-pass"] * 4]
-    assert filter_status(names["model"])[0].coefficients["g"].tolist() == pytest.approx([0.1] * 4)
+    filters = [[row.filter.filter for row in table] for table in tables]
+    assert filters == [["gfsa"] * 4, ["high-pass"] * 4, ["agf"] * 4, []]
+    assert tables[1][0].coefficients["g"].tolist() == pytest.approx([0.1] * 4)
     out = capsys.readouterr().out
     assert re.search(r"bert.encoder.layer.0.attention.self +gfsa +-?0\.0", out)
     assert "8 steps" in out
@@ -79,7 +80,7 @@ def commands():
 def test_the_commands_of_the_documents_are_valid(monkeypatch):
     """Their flags, configurations, tasks and settings."""
     monkeypatch.setattr("recipes.settings.import_filters", lambda modules: None)  # files of the reader's
-    found = 0
+    shown = 0
     for file, words in commands():
         name, *argv = words[words.index(next(w for w in words if w.endswith(".py"))) :]
         if name == "recipes/compare.py":
@@ -91,8 +92,8 @@ def test_the_commands_of_the_documents_are_valid(monkeypatch):
             Settings(recipe).parse([*argv, *(["--task", tasks[0]] if tasks else [])])
         except ValueError as error:
             raise AssertionError(f"{file.name}: {shlex.join(words)}") from error
-        found += 1
-    assert found > 20
+        shown += 1
+    assert shown > 20
 
 
 SAID = {
