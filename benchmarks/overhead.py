@@ -2,14 +2,15 @@
 
 Time: two layers of a tiny BERT, plain and patched in turn, so small that little else counts. ``route`` is a filter that
 only applies S, so that all of its difference is our way through the attention interface; the others add their own
-arithmetic. Memory: the peak of a training step of four layers of BERT-base's width with AGF, 8 x 512 tokens, without a
-callback.
+arithmetic. Memory: what four layers of BERT-base's width with AGF hold on to after a training step of 8 x 512 tokens
+without a callback, gradients aside.
 
     python benchmarks/overhead.py [--rounds 300] [--before FOLDER]    # another checkout, timed in turn
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import statistics
@@ -17,19 +18,18 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from measure import RESULTS, hardware, measure, peak_mb, write
+from measure import RESULTS, hardware, write
 from transformers import BertConfig, BertModel
 from transformers import __version__ as transformers_version
 
 from hf_graphfilter import FilterConfig, GraphFilter, patch_model, register_filter
 
 LAYERS, CALLS = 2, 20
-FIELDS = ["date", "device", "torch", "transformers", "package", "form", "microseconds", "overhead", "rounds", "peak_mb"]
+FIELDS = ["date", "device", "torch", "transformers", "package", "form", "microseconds", "overhead", "rounds", "held_mb"]
 
 
 class Route(GraphFilter):
@@ -74,12 +74,21 @@ def once(rounds: int) -> dict[str, float]:
     return {form: statistics.median(values) for form, values in times.items()}
 
 
-def step(layers: int, tokens: int) -> Callable[[], object]:
-    """A training step of a patched model, as a function of nothing."""
-    config = BertConfig(vocab_size=99, num_hidden_layers=layers, max_position_embeddings=512)
+def held() -> float:
+    """MB of tensors that are there after a training step and were not before it."""
+
+    def storages() -> dict[int, int]:
+        gc.collect()
+        tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+        return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+    config = BertConfig(vocab_size=99, num_hidden_layers=4, max_position_embeddings=512)
     model = patch_model(BertModel(config), "agf").train()
-    ids = torch.randint(0, 99, (8, tokens))
-    return lambda: model(ids).last_hidden_state.square().mean().backward()
+    ids = torch.randint(0, 99, (8, 512))
+    before = storages()
+    model(ids).last_hidden_state.square().mean().backward()
+    model.zero_grad()
+    return sum(size for pointer, size in storages().items() if pointer not in before) / 2**20
 
 
 def main() -> None:
@@ -87,26 +96,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--before", type=Path, help="another checkout, timed in turn with this one")
     parser.add_argument("--inside", action="store_true", help="print the medians of one process")
-    parser.add_argument("--measure", nargs="+", help="print the peak memory of one process")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.inside:
-        print(json.dumps(once(options.rounds)))
-        return
-    if options.measure:
-        measure("cpu", step(1, 16), step(4, 512))
+        print(json.dumps({**once(options.rounds), "held": held()}))
         return
     here = Path(__file__).parent.parent
     packages = {"before": options.before, "now": here} if options.before else {"now": here}
     medians: dict[str, list[dict[str, float]]] = {name: [] for name in packages}
-    memory: dict[str, list[float]] = {name: [] for name in packages}
     for _ in range(5):  # processes differ more than rounds
         for name, folder in packages.items():
             os.environ["PYTHONPATH"] = str(folder)
             command = [sys.executable, __file__, "--inside", "--rounds", str(options.rounds // 5)]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             medians[name].append(json.loads(done.stdout.splitlines()[-1]))
-            memory[name].append(peak_mb(__file__, "cpu"))
     common = {"date": time.strftime("%Y-%m-%d"), "device": hardware("cpu"), "torch": torch.__version__}
     common["transformers"] = transformers_version
     rows = []
@@ -117,9 +120,9 @@ def main() -> None:
             measured = {"package": name, "form": form, "microseconds": median, "overhead": overhead}
             rows.append(common | measured | {"rounds": options.rounds})
             print(f"{name:7} {form:6} {median:8.1f} us a layer, {overhead:7.1f} over plain")
-        peak = round(statistics.median(memory[name]), 1)
-        rows.append(common | {"package": name, "form": "agf, training step", "peak_mb": peak})
-        print(f"{name:7} agf, training step: {peak:8.1f} MB")
+        megabytes = round(statistics.median(p["held"] for p in processes), 1)
+        rows.append(common | {"package": name, "form": "agf, after a training step", "held_mb": megabytes})
+        print(f"{name:7} agf, held after a training step: {megabytes:8.1f} MB")
     write(rows, RESULTS / "overhead-cpu.csv", FIELDS)
 
 
