@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -190,6 +191,16 @@ class HalfConfig(FilterConfig):
     done = cli("--import", tmp_path / "half_filter.py", "filters", "half")
     assert all(part in done.stdout for part in ("A part of the attention.", "factor", "0.5", "a number"))
     assert cli("--import", tmp_path / "half_filter.py", "patch", plain, tmp_path / "out", "-f", "half").returncode == 0
+
+
+def test_a_filter_in_the_place_of_attention_of_one_s_own(cli, plain, tmp_path):
+    toy = ("--import", Path(__file__).parent / "linear_attention.py")
+    done = cli(*toy, "patch", plain, tmp_path / "out", "-f", "linear-attention", "-o", "init=blend", "-o", "decay=0.5")
+    assert done.returncode == 0, done.stderr
+    shown = cli(*toy, "status", tmp_path / "out").stdout
+    assert all(part in shown for part in ("linear-attention", "sharpness", "gate"))
+    listed = cli(*toy, "filters", "linear-attention").stdout
+    assert listed.index("decay") < listed.index("init"), "its own options come first"
 
 
 def test_card_of_another_is_left_alone(cli, plain, tmp_path, monkeypatch):

@@ -387,7 +387,18 @@ def test_paired_comparison_is_the_t_interval_and_the_exact_sign_flip_test():
 # ----------------------------------------------------------------------------------------------------------- runs
 
 
-@pytest.mark.parametrize("options", [["--filter", "none"], [], ["--filter", "agf", "--filter_options", "gamma=0.1"]])
+TOY = str(Path(__file__).parent / "linear_attention.py")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--filter", "none"],
+        [],
+        ["--filter", "agf", "--filter_options", "gamma=0.1"],
+        ["--filter", "linear-attention", "--import", TOY, "--filter_options", "init=blend"],
+    ],
+)
 def test_a_run_trains_the_filter_and_records_everything(options, cola, tmp_path):
     argv = [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT, *options]
     runs.main(glue.RECIPE, [*map(str, argv), "--logging_steps", "1", "--filter_lr", "0.05"])
@@ -401,8 +412,11 @@ def test_a_run_trains_the_filter_and_records_everything(options, cola, tmp_path)
         assert found["filter_parameters"] == 4
         assert 0.02 < found["moved"]["w_K"] < 0.3, "at its own learning rate"
         assert len(found["coefficients"]["w_K"]) == 2
-    else:
+    elif options[1] == "agf":
         assert found["moved"]["theta_1"] > 0
+    else:
+        assert found["moved"]["gate"] == 0
+        assert found["moved"]["sharpness"] > 0.02, "moved by its own loss alone"
     assert "data" not in found["settings"]
     assert str(tmp_path) not in json.dumps(found), "no path of this machine"
 
