@@ -91,6 +91,11 @@ def held() -> float:
     return sum(size for pointer, size in storages().items() if pointer not in before) / 2**20
 
 
+def commit(folder: Path) -> str:
+    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=300)
@@ -102,7 +107,8 @@ def main() -> None:
         print(json.dumps({**once(options.rounds), "held": held()}))
         return
     here = Path(__file__).parent.parent
-    packages = {"before": options.before, "now": here} if options.before else {"now": here}
+    folders = [options.before, here] if options.before else [here]
+    packages = {commit(folder): folder for folder in folders}
     medians: dict[str, list[dict[str, float]]] = {name: [] for name in packages}
     for _ in range(5):  # processes differ more than rounds
         for name, folder in packages.items():

@@ -197,6 +197,18 @@ def decoding_table() -> str:
 # ------------------------------------------------------------------------------------------------------------ AGF
 
 
+def overhead_table() -> str:
+    rows = read("overhead-cpu")
+    packages = list(dict.fromkeys(row["package"] for row in rows))
+    cells = {(row["package"], row["form"]): row for row in rows}
+    header = ["microseconds a layer beyond the plain model", *packages]
+    forms = {"route": "a filter that only applies S", "gfsa": "GFSA", "agf": "AGF"}
+    body = [[text, *(cells[package, form]["overhead"] for package in packages)] for form, text in forms.items()]
+    held = [cells[package, "agf, after a training step"]["held_mb"] for package in packages]
+    body.append(["MB held after a training step of four AGF layers, 8 x 512 tokens", *held])
+    return f"By commit of the package. {where(rows)}\n\n{markdown_table(header, body)}"
+
+
 def read(name: str) -> list[dict]:
     """Rows of a results file; none where it has not been measured on this kind of device."""
     file = RESULTS / f"{name}.csv"
@@ -414,7 +426,12 @@ def replace(file: Path, name: str, content: str) -> None:
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"headlines": headlines},
-    "docs/benchmarks.md": {"demo": demo_table, "bench": bench_tables, "decoding": decoding_table},
+    "docs/benchmarks.md": {
+        "demo": demo_table,
+        "bench": bench_tables,
+        "decoding": decoding_table,
+        "overhead": overhead_table,
+    },
     "docs/agf.md": {"speed": agf_speed, "transfer": agf_transfer},
     "docs/vision.md": {"throughput": vision_table},
     "recipes/README.md": {

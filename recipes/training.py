@@ -9,7 +9,7 @@ from transformers import EarlyStoppingCallback, PreTrainedModel, PrinterCallback
 
 from hf_graphfilter import (
     CoefficientCallback,
-    PenaltyCallback,
+    RegularizerCallback,
     filter_optimizer,
     filter_parameters,
     filter_status,
@@ -38,7 +38,7 @@ def fit(
     if learned:  # an attribute, since Seq2SeqTrainer does not take the argument
         trainer.optimizer_cls_and_kwargs = filter_optimizer(training, args.filter_lr)
     if any(any(row.filter.penalties.values()) for row in filter_status(model)):
-        trainer.add_callback(PenaltyCallback())
+        trainer.add_callback(RegularizerCallback())
     if args.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
     if training.disable_tqdm:

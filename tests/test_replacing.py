@@ -13,7 +13,7 @@ from transformers import BertForSequenceClassification, BertModel
 from hf_graphfilter import (
     BlendSchedule,
     GraphFilterError,
-    PenaltyCallback,
+    RegularizerCallback,
     ReplacingConfig,
     ReplacingFilter,
     check_filter,
@@ -60,7 +60,7 @@ def test_blend_and_penalty_under_the_trainer(tmp_path):
     patched = patch_model(
         BertForSequenceClassification(FAMILIES["bert"].config).double(), LinearAttentionConfig(init="blend")
     )
-    callbacks = [BlendSchedule(end=0.5), PenaltyCallback()]
+    callbacks = [BlendSchedule(end=0.5), RegularizerCallback()]
     changes, trainer = train(tmp_path, patched, gamma=None, callbacks=callbacks, max_steps=4)
     assert [entry["blend_gate"] for entry in trainer.state.log_history[:4]] == [0.5, 1.0, 1.0, 1.0]
     assert trainer.state.log_history[0]["sharpness_loss"] == pytest.approx(1.0)

@@ -131,7 +131,7 @@ class GraphFilter(nn.Module):
         Args:
             out: what ``forward`` returns.
             **losses: functions of nothing that give a scalar, by the names in ``FilterConfig.penalties``. They are
-                called, and what they hold on to is kept, only if ``PenaltyCallback`` or ``collect_penalties`` asks.
+                called, and what they hold on to is kept, only if ``RegularizerCallback`` or ``collect_penalties`` asks.
         """
         if self.recorder is None or not self.training:
             return out
@@ -220,7 +220,7 @@ class FilterConfig:
 
     @property
     def penalties(self) -> dict[str, float]:
-        """The losses of the filter's own, by name, with the weight that ``PenaltyCallback`` gives each; see
+        """The losses of the filter's own, by name, with the weight that ``RegularizerCallback`` gives each; see
         ``GraphFilter.penalised``."""
         return {}
 

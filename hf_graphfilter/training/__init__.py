@@ -4,7 +4,7 @@ from .blend import BlendSchedule, drop_blend, set_blend
 from .callbacks import CoefficientCallback
 from .optimizer import filter_optimizer, parameter_groups
 from .orthogonality import OrthogonalityCallback, orthogonality_loss
-from .penalties import Penalties, PenaltyCallback, collect_penalties
+from .penalties import Penalties, RegularizerCallback, collect_penalties
 from .transfer import TransferReport, transfer_attention
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
     "CoefficientCallback",
     "OrthogonalityCallback",
     "Penalties",
-    "PenaltyCallback",
+    "RegularizerCallback",
     "TransferReport",
     "collect_penalties",
     "drop_blend",

@@ -8,19 +8,19 @@ from torch import nn
 
 from ..errors import GraphFilterError
 from ..functional import Norm
-from .penalties import PenaltyCallback
+from .penalties import RegularizerCallback
 
 
-class OrthogonalityCallback(PenaltyCallback):
-    """``PenaltyCallback`` for the orthogonality loss alone: adds ``gamma * loss``, mean over the AGF layers, and logs
-    the loss as ``ortho_loss``.
+class OrthogonalityCallback(RegularizerCallback):
+    """``RegularizerCallback`` for the orthogonality loss by its name: ``gamma * loss``, mean over the
+    AGF layers.
 
     Args:
         gamma: weight; ``None`` for that of each layer's config. The paper uses 1e-1 to 1e-4.
         norm: ``"mean_abs"`` (the authors' code) or ``"frobenius"`` (Eq. 11 as printed).
 
     Raises:
-        GraphFilterError: as ``PenaltyCallback`` does.
+        GraphFilterError: as ``RegularizerCallback`` does.
 
     Example:
         ``Trainer(model, args, train_dataset=data, callbacks=[OrthogonalityCallback(gamma=1e-2)]).train()``
@@ -32,10 +32,6 @@ class OrthogonalityCallback(PenaltyCallback):
         if norm not in ("mean_abs", "frobenius"):
             raise GraphFilterError(f"OrthogonalityCallback: norm={norm!r}: use 'mean_abs' or 'frobenius'")
         super().__init__({} if gamma is None else {"orthogonality": gamma}, {"orthogonality": {"norm": norm}})
-
-    def values(self) -> dict[str, float]:
-        values = super().values()
-        return {"ortho_loss": values["orthogonality_loss"]} if values else {}
 
 
 def orthogonality_loss(model: nn.Module, *, norm: Norm = "mean_abs") -> NoReturn:

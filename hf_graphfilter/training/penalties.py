@@ -24,16 +24,17 @@ from ..filters.attached import filters_of
 from ..filters.base import Loss
 from .callbacks import LoggingCallback
 
+LOGGED = {"orthogonality": "ortho_loss"}  # its name since the first release; others are NAME_loss
 Weights = Mapping[str, float]
 Options = Mapping[str, Mapping[str, Any]]
 
 
-class PenaltyCallback(LoggingCallback):
+class RegularizerCallback(LoggingCallback):
     """Adds the losses that the filters declare, each a mean over the layers times its weight, to what the Trainer
     minimises.
 
-    Logs each as ``NAME_loss``, without its weight, mean over the batches since the last log; the Trainer's own ``loss``
-    stays that of the task. Costs nothing at evaluation.
+    Logs each as ``NAME_loss`` (AGF's as ``ortho_loss``), without its weight, mean over the batches since the last log;
+    the Trainer's own ``loss`` stays that of the task. Costs nothing at evaluation.
 
     Args:
         weights: by name of the loss, instead of those in the filters' configs (``FilterConfig.penalties``).
@@ -44,7 +45,7 @@ class PenaltyCallback(LoggingCallback):
             ``torch.nn.DataParallel`` or DeepSpeed, under which it would not be counted right.
 
     Example:
-        ``Trainer(model, args, train_dataset=data, callbacks=[PenaltyCallback({"orthogonality": 1e-2})]).train()``
+        ``Trainer(model, args, train_dataset=data, callbacks=[RegularizerCallback({"orthogonality": 1e-2})]).train()``
     """
 
     def __init__(self, weights: Weights | None = None, options: Options | None = None):
@@ -85,7 +86,7 @@ class PenaltyCallback(LoggingCallback):
     def values(self) -> dict[str, float]:
         sums, counts = self.added.sums, self.added.counts
         self.added.sums, self.added.counts = {}, Counter()
-        return {f"{name}_loss": total.item() / counts[name] for name, total in sums.items()}
+        return {LOGGED.get(name, f"{name}_loss"): total.item() / counts[name] for name, total in sums.items()}
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         for graph_filter in penalised_filters(model):
@@ -111,7 +112,7 @@ class Penalties:
 
         Raises:
             GraphFilterError: no training forward pass with gradients. Reentrant gradient checkpointing makes none: use
-                ``use_reentrant=False``, or ``PenaltyCallback``.
+                ``use_reentrant=False``, or ``RegularizerCallback``.
         """
         return {name: _mean([loss for _, loss in pairs]) for name, pairs in self._computed().items()}
 
@@ -124,7 +125,7 @@ class Penalties:
         if not self._seen:
             raise GraphFilterError(
                 "collect_penalties(model) saw no training forward pass: it needs model.train() and gradients; with "
-                "reentrant gradient checkpointing use use_reentrant=False or PenaltyCallback"
+                "reentrant gradient checkpointing use use_reentrant=False or RegularizerCallback"
             )
         options = self._options
         return {
@@ -141,7 +142,7 @@ def collect_penalties(
 
     Args:
         model: a model with such filters, wrapped or not, in training mode.
-        weights, options: as for ``PenaltyCallback``.
+        weights, options: as for ``RegularizerCallback``.
 
     Returns:
         ``Penalties``, to be asked for ``total()`` or ``losses()`` after the forward pass, inside or outside. Layers
