@@ -12,8 +12,7 @@ from .penalties import RegularizerCallback
 
 
 class OrthogonalityCallback(RegularizerCallback):
-    """``RegularizerCallback`` for the orthogonality loss by its name: ``gamma * loss``, mean over the
-    AGF layers.
+    """``RegularizerCallback`` by the name and with the options of AGF's loss: ``gamma * loss``, mean over the layers.
 
     Args:
         gamma: weight; ``None`` for that of each layer's config. The paper uses 1e-1 to 1e-4.
