@@ -184,12 +184,12 @@ def orthogonality_loss(u: Tensor, v: Tensor, mask: Tensor | None = None, *, norm
         )
     keys = _keys(mask, u)
     with torch.autocast(u.device.type, enabled=False):
-        U, V = spectral.left_basis(u, keys), spectral.right_basis(v, keys)
-        deviations = [spectral.gram_deviation(x) for x in (U, V)]
+        left, right = (spectral.gram_deviation(spectral.basis(x, dim, keys)) for x, dim in ((u, -1), (v, -2)))
         if norm == "mean_abs":
-            return sum(d.abs().mean() for d in deviations)  # type: ignore[return-value]
+            return left.abs().mean() + right.abs().mean()
         tokens = u.shape[2] if keys is None else keys.sum(-1).clamp(min=1)[:, None]
-        return sum((torch.linalg.matrix_norm(d) / tokens**2).mean() for d in deviations)  # type: ignore[return-value]
+        left, right = (torch.linalg.matrix_norm(deviation) / tokens**2 for deviation in (left, right))
+        return left.mean() + right.mean()
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor) -> int:

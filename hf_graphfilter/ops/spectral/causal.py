@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...errors import GraphFilterError
-from .tokens import BLOCK, NEVER, CausalState, absent, blocks, hide, no_past, wide
+from .bidirectional import BLOCK, NEVER, CausalState, absent, blocks, hide, no_past, wide
 
 CHUNK = 64  # tokens that are taken together
 _TINY = 1e-30  # smallest running mass, relative to its chunk's, that the fast form divides by
