@@ -15,8 +15,7 @@ try:
         import typer
 
         from .checkpoints import check_output
-        from .looking import card, filters, status
-        from .writing import export_remote_code, load_filter, patch, save_filter, transfer, unpatch
+        from .verbs import card, export_remote_code, filters, load_filter, patch, save_filter, status, transfer, unpatch
 except GraphFilterError as error:  # pragma: no cover
     sys.exit(f"hf-graphfilter: {error}")
 
