@@ -18,12 +18,12 @@ from transformers.utils import logging as transformers_logging
 
 from ..errors import GraphFilterError
 from ..filters import FilterConfig, as_config
-from . import mathematics, start, use
+from . import start, use
 from .trial import Check, CheckRow, FilterReport, Trial
 
 __all__ = ["CheckRow", "FilterReport", "check_filter"]
 
-CHECKS = [c for module in (start, mathematics, use) for c in vars(module).values() if isinstance(c, Check)]
+CHECKS = [c for module in (start, use) for c in vars(module).values() if isinstance(c, Check)]
 
 
 def check_filter(
