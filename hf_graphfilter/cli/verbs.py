@@ -201,21 +201,13 @@ def filters(
     for known in [name] if name else sorted({*available_filters(), *declared}):
         config_class = get_filter(known)
         Console().print(f"[bold]{escape(known)}[/bold]  {escape(summary(config_class))}")
-        rows = [
-            [option, "must be given" if default is dataclasses.MISSING else _written(default), _plain(kind)]
-            for option, (kind, default) in options(config_class).items()
-        ]
+        rows = []
+        for option, (kind, default) in options(config_class).items():
+            start = "must be given" if default is dataclasses.MISSING else default
+            # as a shell has it: no quotes, and lists for tuples
+            words = kind.removeprefix("one of ").replace("'", "").replace("tuple", "list")
+            rows.append([option, start if isinstance(start, str) else json.dumps(start), words])
         Console().print(table(["option", "default", "value"], rows) if rows else "no options")
-
-
-def _plain(kind: str) -> str:
-    """A type in words, as a shell has it: no quotes, and lists for tuples."""
-    return kind.removeprefix("one of ").replace("'", "").replace("tuple", "list")
-
-
-def _written(value: Any) -> str:
-    """A value as it is given on the command line."""
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def card(

@@ -32,8 +32,7 @@ def filter_causal(
     in linear time too but slower.
     """
     v, value = hide(v, value, keys)
-    if state is None:
-        state = no_past(v, value)
+    state = state or no_past(v, value)
     with torch.autocast(v.device.type, enabled=False):
         if v.shape[2] == 1:
             out, state = _one_token(wide(w), wide(v)[:, :, 0], wide(value), state)

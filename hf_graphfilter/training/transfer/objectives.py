@@ -103,9 +103,7 @@ def _hidden_distance(output: Outputs, wanted: Outputs, mask: Tensor | None) -> T
         raise GraphFilterError("end_to_end='hidden': the model returns no hidden states; use 'logits'")
     losses = []
     for f, w in pairs:
-        there = torch.ones_like(f[..., :1])
-        if mask is not None and mask.shape == f.shape[:2]:
-            there = mask[..., None].to(f.dtype)
+        there = mask[..., None].to(f.dtype) if mask is not None and mask.shape == f.shape[:2] else 1
         losses.append(((f - w) * there).square().sum() / (w * there).square().sum().clamp(min=1e-12))
     return torch.stack(losses).mean()
 
