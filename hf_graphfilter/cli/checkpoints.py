@@ -80,15 +80,13 @@ def load(
     logging.set_verbosity_error()  # loading warns again
     with init_empty_weights():
         try:
-            empty = getattr(model_class, "from_config", model_class)(copy.deepcopy(config))
+            make(getattr(model_class, "from_config", model_class)(copy.deepcopy(config)))
         except GraphFilterError:
             raise
         except Exception:  # whatever is wrong with the model itself, loading will say
-            empty = None
+            pass
         finally:
             logging.set_verbosity(verbosity)
-        if empty is not None:
-            make(empty)
     with _loading(source):
         return make(model_class.from_pretrained(source))
 
