@@ -131,10 +131,9 @@ class Trial:
                 details.append(check.run(self, family))
             except DoesNotApply as error:
                 reasons.append(str(error))
-            except (Failed, GraphFilterError) as error:
-                return CheckRow(check.name, "failed", prefix + one_line(error))
             except Exception as error:
-                return CheckRow(check.name, "failed", f"{prefix}{type(error).__name__}: {one_line(error)}")
+                kind = "" if isinstance(error, (Failed, GraphFilterError)) else f"{type(error).__name__}: "
+                return CheckRow(check.name, "failed", f"{prefix}{kind}{one_line(error)}")
         if details:
             return CheckRow(check.name, "passed", "; ".join(dict.fromkeys(d for d in details if d)))
         return CheckRow(check.name, "does not apply", reasons[0] if reasons else "no model of this kind takes it")

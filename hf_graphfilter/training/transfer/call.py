@@ -155,16 +155,14 @@ def _inputs(model: nn.Module, batch: Any) -> Batch:
 def _refuse_equal(model: nn.Module, modules: dict[str, GraphFilter], errors: dict[str, float]) -> None:
     """A function of the attention that has not left its start cannot come closer to it."""
     rounding = 4 * torch.finfo(next(p.dtype for p in model.parameters() if p.is_floating_point())).eps
-    names = set()
-    for name, graph_filter in modules.items():
-        of_attention = type(graph_filter).approximate is GraphFilter.approximate
-        if not (of_attention and graph_filter.config.starts_as_original and errors[name] <= rounding):
-            return
-        names.add(graph_filter.config.filter)
-    raise GraphFilterError(
-        f"nothing to fit: every filter ({', '.join(sorted(names))}) equals the attention of its module already; "
-        "transfer is for filters in the place of attention, such as agf"
-    )
+    if all(
+        type(f).approximate is GraphFilter.approximate and f.config.starts_as_original and errors[name] <= rounding
+        for name, f in modules.items()
+    ):
+        raise GraphFilterError(
+            f"nothing to fit: every filter ({', '.join(sorted({f.config.filter for f in modules.values()}))}) equals "
+            "the attention of its module already; transfer is for filters in the place of attention, such as agf"
+        )
 
 
 @contextlib.contextmanager
