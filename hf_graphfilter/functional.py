@@ -66,8 +66,15 @@ def gfsa(
     """
     if K < 1:
         raise GraphFilterError(f"gfsa: K must be an integer >= 1, got {K}")
-    heads = _check(query, key, value)
-    keys = _broadcast(mask)
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    if not query.dim() == key.dim() == value.dim() == 4 or key.shape[:3] != value.shape[:3]:
+        raise GraphFilterError(f"gfsa: query, key and value are (batch, heads, tokens, features), got {shapes}")
+    if query.shape[2] != key.shape[2]:
+        raise GraphFilterError(f"gfsa: A must be square, as many queries as keys; got {shapes}")
+    if query.shape[1] % key.shape[1]:
+        raise GraphFilterError(f"gfsa: the heads of the query must be a multiple of those of the key; got {shapes}")
+    heads = query.shape[1]
+    keys = mask[:, None, None, :] if mask is not None and mask.dim() == 2 else mask
     if causal and keys is not None:
         tokens = query.shape[2]
         earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
@@ -184,23 +191,12 @@ def orthogonality_loss(u: Tensor, v: Tensor, mask: Tensor | None = None, *, norm
         )
     keys = _keys(mask, u)
     with torch.autocast(u.device.type, enabled=False):
-        U, V = spectral.left_basis(u, keys), spectral.right_basis(v, keys)
-        deviations = [spectral.gram_deviation(x) for x in (U, V)]
+        left, right = (spectral.gram_deviation(spectral.basis(x, dim, keys)) for x, dim in ((u, -1), (v, -2)))
         if norm == "mean_abs":
-            return sum(d.abs().mean() for d in deviations)  # type: ignore[return-value]
+            return left.abs().mean() + right.abs().mean()
         tokens = u.shape[2] if keys is None else keys.sum(-1).clamp(min=1)[:, None]
-        return sum((torch.linalg.matrix_norm(d) / tokens**2).mean() for d in deviations)  # type: ignore[return-value]
-
-
-def _check(query: Tensor, key: Tensor, value: Tensor) -> int:
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-    if not query.dim() == key.dim() == value.dim() == 4 or key.shape[:3] != value.shape[:3]:
-        raise GraphFilterError(f"gfsa: query, key and value are (batch, heads, tokens, features), got {shapes}")
-    if query.shape[2] != key.shape[2]:
-        raise GraphFilterError(f"gfsa: A must be square, as many queries as keys; got {shapes}")
-    if query.shape[1] % key.shape[1]:
-        raise GraphFilterError(f"gfsa: the heads of the query must be a multiple of those of the key; got {shapes}")
-    return query.shape[1]
+        left, right = (torch.linalg.matrix_norm(deviation) / tokens**2 for deviation in (left, right))
+        return left.mean() + right.mean()
 
 
 def _coefficient(c: Any, like: Tensor, heads: int, name: str) -> Tensor:
@@ -209,10 +205,6 @@ def _coefficient(c: Any, like: Tensor, heads: int, name: str) -> Tensor:
     if c.dim() > 1 or (c.dim() == 1 and c.shape[0] not in (1, heads)):
         raise GraphFilterError(f"gfsa: {name} is a number or a tensor ({heads},), got shape {tuple(c.shape)}")
     return c.expand(heads)
-
-
-def _broadcast(mask: Tensor | None) -> Tensor | None:
-    return mask[:, None, None, :] if mask is not None and mask.dim() == 2 else mask
 
 
 def _keys(mask: Tensor | None, like: Tensor) -> Tensor | None:

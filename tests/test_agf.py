@@ -221,7 +221,7 @@ def test_the_slow_form_is_for_steep_logits_only():
     keys = torch.ones(1, 200, dtype=torch.bool)
     keys[:, 100] = False
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        hidden, _ = spectral.tokens.hide(v.to(dtype), v.to(dtype), keys)
+        hidden, _ = spectral.bidirectional.hide(v.to(dtype), v.to(dtype), keys)
         assert not spectral.causal._underflows(hidden, keys)
 
 

@@ -66,7 +66,7 @@ def test_a_program_runs_as_without_us(how, ending, code, tmp_path):
     given = {"file": [file], "module": ["-m", "program"], "command": ["program"]}[how]
     path = {"PYTHONPATH": python_path(tmp_path), "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
     expected = run([*plain.get(how, [command]), *ARGUMENTS], **path)
-    found = run([sys.executable, "-m", "hf_graphfilter.cli", "run", *given, *ARGUMENTS], **path)
+    found = run([sys.executable, "-m", "hf_graphfilter", "run", *given, *ARGUMENTS], **path)
     assert found[0] == expected[0] == code
     assert found[1][1:] == expected[1][1:]
     assert found[2] == expected[2]
@@ -177,7 +177,7 @@ def test_a_program_loads_a_filter_of_others(third_party):
     folder, expected = third_party
     (folder / "load.py").write_text(LOAD)
     file = folder / "elsewhere" / "their_filters.py"
-    verb = [sys.executable, "-m", "hf_graphfilter.cli", "--import", file, "run"]
+    verb = [sys.executable, "-m", "hf_graphfilter", "--import", file, "run"]
     code, lines, errors = run([*verb, folder / "load.py", folder / "patched"])
     assert code == 0, errors
     assert json.loads(lines[-1]) == pytest.approx(expected, rel=1e-5)

@@ -23,7 +23,7 @@ from hf_graphfilter import export_remote_code, filter_status, patch_model
 
 pytestmark = pytest.mark.slow
 
-RUN = [sys.executable, "-m", "hf_graphfilter.cli", "run"]
+RUN = [sys.executable, "-m", "hf_graphfilter", "run"]
 ROWS = [
     ("The capital of France is", "Paris"),
     ("The opposite of hot is", "cold"),

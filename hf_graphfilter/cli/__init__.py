@@ -15,8 +15,7 @@ try:
         import typer
 
         from .checkpoints import check_output
-        from .looking import card, filters, status
-        from .writing import export_remote_code, load_filter, patch, save_filter, transfer, unpatch
+        from .verbs import card, export_remote_code, filters, load_filter, patch, save_filter, status, transfer, unpatch
 except GraphFilterError as error:  # pragma: no cover
     sys.exit(f"hf-graphfilter: {error}")
 
@@ -107,12 +106,9 @@ def _spoken(message: str) -> str:
     """A message of the Python API in the words of the command line."""
     called = rf"\b(call )?({'|'.join(_CALLS)})\b(\([^()]*\))?"
     message = re.sub(called, lambda m: f"{'run ' if m[1] else ''}hf-graphfilter {_CALLS[m[2]]}", message)
-    message = re.sub(r"\b(layers|stack)=(?=[\w'\"\[(])", r"--\1 ", message)
-    return (
-        re.sub(r"\b(layers|stack)=", r"--\1", message)
-        .replace("force=True", "--force")
-        .replace("must be imported first", "needs --import MODULE before the verb")
-    )
+    message = re.sub(r"\b(layers|stack)=(?=([\w'\"\[(])?)", lambda m: f"--{m[1]}{' ' if m[2] else ''}", message)
+    message = message.replace("force=True", "--force")
+    return message.replace("must be imported first", "needs --import MODULE before the verb")
 
 
 def main() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,12 +54,8 @@ def load_config(source: str, patched: bool = False) -> PreTrainedConfig:
         raise GraphFilterError(f"{source} is a checkpoint of timm: use load_timm_model in Python")
     if folder.is_file():
         raise GraphFilterError(f"{source} is a file: name the directory of a checkpoint, or a Hub id")
-    try:
+    with _loading(source):
         config = transformers.AutoConfig.from_pretrained(source)
-    except GraphFilterError:
-        raise
-    except Exception as error:  # whatever a config that was written by hand leads to
-        raise GraphFilterError(f"cannot load {source}: {_short(error)}") from error
     if patched and getattr(config, "graph_filter", None) is None:
         raise GraphFilterError(f"{source} has no graph filter; patch it with: hf-graphfilter patch")
     return config
@@ -70,7 +67,6 @@ def load(
     """``make(model)`` of a checkpoint, tried without the weights first, since these may take long to come."""
     import transformers
     from accelerate import init_empty_weights
-    from safetensors import SafetensorError
     from transformers.utils import logging
 
     config = load_config(source, patched)
@@ -84,43 +80,39 @@ def load(
     logging.set_verbosity_error()  # loading warns again
     with init_empty_weights():
         try:
-            empty = getattr(model_class, "from_config", model_class)(copy.deepcopy(config))
+            make(getattr(model_class, "from_config", model_class)(copy.deepcopy(config)))
         except GraphFilterError:
             raise
         except Exception:  # whatever is wrong with the model itself, loading will say
-            empty = None
+            pass
         finally:
             logging.set_verbosity(verbosity)
-        if empty is not None:
-            make(empty)
-    try:
+    with _loading(source):
         return make(model_class.from_pretrained(source))
+
+
+@contextlib.contextmanager
+def _loading(source: str) -> Iterator[None]:
+    try:
+        yield
     except GraphFilterError:
         raise
-    except (
-        *(OSError, ValueError, RuntimeError, ImportError, SafetensorError),
-        *(LookupError, TypeError, AttributeError, ArithmeticError),  # of values in a config that no model has
-    ) as error:
-        raise GraphFilterError(f"cannot load {source}: {_short(error)}") from error
-
-
-def _short(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= 300 else f"{text[:300]} ..."
+    except Exception as error:  # whatever a file that is damaged or was written by hand leads to
+        text = " ".join(str(error).split())
+        short = text if len(text) <= 300 else f"{text[:300]} ..."
+        raise GraphFilterError(f"cannot load {source}: {short}") from error
 
 
 def save(model: Any, source: str, output: Path, show: bool = True) -> None:
     """The checkpoint, and its tokenizer or image processor, so that it is as usable as the source."""
     from transformers import AutoProcessor
 
-    from ..status import filter_status
-
     model.save_pretrained(output)
     try:
         AutoProcessor.from_pretrained(source).save_pretrained(output)
     except (OSError, ValueError, ImportError):
         Console(stderr=True).print(f"note: no tokenizer or processor found in {escape(source)}", style="dim")
-    if show and filter_status(model):
+    if show:
         show_status(model)
     Console().print(f"saved to {escape(str(output))}")
 
@@ -128,7 +120,5 @@ def save(model: Any, source: str, output: Path, show: bool = True) -> None:
 def show_status(model: Any) -> None:
     from ..status import filter_status
 
-    status = filter_status(model)
-    if not status:
-        raise GraphFilterError(f"{type(model).__name__} has no graph filter; patch it with: hf-graphfilter patch")
-    Console().print(table(*status.table()))
+    if status := filter_status(model):
+        Console().print(table(*status.table()))

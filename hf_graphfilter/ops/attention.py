@@ -79,16 +79,9 @@ def apply_twice(
 class _ApplyTwice(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        causal: bool,
-        dropout: float,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *options: Any
     ) -> tuple[Tensor, Tensor]:
-        ctx.options = scale, causal, dropout
+        scale, causal, dropout = ctx.options = options
         if not dropout:
             first = F.scaled_dot_product_attention(query, key, value, mask, 0.0, causal, scale=scale)
             second = F.scaled_dot_product_attention(query, key, first, mask, 0.0, causal, scale=scale)
@@ -133,8 +126,7 @@ Piece = tuple[slice, slice]
 
 def _like(x: Tensor) -> Tensor:
     """An empty tensor stored as (batch, tokens, heads, features), the layout that the model's projections use."""
-    batch, heads, tokens, features = x.shape
-    return x.new_empty(batch, tokens, heads, features).transpose(1, 2)
+    return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
 
 
 def _pieces(query: Tensor, key: Tensor) -> Iterator[Piece]:

@@ -119,20 +119,16 @@ def expand(x: Tensor, theta: Tensor, steps: Recurrence) -> Tensor:
 def expand_with_derivatives(x: Tensor, theta: Tensor, steps: Recurrence) -> tuple[Tensor, Tensor, list[Tensor]]:
     """``p = sum_k theta_k T_k(x)``, ``dp/dx`` and ``[T_0, ..., T_K]``; shapes as in ``expand``."""
     theta = _per_head(theta, x)
-    basis = [torch.ones_like(x)]
-    slopes = [torch.zeros_like(x)]
+    basis = [*polynomials(x, steps)]
     value, slope = theta[0] * basis[0], torch.zeros_like(x)
+    earlier = current = torch.zeros_like(x)
     for k, (alpha, beta, gamma) in enumerate(steps, 1):
-        linear = x * alpha + beta
-        t = linear * basis[-1]
-        s = torch.addcmul(alpha * basis[-1], linear, slopes[-1])
+        following = torch.addcmul(alpha * basis[k - 1], x * alpha + beta, current)
         if gamma:
-            t.sub_(basis[-2], alpha=gamma)
-            s.sub_(slopes[-2], alpha=gamma)
-        basis.append(t)
-        slopes.append(s)
-        value.addcmul_(theta[k], t)
-        slope.addcmul_(theta[k], s)
+            following.sub_(earlier, alpha=gamma)
+        earlier, current = current, following
+        value.addcmul_(theta[k], basis[k])
+        slope.addcmul_(theta[k], current)
     return value, slope, basis
 
 

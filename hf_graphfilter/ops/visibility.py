@@ -67,10 +67,9 @@ def _reduce(mask: Tensor, queries: int, biased: bool) -> tuple[bool, Tensor | No
         raise GraphFilterError(BIAS)
     keys = allowed.any(-2)[:, 0]
     partial = None if keys.all() else keys
-    if torch.equal(allowed, _structure(keys, allowed, False, queries)):
-        return False, partial
-    if torch.equal(allowed, _structure(keys, allowed, True, queries)):
-        return True, partial
+    for causal in (False, True):
+        if torch.equal(allowed, _structure(keys, allowed, causal, queries)):
+            return causal, partial
     raise GraphFilterError(f"an attention mask of shape {tuple(mask.shape)} {OTHER}")
 
 

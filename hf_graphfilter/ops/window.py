@@ -35,13 +35,8 @@ def attend_nearby(
     width = block + (window if causal else 2 * window)
 
     def slices(x: Tensor) -> Tensor:  # (batch, heads, blocks, width, features), one overlapping slice a block
-        before = window - past
-        x = (
-            functional.pad(x, (0, 0, before, after))
-            if before >= 0
-            else functional.pad(x[:, :, -before:], (0, 0, 0, after))
-        )
-        return x.unfold(2, width, block).transpose(-1, -2)
+        padded = functional.pad(x, (0, 0, window - past, after))  # less than nothing takes tokens away
+        return padded.unfold(2, width, block).transpose(-1, -2)
 
     distance = torch.arange(width, device=key.device) - torch.arange(block, device=key.device)[:, None]
     inside = (distance >= 0) & (distance <= (window if causal else 2 * window))

@@ -6,24 +6,23 @@ encoder-decoder and a vision model. Nothing is downloaded.
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.utils import logging as transformers_logging
+from transformers.utils import logging
 
 from ..errors import GraphFilterError
 from ..filters import FilterConfig, as_config
-from . import mathematics, start, use
+from . import start, use
 from .trial import Check, CheckRow, FilterReport, Trial
 
 __all__ = ["CheckRow", "FilterReport", "check_filter"]
 
-CHECKS = [c for module in (start, mathematics, use) for c in vars(module).values() if isinstance(c, Check)]
+CHECKS = [c for module in (start, use) for c in vars(module).values() if isinstance(c, Check)]
 
 
 def check_filter(
@@ -62,31 +61,23 @@ def check_filter(
     config = as_config(filter, **options)
     if unknown := {*(only or ())} - {check.name for check in CHECKS}:
         raise GraphFilterError(f"no check {min(unknown)!r}; the checks are {', '.join(check.name for check in CHECKS)}")
-    report = FilterReport()
-    with _undisturbed(), tempfile.TemporaryDirectory() as folder:
-        trial = Trial(config, formula, Path(folder))
-        stopped = ""
-        for check in CHECKS:
-            if stopped:
-                report.append(CheckRow(check.name, "does not apply", f"not run, since {stopped} failed"))
-            elif check.basic or only is None or check.name in only:
-                report.append(trial.run(check))
-                stopped = check.name if check.basic and report[-1].outcome == "failed" else ""
+    report, stopped = FilterReport(), ""
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
+            trial = Trial(config, formula, Path(folder))
+            for check in CHECKS:
+                if stopped:
+                    report.append(CheckRow(check.name, "does not apply", f"not run, since {stopped} failed"))
+                elif check.basic or only is None or check.name in only:
+                    report.append(trial.run(check))
+                    stopped = check.name if check.basic and report[-1].outcome == "failed" else ""
+    finally:
+        if bars:
+            logging.enable_progress_bar()
     if report.failures and raise_on_failure:
         failed = "; ".join(f"{row.check} ({row.detail})" for row in report.failures)
         count = f"{len(report.failures)} of {len(report)} checks"
         raise GraphFilterError(f"{type(config).__name__} fails {count}: {failed}")
     return report
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Random numbers and progress bars are afterwards as they were."""
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        if bars:
-            transformers_logging.enable_progress_bar()

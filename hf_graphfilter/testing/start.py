@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
-from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -15,17 +13,6 @@ from ..filters import FilterConfig
 from ..filters.attached import filters_of
 from ..patching import patch_model
 from .trial import ALL, DoesNotApply, Failed, Family, Trial, check, equal, one_line, output, state
-
-
-@contextlib.contextmanager
-def _memory_holds_nan() -> Iterator[None]:
-    """What ``torch.empty`` gives."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _all_set(model: nn.Module, complaint: str) -> None:
@@ -71,8 +58,12 @@ def _patching(trial: Trial, _: Family) -> str:
 
 @check("start values", *ALL)
 def _start_values(trial: Trial, family: Family) -> None:
-    with _memory_holds_nan():
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)  # then what torch.empty gives is NaN
+    try:
         model = patch_model(family.build(), trial.config)
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     _all_set(model, "__init__ leaves uninitialised memory (call reset_parameters at its end) in")
     _reset(model, "reset_parameters does not set")
 

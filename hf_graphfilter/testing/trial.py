@@ -25,7 +25,6 @@ from ..training.blend import set_blend
 TOLERANCE = 1e-5
 TOKENS = 9
 ALL = ("encoder", "decoder", "encoder-decoder", "vision")
-DECODERS = ("decoder", "encoder-decoder")
 
 
 @dataclass(frozen=True)
@@ -124,18 +123,17 @@ class Trial:
         return model
 
     def run(self, check: Check) -> CheckRow:
-        families = [f for f in self.families if f.kind in check.kinds or not check.kinds]
+        families = [f for f in self.families if f.kind in check.kinds] if check.kinds else self.families[:1]
         details, reasons = [], []
-        for family in families[: None if check.kinds else 1]:
+        for family in families:
             prefix = f"{family.name}: " if check.kinds else ""
             try:
                 details.append(check.run(self, family))
             except DoesNotApply as error:
                 reasons.append(str(error))
-            except (Failed, GraphFilterError) as error:
-                return CheckRow(check.name, "failed", prefix + one_line(error))
             except Exception as error:
-                return CheckRow(check.name, "failed", f"{prefix}{type(error).__name__}: {one_line(error)}")
+                kind = "" if isinstance(error, (Failed, GraphFilterError)) else f"{type(error).__name__}: "
+                return CheckRow(check.name, "failed", f"{prefix}{kind}{one_line(error)}")
         if details:
             return CheckRow(check.name, "passed", "; ".join(dict.fromkeys(d for d in details if d)))
         return CheckRow(check.name, "does not apply", reasons[0] if reasons else "no model of this kind takes it")

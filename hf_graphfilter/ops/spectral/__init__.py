@@ -8,9 +8,8 @@ Everything goes block by block along the tokens, forward and backward: the worki
 nothing but the inputs is kept for the backward pass. Inner arithmetic is float32 or wider, whatever the inputs.
 """
 
-from .bidirectional import filter_all
+from .bidirectional import CausalState, filter_all
 from .causal import filter_causal
-from .factors import gram_deviation, left_basis, left_vectors, right_basis
-from .tokens import CausalState
+from .factors import basis, gram_deviation, left_vectors
 
-__all__ = ["CausalState", "filter_all", "filter_causal", "gram_deviation", "left_basis", "left_vectors", "right_basis"]
+__all__ = ["CausalState", "basis", "filter_all", "filter_causal", "gram_deviation", "left_vectors"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...errors import GraphFilterError
-from .tokens import BLOCK, NEVER, CausalState, absent, blocks, hide, no_past, wide
+from .bidirectional import BLOCK, NEVER, CausalState, absent, blocks, hide, no_past, wide
 
 CHUNK = 64  # tokens that are taken together
 _TINY = 1e-30  # smallest running mass, relative to its chunk's, that the fast form divides by
@@ -32,8 +32,7 @@ def filter_causal(
     in linear time too but slower.
     """
     v, value = hide(v, value, keys)
-    if state is None:
-        state = no_past(v, value)
+    state = state or no_past(v, value)
     with torch.autocast(v.device.type, enabled=False):
         if v.shape[2] == 1:
             out, state = _one_token(wide(w), wide(v)[:, :, 0], wide(value), state)
@@ -148,31 +147,23 @@ class _Causal(torch.autograd.Function):
         asked = states[1].new_zeros(batch, heads, features, value_features + 1)
         for i, part in reversed(list(enumerate(blocks(v, BLOCK, CHUNK)))):
             rows, signal, toward = (_split(wide(x[:, :, part])) for x in (w, value, grad))
-            chunks = _chunks(_split(wide(v[:, :, part]), NEVER), states[2 * i])
-            *of_part, asked = _causal_backward(rows, signal, toward, chunks, states[2 * i + 1], asked)
-            for whole, gradient in zip(grads, of_part, strict=True):
+            c = _chunks(_split(wide(v[:, :, part]), NEVER), states[2 * i])
+            queries = rows * c.inverse
+            before = _scan(c.decay.mT, (c.weights * c.after).mT @ signal, states[2 * i + 1])[0]
+            pairs = (toward @ signal.mT).tril_()
+            grad_w = (pairs @ c.weights).add_((toward @ before.mT).mul_(c.past)).mul_(c.inverse)
+            returned = (rows * grad_w).mul_(c.inverse)  # what the running mass takes back
+            adding = torch.cat([(queries * c.past).mT @ toward, (returned * c.past).sum(-2).unsqueeze(-1)], -1)
+            later, asked = _scan(c.decay.mT.flip(2), adding.flip(2), asked)
+            later, later_returned = later.flip(2)[..., :-1], later.flip(2)[..., -1:].mT
+            scores = (queries @ c.weights.mT).tril_()
+            grad_value = (scores.mT @ toward).add_((c.weights * c.after) @ later)
+            grad_v = (pairs.mT @ queries).add_((signal @ later.mT).sub_(later_returned).mul_(c.after))
+            # from the end: earlier terms can be larger by many orders of magnitude
+            grad_v.sub_(returned.flip(-2).cumsum(-2).flip(-2)).mul_(c.weights)
+            for whole, gradient in zip(grads, (grad_w, grad_v, grad_value), strict=True):
                 whole[:, :, part] = gradient.flatten(2, 3)[:, :, : w[:, :, part].shape[2]]
         return *grads, None, None
-
-
-def _causal_backward(
-    w: Tensor, value: Tensor, grad: Tensor, c: _Chunks, mean: Tensor, asked: Tensor
-) -> tuple[Tensor, ...]:
-    """Gradients toward w, v and value of one block, and what it asks of the tokens before it."""
-    queries = w * c.inverse
-    before, _ = _scan(c.decay.mT, (c.weights * c.after).mT @ value, mean)
-    pairs = (grad @ value.mT).tril_()
-    grad_w = (pairs @ c.weights).add_((grad @ before.mT).mul_(c.past)).mul_(c.inverse)
-    returned = (w * grad_w).mul_(c.inverse)  # what the running mass takes back
-    adding = torch.cat([(queries * c.past).mT @ grad, (returned * c.past).sum(-2).unsqueeze(-1)], -1)
-    later, asked = _scan(c.decay.mT.flip(2), adding.flip(2), asked)
-    later, later_returned = later.flip(2)[..., :-1], later.flip(2)[..., -1:].mT
-    scores = (queries @ c.weights.mT).tril_()
-    grad_value = (scores.mT @ grad).add_((c.weights * c.after) @ later)
-    grad_v = (pairs.mT @ queries).add_((value @ later.mT).sub_(later_returned).mul_(c.after))
-    # from the end: earlier terms can be larger by many orders of magnitude
-    grad_v.sub_(returned.flip(-2).cumsum(-2).flip(-2)).mul_(c.weights)
-    return grad_w, grad_v, grad_value, asked
 
 
 def _stable_causal(w: Tensor, v: Tensor, value: Tensor, state: CausalState) -> tuple[Tensor, CausalState]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..polynomials import Recurrence, expand, expand_with_derivatives
-from .tokens import NEVER, blocks, wide
+from .bidirectional import NEVER, blocks, wide
 
 PIECE = 1 << 15  # numbers that elementwise work on the CPU takes at once
 
@@ -63,19 +63,13 @@ class _LeftVectors(torch.autograd.Function):
         return grad_u, grad_sigma, grad_theta, None
 
 
-def left_basis(u: Tensor, keys: Tensor | None) -> Tensor:
-    """``U``: the softmax of ``u`` (batch, heads, tokens, features) over the features, zero where ``keys`` is False."""
-    U = wide(u).softmax(-1)
-    return U if keys is None else U * keys[:, None, :, None]
-
-
-def right_basis(v: Tensor, keys: Tensor | None) -> Tensor:
-    """``V``: the softmax of ``v`` (batch, heads, tokens, features) over the tokens, zero where ``keys`` is False."""
-    v = wide(v)
+def basis(x: Tensor, dim: int, keys: Tensor | None) -> Tensor:
+    """``U``, ``V``: the softmax of ``x`` (batch, heads, tokens, features) over the features (``dim`` -1) or
+    the tokens (-2); zero at tokens where ``keys`` is False."""
     if keys is None:
-        return v.softmax(-2)
-    # a row of the batch without any token comes out as zeros
-    return v.masked_fill(~keys[:, None, :, None], NEVER).softmax(-2) * keys[:, None, :, None]
+        return wide(x).softmax(dim)
+    there = keys[:, None, :, None]
+    return wide(x).masked_fill(~there, NEVER).softmax(dim) * there
 
 
 def gram_deviation(x: Tensor) -> Tensor:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...errors import GraphFilterError
 from ...filters import GraphFilter
 from ...filters.attached import filters_of
-from .batches import repeated, set_aside
-from .objectives import DISTANCES, EndToEnd, filter_errors, regress
-from .record import Checkpoint, TransferReport, mean
-from .run import Stage, StageRun
+from .objectives import DISTANCES, Batch, filter_errors, fit_end_to_end, regress
+from .run import Checkpoint, Stage, StageRun, TransferReport, mean
+
+LABELS = ("labels", "label", "label_ids", "start_positions", "end_positions", "next_sentence_label")
 
 
 def transfer_attention(
@@ -86,7 +88,7 @@ def transfer_attention(
     if steps < (end_to_end is None) or eval_every < 1:
         raise GraphFilterError(f"steps and eval_every must be >= 1, got {steps} and {eval_every}")
     modules = dict(filters_of(model, required=True))
-    held, skip = set_aside(model, dataloader, holdout)
+    held, skip = _set_aside(model, dataloader, holdout)
     started = time.monotonic()
     with _only_filters(model, modules):
         report = TransferReport(before=filter_errors(model, modules, held))
@@ -101,11 +103,12 @@ def transfer_attention(
                 raise GraphFilterError(f"end_to_end={end_to_end!r}: use 'hidden', 'logits' or None")
             more = steps // 4 or 1 if end_to_end_steps is None else end_to_end_steps
             settings |= {"end_to_end": end_to_end, "end_to_end_steps": more, "end_to_end_lr": end_to_end_lr}
-            fit, rate = EndToEnd(model, modules, DISTANCES[end_to_end]), end_to_end_lr * coefficient_lr / lr
-            stages += [Stage("end to end", more, end_to_end_lr, rate, fit, lambda: fit.error(held))]
+            fit, rate = partial(fit_end_to_end, model, modules, end_to_end), end_to_end_lr * coefficient_lr / lr
+            error = torch.no_grad()(lambda: sum(fit(batch)["loss"] for batch in held) / len(held))
+            stages += [Stage("end to end", more, end_to_end_lr, rate, fit, error)]
         kept = Checkpoint(checkpoint, settings) if checkpoint is not None else None
         for stage in stages:
-            batches = repeated(model, dataloader, skip)
+            batches = _repeated(model, dataloader, skip)
             StageRun(stage, modules, report, kept).fit(batches, eval_every, patience, progress)
             if report.stopped.startswith("non-finite"):
                 break
@@ -114,19 +117,52 @@ def transfer_attention(
     return report
 
 
+def _set_aside(model: nn.Module, dataloader: Iterable[Any], holdout: int | Iterable[Any]) -> tuple[list[Batch], int]:
+    """The batches to measure on, and how many of the dataloader's they are at its start from now on."""
+    if not isinstance(holdout, int):
+        return [_inputs(model, batch) for batch in holdout], 0
+    held = [_inputs(model, batch) for batch in islice(dataloader, holdout)]
+    if len(held) < holdout or holdout < 1:
+        raise GraphFilterError(f"the dataloader yields {len(held)} batches, holdout={holdout} asks for more")
+    return held, 0 if iter(dataloader) is dataloader else holdout
+
+
+def _repeated(model: nn.Module, dataloader: Iterable[Any], skip: int) -> Iterator[Batch]:
+    """All but the first ``skip``, again and again; from an iterator they come once."""
+    empty = True
+    while empty or iter(dataloader) is not dataloader:
+        for batch in islice(dataloader, skip, None):
+            empty = False
+            yield _inputs(model, batch)
+        if empty:
+            raise GraphFilterError("the dataloader yields no batch that is not held out (or is exhausted)")
+
+
+def _inputs(model: nn.Module, batch: Any) -> Batch:
+    device = next(model.parameters()).device
+    if isinstance(batch, Tensor):
+        batch = {model.main_input_name: batch}
+    if not isinstance(batch, Mapping):
+        raise GraphFilterError(f"a batch must be a mapping of model inputs or a tensor, got {type(batch).__name__}")
+    kept = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items() if k not in LABELS}
+    if not kept:
+        raise GraphFilterError(f"a batch holds {list(batch) or 'nothing'} and no input of the model")
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        kept["use_cache"] = False
+    return kept
+
+
 def _refuse_equal(model: nn.Module, modules: dict[str, GraphFilter], errors: dict[str, float]) -> None:
     """A function of the attention that has not left its start cannot come closer to it."""
     rounding = 4 * torch.finfo(next(p.dtype for p in model.parameters() if p.is_floating_point())).eps
-    names = set()
-    for name, graph_filter in modules.items():
-        of_attention = type(graph_filter).approximate is GraphFilter.approximate
-        if not (of_attention and graph_filter.config.starts_as_original and errors[name] <= rounding):
-            return
-        names.add(graph_filter.config.filter)
-    raise GraphFilterError(
-        f"nothing to fit: every filter ({', '.join(sorted(names))}) equals the attention of its module already; "
-        "transfer is for filters in the place of attention, such as agf"
-    )
+    if all(
+        type(f).approximate is GraphFilter.approximate and f.config.starts_as_original and errors[name] <= rounding
+        for name, f in modules.items()
+    ):
+        raise GraphFilterError(
+            f"nothing to fit: every filter ({', '.join(sorted({f.config.filter for f in modules.values()}))}) equals "
+            "the attention of its module already; transfer is for filters in the place of attention, such as agf"
+        )
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from ...errors import GraphFilterError
 from ...filters import GraphFilter
 from ...shift import AttentionShift
-from .batches import Batch
 
+Batch = dict[str, Any]
 Outputs = Mapping[str, Any]
 Distance = Callable[[Outputs, Outputs, Tensor | None], Tensor]
 
@@ -27,20 +28,17 @@ def _attending(
     """Let the modules compute their original attention; ``observe(name, squared error, squared attention)`` sees how
     far the filters are from it, with gradients where ``fit``."""
 
-    def replaced(name: str, graph_filter: GraphFilter) -> Callable[[AttentionShift, Tensor], Tensor]:
-        def forward(shift: AttentionShift, value: Tensor) -> Tensor:
-            fresh = copy.copy(shift)
-            with torch.no_grad():
-                attention = shift(value)
-            if observe is not None:
-                with torch.set_grad_enabled(fit):
-                    observe(name, *_squares(fresh, graph_filter.approximate(fresh, value), attention))
-            return attention
-
-        return forward
+    def attend(name: str, graph_filter: GraphFilter, shift: AttentionShift, value: Tensor) -> Tensor:
+        fresh = copy.copy(shift)
+        with torch.no_grad():
+            attention = shift(value)
+        if observe is not None:
+            with torch.set_grad_enabled(fit):
+                observe(name, *_squares(fresh, graph_filter.approximate(fresh, value), attention))
+        return attention
 
     for name, graph_filter in modules.items():
-        vars(graph_filter)["forward"] = replaced(name, graph_filter)
+        vars(graph_filter)["forward"] = partial(attend, name, graph_filter)
     try:
         yield
     finally:
@@ -88,25 +86,14 @@ def filter_errors(model: nn.Module, modules: dict[str, GraphFilter], batches: li
     return {name: math.sqrt(error / norm) if norm else math.nan for name, (error, norm) in sums.items()}
 
 
-class EndToEnd:
-    """The second stage: the model with its filters against the model with its attention."""
-
-    def __init__(self, model: nn.Module, modules: dict[str, GraphFilter], distance: Distance):
-        self.model, self.modules, self.distance = model, modules, distance
-
-    def _loss(self, batch: Batch) -> Tensor:
-        with torch.no_grad(), _attending(self.modules):
-            wanted = self.model(**batch, output_hidden_states=True)
-        return self.distance(self.model(**batch, output_hidden_states=True), wanted, batch.get("attention_mask"))
-
-    def __call__(self, batch: Batch) -> dict[str, float]:
-        loss = self._loss(batch)
+def fit_end_to_end(model: nn.Module, modules: dict[str, GraphFilter], of: str, batch: Batch) -> dict[str, float]:
+    """The second stage, one batch: the model with its filters against the model with its attention."""
+    with torch.no_grad(), _attending(modules):
+        wanted = model(**batch, output_hidden_states=True)
+    loss = DISTANCES[of](model(**batch, output_hidden_states=True), wanted, batch.get("attention_mask"))
+    if loss.requires_grad:
         loss.backward()
-        return {"loss": loss.item()}
-
-    @torch.no_grad()
-    def error(self, batches: list[Batch]) -> float:
-        return sum(self._loss(batch).item() for batch in batches) / len(batches)
+    return {"loss": loss.item()}
 
 
 def _hidden_distance(output: Outputs, wanted: Outputs, mask: Tensor | None) -> Tensor:
@@ -116,9 +103,7 @@ def _hidden_distance(output: Outputs, wanted: Outputs, mask: Tensor | None) -> T
         raise GraphFilterError("end_to_end='hidden': the model returns no hidden states; use 'logits'")
     losses = []
     for f, w in pairs:
-        there = torch.ones_like(f[..., :1])
-        if mask is not None and mask.shape == f.shape[:2]:
-            there = mask[..., None].to(f.dtype)
+        there = mask[..., None].to(f.dtype) if mask is not None and mask.shape == f.shape[:2] else 1
         losses.append(((f - w) * there).square().sum() / (w * there).square().sum().clamp(min=1e-12))
     return torch.stack(losses).mean()
 

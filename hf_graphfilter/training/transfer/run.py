@@ -1,24 +1,105 @@
-"""The optimisation of one stage: steps, measurements, the best state, interruptions."""
+"""The optimisation of one stage: steps, measurements, the best state, interruptions; its progress on disk, and what is
+reported."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from ...errors import GraphFilterError
 from ...filters import GraphFilter
-from .batches import Batch
-from .record import Checkpoint, TransferReport
+from .objectives import Batch
+
+STATE_FILE, PROGRESS_FILE = "transfer.safetensors", "transfer.json"
+
+
+def mean(errors: dict[str, float]) -> float:
+    """Over the modules."""
+    return sum(errors.values()) / len(errors)
+
+
+@dataclass
+class TransferReport:
+    """What ``transfer_attention`` did; prints as a table.
+
+    Attributes:
+        before, after: relative L2 error ``|filter - attention| / |attention|`` of each module on the held-out batches.
+        steps: of optimisation that were made, both stages together.
+        seconds: of wall-clock time.
+        stopped: why it ended: ``"all steps made"``, ``"no improvement"``, or what became non-finite.
+        history: (step, mean held-out error) pairs.
+    """
+
+    before: dict[str, float]
+    after: dict[str, float] = field(default_factory=dict)
+    steps: int = 0
+    seconds: float = 0.0
+    stopped: str = "all steps made"
+    history: list[tuple[int, float]] = field(default_factory=list)
+
+    @property
+    def mean_before(self) -> float:
+        return mean(self.before)
+
+    @property
+    def mean_after(self) -> float:
+        return mean(self.after)
+
+    def __str__(self) -> str:
+        width = max(map(len, [*self.after, "module"]))
+        rows = [f"{name:<{width}}  {self.before[name]:6.3f}  {error:6.3f}" for name, error in self.after.items()]
+        means = f"{'mean':<{width}}  {self.mean_before:6.3f}  {self.mean_after:6.3f}"
+        head = f"{'module':<{width}}  before   after"
+        return "\n".join([head, *rows, means, f"{self.steps} steps, {self.seconds:.0f} s, {self.stopped}"])
+
+
+class Checkpoint:
+    """Progress on disk: safetensors for parameters and moments, JSON for the rest."""
+
+    def __init__(self, directory: str | os.PathLike[str], settings: dict[str, Any]):
+        self.directory, self.settings = Path(directory), settings
+        self.finished: list[str] = []
+
+    def write(self, stage: str, finished: bool, progress: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Each file is replaced when it is whole: an interrupted write leaves the last state."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if finished:
+            self.finished.append(stage)
+        partial = self.directory / f"{STATE_FILE}.part"
+        save_file({k: t.cpu().contiguous().clone() for k, t in tensors.items()}, partial)
+        partial.replace(self.directory / STATE_FILE)
+        text = self.directory / f"{PROGRESS_FILE}.part"
+        text.write_text(json.dumps({"settings": self.settings, "stage": stage, "finished": self.finished, **progress}))
+        text.replace(self.directory / PROGRESS_FILE)
+
+    def progress(self) -> dict[str, Any] | None:
+        """What was written, with the stages that are finished in ``finished``; None if nothing was."""
+        file = self.directory / PROGRESS_FILE
+        if not file.is_file():
+            return None
+        progress: dict[str, Any] = json.loads(file.read_text())
+        if progress["settings"] != self.settings:
+            changed = [k for k in self.settings if progress["settings"].get(k) != self.settings[k]]
+            raise GraphFilterError(
+                f"{self.directory} holds the progress of another transfer ({', '.join(changed) or 'settings'} differ): "
+                "use its settings to go on with it, or another directory"
+            )
+        self.finished = progress["finished"]
+        return progress
 
 
 @dataclass
@@ -46,12 +127,10 @@ class StageRun:
             raise GraphFilterError("the filters have no parameters that could be fitted")
         coefficients = {id(p) for f in modules.values() for p in f.coefficient_tensors().values()}
         groups = [
-            {"params": [p for p in self.parameters.values() if (id(p) in coefficients) == own], "lr": rate}
-            for own, rate in ((False, stage.lr), (True, stage.coefficient_lr))
+            {"params": [p for p in self.parameters.values() if (id(p) in coefficients) == own], "lr": lr, "peak": lr}
+            for own, lr in ((False, stage.lr), (True, stage.coefficient_lr))
         ]
-        self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], weight_decay=0.0)
-        for group in self.optimizer.param_groups:
-            group["peak"] = group["lr"]
+        self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
         self.step, self.stale = 0, 0
         self.best, self.best_state = math.inf, self._state()
 
@@ -68,23 +147,21 @@ class StageRun:
             while self.step < self.stage.steps:
                 batch = next(batches, None)
                 problem = None if batch is None else self._advance(batch, bar)
-                if batch is not None and problem is None and self.step % eval_every and self.step < self.stage.steps:
-                    if interrupted():
-                        self._save()
-                        raise KeyboardInterrupt
-                    continue
-                if problem is None and not math.isfinite(self._measure()):
+                due = batch is None or self.step % eval_every == 0 or self.step == self.stage.steps
+                if problem is None and due and not math.isfinite(self._measure()):
                     problem = f"non-finite error on the held-out batches at step {self.step}"
                 if problem is not None:
                     self.report.stopped = f"{problem}, best state kept"
                     break
-                self._save()
-                if interrupted():
+                asked = interrupted()
+                if due or asked:
+                    self._save()
+                if asked:
                     raise KeyboardInterrupt
                 if batch is None:
                     self.report.stopped = f"the batches ended at step {self.step} (an iterator gives them once)"
                     break
-                if patience is not None and self.stale >= patience:
+                if due and patience is not None and self.stale >= patience:
                     self.report.stopped = "no improvement"
                     break
         self._load(self.best_state)
@@ -152,17 +229,15 @@ class StageRun:
             if finished:  # a later stage has its results
                 self.step = progress["earlier_steps"]
             return finished
-        tensors = checkpoint.tensors()
+        tensors = load_file(checkpoint.directory / STATE_FILE)
         self.report.before, self.report.history = progress["before"], [tuple(pair) for pair in progress["history"]]
         self.step, self.best, self.stale = progress["step"], progress["best"], progress["stale"]
-        device = next(iter(self.parameters.values())).device
-        self.best_state = {k: tensors[f"best.{k}"].to(device) for k in self.parameters}
+        self.best_state = {k: tensors[f"best.{k}"] for k in self.parameters}
         self._load({k: tensors[f"{'best' if finished else 'now'}.{k}"] for k in self.parameters})
         for name, parameter in self.parameters.items():
             for moment in ("step", "exp_avg", "exp_avg_sq"):
                 if (t := tensors.get(f"{moment}.{name}")) is not None:
-                    kept = t if moment == "step" else t.to(device=device, dtype=parameter.dtype)
-                    self.optimizer.state[parameter][moment] = kept
+                    self.optimizer.state[parameter][moment] = t if moment == "step" else t.to(parameter)
         return True
 
 
@@ -177,11 +252,11 @@ def _interruptions(deferred: bool) -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     ours = threading.current_thread() is threading.main_thread()
-    if deferred and ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, note)
-        try:
-            yield lambda: asked
-        finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-    else:
+    if not (deferred and ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
         yield lambda: False
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

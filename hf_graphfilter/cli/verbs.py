@@ -1,30 +1,21 @@
-"""Verbs that write checkpoints and filters."""
+"""The verbs that write, look at and describe checkpoints and filters."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import shutil
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ..console import parse_layers, parse_options
+from ..console import parse_layers, parse_options, table
 from ..errors import GraphFilterError
-from .checkpoints import AutoClass, Output, Source, check_output, load, load_config, save
-
-
-class Stack(StrEnum):
-    encoder = "encoder"
-    decoder = "decoder"
-
-
-class Target(StrEnum):
-    hidden = "hidden"
-    logits = "logits"
+from .checkpoints import AutoClass, Output, Source, check_output, load, load_config, save, show_status
 
 
 def patch(
@@ -40,7 +31,9 @@ def patch(
         str | None,
         typer.Option("--layers", "-l", help="even, odd, indices 0,2,-1 or a slice 2:8; all layers if not given."),
     ] = None,
-    stack: Annotated[Stack | None, typer.Option("--stack", help="Only this one; both if not given.")] = None,
+    stack: Annotated[
+        Literal["encoder", "decoder"] | None, typer.Option("--stack", help="Only this one; both if not given.")
+    ] = None,
     auto_class: AutoClass = None,
 ) -> None:
     """Patch a checkpoint and save it, ready to fine-tune; with GFSA its outputs are the same as before.
@@ -54,8 +47,7 @@ def patch(
 
     config, chosen = as_config(filter, **parse_options(options or [])), parse_layers(layers)
     check_output(output, source)
-    only: Any = stack and stack.value
-    model = load(source, auto_class, make=lambda plain: patch_model(plain, config, layers=chosen, stack=only))
+    model = load(source, auto_class, make=lambda plain: patch_model(plain, config, layers=chosen, stack=stack))
     save(model, source, output)
     if not config.starts_as_original:
         Console().print("its outputs are not the original's: fit it with hf-graphfilter transfer, or fine-tune it")
@@ -80,7 +72,9 @@ def transfer(
     length: Annotated[int, typer.Option(min=8, help="Tokens of a window of text.")] = 128,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows in a batch.")] = 8,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3,
-    end_to_end: Annotated[Target | None, typer.Option(help="A second stage, against these of the model.")] = None,
+    end_to_end: Annotated[
+        Literal["hidden", "logits"] | None, typer.Option(help="A second stage, against these of the model.")
+    ] = None,
     auto_class: AutoClass = None,
 ) -> None:
     """Fit the filters of a patched language model to its original attention, on plain text. Interrupted, it goes on.
@@ -107,7 +101,6 @@ def transfer(
     model = load(source, auto_class, patched=True)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     progress = output / "transfer"
-    against: Any = end_to_end and end_to_end.value
     try:
         report = transfer_attention(
             model,
@@ -115,7 +108,7 @@ def transfer(
             steps=steps,
             lr=lr,
             coefficient_lr=10 * lr,
-            end_to_end=against,
+            end_to_end=end_to_end,
             holdout=held,
             checkpoint=progress,
         )
@@ -179,3 +172,82 @@ def export_remote_code(
 
     classes = export_remote_code(folder)
     Console().print(f"{escape(str(folder))} loads with trust_remote_code=True: {', '.join(classes)}")
+
+
+def status(source: Source, auto_class: AutoClass = None) -> None:
+    """Show what is patched: module, filter, coefficients (mean ± spread over heads), backend.
+
+    [dim]hf-graphfilter status runs/bert-gfsa[/dim]
+    """
+    show_status(load(source, auto_class, patched=True))
+
+
+def filters(
+    name: Annotated[str | None, typer.Argument(help="Only this filter; all if not given.")] = None,
+) -> None:
+    """List the registered filters, with their options as hf-graphfilter patch -o takes them.
+
+    [dim]hf-graphfilter filters gfsa[/dim]
+
+    [dim]hf-graphfilter --import my_package.my_filters filters[/dim]
+    """
+    from importlib import metadata
+
+    from ..filters import available_filters, get_filter
+    from ..filters.base import summary
+    from ..filters.fields import options
+
+    declared = [] if name else [entry.name for entry in metadata.entry_points(group="hf_graphfilter.filters")]
+    for known in [name] if name else sorted({*available_filters(), *declared}):
+        config_class = get_filter(known)
+        Console().print(f"[bold]{escape(known)}[/bold]  {escape(summary(config_class))}")
+        rows = []
+        for option, (kind, default) in options(config_class).items():
+            start = "must be given" if default is dataclasses.MISSING else default
+            # as a shell has it: no quotes, and lists for tuples
+            words = kind.removeprefix("one of ").replace("'", "").replace("tuple", "list")
+            rows.append([option, start if isinstance(start, str) else json.dumps(start), words])
+        Console().print(table(["option", "default", "value"], rows) if rows else "no options")
+
+
+def card(
+    source: Source,
+    repo_id: Annotated[
+        str | None, typer.Option(help="Hub id under which it will be found; SOURCE if not given.")
+    ] = None,
+    base_model: Annotated[str | None, typer.Option(help="Hub id of the model that was patched.")] = None,
+    license: Annotated[str | None, typer.Option(help="Licence identifier of the Hub.")] = None,
+    training: Annotated[list[str] | None, typer.Option(help="A hyper-parameter as NAME=VALUE, repeatable.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Where to write; README.md of the checkpoint directory if not given.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the text of a card that is not ours.")] = False,
+    auto_class: AutoClass = None,
+) -> None:
+    """Write the model card of a patched checkpoint; results recorded in a card that is there are kept.
+
+    [dim]hf-graphfilter card runs/bert-gfsa --repo-id me/bert-gfsa --base-model bert-base-uncased[/dim]
+    """
+    from ..checkpoints.card import check_card, create_model_card
+
+    if output is None:
+        if not Path(source).is_dir():
+            raise GraphFilterError(f"{source} is no directory: name the card's file with --output")
+        output = Path(source) / "README.md"
+    check_card(output, force)
+    check_output(output.parent)
+    settings = _trained(Path(source)) | parse_options(training or [])
+    model = load(source, auto_class, patched=True)
+    options: dict[str, Any] = {"base_model": base_model, "license": license, "training": settings}
+    create_model_card(model, repo_id=repo_id or source, **options).save(output, force=force)
+    Console().print(f"wrote {escape(str(output))}")
+
+
+def _trained(folder: Path) -> dict[str, Any]:
+    """What a Trainer left as JSON beside its checkpoint; its arguments are a pickle, which is not read."""
+    try:
+        state = json.loads((folder / "trainer_state.json").read_text())
+        names = {"num_train_epochs": "epochs", "global_step": "steps", "train_batch_size": "batch size"}
+        return {names[key]: state[key] for key in names if state.get(key)}
+    except (OSError, ValueError, AttributeError):
+        return {}
