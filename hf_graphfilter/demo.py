@@ -265,6 +265,7 @@ def _save(model: PreTrainedModel, tokenizer: Any, output: Path, results: dict[st
 @torch.no_grad()
 def _check_reload(model: PreTrainedModel, checkpoint: Path, test: Snippets, tokenizer: Any) -> None:
     again = AutoModelForSequenceClassification.from_pretrained(checkpoint)
-    batch = tokenizer.pad(test[:32], return_tensors="pt").to(model.device)
+    batch: Any = DataCollatorWithPadding(tokenizer)(test[:32])
+    batch.to(model.device)
     if not torch.equal(model.eval()(**batch).logits, again.to(model.device)(**batch).logits):
         raise GraphFilterError(f"{checkpoint} loads with other outputs than were saved")

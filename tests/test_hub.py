@@ -543,7 +543,7 @@ def test_a_card_speaks_of_its_own_filter(monkeypatch):
 def test_the_address_is_that_of_the_package_s_metadata(monkeypatch):
     from email.message import Message
 
-    from hf_graphfilter import card
+    from hf_graphfilter.checkpoints import card
 
     found = Message()
     monkeypatch.setattr(card.metadata, "metadata", lambda name: found)
