@@ -1,5 +1,6 @@
 """The settings of a run: flags over a YAML file over the recipe's own."""
 
+import argparse
 import dataclasses
 import json
 import sys
@@ -79,12 +80,9 @@ class Settings:
         self.parser.add_argument("--config", help="A YAML file; flags override it.")
         modules = "Modules that register filters, by dotted name or .py file."
         self.parser.add_argument("--import", nargs="+", action="extend", type=str, help=modules)
-        self.actions = {}
-        for action in self.parser._actions:
-            if action.dest != "help":
-                action.default, action.required = dataclasses.MISSING, False
-                self.actions[action.dest] = action
-        self.actions["import"].default = None  # given several times, the names add up
+        self.actions = {action.dest: action for action in self.parser._actions if action.dest != "help"}
+        for action in self.actions.values():
+            action.default, action.required = argparse.SUPPRESS, False
         fields = [f for arguments in recipe.arguments for f in dataclasses.fields(arguments)]
         self.defaults = {
             f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
@@ -98,7 +96,7 @@ class Settings:
         if unknown:
             flag = unknown[0].split("=")[0]
             raise GraphFilterError(f"unknown argument {flag}{nearest(flag.lstrip('-'), self.actions, '--')}")
-        given = {k: v for k, v in vars(namespace).items() if v is not dataclasses.MISSING and v is not None}
+        given = vars(namespace)
         config = given.pop("config", None)
         file = self.read(config) if config else {}
         sections = {key: file.pop(key, None) or {} for key in ("tasks", "variants", "sweep")}
