@@ -95,7 +95,6 @@ def run_demo(
     K: int = 3,
     filter_lr: float = 1e-2,
     minutes: float = 6.0,
-    console: Console | None = None,
 ) -> dict[str, Any]:
     """Run the demo and write checkpoint, card, plot and ``results.json`` to ``output``.
 
@@ -114,8 +113,7 @@ def run_demo(
         raise GraphFilterError(f"the demo needs seeds >= 1 and rows >= 32, got seeds={seeds}, rows={rows}")
     for module in ("scipy", "matplotlib"):
         require(module, "demo", "the demo")
-    console = console or Console()
-    output, started = Path(output), time.perf_counter()
+    output, started, console = Path(output), time.perf_counter(), Console()
     source = pretrained_path()
     tokenizer = AutoTokenizer.from_pretrained(source)
     snippets = load_snippets()
@@ -147,8 +145,7 @@ def run_demo(
     console.print(table(*result_rows(results), title="fine-tuned twice, same seeds (mean ± standard deviation)"))
     console.print(results["verdict"])
     console.print(table(*filter_status(model).table(), title="what the filter learned (last seed)"))
-    checkpoint = _save(model, tokenizer, output, results)
-    _check_reload(model, checkpoint, test, tokenizer)
+    checkpoint = _save(model, tokenizer, output, results, test[:32])
     console.print(f"\nsaved and loaded again from {checkpoint}: outputs are equal")
     console.print(f"plot: {output / 'coefficients.png'}   card: {checkpoint / 'README.md'}")
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
@@ -232,7 +229,9 @@ def result_rows(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
-def _save(model: PreTrainedModel, tokenizer: Any, output: Path, results: dict[str, Any]) -> Path:
+@torch.no_grad()
+def _save(model: PreTrainedModel, tokenizer: Any, output: Path, results: dict[str, Any], rows: list[Any]) -> Path:
+    """The checkpoint, whose outputs for ``rows`` are compared with the model's."""
     checkpoint = output / "checkpoint"
     model.save_pretrained(checkpoint)
     tokenizer.save_pretrained(checkpoint)
@@ -259,13 +258,9 @@ def _save(model: PreTrainedModel, tokenizer: Any, output: Path, results: dict[st
     )
     card.save(checkpoint / "README.md")
     plot_coefficients(model, output / "coefficients.png")
-    return checkpoint
-
-
-@torch.no_grad()
-def _check_reload(model: PreTrainedModel, checkpoint: Path, test: Snippets, tokenizer: Any) -> None:
-    again = AutoModelForSequenceClassification.from_pretrained(checkpoint)
-    batch: Any = DataCollatorWithPadding(tokenizer)(test[:32])
+    again = AutoModelForSequenceClassification.from_pretrained(checkpoint).to(model.device)
+    batch: Any = DataCollatorWithPadding(tokenizer)(rows)
     batch.to(model.device)
-    if not torch.equal(model.eval()(**batch).logits, again.to(model.device)(**batch).logits):
+    if not torch.equal(model.eval()(**batch).logits, again(**batch).logits):
         raise GraphFilterError(f"{checkpoint} loads with other outputs than were saved")
+    return checkpoint

@@ -103,12 +103,9 @@ def movie_snippets() -> DatasetDict:
     """2,000 snippets to validate on, the others to train on, cut by a fixed seed."""
     from hf_graphfilter.demo import load_snippets
 
-    rows = load_snippets()
+    rows = [{"text_a": text, "label": rating} for rating, text in load_snippets()]
     random.Random(0).shuffle(rows)
-    parts = {"train": rows[2000:], "validation": rows[:2000]}
-    return DatasetDict(
-        {k: Dataset.from_dict({"text_a": [t for _, t in v], "label": [r for r, _ in v]}) for k, v in parts.items()}
-    )
+    return DatasetDict(train=Dataset.from_list(rows[2000:]), validation=Dataset.from_list(rows[:2000]))
 
 
 def run(args, training):

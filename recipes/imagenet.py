@@ -30,11 +30,12 @@ from accelerate.utils import set_seed
 from safetensors.torch import load_model, save_model
 from timm.data import Mixup
 from timm.loss import SoftTargetCrossEntropy
-from timm.optim import create_optimizer_v2
+from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from hf_graphfilter import GraphFilterError, collect_penalties, filter_status
 from hf_graphfilter.training.callbacks import coefficient_values
@@ -47,6 +48,8 @@ from recipes.settings import Recipe
 from recipes.training import last_checkpoint, outcome, penalised
 
 TASKS = ("imagenet-1k", "imagenet-100", "cifar10", "tiny-imagenet", "folder")
+# of transformers' models, besides biases and norms; timm's name their own
+UNDECAYED = ("position_embeddings", "position_bias_table", "cls_token", "distillation_token", "mask_token")
 PROGRESS = "progress.json"
 
 
@@ -61,9 +64,18 @@ def accelerator_of(args: ImageArguments) -> Accelerator:
 
 
 def optimizer_of(args: ImageArguments, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW with timm's groups, and the filter's coefficients in one of their own."""
+    """AdamW with timm's groups: no decay of biases, norms, positions and tokens, and a learning rate by layer if asked
+    for; and with the filter's coefficients in a group of their own."""
+    if isinstance(model, PreTrainedModel):
+        undecayed = {n for n, _ in model.named_parameters() if any(part in n for part in UNDECAYED)}
+    else:
+        undecayed = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()
+    options = {"weight_decay": args.weight_decay, "no_weight_decay_list": undecayed}
+    if args.layer_decay is None:
+        groups = param_groups_weight_decay(model, **options)
+    else:
+        groups = param_groups_layer_decay(model, **options, layer_decay=args.layer_decay)
     own = coefficient_ids(model)
-    groups = image_models.parameter_groups(args, model)
     coefficients = [p for group in groups for p in group["params"] if id(p) in own]
     for group in groups:
         group["params"] = [p for p in group["params"] if id(p) not in own]
@@ -211,7 +223,6 @@ RECIPE = Recipe(
     arguments=(ImageArguments,),
     smoke={"batch_size": 16, "device_batch_size": 16, "warmup_epochs": 0, "workers": 0},
     load=image_models.load,
-    task_type="image-classification",
 )
 
 if __name__ == "__main__":

@@ -65,7 +65,6 @@ class Recipe:
     arguments: tuple[type, ...] = (RecipeArguments, Seq2SeqTrainingArguments)  # the last has output_dir and seed
     smoke: dict[str, Any] = field(default_factory=dict)  # settings of --smoke, besides the general ones
     load: Callable[[Path], Any] = load_model  # a saved checkpoint
-    task_type: str = ""  # as the Hub names it; told from the model's class if empty
 
     def metric(self, task: str) -> str:
         return self.metrics.get(task) or self.metrics["*"]
@@ -171,7 +170,7 @@ class Settings:
         try:
             content = yaml.safe_load(file.read_text()) or {}
         except yaml.YAMLError as error:
-            raise GraphFilterError(f"{file} is no YAML: {' '.join(str(error).split())}") from error
+            raise GraphFilterError(f"{file} is no YAML: {error}") from error
         if not isinstance(content, dict):
             raise GraphFilterError(f"{file} must hold settings as NAME: VALUE, found {type(content).__name__}")
         return content

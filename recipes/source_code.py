@@ -95,8 +95,8 @@ def clones(root: Path) -> tuple[DatasetDict, str]:
         split = "60/10/30 of the functions of the official test part"
     parts = {}
     for part, lines in pairs.items():
-        texts = {"text_a": [functions[a] for a, _, _ in lines], "text_b": [functions[b] for _, b, _ in lines]}
-        parts[part] = Dataset.from_dict({**texts, "label": [int(y) for *_, y in lines]})
+        rows = [{"text_a": functions[a], "text_b": functions[b], "label": int(y)} for a, b, y in lines]
+        parts[part] = Dataset.from_list(rows)
     return DatasetDict(parts), split
 
 

@@ -81,9 +81,8 @@ def check_card(path: Path, force: bool = False) -> ModelCard | None:
     try:
         there = ModelCard.load(path)
     except (ValueError, OSError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
         raise GraphFilterError(
-            f"the metadata of {path} cannot be read and would be lost: mend it or write to another file ({reason})"
+            f"the metadata of {path} cannot be read and would be lost: mend it or write to another file ({error})"
         ) from error
     if force or _is_signed(there.text) or not there.text.strip():
         return there
@@ -159,6 +158,7 @@ def create_model_card(
         model_name=name if results else None,
     )
     modules = foreign_modules(row.filter for row in status)
+    packages = dict.fromkeys(["hf_graphfilter", library, "transformers", "torch"])
     coefficients = [values for row in status for values in row.coefficients.values()]
     fields = {
         "title": name,
@@ -174,7 +174,7 @@ def create_model_card(
         "per_head": any(values.numel() > 1 for values in coefficients),
         "added_parameters": sum(p.numel() for p in filter_parameters(inner)),
         "configuration": json.dumps(host.read_record(inner), indent=2),
-        "versions": _versions(library),
+        "versions": ", ".join(f"{package} {metadata.version(package)}" for package in packages),
         "citation": "\n\n".join(dict.fromkeys(c.citation for c in configs.values() if c.citation)),
     }
     return FilterCard.of(data, fields)
@@ -220,11 +220,6 @@ def _training(training: Mapping[str, Any] | TrainingArguments | None) -> str:
         values = {name: getattr(training, name) for name in HYPERPARAMETERS}
         training = {k: getattr(v, "value", v) for k, v in values.items() if v not in (None, False, 0, -1)}
     return markdown_table(["name", "value"], list(training.items())) if training else ""
-
-
-def _versions(library: str) -> str:
-    names = dict.fromkeys(["hf-graphfilter", library, "transformers", "torch"])
-    return ", ".join(f"{name.replace('hf-graphfilter', 'hf_graphfilter')} {metadata.version(name)}" for name in names)
 
 
 def _results(results: list[EvalResult]) -> str:

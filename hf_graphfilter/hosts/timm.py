@@ -102,13 +102,14 @@ class _View:
     def __init__(self, module: Any, packed: Tensor):
         self._module, self._packed = module, packed
         self.matrix: Tensor | None = None
-        # unfused attention passes its matrix through attn_drop, fused attention asks it for its rate
-        self.attn_drop = module.attn_drop if getattr(module, "fused_attn", False) else self._drop
+        if getattr(module, "fused_attn", False):  # which asks attn_drop for its rate
+            self.attn_drop = module.attn_drop  # type: ignore[method-assign]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
-    def _drop(self, matrix: Tensor) -> Tensor:
+    def attn_drop(self, matrix: Tensor) -> Tensor:
+        """Unfused attention passes its matrix through here."""
         self.matrix = matrix
         return self._module.attn_drop(matrix)  # type: ignore[no-any-return]
 
