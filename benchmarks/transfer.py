@@ -161,17 +161,6 @@ def mixed(options: argparse.Namespace) -> None:
     save_filter(model, options.runs / "minilm-agf-mixed")
 
 
-class Sentences(Snippets):
-    """The same with classes."""
-
-    def __init__(self, rows: list[tuple[int, str]], tokenizer: object):
-        super().__init__(rows, tokenizer)
-        self.labels = self.ratings
-
-    def __getitem__(self, index: int) -> dict:
-        return {"input_ids": self.encoded[index], "labels": int(self.labels[index])}
-
-
 def snippets_task(options: argparse.Namespace, tokenizer: object) -> tuple:
     rows = load_snippets()
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
@@ -193,7 +182,7 @@ def sst2_task(options: argparse.Namespace, tokenizer: object) -> tuple:
     def score(predicted: Tensor, labels: Tensor) -> float:
         return (predicted.argmax(-1) == labels).float().mean().item()
 
-    return Sentences(train, tokenizer), Sentences(rows("dev.tsv"), tokenizer), 2, score
+    return Snippets(train, tokenizer), Snippets(rows("dev.tsv"), tokenizer), 2, score
 
 
 TASKS = {"movie-snippets": snippets_task, "SST-2": sst2_task}

@@ -11,7 +11,6 @@ import gzip
 import json
 import platform
 import time
-from dataclasses import asdict, dataclass
 from datetime import date
 from importlib import metadata, resources
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 from huggingface_hub import EvalResult
 from torch import nn
-from torch.utils.data import Dataset
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -52,17 +50,6 @@ LR = 2e-4
 VARIANTS = ("plain", "gfsa")
 
 
-@dataclass(frozen=True)
-class Run:
-    """One fine-tuning run. pearson and accuracy are on the held-out snippets, seconds of training only."""
-
-    variant: str
-    seed: int
-    pearson: float
-    accuracy: float
-    seconds: float
-
-
 def pretrained_path() -> str:
     """Folder of the embedded encoder.
 
@@ -80,18 +67,13 @@ def load_snippets() -> list[tuple[float, str]]:
     return [(float(rating), text) for rating, text in (line.split("\t", 1) for line in lines)]
 
 
-class Snippets(Dataset[dict[str, Any]]):
+class Snippets(list[dict[str, Any]]):
     """Tokenized snippets with their ratings as labels."""
 
     def __init__(self, rows: list[tuple[float, str]], tokenizer: Any):
-        self.encoded = tokenizer([text for _, text in rows], truncation=True, max_length=64)["input_ids"]
         self.ratings = [rating for rating, _ in rows]
-
-    def __len__(self) -> int:
-        return len(self.ratings)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"input_ids": self.encoded[index], "labels": self.ratings[index]}
+        encoded = tokenizer([text for _, text in rows], truncation=True, max_length=64)["input_ids"]
+        super().__init__({"input_ids": ids, "labels": y} for ids, y in zip(encoded, self.ratings, strict=True))
 
 
 class _Bar(TrainerCallback):
@@ -113,7 +95,6 @@ def run_demo(
     K: int = 3,
     filter_lr: float = 1e-2,
     minutes: float = 6.0,
-    console: Console | None = None,
 ) -> dict[str, Any]:
     """Run the demo and write checkpoint, card, plot and ``results.json`` to ``output``.
 
@@ -132,8 +113,7 @@ def run_demo(
         raise GraphFilterError(f"the demo needs seeds >= 1 and rows >= 32, got seeds={seeds}, rows={rows}")
     for module in ("scipy", "matplotlib"):
         require(module, "demo", "the demo")
-    console = console or Console()
-    output, started = Path(output), time.perf_counter()
+    output, started, console = Path(output), time.perf_counter(), Console()
     source = pretrained_path()
     tokenizer = AutoTokenizer.from_pretrained(source)
     snippets = load_snippets()
@@ -143,15 +123,17 @@ def run_demo(
     asked = "" if len(train) == rows else f" (all there are, {rows:,} were asked for)"
     console.print(f"all-MiniLM-L6-v2 on {len(train):,} movie-review snippets{asked}, tested on {len(test):,} others")
 
-    runs: list[Run] = []
+    runs: list[dict[str, Any]] = []
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console) as progress:
         for seed in range(1, seeds + 1):
             begun = time.perf_counter()
             for variant in VARIANTS:
-                model = _model(source, variant, seed, K)
+                model, args = _model(source, variant, seed, K), quiet_arguments(output / "trainer", seed)
+                optimizer = filter_optimizer(args, filter_lr) if variant == "gfsa" else None
                 bar = _Bar(progress, f"seed {seed}, {variant:5}")
-                runs.append(_fine_tune(model, variant, seed, train, test, tokenizer, output, filter_lr, bar))
+                scores = _fine_tune(model, args, train, test, tokenizer, optimizer, bar)
+                runs.append({"variant": variant, "seed": seed, **scores})
             pair = time.perf_counter() - begun
             if seed < seeds and time.perf_counter() - started + pair > minutes * 60:
                 console.print(
@@ -163,8 +145,7 @@ def run_demo(
     console.print(table(*result_rows(results), title="fine-tuned twice, same seeds (mean ± standard deviation)"))
     console.print(results["verdict"])
     console.print(table(*filter_status(model).table(), title="what the filter learned (last seed)"))
-    checkpoint = _save(model, tokenizer, output, results)
-    _check_reload(model, checkpoint, test, tokenizer)
+    checkpoint = _save(model, tokenizer, output, results, test[:32])
     console.print(f"\nsaved and loaded again from {checkpoint}: outputs are equal")
     console.print(f"plot: {output / 'coefficients.png'}   card: {checkpoint / 'README.md'}")
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
@@ -198,48 +179,38 @@ def quiet_arguments(folder: Path, seed: int) -> TrainingArguments:
 
 def _fine_tune(
     model: PreTrainedModel,
-    variant: str,
-    seed: int,
+    args: TrainingArguments,
     train: Snippets,
     test: Snippets,
     tokenizer: Any,
-    output: Path,
-    filter_lr: float,
-    bar: TrainerCallback,
-) -> Run:
-    args = quiet_arguments(output / "trainer", seed)
-    trainer = Trainer(
-        model,
-        args,
-        train_dataset=train,
-        data_collator=DataCollatorWithPadding(tokenizer),
-        callbacks=[bar],
-        optimizer_cls_and_kwargs=filter_optimizer(args, filter_lr) if variant == "gfsa" else None,
-    )
+    optimizer: Any,
+    bar: _Bar,
+) -> dict[str, float]:
+    """pearson and accuracy on the held-out snippets, seconds of training only."""
+    collator = DataCollatorWithPadding(tokenizer)
+    options = {"train_dataset": train, "data_collator": collator, "optimizer_cls_and_kwargs": optimizer}
+    trainer: Any = Trainer(model, args, callbacks=[bar], **options)
     trainer.remove_callback(PrinterCallback)
     begun = time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - begun
     predicted = torch.as_tensor(trainer.predict(test).predictions).flatten()
     ratings = torch.tensor(test.ratings)
-    return Run(
-        variant,
-        seed,
-        pearson=torch.corrcoef(torch.stack([predicted, ratings]))[0, 1].item(),
-        accuracy=((predicted > 0) == (ratings > 0)).float().mean().item(),
-        seconds=seconds,
-    )
+    return {
+        "pearson": torch.corrcoef(torch.stack([predicted, ratings]))[0, 1].item(),
+        "accuracy": ((predicted > 0) == (ratings > 0)).float().mean().item(),
+        "seconds": seconds,
+    }
 
 
-def _summary(runs: list[Run], model: nn.Module, rows: int, K: int, filter_lr: float) -> dict[str, Any]:
-    by = {v: [r.pearson for r in runs if r.variant == v] for v in VARIANTS}
-    gain = paired_comparison(by["plain"], by["gfsa"])
+def _summary(runs: list[dict[str, Any]], model: nn.Module, rows: int, K: int, filter_lr: float) -> dict[str, Any]:
+    gain = paired_comparison(*([r["pearson"] for r in runs if r["variant"] == v] for v in VARIANTS))
     return {
         "date": date.today().isoformat(),
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
         "versions": {name: metadata.version(name) for name in ("torch", "transformers", "hf_graphfilter")},
         "settings": {"train_rows": rows, "test_rows": TEST_ROWS, "K": K, "filter_lr": filter_lr, "lr": LR, "epochs": 1},
-        "runs": [asdict(r) for r in runs],
+        "runs": runs,
         "added_parameters": {"plain": 0, "gfsa": sum(p.numel() for p in filter_parameters(model))},
         "difference": {"pearson": gain.mean, "low": gain.low, "high": gain.high, "seeds": gain.pairs},
         "verdict": f"Paired difference in r: {gain}.",
@@ -258,7 +229,9 @@ def result_rows(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
-def _save(model: PreTrainedModel, tokenizer: Any, output: Path, results: dict[str, Any]) -> Path:
+@torch.no_grad()
+def _save(model: PreTrainedModel, tokenizer: Any, output: Path, results: dict[str, Any], rows: list[Any]) -> Path:
+    """The checkpoint, whose outputs for ``rows`` are compared with the model's."""
     checkpoint = output / "checkpoint"
     model.save_pretrained(checkpoint)
     tokenizer.save_pretrained(checkpoint)
@@ -285,13 +258,9 @@ def _save(model: PreTrainedModel, tokenizer: Any, output: Path, results: dict[st
     )
     card.save(checkpoint / "README.md")
     plot_coefficients(model, output / "coefficients.png")
-    return checkpoint
-
-
-@torch.no_grad()
-def _check_reload(model: PreTrainedModel, checkpoint: Path, test: Snippets, tokenizer: Any) -> None:
-    again = AutoModelForSequenceClassification.from_pretrained(checkpoint)
-    batch = DataCollatorWithPadding(tokenizer)([test[i] for i in range(32)])
-    batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
-    if not torch.equal(model.eval()(**batch).logits, again.to(model.device)(**batch).logits):
+    again = AutoModelForSequenceClassification.from_pretrained(checkpoint).to(model.device)
+    batch: Any = DataCollatorWithPadding(tokenizer)(rows)
+    batch.to(model.device)
+    if not torch.equal(model.eval()(**batch).logits, again(**batch).logits):
         raise GraphFilterError(f"{checkpoint} loads with other outputs than were saved")
+    return checkpoint

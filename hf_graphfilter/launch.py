@@ -50,8 +50,8 @@ def command_line(program: str, arguments: Sequence[str] = (), *, module: bool = 
     if program.endswith(".py"):
         return [sys.executable, program, *arguments]
     scripts = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
-    if found := shutil.which(program, path=scripts):
-        return [found, *arguments]
+    if command := shutil.which(program, path=scripts):
+        return [command, *arguments]
     if program and Path(program).exists():  # an empty one is the current directory
         return [sys.executable, program, *arguments]
     raise GraphFilterError(

@@ -114,15 +114,15 @@ def _models(folder: Path) -> dict[str, type[PreTrainedModel]]:
         config = AutoConfig.from_pretrained(folder)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise GraphFilterError(f"transformers {transformers.__version__} cannot read {folder}: {error}") from error
-    found = {}
+    models = {}
     for name, auto_class in vars(modeling_auto).items():
         mapping = getattr(auto_class, "_model_mapping", None)
         if name.startswith("AutoModel") and mapping is not None and type(config) in mapping:
             model_class = auto_factory._get_model_class(config, mapping)
             # others get a part of the config first, which happens for the classes of transformers only
             if model_class.config_class is type(config) and hasattr(transformers, model_class.__name__):
-                found[name] = model_class
-    return found
+                models[name] = model_class
+    return models
 
 
 def _write(file: Path, text: str) -> None:

@@ -145,8 +145,8 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
             tell(console, f"figure: {file.with_suffix('.png')}")
         if other:
             drawn, differing = beside(settings, content, other)
-            run = other["runs"][0]
-            tell(console, f"other: {other_file} ({run['date']}, {run['machine']}, torch {run['versions']['torch']})")
+            old = other["runs"][0]
+            tell(console, f"other: {other_file} ({old['date']}, {old['machine']}, torch {old['versions']['torch']})")
             console.print(drawn)
             tell(console, f"settings that differ: {', '.join(differing) or 'none'}")
 

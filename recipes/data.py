@@ -3,7 +3,7 @@
 import csv
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,11 @@ def from_hub(
     chosen = choose(columns, next(iter(data.values())).column_names, name)
     renamed = {official: name for name, official in chosen.items() if official != name}
     return {part: rows.select_columns([*chosen.values()]).rename_columns(renamed) for part, rows in data.items()}
+
+
+def texts_of(data: Dataset) -> Iterator[str]:
+    """All texts, column after column."""
+    return (text for name in data.column_names if name != "label" for text in data[name])
 
 
 def cut(data: DatasetDict, args: RecipeArguments) -> DatasetDict:

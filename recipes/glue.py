@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+import evaluate
 from datasets import Dataset, DatasetDict
 from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding
 
 from recipes import metrics, runs
-from recipes.data import cut, first_file, from_hub, labels_of, read_rows, table_of
+from recipes.data import cut, first_file, from_hub, labels_of, read_rows, table_of, texts_of
 from recipes.models import build_model, load_tokenizer
 from recipes.settings import Recipe
 from recipes.training import fit
@@ -102,36 +103,37 @@ def movie_snippets() -> DatasetDict:
     """2,000 snippets to validate on, the others to train on, cut by a fixed seed."""
     from hf_graphfilter.demo import load_snippets
 
-    rows = load_snippets()
+    rows = [{"text_a": text, "label": rating} for rating, text in load_snippets()]
     random.Random(0).shuffle(rows)
-    parts = {"train": rows[2000:], "validation": rows[:2000]}
-    return DatasetDict(
-        {k: Dataset.from_dict({"text_a": [t for _, t in v], "label": [r for r, _ in v]}) for k, v in parts.items()}
-    )
+    return DatasetDict(train=Dataset.from_list(rows[2000:]), validation=Dataset.from_list(rows[:2000]))
 
 
 def run(args, training):
     """One fine-tuning run."""
     task = TASKS[args.task]
-    texts = [name for name in task.columns if name != "label"]
     data = cut(load(args.task, args.data), args)
-    tokenizer = load_tokenizer(args, lambda: (t for name in texts for t in data["train"][name]))
-    outputs = {"num_labels": len(task.labels) if task.labels else 1}
+    tokenizer = load_tokenizer(args, lambda: texts_of(data["train"]))
+    config = {"num_labels": 1}
     if task.labels:
-        outputs["id2label"] = dict(enumerate(task.labels))
-        outputs["label2id"] = {name: i for i, name in enumerate(task.labels)}
-    model = build_model(args, training, AutoModelForSequenceClassification, tokenizer, **outputs)
+        names = dict(enumerate(task.labels))
+        config = {"num_labels": len(names), "id2label": names, "label2id": {name: i for i, name in names.items()}}
+    return classify(args, training, tokenizer, data, task.measures, **config)
+
+
+def classify(args, training, tokenizer, data, measures, num_labels, **config):
+    """Fine-tune a classifier of the texts in all columns but ``label``; a regression where there is one label."""
+    model = build_model(args, training, AutoModelForSequenceClassification, tokenizer, num_labels=num_labels, **config)
+    texts = [name for name in data["train"].column_names if name != "label"]
 
     def encode(batch):
         return tokenizer(*(batch[name] for name in texts), truncation=True, max_length=args.max_length)
 
-    encoded = data.map(encode, batched=True, remove_columns=texts)
-
     def compute(prediction):
         logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
-        predicted = logits.argmax(-1) if task.labels else logits.squeeze(-1)
-        return metrics.measure(task.measures, predicted, prediction.label_ids)
+        predicted = logits.squeeze(-1) if num_labels == 1 else logits.argmax(-1)
+        return evaluate.combine([kind() for kind in measures]).compute(predicted, prediction.label_ids)
 
+    encoded = data.map(encode, batched=True, remove_columns=texts)
     collator = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
     return fit(args, training, model, tokenizer, encoded, data_collator=collator, compute_metrics=compute)
 

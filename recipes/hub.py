@@ -14,15 +14,12 @@ from recipes import records
 from recipes.errors import NETWORK_ERRORS, line
 from recipes.settings import Settings
 
-TASK_TYPES = {"SequenceClassification": "text-classification", "ConditionalGeneration": "text2text-generation"}
-
 
 def write_card(settings: Settings, folder: Path, record: dict[str, Any], values: dict[str, Any]) -> None:
     """The model card of a saved run: its metrics, and how its setting compared with the plain model."""
     model = settings.recipe.load(folder)
-    head = type(model).__name__.partition("For")[2]
-    task = {"task_type": settings.recipe.task_type or TASK_TYPES.get(head, "text-generation")}
-    task |= {"dataset_type": record["task"], "dataset_name": record["task"]}
+    host = host_of(model)
+    task = {"task_type": host.pipeline_tag(model), "dataset_type": record["task"], "dataset_name": record["task"]}
     scores = [(*key.split("/", 1), value) for key, value in record["metrics"].items() if not key.endswith("/loss")]
     results = [EvalResult(**task, dataset_split=part, metric_type=name, metric_value=v) for part, name, v in scores]
     trained = f"Fine-tuned on {record['task']} with seed {record['seed']}; every setting and number is in"
@@ -35,8 +32,7 @@ def write_card(settings: Settings, folder: Path, record: dict[str, Any], values:
         card = create_model_card(model, repo_id=name, results=results, description=description, base_model=base)
     else:
         title = name.rpartition("/")[2]
-        library = host_of(model).LIBRARY
-        data = ModelCardData(library_name=library, eval_results=results, model_name=title, base_model=base)
+        data = ModelCardData(library_name=host.LIBRARY, eval_results=results, model_name=title, base_model=base)
         text = f"# {title}\n\nThe plain {type(model).__name__}.\n\n{description}\n"
         card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}")
     card.save(folder / "README.md")
@@ -68,9 +64,9 @@ def hub(values: dict[str, Any], kept: str) -> Iterator[HfApi]:
 
 def create_repository(values: dict[str, Any]) -> str:
     """The full name of the repository, made before any training, so that a wrong token costs no time."""
-    name = f"{Path(values['model']).name}-{Path(values['task']).name}-{values.get('filter', 'gfsa')}"
+    own = f"{Path(values['model']).name}-{Path(values['task']).name}-{values.get('filter', 'gfsa')}"
+    name = values.get("hub_model_id") or own
     with hub(values, "nothing is lost") as api:
-        name = values.get("hub_model_id") or name
         return api.create_repo(name, private=values.get("hub_private_repo"), exist_ok=True).repo_id
 
 

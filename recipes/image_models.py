@@ -6,7 +6,6 @@ from typing import Any
 
 import timm
 from timm.data import resolve_data_config
-from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel, set_seed
 
@@ -16,8 +15,6 @@ from recipes.arguments import ImageArguments
 from recipes.errors import line, nearest
 from recipes.models import load_model, loading, patch
 
-# of transformers' models, besides biases and norms; timm's name their own
-UNDECAYED = ("position_embeddings", "position_bias_table", "cls_token", "distillation_token", "mask_token")
 INTERPOLATION = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 
@@ -103,18 +100,6 @@ def _processor(source: str) -> Any:
         return AutoImageProcessor.from_pretrained(source)
     except (OSError, ValueError):
         return None
-
-
-def parameter_groups(args: ImageArguments, model: nn.Module) -> list[dict[str, Any]]:
-    """timm's groups: no decay of biases, norms, positions and tokens, and a learning rate by layer if asked for."""
-    if isinstance(model, PreTrainedModel):
-        kept = {n for n, _ in model.named_parameters() if any(part in n for part in UNDECAYED)}
-    else:
-        kept = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()
-    options = {"weight_decay": args.weight_decay, "no_weight_decay_list": kept}
-    if args.layer_decay is None:
-        return param_groups_weight_decay(model, **options)
-    return param_groups_layer_decay(model, **options, layer_decay=args.layer_decay)
 
 
 def save(args: ImageArguments, model: nn.Module, folder: Path) -> None:

@@ -16,31 +16,120 @@ if __name__ == "__main__":
 
     check_extras("recipes", "vision")
 
+import json
 import math
+import shutil
 import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import set_seed
+from safetensors.torch import load_model, save_model
 from timm.data import Mixup
 from timm.loss import SoftTargetCrossEntropy
+from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
-from hf_graphfilter import collect_penalties, filter_status
+from hf_graphfilter import GraphFilterError, collect_penalties, filter_status
 from hf_graphfilter.training.callbacks import coefficient_values
+from hf_graphfilter.training.optimizer import coefficient_ids
 from recipes import image_models, runs
 from recipes.arguments import ImageArguments
 from recipes.image_data import cut, load, loaders
-from recipes.image_training import accelerator_of, evaluate, logits_of, optimizer_of, resume, save_state
+from recipes.records import write_json
 from recipes.settings import Recipe
-from recipes.training import outcome
+from recipes.training import last_checkpoint, outcome, penalised
 
 TASKS = ("imagenet-1k", "imagenet-100", "cifar10", "tiny-imagenet", "folder")
+# of transformers' models, besides biases and norms; timm's name their own
+UNDECAYED = ("position_embeddings", "position_bias_table", "cls_token", "distillation_token", "mask_token")
+PROGRESS = "progress.json"
+
+
+def accelerator_of(args: ImageArguments) -> Accelerator:
+    if args.precision not in ("no", "bf16", "fp16"):
+        raise GraphFilterError(f"--precision {args.precision!r}: use no, bf16 or fp16")
+    tracking = {"log_with": None if args.report_to == "none" else args.report_to, "project_dir": args.output_dir}
+    accelerator = Accelerator(mixed_precision=args.precision, cpu=args.use_cpu, **tracking)
+    if tracking["log_with"]:
+        accelerator.init_trackers("hf_graphfilter")
+    return accelerator
+
+
+def optimizer_of(args: ImageArguments, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW with timm's groups: no decay of biases, norms, positions and tokens, and a learning rate by layer if asked
+    for; and with the filter's coefficients in a group of their own."""
+    if isinstance(model, PreTrainedModel):
+        undecayed = {n for n, _ in model.named_parameters() if any(part in n for part in UNDECAYED)}
+    else:
+        undecayed = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()
+    options = {"weight_decay": args.weight_decay, "no_weight_decay_list": undecayed}
+    if args.layer_decay is None:
+        groups = param_groups_weight_decay(model, **options)
+    else:
+        groups = param_groups_layer_decay(model, **options, layer_decay=args.layer_decay)
+    own = coefficient_ids(model)
+    coefficients = [p for group in groups for p in group["params"] if id(p) in own]
+    for group in groups:
+        group["params"] = [p for p in group["params"] if id(p) not in own]
+    groups = [group for group in groups if group["params"]]
+    if coefficients:
+        groups.append({"params": coefficients, "weight_decay": 0.0, "lr": args.filter_lr})
+    return create_optimizer_v2(groups, opt="adamw", lr=args.learning_rate, weight_decay=args.weight_decay)
+
+
+def logits_of(model: Any, images: Tensor) -> Tensor:
+    """A model of timm returns them, one of transformers has them among its outputs."""
+    output = model(images)
+    return getattr(output, "logits", output)
+
+
+@torch.no_grad()
+def evaluate(accelerator: Accelerator, model: nn.Module, loader: Any) -> dict[str, float]:
+    """Top-1 and top-5 accuracy, and the cross-entropy."""
+    model.eval()
+    measured = []
+    for images, target in loader:
+        with accelerator.autocast():
+            logits = logits_of(model, images.to(accelerator.device)).float()
+        target = target.to(accelerator.device)
+        nll = nn.functional.cross_entropy(logits, target, reduction="none")
+        hits = logits.topk(min(5, logits.shape[1])).indices == target[:, None]
+        measured.append(accelerator.gather_for_metrics(torch.stack([hits[:, 0], hits.any(1), nll], 1).float()))
+    top1, top5, loss = torch.cat(measured).double().mean(0).tolist()
+    return {"accuracy": top1, "top5": top5, "loss": loss}
+
+
+def save_state(accelerator: Accelerator, folder: Path, average: ModelEmaV3 | None, step: int) -> None:
+    """A checkpoint to go on from; its progress file is written last."""
+    accelerator.wait_for_everyone()
+    target = folder / f"checkpoint-{step}"
+    accelerator.save_state(str(target))
+    if accelerator.is_main_process:
+        if average is not None:
+            save_model(average.module, str(target / "average.safetensors"))
+        write_json(target / PROGRESS, {"step": step})
+        for old in {*folder.glob("checkpoint-*")} - {target}:
+            shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+
+
+def resume(accelerator: Accelerator, folder: Path, average: ModelEmaV3 | None) -> int:
+    """The step of the last whole checkpoint, loaded; 0 without one."""
+    checkpoint = last_checkpoint(folder, PROGRESS)
+    if checkpoint is None:
+        return 0
+    accelerator.load_state(checkpoint)
+    if average is not None:
+        load_model(average.module, str(Path(checkpoint) / "average.safetensors"))
+    return int(json.loads((Path(checkpoint) / PROGRESS).read_text())["step"])
 
 
 def run(args: ImageArguments) -> dict[str, Any]:
@@ -76,7 +165,7 @@ def run(args: ImageArguments) -> dict[str, Any]:
     running = torch.compile(model) if args.compile else model
     folder = Path(args.output_dir or "runs/imagenet")
     step = resume(accelerator, folder, average)
-    begun, penalised = time.perf_counter(), any(any(row.filter.penalties.values()) for row in start)
+    begun = time.perf_counter()
 
     with tqdm(total=total, initial=step, disable=args.disable_tqdm or not accelerator.is_main_process) as bar:
         for epoch in range(step // per_epoch, epochs):
@@ -93,7 +182,7 @@ def run(args: ImageArguments) -> dict[str, Any]:
                 if mix is not None:
                     images, target = mix(images, target) if len(images) % 2 == 0 else mix(images[:-1], target[:-1])
                 with nullcontext() if complete else accelerator.no_sync(model):
-                    asked = collect_penalties(plain) if penalised else nullcontext()
+                    asked = collect_penalties(plain) if penalised(start) else nullcontext()
                     with accelerator.autocast(), asked as penalties:
                         loss = loss_of(logits_of(running, images), target)
                     total_loss = loss + penalties.total() if penalties else loss
@@ -134,7 +223,6 @@ RECIPE = Recipe(
     arguments=(ImageArguments,),
     smoke={"batch_size": 16, "device_batch_size": 16, "warmup_epochs": 0, "workers": 0},
     load=image_models.load,
-    task_type="image-classification",
 )
 
 if __name__ == "__main__":

@@ -64,17 +64,17 @@ def load(task: str, folder: str | None) -> DatasetDict:
 
 
 @lru_cache(maxsize=1)
-def tokens(task: str, folder: str | None, tokenizer_settings: tuple) -> tuple:
+def tokens(task: str, folder: str | None, model: str, tokenizer: str | None, train_tokenizer: int | None) -> tuple:
     """(tokenizer, one tensor of token ids for each part)."""
     data = load(task, folder)
-    args = RecipeArguments(**dict(tokenizer_settings), task=task)
-    tokenizer = load_tokenizer(args, lambda: iter(data["train"]["text"]))
+    args = RecipeArguments(model, task, tokenizer=tokenizer, train_tokenizer=train_tokenizer)
+    loaded = load_tokenizer(args, lambda: iter(data["train"]["text"]))
     ids = {}
     for part, lines in data.items():
         lines = [line if line.endswith("\n") else line + "\n" for line in lines["text"]]
-        encoded = tokenizer(lines, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        encoded = loaded(lines, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         ids[part] = torch.tensor([i for line in encoded for i in line])
-    return tokenizer, ids
+    return loaded, ids
 
 
 def blocks(ids: torch.Tensor, length: int) -> Dataset:
@@ -88,11 +88,9 @@ def windows(ids: torch.Tensor, length: int, stride: int, pad: int) -> Dataset:
     rows, labels, counted = [], [], 0
     for begin in range(0, max(1, len(ids) - 1), stride):
         end = min(begin + length, len(ids))
-        row, label = torch.full((length,), pad), torch.full((length,), -100)
-        row[: end - begin] = ids[begin:end]
-        label[counted - begin : end - begin] = ids[counted:end]
-        rows.append(row.tolist())
-        labels.append(label.tolist())
+        room = begin + length - end
+        rows.append([*ids[begin:end].tolist(), *[pad] * room])
+        labels.append([*[-100] * (counted - begin), *ids[counted:end].tolist(), *[-100] * room])
         counted = end
         if end == len(ids):
             break
@@ -119,8 +117,7 @@ def run(args, training):
     stride = args.max_length // 2 if args.stride is None else args.stride
     if not 1 <= stride <= args.max_length:
         raise GraphFilterError(f"--stride {stride}: a number from 1 to --max_length {args.max_length}")
-    chosen = {"model": args.model, "tokenizer": args.tokenizer, "train_tokenizer": args.train_tokenizer}
-    tokenizer, ids = tokens(args.task, args.data, tuple(chosen.items()))
+    tokenizer, ids = tokens(args.task, args.data, args.model, args.tokenizer, args.train_tokenizer)
     model = build_model(args, training, AutoModelForCausalLM, tokenizer)
     longest = getattr(model.config, "max_position_embeddings", args.max_length)
     if args.max_length > longest:

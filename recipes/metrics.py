@@ -1,7 +1,6 @@
 """Metrics as ``evaluate.Metric`` classes that need no download: ``evaluate.load`` fetches its scripts from the Hub."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import datasets
@@ -77,9 +76,3 @@ class Perplexity(_Metric):
     def _compute(self, nll: Any, tokens: Any) -> dict[str, float]:
         total = math.fsum(tokens)
         return {"perplexity": math.exp(math.fsum(nll) / total) if total else math.nan}
-
-
-def measure(kinds: Sequence[type[_Metric]], predictions: Any, references: Any) -> dict[str, float]:
-    """The values of several metrics, by name."""
-    measured = [kind().compute(predictions=predictions, references=references) for kind in kinds]
-    return {name: value for values in measured for name, value in values.items()}

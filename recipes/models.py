@@ -46,15 +46,12 @@ def train_bpe(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenizerFast:
 
 def model_config(args: RecipeArguments, **config: Any) -> Any:
     """The configuration of the model; of one from scratch, with the fields that were asked for."""
-    if not args.from_scratch:
-        with loading(args.model):
-            return transformers.AutoConfig.from_pretrained(args.model)
     asked = parse_options(args.from_scratch)
-    known = CONFIG_MAPPING[args.model]().to_dict() if args.model in CONFIG_MAPPING else {}
-    for name in asked if known else ():
-        if name not in known:
-            raise GraphFilterError(f"--from_scratch: a {args.model} config has no field {name!r}{nearest(name, known)}")
-    if known:
+    if asked and args.model in CONFIG_MAPPING:
+        fields = CONFIG_MAPPING[args.model]().to_dict()
+        if unknown := [name for name in asked if name not in fields]:
+            hint = f"{unknown[0]!r}{nearest(unknown[0], fields)}"
+            raise GraphFilterError(f"--from_scratch: a {args.model} config has no field {hint}")
         return transformers.AutoConfig.for_model(args.model, **config, **asked)
     with loading(args.model):
         return transformers.AutoConfig.from_pretrained(args.model, **config, **asked)
@@ -98,6 +95,5 @@ def patch(args: FilterArguments, model: Any) -> None:
 
 def load_model(folder: Path) -> Any:
     """A checkpoint of transformers as the class that was saved."""
-    return getattr(transformers, transformers.AutoConfig.from_pretrained(folder).architectures[0]).from_pretrained(
-        folder
-    )
+    config = transformers.AutoConfig.from_pretrained(folder)
+    return getattr(transformers, config.architectures[0]).from_pretrained(folder)

@@ -1,5 +1,6 @@
 """The settings of a run: flags over a YAML file over the recipe's own."""
 
+import argparse
 import dataclasses
 import json
 import sys
@@ -64,7 +65,6 @@ class Recipe:
     arguments: tuple[type, ...] = (RecipeArguments, Seq2SeqTrainingArguments)  # the last has output_dir and seed
     smoke: dict[str, Any] = field(default_factory=dict)  # settings of --smoke, besides the general ones
     load: Callable[[Path], Any] = load_model  # a saved checkpoint
-    task_type: str = ""  # as the Hub names it; told from the model's class if empty
 
     def metric(self, task: str) -> str:
         return self.metrics.get(task) or self.metrics["*"]
@@ -79,12 +79,9 @@ class Settings:
         self.parser.add_argument("--config", help="A YAML file; flags override it.")
         modules = "Modules that register filters, by dotted name or .py file."
         self.parser.add_argument("--import", nargs="+", action="extend", type=str, help=modules)
-        self.actions = {}
-        for action in self.parser._actions:
-            if action.dest != "help":
-                action.default, action.required = dataclasses.MISSING, False
-                self.actions[action.dest] = action
-        self.actions["import"].default = None  # given several times, the names add up
+        self.actions = {action.dest: action for action in self.parser._actions if action.dest != "help"}
+        for action in self.actions.values():
+            action.default, action.required = argparse.SUPPRESS, False
         fields = [f for arguments in recipe.arguments for f in dataclasses.fields(arguments)]
         self.defaults = {
             f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
@@ -98,7 +95,7 @@ class Settings:
         if unknown:
             flag = unknown[0].split("=")[0]
             raise GraphFilterError(f"unknown argument {flag}{nearest(flag.lstrip('-'), self.actions, '--')}")
-        given = {k: v for k, v in vars(namespace).items() if v is not dataclasses.MISSING and v is not None}
+        given = vars(namespace)
         config = given.pop("config", None)
         file = self.read(config) if config else {}
         sections = {key: file.pop(key, None) or {} for key in ("tasks", "variants", "sweep")}
@@ -173,7 +170,7 @@ class Settings:
         try:
             content = yaml.safe_load(file.read_text()) or {}
         except yaml.YAMLError as error:
-            raise GraphFilterError(f"{file} is no YAML: {' '.join(str(error).split())}") from error
+            raise GraphFilterError(f"{file} is no YAML: {error}") from error
         if not isinstance(content, dict):
             raise GraphFilterError(f"{file} must hold settings as NAME: VALUE, found {type(content).__name__}")
         return content

@@ -20,19 +20,15 @@ import random
 from functools import lru_cache
 from pathlib import Path
 
+import evaluate
 import numpy as np
 from datasets import Dataset, DatasetDict, Value
-from transformers import (
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    DataCollatorForSeq2Seq,
-    DataCollatorWithPadding,
-    Seq2SeqTrainer,
-)
+from transformers import AutoModelForSeq2SeqLM, DataCollatorForSeq2Seq, Seq2SeqTrainer
 
 from hf_graphfilter import GraphFilterError
 from recipes import metrics, runs
-from recipes.data import FILES, cut, first_file, from_hub, labels_of, read_rows, table_of
+from recipes.data import FILES, cut, first_file, from_hub, labels_of, read_rows, table_of, texts_of
+from recipes.glue import classify
 from recipes.models import build_model, load_tokenizer, model_config
 from recipes.settings import Recipe
 from recipes.training import fit
@@ -99,48 +95,46 @@ def clones(root: Path) -> tuple[DatasetDict, str]:
         split = "60/10/30 of the functions of the official test part"
     parts = {}
     for part, lines in pairs.items():
-        texts = {"text_a": [functions[a] for a, _, _ in lines], "text_b": [functions[b] for _, b, _ in lines]}
-        parts[part] = Dataset.from_dict({**texts, "label": [int(y) for *_, y in lines]})
+        rows = [{"text_a": functions[a], "text_b": functions[b], "label": int(y)} for a, b, y in lines]
+        parts[part] = Dataset.from_list(rows)
     return DatasetDict(parts), split
 
 
 def run(args, training):
     """One fine-tuning run."""
     data, split = load(args.task, args.data)
-    texts = [c for c in data["train"].column_names if c != "label"]
-    tokenizer = load_tokenizer(args, lambda: (t for name in texts for t in data["train"][name]))
+    tokenizer = load_tokenizer(args, lambda: texts_of(data["train"]))
     data = cut(data, args)
-    generates = args.task == "defect" and model_config(args).is_encoder_decoder
-    auto_class = AutoModelForSeq2SeqLM if generates else AutoModelForSequenceClassification
-    model = build_model(args, training, auto_class, tokenizer, **({} if generates else {"num_labels": 2}))
-    words = tokenizer(list(WORDS), padding=True)["input_ids"]
+    if args.task == "defect" and model_config(args).is_encoder_decoder:
+        outcome = write_labels(args, training, tokenizer, data)
+    else:
+        outcome = classify(args, training, tokenizer, data, MEASURES[args.task], num_labels=2)
+    return {**outcome, "split": split, "rows": {k: len(v) for k, v in data.items()}}
 
-    if generates and read_words(tokenizer, np.array(words)) != [0, 1]:
+
+def write_labels(args, training, tokenizer, data):
+    """Train an encoder-decoder that writes the label of a function as a word."""
+    model = build_model(args, training, AutoModelForSeq2SeqLM, tokenizer)
+    words = tokenizer(list(WORDS), padding=True)["input_ids"]
+    if read_words(tokenizer, np.array(words)) != [0, 1]:
         raise GraphFilterError(f"the tokenizer of {args.tokenizer or args.model} cannot write the words false and true")
 
     def encode(batch):
-        encoded = tokenizer(*(batch[name] for name in texts), truncation=True, max_length=args.max_length)
-        return {**encoded, "labels": [words[y] for y in batch["label"]] if generates else batch["label"]}
-
-    encoded = data.map(encode, batched=True, remove_columns=data["train"].column_names)
+        encoded = tokenizer(batch["text_a"], truncation=True, max_length=args.max_length)
+        return {**encoded, "labels": [words[y] for y in batch["label"]]}
 
     def compute(prediction):
-        predicted, labels = prediction.predictions, prediction.label_ids
-        predicted = predicted[0] if isinstance(predicted, tuple) else predicted
-        if generates:
-            predicted, labels = (read_words(tokenizer, ids) for ids in (predicted, labels))
-        else:
-            predicted = predicted.argmax(-1)
-        return metrics.measure(MEASURES[args.task], predicted, labels)
+        predictions = prediction.predictions
+        ids = predictions[0] if isinstance(predictions, tuple) else predictions
+        written, labels = (read_words(tokenizer, x) for x in (ids, prediction.label_ids))
+        return evaluate.combine([kind() for kind in MEASURES["defect"]]).compute(written, labels)
 
-    options = {"data_collator": DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)}
-    if generates:
-        training.predict_with_generate = True
-        training.generation_max_length = training.generation_max_length or max(map(len, words)) + 2
-        collator = DataCollatorForSeq2Seq(tokenizer, model, pad_to_multiple_of=8)
-        options = {"data_collator": collator, "trainer_class": Seq2SeqTrainer}
-    outcome = fit(args, training, model, tokenizer, encoded, compute_metrics=compute, **options)
-    return {**outcome, "split": split, "rows": {k: len(v) for k, v in encoded.items()}}
+    encoded = data.map(encode, batched=True, remove_columns=["text_a", "label"])
+    training.predict_with_generate = True
+    training.generation_max_length = training.generation_max_length or max(map(len, words)) + 2
+    collator = DataCollatorForSeq2Seq(tokenizer, model, pad_to_multiple_of=8)
+    options = {"data_collator": collator, "trainer_class": Seq2SeqTrainer}
+    return fit(args, training, model, tokenizer, encoded, compute_metrics=compute, **options)
 
 
 def read_words(tokenizer, ids) -> list[int]:

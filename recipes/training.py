@@ -7,13 +7,7 @@ from typing import Any
 from datasets import DatasetDict
 from transformers import EarlyStoppingCallback, PreTrainedModel, PrinterCallback, Seq2SeqTrainingArguments, Trainer
 
-from hf_graphfilter import (
-    CoefficientCallback,
-    RegularizerCallback,
-    filter_optimizer,
-    filter_parameters,
-    filter_status,
-)
+from hf_graphfilter import CoefficientCallback, RegularizerCallback, filter_optimizer, filter_parameters, filter_status
 from hf_graphfilter.status import FilterStatus
 from recipes.arguments import RecipeArguments
 
@@ -31,20 +25,20 @@ def fit(
 
     By an ordinary Trainer, with the filter in an optimizer group of its own and its coefficients logged.
     """
-    learned = any(True for _ in filter_parameters(model))
-    options |= {"processing_class": tokenizer, "callbacks": [CoefficientCallback()] if learned else []}
-    options |= {"train_dataset": data["train"], "eval_dataset": data["validation"]}
+    start = filter_status(model)
+    options |= {"processing_class": tokenizer, "train_dataset": data["train"], "eval_dataset": data["validation"]}
     trainer = trainer_class(model=model, args=training, **options)
-    if learned:  # an attribute, since Seq2SeqTrainer does not take the argument
+    if any(True for _ in filter_parameters(model)):
+        trainer.add_callback(CoefficientCallback())
+        # an attribute, since Seq2SeqTrainer does not take the argument
         trainer.optimizer_cls_and_kwargs = filter_optimizer(training, args.filter_lr)
-    if any(any(row.filter.penalties.values()) for row in filter_status(model)):
+    if penalised(start):
         trainer.add_callback(RegularizerCallback())
     if args.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
     if training.disable_tqdm:
         trainer.remove_callback(PrinterCallback)
 
-    start = filter_status(trainer.model)
     begun = time.perf_counter()
     trainer.train(resume_from_checkpoint=last_checkpoint(Path(training.output_dir)))
     seconds = time.perf_counter() - begun
@@ -58,6 +52,11 @@ def fit(
         trainer.save_model()
     model = trainer.accelerator.unwrap_model(trainer.model)
     return outcome(model, start, metrics, seconds, trainer.state.global_step)
+
+
+def penalised(status: FilterStatus) -> bool:
+    """Whether a filter declares a loss of its own with a weight."""
+    return any(any(row.filter.penalties.values()) for row in status)
 
 
 def outcome(model: Any, start: FilterStatus, metrics: dict[str, float], seconds: float, steps: int) -> dict[str, Any]:

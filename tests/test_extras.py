@@ -73,7 +73,7 @@ def test_the_demo_records_the_rows_it_used(monkeypatch, tmp_path):
     monkeypatch.setattr(demo.AutoTokenizer, "from_pretrained", lambda _: lambda texts, **_: {"input_ids": texts})
     monkeypatch.setattr(demo, "load_snippets", lambda: [(0.0, "text")] * (demo.TEST_ROWS + 40))
     monkeypatch.setattr(demo, "_model", lambda *_: None)
-    monkeypatch.setattr(demo, "_fine_tune", lambda *_: None)
+    monkeypatch.setattr(demo, "_fine_tune", lambda *_: {})
     monkeypatch.setattr(demo, "_summary", recorded)
     with pytest.raises(Stop, match="40"):
         demo.run_demo(tmp_path, seeds=1, rows=100)

@@ -543,7 +543,7 @@ def test_a_card_speaks_of_its_own_filter(monkeypatch):
 def test_the_address_is_that_of_the_package_s_metadata(monkeypatch):
     from email.message import Message
 
-    from hf_graphfilter import card
+    from hf_graphfilter.checkpoints import card
 
     found = Message()
     monkeypatch.setattr(card.metadata, "metadata", lambda name: found)
@@ -555,11 +555,11 @@ def test_the_address_is_that_of_the_package_s_metadata(monkeypatch):
 
 @pytest.mark.parametrize(("name", "cached", "base"), [("me/base", True, "me/base"), ("runs/base", False, None)])
 def test_the_base_model_is_what_came_from_the_hub(name, cached, base, monkeypatch):
-    from hf_graphfilter.hosts import transformers as host
+    from hf_graphfilter.hosts.transformers import cards
 
     model = patched()
     model.config._name_or_path = name
-    monkeypatch.setattr(host, "try_to_load_from_cache", lambda *_: "/cache/config.json" if cached else None)
+    monkeypatch.setattr(cards, "try_to_load_from_cache", lambda *_: "/cache/config.json" if cached else None)
     data = create_model_card(model).data.to_dict()
     assert (data.get("base_model"), data.get("base_model_relation")) == (base, base and "finetune")
     assert create_model_card(model, repo_id=name).data.base_model is None, "not of itself"

@@ -20,7 +20,7 @@ from transformers import (
     pipeline,
 )
 
-from recipes import image_data, image_models, image_training, imagenet
+from recipes import image_data, image_models, imagenet
 
 MODEL = ["--model", "vit_tiny_patch16_224", "--img_size", "32", "--drop_path", "0", "--mixup", "0", "--cutmix", "0"]
 MODEL += ["--model_options", "depth=2", "embed_dim=24", "num_heads=2", "patch_size=8", "--task", "folder"]
@@ -115,7 +115,7 @@ def test_a_config_of_transformers_from_scratch(data, vit, tmp_path):
     values, _ = settings.parse([*MODEL, *SHORT, "--model", str(vit), "--model_options", "num_hidden_layers=3"])
     (args,) = settings.arguments(values)
     model, _ = image_models.build(args, ["blue", "red"])
-    undecayed = {id(p) for g in image_training.optimizer_of(args, model).param_groups[:1] for p in g["params"]}
+    undecayed = {id(p) for g in imagenet.optimizer_of(args, model).param_groups[:1] for p in g["params"]}
     assert id(model.vit.embeddings.position_embeddings) in undecayed
     assert id(model.vit.embeddings.cls_token) in undecayed
 
@@ -196,7 +196,7 @@ def test_the_filter_has_a_learning_rate_of_its_own(data):
         values, _ = settings.parse([*MODEL, *SHORT, "--filter_lr", "0.03", *more])
         (args,) = settings.arguments(values)
         model, _ = image_models.build(args, ["blue", "red"])
-        groups = image_training.optimizer_of(args, model).param_groups
+        groups = imagenet.optimizer_of(args, model).param_groups
         assert (groups[-1]["lr"], groups[-1]["weight_decay"], len(groups[-1]["params"])) == (0.03, 0.0, 2)
         counted = [id(p) for group in groups for p in group["params"]]
         assert len(counted) == len(set(counted)) == len(list(model.parameters()))

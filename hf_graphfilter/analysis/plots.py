@@ -20,9 +20,7 @@ def plot_coefficients(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     Raises:
         GraphFilterError: the model is not patched, or matplotlib is not installed.
     """
-    learned = {
-        name for _, graph_filter in filters_of(model, required=True) for name in graph_filter.learned_coefficients()
-    }
+    learned = {name for _, f in filters_of(model, required=True) for name in f.learned_coefficients()}
     rows = filter_status(model)
     with needs("plots", "a plot"):
         from matplotlib.figure import Figure  # not pyplot: no global state, no display

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from ..errors import GraphFilterError
-from ..filters import FilterConfig, available_filters
+from ..filters import available_filters
 from ..filters.base import summary
 from ..filters.build import foreign_modules
 from ..hosts import Host, encoder_of, host_of, unwrapped
@@ -81,9 +81,8 @@ def check_card(path: Path, force: bool = False) -> ModelCard | None:
     try:
         there = ModelCard.load(path)
     except (ValueError, OSError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
         raise GraphFilterError(
-            f"the metadata of {path} cannot be read and would be lost: mend it or write to another file ({reason})"
+            f"the metadata of {path} cannot be read and would be lost: mend it or write to another file ({error})"
         ) from error
     if force or _is_signed(there.text) or not there.text.strip():
         return there
@@ -158,22 +157,24 @@ def create_model_card(
         eval_results=results or None,
         model_name=name if results else None,
     )
+    modules = foreign_modules(row.filter for row in status)
+    packages = dict.fromkeys(["hf_graphfilter", library, "transformers", "torch"])
     coefficients = [values for row in status for values in row.coefficients.values()]
     fields = {
         "title": name,
         "model_class": type(inner).__name__,
         "address": package_address(),
-        "filters": "\n".join(_bullet(config) for _, config in sorted(configs.items())),
-        "usage": "\n".join(
-            [*(f"import {m}  # registers its filter" for m in foreign_modules(row.filter for row in status)), usage]
+        "filters": "\n".join(
+            f"- `{name}`: {summary(config)}".removesuffix(": ") for name, config in sorted(configs.items())
         ),
+        "usage": "\n".join([*(f"import {m}  # registers its filter" for m in modules), usage]),
         "description": description.strip(),
         "training_table": _training(training),
         "coefficient_table": markdown_table(*status.table()) if coefficients else "",
         "per_head": any(values.numel() > 1 for values in coefficients),
         "added_parameters": sum(p.numel() for p in filter_parameters(inner)),
         "configuration": json.dumps(host.read_record(inner), indent=2),
-        "versions": _versions(library),
+        "versions": ", ".join(f"{package} {metadata.version(package)}" for package in packages),
         "citation": "\n\n".join(dict.fromkeys(c.citation for c in configs.values() if c.citation)),
     }
     return FilterCard.of(data, fields)
@@ -182,10 +183,10 @@ def create_model_card(
 def package_address() -> str | None:
     """Where the package says that it lives; None where it does not."""
     try:
-        found = metadata.metadata("hf-graphfilter").get_all("Project-URL") or []
+        named = metadata.metadata("hf-graphfilter").get_all("Project-URL") or []
     except metadata.PackageNotFoundError:
         return None
-    pairs = (entry.partition(",") for entry in found if ".example/" not in entry)  # no host (RFC 2606)
+    pairs = (entry.partition(",") for entry in named if ".example/" not in entry)  # no host (RFC 2606)
     urls = {label.strip().lower(): url.strip() for label, _, url in pairs}
     preferred = [urls[label] for label in ("homepage", "repository", "source") if label in urls]
     return next(iter([*preferred, *urls.values()]), None)
@@ -214,10 +215,6 @@ model = PeftModel.from_pretrained(model, "{repo_id}")"""
     return host.LIBRARY, host.pipeline_tag(inner), host.usage(inner, repo_id)
 
 
-def _bullet(config: type[FilterConfig]) -> str:
-    return f"- `{config.filter}`: {summary(config)}".removesuffix(": ")
-
-
 def _training(training: Mapping[str, Any] | TrainingArguments | None) -> str:
     if isinstance(training, TrainingArguments):
         values = {name: getattr(training, name) for name in HYPERPARAMETERS}
@@ -225,23 +222,13 @@ def _training(training: Mapping[str, Any] | TrainingArguments | None) -> str:
     return markdown_table(["name", "value"], list(training.items())) if training else ""
 
 
-def _versions(library: str) -> str:
-    names = dict.fromkeys(["hf-graphfilter", library, "transformers", "torch"])
-    return ", ".join(f"{name.replace('hf-graphfilter', 'hf_graphfilter')} {metadata.version(name)}" for name in names)
-
-
 def _results(results: list[EvalResult]) -> str:
     if not results:
         return ""
-    rows = [
-        [
-            r.dataset_name,
-            r.dataset_split or "",
-            r.metric_name or r.metric_type,
-            f"{r.metric_value:.4f}" if isinstance(r.metric_value, float) else r.metric_value,
-        ]
-        for r in results
-    ]
+    rows = []
+    for r in results:
+        value = f"{r.metric_value:.4f}" if isinstance(r.metric_value, float) else r.metric_value
+        rows.append([r.dataset_name, r.dataset_split or "", r.metric_name or r.metric_type, value])
     return markdown_table(["data", "split", "metric", "value"], rows)
 
 
@@ -263,16 +250,12 @@ def _listed(value: Any) -> list[Any]:
     return [value] if isinstance(value, str) else list(value or ())
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256("\n".join(text.split()).encode()).hexdigest()[:16]
-
-
 def _signed(text: str) -> str:
     """``text`` with a comment that tells whether it was edited since."""
     body = _SIGNATURE.sub("", text).rstrip()
-    return f"{body}\n\n<!-- written by hf_graphfilter, {_digest(body)} -->\n"
+    digest = hashlib.sha256("\n".join(body.split()).encode()).hexdigest()[:16]
+    return f"{body}\n\n<!-- written by hf_graphfilter, {digest} -->\n"
 
 
 def _is_signed(text: str) -> bool:
-    found = _SIGNATURE.search(text)
-    return found is not None and found[1] == _digest(_SIGNATURE.sub("", text))
+    return text.split() == _signed(text).split()

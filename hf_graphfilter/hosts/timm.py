@@ -48,6 +48,7 @@ _HONOURED = {
 def find(model: nn.Module) -> tuple[list[AttentionSite], dict[str, str]]:
     """All self-attention modules of a form that is honoured, and the others with the reason."""
     sites, refused, counts = [], {}, Counter[str]()
+    module: Any
     for name, module in model.named_modules():
         if CHILD in name.split("."):
             continue
@@ -57,9 +58,9 @@ def find(model: nn.Module) -> tuple[list[AttentionSite], dict[str, str]]:
             scores = _HONOURED[_class_name(module)]
             sites.append(
                 AttentionSite(
-                    *(name, module, module.num_heads, False, stack, group, counts[group]),  # type: ignore[arg-type]
-                    hidden_size=module.qkv.in_features,  # type: ignore[union-attr, arg-type]
-                    head_dim=module.qkv.out_features // 3 // module.num_heads,  # type: ignore[union-attr, operator]
+                    *(name, module, module.num_heads, False, stack, group, counts[group]),
+                    hidden_size=module.qkv.in_features,
+                    head_dim=module.qkv.out_features // 3 // module.num_heads,
                     position_bias=scores == "position bias",
                     other_scores=scores if scores != "position bias" else "",
                 )
@@ -98,21 +99,22 @@ def _refusal(module: Any) -> str | None:
 class _View:
     """A module with another ``qkv`` and no output projection; everything else is the module's own."""
 
-    def __init__(self, module: nn.Module, packed: Tensor):
+    def __init__(self, module: Any, packed: Tensor):
         self._module, self._packed = module, packed
         self.matrix: Tensor | None = None
+        if getattr(module, "fused_attn", False):  # which asks attn_drop for its rate
+            self.attn_drop = module.attn_drop  # type: ignore[method-assign]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
-    @property
-    def qkv(self) -> Callable[[Tensor], Tensor]:
-        return lambda x: self._packed
-
     def attn_drop(self, matrix: Tensor) -> Tensor:
         """Unfused attention passes its matrix through here."""
         self.matrix = matrix
-        return self._module.attn_drop(matrix)  # type: ignore[operator]
+        return self._module.attn_drop(matrix)  # type: ignore[no-any-return]
+
+    def qkv(self, x: Tensor) -> Tensor:
+        return self._packed
 
     @staticmethod
     def proj(x: Tensor) -> Tensor:
@@ -121,19 +123,10 @@ class _View:
     proj_drop = proj
 
 
-class _FusedView(_View):
-    """In fused attention ``attn_drop`` is not called but asked for its rate."""
-
-    def __init__(self, module: Any, packed: Tensor):
-        super().__init__(module, packed)
-        self.attn_drop = module.attn_drop  # type: ignore[method-assign]
-
-
 def _forward(original: Callable[..., Tensor], module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     graph_filter, heads = module.graph_filter, module.num_heads
     packed = module.qkv(x)
     query, key, value = packed.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-    view_class = _FusedView if getattr(module, "fused_attn", False) else _View
     matrix: Tensor | None = None
 
     def attend(_: Tensor, signal: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -143,7 +136,7 @@ def _forward(original: Callable[..., Tensor], module: Any, x: Tensor, *args: Any
         given = packed
         if signal is not value:
             given = torch.cat([packed[..., : 2 * packed.shape[-1] // 3], signal.transpose(1, 2).flatten(2)], dim=-1)
-        view = view_class(module, given)
+        view = _View(module, given)
         output = original(view, x, *args, **kwargs)
         matrix = view.matrix
         return output.unflatten(-1, (heads, -1)), None

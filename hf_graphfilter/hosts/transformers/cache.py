@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache, StaticLayer
 
 from ...errors import GraphFilterError
+from ...shift import PastRows
 
 ARGUMENT = "graph_filter_cache"
 ROOM = 16  # rows are kept in tensors with room for a sixteenth more, and for as many tokens at least
@@ -123,7 +124,8 @@ class FilteredSlidingWindowLayer(SignalRows, DynamicSlidingWindowLayer):
 
 
 class FilteredStaticLayer(_Keeping, StaticLayer):
-    """A ``StaticLayer`` that also keeps signal rows, in tensors of its full length that are changed in place."""
+    """A ``StaticLayer`` that also keeps signal rows, in tensors of its full length that are changed in place: the
+    ``PastRows`` of every forward with it."""
 
     begun: frozenset[int] = frozenset()  # applications that have seen the first token since the last reset
 
@@ -132,7 +134,25 @@ class FilteredStaticLayer(_Keeping, StaticLayer):
         self._each(Tensor.zero_)
         self.begun = frozenset()
 
-    def newest(self, tokens: int) -> Tensor:
+    def extend(self, application: int, signal: Tensor) -> Tensor:
+        batch, heads, tokens, features = signal.shape
+        if application not in self.begun:
+            if int(self.cumulative_length) != tokens:
+                raise GraphFilterError(
+                    f"the static cache holds {int(self.cumulative_length)} tokens but the filter has seen {tokens} of "
+                    "them: it was filled by an unpatched model; start with a new cache, or reset() this one"
+                )
+            self.begun |= {application}
+        if application not in self.kept:
+            self.kept[application] = signal.new_zeros(batch, heads, self.max_cache_len, features)
+            if not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(self.kept[application])  # as transformers does for keys and values
+        return self.kept[application].index_copy_(2, self._newest(tokens), signal)
+
+    def newest(self, value: Tensor, tokens: int) -> Tensor:
+        return value.index_select(2, self._newest(tokens))
+
+    def _newest(self, tokens: int) -> Tensor:
         """Positions of the newest tokens, after ``update``."""
         return torch.arange(tokens, device=self.device) + (self.cumulative_length - tokens)
 
@@ -193,7 +213,7 @@ _STATEFUL: dict[str, type[KeyedStateLayer]] = {"state": StateLayer, "state and k
 
 
 class _Rows:
-    """The ``ShiftMemory`` of one forward: ``keys`` rows are visible to this call."""
+    """The ``PastRows`` of one forward: ``keys`` rows are visible to this call."""
 
     def __init__(self, layer: SignalRows, keys: int):
         self.layer, self.keys = layer, keys
@@ -203,31 +223,6 @@ class _Rows:
 
     def newest(self, value: Tensor, tokens: int) -> Tensor:
         return value[:, :, -tokens:]
-
-
-class _StaticRows:
-    """The ``ShiftMemory`` of one forward with a static cache."""
-
-    def __init__(self, layer: FilteredStaticLayer):
-        self.layer = layer
-
-    def extend(self, application: int, signal: Tensor) -> Tensor:
-        layer, (batch, heads, tokens, features) = self.layer, signal.shape
-        if application not in layer.begun:
-            if int(layer.cumulative_length) != tokens:
-                raise GraphFilterError(
-                    f"the static cache holds {int(layer.cumulative_length)} tokens but the filter has seen {tokens} of "
-                    "them: it was filled by an unpatched model; start with a new cache, or reset() this one"
-                )
-            layer.begun |= {application}
-        if application not in layer.kept:
-            layer.kept[application] = signal.new_zeros(batch, heads, layer.max_cache_len, features)
-            if not torch.compiler.is_compiling():
-                torch._dynamo.mark_static_address(layer.kept[application])  # as transformers does for keys and values
-        return layer.kept[application].index_copy_(2, layer.newest(tokens), signal)
-
-    def newest(self, value: Tensor, tokens: int) -> Tensor:
-        return value.index_select(2, self.layer.newest(tokens))
 
 
 def announce(past: Any, module: Any) -> None:
@@ -257,7 +252,7 @@ def announce(past: Any, module: Any) -> None:
         layer.announced = True
 
 
-def recall(past: Any, module: Any, key: Tensor) -> tuple[_Rows | _StaticRows | None, dict[str, Tensor] | None]:
+def recall(past: Any, module: Any, key: Tensor) -> tuple[PastRows | None, dict[str, Tensor] | None]:
     """What the filter of ``module`` remembers in the cache ``past``: (rows of signals, state), None what it does not
     use.
 
@@ -271,7 +266,7 @@ def recall(past: Any, module: Any, key: Tensor) -> tuple[_Rows | _StaticRows | N
     if type(layer) in _FILTERED:
         layer = layers[module.layer_idx] = _with_memory(layer, _FILTERED[type(layer)])
     if isinstance(layer, FilteredStaticLayer):
-        return _StaticRows(layer), None
+        return layer, None
     if not isinstance(layer, SignalRows):
         raise GraphFilterError(
             f"decoding through a graph filter keeps rows of S(V) in the cache, and {type(past).__name__} "
