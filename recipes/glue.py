@@ -131,7 +131,9 @@ def classify(args, training, tokenizer, data, measures, num_labels, **config):
     def compute(prediction):
         logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
         predicted = logits.squeeze(-1) if num_labels == 1 else logits.argmax(-1)
-        return evaluate.combine([kind() for kind in measures]).compute(predicted, prediction.label_ids)
+        return evaluate.combine([kind() for kind in measures]).compute(
+            predictions=predicted, references=prediction.label_ids
+        )
 
     encoded = data.map(encode, batched=True, remove_columns=texts)
     collator = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)

@@ -127,7 +127,7 @@ def write_labels(args, training, tokenizer, data):
         predictions = prediction.predictions
         ids = predictions[0] if isinstance(predictions, tuple) else predictions
         written, labels = (read_words(tokenizer, x) for x in (ids, prediction.label_ids))
-        return evaluate.combine([kind() for kind in MEASURES["defect"]]).compute(written, labels)
+        return evaluate.combine([kind() for kind in MEASURES["defect"]]).compute(predictions=written, references=labels)
 
     encoded = data.map(encode, batched=True, remove_columns=["text_a", "label"])
     training.predict_with_generate = True
