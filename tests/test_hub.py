@@ -540,6 +540,13 @@ def test_a_card_speaks_of_its_own_filter(monkeypatch):
     assert (card.data.pipeline_tag, card.data.base_model) == ("feature-extraction", None)
 
 
+@pytest.mark.parametrize("model_class", ["BartForConditionalGeneration", "T5ForConditionalGeneration"])
+def test_the_task_of_a_class_that_has_several(model_class):
+    config = FAMILIES["bart" if model_class.startswith("Bart") else "t5"].config
+    model = patch_model(getattr(transformers, model_class)(config), "gfsa")
+    assert create_model_card(model).data.pipeline_tag == "text2text-generation"
+
+
 def test_the_address_is_that_of_the_package_s_metadata(monkeypatch):
     from email.message import Message
 

@@ -38,7 +38,8 @@ def pipeline_tag(model: Any) -> str | None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
     bare = {"image-feature-extraction": MODEL_FOR_IMAGE_MAPPING_NAMES, "feature-extraction": MODEL_MAPPING_NAMES}
-    tasks = {**TASK_MAPPING, **bare}.items()
+    generating = "text2text-generation"  # before fill-mask, which Bart's class does as well
+    tasks = {generating: TASK_MAPPING[generating], **TASK_MAPPING, **bare}.items()
     return next((task for task, classes in tasks if type(model).__name__ in _get_mapping_values(classes)), None)
 
 
