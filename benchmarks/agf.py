@@ -89,12 +89,12 @@ def memory_rows(common: dict, device: str, lengths: tuple[int, ...]) -> list[dic
     return made
 
 
-def growth(timed: list[dict], causal: bool, which: str) -> float:
-    """Fitted exponent of AGF's time in n, least squares on logarithms between 4k and 64k."""
+def growth(timed: list[dict], causal: bool, which: str, form: str = "agf") -> float:
+    """Fitted exponent of a form's time in n, least squares on logarithms between 4k and 64k."""
     points = [
         (math.log(row["n"]), math.log(row["median_ms"]))
         for row in timed
-        if row["form"] == "agf" and row["causal"] == causal and row["pass"] == which and row["n"] >= 4096
+        if row["form"] == form and row["causal"] == causal and row["pass"] == which and row["n"] >= 4096
     ]
     x, y = ([p[i] for p in points] for i in (0, 1))
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)

@@ -291,22 +291,65 @@ def agf_speed(device: str = "cpu") -> str:
     )
 
 
+def encoder_transfer(rows: list[dict], filter: str) -> list[str]:
+    body, before = [], {}
+    for row in rows:
+        if row["stage"] == "before transfer":
+            before[row["variant"]] = row["value"]
+        elif row["stage"] in ("after transfer", "end to end"):
+            name = row["variant"] + ", then end to end" * (row["stage"] == "end to end")
+            body.append([name, before[row["variant"]], f"**{row['value']}**", row["steps"], row["seconds"]])
+    return [
+        "**MiniLM-L6, transfer on film reviews** (128 tokens a window, 8 a batch): mean over the layers of the "
+        "relative L2 error of the attention output, on held-out texts of the same kind; seconds with other work on "
+        f"the machine. {where(rows)}",
+        markdown_table([filter, "before", "after", "steps", "seconds"], body),
+    ]
+
+
+def singular_transfer() -> str:
+    return "\n\n".join(encoder_transfer(read("transfer-cpu-singular"), "filter"))
+
+
+def linear_tables() -> str:
+    parts = []
+    peaks = {(row["n"], row["pass"], row["form"]): row["peak_mb"] for row in read("linear-cpu-memory")}
+    captions = {
+        "attention": "One sequence, 12 heads of 64 features, r = 64, K = 3, random inputs, what the filters project "
+        "from the input given. Medians in ms; ratios are medians of ratios taken side by side; memory is the peak over "
+        "the inputs.",
+        "batch": "The same with about 4,096 tokens a batch.",
+    }
+    for section, caption in captions.items():
+        rows = read(f"linear-cpu-{section}")
+        cases: dict[tuple[str, str], dict[str, dict]] = {}
+        for row in rows:
+            cases.setdefault((row["pass"], row["n"]), {})[row["form"]] = row
+        body = []
+        for (which, n), forms in cases.items():
+            ms = {form: float(row["median_ms"]) for form, row in forms.items()}
+            names = ("plain", "agf", "singularformer")
+            times = [f"{ms[form]:,.1f}" if form in ms else "" for form in names]
+            memory = " / ".join(peaks.get((n, which, form), "-") for form in names)
+            over = [f"**{forms[form]['ratio_to_plain']}**" if "plain" in ms else "" for form in names[1:]]
+            body.append([which, f"{int(n):,}", *times, *over, *([memory] if section == "attention" else [])])
+        header = ["pass", "n", "SDPA", "AGF", "Singularformer", "AGF / SDPA", "Singularformer / SDPA"]
+        parts += [f"{caption} {where(rows)}", markdown_table(header + ["peak MB"] * (section == "attention"), body)]
+        if section == "attention":
+            timed = [{**row, "n": int(row["n"]), "causal": False, "median_ms": float(row["median_ms"])} for row in rows]
+            exponents = (
+                f"{name}: n^{growth(timed, False, 'fwd', form):.2f} forward, "
+                f"n^{growth(timed, False, 'fwd+bwd', form):.2f} forward and backward"
+                for name, form in (("AGF", "agf"), ("Singularformer", "singularformer"))
+            )
+            parts.append(f"Time between 4k and 64k tokens grows as: {'; '.join(exponents)}.")
+    return "\n\n".join(parts)
+
+
 def agf_transfer(device: str = "cpu") -> str:
     parts = []
     if rows := [*read(f"transfer-{device}-minilm"), *read(f"transfer-{device}-mixed")]:
-        body, before = [], {}
-        for row in rows:
-            if row["stage"] == "before transfer":
-                before[row["variant"]] = row["value"]
-            elif row["stage"] in ("after transfer", "end to end"):
-                name = row["variant"] + ", then end to end" * (row["stage"] == "end to end")
-                body.append([name, before[row["variant"]], f"**{row['value']}**", row["steps"], row["seconds"]])
-        parts += [
-            "**MiniLM-L6, transfer on film reviews** (128 tokens a window, 8 a batch): mean over the layers of the "
-            "relative L2 error of the attention output, on held-out texts of the same kind; seconds with other work on "
-            f"the machine. {where(rows)}",
-            markdown_table(["AGF", "before", "after", "steps", "seconds"], body),
-        ]
+        parts += encoder_transfer(rows, "AGF")
     if rows := read(f"transfer-{device}-finetune"):
         parts += [
             "**MiniLM-L6 fine-tuned**, one epoch (2,000 snippets; 2,500 sentences of SST-2, its dev set), all with "
@@ -433,6 +476,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "overhead": overhead_table,
     },
     "docs/agf.md": {"speed": agf_speed, "transfer": agf_transfer},
+    "docs/singularformer.md": {"linear": linear_tables, "singular": singular_transfer},
     "docs/vision.md": {"throughput": vision_table},
     "recipes/README.md": {
         name: partial(recipe_tables, name) for name in ("glue", "language_modeling", "code", "imagenet")

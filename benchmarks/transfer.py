@@ -1,9 +1,10 @@
-"""AGF in the place of pretrained attention, by each of its starts: ``python benchmarks/transfer.py --only SECTION``.
+"""Filters in the place of pretrained attention, by their starts: ``python benchmarks/transfer.py --only SECTION``.
 
-minilm: attention transfer on a real encoder, by options of AGF; the chosen one longer. mixed: the same on long windows
-and on the task's own short texts, then end to end. finetune: that encoder fine-tuned on movie-review snippets and SST-2
-from each start. gpt2: a small GPT-2, trained from scratch on WikiText-2, and its perplexity. smollm2: the perplexity of
-SmolLM2-135M. deit: DeiT-Tiny on 20 classes of Tiny ImageNet, with L layers patched.
+minilm: attention transfer on a real encoder, by options of AGF; the chosen one longer. singular: the same for
+Singularformer. mixed: the same on long windows and on the task's own short texts, then end to end. finetune: that
+encoder fine-tuned on movie-review snippets and SST-2 from each start. gpt2: a small GPT-2, trained from scratch on
+WikiText-2, and its perplexity. smollm2: the perplexity of SmolLM2-135M. deit: DeiT-Tiny on 20 classes of Tiny ImageNet,
+with L layers patched.
 
 Data and weights are read from --shared (see its READMEs). Every section writes
 benchmarks/results/transfer-DEVICE-SECTION.csv, one measured value a row, after each run, so that an interrupted one is
@@ -68,8 +69,8 @@ class Table:
         self.common = {"date": date.today().isoformat(), "device": hardware(options.device), "section": section}
         self.rows = list(csv.DictReader(self.file.open())) if options.append and self.file.is_file() else []
 
-    def has(self, task: str, variant: str, seed: int) -> bool:
-        return any((r["task"], r["variant"], str(r["seed"])) == (task, variant, str(seed)) for r in self.rows)
+    def has(self, task: str, variant: str, seed: int | str) -> bool:
+        return any((r["task"], r["variant"], str(r.get("seed", ""))) == (task, variant, str(seed)) for r in self.rows)
 
     def add(self, task: str, variant: str, stage: str, metric: str, value: float, **more: object) -> None:
         row = {"task": task, "variant": variant, "stage": stage, "metric": metric, "value": f"{value:.4f}", **more}
@@ -121,22 +122,44 @@ ABLATION = {
 }
 
 
+def fitted(options: argparse.Namespace, batches: list[dict], filter: str, config: dict, steps: int) -> tuple:
+    """(MiniLM with the filter, the report) after attention transfer."""
+    set_seed(0)
+    model = patch_model(AutoModel.from_pretrained(pretrained_path()).to(options.device), filter, **config)
+    rates = {"lr": LR, "coefficient_lr": COEFFICIENT_LR}
+    return model, transfer_attention(model, batches, steps=steps, holdout=8, eval_every=100, progress=False, **rates)
+
+
 def minilm(options: argparse.Namespace) -> None:
-    table, source = Table(options, "minilm"), pretrained_path()
-    batches = reviews(options, AutoTokenizer.from_pretrained(source))
-
-    def fitted(config: dict, steps: int) -> tuple[nn.Module, object]:
-        set_seed(0)
-        model = patch_model(AutoModel.from_pretrained(source).to(options.device), "agf", **config)
-        rates = {"lr": LR, "coefficient_lr": COEFFICIENT_LR}
-        report = transfer_attention(model, batches, steps=steps, holdout=8, eval_every=100, progress=False, **rates)
-        return model, report
-
-    model, report = fitted(AGF, options.steps or 1000)
+    table = Table(options, "minilm")
+    batches = reviews(options, AutoTokenizer.from_pretrained(pretrained_path()))
+    model, report = fitted(options, batches, "agf", AGF, options.steps or 1000)
     table.add_report("MiniLM-L6", "correction, window 4: longer", report)
     save_filter(model, options.runs / "minilm-agf")
     for variant, config in ABLATION.items():
-        table.add_report("MiniLM-L6", variant, fitted(config, 200)[1])
+        table.add_report("MiniLM-L6", variant, fitted(options, batches, "agf", config, 200)[1])
+
+
+SINGULAR = {
+    f"Singularformer, r = {r}{text}": {"r": r, **more}
+    for text, more in (("", {}), (", window 4", {"window": 4}), (", window 8", {"window": 8}))
+    for r in (32, 64, 128)
+}
+
+
+def singular(options: argparse.Namespace) -> None:
+    """Singularformer by rank and window beside AGF, as long as AGF's options were; the best of them longer."""
+    table = Table(options, "singular")
+    batches = reviews(options, AutoTokenizer.from_pretrained(pretrained_path()))
+    for variant, config in {"AGF, correction, window 4": AGF, **SINGULAR}.items():
+        if not table.has("MiniLM-L6", variant, ""):
+            filter = "agf" if config is AGF else "singularformer"
+            table.add_report("MiniLM-L6", variant, fitted(options, batches, filter, config, 200)[1])
+    errors = {row["variant"]: float(row["value"]) for row in table.rows if row["stage"] == "after transfer"}
+    best = min(SINGULAR, key=lambda variant: errors[variant])
+    model, report = fitted(options, batches, "singularformer", SINGULAR[best], options.steps or 1000)
+    table.add_report("MiniLM-L6", f"{best}: longer", report)
+    save_filter(model, options.runs / "minilm-singularformer")
 
 
 def mixed(options: argparse.Namespace) -> None:
@@ -444,7 +467,7 @@ def deit(options: argparse.Namespace) -> None:
         table.add("DeiT-Tiny", variant, "after transfer", "accuracy", accuracy(model), **more)
 
 
-SECTIONS = {"minilm": minilm, "mixed": mixed, "finetune": finetune, "gpt2": gpt2, "smollm2": smollm2, "deit": deit}
+SECTIONS = {f.__name__: f for f in (minilm, singular, mixed, finetune, gpt2, smollm2, deit)}
 
 
 def main() -> None:

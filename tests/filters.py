@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from linear_attention import LinearAttentionConfig
-from oracle import agf_matrix, gfsa_matrix, linear_attention_matrix
+from oracle import agf_matrix, gfsa_matrix, linear_attention_matrix, singular_matrix
 from torch import nn
 
 from hf_graphfilter import (
@@ -18,6 +18,7 @@ from hf_graphfilter import (
     GFSAConfig,
     GraphFilter,
     ReplacingConfig,
+    SingularformerConfig,
     register_filter,
 )
 
@@ -43,10 +44,15 @@ class Entry:
         return isinstance(self.config, ReplacingConfig)
 
     @property
+    def encoders_only(self) -> bool:
+        """Whether it is refused by causal modules."""
+        return self.replaces and not self.config.module.causal_form
+
+    @property
     def keeps_rows(self) -> bool:
         """Whether decoding keeps rows of signals, which can be static and cropped, rather than a state."""
         site = AttentionSite("site", nn.Linear(8, 8), 2, True, "decoder", "", 0, hidden_size=8, head_dim=4)
-        return self.config.build(site).decoding == "rows"
+        return not self.encoders_only and self.config.build(site).decoding == "rows"
 
 
 class Damped(GraphFilter):
@@ -94,6 +100,11 @@ FILTERS = {
             init="blend", K=2, basis="legendre", theta="per_head", correction=True, window=64, position_bias="drop"
         ),
         agf_matrix,
+    ),
+    "singularformer": Entry(
+        SingularformerConfig(r=3, temperature=0.7, init="blend", window=2, position_bias="drop"),
+        singular_matrix,
+        everywhere=False,
     ),
 }
 FILTERS["linear-attention"] = Entry(

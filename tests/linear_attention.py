@@ -20,8 +20,7 @@ class LinearAttention(ReplacingFilter):
         super().reset_parameters()
         nn.init.constant_(self.sharpness, self.config.sharpness)
 
-    def approximate(self, shift, value):
-        shift, _ = self.operands(shift)
+    def filtered(self, shift, value):
         tokens, state = shift.query.shape[2], shift.state
         key, value = (repeat_heads(x[:, :, -tokens:], self.heads) for x in (shift.key, value))
         causal, visible = shift.visible()

@@ -4,11 +4,13 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import transformers as t
 from torch import nn
 
 from hf_graphfilter import GraphFilter, filter_parameters, patch_model
+from hf_graphfilter.hosts import host_of
 
 TEXT = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
 DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -47,6 +49,7 @@ class Family:
     """kind: encoder (text), decoder, encoder-decoder, vision, audio, or composite (with sub-configs).
 
     ``whole_windows``: the ``layers`` whose windows are not shifted, as a filter without scores needs them.
+    ``causal``: where the names of modules begin whose mask is causal, which they do not declare.
     """
 
     model_class: type
@@ -54,10 +57,18 @@ class Family:
     kind: str
     patched: int  # self-attention modules
     whole_windows: str | None = None
+    causal: str = "none"
 
     def patch(self, model, entry):
         """With a filter of filters.py."""
-        return patch_model(model, entry.config, layers=self.whole_windows if entry.replaces else None)
+        layers = self.whole_windows if entry.replaces else None
+        if entry.encoders_only:
+            sites = [site for site in host_of(model).find(model)[0] if not site.name.startswith(self.causal)]
+            step, names = 2 if layers else 1, {site.name for site in sites if not site.causal}
+            if not names:
+                pytest.skip("a filter without a causal form")
+            layers = lambda index, name: index % step == 0 and name in names  # noqa: E731
+        return patch_model(model, entry.config, layers=layers)
 
     def build(self, implementation="sdpa", **overrides) -> nn.Module:
         config = type(self.config)(**{**self.config.to_dict(), **overrides})
@@ -171,6 +182,7 @@ FAMILIES = {
         ),
         "composite",
         5,
+        causal="text_model",
     ),
     "wav2vec2": Family(
         t.Wav2Vec2Model,

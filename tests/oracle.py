@@ -65,7 +65,7 @@ def spectral_matrix(u, sigma, v, theta, config, allowed):
 
 def agf_matrix(A, c, config, seen):
     """AGF with all that the package adds to it: corrected projections, the window, the blend."""
-    w, heads, n = seen.weights, A.shape[1], A.shape[2]
+    w, heads = seen.weights, A.shape[1]
 
     def projected(name):
         out = torch.nn.functional.linear(seen.hidden, w[f"{name}.weight"], w.get(f"{name}.bias"))
@@ -75,30 +75,46 @@ def agf_matrix(A, c, config, seen):
     if config.correction:
         u, v = u + projected("correct_u"), v + projected("correct_v")
     theta = torch.stack([c[f"theta_{k}"] for k in range(config.K + 1)], -1)
-    H = spectral_matrix(u, projected("sigma"), v, theta, config, seen.allowed)
+    return in_the_place_of(A, spectral_matrix(u, projected("sigma"), v, theta, config, seen.allowed), c, config, seen)
+
+
+def in_the_place_of(A, H, c, config, seen):
+    """``H`` with the window that a filter in the place of attention may mix in, blended with ``A``."""
     if config.window:
-        t = torch.arange(n)
+        t = torch.arange(A.shape[-1])
         near = seen.allowed & ((t[:, None] - t).abs() <= config.window)
         scores = seen.scores.masked_fill(~near, -1e30)
         count = seen.allowed.sum(-1, keepdim=True).clamp(min=1)
-        share = torch.sigmoid(scores.logsumexp(-1, keepdim=True) - projected("outside") - count.log())
+        w = seen.weights
+        outside = torch.nn.functional.linear(seen.hidden, w["outside.weight"], w["outside.bias"]).mT.unsqueeze(-1)
+        share = torch.sigmoid(scores.logsumexp(-1, keepdim=True) - outside - count.log())
         H = share * scores.softmax(-1) * near + (1 - share) * H
     gate = c["gate"].to(A.dtype).view(-1, 1, 1) if "gate" in c else 1.0
     return (1 - gate) * A + gate * H
+
+
+def singular_matrix(A, c, config, seen):
+    """Eq. 18 of the Singularformer paper as an n x n matrix; tokens that are not there have no weight in alpha^."""
+    there = seen.allowed.any(-2, keepdim=True)  # (batch, heads, 1, tokens)
+    w = seen.weights
+    scores = torch.nn.functional.linear(seen.hidden, w["alpha.weight"], w["alpha.bias"])[:, None] / config.temperature
+    gather = scores.mT.masked_fill(~there, -1e30).softmax(-1) * there
+    core = (gather @ seen.query) @ (gather @ seen.key).mT * seen.scaling
+    return in_the_place_of(A, scores.softmax(-1) @ core.softmax(-1) @ gather, c, config, seen)
 
 
 def linear_attention_matrix(A, c, config, seen):
     """``phi(Q) phi(K)^T`` over the visible tokens, rows scaled to sum 1; blended with A."""
     q, k = (1 + torch.nn.functional.elu(c["sharpness"].to(A.dtype).view(-1, 1, 1) * x) for x in (seen.query, seen.key))
     scores = q @ k.mT * seen.allowed
-    gate = c["gate"].to(A.dtype).view(-1, 1, 1)
-    return (1 - gate) * A + gate * scores / scores.sum(-1, keepdim=True).clamp(min=1e-6)
+    return in_the_place_of(A, scores / scores.sum(-1, keepdim=True).clamp(min=1e-6), c, config, seen)
 
 
 def dense_attention(module, query, key, value, attention_mask, scaling=None, position_bias=None, **kwargs):
     heads = query.shape[1]
     key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
-    unbiased = scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    unbiased = scores = query @ key.mT * scaling
     if position_bias is not None:
         scores = scores + position_bias
     if attention_mask is not None:
@@ -115,6 +131,7 @@ def dense_attention(module, query, key, value, attention_mask, scaling=None, pos
                 scores=unbiased,
                 allowed=allowed,
                 hidden=module.seen_hidden,
+                scaling=scaling,
                 weights=module.seen_weights,
             ),
         )
@@ -169,4 +186,6 @@ def scores_of(module, hidden, graph_filter):
     scores = query @ key.mT * module.scale
     weights = {k: p.detach() for k, p in graph_filter.named_parameters()}
     allowed = torch.ones_like(scores, dtype=torch.bool)
-    return SimpleNamespace(query=query, key=key, scores=scores, allowed=allowed, hidden=hidden, weights=weights)
+    return SimpleNamespace(
+        query=query, key=key, scores=scores, allowed=allowed, hidden=hidden, scaling=module.scale, weights=weights
+    )

@@ -311,7 +311,7 @@ def test_orthogonality_loss_is_equation_11(norm):
         (lambda t: gfsa(t, t, t, 0, 1, 0, 0), "K must be an integer >= 1"),
         (lambda t: gfsa(t, t[:, :, :2], t[:, :, :2], 0, 1, 0, 2), "A must be square"),
         (lambda t: gfsa(t, t, t, 0, 1, torch.ones(2), 2), r"w_K is a number or a tensor \(3,\), got shape \(2,\)"),
-        (lambda t: orthogonality_loss(t, t, norm="l2"), "norm='l2': use 'mean_abs' or 'frobenius'"),
+        (lambda t: orthogonality_loss(t, t, norm="l2"), "norm='l2': use 'mean_abs', 'frobenius' or 'off_diagonal'"),
         (lambda t: orthogonality_loss(t, t[0]), r"got \(2, 3, 4, 5\), \(3, 4, 5\)"),
     ],
 )

@@ -87,7 +87,7 @@ def test_pipeline(task, family, entry, tmp_path, transformers_warnings):
     expected = run(model)
     patch_model(model, entry.config)
     assert run(model) == expected or not entry.config.starts_as_original
-    turn_on(model, scale=0.6)
+    turn_on(model, scale=1.0)
     found = run(model)
     assert found != expected
     model.save_pretrained(tmp_path)

@@ -112,7 +112,7 @@ def test_what_it_cannot_honour_is_refused():
 
 def test_what_its_author_may_have_forgotten():
     class Forgetful(ReplacingFilter):
-        def approximate(self, shift, value):
+        def filtered(self, shift, value):
             return value
 
     class Empty(ReplacingFilter):
@@ -120,10 +120,10 @@ def test_what_its_author_may_have_forgotten():
 
     for name, cls in (("forgetful", Forgetful), ("empty", Empty)):
         register_filter(name)(dataclass(frozen=True)(type(name, (ReplacingConfig,), {"module": cls})))
-    with pytest.raises(GraphFilterError, match=r"Empty has no approximate\(shift, value\)"):
+    with pytest.raises(GraphFilterError, match=r"Empty has no filtered\(shift, value\)"):
         patch_model(FAMILIES["bert"].build(), "empty")
     model = patch_model(FAMILIES["gpt2"].build(), "forgetful")
     ids = FAMILIES["gpt2"].inputs()["input_ids"]
     model(ids, use_cache=False)
-    with pytest.raises(GraphFilterError, match=r"approximate left shift\.state empty"):
+    with pytest.raises(GraphFilterError, match=r"filtered left shift\.state empty"):
         model(ids, use_cache=True)

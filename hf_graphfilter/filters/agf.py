@@ -16,11 +16,10 @@ from .. import functional
 from ..errors import GraphFilterError, shown
 from ..ops import spectral
 from ..ops.polynomials import Basis, recurrence
-from ..ops.window import attend_nearby
-from ..shift import AttentionShift, ShiftOperator, repeat_heads
+from ..shift import AttentionShift, repeat_heads
 from .base import LARGEST_ORDER, AttentionSite
 from .build import register_filter
-from .replacing import ReplacingConfig, ReplacingFilter
+from .replacing import ReplacingConfig, ReplacingFilter, in_dtype_of
 
 CITATION = """@inproceedings{wi2025agf,
   title     = {Learning Advanced Self-Attention for Linear Transformers in the Singular Value Domain},
@@ -41,14 +40,8 @@ class AGF(ReplacingFilter):
     In a causal module the softmax over tokens is a running one, see ``ops.spectral``, and decoding keeps a state of
     constant size.
 
-    Beyond the paper, both off by default:
-
-    ``correction``: ``U`` and ``V`` get learned projections of their own on top of query and key, ``query + X W``, with
-    W = 0 at the start. They let attention transfer work while query and key stay as they are.
-
-    ``window``: softmax attention over the tokens at most ``window`` away is mixed in, weighted as if it and the filter
-    were parts of one softmax: with ``l`` the logarithm of the summed scores in the window and ``outside`` a learned
-    estimate of the mean score, output = s window + (1 - s) AGF, s = sigmoid(l - outside(X) - log(tokens)).
+    Beyond the paper, ``correction`` gives ``U`` and ``V`` learned projections of their own on top of query and key,
+    ``query + X W``, with W = 0 at the start. They let attention transfer work while query and key stay as they are.
     """
 
     config: AGFConfig
@@ -67,7 +60,6 @@ class AGF(ReplacingFilter):
         self.correct_u = nn.Linear(site.hidden_size, inner) if config.correction else None
         # no bias: a softmax over tokens does not see one
         self.correct_v = nn.Linear(site.hidden_size, inner, bias=False) if config.correction else None
-        self.outside = nn.Linear(site.hidden_size, site.heads) if config.window else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -78,7 +70,7 @@ class AGF(ReplacingFilter):
                 nn.init.ones_(self.theta[..., :1])
         if self.sigma is not None:
             nn.init.xavier_uniform_(self.sigma.weight)
-        for zero in (self.correct_u, self.correct_v, self.outside):
+        for zero in (self.correct_u, self.correct_v):
             if zero is not None:
                 for parameter in zero.parameters():
                     nn.init.zeros_(parameter)
@@ -100,8 +92,7 @@ class AGF(ReplacingFilter):
         by_order = {f"theta_{k}": theta[..., k].reshape(-1) for k in range(theta.shape[-1])}
         return by_order if self.gate is None else {**by_order, "gate": self.gate}
 
-    def approximate(self, shift: ShiftOperator, value: Tensor) -> Tensor:
-        shift, hidden = self.operands(shift)
+    def filtered(self, shift: AttentionShift, value: Tensor) -> Tensor:
         tokens, heads = shift.query.shape[2], self.heads
         if shift.query.shape[-1] != self.head_dim:
             raise GraphFilterError(
@@ -109,7 +100,8 @@ class AGF(ReplacingFilter):
                 f"{shift.query.shape[-1]} (shape {tuple(shift.query.shape)})"
             )
         key, value = (repeat_heads(x[:, :, -tokens:], heads) for x in (shift.key, value))
-        hidden = hidden if self.sigma is None else _in_dtype_of(self.sigma, hidden)
+        assert shift.hidden is not None
+        hidden = shift.hidden if self.sigma is None else in_dtype_of(self.sigma, shift.hidden)
         u, v = shift.query, key
         if self.correct_u is not None and self.correct_v is not None:
             u, v = u + self._split(self.correct_u(hidden)), v + self._split(self.correct_v(hidden))
@@ -126,40 +118,13 @@ class AGF(ReplacingFilter):
             out, after = spectral.filter_causal(w, v, value, keys, past)
             if state is not None:
                 state.update(after._asdict())
-        out = self.penalised(
+        return self.penalised(
             out, orthogonality=lambda norm="mean_abs": functional.orthogonality_loss(u, v, keys, norm=norm)
         )
-        return out if self.outside is None else self._with_window(out, shift, key, value, keys, causal)
 
     def _split(self, x: Tensor) -> Tensor:
         """(batch, tokens, heads * features) to (batch, heads, tokens, features)."""
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
-    def _with_window(
-        self, far: Tensor, shift: AttentionShift, key: Tensor, value: Tensor, keys: Tensor | None, causal: bool
-    ) -> Tensor:
-        assert self.outside is not None
-        assert shift.hidden is not None
-        tokens, state, window = shift.query.shape[2], shift.state, self.config.window
-        there = key.new_ones(key.shape[0], tokens, dtype=torch.bool) if keys is None else keys.expand(key.shape[0], -1)
-        count = there.cumsum(-1) if causal else there.sum(-1, keepdim=True)
-        if state is not None:
-            if "count" in state:
-                count = count + state["count"]
-                key, value = (torch.cat([state[n], x], 2) for n, x in (("near_key", key), ("near_value", value)))
-                there = torch.cat([state["near"], there], 1)
-            state.update(count=count[:, -1:], near=there[:, -window:])
-            state.update(near_key=key[:, :, -window:], near_value=value[:, :, -window:])
-        near, mass = attend_nearby(shift.query, key, value, window, shift.scaling, causal, there)
-        outside = self.outside(_in_dtype_of(self.outside, shift.hidden)).mT.unsqueeze(-1)
-        share = torch.sigmoid(mass - outside - count.clamp(min=1).log()[:, None, :, None])
-        return torch.lerp(far, near.to(far.dtype), share.to(far.dtype))  # near is narrower under autocast
-
-
-def _in_dtype_of(layer: nn.Module, x: Tensor) -> Tensor:
-    """``x`` in the dtype that ``layer`` takes, which a quantized one does not tell."""
-    weight = layer.weight
-    return x.to(weight.dtype) if isinstance(weight, Tensor) and weight.is_floating_point() else x
 
 
 @register_filter("agf")
@@ -177,9 +142,7 @@ class AGFConfig(ReplacingConfig):
         gamma: weight of the orthogonality loss (Eq. 12) that ``OrthogonalityCallback`` adds; the paper's are 1e-1 to
             1e-4.
         correction: learned additions to the projections of U and V, zero at the start; for attention transfer.
-        window: softmax attention over so many tokens on each side is mixed in, at most a million; 0 is the paper's
-            form. A window longer than the text costs as much as one that spans it.
-        init, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
+        init, window, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
 
     Example:
         >>> AGFConfig(K=2, basis="chebyshev").to_dict()["theta"]
@@ -197,19 +160,18 @@ class AGFConfig(ReplacingConfig):
     constrain_theta: bool = True
     gamma: float = 1e-2
     correction: bool = False
-    window: int = 0
 
     @property
     def penalties(self) -> dict[str, float]:
         return {"orthogonality": self.gamma}
 
     def validate(self) -> None:
-        for name in ("K", "window", "gamma"):
+        super().validate()
+        for name in ("K", "gamma"):
             if getattr(self, name) < 0:
                 raise GraphFilterError(f"AGFConfig: {name} must be >= 0, got {shown(getattr(self, name))}")
-        for name, most in (("K", LARGEST_ORDER), ("window", 1_000_000)):
-            if getattr(self, name) > most:
-                raise GraphFilterError(f"AGFConfig: {name} must be at most {most}, got {shown(getattr(self, name))}")
+        if self.K > LARGEST_ORDER:
+            raise GraphFilterError(f"AGFConfig: K must be at most {LARGEST_ORDER}, got {shown(self.K)}")
         try:
             recurrence(self.basis, self.K, self.a, self.b)
         except GraphFilterError as error:

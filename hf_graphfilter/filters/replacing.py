@@ -8,36 +8,50 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ..errors import GraphFilterError
+from ..errors import GraphFilterError, shown
 from ..ops.combine import combine
-from ..shift import AttentionShift, ShiftOperator
+from ..ops.window import attend_nearby
+from ..shift import AttentionShift, ShiftOperator, repeat_heads
 from .base import AttentionSite, Decoding, FilterConfig, GraphFilter
+
+WIDEST = 1_000_000  # window
+_NO_CAUSAL_FORM = "mixes all tokens and has no causal form; choose other layers with stack= or layers="
 
 
 class ReplacingFilter(GraphFilter):
-    """A filter that never applies ``S``. A subclass defines ``approximate``; the blend with the original attention,
-    transfer, and refusals of what such a filter cannot honour come with it.
+    """A filter that never applies ``S``. A subclass defines ``filtered``; blend, window, transfer, and refusals of what
+    such a filter cannot honour come with it.
 
-    ``approximate(shift, value)`` reads ``shift.query``, ``shift.key``, ``shift.hidden`` and ``shift.visible()``. When
-    decoding, ``shift.state`` is a dict that it must fill with what it is to remember of the tokens so far.
+    ``filtered(shift, value)`` reads ``shift.query``, ``shift.key``, ``shift.hidden`` and ``shift.visible()``; shapes as
+    in ``forward``. When decoding, ``shift.state`` is a dict that it must fill with what it is to remember of the tokens
+    so far.
 
-    ``reset_parameters`` of a subclass calls that of this class, which sets the gate.
+    ``reset_parameters`` of a subclass calls that of this class, which sets the gate and the window's weights.
+
+    Class attributes:
+        causal_form: whether it can keep a token from seeing later ones; causal modules are refused otherwise.
     """
 
     reads_hidden: ClassVar[bool] = True
+    causal_form: ClassVar[bool] = True
     config: ReplacingConfig
     gate: Tensor | None
 
     def __init__(self, config: ReplacingConfig, site: AttentionSite):
         super().__init__(config, site)
-        if type(self).approximate is ReplacingFilter.approximate:
-            raise GraphFilterError(f"{site.name}: {type(self).__name__} has no approximate(shift, value)")
-        _refuse(config, site)
+        if type(self).filtered is ReplacingFilter.filtered:
+            raise GraphFilterError(f"{site.name}: {type(self).__name__} has no filtered(shift, value)")
+        _refuse(config, site, self.causal_form)
+        assert site.hidden_size is not None
+        self.outside = nn.Linear(site.hidden_size, site.heads) if config.window else None
         self.register_buffer("gate", torch.empty(site.heads) if config.init == "blend" else None)
 
     def reset_parameters(self) -> None:
         if self.gate is not None:
             nn.init.zeros_(self.gate)
+        if self.outside is not None:
+            nn.init.zeros_(self.outside.weight)
+            nn.init.zeros_(self.outside.bias)
 
     @property
     def decoding(self) -> Decoding:
@@ -46,34 +60,62 @@ class ReplacingFilter(GraphFilter):
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
         """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         if self.gate is None:
-            return self._replaced(shift, value)
+            return self.approximate(shift, value)
         original = shift(value)
-        return combine([(1 - self.gate, original), (self.gate, self._replaced(shift, value))])
+        return combine([(1 - self.gate, original), (self.gate, self.approximate(shift, value))])
 
-    def _replaced(self, shift: ShiftOperator, value: Tensor) -> Tensor:
-        out = self.approximate(shift, value)
-        if isinstance(shift, AttentionShift) and shift.state is not None and not shift.state:
-            raise GraphFilterError(
-                f"{self.site_name}: {type(self).__name__}.approximate left shift.state empty, and of past tokens a "
-                "filter in the place of attention knows what it keeps there only: fill it, or use use_cache=False"
-            )
-        return out
-
-    def approximate(self, shift: ShiftOperator, value: Tensor) -> Tensor:
+    def filtered(self, shift: AttentionShift, value: Tensor) -> Tensor:
+        """The filter itself; shapes as in ``forward``."""
         raise NotImplementedError
 
-    def operands(self, shift: ShiftOperator) -> tuple[AttentionShift, Tensor]:
-        """``shift`` and ``shift.hidden``, which a host has set.
-
-        Raises:
-            GraphFilterError: an operator that is not made of a model's projections (``DenseShift``).
-        """
+    def approximate(self, shift: ShiftOperator, value: Tensor) -> Tensor:
+        """What takes the place of ``S(value)``: ``filtered``, with the window mixed in."""
+        name = _name(self.config)
         if not isinstance(shift, AttentionShift) or shift.hidden is None:
             raise GraphFilterError(
-                f"{self.site_name}: {_name(self.config)} is made of the model's projections and its input, not of an "
-                "attention matrix"
+                f"{self.site_name}: {name} is made of the model's projections and its input, not of an attention matrix"
             )
-        return shift, shift.hidden
+        if not self.causal_form and shift.visible()[0]:
+            raise GraphFilterError(f"{self.site_name}: the attention mask is causal, and {name} {_NO_CAUSAL_FORM}")
+        out = self.filtered(shift, value)
+        if shift.state is not None and not shift.state:
+            raise GraphFilterError(
+                f"{self.site_name}: {type(self).__name__}.filtered left shift.state empty, and of past tokens a filter "
+                "in the place of attention knows what it keeps there only: fill it, or use use_cache=False"
+            )
+        return out if self.outside is None else self._with_window(out, self.outside, shift, shift.hidden, value)
+
+    def _with_window(
+        self, far: Tensor, outside: nn.Linear, shift: AttentionShift, hidden: Tensor, value: Tensor
+    ) -> Tensor:
+        """Softmax attention to the tokens at most ``window`` away, weighted as if it and the filter were parts of one
+        softmax: with ``l`` the logarithm of the summed scores in the window and ``outside`` a learned estimate of the
+        mean score, output = s near + (1 - s) far, s = sigmoid(l - outside(X) - log(tokens))."""
+        tokens, state, window = shift.query.shape[2], shift.state, self.config.window
+        key, value = (repeat_heads(x[:, :, -tokens:], self.heads) for x in (shift.key, value))
+        causal, keys = shift.visible()
+        causal = causal or state is not None
+        shown = [key.shape[0], tokens]
+        there = key.new_ones(shown, dtype=torch.bool) if keys is None else keys[:, -tokens:].expand(shown)
+        count = there.cumsum(-1) if causal else there.sum(-1, keepdim=True)
+        if state is not None:
+            if "count" in state:
+                count = count + state["count"]
+                key, value = (torch.cat([state[n], x], 2) for n, x in (("near_key", key), ("near_value", value)))
+                there = torch.cat([state["near"], there], 1)
+            state.update(count=count[:, -1:], near=there[:, -window:])
+            state.update(near_key=key[:, :, -window:], near_value=value[:, :, -window:])
+        near, mass = attend_nearby(shift.query, key, value, window, shift.scaling, causal, there)
+        share = torch.sigmoid(
+            mass - outside(in_dtype_of(outside, hidden)).mT.unsqueeze(-1) - count.clamp(min=1).log()[:, None, :, None]
+        )
+        return torch.lerp(far, near.to(far.dtype), share.to(far.dtype))  # near is narrower under autocast
+
+
+def in_dtype_of(layer: nn.Module, x: Tensor) -> Tensor:
+    """``x`` in the dtype that ``layer`` takes, which a quantized one does not tell."""
+    weight = layer.weight
+    return x.to(weight.dtype) if isinstance(weight, Tensor) and weight.is_floating_point() else x
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,24 +126,34 @@ class ReplacingConfig(FilterConfig):
         init: ``"copy"`` puts the filter in the place of attention; ``"blend"`` computes (1 - g) attention + g filter
             with a gate g a head that starts at 0, so that the patched model equals the original; ``BlendSchedule``
             carries it to 1 and ``drop_blend`` then takes the attention out.
+        window: softmax attention over so many tokens on each side is mixed in, at most a million; 0 leaves it out. A
+            window longer than the text costs as much as one that spans it.
         position_bias: ``"refuse"`` modules with a learned bias of positions (T5), which such a filter cannot honour,
             or ``"drop"`` it.
     """
 
     init: Literal["copy", "blend"] = "copy"
+    window: int = 0
     position_bias: Literal["refuse", "drop"] = "refuse"
 
     @property
     def starts_as_original(self) -> bool:
         return self.init == "blend"
 
+    def validate(self) -> None:
+        if not 0 <= self.window <= WIDEST:
+            limit = ">= 0" if self.window < 0 else f"at most {WIDEST}"
+            raise GraphFilterError(f"{type(self).__name__}: window must be {limit}, got {shown(self.window)}")
+
 
 def _name(config: FilterConfig) -> str:
     return config.filter.upper()
 
 
-def _refuse(config: ReplacingConfig, site: AttentionSite) -> None:
+def _refuse(config: ReplacingConfig, site: AttentionSite, causal_form: bool) -> None:
     where, name = f"{site.name} ({type(site.module).__name__})", _name(config)
+    if site.causal and not causal_form:
+        raise GraphFilterError(f"{where} is causal, and {name} {_NO_CAUSAL_FORM}")
     if site.hidden_size is None:
         raise GraphFilterError(
             f"{where} does not hand its input on to the attention function, which {name} is made of; choose other "

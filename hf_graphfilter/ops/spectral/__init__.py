@@ -8,8 +8,8 @@ Everything goes block by block along the tokens, forward and backward: the worki
 nothing but the inputs is kept for the backward pass. Inner arithmetic is float32 or wider, whatever the inputs.
 """
 
-from .bidirectional import CausalState, filter_all
+from .bidirectional import CausalState, filter_all, wide
 from .causal import filter_causal
 from .factors import basis, gram_deviation, left_vectors
 
-__all__ = ["CausalState", "basis", "filter_all", "filter_causal", "gram_deviation", "left_vectors"]
+__all__ = ["CausalState", "basis", "filter_all", "filter_causal", "gram_deviation", "left_vectors", "wide"]

@@ -1,0 +1,105 @@
+"""Singularformer: a learned singular value decomposition in the place of attention, linear in the number of tokens.
+
+Source: Wu et al., "Singularformer: Learning to Decompose Self-Attention to Linearize the Complexity of Transformer"
+(IJCAI 2023), Eq. 8-18.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from .. import functional
+from ..errors import GraphFilterError, shown
+from ..shift import AttentionShift
+from .base import AttentionSite
+from .build import register_filter
+from .replacing import ReplacingConfig, ReplacingFilter, in_dtype_of
+
+CITATION = """@inproceedings{wu2023singularformer,
+  title     = {Singularformer: Learning to Decompose Self-Attention to Linearize the Complexity of Transformer},
+  author    = {Yifan Wu and Shichao Kan and Min Zeng and Min Li},
+  booktitle = {International Joint Conference on Artificial Intelligence},
+  year      = {2023}
+}"""
+
+
+class Singularformer(ReplacingFilter):
+    """``alpha softmax((alpha^ Q)(alpha^ K)^T / sqrt(d)) alpha^ value``: O(n r d) time and O(n (r + d)) memory.
+
+    ``alpha = softmax over r of X W + b`` spreads r pseudo tokens over the tokens, ``alpha^ = softmax over tokens`` of
+    the same makes them; the child ``alpha`` holds W and b, shared by the heads (Eq. 14). Q, K and value are those of
+    the pretrained projections: pooling after projecting equals projecting after pooling, also with biases, since the
+    rows of ``alpha^`` sum to 1.
+
+    For encoders: a pseudo token is made of all tokens, so there is no causal form.
+    """
+
+    config: SingularformerConfig
+    causal_form: ClassVar[bool] = False
+
+    def __init__(self, config: SingularformerConfig, site: AttentionSite):
+        super().__init__(config, site)
+        assert site.hidden_size is not None
+        self.alpha = nn.Linear(site.hidden_size, config.r or site.head_dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.xavier_uniform_(self.alpha.weight)
+        nn.init.zeros_(self.alpha.bias)
+
+    def filtered(self, shift: AttentionShift, value: Tensor) -> Tensor:
+        assert shift.hidden is not None
+        _, keys = shift.visible()
+        scores = self.alpha(in_dtype_of(self.alpha, shift.hidden)) / self.config.temperature
+        out, core = functional.singularformer(shift.query, shift.key, value, scores, mask=keys, scale=shift.scaling)
+        heads = scores.unsqueeze(1)  # alpha is one for all of them
+        return self.penalised(
+            out,
+            orthogonality=lambda norm="off_diagonal": functional.orthogonality_loss(heads, heads, keys, norm=norm),
+            diagonal=lambda: functional.diagonal_loss(core),
+        )
+
+
+@register_filter("singularformer")
+@dataclass(frozen=True)
+class SingularformerConfig(ReplacingConfig):
+    """Singularformer, a learned singular value decomposition of attention, with linear cost; for encoders.
+
+    Args:
+        r: pseudo tokens, the size of the core; ``None`` for the features of a head, as in the paper. It may exceed the
+            tokens and the hidden size, where more of them bring nothing but cost.
+        temperature: divides the scores before both softmaxes, > 0; smaller ones make sharper pseudo tokens.
+        gamma_orthogonal, gamma_diagonal: weights of the orthogonality loss (Eq. 15) and of the diagonal loss (Eq. 16)
+            that ``RegularizerCallback`` adds; the paper's are 0.01.
+        init, window, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
+
+    Example:
+        >>> SingularformerConfig(r=32).penalties
+        {'orthogonality': 0.01, 'diagonal': 0.01}
+    """
+
+    module = Singularformer
+    citation = CITATION
+
+    r: int | None = None
+    temperature: float = 1.0
+    gamma_orthogonal: float = 1e-2
+    gamma_diagonal: float = 1e-2
+
+    @property
+    def penalties(self) -> dict[str, float]:
+        return {"orthogonality": self.gamma_orthogonal, "diagonal": self.gamma_diagonal}
+
+    def validate(self) -> None:
+        super().validate()
+        if self.r is not None and not 1 <= self.r <= 65_536:
+            raise GraphFilterError(f"SingularformerConfig: r must be 1 to 65536, got {shown(self.r)}")
+        if self.temperature <= 0:
+            raise GraphFilterError(f"SingularformerConfig: temperature must be > 0, got {shown(self.temperature)}")
+        for name in ("gamma_orthogonal", "gamma_diagonal"):
+            if getattr(self, name) < 0:
+                raise GraphFilterError(f"SingularformerConfig: {name} must be >= 0, got {shown(getattr(self, name))}")

@@ -1,0 +1,152 @@
+"""Filters in the place of attention: products of tall matrices, linear in the number of tokens."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..errors import GraphFilterError
+from ..ops import spectral
+from ..ops.polynomials import Basis, recurrence
+from ..shift import repeat_heads
+from .losses import present
+
+
+def agf(
+    u: Tensor,
+    sigma: Tensor,
+    v: Tensor,
+    value: Tensor,
+    theta: Tensor,
+    *,
+    basis: Basis = "jacobi",
+    a: float = 1.0,
+    b: float = 1.0,
+    mask: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor:
+    """``U Sigma V^T value``: a filter in the singular value domain, O(n d^2) time and O(n d + d^2) memory.
+
+    ``U = softmax_features(u)``, ``V = softmax_tokens(v)``, ``Sigma = sum_k theta_k T_k(sigmoid(sigma))`` for every
+    token and feature.
+
+    Args:
+        u, sigma, v: (batch, heads, tokens, features), the projections before softmax and sigmoid.
+        value: (batch, heads, tokens, value features).
+        theta: the coefficients as they enter the formula, (K+1,) or (heads, K+1).
+        basis, a, b: the polynomials T_k, see ``AGFConfig``.
+        mask: bool (batch, tokens), True for tokens that are there; the others have no influence. Where none is there
+            the output is zero.
+        causal: ``V`` is a softmax over the tokens so far (not in the paper).
+
+    Returns:
+        (batch, heads, tokens, value features), dtype of ``value``. The softmaxes are float32 or wider.
+
+    Raises:
+        GraphFilterError: shapes that do not fit, an unknown basis, a, b and k with a vanishing denominator.
+
+    Example:
+        >>> import torch
+        >>> u, sigma, v, value = torch.randn(4, 1, 2, 5, 4)
+        >>> agf(u, sigma, v, value, theta=torch.tensor([1.0, 0.1, -0.1])).shape
+        torch.Size([1, 2, 5, 4])
+
+    Source: Wi et al., AGF (IJCAI 2025), Eq. 7-10.
+    """
+    if not (u.dim() == 4 and u.shape == sigma.shape == v.shape and value.shape[:3] == u.shape[:3]):
+        shapes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in (("u", u), ("sigma", sigma), ("v", v), ("value", value)))
+        raise GraphFilterError(
+            f"agf: u, sigma and v are (batch, heads, tokens, features), value likewise; got {shapes}"
+        )
+    if theta.dim() not in (1, 2) or theta.shape[-1] < 1 or (theta.dim() == 2 and theta.shape[0] != u.shape[1]):
+        raise GraphFilterError(
+            f"agf: theta is (K+1,) or (heads, K+1) with {u.shape[1]} heads, got {tuple(theta.shape)}"
+        )
+    keys = present(mask, u)
+    theta = theta if theta.element_size() >= 4 else theta.float()
+    w = spectral.left_vectors(u, sigma, theta, recurrence(basis, theta.shape[-1] - 1, a, b))
+    if causal:
+        return spectral.filter_causal(w, v, value, keys)[0]
+    return spectral.filter_all(w, v, value, keys)
+
+
+def singularformer(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: Tensor,
+    *,
+    mask: Tensor | None = None,
+    previous: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``alpha softmax(core) alpha^ value`` with ``core = scale (alpha^ query)(alpha^ key)^T``, O(n r d) time and
+    O(n (r + d)) memory.
+
+    ``alpha = softmax_r(scores)`` and ``alpha^ = softmax_tokens(scores)``, one for all heads.
+
+    Args:
+        query: (batch, heads, tokens, features).
+        key, value: (batch, heads or key heads, tokens, features); ``value`` may have other features.
+        scores: (batch, tokens, r), ``X W_a + b_a``.
+        mask: bool (batch or 1, tokens), True for tokens that are there; the others have no influence. Where none is
+            there the output is zero.
+        previous: (batch, heads, r, r), the core of the layer before, to be added to this one's (residual attention).
+        scale: of the core; features ** -0.5 by default.
+
+    Returns:
+        The output (batch, heads, tokens, value features), dtype of ``value``; and ``core``, the scores before their
+        softmax with ``previous`` added, (batch, heads, r, r), float32 or wider, as are all softmaxes.
+
+    Raises:
+        GraphFilterError: shapes that do not fit.
+
+    Example:
+        >>> import torch
+        >>> q, k, v = torch.randn(3, 1, 2, 5, 4)
+        >>> out, core = singularformer(q, k, v, torch.randn(1, 5, 3))
+        >>> out.shape, core.shape
+        (torch.Size([1, 2, 5, 4]), torch.Size([1, 2, 3, 3]))
+
+    Source: Wu et al., Singularformer (IJCAI 2023), Eq. 8-14 and 18.
+    """
+    batch, heads, features = _check(query, key, value, scores)
+    r = scores.shape[-1]
+    if previous is not None and previous.shape != (batch, heads, r, r):
+        raise GraphFilterError(
+            f"singularformer: previous is the core of the layer before, here {(batch, heads, r, r)}, got "
+            f"{tuple(previous.shape)}"
+        )
+    keys = None if mask is None else present(mask.expand(batch, -1), query)
+    spread = spectral.wide(scores).softmax(-1).to(value.dtype)
+    gather = spectral.basis(scores.unsqueeze(1), -2, keys).squeeze(1).mT.to(value.dtype)  # (batch, r, tokens)
+
+    def pooled(x: Tensor) -> Tensor:
+        """One product for all heads: (batch, heads, tokens, features) to (batch, heads, r, features)."""
+        together = gather @ x.transpose(1, 2).flatten(2)
+        return repeat_heads(together.unflatten(-1, (x.shape[1], -1)).transpose(1, 2), heads)
+
+    core = spectral.wide(pooled(query)) @ spectral.wide(pooled(key)).mT * (features**-0.5 if scale is None else scale)
+    if previous is not None:
+        core = core + previous
+    inner = core.softmax(-1).to(value.dtype) @ pooled(value)
+    out = spread @ inner.transpose(1, 2).flatten(2)
+    return out.unflatten(-1, (heads, -1)).transpose(1, 2), core
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, scores: Tensor) -> tuple[int, int, int]:
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}, scores "
+    shapes += str(tuple(scores.shape))
+    if not query.dim() == key.dim() == value.dim() == 4 or scores.dim() != 3 or key.shape[:3] != value.shape[:3]:
+        raise GraphFilterError(
+            "singularformer: query, key and value are (batch, heads, tokens, features), scores (batch, tokens, r); got "
+            f"{shapes}"
+        )
+    batch, heads, tokens, features = query.shape
+    wanted = (batch, tokens)
+    if {(x.shape[0], x.shape[-2]) for x in (key, value, scores)} != {wanted} or key.shape[-1] != features:
+        raise GraphFilterError(f"singularformer: batch, tokens or features differ: {shapes}")
+    if heads % key.shape[1] or not scores.shape[-1]:
+        raise GraphFilterError(
+            f"singularformer: the heads of the query are a multiple of those of the key, and r >= 1; got {shapes}"
+        )
+    return batch, heads, features

@@ -1,0 +1,92 @@
+"""What training may add to the loss of the task."""
+
+from __future__ import annotations
+
+import typing
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import GraphFilterError
+from ..ops import spectral
+
+Norm = Literal["mean_abs", "frobenius", "off_diagonal"]
+
+
+def orthogonality_loss(u: Tensor, v: Tensor, mask: Tensor | None = None, *, norm: Norm = "mean_abs") -> Tensor:
+    """How far the singular vectors are from orthonormal: ``|U^T U - I| + |V^T V - I|``.
+
+    Args:
+        u, v: (batch, heads, tokens, features), the projections before their softmax over features and tokens.
+        mask: bool (batch, tokens), True for tokens that are there.
+        norm: ``"mean_abs"``, the mean absolute entry over batch, heads and features (the authors' code of AGF);
+            ``"frobenius"``, the Frobenius norm over n^2, n the tokens that are there (AGF, Eq. 11 as printed), mean
+            over batch and heads; or ``"off_diagonal"``, the mean square of the entries off the diagonal, which counts
+            as 0 (Singularformer, Eq. 15).
+
+    Returns:
+        A scalar, float32 or wider.
+
+    Example:
+        >>> import torch
+        >>> bool(orthogonality_loss(*torch.randn(2, 1, 2, 5, 4)) > 0)
+        True
+
+    Source: Wi et al., AGF (IJCAI 2025), Eq. 11; Wu et al., Singularformer (IJCAI 2023), Eq. 15.
+    """
+    if norm not in typing.get_args(Norm):
+        raise GraphFilterError(f"norm={norm!r}: use 'mean_abs', 'frobenius' or 'off_diagonal'")
+    if u.shape != v.shape or u.dim() != 4:
+        raise GraphFilterError(
+            f"orthogonality_loss: u and v are (batch, heads, tokens, features), got {tuple(u.shape)}, {tuple(v.shape)}"
+        )
+    keys = present(mask, u)
+    with torch.autocast(u.device.type, enabled=False):
+        left, right = (spectral.gram_deviation(spectral.basis(x, dim, keys)) for x, dim in ((u, -1), (v, -2)))
+        if norm == "mean_abs":
+            return left.abs().mean() + right.abs().mean()
+        if norm == "off_diagonal":
+            return off_diagonal(left).mean() + off_diagonal(right).mean()
+        tokens = u.shape[2] if keys is None else keys.sum(-1).clamp(min=1)[:, None]
+        left, right = (torch.linalg.matrix_norm(deviation) / tokens**2 for deviation in (left, right))
+        return left.mean() + right.mean()
+
+
+def diagonal_loss(core: Tensor) -> Tensor:
+    """How far ``softmax(core)`` is from diagonal: the mean square of its entries, those of the diagonal counted as 0.
+
+    Args:
+        core: (batch, heads, r, r), the scores of ``singularformer`` before their softmax.
+
+    Returns:
+        A scalar, float32 or wider.
+
+    Raises:
+        GraphFilterError: a core that is not square.
+
+    Example:
+        >>> import torch
+        >>> bool(diagonal_loss(100 * torch.eye(4).expand(1, 2, 4, 4)) < 1e-6)
+        True
+
+    Source: Wu et al., Singularformer (IJCAI 2023), Eq. 16.
+    """
+    if core.dim() != 4 or core.shape[-1] != core.shape[-2]:
+        raise GraphFilterError(f"diagonal_loss: core is (batch, heads, r, r), got {tuple(core.shape)}")
+    with torch.autocast(core.device.type, enabled=False):
+        return off_diagonal(spectral.wide(core).softmax(-1)).mean()
+
+
+def off_diagonal(matrix: Tensor) -> Tensor:
+    """The squares of the entries (..., r, r), 0 on the diagonal."""
+    return matrix.square() * (1 - torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device))
+
+
+def present(mask: Tensor | None, like: Tensor) -> Tensor | None:
+    """A mask of tokens as bool, checked against (batch, heads, tokens, features)."""
+    if mask is not None and mask.shape != (like.shape[0], like.shape[2]):
+        raise GraphFilterError(
+            f"mask is (batch, tokens), here ({like.shape[0]}, {like.shape[2]}), got {tuple(mask.shape)}"
+        )
+    return None if mask is None else mask.bool()

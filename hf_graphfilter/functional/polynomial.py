@@ -1,0 +1,104 @@
+"""Polynomials of the attention matrix."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..errors import GraphFilterError
+from ..ops.combine import combine
+from ..shift import AttentionShift, ShiftOperator, repeat_heads
+
+
+def gfsa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    w_0: Tensor | float,
+    w_1: Tensor | float,
+    w_K: Tensor | float,
+    K: int,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    approximation: Literal["taylor", "none"] = "taylor",
+) -> Tensor:
+    """``H value`` with ``H = w_0 I + w_1 A + w_K (A + (K-1)(A^2 - A))``, without an n x n matrix.
+
+    Args:
+        query: (batch, heads, tokens, features).
+        key, value: (batch, heads or key heads, tokens, features).
+        w_0, w_1, w_K: numbers, or tensors (heads,).
+        K: order, >= 1.
+        mask: as in ``scaled_dot_product_attention``: bool (True for visible) or additive, or (batch, tokens) bool.
+        causal: whether a token sees only earlier ones; not together with a mask of queries by keys.
+        scale: of the scores; features ** -0.5 by default.
+        dropout: probability, drawn anew in each application of A.
+        approximation: ``"taylor"`` as above, or ``"none"`` for ``w_K A^K``.
+
+    Returns:
+        (batch, heads, tokens, features), dtype of ``value``.
+
+    Raises:
+        GraphFilterError: K < 1, other numbers of queries and keys, coefficients of another shape.
+
+    Example:
+        >>> import torch
+        >>> q, k, v = torch.randn(3, 1, 2, 5, 4)
+        >>> gfsa(q, k, v, w_0=0.0, w_1=1.0, w_K=0.1, K=3).shape
+        torch.Size([1, 2, 5, 4])
+
+    Source: Choi et al., GFSA (NeurIPS 2024), Eq. 4-6.
+    """
+    if K < 1:
+        raise GraphFilterError(f"gfsa: K must be an integer >= 1, got {K}")
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    if not query.dim() == key.dim() == value.dim() == 4 or key.shape[:3] != value.shape[:3]:
+        raise GraphFilterError(f"gfsa: query, key and value are (batch, heads, tokens, features), got {shapes}")
+    if query.shape[2] != key.shape[2]:
+        raise GraphFilterError(f"gfsa: A must be square, as many queries as keys; got {shapes}")
+    if query.shape[1] % key.shape[1]:
+        raise GraphFilterError(f"gfsa: the heads of the query must be a multiple of those of the key; got {shapes}")
+    heads = query.shape[1]
+    keys = mask[:, None, None, :] if mask is not None and mask.dim() == 2 else mask
+    if causal and keys is not None:
+        tokens = query.shape[2]
+        earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
+        keys = keys & earlier if keys.dtype == torch.bool else keys.masked_fill(~earlier, -torch.inf)
+
+    def attend(k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+        k, v = repeat_heads(k, heads), repeat_heads(v, heads)
+        is_causal = causal and keys is None
+        out = scaled_dot_product_attention(query, k, v, keys, dropout, is_causal, scale=scale)
+        return out.transpose(1, 2), None
+
+    shift = AttentionShift(attend, query, key)
+    c_0, c_1, c_K = (_coefficient(c, query, heads, n) for c, n in ((w_0, "w_0"), (w_1, "w_1"), (w_K, "w_K")))
+    terms = attention_terms(shift, value, c_1, c_K, K, approximation)
+    return combine([(c_0, shift.identity(value)), *terms])
+
+
+def attention_terms(
+    shift: ShiftOperator, value: Tensor, w_1: Tensor, w_K: Tensor, K: int, approximation: Literal["taylor", "none"]
+) -> list[tuple[Tensor, Tensor]]:
+    """``w_1 S(value) + w_K P(value)`` as (coefficient, signal) pairs for ``combine``; see ``gfsa``."""
+    if approximation == "none":
+        powers = shift.powers(value, K)
+        return [(w_1, powers[0]), (w_K, powers[-1])]
+    if K == 1:
+        return [(w_1 + w_K, shift(value))]
+    first, second = shift.powers(value, 2)
+    return [(w_1 + (2 - K) * w_K, first), ((K - 1) * w_K, second)]
+
+
+def _coefficient(c: Any, like: Tensor, heads: int, name: str) -> Tensor:
+    c = torch.as_tensor(c, device=like.device)
+    c = c if c.is_floating_point() else c.float()
+    if c.dim() > 1 or (c.dim() == 1 and c.shape[0] not in (1, heads)):
+        raise GraphFilterError(f"gfsa: {name} is a number or a tensor ({heads},), got shape {tuple(c.shape)}")
+    return c.expand(heads)

@@ -1,0 +1,195 @@
+"""Singularformer: the pure functions against the definitions, the losses, and what the filter refuses."""
+
+import pytest
+import torch
+from models import FAMILIES, output, turn_on
+from torch.autograd import gradcheck
+
+from hf_graphfilter import (
+    GraphFilterError,
+    RegularizerCallback,
+    SingularformerConfig,
+    collect_penalties,
+    filter_parameters,
+    patch_model,
+    transfer_attention,
+)
+from hf_graphfilter.filters.attached import filters_of
+from hf_graphfilter.functional import diagonal_loss, orthogonality_loss, singularformer
+
+B, H, N, D, R = 2, 4, 9, 5, 3
+MASK = torch.arange(N) < torch.tensor([[N], [6]])
+
+
+def tensors(dtype=torch.float64, value_features=D, key_heads=H):
+    g = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=g, dtype=dtype)
+
+    q, k, v = draw(B, H, N, D), draw(B, key_heads, N, D), draw(B, key_heads, N, value_features)
+    return q, k, v, draw(B, N, R)
+
+
+def by_definition(q, k, v, scores, mask=None, previous=None):
+    """Eq. 8-14 and 18, a head and a sequence at a time."""
+    outs, cores = torch.empty(B, H, N, v.shape[-1], dtype=v.dtype), torch.empty(B, H, R, R, dtype=v.dtype)
+    for b in range(B):
+        there = torch.ones(N, dtype=torch.bool) if mask is None else mask[b]
+        alpha, gather = scores[b].softmax(-1), scores[b, there].T.softmax(-1)
+        for h in range(H):
+            group = h * k.shape[1] // H
+            core = (gather @ q[b, h, there]) @ (gather @ k[b, group, there]).T / D**0.5
+            core = core if previous is None else core + previous[b, h]
+            outs[b, h], cores[b, h] = alpha @ core.softmax(-1) @ (gather @ v[b, group, there]), core
+    return outs, cores
+
+
+@pytest.mark.parametrize("mask", [None, MASK], ids=["whole", "padded"])
+@pytest.mark.parametrize("previous", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+@pytest.mark.parametrize(("key_heads", "value_features"), [(H, D), (2, 7)])
+def test_equals_the_definition(mask, previous, dtype, tolerance, key_heads, value_features):
+    q, k, v, scores = tensors(dtype, value_features, key_heads)
+    before = torch.randn(B, H, R, R, dtype=dtype) if previous else None
+    out, core = singularformer(q, k, v, scores, mask=mask, previous=before)
+    expected, expected_core = by_definition(q, k, v, scores, mask, before)
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(core, expected_core, atol=tolerance, rtol=10 * tolerance)
+
+
+def test_gradients():
+    inputs = [x.requires_grad_() for x in tensors()]
+    assert gradcheck(lambda *x: singularformer(*x, mask=MASK), inputs)
+    losses = lambda s: orthogonality_loss(s[:, None], s[:, None], MASK, norm="off_diagonal")  # noqa: E731
+    assert gradcheck(losses, [inputs[3]])
+    assert gradcheck(diagonal_loss, [torch.randn(B, H, R, R, dtype=torch.float64, requires_grad=True)])
+
+
+def test_the_losses_are_equations_15_and_16():
+    *_, scores = tensors()
+    off = 1 - torch.eye(R)
+    total = 0.0
+    for b in range(B):
+        alpha, gather = scores[b, MASK[b]].softmax(-1), scores[b, MASK[b]].T.softmax(-1)
+        total += sum(((x * off) ** 2).sum() / R**2 for x in (alpha.T @ alpha, gather @ gather.T)) / B
+    found = orthogonality_loss(scores[:, None], scores[:, None], MASK, norm="off_diagonal")
+    torch.testing.assert_close(found, total)
+    core = torch.randn(B, H, R, R, dtype=torch.float64)
+    expected = ((core.softmax(-1) * off) ** 2).sum((-1, -2)).mean() / R**2
+    torch.testing.assert_close(diagonal_loss(core), expected)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_hardly_any_tokens(tokens):
+    q, k, v, scores = (x[..., :tokens, :] for x in tensors())
+    out, core = singularformer(q, k, v, scores)
+    assert out.shape == (B, H, tokens, D)
+    assert core.shape == (B, H, R, R)
+    if tokens:
+        torch.testing.assert_close(out, v)
+
+
+def test_no_token_and_no_sequence():
+    q, k, v, scores = tensors()
+    nowhere = torch.zeros(B, N, dtype=torch.bool)
+    assert singularformer(q, k, v, scores, mask=nowhere)[0].abs().max() == 0
+    assert singularformer(*(x[:0] for x in (q, k, v, scores)))[0].shape == (0, H, N, D)
+
+
+def test_a_mask_with_holes_has_no_influence():
+    holes = torch.ones(B, N, dtype=torch.bool)
+    holes[:, [0, 4]] = False
+    q, k, v, scores = tensors()
+    found = singularformer(q, k, v, scores, mask=holes)[0][:, :, holes[0]]
+    short = singularformer(*(x[..., holes[0], :] for x in (q, k, v, scores)))[0]
+    torch.testing.assert_close(found, short)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    exact = singularformer(*tensors())[0]
+    found, core = singularformer(*tensors(torch.float64) if dtype is None else [x.to(dtype) for x in tensors()])
+    assert (found.dtype, core.dtype) == (dtype, torch.float32)
+    assert (found - exact).norm() <= 8 * torch.finfo(dtype).eps * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, k, v, s: (q[0], k, v, s), r"are \(batch, heads, tokens, features\), scores \(batch, tokens, r\)"),
+        (lambda q, k, v, s: (q, k, v, s[:, :4]), "batch, tokens or features differ"),
+        (lambda q, k, v, s: (q, k[..., :2], v, s), "batch, tokens or features differ"),
+        (lambda q, k, v, s: (q, k[:, :3], v[:, :3], s), "the heads of the query are a multiple"),
+        (lambda q, k, v, s: (q, k, v, s[..., :0]), "r >= 1"),
+    ],
+)
+def test_wrong_shapes_are_one_clear_error(change, message):
+    with pytest.raises(GraphFilterError, match=message):
+        singularformer(*change(*tensors()))
+
+
+def test_a_core_of_another_shape():
+    with pytest.raises(GraphFilterError, match="previous is the core of the layer before"):
+        singularformer(*tensors(), previous=torch.zeros(B, H, R, R + 1))
+    with pytest.raises(GraphFilterError, match=r"core is \(batch, heads, r, r\)"):
+        diagonal_loss(torch.zeros(B, H, R, R + 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"r": 0}, "r must be 1 to 65536, got 0"),
+        ({"r": 1.5}, "r must be an integer or"),
+        ({"temperature": 0.0}, "temperature must be > 0"),
+        ({"gamma_diagonal": -1.0}, "gamma_diagonal must be >= 0"),
+    ],
+)
+def test_wrong_options_are_one_clear_error(options, message):
+    with pytest.raises(GraphFilterError, match=message):
+        patch_model(FAMILIES["bert"].build(), "singularformer", **options)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_causal_modules_are_refused_with_the_reason(name):
+    model = FAMILIES[name].build()
+    with pytest.raises(GraphFilterError, match="is causal, and SINGULARFORMER mixes all tokens and has no causal form"):
+        patch_model(model, "singularformer")
+    assert not filters_of(model)
+
+
+def test_decoders_are_left_out_by_their_stack():
+    model = patch_model(FAMILIES["bart"].build(), "singularformer", stack="encoder")
+    assert [name.partition(".")[0] for name, _ in filters_of(model)] == ["encoder"] * 2
+
+
+def test_a_causal_mask_is_refused_when_it_comes():
+    model = patch_model(FAMILIES["clip"].build(), "singularformer")
+    with pytest.raises(GraphFilterError, match="the attention mask is causal"):
+        output(model, FAMILIES["clip"].inputs())
+
+
+def test_new_parameters_and_r():
+    model = patch_model(FAMILIES["bert"].build(), "singularformer")
+    assert sum(p.numel() for p in filter_parameters(model)) == 3 * (32 * 8 + 8), "W_a and b_a, r = 32 / 4"
+    wide = patch_model(FAMILIES["bert"].build(), "singularformer", r=50)  # more than there are tokens or features
+    assert output(wide, FAMILIES["bert"].inputs()).isfinite().all()
+
+
+def test_its_losses():
+    patched = turn_on(patch_model(FAMILIES["bert"].build().double(), SingularformerConfig(gamma_diagonal=0.5))).train()
+    with collect_penalties(patched) as penalties:
+        output(patched, FAMILIES["bert"].inputs())
+    losses = penalties.losses()
+    assert set(losses) == {"orthogonality", "diagonal"}
+    expected = 1e-2 * losses["orthogonality"] + 0.5 * losses["diagonal"]
+    torch.testing.assert_close(penalties.total(), expected)
+    assert RegularizerCallback({"diagonal": 0.0}).weights == {"diagonal": 0.0}
+
+
+def test_transfer():
+    torch.manual_seed(0)
+    model = patch_model(FAMILIES["bert"].build().double(), "singularformer", r=9)
+    batches = [FAMILIES["bert"].inputs() for _ in range(3)]
+    report = transfer_attention(model, batches, steps=30, holdout=1, progress=False)
+    assert report.mean_after < 0.9 * report.mean_before
