@@ -87,7 +87,7 @@ def test_pipeline(task, family, entry, tmp_path, transformers_warnings):
     expected = run(model)
     patch_model(model, entry.config)
     assert run(model) == expected or not entry.config.starts_as_original
-    turn_on(model, scale=1.0)
+    turn_on(model, scale=3.0)  # so far that the greedy text of a random model is another
     found = run(model)
     assert found != expected
     model.save_pretrained(tmp_path)
