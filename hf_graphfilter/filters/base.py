@@ -23,7 +23,7 @@ Example: a filter of one's own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from ..errors import GraphFilterError, shown
 from ..shift import ShiftOperator
-from .fields import check_fields
+from . import fields
 from .registry import get_filter, nearest
 
 LARGEST_ORDER = 1000  # of a polynomial, whose cost grows with it; the papers use 2 to 10
@@ -210,7 +210,7 @@ class FilterConfig:
     citation: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        fields.check_fields(self)
         self.validate()
 
     @property
@@ -258,7 +258,7 @@ class FilterConfig:
     @classmethod
     def from_options(cls, /, **options: Any) -> FilterConfig:
         """The config with these options; an unknown one is named, with the nearest known."""
-        known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+        known = fields.options(cls)
         for option in options:
             if option not in known:
                 raise GraphFilterError(

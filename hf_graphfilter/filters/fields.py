@@ -36,10 +36,11 @@ def check_fields(config: Any) -> None:
 
 
 def options(config_class: type[Any]) -> dict[str, tuple[str, Any]]:
-    """What ``from_options`` takes: name -> (type in words, default or ``dataclasses.MISSING``), its own first."""
+    """What ``from_options`` takes: name -> (type in words, default or ``dataclasses.MISSING``), its own options
+    before those that every filter in the place of attention has."""
     hints = typing.get_type_hints(config_class)
-    own_first = sorted(fields(config_class), key=lambda field: bool(field.kw_only))
-    return {field.name: (describe(hints[field.name]), field.default) for field in own_first}
+    ordered = sorted(fields(config_class), key=lambda field: bool(field.kw_only))
+    return {field.name: (describe(hints[field.name]), field.default) for field in ordered}
 
 
 def describe(hint: Any) -> str:
