@@ -1,0 +1,262 @@
+"""Converter: a unitary matrix of the tokens from angles, and filters whose eigenvectors it holds."""
+
+from __future__ import annotations
+
+import math
+import typing
+from functools import reduce
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import GraphFilterError
+from ..ops import hessenberg
+from ..ops.polynomials import expand, recurrence
+
+Kernel = Literal["dirichlet", "fejer", "jackson", "lanczos", "lorentz", "vekic", "wang"]
+
+
+def unitary(x: Tensor, lower: Tensor, upper: Tensor, phase: Tensor, *, inverse: bool = False) -> Tensor:
+    """``Phi x`` with ``Phi = D H_l H_u`` unitary, O(n d) time and memory, without an n x n matrix.
+
+    ``H_l = G_{N-1} ... G_1`` and ``H_u = G_1 ... G_{N-1}`` are products of Givens rotations G_i of the tokens i, i+1,
+    the one of ``lower``, the other of ``upper``; ``D = diag(exp(i phase))``.
+
+    Args:
+        x: (batch, tokens, features) or (batch, heads, tokens, features), real or complex.
+        lower, upper: (batch, 3, tokens - 1), alpha, beta and gamma of Eq. 6 in radians; one set for all heads.
+        phase: (batch, tokens), radians.
+        inverse: ``Phi^-1 x``, which is the conjugate transpose.
+
+    Returns:
+        Shape of ``x``; complex128 where any input has double precision, else complex64 (half precision too).
+
+    Raises:
+        GraphFilterError: shapes that do not fit, angles that are not real floating-point numbers.
+
+    Example:
+        >>> import torch
+        >>> x, angles, phase = torch.randn(1, 5, 4), torch.randn(2, 1, 3, 4), torch.randn(1, 5)
+        >>> y = unitary(x, *angles, phase)
+        >>> y.shape, torch.allclose(unitary(y, *angles, phase, inverse=True).real, x, atol=1e-5)
+        (torch.Size([1, 5, 4]), True)
+
+    Source: Zhang et al., Converter (preprint, 2025), Eq. 6 and 7 with one order (1-DHHP) and no permutation.
+    """
+    signal, lower, upper, phase = _prepared("unitary", x, lower, upper, phase)
+    turn = _unit(-phase if inverse else phase)
+    return _shaped(hessenberg.transform(signal, lower, upper, turn, forward=not inverse, back=inverse), x)
+
+
+def synvolution(value: Tensor, eigenvalues: Tensor, lower: Tensor, upper: Tensor, phase: Tensor) -> Tensor:
+    """``Phi^-1 [exp(i eigenvalues) * (Phi value)]``, a unitary filter, O(n d) time and memory.
+
+    Args:
+        value: (batch, tokens, features) or (batch, heads, tokens, features), real or complex.
+        eigenvalues: (batch, tokens), radians.
+        lower, upper, phase: of Phi, see ``unitary``. As in every such filter D meets its inverse, so ``phase`` has no
+            influence, and a gradient of exactly zero.
+
+    Returns:
+        Shape of ``value``, dtype as in ``unitary``.
+
+    Raises:
+        GraphFilterError: as ``unitary``.
+
+    Example:
+        >>> import torch
+        >>> angles = torch.randn(2, 1, 3, 4)
+        >>> synvolution(torch.randn(1, 5, 4), torch.randn(1, 5), *angles, torch.randn(1, 5)).dtype
+        torch.complex64
+
+    Source: Zhang et al., Converter (preprint, 2025), Eq. 8.
+    """
+    signal, eigenvalues, lower, upper, phase = _prepared_filter("synvolution", value, eigenvalues, lower, upper, phase)
+    return _shaped(_filtered(signal, eigenvalues, lower, upper, phase), value)
+
+
+def kernelution(
+    value: Tensor,
+    eigenvalues: Tensor,
+    coefficients: Tensor,
+    lower: Tensor,
+    upper: Tensor,
+    phase: Tensor,
+    *,
+    kernel: Kernel = "dirichlet",
+    M: int = 3,
+    xi: float = 4.0,
+    a: float = 0.5,
+    b: float = 2.0,
+) -> Tensor:
+    """``Phi^-1 [exp(i p(eigenvalues)) * (Phi value)]`` with ``p(x) = sum_k g_k w_k T_k(x)``, Chebyshev polynomials.
+
+    Args:
+        value, eigenvalues, lower, upper, phase: as in ``synvolution``; the eigenvalues are meant to be in [-1, 1].
+        coefficients: w_k, (K+1,). There is no factor 1/2 at k = 0.
+        kernel, M, xi, a, b: the damping g_k, see ``gibbs_damping``.
+
+    Returns:
+        Shape of ``value``, dtype as in ``unitary``.
+
+    Raises:
+        GraphFilterError: as ``unitary`` and ``gibbs_damping``, coefficients of another shape.
+
+    Example:
+        >>> import torch
+        >>> value, eigenvalues = torch.randn(1, 5, 4), torch.rand(1, 5)
+        >>> angles, phase = torch.randn(2, 1, 3, 4), torch.randn(1, 5)
+        >>> kernelution(value, eigenvalues, torch.tensor([0.0, 1.0, 0.1]), *angles, phase, kernel="jackson").shape
+        torch.Size([1, 5, 4])
+
+    Source: Zhang et al., Converter (preprint, 2025), Eq. 12.
+    """
+    _real("kernelution", coefficients=coefficients)
+    if coefficients.dim() != 1 or not len(coefficients):
+        raise GraphFilterError(f"kernelution: coefficients is (K+1,), got {tuple(coefficients.shape)}")
+    K = len(coefficients) - 1
+    damping = gibbs_damping(kernel, K, M=M, xi=xi, a=a, b=b)
+    signal, eigenvalues, lower, upper, phase = _prepared_filter("kernelution", value, eigenvalues, lower, upper, phase)
+    weights = coefficients.to(eigenvalues) * damping.to(eigenvalues)
+    polynomial = expand(eigenvalues[:, None, :, None], weights, recurrence("chebyshev", K))[:, 0, :, 0]
+    return _shaped(_filtered(signal, polynomial, lower, upper, phase), value)
+
+
+def gibbs_damping(kernel: Kernel, K: int, *, M: int = 3, xi: float = 4.0, a: float = 0.5, b: float = 2.0) -> Tensor:
+    """The factors ``g_0 ... g_K`` that damp the Gibbs oscillations of a Chebyshev expansion; g_0 = 1.
+
+    Args:
+        kernel: ``"dirichlet"``, ``"fejer"``, ``"jackson"``, ``"lanczos"`` (with M), ``"lorentz"`` (xi), ``"vekic"`` or
+            ``"wang"`` (a and b).
+        K: highest order, >= 0.
+        M: power, an integer >= 1.
+        xi: resolution, a finite number that is not 0 (its limit there is ``"fejer"``).
+        a, b: ``exp(-(a k / (K+1))^b)``, finite, a >= 0 and b > 0.
+
+    Returns:
+        (K+1,), float64.
+
+    Raises:
+        GraphFilterError: an unknown kernel, K or a parameter of this kernel out of range.
+
+    Example:
+        >>> gibbs_damping("fejer", 3)
+        tensor([1.0000, 0.7500, 0.5000, 0.2500], dtype=torch.float64)
+
+    Source: Zhang et al., Converter (preprint, 2025), Table 6.
+    """
+    if kernel not in typing.get_args(Kernel):
+        raise GraphFilterError(f"kernel={kernel!r}: use one of {', '.join(map(repr, typing.get_args(Kernel)))}")
+    if not _integer(K) or K < 0:
+        raise GraphFilterError(f"K must be an integer >= 0, got {K!r}")
+    if kernel == "lanczos" and (not _integer(M) or M < 1):
+        raise GraphFilterError(f"gibbs_damping: M must be an integer >= 1, got {M!r}")
+    if kernel == "lorentz" and (not math.isfinite(xi) or xi == 0):
+        raise GraphFilterError(f"gibbs_damping: xi must be a finite number that is not 0, got {xi!r}")
+    if kernel == "wang" and not (0 <= a < math.inf and 0 < b < math.inf):
+        raise GraphFilterError(f"gibbs_damping: a must be finite and >= 0, b finite and > 0, got a={a!r}, b={b!r}")
+    k = torch.arange(K + 1, dtype=torch.float64)
+    t = k / (K + 1)
+    if kernel == "dirichlet":
+        return torch.ones_like(t)
+    if kernel == "fejer":
+        return 1 - t
+    if kernel == "jackson":
+        angle = math.pi / (K + 2)
+        return ((K + 2 - k) * (k * angle).cos() + (k * angle).sin() / math.tan(angle)) / (K + 2)
+    if kernel == "lanczos":
+        return torch.sinc(t) ** M  # sin(pi t) / (pi t)
+    if kernel == "lorentz":
+        steep = 2 * abs(xi)  # sinh(xi (1 - t)) / sinh(xi) without numbers beyond float64
+        return (-steep / 2 * t).exp() * torch.expm1(-steep * (1 - t)) / math.expm1(-steep)
+    if kernel == "vekic":
+        return (1 - ((t - 0.5) / (t * (1 - t))).tanh()) / 2
+    return (-((a * t) ** b)).exp()
+
+
+def kernel_polynomial_loss(coefficients: Tensor) -> Tensor:
+    """``sum_k pi k^2 |w_k|^2``: higher orders cost more.
+
+    Args:
+        coefficients: w_k, (K+1,), before any damping.
+
+    Returns:
+        A scalar, float32 or wider.
+
+    Raises:
+        GraphFilterError: coefficients of another shape, or not real floating-point numbers.
+
+    Example:
+        >>> import torch
+        >>> kernel_polynomial_loss(torch.tensor([5.0, 1.0, 0.5]))
+        tensor(6.2832)
+
+    Source: Zhang et al., Converter (preprint, 2025), Eq. 11.
+    """
+    _real("kernel_polynomial_loss", coefficients=coefficients)
+    if coefficients.dim() != 1 or not len(coefficients):
+        raise GraphFilterError(f"kernel_polynomial_loss: coefficients is (K+1,), got {tuple(coefficients.shape)}")
+    orders = torch.arange(len(coefficients), device=coefficients.device)
+    w = coefficients if coefficients.element_size() >= 4 else coefficients.float()
+    return math.pi * (orders * w).square().sum()
+
+
+def _filtered(signal: Tensor, angle: Tensor, lower: Tensor, upper: Tensor, phase: Tensor) -> Tensor:
+    response = _unit(angle + 0 * phase)  # D^-1 exp(i angle) D
+    return hessenberg.transform(signal, lower, upper, response, forward=True, back=True)
+
+
+def _unit(angle: Tensor) -> Tensor:
+    return torch.complex(angle.cos(), angle.sin())
+
+
+def _integer(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def _real(name: str, **tensors: Tensor) -> None:
+    for argument, x in tensors.items():
+        if not x.is_floating_point():
+            raise GraphFilterError(f"{name}: {argument} must be real floating-point numbers, got {x.dtype}")
+
+
+def _prepared(name: str, x: Tensor, lower: Tensor, upper: Tensor, phase: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+    """The signal as (batch, tokens, all features), the rotations, and the rest, of the precision of the result."""
+    _real(name, lower=lower, upper=upper, phase=phase)
+    if x.dim() not in (3, 4) or not (x.is_floating_point() or x.is_complex()):
+        raise GraphFilterError(
+            f"{name}: the signal is (batch, tokens, features) or (batch, heads, tokens, features), real or complex "
+            f"floating-point numbers; got {tuple(x.shape)}, {x.dtype}"
+        )
+    batch, tokens = x.shape[0], x.shape[-2]
+    shape = (batch, 3, max(tokens - 1, 0))
+    if not lower.shape == upper.shape == shape or phase.shape != (batch, tokens):
+        raise GraphFilterError(
+            f"{name}: of {batch} sequences of {tokens} tokens lower and upper are {shape}, phase {(batch, tokens)}; "
+            f"got {tuple(lower.shape)}, {tuple(upper.shape)}, {tuple(phase.shape)}"
+        )
+    dtypes = [t.dtype for t in (x, lower, upper, phase, *more)]
+    dtype = reduce(torch.promote_types, dtypes, torch.complex64)
+    real = dtype.to_real()
+    signal = x.transpose(1, 2).flatten(2) if x.dim() == 4 else x
+    blocks = hessenberg.lower_blocks(lower.to(real)), hessenberg.upper_blocks(upper.to(real))
+    return signal, *blocks, *(t.to(real) for t in (phase, *more))
+
+
+def _prepared_filter(
+    name: str, x: Tensor, eigenvalues: Tensor, lower: Tensor, upper: Tensor, phase: Tensor
+) -> tuple[Tensor, ...]:
+    _real(name, eigenvalues=eigenvalues)
+    signal, lower, upper, phase, real_eigenvalues = _prepared(name, x, lower, upper, phase, eigenvalues)
+    if eigenvalues.shape != phase.shape:
+        raise GraphFilterError(
+            f"{name}: eigenvalues is (batch, tokens), here {tuple(phase.shape)}, got {tuple(eigenvalues.shape)}"
+        )
+    return signal, real_eigenvalues, lower, upper, phase
+
+
+def _shaped(signal: Tensor, like: Tensor) -> Tensor:
+    if like.dim() == 3:
+        return signal
+    return signal.unflatten(2, (like.shape[1], like.shape[3])).transpose(1, 2)
