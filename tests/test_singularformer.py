@@ -193,3 +193,13 @@ def test_transfer():
     batches = [FAMILIES["bert"].inputs() for _ in range(3)]
     report = transfer_attention(model, batches, steps=30, holdout=1, progress=False)
     assert report.mean_after < 0.9 * report.mean_before
+
+
+def test_exported_with_free_sizes():
+    model, inputs = patch_model(FAMILIES["bert"].build(), "singularformer"), FAMILIES["bert"].inputs()
+    batch, tokens = torch.export.Dim("batch", min=2, max=8), torch.export.Dim("tokens", min=2, max=32)
+    sizes = {"input_ids": {0: batch, 1: tokens}, "attention_mask": {0: batch, 1: tokens}}
+    exported = torch.export.export(model, (), inputs, dynamic_shapes=sizes).module()
+    other = FAMILIES["bert"].inputs(batch=3, tokens=13)
+    other["attention_mask"][0, 7:] = 0
+    torch.testing.assert_close(output(exported, other), output(model, other))

@@ -142,8 +142,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, scores: Tensor) -> tuple[i
             f"{shapes}"
         )
     batch, heads, tokens, features = query.shape
-    wanted = (batch, tokens)
-    if {(x.shape[0], x.shape[-2]) for x in (key, value, scores)} != {wanted} or key.shape[-1] != features:
+    differ = any(x.shape[0] != batch or x.shape[-2] != tokens for x in (key, value, scores))
+    if differ or key.shape[-1] != features:
         raise GraphFilterError(f"singularformer: batch, tokens or features differ: {shapes}")
     if heads % key.shape[1] or not scores.shape[-1]:
         raise GraphFilterError(
