@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from filters import combinations, filters
+from filters import FILTERS, combinations, filters
 from models import FAMILIES, TORCH_2_11, output, turn_on
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -36,8 +36,11 @@ def graphs(model, family, fullgraph):
         return [output(run, inputs) for inputs in lengths(family)], counter.frame_count
 
 
+QUICK = [(family, FILTERS[name]) for family, name in (("bert", "gfsa"), ("gpt2", "gfsa"), ("deit", "agf"))]
+
+
 @pytest.mark.feature("Compiling and exporting: torch.compile")
-@combinations(FAMILIES, quick=lambda family, entry: family in (("deit",) if entry.replaces else ("bert", "gpt2")))
+@combinations(FAMILIES, quick=lambda family, entry: (family, entry) in QUICK)
 def test_compiled_as_the_plain_model_is(family, entry):
     family = FAMILIES[family]
     plain = family.build().double()

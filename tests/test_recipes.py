@@ -798,7 +798,7 @@ def test_push_to_a_stand_in_of_the_hub_and_load_from_it(cola, tmp_path):
     ("argv", "said"),
     [
         (["FOLDER/source_code.py", "--help"], "python recipes/source_code.py --config"),
-        (["FOLDER/code.py", "--help"], "python recipes/source_code.py --config"),
+        pytest.param(*(["FOLDER/code.py", "--help"], "python recipes/source_code.py --config"), marks=pytest.mark.slow),
         (["-m", "recipes.compare", "--help"], "python recipes/compare.py glue"),
         (["-c", "import sys; sys.path.insert(0, 'FOLDER'); import code, torch; print(code.interact)"], "<function"),
     ],
