@@ -254,6 +254,27 @@ def test_it_is_logged_where_the_loss_is(tmp_path):
     assert t.state.log_history[0]["ortho_loss"] == pytest.approx(penalties.losses()["orthogonality"].item())
 
 
+def test_a_weight_of_zero_has_no_part_in_the_mean(tmp_path):
+    """By hand and by the callback: two of three layers count."""
+
+    def make():
+        torch.manual_seed(0)
+        built = dataclasses.replace(FAMILIES["bert"], model_class=BertForSequenceClassification).build().double()
+        patch_model(built, "agf", gamma=GAMMA, layers=[0, 2])
+        return turn_on(patch_model(built, "agf", gamma=0.0, layers=[1]))
+
+    by_trainer, trainer = train(tmp_path, make(), gamma=None, callbacks=[OrthogonalityCallback()])
+    patched = make().train()
+    with collect_penalties(patched) as penalties:
+        loss = patched(**batch_of(range(8))).loss
+    (loss + penalties.total()).backward()
+    assert_equal(by_trainer, {n: p.grad for n, p in patched.named_parameters() if p.grad is not None})
+    logged = trainer.state.log_history[0]["ortho_loss"]
+    assert logged == pytest.approx(penalties.losses()["orthogonality"].item())
+    with pytest.raises(GraphFilterError, match="every weight is 0"), collect_penalties(model(gamma=0.0)):
+        pass
+
+
 def test_nothing_is_kept_where_nobody_asks(monkeypatch):
     monkeypatch.setattr(functional, "orthogonality_loss", lambda *a, **k: pytest.fail("it was computed"))
     patched = model().train()

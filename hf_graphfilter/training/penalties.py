@@ -9,7 +9,7 @@ under DDP. Without callback or ``collect_penalties`` no loss is computed, and no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,8 +64,6 @@ class RegularizerCallback(LoggingCallback):
             raise GraphFilterError(f"{name}: torch.nn.DataParallel is not supported; use torchrun (DDP)")
         if args.deepspeed:
             raise GraphFilterError(f"{name}: DeepSpeed scales the loss where a callback cannot see it; use DDP or FSDP")
-        if not any(any(_weights(f, self.weights).values()) for f in filters):
-            raise GraphFilterError(f"{name}: every weight is 0 in the configs of the filters; give one, say 1e-2")
         self.added = _Added(self.weights, self.options)
         for graph_filter in filters:
             graph_filter.recorder = self.added
@@ -89,7 +87,7 @@ class RegularizerCallback(LoggingCallback):
         return {LOGGED.get(name, f"{name}_loss"): total.item() / counts[name] for name, total in sums.items()}
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        for graph_filter in penalised_filters(model):
+        for graph_filter in penalised_filters(model, self.weights):
             graph_filter.recorder = None
 
 
@@ -102,9 +100,8 @@ class Penalties:
 
     def _record(self, graph_filter: GraphFilter, out: Tensor, losses: dict[str, Loss]) -> Tensor:
         if torch.is_grad_enabled():
-            for name, loss in losses.items():
-                weight = _weights(graph_filter, self._weights)[name]
-                self._seen.setdefault(name, []).append((weight, loss))
+            for name, weight in _asked(graph_filter, losses, self._weights).items():
+                self._seen.setdefault(name, []).append((weight, losses[name]))
         return out
 
     def losses(self) -> dict[str, Tensor]:
@@ -149,7 +146,7 @@ def collect_penalties(
         that run several times (ALBERT) count with the mean of their runs.
 
     Raises:
-        GraphFilterError: no filter of the model declares such a loss.
+        GraphFilterError: no filter of the model declares such a loss, or every weight is 0.
 
     Example:
         >>> import torch
@@ -171,11 +168,11 @@ def collect_penalties(
             graph_filter.recorder = recorder
 
 
-def penalised_filters(model: nn.Module, names: Weights | None = None) -> list[GraphFilter]:
-    """The filters of a model that declare losses; each of ``names`` must be one of these."""
+def penalised_filters(model: nn.Module, weights: Weights) -> list[GraphFilter]:
+    """The filters of a model that declare losses; each of ``weights`` must be of one of these, and one not 0."""
     filters = [f for _, f in filters_of(model, copies=True) if f.config.penalties]
     declared = sorted({name for f in filters for name in f.config.penalties})
-    if unknown := [name for name in names or () if name not in declared]:
+    if unknown := [name for name in weights if name not in declared]:
         raise GraphFilterError(
             f"no filter of {type(model).__name__} declares a loss {unknown[0]!r}; declared are: "
             f"{', '.join(declared) or 'none'}"
@@ -185,11 +182,17 @@ def penalised_filters(model: nn.Module, names: Weights | None = None) -> list[Gr
             f"{type(model).__name__} has no filter with a loss of its own (FilterConfig.penalties); patch it with one, "
             "such as 'agf'"
         )
+    if not any(_asked(f, f.config.penalties, weights) for f in filters):
+        raise GraphFilterError(
+            f"the losses of {type(model).__name__}: every weight is 0 in the configs of the filters; give one, say 1e-2"
+        )
     return filters
 
 
-def _weights(graph_filter: GraphFilter, weights: Weights) -> dict[str, float]:
-    return {name: weights.get(name, own) for name, own in graph_filter.config.penalties.items()}
+def _asked(graph_filter: GraphFilter, losses: Iterable[str], weights: Weights) -> dict[str, float]:
+    """The weights of those of ``losses`` that count: a loss of weight 0 is not computed, and no part of a mean."""
+    chosen = {**graph_filter.config.penalties, **weights}
+    return {name: chosen[name] for name in losses if chosen[name]}
 
 
 def _mean(values: list[Tensor]) -> Tensor:
@@ -217,7 +220,7 @@ class _Added:
         self.counts = Counter[str]()
 
     def __call__(self, graph_filter: GraphFilter, out: Tensor, losses: dict[str, Loss]) -> Tensor:
-        weights = {name: w for name, w in _weights(graph_filter, self.weights).items() if w and name in losses}
+        weights = _asked(graph_filter, losses, self.weights)
         if torch._C._current_graph_task_id() == -1:  # checkpointing runs a layer again, during the backward pass
             if self.backward_began:
                 self.applications, self.backward_began = Counter(), False
