@@ -124,7 +124,9 @@ class AttentionShift(ShiftOperator):
         state: dict[str, Tensor] | None = None,
     ):
         self.attend, self.query, self.key, self.past_rows, self.twice = attend, query, key, past_rows, twice
-        self.hidden, self.scaling, self.visible, self.state = hidden, scaling, visible, state
+        self.hidden, self.scaling, self.state = hidden, scaling, state
+        self._read_visible = visible
+        self._visible: tuple[bool, Tensor | None] | None = None
         self.applications = 0
         self.weights: Tensor | None = None
 
@@ -157,6 +159,12 @@ class AttentionShift(ShiftOperator):
         if value.shape[2] != tokens:
             value = self._check_past(value.shape[2]).newest(value, tokens)
         return repeat_heads(value, self.query.shape[1])
+
+    def visible(self) -> tuple[bool, Tensor | None]:
+        """(causal, keys): which tokens the mask leaves, see ``ops.visibility``; read once, as it may be n x n."""
+        if self._visible is None:
+            self._visible = self._read_visible()
+        return self._visible
 
     def dense(self) -> DenseShift:
         """The same operator as an explicit matrix, found by applying it to the unit vectors (for tests, analysis)."""

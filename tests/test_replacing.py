@@ -27,6 +27,7 @@ from hf_graphfilter import (
     set_blend,
     transfer_attention,
 )
+from hf_graphfilter.ops import visibility
 
 FILE = Path(__file__).parent / "linear_attention.py"
 
@@ -127,3 +128,15 @@ def test_what_its_author_may_have_forgotten():
     model(ids, use_cache=False)
     with pytest.raises(GraphFilterError, match=r"filtered left shift\.state empty"):
         model(ids, use_cache=True)
+
+
+@pytest.mark.parametrize("name", ["agf", "singularformer", "linear-attention"])
+def test_a_layer_reads_the_mask_once(name, monkeypatch):
+    """It may be n x n, and in inference mode no tensor remembers what was read of it."""
+    model, inputs = patch_model(FAMILIES["bert"].build(), name, window=2), FAMILIES["bert"].inputs()
+    inputs["attention_mask"][0, 5:] = 0
+    reduce, readings = visibility._reduce, []
+    monkeypatch.setattr(visibility, "_reduce", lambda *a: (readings.append(1), reduce(*a))[1])
+    with torch.inference_mode():
+        model(**inputs)
+    assert len(readings) == 3

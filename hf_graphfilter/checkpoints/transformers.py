@@ -128,7 +128,7 @@ def _load_by_record(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
         model: PreTrainedModel, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
         path = load_config.pretrained_model_name_or_path
-        if not any(isinstance(part, GraphFilter) for part in model.modules()) and read_record(model) is None:
+        if not filters_of(model, copies=True) and read_record(model) is None:
             info, index = function(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
             _check_coefficients(model, info, path)
             return info, index

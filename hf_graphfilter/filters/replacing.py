@@ -95,8 +95,8 @@ class ReplacingFilter(GraphFilter):
         key, value = (repeat_heads(x[:, :, -tokens:], self.heads) for x in (shift.key, value))
         causal, keys = shift.visible()
         causal = causal or state is not None
-        shown = [key.shape[0], tokens]
-        there = key.new_ones(shown, dtype=torch.bool) if keys is None else keys[:, -tokens:].expand(shown)
+        shape = key.shape[0], tokens
+        there = key.new_ones(shape, dtype=torch.bool) if keys is None else keys[:, -tokens:].expand(shape)
         count = there.cumsum(-1) if causal else there.sum(-1, keepdim=True)
         if state is not None:
             if "count" in state:
