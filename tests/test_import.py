@@ -32,6 +32,7 @@ def test_import_is_light():
 
 ORDERS = {
     "us first": "import hf_graphfilter, transformers",
+    "transformers first": "import transformers, hf_graphfilter",
     "models first": "import transformers.modeling_utils, hf_graphfilter",
     "from within": "import hf_graphfilter.hosts.transformers.cache",
 }

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ from hf_graphfilter import (
     load_filter,
     patch_model,
     save_filter,
+    transfer_attention,
     unpatch_model,
 )
 from hf_graphfilter.hosts import host_of
@@ -351,3 +353,19 @@ def test_a_checkpoint_of_the_first_release_loads():
 def test_a_filter_file_of_the_first_release_loads():
     model = BertModel.from_pretrained(FIRST / "model", add_pooling_layer=False)
     first_release_output(load_filter(unpatch_model(model), FIRST / "filter"))
+
+
+def test_a_transfer_that_the_first_release_began_goes_on(tmp_path):
+    """Its progress folder, of 10 of 20 steps; the last error is that of the whole run there."""
+    model = BertModel.from_pretrained(FIRST / "model", add_pooling_layer=False).double()
+    batches = [{"input_ids": (torch.arange(18).view(2, 9) * (i + 3) + i) % 20} for i in range(6)]
+    shutil.copytree(FIRST / "transfer", tmp_path / "transfer")
+    options = {"steps": 20, "holdout": 2, "eval_every": 10, "progress": False}
+    report = transfer_attention(model, batches, checkpoint=tmp_path / "transfer", **options)
+    assert report.steps == 20
+    # coefficients are float32
+    assert report.history == [
+        (0, 0.36898057076480073),
+        (10, 0.12397321171574133),
+        (20, pytest.approx(0.12937989913995296, rel=1e-4)),
+    ]
