@@ -132,7 +132,7 @@ class Synvolution(ReplacingFilter):
         self.reset_parameters()
 
     def polynomial(self) -> nn.Parameter | None:
-        """The coefficients of a polynomial of the eigenvalues, (K+1,) or (heads, K+1), empty; None where there is none."""
+        """Its coefficients, (K+1,) or (heads, K+1), not yet set; None where the eigenvalues are taken as they are."""
         return None
 
     def reset_parameters(self) -> None:
@@ -192,9 +192,12 @@ class Kernelution(Synvolution):
         return expand(eigenvalues.unsqueeze(-1), damped, self.steps).squeeze(-1)
 
     def filtered(self, shift: AttentionShift, value: Tensor) -> Tensor:
-        out, w = super().filtered(shift, value), self.w
-        assert w is not None
-        return self.penalised(out, kernel_polynomial=lambda: functional.kernel_polynomial_loss(w))
+        assert self.w is not None
+        rows = self.w.view(-1, self.w.shape[-1])
+        return self.penalised(
+            super().filtered(shift, value),
+            kernel_polynomial=lambda: torch.stack([functional.kernel_polynomial_loss(w) for w in rows]).mean(),
+        )
 
 
 class _Clamp(torch.autograd.Function):
