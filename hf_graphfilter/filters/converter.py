@@ -111,8 +111,8 @@ class Synvolution(ReplacingFilter):
     ``spectrum`` makes their angles and the eigenvalues Lambda of the module's input. Query and key are not used. D of
     Eq. 7 meets its inverse, so it is left out.
 
-    ``zeta``, one a head, starts at 1. As in the authors' code it is clamped to [0, 1], but its gradient is dropped only
-    where it leads further out, so that a zeta at a bound is not lost for training.
+    ``zeta``, one a head, starts at 1. Where the authors clamp it to [0, 1], and beyond a bound its gradient is lost, a
+    step out of the interval is reflected into it.
 
     For encoders: every token reaches every other, so there is no causal form.
     """
@@ -142,9 +142,14 @@ class Synvolution(ReplacingFilter):
 
     def coefficients(self) -> dict[str, Tensor]:
         """``zeta`` in [0, 1], ``w_0`` ... ``w_K``, (1,) or (heads,), and the ``gate`` of a blend."""
-        found = {**super().coefficients(), "zeta": self.zeta.detach().clamp(0, 1)}
+        found = {**super().coefficients(), "zeta": self.effective_zeta.detach()}
         w = found.pop("w", None)
         return found if w is None else {**found, **{f"w_{k}": w[..., k].reshape(-1) for k in range(w.shape[-1])}}
+
+    @property
+    def effective_zeta(self) -> Tensor:
+        """(heads,), in [0, 1]: a triangle wave, of slope 1 or -1 at the start too."""
+        return ((self.zeta + 1).remainder(2) - 1).abs()
 
     def response(self, eigenvalues: Tensor) -> Tensor:
         """The argument of the filter at the eigenvalues (batch, sets, tokens), radians."""
@@ -161,7 +166,7 @@ class Synvolution(ReplacingFilter):
         _, there = shift.visible()
         options: dict[str, Any] = {"there": there, "permutation": self.config.permutation}
         out = filter_tokens(repeat_heads(value, self.heads), self.response(eigenvalues), angles, **options)
-        zeta = _Clamp.apply(self.zeta).view(-1, 1, 1).to(out.real.dtype)
+        zeta = self.effective_zeta.view(-1, 1, 1).to(out.real.dtype)
         return torch.lerp(out.imag, out.real, zeta).to(value.dtype)
 
 
@@ -177,7 +182,7 @@ class Kernelution(Synvolution):
 
     def polynomial(self) -> nn.Parameter:
         K, shape = self.config.K, (self.sets,) if self.config.per_head else ()
-        self.steps, self.damping = recurrence("chebyshev", K), tuple(self.config.damping().tolist())
+        self.steps, self.factors = recurrence("chebyshev", K), self.config.damping()
         return nn.Parameter(torch.empty(*shape, K + 1))
 
     def reset_parameters(self) -> None:
@@ -188,7 +193,7 @@ class Kernelution(Synvolution):
 
     def response(self, eigenvalues: Tensor) -> Tensor:
         assert self.w is not None
-        damped = torch.stack([g * w for g, w in zip(self.damping, self.w.unbind(-1), strict=True)], -1)
+        damped = torch.stack([g * w for g, w in zip(self.factors, self.w.unbind(-1), strict=True)], -1)
         return expand(eigenvalues.unsqueeze(-1), damped, self.steps).squeeze(-1)
 
     def filtered(self, shift: AttentionShift, value: Tensor) -> Tensor:
@@ -198,20 +203,6 @@ class Kernelution(Synvolution):
             super().filtered(shift, value),
             kernel_polynomial=lambda: torch.stack([functional.kernel_polynomial_loss(w) for w in rows]).mean(),
         )
-
-
-class _Clamp(torch.autograd.Function):
-    """To [0, 1]; the gradient of what is outside passes where descent leads back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(x)
-        return x.clamp(0, 1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
-        return grad.masked_fill(((x > 1) & (grad < 0)) | ((x < 0) & (grad > 0)), 0)
 
 
 @register_filter("synvolution")
@@ -290,9 +281,11 @@ class KernelutionConfig(SynvolutionConfig):
     def penalties(self) -> dict[str, float]:
         return {"kernel_polynomial": self.gamma_kernel}
 
-    def damping(self) -> Tensor:
+    def damping(self) -> tuple[float, ...]:
         """``g_0 ... g_K``."""
-        return functional.gibbs_damping(self.kernel, self.K, M=self.M, xi=self.xi, a=self.a, b=self.b)
+        with torch.device("cpu"):  # filters are built on the meta device
+            g = functional.gibbs_damping(self.kernel, self.K, M=self.M, xi=self.xi, a=self.a, b=self.b)
+        return tuple(g.tolist())
 
     def validate(self) -> None:
         super().validate()
