@@ -109,9 +109,7 @@ FILTERS = {
         everywhere=False,
     ),
     "synvolution": Entry(
-        SynvolutionConfig(
-            per_head=True, orders=2, permutation="stride", init="blend", window=2, hidden=7, position_bias="drop"
-        ),
+        SynvolutionConfig(per_head=True, orders=2, permutation="stride", hidden=7, position_bias="drop"),
         digraph_matrix,
         everywhere=False,
     ),

@@ -112,20 +112,18 @@ def siren(x, w, name, numbers):
 
 def givens_product(angles, upwards):
     """Eq. 6 and 7 of the Converter paper: G_1 ... G_{m-1}, or G_{m-1} ... G_1, from (batch, sets, 3, tokens)."""
-    alpha, beta, gamma = angles.to(torch.complex128).unbind(2)
-    product = torch.eye(angles.shape[-1], dtype=torch.complex128).repeat(*angles.shape[:2], 1, 1)
-    for i in range(angles.shape[-1] - 1):
-        a, b, half = alpha[..., i], beta[..., i], gamma[..., i] / 2
-        rows = [
-            [torch.exp(-0.5j * (a + b)) * half.cos(), -torch.exp(0.5j * (a - b)) * half.sin()],
-            [torch.exp(-0.5j * (a - b)) * half.sin(), torch.exp(0.5j * (a + b)) * half.cos()],
-        ]
-        rotation = torch.stack([torch.stack(row, -1) for row in rows], -2)
+    a, b, half = (x[..., :-1] for x in (angles * torch.tensor([[1.0], [1.0], [0.5]])).unbind(2))
+    row = [torch.exp(-0.5j * (a + b)) * half.cos(), -torch.exp(0.5j * (a - b)) * half.sin()]
+    below = [torch.exp(-0.5j * (a - b)) * half.sin(), torch.exp(0.5j * (a + b)) * half.cos()]
+    rotations = torch.stack([torch.stack(row, -1), torch.stack(below, -1)], -2).unbind(2)
+    n = angles.shape[-1]
+    product = torch.eye(n, dtype=torch.complex128).expand(*angles.shape[:2], n, n)
+    for i, rotation in enumerate(rotations):
         if upwards:
-            parts = product[..., :i], product[..., i : i + 2] @ rotation, product[..., i + 2 :]
+            product = torch.cat([product[..., :i], product[..., i : i + 2] @ rotation, product[..., i + 2 :]], -1)
         else:
-            parts = product[..., :i, :], rotation @ product[..., i : i + 2, :], product[..., i + 2 :, :]
-        product = torch.cat(parts, -1 if upwards else -2)
+            rows = rotation @ product[..., i : i + 2, :]
+            product = torch.cat([product[..., :i, :], rows, product[..., i + 2 :, :]], -2)
     return product
 
 
