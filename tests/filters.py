@@ -104,7 +104,6 @@ FILTERS = {
     "singularformer": Entry(
         SingularformerConfig(r=3, temperature=0.7, init="blend", window=2, position_bias="drop"),
         singular_matrix,
-        everywhere=False,
     ),
 }
 FILTERS["linear-attention"] = Entry(
