@@ -7,6 +7,11 @@ from .filters.gfsa import GFSAConfig as GFSAConfig
 from .filters.agf import AGFConfig as AGFConfig
 from .filters.singularformer import SingularformerConfig as SingularformerConfig
 
+from .models.converter.configuration import ConverterConfig as ConverterConfig
+from .models.converter.modeling import ConverterForMaskedLM as ConverterForMaskedLM
+from .models.converter.modeling import ConverterForSequenceClassification as ConverterForSequenceClassification
+from .models.converter.modeling import ConverterModel as ConverterModel
+
 from .filters.base import AttentionSite as AttentionSite, FilterConfig as FilterConfig, GraphFilter as GraphFilter
 from .filters.replacing import ReplacingConfig as ReplacingConfig, ReplacingFilter as ReplacingFilter
 from .filters.build import register_filter as register_filter

@@ -1,0 +1,247 @@
+"""The parts of Converter: embeddings, the complex convolution of the tokens, gated feed-forward network, and pooling.
+
+All take a mask (batch, tokens), bool, or None. Masked tokens, wherever they are, change nothing in the others.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import dropout, leaky_relu, softplus
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ...errors import GraphFilterError
+from ...filters.converter import Spectrum
+from ...filters.replacing import in_dtype_of
+from ...functional import kernel_polynomial_loss, kernelution, synvolution
+from .configuration import ConverterConfig
+
+
+class ScaleNorm(nn.Module):
+    """``weight * x / (|x| + eps)`` for real or complex x (batch, tokens, features), float32 or wider within."""
+
+    def __init__(self, features: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.empty(features)), eps
+
+    def reset_parameters(self) -> None:
+        init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = _wide(x)
+        return x * (_wide(self.weight) / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + self.eps))
+
+
+class ConverterEmbeddings(nn.Module):
+    def __init__(self, config: ConverterConfig):
+        super().__init__()
+        assert config.embedding_size is not None
+        features, self.kind, self.dropout = config.embedding_size, config.position_embedding, config.embedding_dropout
+        self.word_embeddings = nn.Embedding(config.vocab_size, features)
+        self.position: nn.Module | None = None
+        if self.kind == "gru":
+            self.position = nn.GRU(features, features, 2, batch_first=True, dropout=config.position_dropout)
+        elif self.kind == "absolute":
+            self.position = nn.Embedding(config.max_position_embeddings, features)
+        self.projection = nn.Linear(features, config.hidden_size) if features != config.hidden_size else nn.Identity()
+        self.norm = ScaleNorm(config.hidden_size, config.norm_eps)
+
+    def forward(self, embeds: Tensor, mask: Tensor | None) -> Tensor:
+        """``embeds`` (batch, tokens, embedding size) to (batch, tokens, hidden size)."""
+        x = self.norm(self.projection(embeds + self._positions(embeds, mask).to(embeds.dtype)))
+        return dropout(x.to(embeds.dtype), self.dropout, self.training)
+
+    def _positions(self, embeds: Tensor, mask: Tensor | None) -> Tensor:
+        tokens, features = embeds.shape[1:]
+        if isinstance(self.position, nn.GRU):
+            return _recurrent(self.position, embeds, mask)
+        if self.kind == "none":
+            return torch.zeros_like(embeds)
+        if mask is None:
+            positions = torch.arange(tokens, device=embeds.device).unsqueeze(0)
+        else:
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+        if self.position is None:
+            return _sinusoidal(positions, features)
+        if tokens > self.position.num_embeddings:
+            raise GraphFilterError(
+                f"{tokens} tokens, and max_position_embeddings is {self.position.num_embeddings}: truncate the input, "
+                "or make the model with another position_embedding"
+            )
+        return self.position(positions)
+
+
+def _recurrent(gru: nn.GRU, embeds: Tensor, mask: Tensor | None) -> Tensor:
+    """The outputs of a GRU in float32 or wider. It runs forwards, so that tokens moved to the front see no padding."""
+    x = _wide(embeds)
+    if mask is not None:
+        to_front = (~mask).to(torch.uint8).argsort(1, stable=True)
+        x = _taken(x, to_front)
+    with torch.autocast(x.device.type, enabled=False):
+        wide = {name: weight.to(x.dtype) for name, weight in gru.named_parameters()}
+        same = all(wide[name] is weight for name, weight in gru.named_parameters())
+        x = (gru(x) if same else functional_call(gru, wide, (x,)))[0]
+    return x if mask is None else _taken(x, to_front.argsort(1))
+
+
+def _taken(x: Tensor, order: Tensor) -> Tensor:
+    return x.gather(1, order.unsqueeze(-1).expand_as(x))
+
+
+def _sinusoidal(positions: Tensor, features: int) -> Tensor:
+    """Vaswani et al.: sine and cosine in turn, (batch, tokens) to (batch, tokens, features)."""
+    turns = torch.arange(0, features, 2, device=positions.device) * (-math.log(10000.0) / features)
+    angles = positions.unsqueeze(-1) * turns.exp()
+    return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)[..., :features]
+
+
+class ConverterConvolution(nn.Module):
+    """Kernelution (Eq. 12) or Synvolution (Eq. 8) of complex values, all features by one filter."""
+
+    coefficients: Tensor | None
+
+    def __init__(self, config: ConverterConfig):
+        super().__init__()
+        features, self.dropout = config.hidden_size, config.value_dropout
+        self.spectrum = Spectrum(
+            features,
+            features,
+            phase=False,
+            eigenvalue_dropout=config.eigenvalue_dropout,
+            eigenvector_dropout=config.eigenvector_dropout,
+        )
+        self.value_real = nn.Linear(features, features, bias=False)
+        self.value_imag = nn.Linear(features, features, bias=False)
+        learned = config.convolution == "kernelution"
+        self.register_parameter("coefficients", nn.Parameter(torch.empty(config.K + 1)) if learned else None)
+        self.damping = {name: getattr(config, name) for name in ("kernel", "M", "xi", "a", "b")}
+
+    def reset_parameters(self) -> None:
+        """The authors' start: the values' parts have variance 1/2, and ``w = 2 / (K + 1)``, its first half of that."""
+        for layer in (self.value_real, self.value_imag):
+            init.normal_(layer.weight, std=math.sqrt(0.5))
+        if self.coefficients is not None:
+            start = torch.full_like(self.coefficients, 2 / len(self.coefficients))
+            start[0] /= 2
+            init.copy_(self.coefficients, start)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """(batch, tokens, features), complex64 or wider."""
+        parts = [_wide(layer(in_dtype_of(layer, x))) for layer in (self.value_real, self.value_imag)]
+        value = torch.complex(*(dropout(part, self.dropout, self.training) for part in parts))
+        eigenvalues, angles = (numbers[:, 0] for numbers in self.spectrum(x))
+        eigenvalues, angles = eigenvalues, angles[:, 0]
+        if mask is not None:
+            angles = angles
+        lower, upper = angles[:, :3, :-1], angles[:, 3:, 1:]
+        if mask is not None:
+            both = (mask[:, :-1] & mask[:, 1:]).unsqueeze(1)
+            lower, upper = lower * both, upper * both
+        factors = lower, upper, torch.zeros_like(eigenvalues)
+        if self.coefficients is None:
+            return synvolution(value, eigenvalues, *factors)
+        return kernelution(value, eigenvalues, self.coefficients, *factors, **self.damping)
+
+
+class GatedFeedForward(nn.Module):
+    """Eq. 13: ``[softplus(Re(z) W) * tanh(Im(z) W')] W_O``, complex (batch, tokens, features) to real."""
+
+    def __init__(self, config: ConverterConfig):
+        super().__init__()
+        self.real = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.imag = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.output = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.dropout = config.feed_forward_dropout
+
+    def reset_parameters(self) -> None:
+        for layer in (self.real, self.imag, self.output):
+            init.xavier_uniform_(layer.weight)
+            init.zeros_(layer.bias)
+
+    def forward(self, z: Tensor) -> Tensor:
+        size, sign = self.real(in_dtype_of(self.real, z.real)), self.imag(in_dtype_of(self.imag, z.imag))
+        return self.output(dropout(softplus(size) * sign.tanh(), self.dropout, self.training))
+
+
+class ConverterLayer(GradientCheckpointingLayer):
+    """Convolution and feed-forward network, each added to its input and normed (PostNorm). Between them the signal is
+    complex; the second sum takes ``zeta Re + (1 - zeta) Im`` of it."""
+
+    def __init__(self, config: ConverterConfig):
+        super().__init__()
+        self.convolution = ConverterConvolution(config)
+        self.convolution_norm = ScaleNorm(config.hidden_size, config.norm_eps)
+        self.feed_forward = GatedFeedForward(config)
+        self.feed_forward_norm = ScaleNorm(config.hidden_size, config.norm_eps)
+        self.zeta = nn.Parameter(torch.empty(1))
+        self.penalised = config.eta > 0
+
+    def reset_parameters(self) -> None:
+        init.ones_(self.zeta)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """(batch, tokens, features), real as ``x``; and in training the kernel polynomial loss, where it counts."""
+        z = self.convolution_norm(self.convolution(x, mask) + _wide(x))
+        zeta = _wide(self.zeta.clamp(0, 1))
+        out = self.feed_forward_norm(_wide(self.feed_forward(z)) + torch.lerp(z.imag, z.real, zeta)).to(x.dtype)
+        coefficients = self.convolution.coefficients if self.training and self.penalised else None
+        return out, None if coefficients is None else kernel_polynomial_loss(coefficients)
+
+
+def pooled(x: Tensor, mask: Tensor | None, pooling: str) -> Tensor:
+    """One vector for each sequence: (batch, tokens, features) to (batch, features), twice as many for "mean_max"."""
+    if pooling == "cls":
+        return x[:, 0] if mask is None else x[torch.arange(len(x), device=x.device), mask.to(torch.uint8).argmax(1)]
+    if pooling == "mean_max":
+        return torch.cat([pooled(x, mask, "mean"), pooled(x, mask, "max")], -1)
+    if mask is None:
+        return x.mean(1) if pooling == "mean" else x.amax(1)
+    there = mask.unsqueeze(-1)
+    if pooling == "max":
+        return x.masked_fill(~there, torch.finfo(x.dtype).min).amax(1)
+    return (_wide(x) * there).sum(1).div(there.sum(1).clamp(min=1)).to(x.dtype)
+
+
+class ClassificationHead(nn.Module):
+    def __init__(self, config: ConverterConfig):
+        super().__init__()
+        features = config.hidden_size * (2 if config.pooling == "mean_max" else 1)
+        if config.num_sequences == 2:
+            features *= 4 if config.interaction == "nli" else 2
+        self.interaction, self.dropout = config.interaction, config.classifier_dropout
+        self.dense = nn.Linear(features, config.hidden_size)
+        self.output = nn.Linear(config.hidden_size, config.num_labels)
+
+    def reset_parameters(self) -> None:
+        init.kaiming_normal_(self.dense.weight, nonlinearity="leaky_relu")
+        init.xavier_normal_(self.output.weight)
+        init.zeros_(self.dense.bias)
+        init.zeros_(self.output.bias)
+
+    def forward(self, sequences: list[Tensor]) -> Tensor:
+        """One or two of (batch, features) to (batch, labels)."""
+        if len(sequences) == 2 and self.interaction == "nli":
+            u, v = sequences
+            sequences = [u, v, u * v, u - v]
+        x = leaky_relu(self.dense(torch.cat(sequences, -1)))
+        return self.output(dropout(x, self.dropout, self.training))
+
+
+class MaskedLMHead(nn.Module):
+    def __init__(self, config: ConverterConfig):
+        super().__init__()
+        assert config.embedding_size is not None
+        self.dense = nn.Linear(config.hidden_size, config.embedding_size)
+        self.norm = nn.LayerNorm(config.embedding_size)
+        self.decoder = nn.Linear(config.embedding_size, config.vocab_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.norm(nn.functional.gelu(self.dense(x))))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.element_size() >= 4 else x.float()
