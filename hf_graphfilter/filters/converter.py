@@ -6,11 +6,28 @@ Source: Zhang et al., "Converting Transformers into DGNNs Form" (preprint, 2025)
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from .replacing import in_dtype_of
+from .. import functional
+from ..errors import GraphFilterError, shown
+from ..functional import Kernel
+from ..ops.polynomials import expand, recurrence
+from ..ops.unitary import Permutation, filter_tokens
+from ..shift import AttentionShift, repeat_heads
+from .base import LARGEST_ORDER, AttentionSite
+from .build import register_filter
+from .replacing import ReplacingConfig, ReplacingFilter, in_dtype_of
+
+CITATION = """@article{zhang2025converter,
+  title   = {Converting Transformers into DGNNs Form},
+  author  = {Jie Zhang and Mao-Hsuan Mao and Bo-Wei Chiu and Min-Te Sun},
+  journal = {Preprint},
+  year    = {2025}
+}"""
 
 
 class Spectrum(nn.Module):
@@ -20,8 +37,8 @@ class Spectrum(nn.Module):
     equal size to one eigenvalue and to the angles of a token (Eq. 4). So the eigenvalues are in (-1, 1), the angles in
     (-2 pi, 2 pi). Weights start as Sitzmann et al. (2020) have it, with omega_0 = 1 and the bound of an inner layer,
     ``sqrt(6 / features)``, for the first too: its input is hundreds of normalised features, of which the sum turns the
-    sine once around, and not the one to three coordinates in [-1, 1] that omega_0 = 30 is for. The linear layers compute
-    in the dtype of their weights; sines, averages and results are float32 or wider.
+    sine once around, and not the one to three coordinates in [-1, 1] that omega_0 = 30 is for. The linear layers
+    compute in the dtype of their weights; sines, averages and results are float32 or wider.
 
     Args:
         features: of a token.
@@ -85,3 +102,205 @@ class Spectrum(nn.Module):
 def _siren(features: int, hidden: int, numbers: int) -> nn.Sequential:
     """Two layers, whose outputs fall into as many groups of equal size as there are ``numbers``."""
     return nn.Sequential(nn.Linear(features, hidden), nn.Linear(hidden, max(hidden // numbers, 1) * numbers))
+
+
+class Synvolution(ReplacingFilter):
+    """``zeta Re z + (1 - zeta) Im z`` of ``z = Phi^-1 [exp(i Lambda) * (Phi value)]``: O(n d) time and memory.
+
+    ``Phi`` is unitary, of full rank and dense, a product of Givens rotations of neighbouring tokens (Eq. 7); the child
+    ``spectrum`` makes their angles and the eigenvalues Lambda of the module's input. Query and key are not used. D of
+    Eq. 7 meets its inverse, so it is left out.
+
+    ``zeta``, one a head, starts at 1. As in the authors' code it is clamped to [0, 1], but its gradient is dropped only
+    where it leads further out, so that a zeta at a bound is not lost for training.
+
+    For encoders: every token reaches every other, so there is no causal form.
+    """
+
+    config: SynvolutionConfig
+    causal_form: ClassVar[bool] = False
+    w: nn.Parameter | None
+
+    def __init__(self, config: SynvolutionConfig, site: AttentionSite):
+        super().__init__(config, site)
+        assert site.hidden_size is not None
+        self.sets = site.heads if config.per_head else 1
+        hidden = config.hidden or site.hidden_size
+        self.spectrum = Spectrum(site.hidden_size, hidden, sets=self.sets, orders=config.orders, phase=False)
+        self.zeta = nn.Parameter(torch.empty(site.heads))
+        self.w = self.polynomial()
+        self.reset_parameters()
+
+    def polynomial(self) -> nn.Parameter | None:
+        """The coefficients of a polynomial of the eigenvalues, (K+1,) or (heads, K+1), empty; None where there is none."""
+        return None
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.spectrum.reset_parameters()
+        nn.init.ones_(self.zeta)
+
+    def coefficients(self) -> dict[str, Tensor]:
+        """``zeta`` in [0, 1], ``w_0`` ... ``w_K``, (1,) or (heads,), and the ``gate`` of a blend."""
+        found = {**super().coefficients(), "zeta": self.zeta.detach().clamp(0, 1)}
+        w = found.pop("w", None)
+        return found if w is None else {**found, **{f"w_{k}": w[..., k].reshape(-1) for k in range(w.shape[-1])}}
+
+    def response(self, eigenvalues: Tensor) -> Tensor:
+        """The argument of the filter at the eigenvalues (batch, sets, tokens), radians."""
+        return eigenvalues
+
+    def filtered(self, shift: AttentionShift, value: Tensor) -> Tensor:
+        assert shift.hidden is not None
+        if value.shape[2] != shift.hidden.shape[1]:
+            raise GraphFilterError(
+                f"{self.site_name}: {type(self).__name__} rotates the {shift.hidden.shape[1]} tokens of the module's "
+                f"input, and the values are of {value.shape[2]}"
+            )
+        eigenvalues, angles = self.spectrum(shift.hidden)
+        _, there = shift.visible()
+        options: dict[str, Any] = {"there": there, "permutation": self.config.permutation}
+        out = filter_tokens(repeat_heads(value, self.heads), self.response(eigenvalues), angles, **options)
+        zeta = _Clamp.apply(self.zeta).view(-1, 1, 1).to(out.real.dtype)
+        return torch.lerp(out.imag, out.real, zeta).to(value.dtype)
+
+
+class Kernelution(Synvolution):
+    """Synvolution with a learned Chebyshev polynomial of the eigenvalues: ``exp(i p(Lambda))``, ``p = sum_k g_k w_k
+    T_k`` (Eq. 12).
+
+    The coefficients ``w`` start at 2 / (K+1), the zeroth at half of that, as in the authors' code; ``g_k`` is the
+    damping of the kernel (Table 6).
+    """
+
+    config: KernelutionConfig
+
+    def polynomial(self) -> nn.Parameter:
+        K, shape = self.config.K, (self.sets,) if self.config.per_head else ()
+        self.steps, self.damping = recurrence("chebyshev", K), tuple(self.config.damping().tolist())
+        return nn.Parameter(torch.empty(*shape, K + 1))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        assert self.w is not None
+        nn.init.constant_(self.w, 2 / self.w.shape[-1])
+        nn.init.constant_(self.w[..., :1], 1 / self.w.shape[-1])
+
+    def response(self, eigenvalues: Tensor) -> Tensor:
+        assert self.w is not None
+        damped = torch.stack([g * w for g, w in zip(self.damping, self.w.unbind(-1), strict=True)], -1)
+        return expand(eigenvalues.unsqueeze(-1), damped, self.steps).squeeze(-1)
+
+    def filtered(self, shift: AttentionShift, value: Tensor) -> Tensor:
+        out, w = super().filtered(shift, value), self.w
+        assert w is not None
+        return self.penalised(out, kernel_polynomial=lambda: functional.kernel_polynomial_loss(w))
+
+
+class _Clamp(torch.autograd.Function):
+    """To [0, 1]; the gradient of what is outside passes where descent leads back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return x.clamp(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return grad.masked_fill(((x > 1) & (grad < 0)) | ((x < 0) & (grad > 0)), 0)
+
+
+@register_filter("synvolution")
+@dataclass(frozen=True)
+class SynvolutionConfig(ReplacingConfig):
+    """Synvolution, a unitary filter with learned eigenvalues and eigenvectors, with linear cost; for encoders.
+
+    Args:
+        per_head: eigenvalues and eigenvectors of its own for each head, else one set a layer, the paper's.
+        orders: pairs of Hessenberg factors, L of Eq. 7, 1 to 64; the paper's is 1, and cost grows with it.
+        permutation: of the tokens before each pair, P of Eq. 7: ``"identity"``, the paper's; ``"stride"``, every second
+            token behind the others; or ``"bit_reversal"``, by the reversed binary digits of the places. Learned ones
+            are not there.
+        hidden: features of the layers of the two networks that make eigenvalues and angles, 1 to 16384; ``None`` for
+            the features of the module's input.
+        init, window, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
+
+    Example:
+        >>> SynvolutionConfig(orders=2, permutation="stride").starts_as_original
+        False
+    """
+
+    module = Synvolution
+    citation = CITATION
+
+    per_head: bool = False
+    orders: int = 1
+    permutation: Permutation = "identity"
+    hidden: int | None = None
+
+    def validate(self) -> None:
+        super().validate()
+        name = type(self).__name__
+        if not 1 <= self.orders <= 64:
+            raise GraphFilterError(f"{name}: orders must be 1 to 64, got {shown(self.orders)}")
+        if self.hidden is not None and not 1 <= self.hidden <= 16_384:
+            raise GraphFilterError(f"{name}: hidden must be 1 to 16384, got {shown(self.hidden)}")
+
+
+@register_filter("kernelution")
+@dataclass(frozen=True)
+class KernelutionConfig(SynvolutionConfig):
+    """Kernelution, Synvolution with a learned polynomial of the eigenvalues, with linear cost; for encoders.
+
+    Eq. 14 of the paper weighs the loss of the task by 1 - eta and the kernel polynomial loss by eta. Divided by 1 - eta
+    that is the task plus ``gamma_kernel`` times the loss, with the same minimum: ``gamma_kernel = eta / (1 - eta)``.
+
+    Args:
+        K: order of the Chebyshev polynomial, 0 to 1000; the paper's is 2.
+        kernel: the damping of its coefficients: ``"dirichlet"`` (none), ``"fejer"``, ``"jackson"``, ``"lanczos"`` (with
+            M), ``"lorentz"`` (xi), ``"vekic"`` or ``"wang"`` (a and b); see ``functional.gibbs_damping``.
+        M: power, 1 to 1000.
+        xi: resolution, not 0.
+        a, b: >= 0 and > 0.
+        gamma_kernel: weight of the kernel polynomial loss (Eq. 11) that ``RegularizerCallback`` adds; the paper's eta
+            is 0.001 to 0.1.
+        per_head, orders, permutation, hidden: as of ``SynvolutionConfig``; ``per_head`` the coefficients too.
+        init, window, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
+
+    Example:
+        >>> KernelutionConfig(K=3, kernel="jackson").penalties
+        {'kernel_polynomial': 0.001}
+    """
+
+    module = Kernelution
+
+    K: int = 2
+    kernel: Kernel = "dirichlet"
+    M: int = 3
+    xi: float = 4.0
+    a: float = 0.5
+    b: float = 2.0
+    gamma_kernel: float = 1e-3
+
+    @property
+    def penalties(self) -> dict[str, float]:
+        return {"kernel_polynomial": self.gamma_kernel}
+
+    def damping(self) -> Tensor:
+        """``g_0 ... g_K``."""
+        return functional.gibbs_damping(self.kernel, self.K, M=self.M, xi=self.xi, a=self.a, b=self.b)
+
+    def validate(self) -> None:
+        super().validate()
+        if not 0 <= self.K <= LARGEST_ORDER:
+            limit = ">= 0" if self.K < 0 else f"at most {LARGEST_ORDER}"
+            raise GraphFilterError(f"KernelutionConfig: K must be {limit}, got {shown(self.K)}")
+        if self.M > LARGEST_ORDER:
+            raise GraphFilterError(f"KernelutionConfig: M must be at most {LARGEST_ORDER}, got {shown(self.M)}")
+        if self.gamma_kernel < 0:
+            raise GraphFilterError(f"KernelutionConfig: gamma_kernel must be >= 0, got {shown(self.gamma_kernel)}")
+        try:
+            self.damping()
+        except GraphFilterError as error:
+            raise GraphFilterError(f"KernelutionConfig: {str(error).removeprefix('gibbs_damping: ')}") from None
