@@ -33,6 +33,4 @@ when_imported(
 )
 # our models import modeling_layers, which may itself be importing modeling_auto
 when_imported("transformers.modeling_layers", lambda: importlib.import_module(".models.converter.modeling", __name__))
-when_imported(
-    "transformers.models.auto.modeling_auto", lambda: importlib.import_module("transformers.modeling_layers")
-)
+when_imported("transformers.models.auto.modeling_auto", lambda: importlib.import_module("transformers.modeling_layers"))

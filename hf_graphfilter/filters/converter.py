@@ -104,6 +104,17 @@ def _siren(features: int, hidden: int, numbers: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(features, hidden), nn.Linear(hidden, max(hidden // numbers, 1) * numbers))
 
 
+def damped_polynomial(eigenvalues: Tensor, w: Tensor, damping: tuple[float, ...]) -> Tensor:
+    """``sum_k g_k w_k T_k``: eigenvalues (batch, sets, tokens), ``w`` (K+1,) or (sets, K+1), and the K+1 g_k."""
+    damped = torch.stack([g * w_k for g, w_k in zip(damping, w.unbind(-1), strict=True)], -1)
+    return expand(eigenvalues.unsqueeze(-1), damped, recurrence("chebyshev", len(damping) - 1)).squeeze(-1)
+
+
+def real_form(z: Tensor, zeta: Tensor) -> Tensor:
+    """``zeta Re z + (1 - zeta) Im z``, zeta clamped to [0, 1]; a gradient that leads back there passes."""
+    return torch.lerp(z.imag, z.real, _Clamp.apply(zeta).to(z.real.dtype))
+
+
 class Synvolution(ReplacingFilter):
     """``zeta Re z + (1 - zeta) Im z`` of ``z = Phi^-1 [exp(i Lambda) * (Phi value)]``: O(n d) time and memory.
 
@@ -161,8 +172,7 @@ class Synvolution(ReplacingFilter):
         _, there = shift.visible()
         options: dict[str, Any] = {"there": there, "permutation": self.config.permutation}
         out = filter_tokens(repeat_heads(value, self.heads), self.response(eigenvalues), angles, **options)
-        zeta = _Clamp.apply(self.zeta).view(-1, 1, 1).to(out.real.dtype)
-        return torch.lerp(out.imag, out.real, zeta).to(value.dtype)
+        return real_form(out, self.zeta.view(-1, 1, 1)).to(value.dtype)
 
 
 class Kernelution(Synvolution):
@@ -177,7 +187,7 @@ class Kernelution(Synvolution):
 
     def polynomial(self) -> nn.Parameter:
         K, shape = self.config.K, (self.sets,) if self.config.per_head else ()
-        self.steps, self.damping = recurrence("chebyshev", K), tuple(self.config.damping().tolist())
+        self.damping = tuple(self.config.damping().tolist())
         return nn.Parameter(torch.empty(*shape, K + 1))
 
     def reset_parameters(self) -> None:
@@ -188,8 +198,7 @@ class Kernelution(Synvolution):
 
     def response(self, eigenvalues: Tensor) -> Tensor:
         assert self.w is not None
-        damped = torch.stack([g * w for g, w in zip(self.damping, self.w.unbind(-1), strict=True)], -1)
-        return expand(eigenvalues.unsqueeze(-1), damped, self.steps).squeeze(-1)
+        return damped_polynomial(eigenvalues, self.w, self.damping)
 
     def filtered(self, shift: AttentionShift, value: Tensor) -> Tensor:
         out, w = super().filtered(shift, value), self.w

@@ -1,1 +1,1 @@
-"""Whole models. ``import hf_graphfilter`` registers them with the Auto classes of transformers, once these are there."""
+"""Whole models, which ``import hf_graphfilter`` registers with the Auto classes of transformers."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from transformers import AutoConfig, PreTrainedConfig
 
 from ...errors import GraphFilterError, shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...functional import Kernel
 
 CHOICES = {
     "position_embedding": ("gru", "absolute", "sinusoidal", "none"),
@@ -14,7 +19,14 @@ CHOICES = {
     "pooling": ("mean", "max", "mean_max", "cls"),
     "interaction": ("nli", "concat"),
 }
-SIZES = ("vocab_size", "hidden_size", "embedding_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "embedding_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "max_position_embeddings",
+)
 DROPOUTS = ("position", "embedding", "value", "feed_forward", "eigenvalue", "eigenvector", "classifier")
 
 
@@ -72,7 +84,7 @@ class ConverterConfig(PreTrainedConfig):
     max_position_embeddings: int = 4096
     convolution: str = "kernelution"
     K: int = 2
-    kernel: str = "dirichlet"
+    kernel: Kernel = "dirichlet"
     M: int = 3
     xi: float | int = 4.0
     a: float | int = 0.5
@@ -94,11 +106,11 @@ class ConverterConfig(PreTrainedConfig):
     tie_word_embeddings: bool = True
 
     def __post_init__(self, **kwargs: object) -> None:
-        from ...functional import gibbs_damping  # imports torch
-
         for name, known in CHOICES.items():
             if (value := getattr(self, name)) not in known:
-                raise GraphFilterError(f"ConverterConfig: {name}={shown(value)}: use one of {', '.join(map(repr, known))}")
+                raise GraphFilterError(
+                    f"ConverterConfig: {name}={shown(value)}: use one of {', '.join(map(repr, known))}"
+                )
         if self.embedding_size is None:
             self.embedding_size = self.hidden_size
         for name in SIZES:
@@ -111,8 +123,14 @@ class ConverterConfig(PreTrainedConfig):
             value = getattr(self, name)
             if not isinstance(value, float | int) or not 0 <= value < 1:
                 raise GraphFilterError(f"ConverterConfig: {name} must be in [0, 1), got {shown(value)}")
-        gibbs_damping(self.kernel, self.K, M=self.M, xi=self.xi, a=self.a, b=self.b)  # type: ignore[arg-type]
+        self.damping()
         super().__post_init__(**kwargs)
+
+    def damping(self) -> Tensor:
+        """``g_0 ... g_K``."""
+        from ...functional import gibbs_damping  # imports torch
+
+        return gibbs_damping(self.kernel, self.K, M=self.M, xi=self.xi, a=self.a, b=self.b)
 
 
 AutoConfig.register(ConverterConfig.model_type, ConverterConfig, exist_ok=True)

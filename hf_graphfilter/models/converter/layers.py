@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import dropout, leaky_relu, softplus
 from transformers import initialization as init
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import GraphFilterError
-from ...filters.converter import Spectrum
+from ...filters.converter import Spectrum, damped_polynomial
 from ...filters.replacing import in_dtype_of
-from ...functional import kernel_polynomial_loss, kernelution, synvolution
+from ...ops.unitary import filter_tokens
 from .configuration import ConverterConfig
 
 
@@ -32,15 +31,15 @@ class ScaleNorm(nn.Module):
         init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = _wide(x)
-        return x * (_wide(self.weight) / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + self.eps))
+        x = wide(x)
+        return x * (wide(self.weight) / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + self.eps))
 
 
 class ConverterEmbeddings(nn.Module):
     def __init__(self, config: ConverterConfig):
         super().__init__()
-        assert config.embedding_size is not None
-        features, self.kind, self.dropout = config.embedding_size, config.position_embedding, config.embedding_dropout
+        features, self.kind = config.embedding_size or config.hidden_size, config.position_embedding
+        self.dropout = config.embedding_dropout
         self.word_embeddings = nn.Embedding(config.vocab_size, features)
         self.position: nn.Module | None = None
         if self.kind == "gru":
@@ -65,7 +64,7 @@ class ConverterEmbeddings(nn.Module):
             positions = torch.arange(tokens, device=embeds.device).unsqueeze(0)
         else:
             positions = (mask.cumsum(1) - 1).clamp(min=0)
-        if self.position is None:
+        if not isinstance(self.position, nn.Embedding):
             return _sinusoidal(positions, features)
         if tokens > self.position.num_embeddings:
             raise GraphFilterError(
@@ -77,14 +76,15 @@ class ConverterEmbeddings(nn.Module):
 
 def _recurrent(gru: nn.GRU, embeds: Tensor, mask: Tensor | None) -> Tensor:
     """The outputs of a GRU in float32 or wider. It runs forwards, so that tokens moved to the front see no padding."""
-    x = _wide(embeds)
+    x = wide(embeds)
     if mask is not None:
-        to_front = (~mask).to(torch.uint8).argsort(1, stable=True)
+        to_front = (~mask).byte().argsort(dim=1, stable=True)
         x = _taken(x, to_front)
     with torch.autocast(x.device.type, enabled=False):
-        wide = {name: weight.to(x.dtype) for name, weight in gru.named_parameters()}
-        same = all(wide[name] is weight for name, weight in gru.named_parameters())
-        x = (gru(x) if same else functional_call(gru, wide, (x,)))[0]
+        if gru.weight_hh_l0.dtype == x.dtype:
+            x = gru(x)[0]
+        else:
+            x = functional_call(gru, {name: weight.to(x.dtype) for name, weight in gru.named_parameters()}, x)[0]
     return x if mask is None else _taken(x, to_front.argsort(1))
 
 
@@ -118,7 +118,7 @@ class ConverterConvolution(nn.Module):
         self.value_imag = nn.Linear(features, features, bias=False)
         learned = config.convolution == "kernelution"
         self.register_parameter("coefficients", nn.Parameter(torch.empty(config.K + 1)) if learned else None)
-        self.damping = {name: getattr(config, name) for name in ("kernel", "M", "xi", "a", "b")}
+        self.damping = tuple(config.damping().tolist())
 
     def reset_parameters(self) -> None:
         """The authors' start: the values' parts have variance 1/2, and ``w = 2 / (K + 1)``, its first half of that."""
@@ -131,20 +131,12 @@ class ConverterConvolution(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """(batch, tokens, features), complex64 or wider."""
-        parts = [_wide(layer(in_dtype_of(layer, x))) for layer in (self.value_real, self.value_imag)]
+        parts = [wide(layer(in_dtype_of(layer, x))) for layer in (self.value_real, self.value_imag)]
         value = torch.complex(*(dropout(part, self.dropout, self.training) for part in parts))
-        eigenvalues, angles = (numbers[:, 0] for numbers in self.spectrum(x))
-        eigenvalues, angles = eigenvalues, angles[:, 0]
-        if mask is not None:
-            angles = angles
-        lower, upper = angles[:, :3, :-1], angles[:, 3:, 1:]
-        if mask is not None:
-            both = (mask[:, :-1] & mask[:, 1:]).unsqueeze(1)
-            lower, upper = lower * both, upper * both
-        factors = lower, upper, torch.zeros_like(eigenvalues)
-        if self.coefficients is None:
-            return synvolution(value, eigenvalues, *factors)
-        return kernelution(value, eigenvalues, self.coefficients, *factors, **self.damping)
+        eigenvalues, angles = self.spectrum(x)
+        if self.coefficients is not None:
+            eigenvalues = damped_polynomial(eigenvalues, self.coefficients, self.damping)
+        return filter_tokens(value.unsqueeze(1), eigenvalues, angles, there=mask).squeeze(1)
 
 
 class GatedFeedForward(nn.Module):
@@ -167,35 +159,10 @@ class GatedFeedForward(nn.Module):
         return self.output(dropout(softplus(size) * sign.tanh(), self.dropout, self.training))
 
 
-class ConverterLayer(GradientCheckpointingLayer):
-    """Convolution and feed-forward network, each added to its input and normed (PostNorm). Between them the signal is
-    complex; the second sum takes ``zeta Re + (1 - zeta) Im`` of it."""
-
-    def __init__(self, config: ConverterConfig):
-        super().__init__()
-        self.convolution = ConverterConvolution(config)
-        self.convolution_norm = ScaleNorm(config.hidden_size, config.norm_eps)
-        self.feed_forward = GatedFeedForward(config)
-        self.feed_forward_norm = ScaleNorm(config.hidden_size, config.norm_eps)
-        self.zeta = nn.Parameter(torch.empty(1))
-        self.penalised = config.eta > 0
-
-    def reset_parameters(self) -> None:
-        init.ones_(self.zeta)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """(batch, tokens, features), real as ``x``; and in training the kernel polynomial loss, where it counts."""
-        z = self.convolution_norm(self.convolution(x, mask) + _wide(x))
-        zeta = _wide(self.zeta.clamp(0, 1))
-        out = self.feed_forward_norm(_wide(self.feed_forward(z)) + torch.lerp(z.imag, z.real, zeta)).to(x.dtype)
-        coefficients = self.convolution.coefficients if self.training and self.penalised else None
-        return out, None if coefficients is None else kernel_polynomial_loss(coefficients)
-
-
 def pooled(x: Tensor, mask: Tensor | None, pooling: str) -> Tensor:
     """One vector for each sequence: (batch, tokens, features) to (batch, features), twice as many for "mean_max"."""
     if pooling == "cls":
-        return x[:, 0] if mask is None else x[torch.arange(len(x), device=x.device), mask.to(torch.uint8).argmax(1)]
+        return x[:, 0] if mask is None else x[torch.arange(len(x), device=x.device), mask.byte().argmax(1)]
     if pooling == "mean_max":
         return torch.cat([pooled(x, mask, "mean"), pooled(x, mask, "max")], -1)
     if mask is None:
@@ -203,12 +170,13 @@ def pooled(x: Tensor, mask: Tensor | None, pooling: str) -> Tensor:
     there = mask.unsqueeze(-1)
     if pooling == "max":
         return x.masked_fill(~there, torch.finfo(x.dtype).min).amax(1)
-    return (_wide(x) * there).sum(1).div(there.sum(1).clamp(min=1)).to(x.dtype)
+    return (wide(x) * there).sum(1).div(there.sum(1).clamp(min=1)).to(x.dtype)
 
 
 class ClassificationHead(nn.Module):
     def __init__(self, config: ConverterConfig):
         super().__init__()
+        assert config.num_labels is not None
         features = config.hidden_size * (2 if config.pooling == "mean_max" else 1)
         if config.num_sequences == 2:
             features *= 4 if config.interaction == "nli" else 2
@@ -234,14 +202,15 @@ class ClassificationHead(nn.Module):
 class MaskedLMHead(nn.Module):
     def __init__(self, config: ConverterConfig):
         super().__init__()
-        assert config.embedding_size is not None
-        self.dense = nn.Linear(config.hidden_size, config.embedding_size)
-        self.norm = nn.LayerNorm(config.embedding_size)
-        self.decoder = nn.Linear(config.embedding_size, config.vocab_size)
+        features = config.embedding_size or config.hidden_size
+        self.dense = nn.Linear(config.hidden_size, features)
+        self.norm = nn.LayerNorm(features)
+        self.decoder = nn.Linear(features, config.vocab_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.decoder(self.norm(nn.functional.gelu(self.dense(x))))
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
+    """Half precision as float32."""
     return x if x.element_size() >= 4 else x.float()

@@ -11,25 +11,50 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput, SequenceClassifierOutput
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from ...errors import GraphFilterError
-from ...filters.converter import Spectrum
+from ...filters.converter import Spectrum, real_form
+from ...functional import kernel_polynomial_loss
 from .configuration import ConverterConfig
 from .layers import (
     ClassificationHead,
     ConverterConvolution,
     ConverterEmbeddings,
-    ConverterLayer,
     GatedFeedForward,
     MaskedLMHead,
     ScaleNorm,
     pooled,
+    wide,
 )
 
-_OWN_START = ClassificationHead, ConverterConvolution, ConverterLayer, GatedFeedForward, ScaleNorm, Spectrum, nn.GRU
+
+class ConverterLayer(GradientCheckpointingLayer):
+    """Convolution and feed-forward network, each added to its input and normed (PostNorm). Between them the signal is
+    complex; the second sum takes ``zeta Re + (1 - zeta) Im`` of it."""
+
+    def __init__(self, config: ConverterConfig):
+        super().__init__()
+        self.convolution = ConverterConvolution(config)
+        self.convolution_norm = ScaleNorm(config.hidden_size, config.norm_eps)
+        self.feed_forward = GatedFeedForward(config)
+        self.feed_forward_norm = ScaleNorm(config.hidden_size, config.norm_eps)
+        self.zeta = nn.Parameter(torch.empty(1))
+        self.penalised = config.eta > 0
+
+    def reset_parameters(self) -> None:
+        init.ones_(self.zeta)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """(batch, tokens, features), real as ``x``; and in training the kernel polynomial loss, where it counts."""
+        z = self.convolution_norm(self.convolution(x, mask) + wide(x))
+        out = self.feed_forward_norm(wide(self.feed_forward(z)) + real_form(z, self.zeta)).to(x.dtype)
+        coefficients = self.convolution.coefficients if self.training and self.penalised else None
+        return out, None if coefficients is None else kernel_polynomial_loss(coefficients)
 
 
 @dataclass
@@ -55,12 +80,15 @@ class ConverterMaskedLMOutput(MaskedLMOutput):
     kernel_polynomial_loss: Tensor | None = None
 
 
+_OWN_START = ClassificationHead, ConverterConvolution, ConverterLayer, GatedFeedForward, ScaleNorm, Spectrum, nn.GRU
+
+
 class ConverterPreTrainedModel(PreTrainedModel):
     config: ConverterConfig
     config_class = ConverterConfig
     base_model_prefix = "converter"
     supports_gradient_checkpointing = True
-    _no_split_modules = ("ConverterEmbeddings", "ConverterLayer")
+    _no_split_modules = ["ConverterEmbeddings", "ConverterLayer"]  # noqa: RUF012
     _can_record_outputs = {"hidden_states": ConverterLayer}  # noqa: RUF012  # as transformers declares it
 
     @classmethod
