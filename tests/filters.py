@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from linear_attention import LinearAttentionConfig
-from oracle import agf_matrix, gfsa_matrix, linear_attention_matrix, singular_matrix
+from oracle import agf_matrix, digraph_matrix, gfsa_matrix, linear_attention_matrix, singular_matrix
 from torch import nn
 
 from hf_graphfilter import (
@@ -17,8 +17,10 @@ from hf_graphfilter import (
     FilterConfig,
     GFSAConfig,
     GraphFilter,
+    KernelutionConfig,
     ReplacingConfig,
     SingularformerConfig,
+    SynvolutionConfig,
     register_filter,
 )
 
@@ -105,6 +107,14 @@ FILTERS = {
         SingularformerConfig(r=3, temperature=0.7, init="blend", window=2, position_bias="drop"),
         singular_matrix,
         everywhere=False,
+    ),
+    "synvolution": Entry(
+        SynvolutionConfig(per_head=True, orders=2, permutation="stride", hidden=7, position_bias="drop"),
+        digraph_matrix,
+        everywhere=False,
+    ),
+    "kernelution": Entry(
+        KernelutionConfig(K=3, kernel="jackson", position_bias="drop"), digraph_matrix, everywhere=False
     ),
 }
 FILTERS["linear-attention"] = Entry(

@@ -104,15 +104,20 @@ def _siren(features: int, hidden: int, numbers: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(features, hidden), nn.Linear(hidden, max(hidden // numbers, 1) * numbers))
 
 
-def damped_polynomial(eigenvalues: Tensor, w: Tensor, damping: tuple[float, ...]) -> Tensor:
-    """``sum_k g_k w_k T_k``: eigenvalues (batch, sets, tokens), ``w`` (K+1,) or (sets, K+1), and the K+1 g_k."""
-    damped = torch.stack([g * w_k for g, w_k in zip(damping, w.unbind(-1), strict=True)], -1)
-    return expand(eigenvalues.unsqueeze(-1), damped, recurrence("chebyshev", len(damping) - 1)).squeeze(-1)
+def damped_polynomial(eigenvalues: Tensor, w: Tensor, factors: tuple[float, ...]) -> Tensor:
+    """``sum_k g_k w_k T_k``: eigenvalues (batch, sets, tokens), ``w`` (K+1,) or (sets, K+1), ``factors`` the g_k."""
+    damped = torch.stack([g * w_k for g, w_k in zip(factors, w.unbind(-1), strict=True)], -1)
+    return expand(eigenvalues.unsqueeze(-1), damped, recurrence("chebyshev", len(factors) - 1)).squeeze(-1)
+
+
+def reflected(zeta: Tensor) -> Tensor:
+    """In [0, 1]: a triangle wave, of slope 1 or -1 at 0 and 1 too."""
+    return ((zeta + 1).remainder(2) - 1).abs()
 
 
 def real_form(z: Tensor, zeta: Tensor) -> Tensor:
-    """``zeta Re z + (1 - zeta) Im z``, zeta clamped to [0, 1]; a gradient that leads back there passes."""
-    return torch.lerp(z.imag, z.real, _Clamp.apply(zeta).to(z.real.dtype))
+    """``zeta Re z + (1 - zeta) Im z``, zeta ``reflected``."""
+    return torch.lerp(z.imag, z.real, reflected(zeta).to(z.real.dtype))
 
 
 class Synvolution(ReplacingFilter):
@@ -122,8 +127,8 @@ class Synvolution(ReplacingFilter):
     ``spectrum`` makes their angles and the eigenvalues Lambda of the module's input. Query and key are not used. D of
     Eq. 7 meets its inverse, so it is left out.
 
-    ``zeta``, one a head, starts at 1. As in the authors' code it is clamped to [0, 1], but its gradient is dropped only
-    where it leads further out, so that a zeta at a bound is not lost for training.
+    ``zeta``, one a head, starts at 1. Where the authors clamp it to [0, 1], and beyond a bound its gradient is lost, a
+    step out of the interval is reflected into it.
 
     For encoders: every token reaches every other, so there is no causal form.
     """
@@ -143,7 +148,7 @@ class Synvolution(ReplacingFilter):
         self.reset_parameters()
 
     def polynomial(self) -> nn.Parameter | None:
-        """The coefficients of a polynomial of the eigenvalues, (K+1,) or (heads, K+1), empty; None where there is none."""
+        """Its coefficients, (K+1,) or (heads, K+1), not yet set; None where the eigenvalues are taken as they are."""
         return None
 
     def reset_parameters(self) -> None:
@@ -153,7 +158,7 @@ class Synvolution(ReplacingFilter):
 
     def coefficients(self) -> dict[str, Tensor]:
         """``zeta`` in [0, 1], ``w_0`` ... ``w_K``, (1,) or (heads,), and the ``gate`` of a blend."""
-        found = {**super().coefficients(), "zeta": self.zeta.detach().clamp(0, 1)}
+        found = {**super().coefficients(), "zeta": reflected(self.zeta.detach())}
         w = found.pop("w", None)
         return found if w is None else {**found, **{f"w_{k}": w[..., k].reshape(-1) for k in range(w.shape[-1])}}
 
@@ -187,7 +192,7 @@ class Kernelution(Synvolution):
 
     def polynomial(self) -> nn.Parameter:
         K, shape = self.config.K, (self.sets,) if self.config.per_head else ()
-        self.damping = tuple(self.config.damping().tolist())
+        self.factors = self.config.damping()
         return nn.Parameter(torch.empty(*shape, K + 1))
 
     def reset_parameters(self) -> None:
@@ -198,26 +203,15 @@ class Kernelution(Synvolution):
 
     def response(self, eigenvalues: Tensor) -> Tensor:
         assert self.w is not None
-        return damped_polynomial(eigenvalues, self.w, self.damping)
+        return damped_polynomial(eigenvalues, self.w, self.factors)
 
     def filtered(self, shift: AttentionShift, value: Tensor) -> Tensor:
-        out, w = super().filtered(shift, value), self.w
-        assert w is not None
-        return self.penalised(out, kernel_polynomial=lambda: functional.kernel_polynomial_loss(w))
-
-
-class _Clamp(torch.autograd.Function):
-    """To [0, 1]; the gradient of what is outside passes where descent leads back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(x)
-        return x.clamp(0, 1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
-        return grad.masked_fill(((x > 1) & (grad < 0)) | ((x < 0) & (grad > 0)), 0)
+        assert self.w is not None
+        rows = self.w.view(-1, self.w.shape[-1])
+        return self.penalised(
+            super().filtered(shift, value),
+            kernel_polynomial=lambda: torch.stack([functional.kernel_polynomial_loss(w) for w in rows]).mean(),
+        )
 
 
 @register_filter("synvolution")
@@ -296,9 +290,11 @@ class KernelutionConfig(SynvolutionConfig):
     def penalties(self) -> dict[str, float]:
         return {"kernel_polynomial": self.gamma_kernel}
 
-    def damping(self) -> Tensor:
+    def damping(self) -> tuple[float, ...]:
         """``g_0 ... g_K``."""
-        return functional.gibbs_damping(self.kernel, self.K, M=self.M, xi=self.xi, a=self.a, b=self.b)
+        with torch.device("cpu"):  # filters are built on the meta device
+            g = functional.gibbs_damping(self.kernel, self.K, M=self.M, xi=self.xi, a=self.a, b=self.b)
+        return tuple(g.tolist())
 
     def validate(self) -> None:
         super().validate()

@@ -1,4 +1,4 @@
-"""Converter's filter of the tokens of a batch: heads with rotations of their own, several orders, permutations, padding."""
+"""Converter's filter of a batch of tokens: heads with rotations of their own, orders, permutations, padding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def filter_tokens(
     there: Tensor | None = None,
     permutation: Permutation = "identity",
 ) -> Tensor:
-    """``Phi^-1 [exp(i response) * (Phi value)]``, ``Phi = H_l^1 H_u^1 P ... H_l^L H_u^L P``: O(L n d) time, O(n d) memory.
+    """``Phi^-1 [exp(i response) * (Phi value)]``, ``Phi = H_l^1 H_u^1 P ... H_l^L H_u^L P``, in O(L n d) time.
 
     Tokens that are not there are moved behind the others, which keep their order, and take part in no rotation. So the
     others get what they would get without them, wherever these stand.
@@ -39,14 +39,14 @@ def filter_tokens(
         Shape of ``value``; complex128 where any input has double precision, else complex64.
     """
     batch, heads, tokens, features = value.shape
-    sets, orders = angles.shape[1:3]
+    sets = angles.shape[1]
     dtype = reduce(torch.promote_types, (value.dtype, response.dtype, angles.dtype), torch.complex64)
     signal = value.transpose(1, 2).flatten(2) if sets == 1 else value.flatten(0, 1)
     response, angles = response.to(dtype.to_real()), angles.to(dtype.to_real())
     packed = unpacked = None
     if there is not None:
         there = there.expand(batch, tokens)
-        packed = (~there).byte().argsort(-1, stable=True)
+        packed = (~there).byte().argsort(dim=-1, stable=True)
         unpacked = packed.argsort(-1)
         there = there.gather(1, packed)
         response = response.gather(-1, packed[:, None].expand_as(response))
@@ -59,10 +59,9 @@ def filter_tokens(
     restored = None if permuted is None else permuted.argsort(-1)
     turn = torch.complex(response.cos(), response.sin()).flatten(0, 1)
     factors = [
-        (hessenberg.lower_blocks(angles[:, :, order, :3].flatten(0, 1)),
-         hessenberg.upper_blocks(angles[:, :, order, 3:6].flatten(0, 1)))
-        for order in range(orders)
-    ]  # fmt: skip
+        (hessenberg.lower_blocks(rows[:, :3]), hessenberg.upper_blocks(rows[:, 3:6]))
+        for rows in angles.flatten(0, 1).unbind(1)
+    ]
     for lower, upper in factors[:0:-1]:
         signal = _reordered(signal, permuted)
         signal = hessenberg.transform(signal, lower, upper, torch.ones_like(turn), forward=True, back=False)
@@ -71,7 +70,9 @@ def filter_tokens(
         signal = _reordered(signal, restored)
         signal = hessenberg.transform(signal, lower, upper, torch.ones_like(turn), forward=False, back=True)
     signal = _reordered(_reordered(signal, restored), unpacked)
-    return signal.unflatten(2, (heads, features)).transpose(1, 2) if sets == 1 else signal.unflatten(0, (batch, heads))
+    if sets == 1:
+        return signal.unflatten(2, (heads, features)).transpose(1, 2)
+    return signal.unflatten(0, (batch, heads))
 
 
 def _reordered(x: Tensor, order: Tensor | None) -> Tensor:
@@ -95,4 +96,4 @@ def _order(permutation: Permutation, tokens: int, there: Tensor | None, device: 
         bits = max(tokens - 1, 0).bit_length()
         key = sum(((place >> i & 1) << (bits - 1 - i) for i in range(bits)), torch.zeros_like(place))
     keys = key[None] if there is None else key.where(there, 2 * tokens)
-    return keys.argsort(-1, stable=True)
+    return keys.argsort(dim=-1, stable=True)

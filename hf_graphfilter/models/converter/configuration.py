@@ -9,8 +9,6 @@ from transformers import AutoConfig, PreTrainedConfig
 from ...errors import GraphFilterError, shown
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ...functional import Kernel
 
 CHOICES = {
@@ -126,11 +124,14 @@ class ConverterConfig(PreTrainedConfig):
         self.damping()
         super().__post_init__(**kwargs)
 
-    def damping(self) -> Tensor:
+    def damping(self) -> tuple[float, ...]:
         """``g_0 ... g_K``."""
-        from ...functional import gibbs_damping  # imports torch
+        import torch  # which a config needs only when there is one
 
-        return gibbs_damping(self.kernel, self.K, M=self.M, xi=self.xi, a=self.a, b=self.b)
+        from ...functional import gibbs_damping
+
+        with torch.device("cpu"):  # models are built on the meta device
+            return tuple(gibbs_damping(self.kernel, self.K, M=self.M, xi=self.xi, a=self.a, b=self.b).tolist())
 
 
 AutoConfig.register(ConverterConfig.model_type, ConverterConfig, exist_ok=True)

@@ -118,7 +118,7 @@ class ConverterConvolution(nn.Module):
         self.value_imag = nn.Linear(features, features, bias=False)
         learned = config.convolution == "kernelution"
         self.register_parameter("coefficients", nn.Parameter(torch.empty(config.K + 1)) if learned else None)
-        self.damping = tuple(config.damping().tolist())
+        self.factors = config.damping()
 
     def reset_parameters(self) -> None:
         """The authors' start: the values' parts have variance 1/2, and ``w = 2 / (K + 1)``, its first half of that."""
@@ -135,7 +135,7 @@ class ConverterConvolution(nn.Module):
         value = torch.complex(*(dropout(part, self.dropout, self.training) for part in parts))
         eigenvalues, angles = self.spectrum(x)
         if self.coefficients is not None:
-            eigenvalues = damped_polynomial(eigenvalues, self.coefficients, self.damping)
+            eigenvalues = damped_polynomial(eigenvalues, self.coefficients, self.factors)
         return filter_tokens(value.unsqueeze(1), eigenvalues, angles, there=mask).squeeze(1)
 
 
