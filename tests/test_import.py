@@ -44,10 +44,11 @@ ORDERS = {
 def test_import_order_does_not_matter(order):
     assert run(f"""
         {order}
-        from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, BertModel
+        from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM as MaskedLM, BertModel
+        from transformers import AutoModelForSequenceClassification as Classifier
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
         config = AutoConfig.for_model("converter")
-        models = [cls.from_config(config) for cls in (AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification)]
+        models = [cls.from_config(config) for cls in (AutoModel, MaskedLM, Classifier)]
         print("hf_graphfilter" in ALL_ATTENTION_FUNCTIONS, *(type(model).__name__ for model in models))
     """).split() == ["True", "ConverterModel", "ConverterForMaskedLM", "ConverterForSequenceClassification"]
 
