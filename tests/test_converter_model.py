@@ -94,6 +94,7 @@ def layer_by_definition(layer, x, damping):
     return scale_norm(gated + layer.zeta * z.real + (1 - layer.zeta) * z.imag, layer.feed_forward_norm)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("options", [{"kernel": "jackson", "K": 3}, {"convolution": "synvolution"}])
 def test_layers_equal_the_formulas(options):
     model = build(**options).double()
@@ -142,7 +143,7 @@ def test_pooling_knows_padding(pooling, side):
 
 
 @every_model
-def test_saving_and_loading_by_the_auto_classes(cls, tmp_path):
+def test_saving_and_loading_by_the_auto_classes(cls, tmp_path, transformers_warnings):
     model = build(cls, kernel="lorentz", embedding_size=6)
     model.save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).xi == 4.0
@@ -151,6 +152,7 @@ def test_saving_and_loading_by_the_auto_classes(cls, tmp_path):
     assert not any(info.values())
     assert torch.equal(result(again(tokens())), result(model(tokens())))
     whole = AutoModel.from_pretrained(tmp_path)  # without the head
+    assert cls is ConverterModel or "UNEXPECTED" in transformers_warnings.pop()
     assert torch.equal(whole(tokens()).last_hidden_state, model.base_model(tokens()).last_hidden_state)
 
 
@@ -163,7 +165,7 @@ def test_what_a_checkpoint_lacks_gets_its_start_values(tmp_path, transformers_wa
     again = ConverterModel.from_pretrained(tmp_path)
     assert "MISSING" in transformers_warnings.pop()
     layer, old = again.layers[1].convolution, again.layers[0].convolution
-    assert layer.coefficients.tolist() == pytest.approx([1 / 3, 2 / 3, 2 / 3])
+    assert layer.coefficients.detach().tolist() == pytest.approx([1 / 3, 2 / 3, 2 / 3])
     weight = layer.spectrum.angles[0].weight
     assert 0.5 < weight.abs().max() <= math.sqrt(6 / 16), "SIREN's own start, not a Linear's"
     assert torch.equal(old.spectrum.angles[0].weight, model.layers[0].convolution.spectrum.angles[0].weight)
@@ -186,7 +188,8 @@ def test_gradient_checkpointing_changes_nothing(cls, reentrant):
     model, gradients = build(cls).train(), []
     for checkpointing in (False, True):
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+            enable({"use_reentrant": reentrant})
         model.zero_grad()
         out = model(**inputs(cls))
         (out["loss"] if "loss" in out else result(out).square().sum() + out.kernel_polynomial_loss).backward()
@@ -203,7 +206,7 @@ def test_zeta_learns_from_its_bound():
 @every_model
 def test_resizing_the_embeddings(cls):
     model = build(cls)
-    model.resize_token_embeddings(25)
+    model.resize_token_embeddings(25, mean_resizing=False)
     assert model.config.vocab_size == model.get_input_embeddings().num_embeddings == 25
     assert model(torch.full((1, 3), 24))
     if cls is ConverterForMaskedLM:
@@ -306,25 +309,23 @@ def test_autocast():
     assert (out - model(tokens()).last_hidden_state).abs().max() < 0.05
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's own, where a graph breaks, as at a GRU
+@pytest.mark.parametrize("position", ["gru", "sinusoidal"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compile(backend):
-    model, mask = build(ConverterForSequenceClassification, position_embedding="sinusoidal"), torch.ones(3, TOKENS)
+def test_compile(backend, position):
+    model, mask = build(ConverterForSequenceClassification, position_embedding=position), torch.ones(3, TOKENS)
     mask[0, :3] = 0
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = torch.compile(model, backend=backend)
     torch.testing.assert_close(compiled(tokens(), attention_mask=mask).logits, model(tokens(), mask).logits)
 
 
-def test_compile_with_the_gru():
-    model = build()
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager")
-    torch.testing.assert_close(compiled(tokens()).last_hidden_state, model(tokens()).last_hidden_state)
-
-
 def test_the_plain_trainer_trains_it(tmp_path):
-    ids = tokens(64, 12)
-    data = [{"input_ids": row, "labels": int(row[:6].sum() > row[6:].sum())} for row in ids]
+    labels = torch.arange(64) % 2
+    data = [
+        {"input_ids": ids, "labels": label}
+        for ids, label in zip(tokens(64) // 2 + 10 * labels[:, None], labels, strict=True)
+    ]
     model = build(ConverterForSequenceClassification, num_hidden_layers=1, dropout=0.1, eta=0.01)
     arguments = TrainingArguments(
         tmp_path,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .. import functional
 from ..errors import GraphFilterError, shown
 from ..functional import Kernel
-from ..ops.polynomials import expand, recurrence
+from ..ops.polynomials import Recurrence, expand, recurrence
 from ..ops.unitary import Permutation, filter_tokens
 from ..shift import AttentionShift, repeat_heads
 from .base import LARGEST_ORDER, AttentionSite
@@ -104,10 +104,11 @@ def _siren(features: int, hidden: int, numbers: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(features, hidden), nn.Linear(hidden, max(hidden // numbers, 1) * numbers))
 
 
-def damped_polynomial(eigenvalues: Tensor, w: Tensor, factors: tuple[float, ...]) -> Tensor:
-    """``sum_k g_k w_k T_k``: eigenvalues (batch, sets, tokens), ``w`` (K+1,) or (sets, K+1), ``factors`` the g_k."""
+def damped_polynomial(eigenvalues: Tensor, w: Tensor, factors: tuple[float, ...], steps: Recurrence) -> Tensor:
+    """``sum_k g_k w_k T_k``: eigenvalues (batch, sets, tokens), ``w`` (K+1,) or (sets, K+1), ``factors`` the g_k,
+    ``steps`` the recurrence of the T_k."""
     damped = torch.stack([g * w_k for g, w_k in zip(factors, w.unbind(-1), strict=True)], -1)
-    return expand(eigenvalues.unsqueeze(-1), damped, recurrence("chebyshev", len(factors) - 1)).squeeze(-1)
+    return expand(eigenvalues.unsqueeze(-1), damped, steps).squeeze(-1)
 
 
 def reflected(zeta: Tensor) -> Tensor:
@@ -192,7 +193,7 @@ class Kernelution(Synvolution):
 
     def polynomial(self) -> nn.Parameter:
         K, shape = self.config.K, (self.sets,) if self.config.per_head else ()
-        self.factors = self.config.damping()
+        self.steps, self.factors = recurrence("chebyshev", K), self.config.damping()
         return nn.Parameter(torch.empty(*shape, K + 1))
 
     def reset_parameters(self) -> None:
@@ -203,7 +204,7 @@ class Kernelution(Synvolution):
 
     def response(self, eigenvalues: Tensor) -> Tensor:
         assert self.w is not None
-        return damped_polynomial(eigenvalues, self.w, self.factors)
+        return damped_polynomial(eigenvalues, self.w, self.factors, self.steps)
 
     def filtered(self, shift: AttentionShift, value: Tensor) -> Tensor:
         assert self.w is not None

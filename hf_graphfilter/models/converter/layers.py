@@ -16,6 +16,7 @@ from transformers import initialization as init
 from ...errors import GraphFilterError
 from ...filters.converter import Spectrum, damped_polynomial
 from ...filters.replacing import in_dtype_of
+from ...ops.polynomials import recurrence
 from ...ops.unitary import filter_tokens
 from .configuration import ConverterConfig
 
@@ -118,7 +119,7 @@ class ConverterConvolution(nn.Module):
         self.value_imag = nn.Linear(features, features, bias=False)
         learned = config.convolution == "kernelution"
         self.register_parameter("coefficients", nn.Parameter(torch.empty(config.K + 1)) if learned else None)
-        self.factors = config.damping()
+        self.steps, self.factors = recurrence("chebyshev", config.K), config.damping()
 
     def reset_parameters(self) -> None:
         """The authors' start: the values' parts have variance 1/2, and ``w = 2 / (K + 1)``, its first half of that."""
@@ -135,7 +136,7 @@ class ConverterConvolution(nn.Module):
         value = torch.complex(*(dropout(part, self.dropout, self.training) for part in parts))
         eigenvalues, angles = self.spectrum(x)
         if self.coefficients is not None:
-            eigenvalues = damped_polynomial(eigenvalues, self.coefficients, self.factors)
+            eigenvalues = damped_polynomial(eigenvalues, self.coefficients, self.factors, self.steps)
         return filter_tokens(value.unsqueeze(1), eigenvalues, angles, there=mask).squeeze(1)
 
 
