@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import reduce
 from typing import Literal
 
 import torch
@@ -40,9 +39,10 @@ def filter_tokens(
     """
     batch, heads, tokens, features = value.shape
     sets = angles.shape[1]
-    dtype = reduce(torch.promote_types, (value.dtype, response.dtype, angles.dtype), torch.complex64)
+    dtypes = value.dtype, response.dtype, angles.dtype
+    real = torch.float64 if torch.float64 in dtypes or torch.complex128 in dtypes else torch.float32
     signal = value.transpose(1, 2).flatten(2) if sets == 1 else value.flatten(0, 1)
-    response, angles = response.to(dtype.to_real()), angles.to(dtype.to_real())
+    response, angles = response.to(real), angles.to(real)
     packed = unpacked = None
     if there is not None:
         there = there.expand(batch, tokens)
