@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import hessenberg
 
+DIGITS = 31  # binary ones of the place of a token
 Permutation = Literal["identity", "stride", "bit_reversal"]
 
 
@@ -93,7 +94,6 @@ def _order(permutation: Permutation, tokens: int, there: Tensor | None, device: 
     if permutation == "stride":
         key = place % 2
     else:
-        bits = max(tokens - 1, 0).bit_length()
-        key = sum(((place >> i & 1) << (bits - 1 - i) for i in range(bits)), torch.zeros_like(place))
-    keys = key[None] if there is None else key.where(there, 2 * tokens)
+        key = torch.stack([(place >> i & 1) << (DIGITS - 1 - i) for i in range(DIGITS)]).sum(0)
+    keys = key[None] if there is None else key.where(there, 1 << DIGITS)
     return keys.argsort(dim=-1, stable=True)
