@@ -14,8 +14,8 @@ from torch.nn.functional import dropout, leaky_relu, softplus
 from transformers import initialization as init
 
 from ...errors import GraphFilterError
-from ...filters.converter import Spectrum, damped_polynomial
 from ...filters.replacing import in_dtype_of
+from ...filters.spectrum import Spectrum, damped_polynomial
 from ...ops.polynomials import recurrence
 from ...ops.unitary import filter_tokens
 from .configuration import ConverterConfig
