@@ -104,15 +104,16 @@ class ConverterPreTrainedModel(PreTrainedModel):
         else:
             super()._init_weights(module)
 
-    def objective(
+    def _objective(
         self, task: Tensor, penalty: Tensor | None, labels: Tensor, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """Eq. 14, from the loss of the task. Where that is a part of the loss of a batch, the sum over some of its
         ``num_items_in_batch`` labels divided by their number, so is the penalty."""
         if penalty is None:
             return task
-        eta, share = self.config.eta, 1 if num_items_in_batch is None else (labels != -100).sum() / num_items_in_batch
-        return (1 - eta) * task + eta * share * penalty
+        if num_items_in_batch is not None:
+            penalty = penalty * ((labels != -100).sum() / num_items_in_batch).to(penalty.device)
+        return (1 - self.config.eta) * task + self.config.eta * penalty.to(task.device)
 
 
 class ConverterModel(ConverterPreTrainedModel):
@@ -220,7 +221,7 @@ class ConverterForSequenceClassification(ConverterPreTrainedModel):
         logits, penalty, loss = self.classifier(features), encoded[0].kernel_polynomial_loss, None
         if labels is not None:
             task = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
-            loss = self.objective(task, penalty, labels, kwargs.get("num_items_in_batch"))
+            loss = self._objective(task, penalty, labels, kwargs.get("num_items_in_batch"))
         return ConverterClassifierOutput(
             loss=loss,
             logits=logits,
@@ -275,7 +276,7 @@ class ConverterForMaskedLM(ConverterPreTrainedModel):
         logits, loss = self.head(out.last_hidden_state), None
         if labels is not None:
             task = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-            loss = self.objective(task, out.kernel_polynomial_loss, labels, kwargs.get("num_items_in_batch"))
+            loss = self._objective(task, out.kernel_polynomial_loss, labels, kwargs.get("num_items_in_batch"))
         return ConverterMaskedLMOutput(
             loss=loss,
             logits=logits,
