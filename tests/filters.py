@@ -115,9 +115,7 @@ FILTERS = {
         digraph_matrix,
         everywhere=False,
     ),
-    "kernelution": Entry(
-        KernelutionConfig(K=3, kernel="jackson", position_bias="drop"), digraph_matrix, everywhere=False
-    ),
+    "kernelution": Entry(KernelutionConfig(K=3, kernel="jackson", position_bias="drop"), digraph_matrix, quick=False),
 }
 FILTERS["linear-attention"] = Entry(
     LinearAttentionConfig(init="blend", sharpness=3.0, position_bias="drop"), linear_attention_matrix, everywhere=False
