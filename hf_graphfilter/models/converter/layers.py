@@ -160,6 +160,17 @@ class GatedFeedForward(nn.Module):
         return self.output(dropout(softplus(size) * sign.tanh(), self.dropout, self.training))
 
 
+def visible(attention_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """A user's mask as bool, for ``tokens`` (batch, tokens, features)."""
+    if attention_mask is None:
+        return None
+    if attention_mask.shape != tokens.shape[:2]:
+        raise GraphFilterError(
+            f"attention_mask must be (batch, tokens), here {tuple(tokens.shape[:2])}, got {tuple(attention_mask.shape)}"
+        )
+    return attention_mask.bool()
+
+
 def pooled(x: Tensor, mask: Tensor | None, pooling: str) -> Tensor:
     """One vector for each sequence: (batch, tokens, features) to (batch, features), twice as many for "mean_max"."""
     if pooling == "cls":

@@ -29,6 +29,7 @@ from .layers import (
     MaskedLMHead,
     ScaleNorm,
     pooled,
+    visible,
     wide,
 )
 
@@ -283,17 +284,6 @@ class ConverterForMaskedLM(ConverterPreTrainedModel):
             hidden_states=out.hidden_states,
             kernel_polynomial_loss=out.kernel_polynomial_loss,
         )
-
-
-def visible(attention_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
-    """A user's mask as bool, for ``tokens`` (batch, tokens, features)."""
-    if attention_mask is None:
-        return None
-    if attention_mask.shape != tokens.shape[:2]:
-        raise GraphFilterError(
-            f"attention_mask must be (batch, tokens), here {tuple(tokens.shape[:2])}, got {tuple(attention_mask.shape)}"
-        )
-    return attention_mask.bool()
 
 
 AutoModel.register(ConverterConfig, ConverterModel, exist_ok=True)
