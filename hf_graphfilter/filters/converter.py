@@ -78,6 +78,11 @@ class Synvolution(ReplacingFilter):
 
     def filtered(self, shift: AttentionShift, value: Tensor) -> Tensor:
         assert shift.hidden is not None
+        if torch.onnx.is_in_onnx_export():
+            raise GraphFilterError(
+                f"{self.site_name}: {type(self).__name__} computes with complex numbers, which ONNX has not; use "
+                "torch.export"
+            )
         if value.shape[2] != shift.hidden.shape[1]:
             raise GraphFilterError(
                 f"{self.site_name}: {type(self).__name__} rotates the {shift.hidden.shape[1]} tokens of the module's "

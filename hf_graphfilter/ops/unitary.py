@@ -44,6 +44,15 @@ def filter_tokens(
     real = torch.float64 if torch.float64 in dtypes or torch.complex128 in dtypes else torch.float32
     signal = value.transpose(1, 2).flatten(2) if sets == 1 else value.flatten(0, 1)
     response, angles = response.to(real), angles.to(real)
+
+    def in_order(x: Tensor, order: Tensor | None) -> Tensor:
+        """(batch * sets, tokens, features) with the tokens in the order (1 or batch, tokens)."""
+        if order is None:
+            return x
+        rows = torch.arange(x.shape[0], device=x.device)[:, None]
+        places = order.expand(batch, tokens)[:, None].expand(batch, sets, tokens).flatten(0, 1) + tokens * rows
+        return x.flatten(0, 1).index_select(0, places.flatten()).view(x.shape)
+
     packed = unpacked = None
     if there is not None:
         there = there.expand(batch, tokens)
@@ -52,7 +61,7 @@ def filter_tokens(
         there = there.gather(1, packed)
         response = response.gather(-1, packed[:, None].expand_as(response))
         angles = angles.gather(-1, packed[:, None, None, None].expand_as(angles))
-        signal = _reordered(signal, packed)
+        signal = in_order(signal, packed)
     angles = angles[..., :-1]
     if there is not None:
         angles = angles.where(there[:, None, None, None, 1:], 0)
@@ -64,26 +73,16 @@ def filter_tokens(
         for rows in angles.flatten(0, 1).unbind(1)
     ]
     for lower, upper in factors[:0:-1]:
-        signal = _reordered(signal, permuted)
+        signal = in_order(signal, permuted)
         signal = hessenberg.transform(signal, lower, upper, torch.ones_like(turn), forward=True, back=False)
-    signal = hessenberg.transform(_reordered(signal, permuted), *factors[0], turn, forward=True, back=True)
+    signal = hessenberg.transform(in_order(signal, permuted), *factors[0], turn, forward=True, back=True)
     for lower, upper in factors[1:]:
-        signal = _reordered(signal, restored)
+        signal = in_order(signal, restored)
         signal = hessenberg.transform(signal, lower, upper, torch.ones_like(turn), forward=False, back=True)
-    signal = _reordered(_reordered(signal, restored), unpacked)
+    signal = in_order(in_order(signal, restored), unpacked)
     if sets == 1:
         return signal.unflatten(2, (heads, features)).transpose(1, 2)
     return signal.unflatten(0, (batch, heads))
-
-
-def _reordered(x: Tensor, order: Tensor | None) -> Tensor:
-    """(rows, tokens, features) with the tokens in the order (1 or batch, tokens), rows a multiple of the batch."""
-    if order is None:
-        return x
-    rows, tokens = x.shape[:2]
-    order = order.repeat_interleave(rows // max(len(order), 1), 0)
-    places = order + tokens * torch.arange(rows, device=x.device)[:, None]
-    return x.flatten(0, 1).index_select(0, places.flatten()).unflatten(0, (rows, tokens))
 
 
 def _order(permutation: Permutation, tokens: int, there: Tensor | None, device: torch.device) -> Tensor | None:
