@@ -8,6 +8,11 @@ from .filters.agf import AGFConfig as AGFConfig
 from .filters.singularformer import SingularformerConfig as SingularformerConfig
 from .filters.converter import KernelutionConfig as KernelutionConfig, SynvolutionConfig as SynvolutionConfig
 
+from .models.converter.configuration import ConverterConfig as ConverterConfig
+from .models.converter.modeling import ConverterForMaskedLM as ConverterForMaskedLM
+from .models.converter.modeling import ConverterForSequenceClassification as ConverterForSequenceClassification
+from .models.converter.modeling import ConverterModel as ConverterModel
+
 from .filters.base import AttentionSite as AttentionSite, FilterConfig as FilterConfig, GraphFilter as GraphFilter
 from .filters.replacing import ReplacingConfig as ReplacingConfig, ReplacingFilter as ReplacingFilter
 from .filters.build import register_filter as register_filter

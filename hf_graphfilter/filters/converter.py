@@ -5,7 +5,6 @@ Source: Zhang et al., "Converting Transformers into DGNNs Form" (preprint, 2025)
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,12 +14,13 @@ from torch import Tensor, nn
 from .. import functional
 from ..errors import GraphFilterError, shown
 from ..functional import Kernel
-from ..ops.polynomials import expand, recurrence
+from ..ops.polynomials import recurrence
 from ..ops.unitary import Permutation, filter_tokens
 from ..shift import AttentionShift, repeat_heads
 from .base import LARGEST_ORDER, AttentionSite
 from .build import register_filter
-from .replacing import ReplacingConfig, ReplacingFilter, in_dtype_of
+from .replacing import ReplacingConfig, ReplacingFilter
+from .spectrum import Spectrum, damped_polynomial, real_form, reflected
 
 CITATION = """@article{zhang2025converter,
   title   = {Converting Transformers into DGNNs Form},
@@ -28,80 +28,6 @@ CITATION = """@article{zhang2025converter,
   journal = {Preprint},
   year    = {2025}
 }"""
-
-
-class Spectrum(nn.Module):
-    """The eigenvalues and the angles of Givens rotations that a unitary filter has, made of the tokens by two SIRENs.
-
-    Each is a network of two layers, ``sin(W_2 sin(W_1 x + b_1) + b_2)``, whose outputs are averaged over groups of
-    equal size to one eigenvalue and to the angles of a token (Eq. 4). So the eigenvalues are in (-1, 1), the angles in
-    (-2 pi, 2 pi). Weights start as Sitzmann et al. (2020) have it, with omega_0 = 1 and the bound of an inner layer,
-    ``sqrt(6 / features)``, for the first too: its input is hundreds of normalised features, of which the sum turns the
-    sine once around, and not the one to three coordinates in [-1, 1] that omega_0 = 30 is for. The linear layers
-    compute in the dtype of their weights; sines, averages and results are float32 or wider.
-
-    Args:
-        features: of a token.
-        hidden: outputs of each layer; of the last at least one for each number.
-        sets: of eigenvalues and angles a token, such as one a head.
-        orders: of rotations a set, L of Eq. 7.
-        phase: whether the seventh angle of a token is made, that of D. It has no influence on a filter, in which D
-            meets its inverse.
-        eigenvalue_dropout, eigenvector_dropout: of the hidden features of the two networks, so that what they give
-            keeps its range.
-
-    Example:
-        >>> import torch
-        >>> eigenvalues, angles = Spectrum(16, 16, sets=2)(torch.randn(3, 5, 16))
-        >>> eigenvalues.shape, angles.shape
-        (torch.Size([3, 2, 5]), torch.Size([3, 2, 1, 7, 5]))
-    """
-
-    def __init__(
-        self,
-        features: int,
-        hidden: int,
-        *,
-        sets: int = 1,
-        orders: int = 1,
-        phase: bool = True,
-        eigenvalue_dropout: float = 0.0,
-        eigenvector_dropout: float = 0.0,
-    ):
-        super().__init__()
-        self.shape = sets, orders, 6 + phase
-        self.eigenvalue_dropout, self.eigenvector_dropout = eigenvalue_dropout, eigenvector_dropout
-        self.eigenvalues = _siren(features, hidden, sets)
-        self.angles = _siren(features, hidden, math.prod(self.shape))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        for layer in (*self.eigenvalues, *self.angles):
-            assert isinstance(layer, nn.Linear)
-            nn.init.uniform_(layer.weight, -math.sqrt(6 / layer.in_features), math.sqrt(6 / layer.in_features))
-            nn.init.uniform_(layer.bias, -1 / math.sqrt(layer.in_features), 1 / math.sqrt(layer.in_features))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """``x`` (batch, tokens, features) to eigenvalues (batch, sets, tokens) and angles (batch, sets, orders, 7 or 6,
-        tokens) in radians: three of the lower rotations, three of the upper, the phase."""
-        sets, angles = self.shape[0], math.prod(self.shape)
-        eigenvalues = self._numbers(x, self.eigenvalues, sets, self.eigenvalue_dropout)
-        numbers = 2 * math.pi * self._numbers(x, self.angles, angles, self.eigenvector_dropout)
-        return eigenvalues, numbers.unflatten(1, self.shape)
-
-    def _numbers(self, x: Tensor, siren: nn.Sequential, count: int, dropout: float) -> Tensor:
-        """(batch, count, tokens), in (-1, 1)."""
-        for layer in siren:
-            if layer is not siren[0]:
-                x = nn.functional.dropout(x, dropout, self.training)
-            x = layer(in_dtype_of(layer, x))
-            x = (x if x.element_size() >= 4 else x.float()).sin()
-        return x.unflatten(-1, (count, -1)).mean(-1).mT
-
-
-def _siren(features: int, hidden: int, numbers: int) -> nn.Sequential:
-    """Two layers, whose outputs fall into as many groups of equal size as there are ``numbers``."""
-    return nn.Sequential(nn.Linear(features, hidden), nn.Linear(hidden, max(hidden // numbers, 1) * numbers))
 
 
 class Synvolution(ReplacingFilter):
@@ -142,14 +68,9 @@ class Synvolution(ReplacingFilter):
 
     def coefficients(self) -> dict[str, Tensor]:
         """``zeta`` in [0, 1], ``w_0`` ... ``w_K``, (1,) or (heads,), and the ``gate`` of a blend."""
-        found = {**super().coefficients(), "zeta": self.effective_zeta.detach()}
+        found = {**super().coefficients(), "zeta": reflected(self.zeta.detach())}
         w = found.pop("w", None)
         return found if w is None else {**found, **{f"w_{k}": w[..., k].reshape(-1) for k in range(w.shape[-1])}}
-
-    @property
-    def effective_zeta(self) -> Tensor:
-        """(heads,), in [0, 1]: a triangle wave, of slope 1 or -1 at the start too."""
-        return ((self.zeta + 1).remainder(2) - 1).abs()
 
     def response(self, eigenvalues: Tensor) -> Tensor:
         """The argument of the filter at the eigenvalues (batch, sets, tokens), radians."""
@@ -171,8 +92,7 @@ class Synvolution(ReplacingFilter):
         _, there = shift.visible()
         options: dict[str, Any] = {"there": there, "permutation": self.config.permutation}
         out = filter_tokens(repeat_heads(value, self.heads), self.response(eigenvalues), angles, **options)
-        zeta = self.effective_zeta.view(-1, 1, 1).to(out.real.dtype)
-        return torch.lerp(out.imag, out.real, zeta).to(value.dtype)
+        return real_form(out, self.zeta.view(-1, 1, 1)).to(value.dtype)
 
 
 class Kernelution(Synvolution):
@@ -198,8 +118,7 @@ class Kernelution(Synvolution):
 
     def response(self, eigenvalues: Tensor) -> Tensor:
         assert self.w is not None
-        damped = torch.stack([g * w for g, w in zip(self.factors, self.w.unbind(-1), strict=True)], -1)
-        return expand(eigenvalues.unsqueeze(-1), damped, self.steps).squeeze(-1)
+        return damped_polynomial(eigenvalues, self.w, self.factors, self.steps)
 
     def filtered(self, shift: AttentionShift, value: Tensor) -> Tensor:
         assert self.w is not None
