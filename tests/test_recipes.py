@@ -32,6 +32,7 @@ from recipes import (
     metrics,
     records,
     runs,
+    sequences,
     source_code,
     training,
 )
@@ -42,7 +43,7 @@ from recipes.settings import CONFIGS, Settings, identity
 
 ROOT = Path(__file__).parents[1]
 
-RECIPES = {recipe.RECIPE.name: recipe.RECIPE for recipe in (glue, language_modeling, source_code, imagenet)}
+RECIPES = {recipe.RECIPE.name: recipe.RECIPE for recipe in (glue, language_modeling, source_code, sequences, imagenet)}
 DATA = ROOT.parent / "shared" / "data"
 ENCODER = ["--model", "roberta", "--from_scratch", "num_hidden_layers=2", "hidden_size=32", "num_attention_heads=2"]
 ENCODER += ["intermediate_size=64", "max_position_embeddings=40", "--train_tokenizer", "280", "--max_length", "32"]
