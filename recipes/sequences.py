@@ -56,13 +56,13 @@ TASKS = {
 
 @lru_cache(maxsize=1)
 def load(name: str, folder: str | None) -> tuple[DatasetDict, tuple[str, ...], str]:
-    """(train and test with text_a and label, the names of the labels, how they were split)."""
+    """(train and test with text_a and label, in no order, the names of the labels, how they were split)."""
     task = TASKS[name]
     if folder is None:
         if task.hub is None:
             raise GraphFilterError(f"--task {name} needs --data, a folder that holds a folder of documents a class")
         data = from_hub(task.hub, {"text_a": ("text",), "label": ("label",)})
-        return DatasetDict({part: data[part] for part in ("train", "test")}), task.labels, "official"
+        return DatasetDict(train=data["train"], test=data["test"]).shuffle(seed=0), task.labels, "official"
     root = Path(folder, task.folder) if Path(folder, task.folder).is_dir() else Path(folder)
     if not root.is_dir():
         raise GraphFilterError(f"--data: there is no folder {root}")
@@ -76,7 +76,7 @@ def load(name: str, folder: str | None) -> tuple[DatasetDict, tuple[str, ...], s
             if not (parts["test"] / label).is_dir():
                 raise GraphFilterError(f"--data: {parts['test']} has no folder {label}, which the training part has")
         data = {part: texts_in(sub, labels) for part, sub in parts.items()}
-        return DatasetDict(data), labels, "official"
+        return DatasetDict(data).shuffle(seed=0), labels, "official"
     rows = texts_in(root, labels)
     enough(rows, labels, 2 * FOLDS)
     train, test = train_test_split(range(len(rows)), test_size=0.3, random_state=0, stratify=rows["label"])

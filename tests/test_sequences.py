@@ -65,10 +65,13 @@ def test_official_parts_and_other_encodings_are_read(tmp_path):
     for part in ("20news-bydate-train", "20news-bydate-test"):
         for name in ("a", "b", "unsup"):
             (tmp_path / part / name).mkdir(parents=True)
-            (tmp_path / part / name / "1").write_bytes("café".encode("latin-1" if name == "a" else "utf-8"))
+            for number in range(6):
+                content = f"café {number}".encode("latin-1" if name == "a" else "utf-8")
+                (tmp_path / part / name / str(number)).write_bytes(content)
     data, labels, split = sequences.load.__wrapped__("20newsgroups-4cat", str(tmp_path))
     assert (labels, split) == (("a", "b"), "official")
-    assert data["test"][:] == {"text_a": ["café", "café"], "label": [0, 1]}
+    assert sorted(data["test"]["text_a"]) == sorted(2 * [f"café {number}" for number in range(6)])
+    assert len({*data["test"]["label"][:6]}) == 2, "shuffled: some rows are of all classes"
 
 
 def broken(folder, name):
