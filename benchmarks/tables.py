@@ -435,9 +435,10 @@ def vision_table() -> str:
     return f"{where}\n\n{markdown_table(header, body)}"
 
 
-def recipe_tables(name: str) -> str:
+def recipe_tables(*names: str) -> str:
     """What recipes/compare.py measured, a table a task, and the mean over the tasks of a family of models."""
-    contents = [json.loads(file.read_text()) for file in sorted(RECIPES.glob(f"{name}*.json"))]
+    files = [file for name in names for file in sorted(RECIPES.glob(f"{name}*.json"))]
+    contents = [json.loads(file.read_text()) for file in files]
     parts = []
     for content in contents:
         run = content["runs"][0]
@@ -449,7 +450,7 @@ def recipe_tables(name: str) -> str:
         if content["sweep"]:
             parts += [f"![{content['metric']} over the sweep](results/{content['name']}.png)"]
     plain = [c for c in contents if not c["sweep"]]
-    return "\n\n".join([mean_over_tasks(plain)] * (len(plain) > 1 and name == "glue") + parts)
+    return "\n\n".join([mean_over_tasks(plain)] * (len(plain) > 1 and names == ("glue",)) + parts)
 
 
 def mean_over_tasks(contents: list[dict]) -> str:
@@ -491,7 +492,11 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "overhead": overhead_table,
     },
     "docs/agf.md": {"speed": agf_speed, "transfer": agf_transfer},
-    "docs/singularformer.md": {"linear": linear_tables, "singular": singular_transfer},
+    "docs/singularformer.md": {
+        "linear": linear_tables,
+        "singular": singular_transfer,
+        "scratch": partial(recipe_tables, "sequences-bbc", "sequences-20newsgroups"),
+    },
     "docs/converter.md": {"scan": scan_table},
     "docs/vision.md": {"throughput": vision_table},
     "recipes/README.md": {

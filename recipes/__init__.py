@@ -10,7 +10,7 @@ from hf_graphfilter.errors import GraphFilterError, require  # noqa: E402
 
 EXTRAS = {"recipes": ("datasets", "evaluate", "rich", "scipy", "sklearn", "yaml"), "vision": ("timm", "torchvision")}
 # the names of the recipes, which records and results keep, and their files
-SCRIPTS = {"glue": "glue", "language_modeling": "language_modeling", "code": "source_code", "imagenet": "imagenet"}
+SCRIPTS = {name: name for name in ("glue", "language_modeling", "sequences", "imagenet")} | {"code": "source_code"}
 
 
 def check_extras(*extras: str) -> None:

@@ -30,9 +30,11 @@ class FilterArguments:
 class RecipeArguments(FilterArguments):
     """What a recipe of text takes besides the flags of the Trainer."""
 
-    tokenizer: str | None = HfArg(default=None, help="Hub id or folder, if not the model's.")
+    tokenizer: str | None = HfArg(
+        default=None, help="Hub id or folder, if not the model's; words: --train_tokenizer trains one of whole words."
+    )
     train_tokenizer: int | None = HfArg(
-        default=None, help="Train a byte-level BPE with so many entries on the training part."
+        default=None, help="Train a byte-level BPE with so many entries on the training part; 261 are the bytes alone."
     )
     from_scratch: list[str] = HfArg(
         default_factory=list,
@@ -42,6 +44,15 @@ class RecipeArguments(FilterArguments):
     early_stopping_patience: int | None = HfArg(default=None, help="Evaluations without improvement.")
     stride: int | None = HfArg(
         default=None, help="Language models: step of the sliding window; half of --max_length if not given."
+    )
+
+
+@dataclass
+class SequenceArguments(RecipeArguments):
+    """What the recipe of sequences takes besides."""
+
+    pooling: str | None = HfArg(
+        default=None, help="Head over all tokens, mean_max, mean or first, instead of the model's own classifier."
     )
 
 

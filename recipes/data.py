@@ -47,6 +47,25 @@ def first_file(folder: Path, names: Sequence[str]) -> Path:
     raise GraphFilterError(f"--data: {folder} has no {' or '.join(names)}; it holds: {there or 'nothing'}")
 
 
+def texts_in(folder: Path, classes: Sequence[str]) -> Dataset:
+    """The files of FOLDER/CLASS/ as texts, with the number of their class; UTF-8, or else Latin-1."""
+    rows = []
+    for label, name in enumerate(classes):
+        files = sorted(file for file in (folder / name).iterdir() if file.is_file())
+        if not files:
+            raise GraphFilterError(f"{folder / name} holds no documents")
+        rows += [{"text_a": text_of(file), "label": label} for file in files]
+    return Dataset.from_list(rows)
+
+
+def text_of(file: Path) -> str:
+    content = file.read_bytes()
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return content.decode("latin-1")
+
+
 def table_of(rows: list[dict[str, Any]], columns: dict[str, Sequence[str]], source: object) -> Dataset:
     """A data set with the columns ``{new name: names that the source may use}``; others are dropped."""
     if not rows:

@@ -115,14 +115,21 @@ def run(args, training):
     tokenizer = load_tokenizer(args, lambda: texts_of(data["train"]))
     config = {"num_labels": 1}
     if task.labels:
-        names = dict(enumerate(task.labels))
-        config = {"num_labels": len(names), "id2label": names, "label2id": {name: i for i, name in names.items()}}
+        config = named(task.labels)
     return classify(args, training, tokenizer, data, task.measures, **config)
 
 
-def classify(args, training, tokenizer, data, measures, num_labels, **config):
+def named(labels) -> dict:
+    """Fields of a model's config for these labels."""
+    names = dict(enumerate(labels))
+    return {"num_labels": len(names), "id2label": names, "label2id": {name: i for i, name in names.items()}}
+
+
+def classify(
+    args, training, tokenizer, data, measures, num_labels, model_class=AutoModelForSequenceClassification, **config
+):
     """Fine-tune a classifier of the texts in all columns but ``label``; a regression where there is one label."""
-    model = build_model(args, training, AutoModelForSequenceClassification, tokenizer, num_labels=num_labels, **config)
+    model = build_model(args, training, model_class, tokenizer, num_labels=num_labels, **config)
     texts = [name for name in data["train"].column_names if name != "label"]
 
     def encode(batch):

@@ -19,7 +19,8 @@ def write_card(settings: Settings, folder: Path, record: dict[str, Any], values:
     """The model card of a saved run: its metrics, and how its setting compared with the plain model."""
     model = settings.recipe.load(folder)
     host = host_of(model)
-    task = {"task_type": host.pipeline_tag(model), "dataset_type": record["task"], "dataset_name": record["task"]}
+    tag = host.pipeline_tag(model) or "text-classification"  # transformers does not know the pooling head
+    task = {"task_type": tag, "dataset_type": record["task"], "dataset_name": record["task"]}
     scores = [(*key.split("/", 1), value) for key, value in record["metrics"].items() if not key.endswith("/loss")]
     results = [EvalResult(**task, dataset_split=part, metric_type=name, metric_value=v) for part, name, v in scores]
     trained = f"Fine-tuned on {record['task']} with seed {record['seed']}; every setting and number is in"

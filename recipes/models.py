@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from tokenizers import ByteLevelBPETokenizer, processors
+from tokenizers import ByteLevelBPETokenizer, Tokenizer, normalizers, pre_tokenizers, processors
+from tokenizers.models import WordLevel
+from tokenizers.trainers import WordLevelTrainer
 from transformers import CONFIG_MAPPING, PreTrainedModel, PreTrainedTokenizerFast, Seq2SeqTrainingArguments, set_seed
 
 from hf_graphfilter import GraphFilterError, patch_model
@@ -17,9 +19,10 @@ from recipes.errors import line, nearest
 
 
 def load_tokenizer(args: RecipeArguments, texts: Callable[[], Iterator[str]]) -> Any:
-    """The model's tokenizer, another one, or a byte-level BPE trained on ``texts()``."""
+    """The model's tokenizer, another one, or a byte-level BPE or one of words trained on ``texts()``."""
     if args.train_tokenizer:
-        return train_bpe(texts(), args.train_tokenizer)
+        train = train_words if args.tokenizer == "words" else train_bpe
+        return train(texts(), args.train_tokenizer)
     source, kind = args.tokenizer or args.model, transformers.AutoTokenizer
     with loading(source):
         if Path(source, "vocab.json").is_file() and not Path(source, "tokenizer_config.json").is_file():
@@ -32,16 +35,35 @@ def load_tokenizer(args: RecipeArguments, texts: Callable[[], Iterator[str]]) ->
     return tokenizer
 
 
+SPECIAL = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "mask": "<mask>"}  # RoBERTa's
+
+
 def train_bpe(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE with RoBERTa's special tokens, trained on ``texts``."""
-    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(texts, vocab_size=vocabulary, min_frequency=2, special_tokens=special, show_progress=False)
-    bpe._tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
-    names = ("bos_token", "pad_token", "eos_token", "unk_token", "mask_token")
-    options: dict[str, Any] = dict(zip(names, special, strict=True))
-    options |= {"cls_token": "<s>", "sep_token": "</s>", "model_input_names": ["input_ids", "attention_mask"]}
-    return PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, **options)
+    options = {"special_tokens": [*SPECIAL.values()], "show_progress": False}
+    bpe.train_from_iterator(texts, vocab_size=vocabulary, min_frequency=2, **options)
+    return with_special_tokens(bpe._tokenizer)
+
+
+def train_words(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of lower-case words and punctuation marks, the most frequent ones; special tokens as above."""
+    words = Tokenizer(WordLevel(unk_token=SPECIAL["unk"]))
+    words.normalizer = normalizers.Lowercase()
+    words.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    options = {"special_tokens": [*SPECIAL.values()], "show_progress": False}
+    words.train_from_iterator(texts, WordLevelTrainer(vocab_size=vocabulary, min_frequency=2, **options))
+    return with_special_tokens(words)
+
+
+def with_special_tokens(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """As transformers takes it, each text between <s> and </s>."""
+    ends = ((SPECIAL[name], tokenizer.token_to_id(SPECIAL[name])) for name in ("eos", "bos"))
+    tokenizer.post_processor = processors.RobertaProcessing(*ends, add_prefix_space=False)
+    options: dict[str, Any] = {f"{name}_token": token for name, token in SPECIAL.items()}
+    options |= {"cls_token": SPECIAL["bos"], "sep_token": SPECIAL["eos"]}
+    options["model_input_names"] = ["input_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
 
 
 def model_config(args: RecipeArguments, **config: Any) -> Any:

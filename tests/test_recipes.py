@@ -32,6 +32,7 @@ from recipes import (
     metrics,
     records,
     runs,
+    sequences,
     source_code,
     training,
 )
@@ -42,7 +43,7 @@ from recipes.settings import CONFIGS, Settings, identity
 
 ROOT = Path(__file__).parents[1]
 
-RECIPES = {recipe.RECIPE.name: recipe.RECIPE for recipe in (glue, language_modeling, source_code, imagenet)}
+RECIPES = {recipe.RECIPE.name: recipe.RECIPE for recipe in (glue, language_modeling, source_code, sequences, imagenet)}
 DATA = ROOT.parent / "shared" / "data"
 ENCODER = ["--model", "roberta", "--from_scratch", "num_hidden_layers=2", "hidden_size=32", "num_attention_heads=2"]
 ENCODER += ["intermediate_size=64", "max_position_embeddings=40", "--train_tokenizer", "280", "--max_length", "32"]
@@ -668,8 +669,9 @@ def test_shipped_results_have_the_settings_of_the_configurations(monkeypatch):
     """So that the same command goes on with them: a machine that has no bf16 says so."""
     monkeypatch.setattr(machine, "bf16_pays", lambda use_cpu: True)
     names = {"finetune": "imagenet/deit-t-finetune", "24-layers": "imagenet/small-24", "glue": "glue/minilm"}
+    names["imdb"] = "sequences/converter-small"
     files = sorted(records.RESULTS.glob("*.json"))
-    assert len(files) == 12
+    assert len(files) == 13
     for file in files:
         content = records.read_results(file)
         settings = Settings(RECIPES[content["recipe"]])
