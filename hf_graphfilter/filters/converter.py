@@ -6,7 +6,7 @@ Source: Zhang et al., "Converting Transformers into DGNNs Form" (preprint, 2025)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -68,9 +68,10 @@ class Synvolution(ReplacingFilter):
 
     def coefficients(self) -> dict[str, Tensor]:
         """``zeta`` in [0, 1], ``w_0`` ... ``w_K``, (1,) or (heads,), and the ``gate`` of a blend."""
-        found = {**super().coefficients(), "zeta": reflected(self.zeta.detach())}
-        w = found.pop("w", None)
-        return found if w is None else {**found, **{f"w_{k}": w[..., k].reshape(-1) for k in range(w.shape[-1])}}
+        by_name = {**super().coefficients(), "zeta": reflected(self.zeta.detach())}
+        w = by_name.pop("w", None)
+        orders = () if w is None else w.unbind(-1)
+        return {**by_name, **{f"w_{k}": w_k.reshape(-1) for k, w_k in enumerate(orders)}}
 
     def response(self, eigenvalues: Tensor) -> Tensor:
         """The argument of the filter at the eigenvalues (batch, sets, tokens), radians."""
@@ -90,8 +91,8 @@ class Synvolution(ReplacingFilter):
             )
         eigenvalues, angles = self.spectrum(shift.hidden)
         _, there = shift.visible()
-        options: dict[str, Any] = {"there": there, "permutation": self.config.permutation}
-        out = filter_tokens(repeat_heads(value, self.heads), self.response(eigenvalues), angles, **options)
+        value, response = repeat_heads(value, self.heads), self.response(eigenvalues)
+        out = filter_tokens(value, response, angles, there=there, permutation=self.config.permutation)
         return real_form(out, self.zeta.view(-1, 1, 1)).to(value.dtype)
 
 

@@ -15,8 +15,8 @@ class Spectrum(nn.Module):
     """The eigenvalues and the angles of Givens rotations that a unitary filter has, made of the tokens by two SIRENs.
 
     Each is a network of two layers, ``sin(W_2 sin(W_1 x + b_1) + b_2)``, whose outputs are averaged over groups of
-    equal size to one eigenvalue and to the angles of a token (Eq. 4). So the eigenvalues are in (-1, 1), the angles in
-    (-2 pi, 2 pi). Weights start as Sitzmann et al. (2020) have it, with omega_0 = 1 and the bound of an inner layer,
+    equal size to one eigenvalue and to the angles of a token (Eq. 4). So the eigenvalues are in [-1, 1], the angles in
+    [-2 pi, 2 pi]. Weights start as Sitzmann et al. (2020) have it, with omega_0 = 1 and the bound of an inner layer,
     ``sqrt(6 / features)``, for the first too: its input is hundreds of normalised features, of which the sum turns the
     sine once around, and not the one to three coordinates in [-1, 1] that omega_0 = 30 is for. The linear layers
     compute in the dtype of their weights; sines, averages and results are float32 or wider.
@@ -71,7 +71,7 @@ class Spectrum(nn.Module):
         return eigenvalues, numbers.unflatten(1, self.shape)
 
     def _numbers(self, x: Tensor, siren: nn.Sequential, count: int, dropout: float) -> Tensor:
-        """(batch, count, tokens), in (-1, 1)."""
+        """(batch, count, tokens), in [-1, 1]."""
         for layer in siren:
             if layer is not siren[0]:
                 x = nn.functional.dropout(x, dropout, self.training)
@@ -93,7 +93,7 @@ def damped_polynomial(eigenvalues: Tensor, w: Tensor, factors: tuple[float, ...]
 
 
 def reflected(zeta: Tensor) -> Tensor:
-    """In [0, 1]: a triangle wave, of slope 1 or -1 at 0 and 1 too."""
+    """In [0, 1]: a triangle wave, of slope 1 or -1 at the start, 1, too."""
     return ((zeta + 1).remainder(2) - 1).abs()
 
 
