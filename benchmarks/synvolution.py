@@ -3,8 +3,8 @@ one).
 
 plain: Eq. 8 with the parallel scan of Algorithm 1 (Converter, appendix A) in PyTorch; blocks:
 ``hf_graphfilter.functional.synvolution``. Both from the same angles, eigenvalues and values, one sequence, of 64
-features, as the paper's models have, and of 768, all heads of a BERT; before anything is timed, results and gradients are
-compared.
+features, as the paper's models have, and of 768, all heads of a BERT; before anything is timed, results and gradients
+are compared.
 
 Both are timed in turn within a round, ratios are taken within a round, and medians over the rounds are reported; writes
 benchmarks/results/synvolution-DEVICE.csv with percentiles and hardware.

@@ -350,15 +350,15 @@ def linear_tables() -> str:
 
 def scan_table() -> str:
     rows = read("synvolution-cpu")
-    cases: dict[tuple[str, str], dict[str, dict]] = {}
+    cases: dict[tuple[str, str, str], dict[str, dict]] = {}
     for row in rows:
-        cases.setdefault((row["pass"], row["n"]), {})[row["form"]] = row
-    body = [
-        [which, f"{int(n):,}", *(forms[f]["median_ms"] for f in ("plain", "blocks")), forms["blocks"]["ratio_to_plain"]]
-        for (which, n), forms in cases.items()
-    ]
-    header = ["pass", "n", "parallel scan of Algorithm 1 ms", "blocks ms", "ratio"]
-    return f"One sequence of 64 features; medians. {where(rows)}\n\n{markdown_table(header, body)}"
+        cases.setdefault((row["case"], row["pass"], row["n"]), {})[row["form"]] = row
+    body = []
+    for (case, which, n), forms in cases.items():
+        times = [forms[form]["median_ms"] for form in ("plain", "blocks")]
+        body.append([case, which, f"{int(n):,}", *times, f"**{forms['blocks']['ratio_to_plain']}**"])
+    header = ["", "pass", "n", "parallel scan of Algorithm 1 ms", "blocks ms", "ratio"]
+    return f"One sequence; medians, and of ratios taken side by side. {where(rows)}\n\n{markdown_table(header, body)}"
 
 
 def agf_transfer(device: str = "cpu") -> str:
