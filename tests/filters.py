@@ -20,7 +20,6 @@ from hf_graphfilter import (
     KernelutionConfig,
     ReplacingConfig,
     SingularformerConfig,
-    SynvolutionConfig,
     register_filter,
 )
 
@@ -109,11 +108,6 @@ FILTERS = {
         SingularformerConfig(r=3, temperature=0.7, init="blend", window=2, position_bias="drop"),
         singular_matrix,
         quick=False,
-    ),
-    "synvolution": Entry(
-        SynvolutionConfig(per_head=True, orders=2, permutation="stride", hidden=7, position_bias="drop"),
-        digraph_matrix,
-        everywhere=False,
     ),
     "kernelution": Entry(
         KernelutionConfig(K=3, kernel="jackson", window=2, position_bias="drop"), digraph_matrix, quick=False

@@ -3,8 +3,11 @@
 import itertools
 
 import pytest
+import test_common
 import torch
+from filters import Entry
 from models import FAMILIES, output, turn_on
+from oracle import digraph_matrix
 from test_penalties import train
 from transformers import BertForSequenceClassification
 
@@ -12,6 +15,7 @@ from hf_graphfilter import (
     GraphFilterError,
     KernelutionConfig,
     RegularizerCallback,
+    SynvolutionConfig,
     collect_penalties,
     filter_parameters,
     patch_model,
@@ -105,6 +109,14 @@ def test_the_filter_is_the_function():
     Shift.hidden = hidden
     torch.testing.assert_close(graph_filter.filtered(Shift, value), zeta * z.real + (1 - zeta) * z.imag)
     torch.testing.assert_close(graph_filter.coefficients()["zeta"], zeta.flatten())
+
+
+@pytest.mark.parametrize("family", ["bert", "deit", "bart", "t5"])
+def test_all_options_in_a_model(family):
+    options = {"per_head": True, "orders": 2, "permutation": "stride", "hidden": 7, "position_bias": "drop"}
+    test_common.test_equals_the_dense_form(
+        FAMILIES[family], Entry(SynvolutionConfig(**options), digraph_matrix), "sdpa"
+    )
 
 
 def test_zeta_stays_in_its_interval_and_alive():

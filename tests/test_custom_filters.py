@@ -745,6 +745,7 @@ IN_SUITES = (
 )
 
 
+@pytest.mark.slow
 def test_the_suites_take_a_filter_from_outside(folder):
     source = SOURCE.format(name="test-outside").replace("return shift(value)", "return 2 * shift(value)")
     (folder / "outside.py").write_text(source + OUTSIDE)
