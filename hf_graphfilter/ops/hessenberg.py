@@ -37,7 +37,7 @@ def transform(x: Tensor, lower: Tensor, upper: Tensor, scale: Tensor, *, forward
         torch.complex(t.cos(), t.sin())[:, : x.shape[1]].to(scale.dtype) for t in (first, between + before, after)
     )
     if forward != back:
-        scale = scale * (last if forward else last.conj())
+        scale = scale * (last if forward else last.conj_physical())
     return _Transform.apply(x, r_lower, r_upper, first, between, scale, forward, back)
 
 
@@ -50,7 +50,10 @@ TENSORS = "Tensor lower, Tensor upper, Tensor first, Tensor between, Tensor scal
 def _transform(
     x: Tensor, lower: Tensor, upper: Tensor, first: Tensor, between: Tensor, scale: Tensor, forward: bool, back: bool
 ) -> Tensor:
-    """An operator of its own: compiled and exported graphs hold it whole, for any number of tokens."""
+    """An operator of its own: compiled and exported graphs hold it whole, for any number of tokens.
+
+    Within it ``conj``, which only marks a tensor, would be without effect where a compiled graph calls it.
+    """
     z = _Signal([x], lower, scale.dtype)
     if forward:
         z.turn(first)
@@ -60,9 +63,9 @@ def _transform(
     z.turn(scale)
     if back:
         z.step(_inverse(lower), up=True)
-        z.turn(between.conj())
+        z.turn(between.conj_physical())
         z.step(_inverse(upper), up=False)
-        z.turn(first.conj())
+        z.turn(first.conj_physical())
     return z.tokens
 
 
@@ -89,9 +92,9 @@ def _backward(
     grad_lower, grad_upper = torch.zeros_like(lower), torch.zeros_like(upper)
     grad_first, grad_between = torch.zeros_like(first), torch.zeros_like(between)
     if back:
-        grad_first += z.turned_back(first.conj()).conj()
+        grad_first += z.turned_back(first.conj_physical()).conj_physical()
         z.step(upper, up=True, grads=grad_upper, inverse=True)
-        grad_between += z.turned_back(between.conj()).conj()
+        grad_between += z.turned_back(between.conj_physical()).conj_physical()
         z.step(lower, up=False, grads=grad_lower, inverse=True)
     grad_scale = z.turned_back(scale)
     if forward:
@@ -189,9 +192,9 @@ class _Signal:
 
     def turned_back(self, phase: Tensor) -> Tensor:
         """Undo ``turn`` of a signal and of its gradient; the gradient of ``phase``."""
-        self.turn(phase.conj())
+        self.turn(phase.conj_physical())
         signal, grad = self.tokens.tensor_split(2, -1)
-        return phase * (signal.conj() * grad).sum(-1)
+        return phase * (signal.conj_physical() * grad).sum(-1)
 
     def by_block(self, places: Tensor) -> Tensor:
         return places.reshape(self.batch * self.blocks, places.shape[1] // self.blocks, self.features)
@@ -202,6 +205,11 @@ class _Signal:
         ``grads``: the step undoes another, the features being those of a signal and of its gradient, and to ``grads``
         is added what the blocks of that one get, which were these if it applied their ``inverse``.
         """
+        with torch.autocast(self.places.device.type, enabled=False):
+            self._step(blocks, up, grads, inverse)
+        self.up = up
+
+    def _step(self, blocks: Tensor, up: bool, grads: Tensor | None, inverse: bool) -> None:
         size, batch = self.size, self.batch
         rows, columns, hands, takes = _parts(size, up)
         matrices, signal = blocks.flatten(0, 1), self.by_block(self.places)
@@ -224,7 +232,6 @@ class _Signal:
                 at = (rows, hands), (columns, takes)
                 _add_outer(grads.flatten(0, 1)[part], new, old, *at, inverse)
             signal[part] = after
-        self.up = up
 
 
 def _add_outer(
