@@ -181,7 +181,7 @@ def pooled(x: Tensor, mask: Tensor | None, pooling: str) -> Tensor:
         return x.mean(1) if pooling == "mean" else x.amax(1)
     there = mask.unsqueeze(-1)
     if pooling == "max":
-        return x.masked_fill(~there, torch.finfo(x.dtype).min).amax(1)
+        return x.masked_fill(~there, torch.finfo(x.dtype).min).amax(1) * there.any(1)
     return (wide(x) * there).sum(1).div(there.sum(1).clamp(min=1)).to(x.dtype)
 
 
