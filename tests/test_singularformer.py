@@ -283,6 +283,17 @@ def test_its_gradients_under_checkpointing(name, transformers_warnings):
     transformers_warnings.clear()
 
 
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_reentrant_checkpointing_of_one_layer_is_refused(layer):
+    """Where the layers around it are not run again, its core or that before it would have no gradient."""
+    model, inputs = residual()
+    module = model.encoder.layer[layer]
+    forward = module.forward
+    module.forward = lambda x, *args, **kwargs: checkpoint(lambda x: forward(x, *args, **kwargs), x, use_reentrant=True)
+    with pytest.raises(GraphFilterError, match="reentrant checkpointing loses"):
+        gradients(model, inputs)
+
+
 def test_its_gradients_where_layers_share_their_weights():
     model, inputs = residual("albert")
     group = model.encoder.albert_layer_groups[0]
