@@ -288,7 +288,7 @@ def test_wrong_input_is_one_clear_error(changes, message):
         ("wang", {"b": 0.0}, "b finite and > 0"),
         ("wang", {"a": "1"}, "a must be finite and >= 0"),
         ("lorentz", {"xi": None}, "xi must be a finite number that is not 0"),
-        ("lanczos", {"M": 10**30}, "M must be an integer >= 1, at most 1000000"),
+        ("lanczos", {"M": 10**30}, "M must be at most 1000000"),
         ("fejer", {"K": 10**400}, "K must be at most 1000000"),
     ],
 )

@@ -156,8 +156,10 @@ def gibbs_damping(kernel: Kernel, K: int, *, M: int = 3, xi: float = 4.0, a: flo
         raise GraphFilterError(f"K must be an integer >= 0, got {shown(K)}")
     if K > LARGEST:
         raise GraphFilterError(f"K must be at most {LARGEST}, got {shown(K)}")
-    if kernel == "lanczos" and (not _integer(M) or not 1 <= M <= LARGEST):
-        raise GraphFilterError(f"gibbs_damping: M must be an integer >= 1, at most {LARGEST}, got {shown(M)}")
+    if kernel == "lanczos" and (not _integer(M) or M < 1):
+        raise GraphFilterError(f"gibbs_damping: M must be an integer >= 1, got {shown(M)}")
+    if kernel == "lanczos" and M > LARGEST:
+        raise GraphFilterError(f"gibbs_damping: M must be at most {LARGEST}, got {shown(M)}")
     if kernel == "lorentz" and (not _finite(xi) or xi == 0):
         raise GraphFilterError(f"gibbs_damping: xi must be a finite number that is not 0, got {shown(xi)}")
     if kernel == "wang" and not (_finite(a) and _finite(b) and a >= 0 and b > 0):

@@ -160,6 +160,15 @@ class GatedFeedForward(nn.Module):
         return self.output(dropout(softplus(size) * sign.tanh(), self.dropout, self.training))
 
 
+def check(embeds: Tensor) -> None:
+    """Whether embeddings are what the model takes."""
+    if embeds.dim() != 3 or not embeds.shape[1] or not embeds.is_floating_point():
+        raise GraphFilterError(
+            "Converter takes input_ids (batch, tokens), of a token at least, or real inputs_embeds (batch, tokens, "
+            f"features); the embeddings are {tuple(embeds.shape)}, {embeds.dtype}"
+        )
+
+
 def visible(attention_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
     """A user's mask as bool, for ``tokens`` (batch, tokens, features)."""
     if attention_mask is None:

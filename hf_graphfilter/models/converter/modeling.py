@@ -28,6 +28,7 @@ from .layers import (
     GatedFeedForward,
     MaskedLMHead,
     ScaleNorm,
+    check,
     pooled,
     visible,
     wide,
@@ -163,11 +164,7 @@ class ConverterModel(ConverterPreTrainedModel):
             if kwargs.get(name) is not None:
                 raise GraphFilterError(f"Converter is an encoder whose tokens are in order: leave out {name}")
         embeds = self.embeddings.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        if embeds.dim() != 3 or not embeds.shape[1] or not embeds.is_floating_point():
-            raise GraphFilterError(
-                "Converter takes input_ids (batch, tokens), of a token at least, or real inputs_embeds (batch, tokens, "
-                f"features); got {tuple(embeds.shape if input_ids is None else input_ids.shape)}, {embeds.dtype}"
-            )
+        check(embeds)
         mask = visible(attention_mask, embeds)
         x, penalties = self.embeddings(embeds, mask), []
         for layer in self.layers:
