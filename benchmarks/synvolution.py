@@ -20,7 +20,6 @@ from measure import arguments, report, rounds, rows, write
 from torch import Tensor
 
 from hf_graphfilter import functional
-from hf_graphfilter.ops.hessenberg import rotations
 
 FEATURES = (64, 768)
 LENGTHS = (1024, 4096, 16384)
@@ -77,6 +76,14 @@ class Scan(torch.autograd.Function):
         q = ctx.y_0.expand_as(ctx.x_star).clone()
         q[:, 1:].mul_(ctx.a_star[:, :-1]).add_(ctx.x_star[:, :-1])
         return (q.conj() * r).sum(-1), r, u.sum(1)
+
+
+def rotations(angles: Tensor) -> Tensor:
+    """Eq. 6: (batch, 3, n) to (batch, n, 2, 2)."""
+    alpha, beta, gamma = (angles / 2).unbind(1)
+    c = gamma.cos() * torch.exp(1j * (alpha + beta))
+    s = gamma.sin() * torch.exp(1j * (alpha - beta))
+    return torch.stack([c.conj(), -s, s.conj(), c], -1).unflatten(-1, (2, 2))
 
 
 def downward(cells: Tensor, x: Tensor) -> Tensor:

@@ -46,8 +46,8 @@ class EarlierLayers:
         """What the layers before left, the nearest one's last.
 
         Raises:
-            GraphFilterError: a gradient would be lost, of this layer or of one before, since it first ran without one; or
-                the layer is run again, and has several places.
+            GraphFilterError: a gradient would be lost, of this layer or of one before, that first ran without; or the
+                layer is run again, and has several places.
         """
         left, end = self._left, len(self._left)
         if self._runs_again(name):

@@ -248,8 +248,7 @@ def _prepared(name: str, x: Tensor, lower: Tensor, upper: Tensor, phase: Tensor,
     dtype = reduce(torch.promote_types, dtypes, torch.complex64)
     precision = dtype.to_real()
     signal = x.transpose(1, 2).flatten(2) if x.dim() == 4 else x
-    blocks = hessenberg.lower_blocks(lower.to(precision)), hessenberg.upper_blocks(upper.to(precision))
-    return signal, *blocks, *(t.to(precision) for t in (phase, *more))
+    return signal, *(t.to(precision) for t in (lower, upper, phase, *more))
 
 
 def _prepared_filter(

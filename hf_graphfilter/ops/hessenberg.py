@@ -1,8 +1,9 @@
 """Products of Givens rotations of neighbouring tokens, unitary Hessenberg matrices, applied to signals in linear time.
 
 ``H_l = G_{N-1} ... G_1`` and ``H_u = G_1 ... G_{N-1}`` are first-order linear recurrences along the tokens, their
-coefficients one number a token, shared by all features. The rotations of a block of tokens make one small matrix, all
-blocks are multiplied at once, and what a block hands to the next follows from a recurrence over the blocks. All is
+coefficients one number a token, shared by all features: real ones between two phases a token, see ``ops.givens``. So
+real and imaginary part of a signal are only more features. The rotations of a block of tokens make one small matrix,
+all blocks are multiplied at once, and what a block hands to the next follows from a recurrence over the blocks. All is
 unitary, so the backward pass finds every intermediate signal again from the result, which alone is kept.
 """
 
@@ -14,52 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-BLOCK = 16  # rotations that are taken together, and blocks
-PART = 1 << 16  # numbers that matrix products on the CPU take at once
+from .givens import BLOCK, lower_factor, upper_factor
 
-
-def rotations(angles: Tensor) -> Tensor:
-    """Eq. 6 of the Converter paper.
-
-    Args:
-        angles: (batch, 3, n), float32 or float64: alpha, beta, gamma.
-
-    Returns:
-        (batch, n, 2, 2), complex: ``[[conj(c), -s], [conj(s), c]]``.
-    """
-    alpha, beta, gamma = (angles / 2).unbind(1)
-    c, s = _polar(gamma.cos(), alpha + beta), _polar(gamma.sin(), alpha - beta)
-    return torch.stack([c.conj(), -s, s.conj(), c], -1).unflatten(-1, (2, 2))
-
-
-def _polar(radius: Tensor, angle: Tensor) -> Tensor:
-    """Unlike ``torch.polar`` right, with its gradient, where the radius is zero or negative."""
-    return torch.complex(radius * angle.cos(), radius * angle.sin())
-
-
-def lower_blocks(angles: Tensor) -> Tensor:
-    """The factors of H_l: (batch, 3, n) to (batch, blocks, m+1, m+1), ``G_m ... G_1`` of every m rotations."""
-    return _products(rotations(angles))
-
-
-def upper_blocks(angles: Tensor) -> Tensor:
-    """The factors of H_u, ``G_1 ... G_m``."""
-    return _products(rotations(angles).mT).mT
-
-
-def _products(cells: Tensor) -> Tensor:
-    """By doubling, without any division. One rotation by nothing comes first, one at least last."""
-    batch, n = cells.shape[:2]
-    nothing = torch.eye(2, dtype=cells.dtype, device=cells.device).expand(batch, 1, 2, 2)
-    products = torch.cat([nothing, cells, nothing.expand(-1, 1 + -(n + 2) % BLOCK, -1, -1)], 1).unflatten(
-        1, (-1, BLOCK)
-    )
-    while products.shape[2] > 1:
-        first, second = products[:, :, ::2], products[:, :, 1::2]
-        above = pad(first[..., :-1, :], (0, first.shape[-1] - 1))
-        below = torch.cat([second[..., :1] * first[..., -1:, :], second[..., 1:]], -1)
-        products = torch.cat([above, below], -2)
-    return products.squeeze(2)
+PART = 1 << 18  # numbers that matrix products on the CPU take at once
 
 
 def transform(x: Tensor, lower: Tensor, upper: Tensor, scale: Tensor, *, forward: bool, back: bool) -> Tensor:
@@ -67,95 +25,120 @@ def transform(x: Tensor, lower: Tensor, upper: Tensor, scale: Tensor, *, forward
 
     Args:
         x: (batch, tokens, features), real or complex.
-        lower, upper: from ``lower_blocks`` and ``upper_blocks``.
+        lower, upper: angles alpha, beta and gamma of H_l and H_u, (batch, 3, tokens - 1), real.
         scale: (batch, tokens), of absolute value 1.
 
     Returns:
         Shape of ``x``, dtype of ``scale``. O(n d) time and memory.
     """
-    return _Transform.apply(x, lower, upper, scale, forward, back)
+    r_upper, first, between = upper_factor(upper)
+    r_lower, before, after = lower_factor(lower)
+    first, between, last = (
+        torch.complex(t.cos(), t.sin())[:, : x.shape[1]].to(scale.dtype) for t in (first, between + before, after)
+    )
+    if forward != back:
+        scale = scale * (last if forward else last.conj())
+    return _Transform.apply(x, r_lower, r_upper, first, between, scale, forward, back)
+
+
+TENSORS = "Tensor lower, Tensor upper, Tensor first, Tensor between, Tensor scale"
 
 
 @torch.library.custom_op(
-    "hf_graphfilter::unitary",
-    mutates_args=(),
-    schema="(Tensor x, Tensor lower, Tensor upper, Tensor scale, bool forward, bool back) -> Tensor",
+    "hf_graphfilter::unitary", mutates_args=(), schema=f"(Tensor x, {TENSORS}, bool forward, bool back) -> Tensor"
 )
-def _transform(x: Tensor, lower: Tensor, upper: Tensor, scale: Tensor, forward: bool, back: bool) -> Tensor:
+def _transform(
+    x: Tensor, lower: Tensor, upper: Tensor, first: Tensor, between: Tensor, scale: Tensor, forward: bool, back: bool
+) -> Tensor:
     """An operator of its own: compiled and exported graphs hold it whole, for any number of tokens."""
     z = _Signal([x], lower, scale.dtype)
     if forward:
+        z.turn(first)
         z.step(upper, up=True)
+        z.turn(between)
         z.step(lower, up=False)
-    z.tokens.mul_(scale.unsqueeze(-1))
+    z.turn(scale)
     if back:
         z.step(_inverse(lower), up=True)
+        z.turn(between.conj())
         z.step(_inverse(upper), up=False)
+        z.turn(first.conj())
     return z.tokens
 
 
 @torch.library.custom_op(
     "hf_graphfilter::unitary_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor lower, Tensor upper, Tensor scale, Tensor out, bool real, bool forward, bool back) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor grad, {TENSORS}, Tensor out, bool real, bool forward, bool back) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward(
-    grad: Tensor, lower: Tensor, upper: Tensor, scale: Tensor, out: Tensor, real: bool, forward: bool, back: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad: Tensor,
+    lower: Tensor,
+    upper: Tensor,
+    first: Tensor,
+    between: Tensor,
+    scale: Tensor,
+    out: Tensor,
+    real: bool,
+    forward: bool,
+    back: bool,
+) -> tuple[Tensor, ...]:
     """Every step undone, of the signal and, by the same matrices, of its gradient."""
     z = _Signal([out, grad], lower, scale.dtype)
     grad_lower, grad_upper = torch.zeros_like(lower), torch.zeros_like(upper)
+    grad_first, grad_between = torch.zeros_like(first), torch.zeros_like(between)
     if back:
+        grad_first += z.turned_back(first.conj()).conj()
         z.step(upper, up=True, grads=grad_upper, inverse=True)
+        grad_between += z.turned_back(between.conj()).conj()
         z.step(lower, up=False, grads=grad_lower, inverse=True)
-    z.tokens.mul_(scale.conj().unsqueeze(-1))
-    signal, grad = z.tokens.tensor_split(2, -1)
-    grad_scale = scale * (signal.conj() * grad).sum(-1)
+    grad_scale = z.turned_back(scale)
     if forward:
         z.step(_inverse(lower), up=True, grads=grad_lower)
+        grad_between += z.turned_back(between)
         z.step(_inverse(upper), up=False, grads=grad_upper)
+        grad_first += z.turned_back(first)
     grad = z.tokens.tensor_split(2, -1)[1]
-    return (grad.real if real else grad).contiguous(), grad_lower, grad_upper, grad_scale
+    return (grad.real if real else grad).contiguous(), grad_lower, grad_upper, grad_first, grad_between, grad_scale
 
 
 @_transform.register_fake
-def _(x: Tensor, lower: Tensor, upper: Tensor, scale: Tensor, forward: bool, back: bool) -> Tensor:
-    return _Signal([x], lower, scale.dtype).tokens
+def _(x: Tensor, lower: Tensor, *others: Any) -> Tensor:
+    return _Signal([x], lower, others[3].dtype).tokens
 
 
 @_backward.register_fake
-def _(
-    grad: Tensor, lower: Tensor, upper: Tensor, scale: Tensor, out: Tensor, real: bool, forward: bool, back: bool
-) -> tuple[Tensor, ...]:
-    dtype = scale.dtype.to_real() if real else scale.dtype
+def _(grad: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    tensors, out, real = others[:5], others[5], others[6]
+    dtype = out.dtype.to_real() if real else out.dtype
     shaped = torch.empty(out.shape, dtype=dtype, device=out.device)
-    return shaped, torch.empty_like(lower), torch.empty_like(upper), torch.empty_like(scale)
+    return shaped, *(torch.empty_like(t) for t in tensors)
 
 
 class _Transform(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, lower: Tensor, upper: Tensor, scale: Tensor, forward: bool, back: bool) -> Tensor:
-        return _transform(x, lower, upper, scale, forward, back)
+    def forward(*inputs: Any) -> Tensor:
+        return _transform(*inputs)  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, lower, upper, scale, *ctx.directions = inputs
-        ctx.save_for_backward(lower, upper, scale, output)
-        ctx.real = not x.is_complex()
+        x, *tensors, forward, back = inputs
+        ctx.save_for_backward(*tensors, output)
+        ctx.flags = not x.is_complex(), forward, back
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return (*_Gradients.apply(grad, *ctx.saved_tensors, ctx.real, *ctx.directions), None, None)
+        return (*_Gradients.apply(grad, *ctx.saved_tensors, *ctx.flags), None, None)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
         """``torch.func.vmap``: its dimension is a part of the batch."""
         tensors = [
             (x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
-            for x, dim in zip(inputs[:4], in_dims[:4], strict=True)
+            for x, dim in zip(inputs[:6], in_dims[:6], strict=True)
         ]
-        out = _Transform.apply(*tensors, *inputs[4:])
+        out = _Transform.apply(*tensors, *inputs[6:])
         return out.view(info.batch_size, out.shape[0] // info.batch_size, *out.shape[1:]), 0
 
 
@@ -176,24 +159,39 @@ class _Gradients(torch.autograd.Function):
 
 
 def _inverse(blocks: Tensor) -> Tensor:
-    return blocks.mH.resolve_conj().contiguous()
+    return blocks.mT.contiguous()
 
 
 class _Signal:
-    """A signal on its way: a step up leaves token t at place t, a step down at t + 1, where a step up expects it."""
+    """Complex signals on their way, as twice as many real features.
+
+    A step up leaves token t at place t, a step down at t + 1, where a step up expects it.
+    """
 
     def __init__(self, parts: list[Tensor], blocks: Tensor, dtype: torch.dtype) -> None:
-        self.batch, self.blocks, self.size = *blocks.shape[:2], blocks.shape[2] - 1
-        self.count, self.features = parts[0].shape[1], sum(part.shape[2] for part in parts)
-        self.places = parts[0].new_empty(self.batch, self.blocks * self.size, self.features, dtype=dtype)
+        self.batch, self.blocks, self.size, self.up = *blocks.shape[:2], blocks.shape[2] - 1, False
+        self.count, features = parts[0].shape[1], sum(part.shape[2] for part in parts)
+        self.signal = blocks.new_empty(self.batch, self.blocks * self.size, features, dtype=dtype)
+        self.places, self.features = torch.view_as_real(self.signal).flatten(2), 2 * features
         self.places[:, 0] = 0
         self.places[:, self.count + 1 :] = 0
-        torch.cat(parts, -1, out=self.tokens) if len(parts) > 1 else self.tokens.copy_(parts[0])
+        for part, own in zip(parts, self.tokens.tensor_split(len(parts), -1), strict=True):
+            own.copy_(part)
 
     @property
     def tokens(self) -> Tensor:
-        """After a step down: (batch, tokens, features)."""
-        return self.places[:, 1 : self.count + 1]
+        """(batch, tokens, features), complex."""
+        start = 0 if self.up else 1
+        return self.signal[:, start : start + self.count]
+
+    def turn(self, phase: Tensor) -> None:
+        self.tokens.mul_(phase.unsqueeze(-1))
+
+    def turned_back(self, phase: Tensor) -> Tensor:
+        """Undo ``turn`` of a signal and of its gradient; the gradient of ``phase``."""
+        self.turn(phase.conj())
+        signal, grad = self.tokens.tensor_split(2, -1)
+        return phase * (signal.conj() * grad).sum(-1)
 
     def by_block(self, places: Tensor) -> Tensor:
         return places.reshape(self.batch * self.blocks, places.shape[1] // self.blocks, self.features)
@@ -226,6 +224,7 @@ class _Signal:
                 at = (rows, hands), (columns, takes)
                 _add_outer(grads.flatten(0, 1)[part], new, old, *at, inverse)
             signal[part] = after
+        self.up = up
 
 
 def _add_outer(
@@ -241,7 +240,7 @@ def _add_outer(
     left, right, at, along = (signal, grad, new_at, old_at) if inverse else (grad, signal, old_at, new_at)
     for a, i in zip(left, at, strict=True):
         for b, j in zip(right, along, strict=True):
-            grads[:, i, j] += a @ b.mH
+            grads[:, i, j] += a @ b.mT
 
 
 def _parts(size: int, up: bool) -> tuple[slice, slice, slice, slice]:

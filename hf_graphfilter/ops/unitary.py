@@ -68,10 +68,7 @@ def filter_tokens(
     permuted = _order(permutation, tokens, there, angles.device)
     restored = None if permuted is None else permuted.argsort(-1)
     turn = torch.complex(response.cos(), response.sin()).flatten(0, 1)
-    factors = [
-        (hessenberg.lower_blocks(rows[:, :3]), hessenberg.upper_blocks(rows[:, 3:6]))
-        for rows in angles.flatten(0, 1).unbind(1)
-    ]
+    factors = [(rows[:, :3], rows[:, 3:6]) for rows in angles.flatten(0, 1).unbind(1)]
     for lower, upper in factors[:0:-1]:
         signal = in_order(signal, permuted)
         signal = hessenberg.transform(signal, lower, upper, torch.ones_like(turn), forward=True, back=False)

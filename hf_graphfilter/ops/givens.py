@@ -1,0 +1,61 @@
+"""Products of Givens rotations as real matrices between phases.
+
+A rotation of two tokens (Eq. 6 of the Converter paper, its angles halved) is a real one between phases, ``G = diag(e^-i
+beta, e^i beta) R(gamma) diag(e^-i alpha, e^i alpha)``. A phase that both tokens have passes through R, so in a product
+of rotations of neighbouring tokens all phases move to the two ends: ``H = diag(e^i after) R_H diag(e^i before)``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+BLOCK = 16  # rotations, or blocks of them, that are taken together
+
+
+def lower_factor(angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``H_l = G_n ... G_1``.
+
+    Args:
+        angles: (batch, 3, n), real: alpha, beta and gamma in radians.
+
+    Returns:
+        The blocks of R_H, (batch, blocks, m+1, m+1), each ``R_m ... R_1`` of m rotations; and the phases before and
+        after it, (batch, n+1), float64, as they are sums over all tokens.
+    """
+    alpha, beta, gamma = (angles / 2).unbind(1)
+    alpha, beta = alpha.double(), beta.double()
+    common = (beta - alpha).cumsum(1) - beta  # phase of both tokens of a rotation
+    last = (beta - alpha).sum(1, keepdim=True)
+    return _products(_rotations(gamma)), pad(alpha - common, (1, 0)), torch.cat([common - beta, last], 1)
+
+
+def upper_factor(angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``H_u = G_1 ... G_n``, as ``lower_factor``; a block is ``R_1 ... R_m``."""
+    alpha, beta, gamma = (angles / 2).unbind(1)
+    alpha, beta = alpha.double(), beta.double()
+    common = (alpha - beta).flip(1).cumsum(1).flip(1) + beta
+    first = (alpha - beta).sum(1, keepdim=True)
+    return _products(_rotations(gamma).mT).mT, pad(-alpha - common, (0, 1)), torch.cat([first, common + beta], 1)
+
+
+def _rotations(gamma: Tensor) -> Tensor:
+    """(batch, n) to (batch, n, 2, 2)."""
+    c, s = gamma.cos(), gamma.sin()
+    return torch.stack([c, -s, s, c], -1).unflatten(-1, (2, 2))
+
+
+def _products(cells: Tensor) -> Tensor:
+    """By doubling, without any division. One rotation by nothing comes first, one at least last."""
+    batch, n = cells.shape[:2]
+    nothing = torch.eye(2, dtype=cells.dtype, device=cells.device).expand(batch, 1, 2, 2)
+    products = torch.cat([nothing, cells, nothing.expand(-1, 1 + -(n + 2) % BLOCK, -1, -1)], 1).unflatten(
+        1, (-1, BLOCK)
+    )
+    while products.shape[2] > 1:
+        first, second = products[:, :, ::2], products[:, :, 1::2]
+        above = pad(first[..., :-1, :], (0, first.shape[-1] - 1))
+        below = torch.cat([second[..., :1] * first[..., -1:, :], second[..., 1:]], -1)
+        products = torch.cat([above, below], -2)
+    return products.squeeze(2)
