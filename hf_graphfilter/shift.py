@@ -46,9 +46,10 @@ class EarlierLayers:
         """What the layers before left, the nearest one's last.
 
         Raises:
-            GraphFilterError: the layer is run again, and its gradient would be lost, or it has several places.
+            GraphFilterError: a gradient would be lost, of this layer or of one before, that first ran without; or the
+                layer is run again, and has several places.
         """
-        left = self._left
+        left, end = self._left, len(self._left)
         if self._runs_again(name):
             places = [i for i, entry in enumerate(left) if entry[0] == name]
             if len(places) > 1:
@@ -56,13 +57,14 @@ class EarlierLayers:
                     f"{name} is applied {len(places)} times in one forward pass, with gradient checkpointing: which "
                     "layer came before cannot be told; train it without"
                 )
-            left = left[: places[0]]
-            if not all(with_gradient for *_, with_gradient in left):
-                raise GraphFilterError(
-                    f"{name} reads what the layer before made, whose gradient reentrant checkpointing loses: use "
-                    "gradient_checkpointing_kwargs={'use_reentrant': False}"
-                )
-        return [tensor for _, tensor, _ in left]
+            end = places[0]
+        before, itself = left[:end], left[end : end + 1]
+        if before and torch.is_grad_enabled() and not all(with_gradient for *_, with_gradient in before + itself):
+            raise GraphFilterError(
+                f"{name} reads what the layer before made, whose gradient reentrant checkpointing loses: use "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}"
+            )
+        return [tensor for _, tensor, _ in before]
 
     def detach(self) -> None:
         """No gradient flows back into the layers so far."""

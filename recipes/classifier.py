@@ -62,4 +62,5 @@ def pool(hidden: Tensor, there: Tensor, pooling: str) -> Tensor:
     mean = (hidden * there).sum(1) / there.sum(1).clamp(min=1)
     if pooling == "mean":
         return mean
-    return torch.cat([mean, hidden.masked_fill(~there, torch.finfo(hidden.dtype).min).amax(1)], -1)
+    most = hidden.masked_fill(~there, torch.finfo(hidden.dtype).min).amax(1) * there.any(1)
+    return torch.cat([mean, most], -1)

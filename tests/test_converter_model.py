@@ -28,6 +28,7 @@ from hf_graphfilter import (
     patch_model,
 )
 from hf_graphfilter.functional import gibbs_damping, kernel_polynomial_loss
+from hf_graphfilter.models.converter.layers import pooled
 
 SIZES = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2}
 DROPOUTS = [name for name in ConverterConfig().to_dict() if name.endswith("dropout")]
@@ -384,6 +385,11 @@ BAD_CONFIGS = {
     "hidden_size must be an integer >= 1": {"hidden_size": 0},
     "embedding_size must be an integer >= 1": {"embedding_size": -4},
     "num_sequences must be 1 or 2": {"num_sequences": 3},
+    "num_sequences must be 1 or 2, got 1.0": {"num_sequences": 1.0},
+    "intermediate_size must be an integer >= 1, got True": {"intermediate_size": True},
+    "norm_eps must be a number >= 0, got -1": {"norm_eps": -1.0},
+    "initializer_range must be a number >= 0, got nan": {"initializer_range": math.nan},
+    "is_decoder: Converter is an encoder": {"is_decoder": True},
 }
 
 
@@ -403,3 +409,26 @@ def test_inputs_that_cannot_be():
         model(ids[:, :4], attention_mask=torch.ones(3, 7))
     with pytest.raises(GraphFilterError, match="either input_ids or inputs_embeds"):
         model()
+    for name in ("encoder_hidden_states", "past_key_values", "position_ids"):
+        with pytest.raises(GraphFilterError, match=f"leave out {name}"):
+            model(ids[:, :4], **{name: ids})
+    for bad in ({"input_ids": ids[0]}, {"input_ids": ids[:, :0]}, {"inputs_embeds": torch.zeros(3, 4, 16) + 0j}):
+        with pytest.raises(GraphFilterError, match=r"takes input_ids \(batch, tokens\), of a token at least"):
+            model(**bad)
+
+
+def test_pairs_that_cannot_be():
+    model, ids = build(ConverterForSequenceClassification, num_sequences=2), tokens()
+    with pytest.raises(GraphFilterError, match="input_ids_2 or inputs_embeds_2 is missing"):
+        model(ids, attention_mask_2=torch.ones(3, 7))
+    with pytest.raises(GraphFilterError, match="a pair: 3 first ones, 2 second"):
+        model(ids, input_ids_2=ids[:2])
+
+
+@pytest.mark.parametrize("pooling", ["mean", "max", "mean_max"])
+def test_a_sequence_without_visible_tokens_is_nothing(pooling):
+    mask = torch.ones(3, TOKENS)
+    mask[1] = 0
+    out = pooled(torch.randn(3, TOKENS, 4), mask.bool(), pooling)
+    assert out[1].abs().max() == 0
+    assert out[2].abs().min() > 0

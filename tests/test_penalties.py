@@ -1,6 +1,7 @@
 """The losses that filters declare, and the blend, under the plain Trainer."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from hf_graphfilter import (
     BlendSchedule,
     GraphFilterError,
     OrthogonalityCallback,
+    RegularizerCallback,
     collect_penalties,
     filter_status,
     functional,
@@ -292,6 +294,13 @@ def test_evaluation_costs_nothing(tmp_path, monkeypatch):
     ("make", "message"),
     [
         (lambda: OrthogonalityCallback(gamma=-1.0), "gamma must be >= 0, got -1.0"),
+        (lambda: RegularizerCallback({"diagonal": math.nan}), "the weight of diagonal must be a number >= 0, got nan"),
+        (lambda: RegularizerCallback({"diagonal": "1"}), "the weight of diagonal must be a number >= 0, got '1'"),
+        (
+            lambda: collect_penalties(model(), {"orthogonality": -1.0}).__enter__(),
+            "collect_penalties: the weight of or",
+        ),
+        (lambda: collect_penalties(model(), options={"sparsity": {}}).__enter__(), "declares a loss 'sparsity'"),
         (lambda: OrthogonalityCallback(norm="l1"), "norm='l1': use 'mean_abs' or 'frobenius'"),
         (lambda: BlendSchedule(start=0.5, end=0.5), "0 <= start < end <= 1"),
         (lambda: BlendSchedule(shape="step"), "shape='step': use 'linear' or 'cosine'"),

@@ -159,3 +159,4 @@ def test_pooling_by_hand():
     hidden = torch.tensor([[[9.0], [-1.0], [-3.0], [9.0]]])
     there = torch.tensor([[False, True, True, False]])
     assert [pool(hidden, there, name).tolist() for name in POOLINGS] == [[[-2.0, -1.0]], [[-2.0]], [[-1.0]]]
+    assert pool(hidden, torch.zeros_like(there), "mean_max").tolist() == [[0.0, 0.0]]

@@ -12,6 +12,7 @@ from test_training import gradients, same_gradients_with_checkpointing
 from timm import create_model
 from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
 
 from hf_graphfilter import (
     GraphFilterError,
@@ -131,6 +132,10 @@ def test_half_precision(dtype):
         (lambda q, k, v, s: (q, k[..., :2], v, s), "batch, tokens or features differ"),
         (lambda q, k, v, s: (q, k[:, :3], v[:, :3], s), "the heads of the query are a multiple"),
         (lambda q, k, v, s: (q, k, v, s[..., :0]), "r >= 1"),
+        (lambda q, k, v, s: (q, k[:, :0], v[:, :0], s), "the heads of the query are a multiple"),
+        (lambda q, k, v, s: (q[..., :0], k[..., :0], v, s), "with a feature at least"),
+        (lambda q, k, v, s: (q + 0j, k, v, s), "query must be real floating-point numbers, got torch.complex128"),
+        (lambda q, k, v, s: (q, k, v, s.long()), "scores must be real floating-point numbers, got torch.int64"),
     ],
 )
 def test_wrong_shapes_are_one_clear_error(change, message):
@@ -145,11 +150,26 @@ def test_a_core_of_another_shape():
         diagonal_loss(torch.zeros(B, H, R, R + 1))
 
 
+@pytest.mark.parametrize("shape", [(), (N,), (3, N), (B, 1, 1, N)], ids=str)
+def test_a_mask_of_another_shape(shape):
+    with pytest.raises(GraphFilterError, match=rf"mask is \(batch, tokens\), here \({B}, {N}\)"):
+        singularformer(*tensors(), mask=torch.ones(shape, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
+def test_losses_of_what_is_not_real(dtype):
+    with pytest.raises(GraphFilterError, match="diagonal_loss: core must be real floating-point numbers"):
+        diagonal_loss(torch.ones(B, H, R, R, dtype=dtype))
+    u = torch.ones(B, H, N, D, dtype=dtype)
+    with pytest.raises(GraphFilterError, match="orthogonality_loss: u must be real floating-point numbers"):
+        orthogonality_loss(u, u)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"r": 0}, "r must be 1 to 65536, got 0"),
-        ({"r": 1.5}, "r must be an integer or"),
+        ({"r": 1.5}, "r must be an integer or None, got 1.5"),
         ({"temperature": 0.0}, "temperature must be > 0"),
         ({"gamma_diagonal": -1.0}, "gamma_diagonal must be >= 0"),
     ],
@@ -176,6 +196,12 @@ def test_a_causal_mask_is_refused_when_it_comes():
     model = patch_model(FAMILIES["clip"].build(), "singularformer")
     with pytest.raises(GraphFilterError, match="the attention mask is causal"):
         output(model, FAMILIES["clip"].inputs())
+
+
+def test_a_cache_is_refused():
+    model = patch_model(FAMILIES["bert"].build(), "singularformer")
+    with pytest.raises(GraphFilterError, match="called with a cache of past tokens, and SINGULARFORMER"):
+        model(**FAMILIES["bert"].inputs(), past_key_values=DynamicCache(), use_cache=True)
 
 
 def test_new_parameters_and_r():
@@ -255,6 +281,17 @@ def test_its_gradients_under_checkpointing(name, transformers_warnings):
     with pytest.raises(GraphFilterError, match="reentrant checkpointing loses: use gradient_checkpointing_kwargs"):
         gradients(model, inputs)
     transformers_warnings.clear()
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_reentrant_checkpointing_of_one_layer_is_refused(layer):
+    """Where the layers around it are not run again, its core or that before it would have no gradient."""
+    model, inputs = residual()
+    module = model.encoder.layer[layer]
+    forward = module.forward
+    module.forward = lambda x, *args, **kwargs: checkpoint(lambda x: forward(x, *args, **kwargs), x, use_reentrant=True)
+    with pytest.raises(GraphFilterError, match="reentrant checkpointing loses"):
+        gradients(model, inputs)
 
 
 def test_its_gradients_where_layers_share_their_weights():

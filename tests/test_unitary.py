@@ -239,7 +239,9 @@ def test_damping_by_hand():
         gibbs_damping("wang", 1, a=2.0, b=3.0): math.exp(-1),
     }
     assert [g[1].item() for g in values] == pytest.approx([*values.values()])
-    assert gibbs_damping("lorentz", 3, xi=2000.0).isfinite().all()
+    for xi in (2000.0, 1.7e308):
+        assert gibbs_damping("lorentz", 3, xi=xi).isfinite().all()
+    assert gibbs_damping("wang", 3, a=10**300).isfinite().all()
 
 
 def test_kernel_polynomial_loss():
@@ -284,6 +286,10 @@ def test_wrong_input_is_one_clear_error(changes, message):
         ("lorentz", {"xi": math.nan}, "xi must be a finite number that is not 0"),
         ("wang", {"a": -1.0}, "a must be finite and >= 0"),
         ("wang", {"b": 0.0}, "b finite and > 0"),
+        ("wang", {"a": "1"}, "a must be finite and >= 0"),
+        ("lorentz", {"xi": None}, "xi must be a finite number that is not 0"),
+        ("lanczos", {"M": 10**30}, "M must be at most 1000000"),
+        ("fejer", {"K": 10**400}, "K must be at most 1000000"),
     ],
 )
 def test_damping_out_of_range(kernel, options, message):

@@ -52,7 +52,9 @@ def describe(hint: Any) -> str:
         return f"a tuple of {describe(args[0])}"
     if origin in (typing.Union, types.UnionType):
         return " or ".join(describe(a) for a in args)
-    return {int: "an integer", float: "a number", str: "a string", bool: "True or False"}.get(hint, str(hint))
+    return {int: "an integer", float: "a number", str: "a string", bool: "True or False", type(None): "None"}.get(
+        hint, str(hint)
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -77,6 +77,10 @@ class ReplacingFilter(GraphFilter):
             )
         if not self.causal_form and shift.visible()[0]:
             raise GraphFilterError(f"{self.site_name}: the attention mask is causal, and {name} {_NO_CAUSAL_FORM}")
+        if not self.causal_form and shift.state is not None:
+            raise GraphFilterError(
+                f"{self.site_name} was called with a cache of past tokens, and {name} {_NO_CAUSAL_FORM}"
+            )
         out = self.filtered(shift, value)
         if shift.state is not None and not shift.state:
             raise GraphFilterError(

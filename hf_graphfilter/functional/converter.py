@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import typing
 from functools import reduce
 from typing import Literal
@@ -10,11 +11,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..errors import GraphFilterError
+from ..errors import GraphFilterError, shown
 from ..ops import hessenberg
 from ..ops.polynomials import expand, recurrence
+from .losses import real
 
 Kernel = Literal["dirichlet", "fejer", "jackson", "lanczos", "lorentz", "vekic", "wang"]
+
+LARGEST = 1_000_000  # K and M of a damping
 
 
 def unitary(x: Tensor, lower: Tensor, upper: Tensor, phase: Tensor, *, inverse: bool = False) -> Tensor:
@@ -112,7 +116,7 @@ def kernelution(
 
     Source: Zhang et al., Converter (preprint, 2025), Eq. 12.
     """
-    _real("kernelution", coefficients=coefficients)
+    real("kernelution", coefficients=coefficients)
     if coefficients.dim() != 1 or not len(coefficients):
         raise GraphFilterError(f"kernelution: coefficients is (K+1,), got {tuple(coefficients.shape)}")
     K = len(coefficients) - 1
@@ -129,8 +133,8 @@ def gibbs_damping(kernel: Kernel, K: int, *, M: int = 3, xi: float = 4.0, a: flo
     Args:
         kernel: ``"dirichlet"``, ``"fejer"``, ``"jackson"``, ``"lanczos"`` (with M), ``"lorentz"`` (xi), ``"vekic"`` or
             ``"wang"`` (a and b).
-        K: highest order, >= 0.
-        M: power, an integer >= 1.
+        K: highest order, 0 to a million.
+        M: power, an integer, 1 to a million.
         xi: resolution, a finite number that is not 0 (its limit there is ``"fejer"``).
         a, b: ``exp(-(a k / (K+1))^b)``, finite, a >= 0 and b > 0.
 
@@ -149,13 +153,19 @@ def gibbs_damping(kernel: Kernel, K: int, *, M: int = 3, xi: float = 4.0, a: flo
     if kernel not in typing.get_args(Kernel):
         raise GraphFilterError(f"kernel={kernel!r}: use one of {', '.join(map(repr, typing.get_args(Kernel)))}")
     if not _integer(K) or K < 0:
-        raise GraphFilterError(f"K must be an integer >= 0, got {K!r}")
+        raise GraphFilterError(f"K must be an integer >= 0, got {shown(K)}")
+    if K > LARGEST:
+        raise GraphFilterError(f"K must be at most {LARGEST}, got {shown(K)}")
     if kernel == "lanczos" and (not _integer(M) or M < 1):
-        raise GraphFilterError(f"gibbs_damping: M must be an integer >= 1, got {M!r}")
-    if kernel == "lorentz" and (not math.isfinite(xi) or xi == 0):
-        raise GraphFilterError(f"gibbs_damping: xi must be a finite number that is not 0, got {xi!r}")
-    if kernel == "wang" and not (0 <= a < math.inf and 0 < b < math.inf):
-        raise GraphFilterError(f"gibbs_damping: a must be finite and >= 0, b finite and > 0, got a={a!r}, b={b!r}")
+        raise GraphFilterError(f"gibbs_damping: M must be an integer >= 1, got {shown(M)}")
+    if kernel == "lanczos" and M > LARGEST:
+        raise GraphFilterError(f"gibbs_damping: M must be at most {LARGEST}, got {shown(M)}")
+    if kernel == "lorentz" and (not _finite(xi) or xi == 0):
+        raise GraphFilterError(f"gibbs_damping: xi must be a finite number that is not 0, got {shown(xi)}")
+    if kernel == "wang" and not (_finite(a) and _finite(b) and a >= 0 and b > 0):
+        raise GraphFilterError(
+            f"gibbs_damping: a must be finite and >= 0, b finite and > 0, got a={shown(a)}, b={shown(b)}"
+        )
     k = torch.arange(K + 1, dtype=torch.float64)
     t = k / (K + 1)
     if kernel == "dirichlet":
@@ -168,11 +178,11 @@ def gibbs_damping(kernel: Kernel, K: int, *, M: int = 3, xi: float = 4.0, a: flo
     if kernel == "lanczos":
         return torch.sinc(t) ** M  # sin(pi t) / (pi t)
     if kernel == "lorentz":
-        steep = 2 * abs(xi)  # sinh(xi (1 - t)) / sinh(xi) without numbers beyond float64
+        steep = min(2 * abs(float(xi)), sys.float_info.max)  # sinh(xi (1 - t)) / sinh(xi) within float64
         return (-steep / 2 * t).exp() * torch.expm1(-steep * (1 - t)) / math.expm1(-steep)
     if kernel == "vekic":
         return (1 - ((t - 0.5) / (t * (1 - t))).tanh()) / 2
-    return (-((a * t) ** b)).exp()
+    return (-((float(a) * t) ** float(b))).exp()
 
 
 def kernel_polynomial_loss(coefficients: Tensor) -> Tensor:
@@ -194,7 +204,7 @@ def kernel_polynomial_loss(coefficients: Tensor) -> Tensor:
 
     Source: Zhang et al., Converter (preprint, 2025), Eq. 11.
     """
-    _real("kernel_polynomial_loss", coefficients=coefficients)
+    real("kernel_polynomial_loss", coefficients=coefficients)
     if coefficients.dim() != 1 or not len(coefficients):
         raise GraphFilterError(f"kernel_polynomial_loss: coefficients is (K+1,), got {tuple(coefficients.shape)}")
     orders = torch.arange(len(coefficients), device=coefficients.device)
@@ -211,19 +221,17 @@ def _unit(angle: Tensor) -> Tensor:
     return torch.complex(angle.cos(), angle.sin())
 
 
+def _finite(x: object) -> bool:
+    return isinstance(x, int | float) and abs(x) <= sys.float_info.max
+
+
 def _integer(x: object) -> bool:
     return isinstance(x, int) and not isinstance(x, bool)
 
 
-def _real(name: str, **tensors: Tensor) -> None:
-    for argument, x in tensors.items():
-        if not x.is_floating_point():
-            raise GraphFilterError(f"{name}: {argument} must be real floating-point numbers, got {x.dtype}")
-
-
 def _prepared(name: str, x: Tensor, lower: Tensor, upper: Tensor, phase: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
     """The signal as (batch, tokens, all features), the rotations, and the rest, of the precision of the result."""
-    _real(name, lower=lower, upper=upper, phase=phase)
+    real(name, lower=lower, upper=upper, phase=phase)
     if x.dim() not in (3, 4) or not (x.is_floating_point() or x.is_complex()):
         raise GraphFilterError(
             f"{name}: the signal is (batch, tokens, features) or (batch, heads, tokens, features), real or complex "
@@ -238,15 +246,15 @@ def _prepared(name: str, x: Tensor, lower: Tensor, upper: Tensor, phase: Tensor,
         )
     dtypes = [t.dtype for t in (x, lower, upper, phase, *more)]
     dtype = reduce(torch.promote_types, dtypes, torch.complex64)
-    real = dtype.to_real()
+    precision = dtype.to_real()
     signal = x.transpose(1, 2).flatten(2) if x.dim() == 4 else x
-    return signal, *(t.to(real) for t in (lower, upper, phase, *more))
+    return signal, *(t.to(precision) for t in (lower, upper, phase, *more))
 
 
 def _prepared_filter(
     name: str, x: Tensor, eigenvalues: Tensor, lower: Tensor, upper: Tensor, phase: Tensor
 ) -> tuple[Tensor, ...]:
-    _real(name, eigenvalues=eigenvalues)
+    real(name, eigenvalues=eigenvalues)
     signal, lower, upper, phase, real_eigenvalues = _prepared(name, x, lower, upper, phase, eigenvalues)
     if eigenvalues.shape != phase.shape:
         raise GraphFilterError(

@@ -8,7 +8,7 @@ from ..errors import GraphFilterError
 from ..ops import spectral
 from ..ops.polynomials import Basis, recurrence
 from ..shift import repeat_heads
-from .losses import present
+from .losses import present, real
 
 
 def agf(
@@ -98,7 +98,7 @@ def singularformer(
         softmax with ``previous`` added, (batch, heads, r, r), float32 or wider, as are all softmaxes.
 
     Raises:
-        GraphFilterError: shapes that do not fit.
+        GraphFilterError: shapes that do not fit, tensors that are not real floating-point numbers.
 
     Example:
         >>> import torch
@@ -111,12 +111,15 @@ def singularformer(
     """
     batch, heads, features = _check(query, key, value, scores)
     r = scores.shape[-1]
+    real("singularformer", query=query, key=key, value=value, scores=scores, previous=previous)
     if previous is not None and previous.shape != (batch, heads, r, r):
         raise GraphFilterError(
             f"singularformer: previous is the core of the layer before, here {(batch, heads, r, r)}, got "
             f"{tuple(previous.shape)}"
         )
-    keys = None if mask is None else present(mask.expand(batch, -1), query)
+    if mask is not None and mask.shape == (1, query.shape[2]):
+        mask = mask.expand(batch, -1)
+    keys = present(mask, query)
     spread = spectral.wide(scores).softmax(-1).to(value.dtype)
     gather = spectral.basis(scores.unsqueeze(1), -2, keys).squeeze(1).mT.to(value.dtype)  # (batch, r, tokens)
 
@@ -145,8 +148,9 @@ def _check(query: Tensor, key: Tensor, value: Tensor, scores: Tensor) -> tuple[i
     differ = any(x.shape[0] != batch or x.shape[-2] != tokens for x in (key, value, scores))
     if differ or key.shape[-1] != features:
         raise GraphFilterError(f"singularformer: batch, tokens or features differ: {shapes}")
-    if heads % key.shape[1] or not scores.shape[-1]:
+    if not key.shape[1] or heads % key.shape[1] or not features or not scores.shape[-1]:
         raise GraphFilterError(
-            f"singularformer: the heads of the query are a multiple of those of the key, and r >= 1; got {shapes}"
+            "singularformer: the heads of the query are a multiple of those of the key, with a feature at least, and "
+            f"r >= 1; got {shapes}"
         )
     return batch, heads, features

@@ -41,6 +41,7 @@ def orthogonality_loss(u: Tensor, v: Tensor, mask: Tensor | None = None, *, norm
         raise GraphFilterError(
             f"orthogonality_loss: u and v are (batch, heads, tokens, features), got {tuple(u.shape)}, {tuple(v.shape)}"
         )
+    real("orthogonality_loss", u=u, v=v)
     keys = present(mask, u)
     with torch.autocast(u.device.type, enabled=False):
         left, right = (spectral.gram_deviation(spectral.basis(x, dim, keys)) for x, dim in ((u, -1), (v, -2)))
@@ -63,7 +64,7 @@ def diagonal_loss(core: Tensor) -> Tensor:
         A scalar, float32 or wider.
 
     Raises:
-        GraphFilterError: a core that is not square.
+        GraphFilterError: a core that is not square, or not of real floating-point numbers.
 
     Example:
         >>> import torch
@@ -74,6 +75,7 @@ def diagonal_loss(core: Tensor) -> Tensor:
     """
     if core.dim() != 4 or core.shape[-1] != core.shape[-2]:
         raise GraphFilterError(f"diagonal_loss: core is (batch, heads, r, r), got {tuple(core.shape)}")
+    real("diagonal_loss", core=core)
     with torch.autocast(core.device.type, enabled=False):
         return off_diagonal(spectral.wide(core).softmax(-1)).mean()
 
@@ -81,6 +83,13 @@ def diagonal_loss(core: Tensor) -> Tensor:
 def off_diagonal(matrix: Tensor) -> Tensor:
     """The squares of the entries (..., r, r), 0 on the diagonal."""
     return matrix.square() * (1 - torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device))
+
+
+def real(name: str, **tensors: Tensor | None) -> None:
+    """The arguments of the function ``name`` are real floating-point numbers."""
+    for argument, x in tensors.items():
+        if x is not None and not x.is_floating_point():
+            raise GraphFilterError(f"{name}: {argument} must be real floating-point numbers, got {x.dtype}")
 
 
 def present(mask: Tensor | None, like: Tensor) -> Tensor | None:

@@ -8,6 +8,8 @@ under DDP. Without callback or ``collect_penalties`` no loss is computed, and no
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
 
-from ..errors import GraphFilterError
+from ..errors import GraphFilterError, shown
 from ..filters import GraphFilter
 from ..filters.attached import filters_of
 from ..filters.base import Loss
@@ -49,17 +51,14 @@ class RegularizerCallback(LoggingCallback):
     """
 
     def __init__(self, weights: Weights | None = None, options: Options | None = None):
-        self.weights, self.options = weights or {}, options or {}
-        for name, weight in self.weights.items():
-            if not weight >= 0:
-                raise GraphFilterError(f"{type(self).__name__}: the weight of {name} must be >= 0, got {weight!r}")
+        self.weights, self.options = _checked(type(self).__name__, weights), options or {}
         self.added = _Added(self.weights, self.options)
 
     def on_train_begin(
         self, args: TrainingArguments, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
         super().on_train_begin(args, state, control)
-        filters, name = penalised_filters(model, self.weights), type(self).__name__
+        filters, name = penalised_filters(model, self.weights, self.options), type(self).__name__
         if args.parallel_mode == ParallelMode.NOT_DISTRIBUTED and args.n_gpu > 1:
             raise GraphFilterError(f"{name}: torch.nn.DataParallel is not supported; use torchrun (DDP)")
         if args.deepspeed:
@@ -87,7 +86,7 @@ class RegularizerCallback(LoggingCallback):
         return {LOGGED.get(name, f"{name}_loss"): total.item() / counts[name] for name, total in sums.items()}
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        for graph_filter in penalised_filters(model, self.weights):
+        for graph_filter in penalised_filters(model, self.weights, self.options):
             graph_filter.recorder = None
 
 
@@ -146,7 +145,7 @@ def collect_penalties(
         that run several times (ALBERT) count with the mean of their runs.
 
     Raises:
-        GraphFilterError: no filter of the model declares such a loss, or every weight is 0.
+        GraphFilterError: no filter of the model declares such a loss, every weight is 0, or one is negative.
 
     Example:
         >>> import torch
@@ -157,8 +156,9 @@ def collect_penalties(
         ...     out = model(torch.randint(0, 1000, (2, 8))).last_hidden_state
         >>> (out.square().mean() + penalties.total()).backward()
     """
-    penalties = Penalties(weights or {}, options or {})
-    before = [(graph_filter, graph_filter.recorder) for graph_filter in penalised_filters(model, penalties._weights)]
+    weights, options = _checked("collect_penalties", weights), options or {}
+    penalties, filters = Penalties(weights, options), penalised_filters(model, weights, options)
+    before = [(graph_filter, graph_filter.recorder) for graph_filter in filters]
     for graph_filter, _ in before:
         graph_filter.recorder = penalties._record
     try:
@@ -168,11 +168,11 @@ def collect_penalties(
             graph_filter.recorder = recorder
 
 
-def penalised_filters(model: nn.Module, weights: Weights) -> list[GraphFilter]:
-    """The filters of a model that declare losses; each of ``weights`` must be of one of these, and one not 0."""
+def penalised_filters(model: nn.Module, weights: Weights, options: Options) -> list[GraphFilter]:
+    """The filters of a model that declare losses; ``weights`` and ``options`` are of these, and one weight not 0."""
     filters = [f for _, f in filters_of(model, copies=True) if f.config.penalties]
     declared = sorted({name for f in filters for name in f.config.penalties})
-    if unknown := [name for name in weights if name not in declared]:
+    if unknown := [name for name in (*weights, *(options if filters else ())) if name not in declared]:
         raise GraphFilterError(
             f"no filter of {type(model).__name__} declares a loss {unknown[0]!r}; declared are: "
             f"{', '.join(declared) or 'none'}"
@@ -187,6 +187,13 @@ def penalised_filters(model: nn.Module, weights: Weights) -> list[GraphFilter]:
             f"the losses of {type(model).__name__}: every weight is 0 in the configs of the filters; give one, say 1e-2"
         )
     return filters
+
+
+def _checked(where: str, weights: Weights | None) -> Weights:
+    for name, weight in (weights or {}).items():
+        if not isinstance(weight, numbers.Real) or not 0 <= weight < math.inf:
+            raise GraphFilterError(f"{where}: the weight of {name} must be a number >= 0, got {shown(weight)}")
+    return weights or {}
 
 
 def _asked(graph_filter: GraphFilter, losses: Iterable[str], weights: Weights) -> dict[str, float]:

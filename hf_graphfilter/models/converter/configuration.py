@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, ClassVar
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -63,7 +64,7 @@ class ConverterConfig(PreTrainedConfig):
 
     Raises:
         GraphFilterError: an unknown choice, a size below 1, K < 0, a parameter of the kernel out of range, an eta or a
-            dropout outside [0, 1).
+            dropout outside [0, 1), a decoder.
 
     Example:
         >>> ConverterConfig(num_hidden_layers=2, kernel="jackson").K
@@ -113,14 +114,21 @@ class ConverterConfig(PreTrainedConfig):
             self.embedding_size = self.hidden_size
         for name in SIZES:
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:
                 raise GraphFilterError(f"ConverterConfig: {name} must be an integer >= 1, got {shown(value)}")
-        if self.num_sequences not in (1, 2):
+        if type(self.num_sequences) is not int or self.num_sequences not in (1, 2):
             raise GraphFilterError(f"ConverterConfig: num_sequences must be 1 or 2, got {shown(self.num_sequences)}")
         for name in ("eta", *(f"{part}_dropout" for part in DROPOUTS)):
             value = getattr(self, name)
             if not isinstance(value, float | int) or not 0 <= value < 1:
                 raise GraphFilterError(f"ConverterConfig: {name} must be in [0, 1), got {shown(value)}")
+        for name in ("initializer_range", "norm_eps"):
+            value = getattr(self, name)
+            if not isinstance(value, float | int) or not 0 <= value < math.inf:
+                raise GraphFilterError(f"ConverterConfig: {name} must be a number >= 0, got {shown(value)}")
+        for name in ("is_decoder", "add_cross_attention"):
+            if kwargs.get(name):
+                raise GraphFilterError(f"ConverterConfig: {name}: Converter is an encoder, without causal form")
         self.damping()
         super().__post_init__(**kwargs)
 

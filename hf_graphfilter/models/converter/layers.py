@@ -160,6 +160,15 @@ class GatedFeedForward(nn.Module):
         return self.output(dropout(softplus(size) * sign.tanh(), self.dropout, self.training))
 
 
+def check(embeds: Tensor) -> None:
+    """Whether embeddings are what the model takes."""
+    if embeds.dim() != 3 or not embeds.shape[1] or not embeds.is_floating_point():
+        raise GraphFilterError(
+            "Converter takes input_ids (batch, tokens), of a token at least, or real inputs_embeds (batch, tokens, "
+            f"features); the embeddings are {tuple(embeds.shape)}, {embeds.dtype}"
+        )
+
+
 def visible(attention_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
     """A user's mask as bool, for ``tokens`` (batch, tokens, features)."""
     if attention_mask is None:
@@ -181,7 +190,7 @@ def pooled(x: Tensor, mask: Tensor | None, pooling: str) -> Tensor:
         return x.mean(1) if pooling == "mean" else x.amax(1)
     there = mask.unsqueeze(-1)
     if pooling == "max":
-        return x.masked_fill(~there, torch.finfo(x.dtype).min).amax(1)
+        return x.masked_fill(~there, torch.finfo(x.dtype).min).amax(1) * there.any(1)
     return (wide(x) * there).sum(1).div(there.sum(1).clamp(min=1)).to(x.dtype)
 
 

@@ -28,6 +28,7 @@ from .layers import (
     GatedFeedForward,
     MaskedLMHead,
     ScaleNorm,
+    check,
     pooled,
     visible,
     wide,
@@ -125,8 +126,8 @@ class ConverterModel(ConverterPreTrainedModel):
     embedding size). There are no attention matrices to be had.
 
     Raises:
-        GraphFilterError: a mask of another shape, ``output_attentions``, more tokens than absolute positions, not
-            exactly one of ``input_ids`` and ``inputs_embeds``.
+        GraphFilterError: a mask of another shape, ``output_attentions``, more tokens than absolute positions, none, not
+            exactly one of ``input_ids`` and ``inputs_embeds``; a cache, cross-attention, ``position_ids``.
 
     Example:
         >>> import torch
@@ -159,7 +160,11 @@ class ConverterModel(ConverterPreTrainedModel):
             raise GraphFilterError("Converter has no attention matrices to give: leave out output_attentions")
         if (input_ids is None) == (inputs_embeds is None):
             raise GraphFilterError("Converter takes either input_ids or inputs_embeds")
+        for name in ("encoder_hidden_states", "past_key_values", "position_ids"):
+            if kwargs.get(name) is not None:
+                raise GraphFilterError(f"Converter is an encoder whose tokens are in order: leave out {name}")
         embeds = self.embeddings.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        check(embeds)
         mask = visible(attention_mask, embeds)
         x, penalties = self.embeddings(embeds, mask), []
         for layer in self.layers:
@@ -208,7 +213,9 @@ class ConverterForSequenceClassification(ConverterPreTrainedModel):
         **kwargs: Any,
     ) -> ConverterClassifierOutput:
         inputs = [(input_ids, attention_mask, inputs_embeds), (input_ids_2, attention_mask_2, inputs_embeds_2)]
-        given, wanted = 1 + any(x is not None for x in inputs[1]), self.config.num_sequences
+        wanted = self.config.num_sequences
+        second = inputs[1] if wanted == 1 else (input_ids_2, inputs_embeds_2)
+        given = 1 + any(x is not None for x in second)
         if given != wanted:
             raise GraphFilterError(
                 f"this model classifies {('single sequences', 'pairs')[wanted - 1]} (num_sequences={wanted}), and "
@@ -219,6 +226,8 @@ class ConverterForSequenceClassification(ConverterPreTrainedModel):
             out = self.converter(ids, mask, embeds, **{**kwargs, "return_dict": True})
             encoded.append(out)
             features.append(pooled(out.last_hidden_state, visible(mask, out.last_hidden_state), self.config.pooling))
+        if len({len(x) for x in features}) > 1:
+            raise GraphFilterError(f"the sequences of a pair: {len(features[0])} first ones, {len(features[1])} second")
         logits, penalty, loss = self.classifier(features), encoded[0].kernel_polynomial_loss, None
         if labels is not None:
             task = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
