@@ -106,6 +106,19 @@ def test_gradients_across_blocks_and_where_a_rotation_is_none():
     assert gradcheck(unitary, inputs, fast_mode=True)
 
 
+def test_compiled():
+    shapes = (2, 20, 4), (2, 20), (2, 3, 19), (2, 3, 19), (2, 20)
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+    def loss(*tensors):
+        z = synvolution(*tensors)
+        return (z.real + 0.3 * z.imag).square().sum()
+
+    torch.compiler.reset()
+    found = torch.autograd.grad(torch.compile(loss, backend="aot_eager")(*inputs), inputs)
+    torch.testing.assert_close(found, torch.autograd.grad(loss(*inputs), inputs))
+
+
 def test_four_orders_are_the_fourier_transform_of_eight_points():
     """Proposition 2, without permutations: gradients find the angles. Two orders, ceil(n / 4), were not enough."""
     n, orders = 8, 4
