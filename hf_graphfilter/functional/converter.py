@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 import typing
-from functools import reduce
 from typing import Literal
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from ..errors import GraphFilterError, shown
 from ..ops import hessenberg
 from ..ops.polynomials import expand, recurrence
+from ..ops.unitary import precision
 from .losses import real
 
 Kernel = Literal["dirichlet", "fejer", "jackson", "lanczos", "lorentz", "vekic", "wang"]
@@ -244,11 +244,9 @@ def _prepared(name: str, x: Tensor, lower: Tensor, upper: Tensor, phase: Tensor,
             f"{name}: of {batch} sequences of {tokens} tokens lower and upper are {shape}, phase {(batch, tokens)}; "
             f"got {tuple(lower.shape)}, {tuple(upper.shape)}, {tuple(phase.shape)}"
         )
-    dtypes = [t.dtype for t in (x, lower, upper, phase, *more)]
-    dtype = reduce(torch.promote_types, dtypes, torch.complex64)
-    precision = dtype.to_real()
+    dtype = precision(x, lower, upper, phase, *more)
     signal = x.transpose(1, 2).flatten(2) if x.dim() == 4 else x
-    return signal, *(t.to(precision) for t in (lower, upper, phase, *more))
+    return signal, *(t.to(dtype) for t in (lower, upper, phase, *more))
 
 
 def _prepared_filter(

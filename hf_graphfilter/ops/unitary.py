@@ -13,6 +13,12 @@ DIGITS = 31  # binary ones of the place of a token
 Permutation = Literal["identity", "stride", "bit_reversal"]
 
 
+def precision(*tensors: Tensor) -> torch.dtype:
+    """Real dtype to compute in: float64 where any has double precision, else float32."""
+    dtypes = [tensor.dtype for tensor in tensors]
+    return torch.float64 if torch.float64 in dtypes or torch.complex128 in dtypes else torch.float32
+
+
 def filter_tokens(
     value: Tensor,
     response: Tensor,
@@ -40,8 +46,7 @@ def filter_tokens(
     """
     batch, heads, tokens, features = value.shape
     sets = angles.shape[1]
-    dtypes = value.dtype, response.dtype, angles.dtype
-    real = torch.float64 if torch.float64 in dtypes or torch.complex128 in dtypes else torch.float32
+    real = precision(value, response, angles)
     signal = value.transpose(1, 2).flatten(2) if sets == 1 else value.flatten(0, 1)
     response, angles = response.to(real), angles.to(real)
 
