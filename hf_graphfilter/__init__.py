@@ -27,3 +27,10 @@ def _install() -> None:
 
 
 when_imported("transformers.modeling_utils", _install)
+when_imported(
+    "transformers.models.auto.configuration_auto",
+    lambda: importlib.import_module(".models.converter.configuration", __name__),
+)
+# our models import modeling_layers, which may itself be importing modeling_auto
+when_imported("transformers.modeling_layers", lambda: importlib.import_module(".models.converter.modeling", __name__))
+when_imported("transformers.models.auto.modeling_auto", lambda: importlib.import_module("transformers.modeling_layers"))

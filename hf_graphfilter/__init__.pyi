@@ -6,6 +6,12 @@ from .status import filter_parameters as filter_parameters, filter_status as fil
 from .filters.gfsa import GFSAConfig as GFSAConfig
 from .filters.agf import AGFConfig as AGFConfig
 from .filters.singularformer import SingularformerConfig as SingularformerConfig
+from .filters.converter import KernelutionConfig as KernelutionConfig, SynvolutionConfig as SynvolutionConfig
+
+from .models.converter.configuration import ConverterConfig as ConverterConfig
+from .models.converter.modeling import ConverterForMaskedLM as ConverterForMaskedLM
+from .models.converter.modeling import ConverterForSequenceClassification as ConverterForSequenceClassification
+from .models.converter.modeling import ConverterModel as ConverterModel
 
 from .filters.base import AttentionSite as AttentionSite, FilterConfig as FilterConfig, GraphFilter as GraphFilter
 from .filters.replacing import ReplacingConfig as ReplacingConfig, ReplacingFilter as ReplacingFilter

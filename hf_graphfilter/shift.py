@@ -27,6 +27,56 @@ class PastRows(Protocol):
         """The rows of ``value``, which has one for every token of the cache, at the newest tokens."""
 
 
+class EarlierLayers:
+    """What the filters of a stack's layers leave for those of later ones in one forward pass, in its order.
+
+    A layer that gradient checkpointing runs once more finds what it found before, and leaves nothing.
+    """
+
+    def __init__(self) -> None:
+        self._left: list[tuple[str, Tensor, bool]] = []
+        self._begun_in = _backward_pass()
+
+    def leave(self, name: str, tensor: Tensor) -> None:
+        """For the layers that follow the one of that ``name``, ``GraphFilter.site_name``."""
+        if not self._runs_again(name):
+            self._left.append((name, tensor, torch.is_grad_enabled()))
+
+    def left_before(self, name: str) -> list[Tensor]:
+        """What the layers before left, the nearest one's last.
+
+        Raises:
+            GraphFilterError: the layer is run again, and its gradient would be lost, or it has several places.
+        """
+        left = self._left
+        if self._runs_again(name):
+            places = [i for i, entry in enumerate(left) if entry[0] == name]
+            if len(places) > 1:
+                raise GraphFilterError(
+                    f"{name} is applied {len(places)} times in one forward pass, with gradient checkpointing: which "
+                    "layer came before cannot be told; train it without"
+                )
+            left = left[: places[0]]
+            if not all(with_gradient for *_, with_gradient in left):
+                raise GraphFilterError(
+                    f"{name} reads what the layer before made, whose gradient reentrant checkpointing loses: use "
+                    "gradient_checkpointing_kwargs={'use_reentrant': False}"
+                )
+        return [tensor for _, tensor, _ in left]
+
+    def detach(self) -> None:
+        """No gradient flows back into the layers so far."""
+        self._left = [(name, tensor.detach(), with_gradient) for name, tensor, with_gradient in self._left]
+
+    def _runs_again(self, name: str) -> bool:
+        return _backward_pass() != self._begun_in and any(entry[0] == name for entry in self._left)
+
+
+def _backward_pass() -> int:
+    """Number of the backward pass that this code runs in, as checkpointed layers do again; -1 outside of any."""
+    return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+
+
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """Repeat grouped heads: (batch, groups, tokens, features) to (batch, heads, tokens, features)."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
@@ -108,6 +158,7 @@ class AttentionShift(ShiftOperator):
         scaling: of the scores ``query @ key^T``.
         visible: ``visible() -> (causal, keys)``: which tokens the mask leaves, see ``ops.visibility``; all by default.
         state: a dict of tensors, batch first, that the filter may fill when decoding; None without a cache.
+        earlier: what the filters of earlier layers left, where the filter asks for it (``GraphFilter.reads_earlier``).
     """
 
     def __init__(
@@ -122,9 +173,11 @@ class AttentionShift(ShiftOperator):
         scaling: float = 1.0,
         visible: Callable[[], tuple[bool, Tensor | None]] = lambda: (False, None),
         state: dict[str, Tensor] | None = None,
+        earlier: EarlierLayers | None = None,
     ):
         self.attend, self.query, self.key, self.past_rows, self.twice = attend, query, key, past_rows, twice
         self.hidden, self.scaling, self.state = hidden, scaling, state
+        self.earlier = EarlierLayers() if earlier is None else earlier
         self._read_visible = visible
         self._visible: tuple[bool, Tensor | None] | None = None
         self.applications = 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from linear_attention import LinearAttentionConfig
-from oracle import agf_matrix, gfsa_matrix, linear_attention_matrix, singular_matrix
+from oracle import agf_matrix, digraph_matrix, gfsa_matrix, linear_attention_matrix, singular_matrix
 from torch import nn
 
 from hf_graphfilter import (
@@ -17,8 +17,10 @@ from hf_graphfilter import (
     FilterConfig,
     GFSAConfig,
     GraphFilter,
+    KernelutionConfig,
     ReplacingConfig,
     SingularformerConfig,
+    SynvolutionConfig,
     register_filter,
 )
 
@@ -32,11 +34,13 @@ class Entry:
         formula: its matrix in the place of ``A``, made without the package: ``formula(A, c, config, seen)``, see
             oracle.py.
         everywhere: in every suite, or only where each filter meets each family (test_common.py, test_timm.py).
+        quick: whether the suites besides these two run it among the quick tests.
     """
 
     config: FilterConfig
     formula: Callable
     everywhere: bool = True
+    quick: bool = True
 
     @property
     def replaces(self) -> bool:
@@ -104,8 +108,14 @@ FILTERS = {
     "singularformer": Entry(
         SingularformerConfig(r=3, temperature=0.7, init="blend", window=2, position_bias="drop"),
         singular_matrix,
+        quick=False,
+    ),
+    "synvolution": Entry(
+        SynvolutionConfig(per_head=True, orders=2, permutation="stride", hidden=7, position_bias="drop"),
+        digraph_matrix,
         everywhere=False,
     ),
+    "kernelution": Entry(KernelutionConfig(K=3, kernel="jackson", position_bias="drop"), digraph_matrix, quick=False),
 }
 FILTERS["linear-attention"] = Entry(
     LinearAttentionConfig(init="blend", sharpness=3.0, position_bias="drop"), linear_attention_matrix, everywhere=False
@@ -114,14 +124,21 @@ for _module in filter(None, os.environ.get("TEST_FILTERS", "").split(",")):
     FILTERS |= importlib.import_module(_module).FILTERS
 
 
-def cases(where=lambda entry: entry.everywhere):
+def everywhere(entry):
+    return entry.everywhere
+
+
+def cases(where=everywhere):
     """(id, entry) of the filters for which ``where`` holds."""
     return [(name, entry) for name, entry in FILTERS.items() if where(entry)]
 
 
-def filters(where=lambda entry: entry.everywhere):
-    """``pytest.mark.parametrize`` over them, as ``entry``."""
-    return pytest.mark.parametrize("entry", [pytest.param(entry, id=name) for name, entry in cases(where)])
+def filters(where=everywhere, quick=lambda entry: entry.quick):
+    """``pytest.mark.parametrize`` over them, as ``entry``; slow unless ``quick``."""
+    parameters = [
+        pytest.param(entry, id=name, marks=() if quick(entry) else pytest.mark.slow) for name, entry in cases(where)
+    ]
+    return pytest.mark.parametrize("entry", parameters)
 
 
 def combinations(families, where=lambda family, entry: entry.everywhere, quick=lambda family, entry: True):

@@ -260,3 +260,9 @@ def turn_on(model, scale=0.4):
         for parameter in filter_parameters(model):
             parameter.add_(torch.randn(parameter.shape, generator=g) * scale)
     return model
+
+
+def checkpointed(model, reentrant):
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # since 5.2x
+    enable({"use_reentrant": reentrant})
+    return model

@@ -103,6 +103,59 @@ def singular_matrix(A, c, config, seen):
     return in_the_place_of(A, scores.softmax(-1) @ core.softmax(-1) @ gather, c, config, seen)
 
 
+def siren(x, w, name, numbers):
+    """sin(W_2 sin(W_1 x + b_1) + b_2), its features averaged in groups: (batch, numbers, tokens)."""
+    for i in range(2):
+        x = torch.nn.functional.linear(x, w[f"{name}.{i}.weight"], w[f"{name}.{i}.bias"]).sin()
+    return torch.stack([group.mean(-1) for group in x.chunk(numbers, -1)], 1)
+
+
+def givens_product(angles, upwards):
+    """Eq. 6 and 7 of the Converter paper: G_1 ... G_{m-1}, or G_{m-1} ... G_1, from (batch, sets, 3, tokens)."""
+    a, b, half = (x[..., :-1] for x in (angles * torch.tensor([[1.0], [1.0], [0.5]])).unbind(2))
+    row = [torch.exp(-0.5j * (a + b)) * half.cos(), -torch.exp(0.5j * (a - b)) * half.sin()]
+    below = [torch.exp(-0.5j * (a - b)) * half.sin(), torch.exp(0.5j * (a + b)) * half.cos()]
+    rotations = torch.stack([torch.stack(row, -1), torch.stack(below, -1)], -2).unbind(2)
+    n = angles.shape[-1]
+    product = torch.eye(n, dtype=torch.complex128).expand(*angles.shape[:2], n, n)
+    for i, rotation in enumerate(rotations):
+        if upwards:
+            product = torch.cat([product[..., :i], product[..., i : i + 2] @ rotation, product[..., i + 2 :]], -1)
+        else:
+            rows = rotation @ product[..., i : i + 2, :]
+            product = torch.cat([product[..., :i, :], rows, product[..., i + 2 :, :]], -2)
+    return product
+
+
+def digraph_matrix(A, c, config, seen):
+    """Eq. 4-12 of the Converter paper with explicit matrices, of the tokens that are there."""
+    heads, tokens = A.shape[1], A.shape[-1]
+    sets = heads if config.per_head else 1
+    numbers = siren(seen.hidden, seen.weights, "spectrum.angles", sets * config.orders * 6)
+    angles = 2 * torch.pi * numbers.unflatten(1, (sets, config.orders, 6))
+    exponent = siren(seen.hidden, seen.weights, "spectrum.eigenvalues", sets)
+    if "w_0" in c:
+        theta = torch.stack([c[f"w_{k}"] for k in range(config.K + 1)], -1) * torch.tensor(
+            config.damping(), dtype=torch.float64
+        )
+        exponent = expansion(exponent[..., None], theta, SimpleNamespace(basis="chebyshev", K=config.K))[..., 0]
+    turn = torch.exp(1j * exponent)[..., None]
+    H = (turn * torch.eye(tokens)).repeat(1, heads // sets, 1, 1)  # of padding, which is in no rotation
+    there = seen.allowed[:, 0].any(-2)
+    for mask in there.unique(dim=0):
+        rows, places = (there == mask).all(-1).nonzero()[:, 0], mask.nonzero()[:, 0]
+        order = [*range(0, len(places), 2), *range(1, len(places), 2)]
+        eye = torch.eye(len(places), dtype=turn.dtype)
+        permutation = eye[order] if config.permutation == "stride" else eye
+        phi = eye
+        for own in angles[rows][..., places].unbind(2):
+            phi = phi @ givens_product(own[:, :, :3], False) @ givens_product(own[:, :, 3:], True) @ permutation
+        filtered = phi.mH @ (turn[rows][:, :, places] * phi)
+        H[rows[:, None, None, None], torch.arange(heads)[:, None, None], places[:, None], places] = filtered
+    zeta = c["zeta"].view(-1, 1, 1)
+    return in_the_place_of(A, (zeta * H.real + (1 - zeta) * H.imag).to(A.dtype), c, config, seen)
+
+
 def linear_attention_matrix(A, c, config, seen):
     """``phi(Q) phi(K)^T`` over the visible tokens, rows scaled to sum 1; blended with A."""
     q, k = (1 + torch.nn.functional.elu(c["sharpness"].to(A.dtype).view(-1, 1, 1) * x) for x in (seen.query, seen.key))

@@ -33,6 +33,7 @@ GENERATORS = {
 }
 
 
+DECODING = filters(lambda entry: entry.everywhere and not entry.encoders_only)
 WITH_ROWS = filters(lambda entry: entry.everywhere and entry.keeps_rows)
 WITH_SCORES = filters(lambda entry: entry.everywhere and not entry.replaces)
 NO_STATE = "cannot hold it: use a DynamicCache"
@@ -72,7 +73,7 @@ def test_decoding_with_a_cache_equals_without(name, beams, implementation, entry
     options = {**OPTIONS, "num_beams": beams}
     if implementation == "offloaded" and not torch.cuda.is_available():
         pytest.skip("offloads from a GPU")
-    if implementation == "static" and not entry.keeps_rows:
+    if implementation == "static" and not entry.keeps_rows and not entry.encoders_only:
         with refuses(NO_STATE):
             model.generate(**inputs, **options, cache_implementation=implementation)
         transformers_warnings.clear()
@@ -116,7 +117,7 @@ def test_ways_to_decode(options, implementation, entry, transformers_warnings):
 
 
 @pytest.mark.feature("Generation: assisted decoding", family="llama")
-@filters()
+@DECODING
 def test_a_smaller_model_proposes_tokens(entry, refuses, transformers_warnings):
     model, inputs = generator("llama", entry)
     inputs = {name: value[1:] for name, value in inputs.items()}
@@ -162,7 +163,7 @@ def test_a_step_with_a_static_cache_is_compiled_once(entry):
 
 
 @pytest.mark.feature("Generation: a cache handed in and used across turns", family="llama")
-@filters(lambda entry: True)
+@filters(lambda entry: not entry.encoders_only)
 @pytest.mark.parametrize("configured", [False, True])
 def test_cached_logits(entry, configured):
     model, ids = llama(entry)
@@ -209,7 +210,7 @@ def test_sliding_window_cache(entry):
 
 
 @pytest.mark.feature("Generation: a cache filled by the plain model", family="llama")
-@filters()
+@DECODING
 def test_a_cache_from_the_plain_model_is_refused(entry, refuses):
     model, ids = FAMILIES["llama"].build(), FAMILIES["llama"].inputs()["input_ids"]
     cache = model(ids[:, :5], use_cache=True).past_key_values
@@ -241,7 +242,7 @@ class Rounded(QuantizedLayer):
 
 
 @pytest.mark.feature("Generation: quantized cache", family="llama")
-@filters()
+@DECODING
 def test_a_quantized_cache_is_refused(entry, refuses):
     model, ids = patch_model(FAMILIES["llama"].build(), entry.config), FAMILIES["llama"].inputs()["input_ids"]
     cache = Cache(layers=[Rounded() for _ in range(3)])

@@ -13,7 +13,9 @@ def exported(*decoders):
     return combinations(
         (*ENCODERS, *decoders),
         lambda family, entry: entry.everywhere and (family in ENCODERS or not entry.replaces),
-        lambda family, entry: family == ("deit" if entry.replaces and entry.config.starts_as_original else "bert"),
+        lambda family, entry: (
+            entry.quick and family == ("deit" if entry.replaces and entry.config.starts_as_original else "bert")
+        ),
     )
 
 

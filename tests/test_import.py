@@ -34,21 +34,23 @@ ORDERS = {
     "us first": "import hf_graphfilter, transformers",
     "transformers first": "import transformers, hf_graphfilter",
     "models first": "import transformers.modeling_utils, hf_graphfilter",
+    "layers first": "import hf_graphfilter, transformers.modeling_layers",
+    "a part of a model": "import hf_graphfilter.models.converter.layers",
     "from within": "import hf_graphfilter.hosts.transformers.cache",
 }
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_import_order_does_not_matter(order):
-    assert (
-        run(f"""
+    assert run(f"""
         {order}
-        from transformers import AutoModel, BertModel
+        from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM as MaskedLM, BertModel
+        from transformers import AutoModelForSequenceClassification as Classifier
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-        print("hf_graphfilter" in ALL_ATTENTION_FUNCTIONS)
-    """).strip()
-        == "True"
-    )
+        config = AutoConfig.for_model("converter")
+        models = [cls.from_config(config) for cls in (AutoModel, MaskedLM, Classifier)]
+        print("hf_graphfilter" in ALL_ATTENTION_FUNCTIONS, *(type(model).__name__ for model in models))
+    """).split() == ["True", "ConverterModel", "ConverterForMaskedLM", "ConverterForSequenceClassification"]
 
 
 def test_nothing_changes_for_unpatched_models():

@@ -7,7 +7,7 @@ import torch
 import transformers
 from filters import FILTERS, filters
 from models import FAMILIES, turn_on
-from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import BertForMaskedLM, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_graphfilter import (
     CoefficientCallback,
@@ -32,8 +32,10 @@ STARTED = GFSAConfig(K=3, w_K=0.1)
 
 
 @pytest.fixture
-def base(tmp_path):
-    model = LlamaForCausalLM(FAMILY.config).eval().double()
+def base(tmp_path, request):
+    entry = getattr(request.node, "callspec", None) and request.node.callspec.params.get("entry")
+    encoder = entry is not None and entry.encoders_only
+    model = (BertForMaskedLM(FAMILIES["bert"].config) if encoder else LlamaForCausalLM(FAMILY.config)).eval().double()
     model.save_pretrained(tmp_path / "base")
     return model
 
@@ -45,10 +47,12 @@ def ids():
 
 def lora(**options):
     options = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["graph_filter"], **options}
-    return peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options)
+    return peft.LoraConfig(**{"task_type": "CAUSAL_LM", "init_lora_weights": False, **options})
 
 
 def adapted(base, config=STARTED, **options):
+    if isinstance(base, BertForMaskedLM):
+        options |= {"target_modules": ["query", "value"], "task_type": None}
     return peft.get_peft_model(patch_model(copy.deepcopy(base), config), lora(**options))
 
 
@@ -63,7 +67,9 @@ def test_the_adapter_holds_the_filter(entry, base, ids, tmp_path):
     model = adapted(base, entry.config)
     status = filter_status(model)
     assert len(status) == 3
-    assert status[0].module == "model.layers.0.self_attn", "as in the base model"
+    assert status[0].module == filter_status(patch_model(copy.deepcopy(base), entry.config))[0].module, (
+        "as in the base model"
+    )
     trained = list(filter_parameters(model))
     assert trained
     assert all(p.requires_grad for p in trained)
@@ -71,7 +77,7 @@ def test_the_adapter_holds_the_filter(entry, base, ids, tmp_path):
     expected = logits(model, ids)
     model.save_pretrained(tmp_path / "adapter")
 
-    fresh = patch_model(LlamaForCausalLM.from_pretrained(tmp_path / "base"), entry.config)
+    fresh = patch_model(type(base).from_pretrained(tmp_path / "base"), entry.config)
     plain = logits(fresh, ids)
     again = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter")
     assert str(filter_status(again)) == str(filter_status(model))
@@ -81,7 +87,7 @@ def test_the_adapter_holds_the_filter(entry, base, ids, tmp_path):
     merged = again.merge_and_unload()
     torch.testing.assert_close(logits(merged, ids), expected, atol=1e-9, rtol=1e-9)
     merged.save_pretrained(tmp_path / "merged")
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
+    loaded = type(base).from_pretrained(tmp_path / "merged")
     assert len(filter_status(loaded)) == 3
     torch.testing.assert_close(logits(loaded, ids), expected, atol=1e-9, rtol=1e-9)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import FAMILIES, turn_on
+from models import FAMILIES, checkpointed, turn_on
 from processes import run_two
 from test_trainer import Toy, state
 from transformers import (
@@ -136,12 +136,6 @@ def test_the_callback_adds_the_same_gradient(tmp_path):
 def test_the_weight_of_the_config(tmp_path):
     found, _ = train(tmp_path, model(gamma=0.25), gamma=None, callbacks=[OrthogonalityCallback()])
     assert_equal(found, by_hand(model(), batch_of(range(8)), gamma=0.25))
-
-
-def checkpointed(patched, reentrant):
-    enable = getattr(patched, "activation_checkpointing_enable", patched.gradient_checkpointing_enable)
-    enable({"use_reentrant": reentrant})
-    return patched
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

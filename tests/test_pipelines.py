@@ -62,6 +62,8 @@ def tokenizer(padding_side="right"):
 )
 def test_pipeline(task, family, entry, tmp_path, transformers_warnings):
     _, model_class, inputs, options = CASES[task]
+    if entry.encoders_only and task.startswith("text-generation"):
+        pytest.skip("a filter without a causal form")
     task = task.partition(",")[0]
     config = FAMILIES[family].config
     if task != "image-classification":

@@ -1,9 +1,17 @@
 """Singularformer: the pure functions against the definitions, the losses, and what the filter refuses."""
 
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
 import pytest
 import torch
-from models import FAMILIES, output, turn_on
+from models import FAMILIES, checkpointed, output, turn_on
+from test_training import gradients, same_gradients_with_checkpointing
+from timm import create_model
 from torch.autograd import gradcheck
+from torch.utils.checkpoint import checkpoint
 
 from hf_graphfilter import (
     GraphFilterError,
@@ -13,6 +21,7 @@ from hf_graphfilter import (
     filter_parameters,
     patch_model,
     transfer_attention,
+    unpatch_model,
 )
 from hf_graphfilter.filters.attached import filters_of
 from hf_graphfilter.functional import diagonal_loss, orthogonality_loss, singularformer
@@ -203,3 +212,104 @@ def test_exported_with_free_sizes():
     other = FAMILIES["bert"].inputs(batch=3, tokens=13)
     other["attention_mask"][0, 7:] = 0
     torch.testing.assert_close(output(exported, other), output(model, other))
+
+
+# ------------------------------------------------------------------------------------- scores of the layer before
+
+
+def residual(name="bert", **options):
+    model = patch_model(
+        FAMILIES[name].build().double(),
+        SingularformerConfig(r=R, residual=True, position_bias="drop"),
+        stack="encoder",
+        **options,
+    )
+    return turn_on(model), FAMILIES[name].inputs(torch.float64)
+
+
+@pytest.mark.parametrize("layers", [None, [0, 2]])
+@pytest.mark.parametrize("name", ["bert", "albert", "t5", "vit", "whisper"])
+def test_the_core_of_the_layer_before_is_added(name, layers):
+    model, inputs = residual(name, layers=layers if name in ("bert", "t5", "vit") else None)
+    calls = []
+    for _, graph_filter in filters_of(model):
+        graph_filter.register_forward_hook(lambda part, args, out: calls.append((part, *args, out)))
+    for _ in range(2):  # a pass knows nothing of the one before
+        calls.clear()
+        output(model, inputs)
+        core = None
+        for graph_filter, shift, value, out in calls:
+            scores = graph_filter.alpha(shift.hidden)
+            expected, core = singularformer(shift.query, shift.key, value, scores, previous=core, scale=shift.scaling)
+            torch.testing.assert_close(out, expected)
+    assert len(calls) > 1
+    alone = singularformer(shift.query, shift.key, value, scores, scale=shift.scaling)[0]
+    assert (out - alone).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("name", ["bert", "vit", "bart"])
+def test_its_gradients_under_checkpointing(name, transformers_warnings):
+    model, inputs = residual(name)
+    assert same_gradients_with_checkpointing(model, inputs, reentrant=False)
+    checkpointed(model, reentrant=True)
+    with pytest.raises(GraphFilterError, match="reentrant checkpointing loses: use gradient_checkpointing_kwargs"):
+        gradients(model, inputs)
+    transformers_warnings.clear()
+
+
+def test_its_gradients_where_layers_share_their_weights():
+    model, inputs = residual("albert")
+    group = model.encoder.albert_layer_groups[0]
+    group.forward = partial(checkpoint, group.forward, use_reentrant=False)
+    with pytest.raises(GraphFilterError, match="applied 3 times in one forward pass, with gradient checkpointing"):
+        gradients(model, inputs)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at tensors that it goes on with
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled(checkpointing, transformers_warnings):
+    model, inputs = residual()
+    expected = gradients(model.train(), inputs)
+    if checkpointing:
+        checkpointed(model, reentrant=False)
+    torch.compiler.reset()
+    model.compile(backend="aot_eager", fullgraph=not checkpointing)
+    found = gradients(model, inputs)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)
+    transformers_warnings.clear()
+
+
+def test_passes_at_the_same_time_do_not_meet():
+    model, inputs = residual()
+    batches = [{**inputs, "input_ids": (inputs["input_ids"] + i) % 99} for i in range(8)]
+    expected = [output(model, batch) for batch in batches]
+    with ThreadPoolExecutor(4) as pool:  # as DataParallel's replicas run
+        for found, alone in zip(pool.map(lambda batch: output(model, batch), batches), expected, strict=True):
+            assert torch.equal(found, alone)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_nothing_of_it_stays_behind(copied):
+    model, inputs = residual()
+    expected = output(model, inputs)
+    model = copied(model)
+    assert torch.equal(output(model, inputs), expected)
+    assert model.encoder._forward_pre_hooks
+    assert not unpatch_model(model).encoder._forward_pre_hooks
+
+
+def test_its_transfer():
+    model, inputs = residual()
+    report = transfer_attention(model, [inputs] * 3, steps=20, holdout=1, progress=False)
+    assert report.mean_after < report.mean_before
+
+
+def test_where_it_is_refused():
+    model = create_model("vit_tiny_patch16_224", depth=1)
+    with pytest.raises(GraphFilterError, match="the layers of this model hand nothing on to each other"):
+        patch_model(model, "singularformer", residual=True)
+    assert not filters_of(model)
+    model, _ = residual()
+    with pytest.raises(GraphFilterError, match="was not handed what the filters of earlier layers made"):
+        model.encoder.layer[1](torch.zeros(1, 4, 32, dtype=torch.float64))

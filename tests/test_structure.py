@@ -15,6 +15,7 @@ FLOORS = [
     {"shift", "ops"},
     {"functional"},
     {"filters"},
+    {"models"},
     {"hosts"},
     {"records", "selection", "status", "patching"},
     {"checkpoints", "remote_code"},

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import FAMILIES, turn_on
+from models import FAMILIES, checkpointed, turn_on
 from torch.utils.data import Dataset
 from transformers import (
     BertConfig,
@@ -151,10 +151,7 @@ def test_gradient_checkpointing(reentrant, transformers_warnings):
     for checkpointing in (False, True):
         m = model().double().train()
         if checkpointing:
-            enable = getattr(
-                m, "activation_checkpointing_enable", m.gradient_checkpointing_enable
-            )  # its name since 5.2x
-            enable({"use_reentrant": reentrant})
+            checkpointed(m, reentrant)
         set_seed(1)
         ids = torch.stack([Toy()[i]["input_ids"] for i in range(8)])
         m(ids, labels=torch.tensor([0, 1] * 4)).loss.backward()

@@ -55,6 +55,8 @@ class AttentionSite:
         head_dim: features of a query head.
         position_bias: whether the module adds a learned bias of positions to its scores (T5).
         sliding_window: tokens that a token sees, None for all.
+        stack_module: the module that runs the layers of the group and hands its further keyword arguments on to the
+            attention of each; None where there is none.
         other_scores: what else besides query and key makes the scores (talking heads ...), "" for nothing.
     """
 
@@ -70,6 +72,7 @@ class AttentionSite:
     position_bias: bool = False
     sliding_window: int | None = None
     other_scores: str = ""
+    stack_module: nn.Module | None = None
 
 
 class GraphFilter(nn.Module):
@@ -86,6 +89,8 @@ class GraphFilter(nn.Module):
 
     Class attributes:
         reads_hidden: whether ``shift.hidden`` is needed, the input of the attention module.
+        reads_earlier: whether ``shift.earlier`` is needed, what the filters of earlier layers left. ``__init__`` may
+            set it, and must refuse a site without a ``stack_module`` then.
         per_head: parameters and buffers (heads, ...), where they are all that the filter is made of; tensor parallelism
             then hands each process the part of its heads.
 
@@ -94,6 +99,7 @@ class GraphFilter(nn.Module):
     """
 
     reads_hidden: ClassVar[bool] = False
+    reads_earlier: bool = False
     per_head: ClassVar[tuple[str, ...]] = ()
     recorder: Callable[[GraphFilter, Tensor, dict[str, Loss]], Tensor] | None = None
 

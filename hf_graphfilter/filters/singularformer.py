@@ -43,6 +43,12 @@ class Singularformer(ReplacingFilter):
     def __init__(self, config: SingularformerConfig, site: AttentionSite):
         super().__init__(config, site)
         assert site.hidden_size is not None
+        self.reads_earlier = config.residual
+        if config.residual and site.stack_module is None:
+            raise GraphFilterError(
+                f"{site.name} ({type(site.module).__name__}): residual=True adds the scores of the layer before, and "
+                "the layers of this model hand nothing on to each other besides the hidden states; leave it out"
+            )
         self.alpha = nn.Linear(site.hidden_size, config.r or site.head_dim)
         self.reset_parameters()
 
@@ -55,7 +61,13 @@ class Singularformer(ReplacingFilter):
         assert shift.hidden is not None
         _, keys = shift.visible()
         scores = self.alpha(in_dtype_of(self.alpha, shift.hidden)) / self.config.temperature
-        out, core = functional.singularformer(shift.query, shift.key, value, scores, mask=keys, scale=shift.scaling)
+        earlier = shift.earlier.left_before(self.site_name) if self.config.residual else []
+        previous = earlier[-1] if earlier else None
+        out, core = functional.singularformer(
+            shift.query, shift.key, value, scores, mask=keys, previous=previous, scale=shift.scaling
+        )
+        if self.config.residual:
+            shift.earlier.leave(self.site_name, core)
         heads = scores.unsqueeze(1)  # alpha is one for all of them
         return self.penalised(
             out,
@@ -73,6 +85,8 @@ class SingularformerConfig(ReplacingConfig):
         r: pseudo tokens, the size of the core; ``None`` for the features of a head, as in the paper. It may exceed the
             tokens and the hidden size, where more of them bring nothing but cost.
         temperature: divides the scores before both softmaxes, > 0; smaller ones make sharper pseudo tokens.
+        residual: add the scores of the core of the layer before, as Realformer (Eq. 18). All filters of a stack then
+            have one ``r``, and checkpointing is not reentrant.
         gamma_orthogonal, gamma_diagonal: weights of the orthogonality loss (Eq. 15) and of the diagonal loss (Eq. 16)
             that ``RegularizerCallback`` adds; the paper's are 0.01.
         init, window, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
@@ -87,6 +101,7 @@ class SingularformerConfig(ReplacingConfig):
 
     r: int | None = None
     temperature: float = 1.0
+    residual: bool = False
     gamma_orthogonal: float = 1e-2
     gamma_diagonal: float = 1e-2
 

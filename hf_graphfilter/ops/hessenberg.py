@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 BLOCK = 16  # rotations that are taken together, and blocks
@@ -74,44 +73,77 @@ def transform(x: Tensor, lower: Tensor, upper: Tensor, scale: Tensor, *, forward
     Returns:
         Shape of ``x``, dtype of ``scale``. O(n d) time and memory.
     """
-    return _Transform.apply(x, lower, upper, scale, forward, back)
+    return _transform(x, lower, upper, scale, forward, back)
 
 
-class _Transform(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, lower: Tensor, upper: Tensor, scale: Tensor, forward: bool, back: bool) -> Tensor:
-        z = _Signal([x], lower, scale.dtype)
-        if forward:
-            z.step(upper, up=True)
-            z.step(lower, up=False)
-        z.tokens.mul_(scale.unsqueeze(-1))
-        if back:
-            z.step(_inverse(lower), up=True)
-            z.step(_inverse(upper), up=False)
-        out = z.tokens
-        ctx.save_for_backward(lower, upper, scale, out)
-        ctx.real, ctx.directions = not x.is_complex(), (forward, back)
-        return out
+@torch.library.custom_op(
+    "hf_graphfilter::unitary",
+    mutates_args=(),
+    schema="(Tensor x, Tensor lower, Tensor upper, Tensor scale, bool forward, bool back) -> Tensor",
+)
+def _transform(x: Tensor, lower: Tensor, upper: Tensor, scale: Tensor, forward: bool, back: bool) -> Tensor:
+    """An operator of its own: compiled and exported graphs hold it whole, for any number of tokens."""
+    z = _Signal([x], lower, scale.dtype)
+    if forward:
+        z.step(upper, up=True)
+        z.step(lower, up=False)
+    z.tokens.mul_(scale.unsqueeze(-1))
+    if back:
+        z.step(_inverse(lower), up=True)
+        z.step(_inverse(upper), up=False)
+    return z.tokens
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Every step undone, of the signal and, by the same matrices, of its gradient."""
-        lower, upper, scale, out = ctx.saved_tensors
-        forward, back = ctx.directions
-        z = _Signal([out, grad], lower, scale.dtype)
-        grad_lower, grad_upper = lower.new_zeros(lower.shape), upper.new_zeros(upper.shape)
-        if back:
-            z.step(upper, up=True, grads=grad_upper, inverse=True)
-            z.step(lower, up=False, grads=grad_lower, inverse=True)
-        z.tokens.mul_(scale.conj().unsqueeze(-1))
-        signal, grad = z.tokens.tensor_split(2, -1)
-        grad_scale = scale * (signal.conj() * grad).sum(-1)
-        if forward:
-            z.step(_inverse(lower), up=True, grads=grad_lower)
-            z.step(_inverse(upper), up=False, grads=grad_upper)
-        grad = z.tokens.tensor_split(2, -1)[1]
-        return grad.real if ctx.real else grad, grad_lower, grad_upper, grad_scale, None, None
+
+@torch.library.custom_op(
+    "hf_graphfilter::unitary_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor lower, Tensor upper, Tensor scale, Tensor out, bool real, bool forward, bool back) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward(
+    grad: Tensor, lower: Tensor, upper: Tensor, scale: Tensor, out: Tensor, real: bool, forward: bool, back: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Every step undone, of the signal and, by the same matrices, of its gradient."""
+    z = _Signal([out, grad], lower, scale.dtype)
+    grad_lower, grad_upper = torch.zeros_like(lower), torch.zeros_like(upper)
+    if back:
+        z.step(upper, up=True, grads=grad_upper, inverse=True)
+        z.step(lower, up=False, grads=grad_lower, inverse=True)
+    z.tokens.mul_(scale.conj().unsqueeze(-1))
+    signal, grad = z.tokens.tensor_split(2, -1)
+    grad_scale = scale * (signal.conj() * grad).sum(-1)
+    if forward:
+        z.step(_inverse(lower), up=True, grads=grad_lower)
+        z.step(_inverse(upper), up=False, grads=grad_upper)
+    grad = z.tokens.tensor_split(2, -1)[1]
+    return (grad.real if real else grad).contiguous(), grad_lower, grad_upper, grad_scale
+
+
+@_transform.register_fake
+def _(x: Tensor, lower: Tensor, upper: Tensor, scale: Tensor, forward: bool, back: bool) -> Tensor:
+    return _Signal([x], lower, scale.dtype).tokens
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor, lower: Tensor, upper: Tensor, scale: Tensor, out: Tensor, real: bool, forward: bool, back: bool
+) -> tuple[Tensor, ...]:
+    dtype = scale.dtype.to_real() if real else scale.dtype
+    shaped = torch.empty(out.shape, dtype=dtype, device=out.device)
+    return shaped, torch.empty_like(lower), torch.empty_like(upper), torch.empty_like(scale)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, lower, upper, scale, *ctx.directions = inputs
+    ctx.save_for_backward(lower, upper, scale, output)
+    ctx.real = not x.is_complex()
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_backward(grad, *ctx.saved_tensors, ctx.real, *ctx.directions), None, None)
+
+
+_transform.register_autograd(_gradients, setup_context=_keep)
 
 
 def _inverse(blocks: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ IMPLEMENTATION = "hf_graphfilter"
 BASE_CONFIG = "_graph_filter_base_config"  # of a patched module's config: that of its model
 CHOSEN = "_attn_implementation_internal"  # in a config: what ``_attn_implementation`` returns
 HIDDEN = "graph_filter_hidden"
+EARLIER = "graph_filter_earlier"
 SERVING = (
     "vLLM and SGLang, whose attention writes the cache at every call, cannot serve patched models: use generate() or "
     "transformers serve"
@@ -52,6 +53,13 @@ def graph_filter_attention(
             "patch_model(model, ...), and leave attn_implementation to name the backend (sdpa, eager, ...)"
         )
     past, hidden = kwargs.pop(cache.ARGUMENT, None), kwargs.pop(HIDDEN, None)
+    earlier = kwargs.pop(EARLIER, None)
+    if graph_filter.reads_earlier and earlier is None:
+        raise GraphFilterError(
+            f"{_site(module)} was not handed what the filters of earlier layers made, which "
+            f"{graph_filter.config.filter!r} reads with these options: it was called by itself, or its model does not "
+            "hand keyword arguments on to its layers"
+        )
     implementation = field(field(module.config, BASE_CONFIG), CHOSEN) or "eager"
     attend = attention_function(type(module), implementation)
     if implementation in _ENGINES or implementation == IMPLEMENTATION or not _UNHONOURED.isdisjoint(kwargs):
@@ -84,6 +92,7 @@ def graph_filter_attention(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         visible=visible,
         state=state,
+        earlier=earlier,
     )
     output = apply_filter(shift, value)
     if not shift.applications and implementation == "eager" and _weights_wanted(kwargs):

@@ -7,13 +7,15 @@ import functools
 import inspect
 from typing import Any
 
+from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ...errors import GraphFilterError
 from ...filters import AttentionSite, GraphFilter
 from ...filters.attached import CHILD
+from ...shift import EarlierLayers
 from . import cache
-from .attention import BASE_CONFIG, CHOSEN, HIDDEN, IMPLEMENTATION, SERVING, field
+from .attention import BASE_CONFIG, CHOSEN, EARLIER, HIDDEN, IMPLEMENTATION, SERVING, field
 
 _SITE = "_graph_filter_site"
 
@@ -34,8 +36,11 @@ def attach(site: AttentionSite, graph_filter: GraphFilter) -> None:
             part._is_hf_initialized = True  # type: ignore[assignment]
     parameters = inspect.signature(type(module).forward).parameters
     names, open_ended = list(parameters)[1:], any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if (open_ended and "past_key_values" in names) or graph_filter.reads_hidden:
-        module.register_forward_pre_hook(_PassOn(names), with_kwargs=True)
+    stack = site.stack_module if graph_filter.reads_earlier else None
+    if (open_ended and "past_key_values" in names) or graph_filter.reads_hidden or stack is not None:
+        module.register_forward_pre_hook(_PassOn(names, stack), with_kwargs=True)
+    if stack is not None and not _hooks(stack, _BeginPass):
+        stack.register_forward_pre_hook(_BeginPass(), with_kwargs=True)
 
 
 @functools.cache
@@ -69,8 +74,9 @@ def _rebuild(base: Any) -> Any:
 class _PassOn:
     """Forward pre-hook: the attention function is told of cache and input, as further keyword arguments."""
 
-    def __init__(self, names: list[str]):
+    def __init__(self, names: list[str], stack: nn.Module | None):
         self.positions = {name: i for i, name in enumerate(names)}  # of arguments that may be given without a name
+        self.stack = stack  # begins the passes that the module takes part in
 
     def _given(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         position = self.positions.get(name, len(args))
@@ -92,9 +98,30 @@ class _PassOn:
         return args, {**kwargs, **further}
 
 
-def detach(module: Any) -> None:
-    for key in [k for k, hook in module._forward_pre_hooks.items() if isinstance(hook, _PassOn)]:
+class _BeginPass:
+    """Forward pre-hook of a stack: its layers are handed what they share in this pass, a further keyword argument."""
+
+    def __call__(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, {**kwargs, EARLIER: EarlierLayers()}
+
+
+def _hooks(module: Any, kind: type) -> dict[int, Any]:
+    return {key: hook for key, hook in module._forward_pre_hooks.items() if isinstance(hook, kind)}
+
+
+def _remove_hooks(module: Any, kind: type) -> None:
+    for key in _hooks(module, kind):
         del module._forward_pre_hooks[key]
         module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def detach(module: Any) -> None:
+    stacks = [hook.stack for hook in _hooks(module, _PassOn).values() if hook.stack is not None]
+    _remove_hooks(module, _PassOn)
     module.config = getattr(module.config, BASE_CONFIG)
     delattr(module, CHILD)
+    for stack in stacks:
+        if not any(hook.stack is stack for part in stack.modules() for hook in _hooks(part, _PassOn).values()):
+            _remove_hooks(stack, _BeginPass)

@@ -37,6 +37,7 @@ def find(model: nn.Module) -> tuple[list[AttentionSite], dict[str, str]]:
                 AttentionSite(
                     *(name, module, _heads(module), causal, stack, group, counts[group]),  # type: ignore[arg-type]
                     position_bias=_position_bias(model, name),
+                    stack_module=_stack_module(model, name),
                     **_shape(module),
                 )
             )
@@ -92,10 +93,26 @@ def _position_bias(model: nn.Module, name: str) -> bool:
     return any(child.endswith("position_bias") for m in around for child, _ in m.named_children())
 
 
+def _stack_module(model: nn.Module, name: str) -> nn.Module | None:
+    """What holds the list of layers that the module is in, if keyword arguments get from there to the module."""
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
+    if not number:
+        return None
+    stack = model.get_submodule(".".join(parts[: number - 1]))
+    inside = [model.get_submodule(".".join(parts[:i])) for i in range(number + 1, len(parts) + 1)]
+    path = [stack, *(module for module in inside if not isinstance(module, nn.ModuleList))]
+    return stack if all(_takes_any_keyword(module) for module in path) else None
+
+
+def _takes_any_keyword(module: nn.Module) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(type(module).forward).parameters.values())
+
+
 def _shape(module: Any) -> dict[str, Any]:
     """The fields of ``AttentionSite`` that only some filters ask for."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    passes_on = parameters[0].name == "hidden_states" and any(p.kind is p.VAR_KEYWORD for p in parameters)
+    passes_on = parameters[0].name == "hidden_states" and _takes_any_keyword(module)
     projection = next((m for m in module.children() if isinstance(m, (nn.Linear, Conv1D))), None)
     inputs = None if projection is None else getattr(projection, "in_features", projection.weight.shape[0])
     head_dim = next((d for name in _HEAD_DIMS if isinstance(d := getattr(module, name, None), int)), None)

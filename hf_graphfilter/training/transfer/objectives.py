@@ -35,6 +35,7 @@ def _attending(
         if observe is not None:
             with torch.set_grad_enabled(fit):
                 observe(name, *_squares(fresh, graph_filter.approximate(fresh, value), attention))
+            fresh.earlier.detach()  # each layer is fitted by itself
         return attention
 
     for name, graph_filter in modules.items():

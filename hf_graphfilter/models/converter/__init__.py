@@ -1,0 +1,1 @@
+"""Converter: an encoder of learned unitary filters, without attention."""

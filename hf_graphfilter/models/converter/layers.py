@@ -1,0 +1,228 @@
+"""The parts of Converter: embeddings, the complex convolution of the tokens, gated feed-forward network, and pooling.
+
+All take a mask (batch, tokens), bool, or None. Masked tokens, wherever they are, change nothing in the others.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import dropout, leaky_relu, softplus
+from transformers import initialization as init
+
+from ...errors import GraphFilterError
+from ...filters.replacing import in_dtype_of
+from ...filters.spectrum import Spectrum, damped_polynomial
+from ...ops.polynomials import recurrence
+from ...ops.unitary import filter_tokens
+from .configuration import ConverterConfig
+
+
+class ScaleNorm(nn.Module):
+    """``weight * x / (|x| + eps)`` for real or complex x (batch, tokens, features), float32 or wider within."""
+
+    def __init__(self, features: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.empty(features)), eps
+
+    def reset_parameters(self) -> None:
+        init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = wide(x)
+        return x * (wide(self.weight) / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + self.eps))
+
+
+class ConverterEmbeddings(nn.Module):
+    def __init__(self, config: ConverterConfig):
+        super().__init__()
+        features, self.kind = config.embedding_size or config.hidden_size, config.position_embedding
+        self.dropout = config.embedding_dropout
+        self.word_embeddings = nn.Embedding(config.vocab_size, features)
+        self.position: nn.Module | None = None
+        if self.kind == "gru":
+            self.position = nn.GRU(features, features, 2, batch_first=True, dropout=config.position_dropout)
+        elif self.kind == "absolute":
+            self.position = nn.Embedding(config.max_position_embeddings, features)
+        self.projection = nn.Linear(features, config.hidden_size) if features != config.hidden_size else nn.Identity()
+        self.norm = ScaleNorm(config.hidden_size, config.norm_eps)
+
+    def forward(self, embeds: Tensor, mask: Tensor | None) -> Tensor:
+        """``embeds`` (batch, tokens, embedding size) to (batch, tokens, hidden size)."""
+        x = self.norm(self.projection(embeds + self._positions(embeds, mask).to(embeds.dtype)))
+        return dropout(x.to(embeds.dtype), self.dropout, self.training)
+
+    def _positions(self, embeds: Tensor, mask: Tensor | None) -> Tensor:
+        tokens, features = embeds.shape[1:]
+        if isinstance(self.position, nn.GRU):
+            return _recurrent(self.position, embeds, mask)
+        if self.kind == "none":
+            return torch.zeros_like(embeds)
+        if mask is None:
+            positions = torch.arange(tokens, device=embeds.device).unsqueeze(0)
+        else:
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+        if not isinstance(self.position, nn.Embedding):
+            return _sinusoidal(positions, features)
+        if tokens > self.position.num_embeddings:
+            raise GraphFilterError(
+                f"{tokens} tokens, and max_position_embeddings is {self.position.num_embeddings}: truncate the input, "
+                "or make the model with another position_embedding"
+            )
+        return self.position(positions)
+
+
+def _recurrent(gru: nn.GRU, embeds: Tensor, mask: Tensor | None) -> Tensor:
+    """The outputs of a GRU in float32 or wider. It runs forwards, so that tokens moved to the front see no padding."""
+    x = wide(embeds)
+    if mask is not None:
+        to_front = (~mask).byte().argsort(dim=1, stable=True)
+        x = _taken(x, to_front)
+    with torch.autocast(x.device.type, enabled=False):
+        if gru.weight_hh_l0.dtype == x.dtype:
+            x = gru(x)[0]
+        else:
+            x = functional_call(gru, {name: weight.to(x.dtype) for name, weight in gru.named_parameters()}, x)[0]
+    return x if mask is None else _taken(x, to_front.argsort(1))
+
+
+def _taken(x: Tensor, order: Tensor) -> Tensor:
+    return x.gather(1, order.unsqueeze(-1).expand_as(x))
+
+
+def _sinusoidal(positions: Tensor, features: int) -> Tensor:
+    """Vaswani et al.: sine and cosine in turn, (batch, tokens) to (batch, tokens, features)."""
+    turns = torch.arange(0, features, 2, device=positions.device) * (-math.log(10000.0) / features)
+    angles = positions.unsqueeze(-1) * turns.exp()
+    return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)[..., :features]
+
+
+class ConverterConvolution(nn.Module):
+    """Kernelution (Eq. 12) or Synvolution (Eq. 8) of complex values, all features by one filter."""
+
+    coefficients: Tensor | None
+
+    def __init__(self, config: ConverterConfig):
+        super().__init__()
+        features, self.dropout = config.hidden_size, config.value_dropout
+        self.spectrum = Spectrum(
+            features,
+            features,
+            phase=False,
+            eigenvalue_dropout=config.eigenvalue_dropout,
+            eigenvector_dropout=config.eigenvector_dropout,
+        )
+        self.value_real = nn.Linear(features, features, bias=False)
+        self.value_imag = nn.Linear(features, features, bias=False)
+        learned = config.convolution == "kernelution"
+        self.register_parameter("coefficients", nn.Parameter(torch.empty(config.K + 1)) if learned else None)
+        self.steps, self.factors = recurrence("chebyshev", config.K), config.damping()
+
+    def reset_parameters(self) -> None:
+        """The authors' start: the values' parts have variance 1/2, and ``w = 2 / (K + 1)``, its first half of that."""
+        for layer in (self.value_real, self.value_imag):
+            init.normal_(layer.weight, std=math.sqrt(0.5))
+        if self.coefficients is not None:
+            start = torch.full_like(self.coefficients, 2 / len(self.coefficients))
+            start[0] /= 2
+            init.copy_(self.coefficients, start)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """(batch, tokens, features), complex64 or wider."""
+        parts = [wide(layer(in_dtype_of(layer, x))) for layer in (self.value_real, self.value_imag)]
+        value = torch.complex(*(dropout(part, self.dropout, self.training) for part in parts))
+        eigenvalues, angles = self.spectrum(x)
+        if self.coefficients is not None:
+            eigenvalues = damped_polynomial(eigenvalues, self.coefficients, self.factors, self.steps)
+        return filter_tokens(value.unsqueeze(1), eigenvalues, angles, there=mask).squeeze(1)
+
+
+class GatedFeedForward(nn.Module):
+    """Eq. 13: ``[softplus(Re(z) W) * tanh(Im(z) W')] W_O``, complex (batch, tokens, features) to real."""
+
+    def __init__(self, config: ConverterConfig):
+        super().__init__()
+        self.real = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.imag = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.output = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.dropout = config.feed_forward_dropout
+
+    def reset_parameters(self) -> None:
+        for layer in (self.real, self.imag, self.output):
+            init.xavier_uniform_(layer.weight)
+            init.zeros_(layer.bias)
+
+    def forward(self, z: Tensor) -> Tensor:
+        size, sign = self.real(in_dtype_of(self.real, z.real)), self.imag(in_dtype_of(self.imag, z.imag))
+        return self.output(dropout(softplus(size) * sign.tanh(), self.dropout, self.training))
+
+
+def visible(attention_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """A user's mask as bool, for ``tokens`` (batch, tokens, features)."""
+    if attention_mask is None:
+        return None
+    if attention_mask.shape != tokens.shape[:2]:
+        raise GraphFilterError(
+            f"attention_mask must be (batch, tokens), here {tuple(tokens.shape[:2])}, got {tuple(attention_mask.shape)}"
+        )
+    return attention_mask.bool()
+
+
+def pooled(x: Tensor, mask: Tensor | None, pooling: str) -> Tensor:
+    """One vector for each sequence: (batch, tokens, features) to (batch, features), twice as many for "mean_max"."""
+    if pooling == "cls":
+        return x[:, 0] if mask is None else x[torch.arange(len(x), device=x.device), mask.byte().argmax(1)]
+    if pooling == "mean_max":
+        return torch.cat([pooled(x, mask, "mean"), pooled(x, mask, "max")], -1)
+    if mask is None:
+        return x.mean(1) if pooling == "mean" else x.amax(1)
+    there = mask.unsqueeze(-1)
+    if pooling == "max":
+        return x.masked_fill(~there, torch.finfo(x.dtype).min).amax(1)
+    return (wide(x) * there).sum(1).div(there.sum(1).clamp(min=1)).to(x.dtype)
+
+
+class ClassificationHead(nn.Module):
+    def __init__(self, config: ConverterConfig):
+        super().__init__()
+        assert config.num_labels is not None
+        features = config.hidden_size * (2 if config.pooling == "mean_max" else 1)
+        if config.num_sequences == 2:
+            features *= 4 if config.interaction == "nli" else 2
+        self.interaction, self.dropout = config.interaction, config.classifier_dropout
+        self.dense = nn.Linear(features, config.hidden_size)
+        self.output = nn.Linear(config.hidden_size, config.num_labels)
+
+    def reset_parameters(self) -> None:
+        init.kaiming_normal_(self.dense.weight, nonlinearity="leaky_relu")
+        init.xavier_normal_(self.output.weight)
+        init.zeros_(self.dense.bias)
+        init.zeros_(self.output.bias)
+
+    def forward(self, sequences: list[Tensor]) -> Tensor:
+        """One or two of (batch, features) to (batch, labels)."""
+        if len(sequences) == 2 and self.interaction == "nli":
+            u, v = sequences
+            sequences = [u, v, u * v, u - v]
+        x = leaky_relu(self.dense(torch.cat(sequences, -1)))
+        return self.output(dropout(x, self.dropout, self.training))
+
+
+class MaskedLMHead(nn.Module):
+    def __init__(self, config: ConverterConfig):
+        super().__init__()
+        features = config.embedding_size or config.hidden_size
+        self.dense = nn.Linear(config.hidden_size, features)
+        self.norm = nn.LayerNorm(features)
+        self.decoder = nn.Linear(features, config.vocab_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.norm(nn.functional.gelu(self.dense(x))))
+
+
+def wide(x: Tensor) -> Tensor:
+    """Half precision as float32."""
+    return x if x.element_size() >= 4 else x.float()

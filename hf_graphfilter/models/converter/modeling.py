@@ -1,0 +1,291 @@
+"""The Converter models; importing this file registers them with the Auto classes.
+
+Source: Zhang et al., "Converting Transformers into DGNNs Form" (preprint, 2025), Eq. 4-14.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput, SequenceClassifierOutput
+from transformers.utils import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
+
+from ...errors import GraphFilterError
+from ...filters.spectrum import Spectrum, real_form
+from ...functional import kernel_polynomial_loss
+from .configuration import ConverterConfig
+from .layers import (
+    ClassificationHead,
+    ConverterConvolution,
+    ConverterEmbeddings,
+    GatedFeedForward,
+    MaskedLMHead,
+    ScaleNorm,
+    pooled,
+    visible,
+    wide,
+)
+
+
+class ConverterLayer(GradientCheckpointingLayer):
+    """Convolution and feed-forward network, each added to its input and normed (PostNorm). Between them the signal is
+    complex; the second sum takes ``zeta Re + (1 - zeta) Im`` of it."""
+
+    def __init__(self, config: ConverterConfig):
+        super().__init__()
+        self.convolution = ConverterConvolution(config)
+        self.convolution_norm = ScaleNorm(config.hidden_size, config.norm_eps)
+        self.feed_forward = GatedFeedForward(config)
+        self.feed_forward_norm = ScaleNorm(config.hidden_size, config.norm_eps)
+        self.zeta = nn.Parameter(torch.empty(1))
+        self.penalised = config.eta > 0
+
+    def reset_parameters(self) -> None:
+        init.ones_(self.zeta)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """(batch, tokens, features), real as ``x``; and in training the kernel polynomial loss, where it counts."""
+        z = self.convolution_norm(self.convolution(x, mask) + wide(x))
+        out = self.feed_forward_norm(wide(self.feed_forward(z)) + real_form(z, self.zeta)).to(x.dtype)
+        coefficients = self.convolution.coefficients if self.training and self.penalised else None
+        return out, None if coefficients is None else kernel_polynomial_loss(coefficients)
+
+
+@dataclass
+class ConverterOutput(BaseModelOutput):
+    """``kernel_polynomial_loss``: a scalar, mean over the layers, in training with Kernelution and eta > 0."""
+
+    kernel_polynomial_loss: Tensor | None = None
+
+
+@dataclass
+class ConverterClassifierOutput(SequenceClassifierOutput):
+    """As ``SequenceClassifierOutput``, with ``kernel_polynomial_loss`` (see ``ConverterOutput``), and with the hidden
+    states of the second sequence of pairs."""
+
+    hidden_states_2: tuple[Tensor, ...] | None = None
+    kernel_polynomial_loss: Tensor | None = None
+
+
+@dataclass
+class ConverterMaskedLMOutput(MaskedLMOutput):
+    """As ``MaskedLMOutput``, with ``kernel_polynomial_loss`` (see ``ConverterOutput``)."""
+
+    kernel_polynomial_loss: Tensor | None = None
+
+
+_OWN_START = ClassificationHead, ConverterConvolution, ConverterLayer, GatedFeedForward, ScaleNorm, Spectrum, nn.GRU
+
+
+class ConverterPreTrainedModel(PreTrainedModel):
+    config: ConverterConfig
+    config_class = ConverterConfig
+    base_model_prefix = "converter"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["ConverterEmbeddings", "ConverterLayer"]  # noqa: RUF012
+    _can_record_outputs = {"hidden_states": ConverterLayer}  # noqa: RUF012  # as transformers declares it
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Of custom code, transformers initialises only modules with parameters of their own; ours are started by the
+        modules around them, with functions that leave loaded parameters alone."""
+        return False
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, _OWN_START):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)
+
+    def _objective(
+        self, task: Tensor, penalty: Tensor | None, labels: Tensor, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Eq. 14, from the loss of the task. Where that is a part of the loss of a batch, the sum over some of its
+        ``num_items_in_batch`` labels divided by their number, so is the penalty."""
+        if penalty is None:
+            return task
+        if num_items_in_batch is not None:
+            penalty = penalty * ((labels != -100).sum() / num_items_in_batch).to(penalty.device)
+        return (1 - self.config.eta) * task + self.config.eta * penalty.to(task.device)
+
+
+class ConverterModel(ConverterPreTrainedModel):
+    """Converter: an encoder whose layers mix the tokens by learned unitary filters, in linear time, without attention.
+
+    ``forward(input_ids, attention_mask, inputs_embeds)`` gives ``last_hidden_state`` (batch, tokens, hidden size).
+    ``attention_mask`` is (batch, tokens), 0 for padding, which may be anywhere; ``inputs_embeds`` is (batch, tokens,
+    embedding size). There are no attention matrices to be had.
+
+    Raises:
+        GraphFilterError: a mask of another shape, ``output_attentions``, more tokens than absolute positions, not
+            exactly one of ``input_ids`` and ``inputs_embeds``.
+
+    Example:
+        >>> import torch
+        >>> model = ConverterModel(ConverterConfig(num_hidden_layers=2))
+        >>> model(torch.randint(0, 384, (1, 20))).last_hidden_state.shape
+        torch.Size([1, 20, 64])
+    """
+
+    def __init__(self, config: ConverterConfig):
+        super().__init__(config)
+        self.embeddings = ConverterEmbeddings(config)
+        self.layers = nn.ModuleList(ConverterLayer(config) for _ in range(config.num_hidden_layers))
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embeddings.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embeddings.word_embeddings = value  # type: ignore[assignment]
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> ConverterOutput:
+        if kwargs.get("output_attentions", self.config.output_attentions):
+            raise GraphFilterError("Converter has no attention matrices to give: leave out output_attentions")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise GraphFilterError("Converter takes either input_ids or inputs_embeds")
+        embeds = self.embeddings.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        mask = visible(attention_mask, embeds)
+        x, penalties = self.embeddings(embeds, mask), []
+        for layer in self.layers:
+            x, penalty = layer(x, mask)
+            penalties += [] if penalty is None else [penalty.to(x.device)]
+        return ConverterOutput(
+            last_hidden_state=x, kernel_polynomial_loss=torch.stack(penalties).mean() if penalties else None
+        )
+
+
+class ConverterForSequenceClassification(ConverterPreTrainedModel):
+    """Converter with a head of two layers on the pooled tokens, for one sequence or, with ``num_sequences=2`` in the
+    config, for a pair: both are encoded with the same weights, and their features combined.
+
+    ``forward`` takes the inputs of ``ConverterModel``, for a pair also ``input_ids_2``, ``attention_mask_2`` and
+    ``inputs_embeds_2``, which may be of another length; and ``labels`` (batch,), or (batch, labels), as all models of
+    transformers (``problem_type``). In training the loss is that of Eq. 14, see ``eta`` of ``ConverterConfig``;
+    at evaluation it is that of the task alone.
+
+    Raises:
+        GraphFilterError: as ``ConverterModel``; a second sequence missing, or not expected.
+
+    Example:
+        >>> import torch
+        >>> model = ConverterForSequenceClassification(ConverterConfig(num_sequences=2, num_labels=3))
+        >>> model(torch.randint(0, 384, (2, 20)), input_ids_2=torch.randint(0, 384, (2, 30))).logits.shape
+        torch.Size([2, 3])
+    """
+
+    def __init__(self, config: ConverterConfig):
+        super().__init__(config)
+        self.converter = ConverterModel(config)
+        self.classifier = ClassificationHead(config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        input_ids_2: Tensor | None = None,
+        attention_mask_2: Tensor | None = None,
+        inputs_embeds_2: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> ConverterClassifierOutput:
+        inputs = [(input_ids, attention_mask, inputs_embeds), (input_ids_2, attention_mask_2, inputs_embeds_2)]
+        given, wanted = 1 + any(x is not None for x in inputs[1]), self.config.num_sequences
+        if given != wanted:
+            raise GraphFilterError(
+                f"this model classifies {('single sequences', 'pairs')[wanted - 1]} (num_sequences={wanted}), and "
+                f"input_ids_2 or inputs_embeds_2 is {('missing', 'not expected')[given - 1]}"
+            )
+        encoded, features = [], []
+        for ids, mask, embeds in inputs[:wanted]:
+            out = self.converter(ids, mask, embeds, **{**kwargs, "return_dict": True})
+            encoded.append(out)
+            features.append(pooled(out.last_hidden_state, visible(mask, out.last_hidden_state), self.config.pooling))
+        logits, penalty, loss = self.classifier(features), encoded[0].kernel_polynomial_loss, None
+        if labels is not None:
+            task = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+            loss = self._objective(task, penalty, labels, kwargs.get("num_items_in_batch"))
+        return ConverterClassifierOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=encoded[0].hidden_states,
+            hidden_states_2=encoded[-1].hidden_states if wanted == 2 else None,
+            kernel_polynomial_loss=penalty,
+        )
+
+
+class ConverterForMaskedLM(ConverterPreTrainedModel):
+    """Converter with a head that predicts tokens, its weights those of the embeddings.
+
+    ``forward`` takes the inputs of ``ConverterModel``, and ``labels`` (batch, tokens), -100 where there is none. The
+    loss in training is that of Eq. 14.
+
+    Raises:
+        GraphFilterError: as ``ConverterModel``.
+
+    Example:
+        >>> import torch
+        >>> model = ConverterForMaskedLM(ConverterConfig())
+        >>> model(torch.randint(0, 384, (1, 20))).logits.shape
+        torch.Size([1, 20, 384])
+    """
+
+    _tied_weights_keys = {  # noqa: RUF012
+        "head.decoder.weight": "converter.embeddings.word_embeddings.weight"
+    }
+
+    def __init__(self, config: ConverterConfig):
+        super().__init__(config)
+        self.converter = ConverterModel(config)
+        self.head = MaskedLMHead(config)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head.decoder
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.head.decoder = new_embeddings  # type: ignore[assignment]
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> ConverterMaskedLMOutput:
+        out = self.converter(input_ids, attention_mask, inputs_embeds, **{**kwargs, "return_dict": True})
+        logits, loss = self.head(out.last_hidden_state), None
+        if labels is not None:
+            task = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self._objective(task, out.kernel_polynomial_loss, labels, kwargs.get("num_items_in_batch"))
+        return ConverterMaskedLMOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=out.hidden_states,
+            kernel_polynomial_loss=out.kernel_polynomial_loss,
+        )
+
+
+AutoModel.register(ConverterConfig, ConverterModel, exist_ok=True)
+AutoModelForSequenceClassification.register(ConverterConfig, ConverterForSequenceClassification, exist_ok=True)
+AutoModelForMaskedLM.register(ConverterConfig, ConverterForMaskedLM, exist_ok=True)

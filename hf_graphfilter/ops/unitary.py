@@ -1,0 +1,98 @@
+"""Converter's filter of a batch of tokens: heads with rotations of their own, orders, permutations, padding."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from . import hessenberg
+
+DIGITS = 31  # binary ones of the place of a token
+Permutation = Literal["identity", "stride", "bit_reversal"]
+
+
+def filter_tokens(
+    value: Tensor,
+    response: Tensor,
+    angles: Tensor,
+    *,
+    there: Tensor | None = None,
+    permutation: Permutation = "identity",
+) -> Tensor:
+    """``Phi^-1 [exp(i response) * (Phi value)]``, ``Phi = H_l^1 H_u^1 P ... H_l^L H_u^L P``, in O(L n d) time.
+
+    Tokens that are not there are moved behind the others, which keep their order, and take part in no rotation. So the
+    others get what they would get without them, wherever these stand.
+
+    Args:
+        value: (batch, heads, tokens, features), real or complex.
+        response: (batch, sets, tokens), radians; one set for all heads, or one a head.
+        angles: (batch, sets, orders, 6 or more, tokens), radians: alpha, beta and gamma of the lower rotations, then of
+            the upper. Those of a token are of its rotation with the next that is there.
+        there: bool (batch or 1, tokens), None where all are.
+        permutation: P of the tokens that are there. ``"stride"`` puts every second behind the others,
+            ``"bit_reversal"`` orders by the reversed binary digits of their places.
+
+    Returns:
+        Shape of ``value``; complex128 where any input has double precision, else complex64.
+    """
+    batch, heads, tokens, features = value.shape
+    sets = angles.shape[1]
+    dtypes = value.dtype, response.dtype, angles.dtype
+    real = torch.float64 if torch.float64 in dtypes or torch.complex128 in dtypes else torch.float32
+    signal = value.transpose(1, 2).flatten(2) if sets == 1 else value.flatten(0, 1)
+    response, angles = response.to(real), angles.to(real)
+
+    def in_order(x: Tensor, order: Tensor | None) -> Tensor:
+        """(batch * sets, tokens, features) with the tokens in the order (1 or batch, tokens)."""
+        if order is None:
+            return x
+        rows = torch.arange(x.shape[0], device=x.device)[:, None]
+        places = order.expand(batch, tokens)[:, None].expand(batch, sets, tokens).flatten(0, 1) + tokens * rows
+        return x.flatten(0, 1).index_select(0, places.flatten()).view(x.shape)
+
+    packed = unpacked = None
+    if there is not None:
+        there = there.expand(batch, tokens)
+        packed = (~there).byte().argsort(dim=-1, stable=True)
+        unpacked = packed.argsort(-1)
+        there = there.gather(1, packed)
+        response = response.gather(-1, packed[:, None].expand_as(response))
+        angles = angles.gather(-1, packed[:, None, None, None].expand_as(angles))
+        signal = in_order(signal, packed)
+    angles = angles[..., :-1]
+    if there is not None:
+        angles = angles.where(there[:, None, None, None, 1:], 0)
+    permuted = _order(permutation, tokens, there, angles.device)
+    restored = None if permuted is None else permuted.argsort(-1)
+    turn = torch.complex(response.cos(), response.sin()).flatten(0, 1)
+    factors = [
+        (hessenberg.lower_blocks(rows[:, :3]), hessenberg.upper_blocks(rows[:, 3:6]))
+        for rows in angles.flatten(0, 1).unbind(1)
+    ]
+    for lower, upper in factors[:0:-1]:
+        signal = in_order(signal, permuted)
+        signal = hessenberg.transform(signal, lower, upper, torch.ones_like(turn), forward=True, back=False)
+    signal = hessenberg.transform(in_order(signal, permuted), *factors[0], turn, forward=True, back=True)
+    for lower, upper in factors[1:]:
+        signal = in_order(signal, restored)
+        signal = hessenberg.transform(signal, lower, upper, torch.ones_like(turn), forward=False, back=True)
+    signal = in_order(in_order(signal, restored), unpacked)
+    if sets == 1:
+        return signal.unflatten(2, (heads, features)).transpose(1, 2)
+    return signal.unflatten(0, (batch, heads))
+
+
+def _order(permutation: Permutation, tokens: int, there: Tensor | None, device: torch.device) -> Tensor | None:
+    """The places of the tokens in their new order, (1 or batch, tokens); those that are not there stay last."""
+    place = torch.arange(tokens, device=device)
+    if permutation == "identity":
+        return None
+    if permutation == "stride":
+        key = place % 2
+    else:
+        key = torch.stack([(place >> i & 1) << (DIGITS - 1 - i) for i in range(DIGITS)]).sum(0)
+    keys = key[None] if there is None else key.where(there, 1 << DIGITS)
+    return keys.argsort(dim=-1, stable=True)
