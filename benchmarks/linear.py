@@ -1,8 +1,8 @@
 """Filters of linear cost against softmax attention: ``python benchmarks/linear.py`` (on the GPU where there is one).
 
-attention: SDPA, AGF (K = 3) and Singularformer (r = 64) alone, what they project from the input given; every token sees
-all, n = 256 ... 65536, one sequence. batch: the same in the shapes that fine-tuning has, about 4,096 tokens a batch.
-memory: the peak of the calls of attention, each in a process of its own.
+attention: SDPA, AGF (K = 3), Singularformer (r = 64) and Synvolution (complex inside, its real part) alone, what they
+project from the input given; every token sees all, n = 256 ... 65536, one sequence. batch: the same in the shapes that
+fine-tuning has, about 4,096 tokens a batch. memory: the peak of the calls of attention, each in a process of its own.
 
 All forms are timed in turn within a round, ratios are taken within a round, and medians over the rounds are reported;
 every section writes benchmarks/results/linear-DEVICE-SECTION.csv with percentiles and hardware.
@@ -22,7 +22,7 @@ from hf_graphfilter import functional
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 SHORT = (128, 512, 2048)
-FORMS = ("plain", "agf", "singularformer")
+FORMS = ("plain", "agf", "singularformer", "synvolution")
 
 
 def call(form: str, batch: int, n: int, device: str, backward: bool) -> Callable[[], object]:
@@ -35,11 +35,15 @@ def call(form: str, batch: int, n: int, device: str, backward: bool) -> Callable
 
     query, key, value, sigma = (random() for _ in range(4))
     scores = torch.randn(batch, n, FEATURES, device=device, generator=generator).requires_grad_(backward)
+    shapes = (batch, n), (batch, 3, n - 1), (batch, 3, n - 1)
+    spectrum = [torch.randn(s, device=device, generator=generator).requires_grad_(backward) for s in shapes]
+    phase = torch.zeros(batch, n, device=device)
     theta = torch.tensor([1.0, 0.1, -0.1, 0.05], device=device, requires_grad=backward)
     forms: dict[str, Callable[[], torch.Tensor]] = {
         "plain": lambda: F.scaled_dot_product_attention(query, key, value),
         "agf": lambda: functional.agf(query, sigma, key, value, theta),
         "singularformer": lambda: functional.singularformer(query, key, value, scores)[0],
+        "synvolution": lambda: functional.synvolution(value, *spectrum, phase).real,
     }
     forward = forms[form]
 
@@ -47,7 +51,7 @@ def call(form: str, batch: int, n: int, device: str, backward: bool) -> Callable
         if not backward:
             with torch.no_grad():
                 return forward()
-        for x in (query, key, value, sigma, scores, theta):
+        for x in (query, key, value, sigma, scores, theta, *spectrum):
             x.grad = None
         return forward().sum().backward()
 

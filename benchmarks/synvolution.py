@@ -2,8 +2,9 @@
 one).
 
 plain: Eq. 8 with the parallel scan of Algorithm 1 (Converter, appendix A) in PyTorch; blocks:
-``hf_graphfilter.functional.synvolution``. Both from the same angles, eigenvalues and values, one sequence, 64
-features; before anything is timed, results and gradients are compared.
+``hf_graphfilter.functional.synvolution``. Both from the same angles, eigenvalues and values, one sequence, of 64
+features, as the paper's models have, and of 768, all heads of a BERT; before anything is timed, results and gradients are
+compared.
 
 Both are timed in turn within a round, ratios are taken within a round, and medians over the rounds are reported; writes
 benchmarks/results/synvolution-DEVICE.csv with percentiles and hardware.
@@ -11,6 +12,7 @@ benchmarks/results/synvolution-DEVICE.csv with percentiles and hardware.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor
 from hf_graphfilter import functional
 from hf_graphfilter.ops.hessenberg import rotations
 
-FEATURES = 64
+FEATURES = (64, 768)
 LENGTHS = (1024, 4096, 16384)
 
 
@@ -99,15 +101,15 @@ def scanned(value: Tensor, eigenvalues: Tensor, lower: Tensor, upper: Tensor, ph
 FORMS = {"plain": scanned, "blocks": functional.synvolution}
 
 
-def inputs(n: int, device: str) -> list[Tensor]:
+def inputs(n: int, features: int, device: str) -> list[Tensor]:
     generator = torch.Generator(device).manual_seed(0)
-    shapes = (1, n, FEATURES), (1, n), (1, 3, n - 1), (1, 3, n - 1), (1, n)
+    shapes = (1, n, features), (1, n), (1, 3, n - 1), (1, 3, n - 1), (1, n)
     return [torch.randn(shape, device=device, generator=generator).requires_grad_() for shape in shapes]
 
 
-def call(form: str, n: int, device: str, backward: bool) -> Callable[[], list[Tensor]]:
+def call(form: str, n: int, features: int, device: str, backward: bool) -> Callable[[], list[Tensor]]:
     """One call of a form: its result, or the gradients."""
-    tensors = inputs(n, device)
+    tensors = inputs(n, features, device)
 
     def run() -> list[Tensor]:
         if backward:
@@ -123,11 +125,12 @@ def main() -> None:
     options, common = arguments(__doc__, ("scan",), LENGTHS)
     table = []
     for backward in (False, True):
-        for n in options.lengths:
-            calls = {form: call(form, n, options.device, backward) for form in FORMS}
+        for features, n in itertools.product(FEATURES, options.lengths):
+            calls = {form: call(form, n, features, options.device, backward) for form in FORMS}
             for ours, theirs in zip(calls["blocks"](), calls["plain"](), strict=True):
                 assert (ours - theirs).abs().max() <= 1e-3 * max(1.0, float(theirs.abs().max()))
-            fields = {"case": "synvolution", "n": n, "causal": False, "pass": "fwd+bwd" if backward else "fwd"}
+            fields = {"case": f"{features} features", "n": n, "causal": False}
+            fields["pass"] = "fwd+bwd" if backward else "fwd"
             table += report(rows({**common, **fields}, rounds(calls, options.device, options.seconds)))
     write(table, options.output / f"synvolution-{options.device}.csv")
 

@@ -311,6 +311,9 @@ def singular_transfer() -> str:
     return "\n\n".join(encoder_transfer(read("transfer-cpu-singular"), "filter"))
 
 
+LINEAR = {"plain": "SDPA", "agf": "AGF", "singularformer": "Singularformer", "synvolution": "Synvolution"}
+
+
 def linear_tables() -> str:
     parts = []
     peaks = {(row["n"], row["pass"], row["form"]): row["peak_mb"] for row in read("linear-cpu-memory")}
@@ -325,25 +328,37 @@ def linear_tables() -> str:
         cases: dict[tuple[str, str], dict[str, dict]] = {}
         for row in rows:
             cases.setdefault((row["pass"], row["n"]), {})[row["form"]] = row
-        body = []
+        body, names = [], [form for form in LINEAR if any(row["form"] == form for row in rows)]
         for (which, n), forms in cases.items():
             ms = {form: float(row["median_ms"]) for form, row in forms.items()}
-            names = ("plain", "agf", "singularformer")
             times = [f"{ms[form]:,.1f}" if form in ms else "" for form in names]
             memory = " / ".join(peaks.get((n, which, form), "-") for form in names)
             over = [f"**{forms[form]['ratio_to_plain']}**" if "plain" in ms else "" for form in names[1:]]
             body.append([which, f"{int(n):,}", *times, *over, *([memory] if section == "attention" else [])])
-        header = ["pass", "n", "SDPA", "AGF", "Singularformer", "AGF / SDPA", "Singularformer / SDPA"]
+        header = ["pass", "n", *(LINEAR[form] for form in names), *(f"{LINEAR[form]} / SDPA" for form in names[1:])]
         parts += [f"{caption} {where(rows)}", markdown_table(header + ["peak MB"] * (section == "attention"), body)]
         if section == "attention":
             timed = [{**row, "n": int(row["n"]), "causal": False, "median_ms": float(row["median_ms"])} for row in rows]
             exponents = (
-                f"{name}: n^{growth(timed, False, 'fwd', form):.2f} forward, "
+                f"{LINEAR[form]}: n^{growth(timed, False, 'fwd', form):.2f} forward, "
                 f"n^{growth(timed, False, 'fwd+bwd', form):.2f} forward and backward"
-                for name, form in (("AGF", "agf"), ("Singularformer", "singularformer"))
+                for form in names[1:]
             )
             parts.append(f"Time between 4k and 64k tokens grows as: {'; '.join(exponents)}.")
     return "\n\n".join(parts)
+
+
+def scan_table() -> str:
+    rows = read("synvolution-cpu")
+    cases: dict[tuple[str, str], dict[str, dict]] = {}
+    for row in rows:
+        cases.setdefault((row["pass"], row["n"]), {})[row["form"]] = row
+    body = [
+        [which, f"{int(n):,}", *(forms[f]["median_ms"] for f in ("plain", "blocks")), forms["blocks"]["ratio_to_plain"]]
+        for (which, n), forms in cases.items()
+    ]
+    header = ["pass", "n", "parallel scan of Algorithm 1 ms", "blocks ms", "ratio"]
+    return f"One sequence of 64 features; medians. {where(rows)}\n\n{markdown_table(header, body)}"
 
 
 def agf_transfer(device: str = "cpu") -> str:
@@ -482,6 +497,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "singular": singular_transfer,
         "scratch": partial(recipe_tables, "sequences-bbc", "sequences-20newsgroups"),
     },
+    "docs/converter.md": {"scan": scan_table},
     "docs/vision.md": {"throughput": vision_table},
     "recipes/README.md": {
         name: partial(recipe_tables, name) for name in ("glue", "language_modeling", "code", "imagenet")

@@ -1,10 +1,10 @@
 """Filters in the place of pretrained attention, by their starts: ``python benchmarks/transfer.py --only SECTION``.
 
 minilm: attention transfer on a real encoder, by options of AGF; the chosen one longer. singular: the same for
-Singularformer. mixed: the same on long windows and on the task's own short texts, then end to end. finetune: that
-encoder fine-tuned on movie-review snippets and SST-2 from each start, with what the three before have fitted. gpt2: a
-small GPT-2, trained from scratch on WikiText-2, and its perplexity. smollm2: the perplexity of SmolLM2-135M. deit:
-DeiT-Tiny on 20 classes of Tiny ImageNet, with L layers patched.
+Singularformer, and Kernelution with and without a window. mixed: the same on long windows and on the task's own short
+texts, then end to end. finetune: that encoder fine-tuned on movie-review snippets and SST-2 from each start, with what
+the three before have fitted. gpt2: a small GPT-2, trained from scratch on WikiText-2, and its perplexity. smollm2: the
+perplexity of SmolLM2-135M. deit: DeiT-Tiny on 20 classes of Tiny ImageNet, with L layers patched.
 
 Data and weights are read from --shared (see its READMEs). Every section writes
 benchmarks/results/transfer-DEVICE-SECTION.csv, one measured value a row, after each run, so that an interrupted one is
@@ -153,12 +153,15 @@ SINGULAR = {
 
 
 def singular(options: argparse.Namespace) -> None:
-    """Singularformer by rank and window beside AGF, as long as AGF's options were; the best of them longer."""
+    """Singularformer by rank and window beside AGF, as long as AGF's options were; the best of them longer.
+    Kernelution as long."""
     table = Table(options, "singular")
     batches = reviews(options, AutoTokenizer.from_pretrained(pretrained_path()))
-    for variant, config in {"AGF, correction, window 4": AGF, **SINGULAR}.items():
+    fits = [("AGF, correction, window 4", "agf", AGF)]
+    fits += [(variant, "singularformer", config) for variant, config in SINGULAR.items()]
+    fits += [("Kernelution", "kernelution", {}), ("Kernelution, window 8", "kernelution", {"window": 8})]
+    for variant, filter, config in fits:
         if not table.has("MiniLM-L6", variant, ""):
-            filter = "agf" if config is AGF else "singularformer"
             table.add_report("MiniLM-L6", variant, fitted(options, batches, filter, config, 200)[1])
     errors = {row["variant"]: float(row["value"]) for row in table.rows if row["stage"] == "after transfer"}
     best = min(SINGULAR, key=lambda variant: errors[variant])

@@ -73,7 +73,7 @@ def sharded(model):
 
 def gradients(name, folder, rank):
     """Equal to those of a single process; the coefficients are read, stored and refused whole."""
-    for family in ("bert", "llama", "t5", "vit"):
+    for family in ("bert", "t5", "vit") if FILTERS[name].encoders_only else ("bert", "llama", "t5", "vit"):
         reference, inputs = patched(family, name).double(), FAMILIES[family].inputs(torch.float64, batch=4)
         reference.config.use_cache = False
         rows = slice(2 * rank, 2 * rank + 2)

@@ -115,7 +115,9 @@ FILTERS = {
         digraph_matrix,
         everywhere=False,
     ),
-    "kernelution": Entry(KernelutionConfig(K=3, kernel="jackson", position_bias="drop"), digraph_matrix, quick=False),
+    "kernelution": Entry(
+        KernelutionConfig(K=3, kernel="jackson", window=2, position_bias="drop"), digraph_matrix, quick=False
+    ),
 }
 FILTERS["linear-attention"] = Entry(
     LinearAttentionConfig(init="blend", sharpness=3.0, position_bias="drop"), linear_attention_matrix, everywhere=False

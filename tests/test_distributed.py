@@ -26,6 +26,7 @@ MODES = {
         )
         for mode, title in MODES.items()
         for name, entry in cases()
+        if mode != "tensor_parallel" or not entry.encoders_only
     ],
 )
 def test_two_processes(mode, name, tmp_path, record_property):

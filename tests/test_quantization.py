@@ -52,7 +52,7 @@ pytestmark = [
 
 
 @kinds
-@filters()
+@filters(lambda entry: entry.everywhere and not entry.encoders_only)
 @pytest.mark.parametrize("order", ["patched checkpoint", "patched afterwards"])
 def test_quantized(kind, entry, order, tmp_path, transformers_warnings):
     peft = pytest.importorskip("peft")

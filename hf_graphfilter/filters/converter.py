@@ -25,7 +25,7 @@ from .spectrum import Spectrum, damped_polynomial, real_form, reflected
 CITATION = """@article{zhang2025converter,
   title   = {Converting Transformers into DGNNs Form},
   author  = {Jie Zhang and Mao-Hsuan Mao and Bo-Wei Chiu and Min-Te Sun},
-  journal = {Preprint},
+  journal = {arXiv preprint arXiv:2502.00585},
   year    = {2025}
 }"""
 

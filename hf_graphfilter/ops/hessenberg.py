@@ -73,7 +73,7 @@ def transform(x: Tensor, lower: Tensor, upper: Tensor, scale: Tensor, *, forward
     Returns:
         Shape of ``x``, dtype of ``scale``. O(n d) time and memory.
     """
-    return _transform(x, lower, upper, scale, forward, back)
+    return _Transform.apply(x, lower, upper, scale, forward, back)
 
 
 @torch.library.custom_op(
@@ -133,17 +133,46 @@ def _(
     return shaped, torch.empty_like(lower), torch.empty_like(upper), torch.empty_like(scale)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, lower, upper, scale, *ctx.directions = inputs
-    ctx.save_for_backward(lower, upper, scale, output)
-    ctx.real = not x.is_complex()
+class _Transform(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, lower: Tensor, upper: Tensor, scale: Tensor, forward: bool, back: bool) -> Tensor:
+        return _transform(x, lower, upper, scale, forward, back)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, lower, upper, scale, *ctx.directions = inputs
+        ctx.save_for_backward(lower, upper, scale, output)
+        ctx.real = not x.is_complex()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return (*_Gradients.apply(grad, *ctx.saved_tensors, ctx.real, *ctx.directions), None, None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        """``torch.func.vmap``: its dimension is a part of the batch."""
+        tensors = [
+            (x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+            for x, dim in zip(inputs[:4], in_dims[:4], strict=True)
+        ]
+        out = _Transform.apply(*tensors, *inputs[4:])
+        return out.view(info.batch_size, out.shape[0] // info.batch_size, *out.shape[1:]), 0
 
 
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_backward(grad, *ctx.saved_tensors, ctx.real, *ctx.directions), None, None)
+class _Gradients(torch.autograd.Function):
+    """For ``torch.func``, in whose eyes the gradients need gradients."""
 
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        return _backward(*inputs)
 
-_transform.register_autograd(_gradients, setup_context=_keep)
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:  # type: ignore[override]
+        raise RuntimeError("a product of Givens rotations has no second derivatives here")
 
 
 def _inverse(blocks: Tensor) -> Tensor:
