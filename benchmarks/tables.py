@@ -497,7 +497,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "singular": singular_transfer,
         "scratch": partial(recipe_tables, "sequences-bbc", "sequences-20newsgroups"),
     },
-    "docs/converter.md": {"scan": scan_table},
+    "docs/converter.md": {"scan": scan_table, "imdb": partial(recipe_tables, "sequences-imdb")},
     "docs/vision.md": {"throughput": vision_table},
     "recipes/README.md": {
         name: partial(recipe_tables, name) for name in ("glue", "language_modeling", "code", "imagenet")
