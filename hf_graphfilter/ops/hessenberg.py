@@ -191,10 +191,14 @@ class _Signal:
         self.tokens.mul_(phase.unsqueeze(-1))
 
     def turned_back(self, phase: Tensor) -> Tensor:
-        """Undo ``turn`` of a signal and of its gradient; the gradient of ``phase``."""
-        self.turn(phase.conj_physical())
-        signal, grad = self.tokens.tensor_split(2, -1)
-        return phase * (signal.conj_physical() * grad).sum(-1)
+        """Undo ``turn`` of a signal and of its gradient; the gradient of ``phase``, along the unit circle."""
+        back, turns = phase.conj_physical().unsqueeze(-1), torch.empty_like(phase.real)
+        together = PART // max(self.batch * self.features, 1) + 1 if phase.device.type == "cpu" else self.count
+        for start in range(0, self.count, together):
+            part = slice(start, start + together)
+            signal, grad = self.tokens[:, part].mul_(back[:, part]).tensor_split(2, -1)
+            turns[:, part] = (signal.real * grad.imag - signal.imag * grad.real).sum(-1)
+        return phase * torch.complex(torch.zeros_like(turns), turns)
 
     def by_block(self, places: Tensor) -> Tensor:
         return places.reshape(self.batch * self.blocks, places.shape[1] // self.blocks, self.features)
