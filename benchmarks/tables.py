@@ -450,7 +450,8 @@ def recipe_tables(*names: str) -> str:
         if content["sweep"]:
             parts += [f"![{content['metric']} over the sweep](results/{content['name']}.png)"]
     plain = [c for c in contents if not c["sweep"]]
-    return "\n\n".join([mean_over_tasks(plain)] * (len(plain) > 1 and names == ("glue",)) + parts)
+    mean = [mean_over_tasks(plain)] if len(plain) > 1 and names == ("glue",) else []
+    return "\n\n".join(mean + parts)
 
 
 def mean_over_tasks(contents: list[dict]) -> str:
