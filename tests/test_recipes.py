@@ -671,7 +671,7 @@ def test_shipped_results_have_the_settings_of_the_configurations(monkeypatch):
     names = {"finetune": "imagenet/deit-t-finetune", "24-layers": "imagenet/small-24", "glue": "glue/minilm"}
     names["imdb"] = "sequences/converter-small"
     files = sorted(records.RESULTS.glob("*.json"))
-    assert len(files) == 13
+    assert len(files) == 15
     for file in files:
         content = records.read_results(file)
         settings = Settings(RECIPES[content["recipe"]])
