@@ -52,7 +52,12 @@ def python_path(*folders):
     [
         ("file", "sys.exit(7)", 7),
         ("module", "raise OSError('its own')", 1),
-        ("command", "os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT),
+        # of its own, since what runs in the background of a shell is started to ignore it
+        (
+            "command",
+            "signal.signal(signal.SIGINT, signal.default_int_handler); os.kill(os.getpid(), signal.SIGINT)",
+            -signal.SIGINT,
+        ),
     ],
 )
 def test_a_program_runs_as_without_us(how, ending, code, tmp_path):
