@@ -33,7 +33,7 @@ class ConverterConfig(PreTrainedConfig):
     """Config of ``ConverterModel`` and of the models with a head on it. The defaults are those of the paper's
     classification of bytes (Table 8, "Text").
 
-    Args:
+    Attributes:
         vocab_size: tokens that ``input_ids`` may name; 384 is that of ``ByT5Tokenizer``, of bytes.
         hidden_size: features of a token, which the paper calls embedding size (ES).
         embedding_size: features of an embedding, projected to ``hidden_size`` if these differ; None for the same.
