@@ -137,20 +137,22 @@ def singularformer(
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, scores: Tensor) -> tuple[int, int, int]:
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}, scores "
-    shapes += str(tuple(scores.shape))
+    def shapes() -> str:  # a compiler knows no text of sizes that are free
+        named = {"query": query, "key": key, "value": value, "scores": scores}
+        return ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items())
+
     if not query.dim() == key.dim() == value.dim() == 4 or scores.dim() != 3 or key.shape[:3] != value.shape[:3]:
         raise GraphFilterError(
             "singularformer: query, key and value are (batch, heads, tokens, features), scores (batch, tokens, r); got "
-            f"{shapes}"
+            f"{shapes()}"
         )
     batch, heads, tokens, features = query.shape
     differ = any(x.shape[0] != batch or x.shape[-2] != tokens for x in (key, value, scores))
     if differ or key.shape[-1] != features:
-        raise GraphFilterError(f"singularformer: batch, tokens or features differ: {shapes}")
+        raise GraphFilterError(f"singularformer: batch, tokens or features differ: {shapes()}")
     if not key.shape[1] or heads % key.shape[1] or not features or not scores.shape[-1]:
         raise GraphFilterError(
             "singularformer: the heads of the query are a multiple of those of the key, with a feature at least, and "
-            f"r >= 1; got {shapes}"
+            f"r >= 1; got {shapes()}"
         )
     return batch, heads, features
