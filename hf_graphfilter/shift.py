@@ -179,7 +179,7 @@ class AttentionShift(ShiftOperator):
     ):
         self.attend, self.query, self.key, self.past_rows, self.twice = attend, query, key, past_rows, twice
         self.hidden, self.scaling, self.state = hidden, scaling, state
-        self.earlier = EarlierLayers() if earlier is None else earlier
+        self._earlier = earlier
         self._read_visible = visible
         self._visible: tuple[bool, Tensor | None] | None = None
         self.applications = 0
@@ -220,6 +220,13 @@ class AttentionShift(ShiftOperator):
         if self._visible is None:
             self._visible = self._read_visible()
         return self._visible
+
+    @property
+    def earlier(self) -> EarlierLayers:
+        """A pass of this layer alone where none was handed in."""
+        if self._earlier is None:
+            self._earlier = EarlierLayers()
+        return self._earlier
 
     def dense(self) -> DenseShift:
         """The same operator as an explicit matrix, found by applying it to the unit vectors (for tests, analysis)."""

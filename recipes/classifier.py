@@ -1,9 +1,10 @@
 """A classification head over pooled token vectors, on any encoder of transformers."""
 
-import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
+
+from hf_graphfilter.models.converter.layers import pooled
 
 POOLINGS = ("mean_max", "mean", "first")
 
@@ -45,8 +46,8 @@ class PooledClassifier(PreTrainedModel):
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
         hidden = self.base_model(**inputs).last_hidden_state
         there = hidden.new_ones(hidden.shape[:2]) if attention_mask is None else attention_mask
-        pooled = pool(hidden, there.bool(), self.config.pooling)
-        logits = self.output(self.dropout(self.dense(self.dropout(pooled)).relu()))
+        features = pool(hidden, there.bool(), self.config.pooling)
+        logits = self.output(self.dropout(self.dense(self.dropout(features)).relu()))
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
@@ -56,11 +57,4 @@ class PooledClassifier(PreTrainedModel):
 def pool(hidden: Tensor, there: Tensor, pooling: str) -> Tensor:
     """``hidden`` (batch, tokens, features) to (batch, features), twice as many for ``mean_max``, by the tokens that are
     ``there``, bool (batch, tokens)."""
-    if pooling == "first":
-        return hidden[torch.arange(len(hidden), device=hidden.device), there.int().argmax(1)]
-    there = there.unsqueeze(-1)
-    mean = (hidden * there).sum(1) / there.sum(1).clamp(min=1)
-    if pooling == "mean":
-        return mean
-    most = hidden.masked_fill(~there, torch.finfo(hidden.dtype).min).amax(1) * there.any(1)
-    return torch.cat([mean, most], -1)
+    return pooled(hidden, there, "cls" if pooling == "first" else pooling)

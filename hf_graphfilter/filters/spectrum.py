@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.polynomials import Recurrence, expand
+from ..ops.spectral import wide
 from .replacing import in_dtype_of
 
 
@@ -76,7 +77,7 @@ class Spectrum(nn.Module):
             if layer is not siren[0]:
                 x = nn.functional.dropout(x, dropout, self.training)
             x = layer(in_dtype_of(layer, x))
-            x = (x if x.element_size() >= 4 else x.float()).sin()
+            x = wide(x).sin()
         return x.unflatten(-1, (count, -1)).mean(-1).mT
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import GraphFilterError, shown
-from ..ops import hessenberg
+from ..ops import hessenberg, spectral
+from ..ops.givens import unit
 from ..ops.polynomials import expand, recurrence
 from ..ops.unitary import precision
 from .losses import real
@@ -49,7 +50,7 @@ def unitary(x: Tensor, lower: Tensor, upper: Tensor, phase: Tensor, *, inverse: 
     Source: Zhang et al., Converter (preprint, 2025), Eq. 6 and 7 with one order (1-DHHP) and no permutation.
     """
     signal, lower, upper, phase = _prepared("unitary", x, lower, upper, phase)
-    turn = _unit(-phase if inverse else phase)
+    turn = unit(-phase if inverse else phase)
     return _shaped(hessenberg.transform(signal, lower, upper, turn, forward=not inverse, back=inverse), x)
 
 
@@ -208,17 +209,12 @@ def kernel_polynomial_loss(coefficients: Tensor) -> Tensor:
     if coefficients.dim() != 1 or not len(coefficients):
         raise GraphFilterError(f"kernel_polynomial_loss: coefficients is (K+1,), got {tuple(coefficients.shape)}")
     orders = torch.arange(len(coefficients), device=coefficients.device)
-    w = coefficients if coefficients.element_size() >= 4 else coefficients.float()
-    return math.pi * (orders * w).square().sum()
+    return math.pi * (orders * spectral.wide(coefficients)).square().sum()
 
 
 def _filtered(signal: Tensor, angle: Tensor, lower: Tensor, upper: Tensor, phase: Tensor) -> Tensor:
-    response = _unit(angle + 0 * phase)  # D^-1 exp(i angle) D
+    response = unit(angle + 0 * phase)  # D^-1 exp(i angle) D
     return hessenberg.transform(signal, lower, upper, response, forward=True, back=True)
-
-
-def _unit(angle: Tensor) -> Tensor:
-    return torch.complex(angle.cos(), angle.sin())
 
 
 def _finite(x: object) -> bool:

@@ -62,8 +62,7 @@ def agf(
             f"agf: theta is (K+1,) or (heads, K+1) with {u.shape[1]} heads, got {tuple(theta.shape)}"
         )
     keys = present(mask, u)
-    theta = theta if theta.element_size() >= 4 else theta.float()
-    w = spectral.left_vectors(u, sigma, theta, recurrence(basis, theta.shape[-1] - 1, a, b))
+    w = spectral.left_vectors(u, sigma, spectral.wide(theta), recurrence(basis, theta.shape[-1] - 1, a, b))
     if causal:
         return spectral.filter_causal(w, v, value, keys)[0]
     return spectral.filter_all(w, v, value, keys)

@@ -14,6 +14,11 @@ from torch.nn.functional import pad
 BLOCK = 16  # rotations, or blocks of them, that are taken together
 
 
+def unit(angle: Tensor) -> Tensor:
+    """``exp(i angle)``."""
+    return torch.complex(angle.cos(), angle.sin())
+
+
 def lower_factor(angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``H_l = G_n ... G_1``.
 

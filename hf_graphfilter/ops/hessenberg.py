@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .givens import BLOCK, lower_factor, upper_factor
+from .givens import BLOCK, lower_factor, unit, upper_factor
 
 PART = 1 << 18  # numbers that matrix products on the CPU take at once
 
@@ -33,9 +33,7 @@ def transform(x: Tensor, lower: Tensor, upper: Tensor, scale: Tensor, *, forward
     """
     r_upper, first, between = upper_factor(upper)
     r_lower, before, after = lower_factor(lower)
-    first, between, last = (
-        torch.complex(t.cos(), t.sin())[:, : x.shape[1]].to(scale.dtype) for t in (first, between + before, after)
-    )
+    first, between, last = (unit(phase)[:, : x.shape[1]].to(scale.dtype) for phase in (first, between + before, after))
     if forward != back:
         scale = scale * (last if forward else last.conj_physical())
     return _Transform.apply(x, r_lower, r_upper, first, between, scale, forward, back)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import hessenberg
+from .givens import unit
 
 DIGITS = 31  # binary ones of the place of a token
 Permutation = Literal["identity", "stride", "bit_reversal"]
@@ -72,7 +73,7 @@ def filter_tokens(
         angles = angles.where(there[:, None, None, None, 1:], 0)
     permuted = _order(permutation, tokens, there, angles.device)
     restored = None if permuted is None else permuted.argsort(-1)
-    turn = torch.complex(response.cos(), response.sin()).flatten(0, 1)
+    turn = unit(response).flatten(0, 1)
     factors = [(rows[:, :3], rows[:, 3:6]) for rows in angles.flatten(0, 1).unbind(1)]
     for lower, upper in factors[:0:-1]:
         signal = in_order(signal, permuted)

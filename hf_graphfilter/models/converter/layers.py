@@ -17,6 +17,7 @@ from ...errors import GraphFilterError
 from ...filters.replacing import in_dtype_of
 from ...filters.spectrum import Spectrum, damped_polynomial
 from ...ops.polynomials import recurrence
+from ...ops.spectral import wide
 from ...ops.unitary import filter_tokens
 from .configuration import ConverterConfig
 
@@ -230,8 +231,3 @@ class MaskedLMHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.decoder(self.norm(nn.functional.gelu(self.dense(x))))
-
-
-def wide(x: Tensor) -> Tensor:
-    """Half precision as float32."""
-    return x if x.element_size() >= 4 else x.float()
