@@ -9,6 +9,7 @@ unitary, so the backward pass finds every intermediate signal again from the res
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,19 +53,20 @@ def _transform(
 
     Within it ``conj``, which only marks a tensor, would be without effect where a compiled graph calls it.
     """
-    z = _Signal([x], lower, scale.dtype)
-    if forward:
-        z.turn(first)
-        z.step(upper, up=True)
-        z.turn(between)
-        z.step(lower, up=False)
-    z.turn(scale)
-    if back:
-        z.step(_inverse(lower), up=True)
-        z.turn(between.conj_physical())
-        z.step(_inverse(upper), up=False)
-        z.turn(first.conj_physical())
-    return z.tokens
+    signal = _Signal([x], lower, scale.dtype)
+    signal.through(*_path(lower, upper, first, between, scale, forward, back))
+    return signal.tokens
+
+
+def _path(
+    lower: Tensor, upper: Tensor, first: Tensor, between: Tensor, scale: Tensor, forward: bool, back: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Phases and blocks that a signal meets, a phase first and last."""
+    there, again = ([upper, lower], [first, between]) if forward else ([], [])
+    if not back:
+        return [*again, scale], there
+    inverse = [blocks.mT.contiguous() for blocks in (lower, upper)]
+    return [*again, scale, between.conj_physical(), first.conj_physical()], [*there, *inverse]
 
 
 @torch.library.custom_op(
@@ -86,22 +88,24 @@ def _backward(
     back: bool,
 ) -> tuple[Tensor, ...]:
     """Every step undone, of the signal and, by the same matrices, of its gradient."""
-    z = _Signal([out, grad], lower, scale.dtype)
-    grad_lower, grad_upper = torch.zeros_like(lower), torch.zeros_like(upper)
-    grad_first, grad_between = torch.zeros_like(first), torch.zeros_like(between)
-    if back:
-        grad_first += z.turned_back(first.conj_physical()).conj_physical()
-        z.step(upper, up=True, grads=grad_upper, inverse=True)
-        grad_between += z.turned_back(between.conj_physical()).conj_physical()
-        z.step(lower, up=False, grads=grad_lower, inverse=True)
-    grad_scale = z.turned_back(scale)
+    signal = _Signal([out, grad], lower, scale.dtype)
+    zero = torch.zeros_like
+    of_lower, of_upper, grad_first, grad_between = zero(lower), zero(upper), zero(first.real), zero(between.real)
+    undone = [(of_upper, True), (of_lower, True)] if back else []
+    undone += [(of_lower, False), (of_upper, False)] if forward else []
+    path = _path(lower, upper, first, between, scale.conj_physical(), back, forward)
+    turns = signal.through(*path, undone)
+    if back:  # there the phases were conjugated
+        grad_first -= turns.pop(0)
+        grad_between -= turns.pop(0)
+    grad_scale = turns.pop(0)
     if forward:
-        z.step(_inverse(lower), up=True, grads=grad_lower)
-        grad_between += z.turned_back(between)
-        z.step(_inverse(upper), up=False, grads=grad_upper)
-        grad_first += z.turned_back(first)
-    grad = z.tokens.tensor_split(2, -1)[1]
-    return (grad.real if real else grad).contiguous(), grad_lower, grad_upper, grad_first, grad_between, grad_scale
+        grad_between += turns.pop(0)
+        grad_first += turns.pop(0)
+    angles = ((first, grad_first), (between, grad_between), (scale, grad_scale))
+    of_phases = (phase * torch.complex(zero(turned), turned) for phase, turned in angles)  # along the unit circle
+    grad = signal.tokens.tensor_split(2, -1)[1]
+    return (grad.real if real else grad).contiguous(), of_lower, of_upper, *of_phases
 
 
 @_transform.register_fake
@@ -159,10 +163,6 @@ class _Gradients(torch.autograd.Function):
         raise RuntimeError("a product of Givens rotations has no second derivatives here")
 
 
-def _inverse(blocks: Tensor) -> Tensor:
-    return blocks.mT.contiguous()
-
-
 class _Signal:
     """Complex signals on their way, as twice as many real features.
 
@@ -170,70 +170,95 @@ class _Signal:
     """
 
     def __init__(self, parts: list[Tensor], blocks: Tensor, dtype: torch.dtype) -> None:
-        self.batch, self.blocks, self.size, self.up = *blocks.shape[:2], blocks.shape[2] - 1, False
+        self.batch, self.blocks, self.size = *blocks.shape[:2], blocks.shape[2] - 1
         self.count, features = parts[0].shape[1], sum(part.shape[2] for part in parts)
         self.signal = blocks.new_empty(self.batch, self.blocks * self.size, features, dtype=dtype)
-        self.places, self.features = torch.view_as_real(self.signal).flatten(2), 2 * features
-        self.places[:, 0] = 0
-        self.places[:, self.count + 1 :] = 0
+        self.signal[:, 0] = 0
+        self.signal[:, self.count + 1 :] = 0
         for part, own in zip(parts, self.tokens.tensor_split(len(parts), -1), strict=True):
             own.copy_(part)
 
     @property
     def tokens(self) -> Tensor:
         """(batch, tokens, features), complex."""
-        start = 0 if self.up else 1
-        return self.signal[:, start : start + self.count]
+        return self.signal[:, 1 : self.count + 1]
 
-    def turn(self, phase: Tensor) -> None:
-        self.tokens.mul_(phase.unsqueeze(-1))
+    def through(
+        self, phases: list[Tensor], steps: list[Tensor], undone: Sequence[tuple[Tensor, bool]] = ()
+    ) -> list[Tensor]:
+        """Phases, and between them blocks on their tokens, upwards and downwards in turn; all in place.
 
-    def turned_back(self, phase: Tensor) -> Tensor:
-        """Undo ``turn`` of a signal and of its gradient; the gradient of ``phase``, along the unit circle."""
-        back, turns = phase.conj_physical().unsqueeze(-1), torch.empty_like(phase.real)
-        together = PART // max(self.batch * self.features, 1) + 1 if phase.device.type == "cpu" else self.count
-        for start in range(0, self.count, together):
-            part = slice(start, start + together)
-            signal, grad = self.tokens[:, part].mul_(back[:, part]).tensor_split(2, -1)
-            turns[:, part] = (signal.real * grad.imag - signal.imag * grad.real).sum(-1)
-        return phase * torch.complex(torch.zeros_like(turns), turns)
+        Every part of the blocks meets what it can while it lies in the processor's cache: a step, the phases that
+        follow, and what it hands on in the next step.
 
-    def by_block(self, places: Tensor) -> Tensor:
-        return places.reshape(self.batch * self.blocks, places.shape[1] // self.blocks, self.features)
+        Args:
+            phases: (batch, tokens) each, one more than steps.
+            steps: blocks.
+            undone: for the backward pass, where the features are those of a signal and of its gradient and every step
+                undoes another: what the gradient of that one's blocks is added to, and whether that one applied the
+                inverse of its blocks.
 
-    def step(self, blocks: Tensor, *, up: bool, grads: Tensor | None = None, inverse: bool = False) -> None:
-        """The blocks on their tokens, in place.
-
-        ``grads``: the step undoes another, the features being those of a signal and of its gradient, and to ``grads``
-        is added what the blocks of that one get, which were these if it applied their ``inverse``.
+        Returns:
+            Then the gradients of the angles that the phases undo, (batch, tokens) each.
         """
-        with torch.autocast(self.places.device.type, enabled=False):
-            self._step(blocks, up, grads, inverse)
-        self.up = up
+        with torch.autocast(self.signal.device.type, enabled=False):
+            return self._through(phases, steps, undone)
 
-    def _step(self, blocks: Tensor, up: bool, grads: Tensor | None, inverse: bool) -> None:
-        size, batch = self.size, self.batch
-        rows, columns, hands, takes = _parts(size, up)
-        matrices, signal = blocks.flatten(0, 1), self.by_block(self.places)
-        own = (matrices[:, hands, columns] @ signal).view(batch, self.blocks, self.features)
-        passing = blocks[:, :, hands, takes].flatten(1)
+    def _through(
+        self, phases: list[Tensor], steps: list[Tensor], undone: Sequence[tuple[Tensor, bool]]
+    ) -> list[Tensor]:
+        places = self.signal.view(self.batch * self.blocks, self.size, self.signal.shape[-1])
+        features = 2 * places.shape[-1]
+        own = torch.view_as_real(self.signal).new_empty(self.batch, self.blocks, features)
+        turns = []
+        for i, phase in enumerate(phases):
+            before, after = i % 2, 1 - i % 2  # places before the first token, ahead of the step that led here and now
+            turn = pad(phase, (after, self.blocks * self.size - self.count - after)).view(len(places), self.size, 1)
+            turned = torch.empty_like(turn.real)
+            if i:
+                rows, columns, hands, takes = _parts(self.size, bool(before))
+                within, taking = (steps[i - 1].flatten(0, 1)[:, rows, x] for x in (columns, takes))
+                taken, handed = self._passed(steps[i - 1][:, :, hands, takes].flatten(1), own, bool(before))
+            if i < len(steps):
+                _, sources, handing, _ = _parts(self.size, not before)
+                handing_on = steps[i].flatten(0, 1)[:, handing, sources]
+            for part in self._pieces(features):
+                signal = places[part]
+                if i:
+                    old = torch.view_as_real(signal).flatten(2)
+                    new = torch.bmm(within[part], old)
+                    new.baddbmm_(taking[part], taken[part])
+                    if undone:
+                        grads, inverse = undone[i - 1]
+                        at = (rows, hands), (columns, takes)
+                        passing = (new, handed[part]), (old, taken[part])
+                        _add_outer(grads.flatten(0, 1)[part], *passing, *at, inverse)
+                    signal = torch.view_as_complex(new.unflatten(2, (-1, 2)))
+                signal = torch.mul(signal, turn[part], out=places[part])
+                if undone:
+                    of_signal, of_grad = signal.tensor_split(2, -1)
+                    turned[part, :, 0] = (of_signal.real * of_grad.imag - of_signal.imag * of_grad.real).sum(-1)
+                if i < len(steps):
+                    out = own.flatten(0, 1)[part].unsqueeze(1)
+                    torch.bmm(handing_on[part], torch.view_as_real(signal).flatten(2), out=out)
+            turns.append(turned.view(self.batch, self.blocks * self.size)[:, after : after + self.count])
+        return turns
+
+    def _pieces(self, features: int) -> Iterator[slice]:
+        """Of the blocks."""
+        count = self.batch * self.blocks
+        together = max(PART // max(self.size * features, 1), 1) if self.signal.device.type == "cpu" else count
+        return (slice(start, start + together) for start in range(0, count, together))
+
+    def _passed(self, passing: Tensor, own: Tensor, up: bool) -> tuple[Tensor, Tensor]:
+        """What every block takes and hands on, (batch * blocks, 1, features)."""
         if up:
             handed = _scan(passing.flip(1), own.flip(1)).flip(1)
             taken = pad(handed[:, 1:], (0, 0, 0, 1))
         else:
             handed = _scan(passing, own)
             taken = pad(handed[:, :-1], (0, 0, 1, 0))
-        taken, handed = self.by_block(taken), self.by_block(handed)
-        together = max(PART // max(size * self.features, 1), 1) if signal.device.type == "cpu" else len(signal)
-        for start in range(0, len(signal), together):
-            part = slice(start, start + together)
-            after = torch.bmm(matrices[part, rows, columns], signal[part])
-            after.baddbmm_(matrices[part, rows, takes], taken[part])
-            if grads is not None:
-                new, old = (after, handed[part]), (signal[part], taken[part])
-                at = (rows, hands), (columns, takes)
-                _add_outer(grads.flatten(0, 1)[part], new, old, *at, inverse)
-            signal[part] = after
+        return taken.flatten(0, 1).unsqueeze(1), handed.flatten(0, 1).unsqueeze(1)
 
 
 def _add_outer(
