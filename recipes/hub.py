@@ -23,11 +23,13 @@ def write_card(settings: Settings, folder: Path, record: dict[str, Any], values:
     task = {"task_type": tag, "dataset_type": record["task"], "dataset_name": record["task"]}
     scores = [(*key.split("/", 1), value) for key, value in record["metrics"].items() if not key.endswith("/loss")]
     results = [EvalResult(**task, dataset_split=part, metric_type=name, metric_value=v) for part, name, v in scores]
-    trained = f"Fine-tuned on {record['task']} with seed {record['seed']}; every setting and number is in"
-    description = f"## Training\n\n{trained} `{records.RECORD}`.{compared(settings, record, values)}"
+    comparison = compared(settings, record, values)
     values = settings.defaults | values
-    local = values.get("from_scratch") or values.get("pretrained") is False or Path(values["model"]).exists()
-    base = None if local else values["model"]
+    fresh = values.get("from_scratch") or values.get("pretrained") is False
+    how = "Trained from scratch" if fresh and not values.get("checkpoint") else "Fine-tuned"
+    trained = f"{how} on {record['task']} with seed {record['seed']}"
+    description = f"## Training\n\n{trained}; every setting and number is in `{records.RECORD}`.{comparison}"
+    base = None if fresh or Path(values["model"]).exists() else values["model"]
     name = values.get("hub_model_id") or str(folder)
     if filter_status(model):
         card = create_model_card(model, repo_id=name, results=results, description=description, base_model=base)

@@ -124,6 +124,11 @@ def everywhere(entry):
     return entry.everywhere
 
 
+def llama_or_bert(family, entry):
+    """Llama, or BERT for a filter that causal modules refuse; for ``combinations``."""
+    return entry.everywhere and family == ("bert" if entry.encoders_only else "llama")
+
+
 def cases(where=everywhere):
     """(id, entry) of the filters for which ``where`` holds."""
     return [(name, entry) for name, entry in FILTERS.items() if where(entry)]

@@ -35,3 +35,8 @@ def test_two_processes(mode, name, tmp_path, record_property):
     run_two(SCRIPT, mode, name, tmp_path, DS_ACCELERATOR="cpu")
     if (refused := tmp_path / "refused").exists():
         record_property("refused", refused.read_text())
+
+
+@pytest.mark.slow
+def test_two_processes_of_the_converter_model(tmp_path):
+    run_two(SCRIPT, "converter", "", tmp_path)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
-from filters import FILTERS, filters
+from filters import FILTERS, combinations, llama_or_bert
 from models import FAMILIES, turn_on
 from transformers import BertForMaskedLM, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -33,9 +33,9 @@ STARTED = GFSAConfig(K=3, w_K=0.1)
 
 @pytest.fixture
 def base(tmp_path, request):
-    entry = getattr(request.node, "callspec", None) and request.node.callspec.params.get("entry")
-    encoder = entry is not None and entry.encoders_only
-    model = (BertForMaskedLM(FAMILIES["bert"].config) if encoder else LlamaForCausalLM(FAMILY.config)).eval().double()
+    """Llama, or BERT where that is the ``family`` among the parameters."""
+    bert = hasattr(request.node, "callspec") and request.node.callspec.params.get("family") == "bert"
+    model = (BertForMaskedLM(FAMILIES["bert"].config) if bert else LlamaForCausalLM(FAMILY.config)).eval().double()
     model.save_pretrained(tmp_path / "base")
     return model
 
@@ -61,9 +61,9 @@ def logits(model, ids):
         return model.eval()(ids).logits
 
 
-@pytest.mark.feature("PEFT: LoRA with the filter stored, loaded, merged", family="llama")
-@filters()
-def test_the_adapter_holds_the_filter(entry, base, ids, tmp_path):
+@pytest.mark.feature("PEFT: LoRA with the filter stored, loaded, merged")
+@combinations(("llama", "bert"), llama_or_bert, quick=lambda family, entry: entry.quick)
+def test_the_adapter_holds_the_filter(family, entry, base, ids, tmp_path):
     model = adapted(base, entry.config)
     status = filter_status(model)
     assert len(status) == 3

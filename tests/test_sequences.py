@@ -49,6 +49,9 @@ def test_a_run_trains_saves_and_is_loaded(options, kind, documents, tmp_path, tr
     model = sequences.RECIPE.load(folder)
     assert (type(model).__name__, model.config.id2label) == (kind, {0: "cats", 1: "dogs"})
     assert len(filter_status(model)) == 2 * filtered
+    card = (folder / "README.md").read_text()
+    assert "Trained from scratch on bbc with seed 7" in card
+    assert ("from recipes.classifier import PooledClassifier" in card) == filtered
 
 
 def test_folds_follow_the_seed_and_cover_the_training_part(documents):

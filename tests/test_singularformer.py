@@ -20,6 +20,7 @@ from hf_graphfilter import (
     SingularformerConfig,
     collect_penalties,
     filter_parameters,
+    filter_status,
     patch_model,
     transfer_attention,
     unpatch_model,
@@ -350,3 +351,9 @@ def test_where_it_is_refused():
     model, _ = residual()
     with pytest.raises(GraphFilterError, match="was not handed what the filters of earlier layers made"):
         model.encoder.layer[1](torch.zeros(1, 4, 32, dtype=torch.float64))
+    model, inputs = residual(layers=[0])
+    expected, before = output(model, inputs), str(filter_status(model))
+    with pytest.raises(GraphFilterError, match=rf"1\..*: residual=True .* r is {R} at .*0\..* and 4 here"):
+        patch_model(model, "singularformer", residual=True, r=4, layers=[1])
+    assert str(filter_status(model)) == before
+    assert torch.equal(output(model, inputs), expected)

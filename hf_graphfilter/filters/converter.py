@@ -70,8 +70,10 @@ class Synvolution(ReplacingFilter):
         """``zeta`` in [0, 1], ``w_0`` ... ``w_K``, (1,) or (heads,), and the ``gate`` of a blend."""
         by_name = {**super().coefficients(), "zeta": reflected(self.zeta.detach())}
         w = by_name.pop("w", None)
-        orders = () if w is None else w.unbind(-1)
-        return {**by_name, **{f"w_{k}": w_k.reshape(-1) for k, w_k in enumerate(orders)}}
+        if w is None:
+            return by_name
+        # by index: FSDP2 may have sharded the dimension that unbind would go along
+        return {**by_name, **{f"w_{k}": w[..., k].reshape(-1) for k in range(w.shape[-1])}}
 
     def response(self, eigenvalues: Tensor) -> Tensor:
         """The argument of the filter at the eigenvalues (batch, sets, tokens), radians."""

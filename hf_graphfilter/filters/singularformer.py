@@ -39,6 +39,7 @@ class Singularformer(ReplacingFilter):
 
     config: SingularformerConfig
     causal_form: ClassVar[bool] = False
+    alpha: nn.Linear
 
     def __init__(self, config: SingularformerConfig, site: AttentionSite):
         super().__init__(config, site)
@@ -49,7 +50,15 @@ class Singularformer(ReplacingFilter):
                 f"{site.name} ({type(site.module).__name__}): residual=True adds the scores of the layer before, and "
                 "the layers of this model hand nothing on to each other besides the hidden states; leave it out"
             )
-        self.alpha = nn.Linear(site.hidden_size, config.r or site.head_dim)
+        r = config.r or site.head_dim
+        if config.residual and site.stack_module is not None:
+            for other in site.stack_module.modules():
+                if isinstance(other, Singularformer) and other.config.residual and other.alpha.out_features != r:
+                    raise GraphFilterError(
+                        f"{site.name}: residual=True adds the scores of the layer before, which are r x r, and r is "
+                        f"{other.alpha.out_features} at {other.site_name} and {r} here: all layers of a stack have one"
+                    )
+        self.alpha = nn.Linear(site.hidden_size, r)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 
 from ..errors import GraphFilterError
-from ..filters import FilterConfig, ReplacingConfig, ReplacingFilter
+from ..filters import FilterConfig, ReplacingConfig, ReplacingFilter, available_filters, get_filter
 from ..filters.attached import filters_of
 from ..hosts import host_of, unwrapped
 from .callbacks import LoggingCallback
@@ -113,7 +113,9 @@ class BlendSchedule(LoggingCallback):
 def _blended(model: nn.Module) -> list[ReplacingFilter]:
     blended = [f for _, f in filters_of(model, ReplacingFilter, copies=True) if f.gate is not None]
     if not blended:
+        can_blend = [name for name in available_filters() if issubclass(get_filter(name), ReplacingConfig)]
         raise GraphFilterError(
-            f'{type(model).__name__} has no blended layer; patch it with patch_model(model, "agf", init="blend")'
+            f'{type(model).__name__} has no blended layer; patch it with init="blend" and a filter that can blend: '
+            f"{', '.join(can_blend)}"
         )
     return blended

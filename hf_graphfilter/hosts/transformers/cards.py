@@ -18,6 +18,7 @@ _AUTO_CLASSES = {
     "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
     "ForImageClassification": "AutoModelForImageClassification",
 }
+_WITH_AUTO_CLASSES = ("transformers", "transformers_modules", "hf_graphfilter", "__main__")
 
 
 def model_type(model: Any) -> str | None:
@@ -25,12 +26,15 @@ def model_type(model: Any) -> str | None:
 
 
 def usage(model: Any, source: str) -> str:
-    name = type(model).__name__
-    auto_class = next((a for suffix, a in _AUTO_CLASSES.items() if name.endswith(suffix)), "AutoModel")
+    name, module = type(model).__name__, type(model).__module__
+    auto_class = next((a for suffix, a in _AUTO_CLASSES.items() if name.endswith(suffix)), None)
+    # a class of one's own is not what AutoModel makes of the checkpoint
+    own = auto_class is None and module.partition(".")[0] not in _WITH_AUTO_CLASSES
+    package, loader = (module, name) if own else ("transformers", auto_class or "AutoModel")
     return f"""import hf_graphfilter  # pip install hf-graphfilter
-from transformers import {auto_class}
+from {package} import {loader}
 
-model = {auto_class}.from_pretrained("{source}")"""
+model = {loader}.from_pretrained("{source}")"""
 
 
 def pipeline_tag(model: Any) -> str | None:
