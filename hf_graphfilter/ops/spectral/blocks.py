@@ -77,10 +77,10 @@ def absent(dtype: torch.dtype) -> float:
     return max(NEVER, torch.finfo(dtype).min / 2)
 
 
-def one_by_one(function: Any, size: int, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def one_by_one(function: Any, size: int, in_dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """The rule of ``torch.func.vmap``: blocks are written one after the other, and so are the members of a batch."""
     members = [
-        function.apply(*(x if dim is None else x.select(dim, i) for x, dim in zip(inputs, in_dims, strict=True)))
+        function.apply(*(x.select(d, i) if isinstance(d, int) else x for x, d in zip(inputs, in_dims, strict=True)))
         for i in range(size)
     ]
     return tuple(torch.stack(x) for x in zip(*members, strict=True)), (0,) * len(members[0])

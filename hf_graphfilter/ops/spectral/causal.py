@@ -156,7 +156,7 @@ class _Causal(torch.autograd.Function):
         ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, ...]:
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, ...]:
         return one_by_one(_Causal, info.batch_size, in_dims, inputs)
 
     @staticmethod
