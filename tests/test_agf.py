@@ -126,6 +126,20 @@ def test_gradients_at_every_block_size(causal, block, monkeypatch):
         assert gradcheck(lambda *x, keys=keys: agf(*x, mask=keys, causal=causal), (*inputs, theta))
 
 
+@pytest.mark.parametrize("varied", range(5))
+def test_vmap_over_any_of_the_inputs(varied):
+    inputs = [*projections(), torch.randn(3, dtype=torch.float64)]
+    members = torch.stack([inputs[varied], -inputs[varied]])
+
+    def filtered(member):
+        return agf(*inputs[:varied], member, *inputs[varied + 1 :])
+
+    expected = torch.stack([filtered(member) for member in members])
+    torch.testing.assert_close(torch.func.vmap(filtered)(members), expected)
+    gradient = torch.func.grad(lambda x: torch.func.vmap(filtered)(x).square().sum())(members)
+    torch.testing.assert_close(gradient, torch.func.grad(lambda x: sum(filtered(m).square().sum() for m in x))(members))
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_masked_tokens_have_no_influence(causal, side):
