@@ -1,9 +1,11 @@
 """Time and memory of AGF: ``python benchmarks/agf.py`` (CPU, and the GPU where there is one).
 
 attention: AGF against plain SDPA alone, n = 64 ... 65536, encoder and causal, one sequence; with it the fitted
-exponent of AGF's time in n between 4k and 64k, and the length from which it is the faster one. memory: the peak of the
-same calls, each in a process of its own. layers: a whole attention module in training, with and without the
-orthogonality loss. decoding: milliseconds a token of a causal AGF and of plain attention, by the length of the context.
+exponent of AGF's time in n between 4k and 64k, and the length from which it is the faster one. batch: in batches of
+about 8,192 tokens against the same formula in plain PyTorch operations, and of about 4,096 against SDPA. memory: the
+peak of the calls of attention, each in a process of its own. layers: a whole attention module in training, with and
+without the orthogonality loss. decoding: milliseconds a token of a causal AGF and of plain attention, by the length of
+the context.
 
 All forms are timed in turn within a round, ratios are taken within a round, and medians over the rounds are reported;
 every section writes benchmarks/results/agf-DEVICE-SECTION.csv with percentiles and hardware.
@@ -25,9 +27,12 @@ from transformers.models.bert.modeling_bert import BertSelfAttention
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from hf_graphfilter import functional, patch_model
+from hf_graphfilter.ops.polynomials import polynomials, recurrence
 from hf_graphfilter.training.penalties import _Added  # its cost, without a Trainer around it
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+BATCHES = ((32, 256), (16, 512), (4, 2048), (1, 8192))  # against plain operations
+SHORT = ((16, 256), (10, 384), (8, 512))  # against SDPA
 CONTEXTS = (100, 1000, 10_000, 100_000)
 HEADS, FEATURES = 12, 64
 SDPA_UP_TO = {"cpu": 16384, "cuda": 65536}  # beyond, one backward pass takes minutes
@@ -36,18 +41,27 @@ SDPA_UP_TO = {"cpu": 16384, "cuda": 65536}  # beyond, one backward pass takes mi
 # ----------------------------------------------------------------------------------------------- attention alone
 
 
-def attention(form: str, n: int, causal: bool, device: str, backward: bool) -> Callable[[], object]:
-    """One call of a form on random inputs, one sequence."""
+def operations(query: torch.Tensor, sigma: torch.Tensor, key: torch.Tensor, value: torch.Tensor, theta: torch.Tensor):
+    """AGF's formula as one writes it down, where every token sees every token."""
+    terms = polynomials(sigma.sigmoid(), recurrence("jacobi", len(theta) - 1))
+    w = query.softmax(-1) * sum(t * p for t, p in zip(theta, terms, strict=True))
+    return w @ (key.softmax(-2).mT @ value)
+
+
+def attention(form: str, n: int, causal: bool, device: str, backward: bool, batch: int = 1) -> Callable[[], object]:
+    """One call of a form on random inputs."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random() -> torch.Tensor:
-        made = torch.randn(1, n, HEADS, FEATURES, device=device, generator=generator)
-        return made.transpose(1, 2).requires_grad_(backward)
+        stored = torch.randn(batch, n, HEADS, FEATURES, device=device, generator=generator)
+        return stored.transpose(1, 2).requires_grad_(backward)
 
     query, key, value, sigma = (random() for _ in range(4))
     theta = torch.tensor([1.0, 0.1, -0.1, 0.05], device=device, requires_grad=backward)
 
     def forward() -> torch.Tensor:
+        if form == "operations":
+            return operations(query, sigma, key, value, theta)
         if form == "plain":
             return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
         return functional.agf(query, sigma, key, value, theta, causal=causal)
@@ -78,6 +92,21 @@ def attention_rows(common: dict, device: str, lengths: tuple[int, ...], seconds:
         calls = {form: attention(form, n, causal, device, backward) for form in forms}
         made += report(rows(fields, rounds(calls, device, seconds)))
     return made
+
+
+def batch_rows(common: dict, device: str, seconds: float) -> list[dict]:
+    """In the case "over operations" these are the form "plain", so that ratios are to them."""
+    table = []
+    cases = [("operations", False, shape) for shape in BATCHES]
+    cases += [("plain", causal, shape) for causal in (False, True) for shape in SHORT]
+    for other, causal, (batch, n) in cases:
+        case = f"batch of {batch}, over {'SDPA' if other == 'plain' else other}"
+        for backward in (False, True):
+            forms = {"plain": other, "agf": "agf"}
+            calls = {name: attention(form, n, causal, device, backward, batch) for name, form in forms.items()}
+            fields = {"case": case, "n": n, "causal": causal, "pass": "fwd+bwd" if backward else "fwd"}
+            table += report(rows({**common, **fields}, rounds(calls, device, seconds)))
+    return table
 
 
 def memory_rows(common: dict, device: str, lengths: tuple[int, ...]) -> list[dict]:
@@ -159,10 +188,11 @@ def decoding_rows(common: dict, device: str, seconds: float) -> list[dict]:
 
 
 def main() -> None:
-    options, common = arguments(__doc__, ("attention", "memory", "layers", "decoding"), LENGTHS)
+    options, common = arguments(__doc__, ("attention", "batch", "memory", "layers", "decoding"), LENGTHS)
     lengths = tuple(options.lengths)
     sections = {
         "attention": lambda: attention_rows(common, options.device, lengths, options.seconds),
+        "batch": lambda: batch_rows(common, options.device, options.seconds),
         "memory": lambda: memory_rows(common, options.device, lengths),
         "layers": lambda: layer_rows(common, options.device, options.seconds * 2),
         "decoding": lambda: decoding_rows(common, options.device, options.seconds),

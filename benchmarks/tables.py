@@ -278,17 +278,38 @@ def agf_speed(device: str = "cpu") -> str:
         ["context", "plain ms a token", "AGF ms a token"],
         [[f"{int(n):,}", f["plain"]["median_ms"], f["agf"]["median_ms"]] for n, f in decoding.items()],
     )
+    batches = read(f"agf-{device}-batch")
     return "\n\n".join(
         [
             caption,
             "\n".join(parts),
             markdown_table(header, body),
+            "In batches, 12 heads of 64 features, K = 3: over the same formula in plain PyTorch operations with "
+            f"autograd, and over SDPA. {where(batches)}",
+            batch_table(batches),
             f"Whole attention modules in training, 4,096 tokens a batch. {where(layers)}",
             layer_table,
             f"One more token after a context (GPT-2 shape, 4 layers, d 256). {where(read(f'agf-{device}-decoding'))}",
             decoding_table,
         ]
     )
+
+
+def batch_table(rows: list[dict]) -> str:
+    cases: dict[tuple[str, str, str], dict[tuple[str, str], dict]] = {}
+    for row in rows:
+        cases.setdefault((row["case"], row["causal"], row["n"]), {})[row["pass"], row["form"]] = row
+    body = []
+    for (case, causal, n), by_form in cases.items():
+        batch, over = case.removeprefix("batch of ").split(", over ")
+        cells = []
+        for which in ("fwd", "fwd+bwd"):
+            plain, agf = (by_form[which, form] for form in ("plain", "agf"))
+            times = (f"{float(x['median_ms']):,.1f}" for x in (plain, agf))
+            cells += [*times, f"**{agf['ratio_to_plain']}**"]
+        body.append([over, "causal" if causal == "True" else "full", f"{batch} x {n}", *cells])
+    header = ["over", "mask", "batch x n", "fwd ms", "AGF ms", "ratio", "fwd+bwd ms", "AGF ms", "ratio"]
+    return markdown_table(header, body)
 
 
 def encoder_transfer(rows: list[dict], filter: str) -> list[str]:

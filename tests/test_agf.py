@@ -114,11 +114,9 @@ def test_equals_the_definition(basis, a, b, K, causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("block", [1 << 6, 1 << 18])
+@pytest.mark.parametrize("block", [1 << 4, 1 << 18])
 def test_gradients_at_every_block_size(causal, block, monkeypatch):
-    for module in (spectral.bidirectional, spectral.causal):
-        monkeypatch.setattr(module, "BLOCK", block)
-    monkeypatch.setattr(spectral.factors, "PIECE", block)
+    monkeypatch.setattr(spectral.blocks, "BLOCK", block)
     monkeypatch.setattr(spectral.causal, "CHUNK", 4)
     inputs = projections(grad=True)
     theta = torch.randn(H, 3, dtype=torch.float64, requires_grad=True)
@@ -126,6 +124,20 @@ def test_gradients_at_every_block_size(causal, block, monkeypatch):
     mask[0, :5] = mask[1, -2:] = False
     for keys in (None, mask):
         assert gradcheck(lambda *x, keys=keys: agf(*x, mask=keys, causal=causal), (*inputs, theta))
+
+
+@pytest.mark.parametrize("varied", range(5))
+def test_vmap_over_any_of_the_inputs(varied):
+    inputs = [*projections(), torch.randn(3, dtype=torch.float64)]
+    members = torch.stack([inputs[varied], -inputs[varied]])
+
+    def filtered(member):
+        return agf(*inputs[:varied], member, *inputs[varied + 1 :])
+
+    expected = torch.stack([filtered(member) for member in members])
+    torch.testing.assert_close(torch.func.vmap(filtered)(members), expected)
+    gradient = torch.func.grad(lambda x: torch.func.vmap(filtered)(x).square().sum())(members)
+    torch.testing.assert_close(gradient, torch.func.grad(lambda x: sum(filtered(m).square().sum() for m in x))(members))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -199,12 +211,17 @@ def test_causal_form_is_stable(dtype, scale, n):
 
 @pytest.mark.parametrize("scale", [1.0, 80.0])
 def test_state_carries_the_past(scale):
-    w, _, v, value = projections(150, torch.float32, scale=scale)
-    whole, end = spectral.filter_causal(w, v, value, None)
+    u, sigma, v, value = projections(150, torch.float32, scale=scale)
+    theta, steps = torch.tensor([1.0, 0.1]), recurrence("jacobi", 1)
+
+    def filtered(start, stop, state=None):
+        left = spectral.Left(u[:, :, start:stop], sigma[:, :, start:stop], theta, steps)
+        return spectral.filter_causal(left, v[:, :, start:stop], value[:, :, start:stop], None, state)
+
+    whole, end = filtered(0, 150)
     state, parts = None, []
     for start, stop in ((0, 64), (64, 70), (70, 71), (71, 150)):
-        part = (x[:, :, start:stop] for x in (w, v, value))
-        out, state = spectral.filter_causal(*part, None, state)
+        out, state = filtered(start, stop, state)
         parts.append(out)
     torch.testing.assert_close(torch.cat(parts, 2), whole, atol=1e-4 * scale, rtol=1e-4)
     torch.testing.assert_close(state.mean, end.mean, atol=1e-4, rtol=1e-4)
@@ -221,7 +238,7 @@ def test_the_slow_form_is_for_steep_logits_only():
     keys = torch.ones(1, 200, dtype=torch.bool)
     keys[:, 100] = False
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        hidden, _ = spectral.bidirectional.hide(v.to(dtype), v.to(dtype), keys)
+        hidden, _ = spectral.blocks.hide(v.to(dtype), v.to(dtype), keys)
         assert not spectral.causal._underflows(hidden, keys)
 
 

@@ -108,14 +108,14 @@ class AGF(ReplacingFilter):
         sigma = None if self.sigma is None else self._split(self.sigma(hidden))
         causal, keys = shift.visible()
         keys = None if keys is None else keys[:, -tokens:]
-        w = spectral.left_vectors(u, sigma, self.effective_theta.to(u.device), self.steps)
+        left = spectral.Left(u, sigma, self.effective_theta.to(u.device), self.steps)
         state = shift.state
         causal = causal or state is not None
         if not causal:
-            out = spectral.filter_all(w, v, value, keys)
+            out = spectral.filter_all(left, v, value, keys)
         else:
             past = spectral.CausalState(state["mass"], state["mean"]) if state else None
-            out, after = spectral.filter_causal(w, v, value, keys, past)
+            out, after = spectral.filter_causal(left, v, value, keys, past)
             if state is not None:
                 state.update(after._asdict())
         return self.penalised(

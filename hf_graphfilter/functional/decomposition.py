@@ -62,10 +62,10 @@ def agf(
             f"agf: theta is (K+1,) or (heads, K+1) with {u.shape[1]} heads, got {tuple(theta.shape)}"
         )
     keys = present(mask, u)
-    w = spectral.left_vectors(u, sigma, spectral.wide(theta), recurrence(basis, theta.shape[-1] - 1, a, b))
+    left = spectral.Left(u, sigma, spectral.wide(theta), recurrence(basis, theta.shape[-1] - 1, a, b))
     if causal:
-        return spectral.filter_causal(w, v, value, keys)[0]
-    return spectral.filter_all(w, v, value, keys)
+        return spectral.filter_causal(left, v, value, keys)[0]
+    return spectral.filter_all(left, v, value, keys)
 
 
 def singularformer(

@@ -90,10 +90,11 @@ def polynomials(x: Tensor, steps: Recurrence) -> Iterator[Tensor]:
         >>> [t.item() for t in polynomials(torch.tensor([0.5]), recurrence("chebyshev", 2))]
         [1.0, 0.5, -0.5]
     """
-    earlier = current = torch.ones_like(x)
+    earlier = current = x.new_ones(()).expand_as(x)
     yield current
-    for alpha, beta, gamma in steps:
-        following = (x * alpha + beta if beta else x * alpha) * current
+    for k, (alpha, beta, gamma) in enumerate(steps):
+        factor = x * alpha + beta if beta else x * alpha
+        following = factor * current if k else factor
         if gamma:
             following = torch.sub(following, earlier, alpha=gamma)
         earlier, current = current, following
@@ -108,28 +109,33 @@ def expand(x: Tensor, theta: Tensor, steps: Recurrence) -> Tensor:
         theta: (K+1,), or (heads, K+1).
         steps: from ``recurrence``.
     """
-    theta = _per_head(theta, x)
-    terms = polynomials(x, steps)
-    total = theta[0] * next(terms)
-    for k, t in enumerate(terms, 1):
-        total = torch.addcmul(total, theta[k], t)
-    return total
+    return _backward_sums(x, _per_head(theta, x), steps)[0].expand_as(x)
 
 
 def expand_with_derivatives(x: Tensor, theta: Tensor, steps: Recurrence) -> tuple[Tensor, Tensor, list[Tensor]]:
     """``p = sum_k theta_k T_k(x)``, ``dp/dx`` and ``[T_0, ..., T_K]``; shapes as in ``expand``."""
-    theta = _per_head(theta, x)
-    basis = [*polynomials(x, steps)]
-    value, slope = theta[0] * basis[0], torch.zeros_like(x)
-    earlier = current = torch.zeros_like(x)
-    for k, (alpha, beta, gamma) in enumerate(steps, 1):
-        following = torch.addcmul(alpha * basis[k - 1], x * alpha + beta, current)
-        if gamma:
-            following.sub_(earlier, alpha=gamma)
-        earlier, current = current, following
-        value.addcmul_(theta[k], basis[k])
-        slope.addcmul_(theta[k], current)
-    return value, slope, basis
+    sums, basis = _backward_sums(x, _per_head(theta, x), steps), [*polynomials(x, steps)]
+    slope = torch.zeros_like(x)
+    for (alpha, _, _), t, partial in zip(steps, basis, sums[1:], strict=False):
+        slope.addcmul_(t, partial, value=alpha)
+    return sums[0].expand_as(x), slope, basis
+
+
+def _backward_sums(x: Tensor, theta: Tensor, steps: Recurrence) -> list[Tensor]:
+    """Clenshaw's ``b_k = theta_k + (alpha_{k+1} x + beta_{k+1}) b_{k+1} - gamma_{k+2} b_{k+2}``, k = 0 ... K.
+
+    The sum is ``b_0``, its derivative ``sum_k alpha_k T_{k-1} b_k``: half the passes over memory of a sum term by term.
+    """
+    sums = [theta[-1]]
+    for k in range(len(steps) - 1, -1, -1):
+        alpha, beta, _ = steps[k]
+        constant = theta[k]
+        if beta:
+            constant = torch.add(constant, sums[0], alpha=beta)
+        if k + 1 < len(steps) and steps[k + 1][2]:
+            constant = torch.sub(constant, sums[1], alpha=steps[k + 1][2])
+        sums.insert(0, torch.addcmul(constant, x, sums[0], value=alpha))
+    return sums
 
 
 def _per_head(theta: Tensor, x: Tensor) -> Tensor:

@@ -4,12 +4,14 @@
 set a token (AGF paper, Eq. 7-10). The causal form, which the paper does not have, takes the softmax over the tokens so
 far.
 
-Everything goes block by block along the tokens, forward and backward: the working set stays in the CPU's cache, and
-nothing but the inputs is kept for the backward pass. Inner arithmetic is float32 or wider, whatever the inputs.
+Everything goes block by block, over batch and heads first and then along the tokens, forward and backward: the working
+set stays in the CPU's cache, and nothing but the inputs is kept for the backward pass. Softmaxes, masses and, in the
+causal form, all inner arithmetic are float32 or wider, whatever the inputs.
 """
 
-from .bidirectional import CausalState, filter_all, wide
+from .bidirectional import filter_all
+from .blocks import CausalState, wide
 from .causal import filter_causal
-from .factors import basis, gram_deviation, left_vectors
+from .factors import Left, basis, gram_deviation
 
-__all__ = ["CausalState", "basis", "filter_all", "filter_causal", "gram_deviation", "left_vectors", "wide"]
+__all__ = ["CausalState", "Left", "basis", "filter_all", "filter_causal", "gram_deviation", "wide"]

@@ -1,69 +1,22 @@
-"""The filter where every token sees every token, and what the other kernels share with it: tokens taken block by block,
-tokens that are not there, what is past."""
+"""The filter where every token sees every token."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-BLOCK = 1 << 18  # numbers that matrix products on the CPU take at once
-NEVER = -1e30  # logit of a token that is not there; finite, so that no inf - inf can arise
+from ..polynomials import Recurrence
+from .blocks import blocks, hide, no_past, one_by_one, wide
+from .factors import Left
 
 
-class CausalState(NamedTuple):
-    """All that the causal filter remembers of the past: constant size, whatever the number of tokens.
-
-    Attributes:
-        mass: (batch, heads, features), logarithm of the running denominators of ``V``; float32 or wider.
-        mean: (batch, heads, features, value features), ``V^T x`` over the past; of the same dtype.
-    """
-
-    mass: Tensor
-    mean: Tensor
-
-
-def no_past(v: Tensor, value: Tensor) -> CausalState:
-    """The state before the first token."""
-    batch, heads, _, features = v.shape
-    mass = torch.full((batch, heads, features), NEVER, dtype=wide(v).dtype, device=v.device)
-    return CausalState(mass, mass.new_zeros(batch, heads, features, value.shape[-1]))
-
-
-def wide(x: Tensor) -> Tensor:
-    return x.float() if x.element_size() < 4 else x
-
-
-def blocks(x: Tensor, size: int, multiple: int = 1) -> list[slice]:
-    """Parts of the tokens of x (batch, heads, tokens, features) with about ``size`` numbers; a GPU takes all, and so
-    does a compiler, whose graph would be bound to their number."""
-    if torch.compiler.is_compiling():
-        return [slice(None)]
-    count = x.shape[2]
-    step = count if x.device.type != "cpu" else size * count // max(1, x.numel())
-    step = max(step // multiple, 1) * multiple
-    return [slice(i, i + step) for i in range(0, count, step)]
-
-
-def hide(v: Tensor, value: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Without the tokens that are not there: no weight, and no value should none be there at all."""
-    if keys is None:
-        return v, value
-    gone = ~keys[:, None, :, None]
-    return v.masked_fill(gone, absent(v.dtype)), value.masked_fill(gone, 0.0)
-
-
-def absent(dtype: torch.dtype) -> float:
-    """The logit of a token that is not there, in the range of ``dtype``."""
-    return max(NEVER, torch.finfo(dtype).min / 2)
-
-
-def filter_all(w: Tensor, v: Tensor, value: Tensor, keys: Tensor | None) -> Tensor:
-    """``w (V^T value)``, every token seeing every token: O(n d^2) time, O(n d + d^2) memory.
+def filter_all(left: Left, v: Tensor, value: Tensor, keys: Tensor | None) -> Tensor:
+    """``U Sigma (V^T value)``, every token seeing every token: O(n d^2) time, O(n d + d^2) memory.
 
     Args:
-        w: rows of ``U Sigma``, (batch, heads, tokens, features).
+        left: what makes ``U Sigma``.
         v: (batch, heads, tokens, features), before the softmax.
         value: (batch, heads, tokens, value features).
         keys: bool (batch, tokens), or None.
@@ -71,40 +24,68 @@ def filter_all(w: Tensor, v: Tensor, value: Tensor, keys: Tensor | None) -> Tens
     Returns:
         (batch, heads, tokens, value features), dtype of ``value``.
     """
-    v, value = hide(v, value, keys)
-    return _All.apply(w, v, value)[0]
+    with torch.autocast(v.device.type, enabled=False):
+        return _All.apply(*left, v, value, keys)[0]
 
 
 class _All(torch.autograd.Function):
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(w: Tensor, v: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        mass, mean = no_past(v, value)
-        for part in blocks(v, BLOCK):
-            logits = wide(v[:, :, part])
-            total = torch.logaddexp(mass, logits.logsumexp(-2))
-            weights = (logits - total[:, :, None]).exp_().to(value.dtype)
-            mean = mean * (mass - total).exp_()[..., None] + weights.mT @ value[:, :, part]
-            mass = total
-        return w.to(value.dtype) @ mean.to(value.dtype), mass, mean
+    def forward(
+        u: Tensor,
+        sigma: Tensor | None,
+        theta: Tensor,
+        steps: Recurrence,
+        v: Tensor,
+        value: Tensor,
+        keys: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        left, out = Left(u, sigma, theta, steps), torch.empty_like(value)
+        masses, means = no_past(v, value)
+        for group in blocks(v):
+            for at in group:
+                logits, signal = hide(wide(v[at]), value[at], None if keys is None else keys[at[0], at[2]])
+                weights = logits.softmax(-2)
+                mass, earlier = logits.amax(-2) - weights.amax(-2).log_(), masses[at[:2]]
+                total = torch.logaddexp(earlier, mass)
+                mean = (weights.to(value.dtype).mT @ signal) * (mass - total).exp_()[..., None]
+                means[at[:2]] = mean.addcmul_(means[at[:2]], (earlier - total).exp_()[..., None])
+                masses[at[:2]] = total
+            for at in group:
+                out[at] = left.rows(at).to(value.dtype) @ means[at[:2]].to(value.dtype)
+        return out, masses, means
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(*inputs, *output[1:])
+        u, sigma, theta, ctx.steps, *others = inputs
+        ctx.save_for_backward(u, sigma, theta, *others, *output[1:])
         ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, ...]:
-        w, v, value, mass, mean = ctx.saved_tensors
-        toward = torch.zeros_like(mean)
-        for part in blocks(w, BLOCK):
-            toward += w[:, :, part].to(grad.dtype).mT @ grad[:, :, part]
-        taken = (toward * mean).sum(-1)[:, :, None]
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, ...]:
+        return one_by_one(_All, info.batch_size, in_dims, inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        u, sigma, theta, v, value, keys, masses, means = ctx.saved_tensors
+        left = Left(u, sigma, theta, ctx.steps)
+        grads = left.room()
         grad_v, grad_value = torch.empty_like(v), torch.empty_like(value)
-        across = toward.to(value.dtype)
-        for part in blocks(v, BLOCK):
-            weights = (wide(v[:, :, part]) - mass[:, :, None]).exp_()
-            grad_value[:, :, part] = weights.to(value.dtype) @ across
-            grad_v[:, :, part] = weights.mul_(value[:, :, part] @ across.mT - taken)
-        return (grad @ mean.to(grad.dtype).mT).to(w.dtype), grad_v, grad_value
+        for group in blocks(v):
+            across = torch.zeros_like(means[group[0][:2]])
+            for at in group:
+                g = grad[at]
+                rows = left.backward(at, wide(g @ means[at[:2]].to(g.dtype).mT), grads)
+                across += rows.to(g.dtype).mT @ g
+            for at in group:
+                present = None if keys is None else keys[at[0], at[2]]
+                logits, signal = hide(wide(v[at]), value[at], present)
+                weights = (logits - masses[at[:2]][:, :, None]).exp_()
+                by_feature = (across * means[at[:2]]).sum(-1)[:, :, None]
+                toward = across.to(value.dtype)
+                by_value = weights.to(value.dtype) @ toward
+                by_v = weights.mul_(signal @ toward.mT - by_feature)
+                if present is not None:
+                    for x in (by_v, by_value):
+                        x.masked_fill_(~present[:, None, :, None], 0.0)
+                grad_v[at], grad_value[at] = by_v, by_value
+        return *grads[:3], None, grad_v, grad_value, None

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from ...errors import GraphFilterError
-from .bidirectional import BLOCK, NEVER, CausalState, absent, blocks, hide, no_past, wide
+from ..polynomials import Recurrence
+from .blocks import NEVER, CausalState, absent, blocks, hide, no_past, one_by_one, wide
+from .factors import Left
 
 CHUNK = 64  # tokens that are taken together
 _TINY = 1e-30  # smallest running mass, relative to its chunk's, that the fast form divides by
@@ -16,12 +18,14 @@ _STEEP = 68.0  # e^-68 is above it
 
 
 def filter_causal(
-    w: Tensor, v: Tensor, value: Tensor, keys: Tensor | None, state: CausalState | None = None
+    left: Left, v: Tensor, value: Tensor, keys: Tensor | None, state: CausalState | None = None
 ) -> tuple[Tensor, CausalState]:
-    """``out_t = w_t (sum_{s<=t} e^{v_s} value_s^T / sum_{s<=t} e^{v_s})``: O(n d (d + CHUNK)) time, O(n d) memory.
+    """``out_t = w_t (sum_{s<=t} e^{v_s} value_s^T / sum_{s<=t} e^{v_s})``, w the rows of ``U Sigma``.
+
+    O(n d (d + CHUNK)) time, O(n d) memory.
 
     Args:
-        w, v, value, keys: as in ``filter_all``.
+        left, v, value, keys: as in ``filter_all``.
         state: of the tokens before these; nothing is differentiated through it.
 
     Returns:
@@ -35,7 +39,7 @@ def filter_causal(
     state = state or no_past(v, value)
     with torch.autocast(v.device.type, enabled=False):
         if v.shape[2] == 1:
-            out, state = _one_token(wide(w), wide(v)[:, :, 0], wide(value), state)
+            out, state = _one_token(left.rows(), wide(v)[:, :, 0], wide(value), state)
             return out.to(value.dtype), state
         if torch.compiler.is_exporting():
             raise GraphFilterError(
@@ -43,9 +47,9 @@ def filter_causal(
                 "exported graph cannot: export models without causal attention, or patch with 'gfsa'"
             )
         if _underflows(v.detach(), keys):
-            out, state = _stable_causal(wide(w), wide(v), wide(value), state)
+            out, state = _stable_causal(left.rows(), wide(v), wide(value), state)
             return out.to(value.dtype), state
-        out, mass, mean, *_ = _Causal.apply(w, v, value, *state)
+        out, mass, mean, *_ = _Causal.apply(*left, v, value, *state)
     return out, CausalState(mass, mean)
 
 
@@ -115,55 +119,77 @@ def _scan(decay: Tensor, added: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Causal(torch.autograd.Function):
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(w: Tensor, v: Tensor, value: Tensor, mass: Tensor, mean: Tensor) -> tuple[Tensor, ...]:
-        """The result, the last state, and for the backward pass those before every block but the first."""
-        out, states = torch.empty_like(value), []
-        for part in blocks(v, BLOCK, CHUNK):
-            states += [mass, mean]
-            queries, signal = _split(wide(w[:, :, part])), _split(wide(value[:, :, part]))
-            c = _chunks(_split(wide(v[:, :, part]), NEVER), mass)
-            queries = queries * c.inverse
-            before, mean = _scan(c.decay.mT, (c.weights * c.after).mT @ signal, mean)
-            mass = c.mass
-            scores = (queries @ c.weights.mT).tril_()
-            rows = (scores @ signal).add_(queries.mul_(c.past) @ before)
-            out[:, :, part] = rows.flatten(2, 3)[:, :, : w[:, :, part].shape[2]]
-        return out, mass, mean, *states[2:]
+    def forward(
+        u: Tensor,
+        sigma: Tensor | None,
+        theta: Tensor,
+        steps: Recurrence,
+        v: Tensor,
+        value: Tensor,
+        mass: Tensor,
+        mean: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """The result, the last state, and for the backward pass those before every block but the first of a group."""
+        left, out, states = Left(u, sigma, theta, steps), torch.empty_like(value), []
+        last_mass, last_mean = mass.clone(), mean.clone()
+        for group in blocks(v, CHUNK):
+            group_mass, group_mean = mass[group[0][:2]], mean[group[0][:2]]
+            for at in group:
+                if at is not group[0]:
+                    states += [group_mass, group_mean]
+                queries, signal = _split(left.rows(at)), _split(wide(value[at]))
+                c = _chunks(_split(wide(v[at]), NEVER), group_mass)
+                queries = queries * c.inverse
+                before, group_mean = _scan(c.decay.mT, (c.weights * c.after).mT @ signal, group_mean)
+                group_mass = c.mass
+                scores = (queries @ c.weights.mT).tril_()
+                rows = (scores @ signal).add_(queries.mul_(c.past) @ before)
+                out[at] = rows.flatten(2, 3)[:, :, : v[at].shape[2]]
+            last_mass[group[0][:2]], last_mean[group[0][:2]] = group_mass, group_mean
+        return out, last_mass, last_mean, *states
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(*inputs, *output[3:])
+        u, sigma, theta, ctx.steps, *others = inputs
+        ctx.save_for_backward(u, sigma, theta, *others, *output[3:])
         ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, ...]:
+        return one_by_one(_Causal, info.batch_size, in_dims, inputs)
+
+    @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        w, v, value, *states = ctx.saved_tensors
-        grads = torch.empty_like(w), torch.empty_like(v), torch.empty_like(value)
-        batch, heads, features, value_features = states[1].shape
-        # what later tokens ask of the earlier ones, relative to the mass in between; last column: of the mass itself
-        asked = states[1].new_zeros(batch, heads, features, value_features + 1)
-        for i, part in reversed(list(enumerate(blocks(v, BLOCK, CHUNK)))):
-            rows, signal, toward = (_split(wide(x[:, :, part])) for x in (w, value, grad))
-            c = _chunks(_split(wide(v[:, :, part]), NEVER), states[2 * i])
-            queries = rows * c.inverse
-            before = _scan(c.decay.mT, (c.weights * c.after).mT @ signal, states[2 * i + 1])[0]
-            pairs = (toward @ signal.mT).tril_()
-            grad_w = (pairs @ c.weights).add_((toward @ before.mT).mul_(c.past)).mul_(c.inverse)
-            returned = (rows * grad_w).mul_(c.inverse)  # what the running mass takes back
-            adding = torch.cat([(queries * c.past).mT @ toward, (returned * c.past).sum(-2).unsqueeze(-1)], -1)
-            later, asked = _scan(c.decay.mT.flip(2), adding.flip(2), asked)
-            later, later_returned = later.flip(2)[..., :-1], later.flip(2)[..., -1:].mT
-            scores = (queries @ c.weights.mT).tril_()
-            grad_value = (scores.mT @ toward).add_((c.weights * c.after) @ later)
-            grad_v = (pairs.mT @ queries).add_((signal @ later.mT).sub_(later_returned).mul_(c.after))
-            # from the end: earlier terms can be larger by many orders of magnitude
-            grad_v.sub_(returned.flip(-2).cumsum(-2).flip(-2)).mul_(c.weights)
-            for whole, gradient in zip(grads, (grad_w, grad_v, grad_value), strict=True):
-                whole[:, :, part] = gradient.flatten(2, 3)[:, :, : w[:, :, part].shape[2]]
-        return *grads, None, None
+        u, sigma, theta, v, value, mass, mean, *states = ctx.saved_tensors
+        left = Left(u, sigma, theta, ctx.steps)
+        grads, grad_v, grad_value = left.room(), torch.empty_like(v), torch.empty_like(value)
+        for group in reversed(blocks(v, CHUNK)):
+            # what later tokens ask of earlier ones, relative to the mass in between; last column: of the mass itself
+            asked = torch.nn.functional.pad(torch.zeros_like(mean[group[0][:2]]), (0, 1))
+            for at in reversed(group):
+                first = at is group[0]
+                block_mean = mean[at[:2]] if first else states.pop()
+                block_mass = mass[at[:2]] if first else states.pop()
+                signal, toward = _split(wide(value[at])), _split(wide(grad[at]))
+                c = _chunks(_split(wide(v[at]), NEVER), block_mass)
+                before = _scan(c.decay.mT, (c.weights * c.after).mT @ signal, block_mean)[0]
+                pairs = (toward @ signal.mT).tril_()
+                grad_w = (pairs @ c.weights).add_((toward @ before.mT).mul_(c.past)).mul_(c.inverse)
+                rows = _split(left.backward(at, grad_w.flatten(2, 3)[:, :, : v[at].shape[2]], grads))
+                queries = rows * c.inverse
+                returned = (rows * grad_w).mul_(c.inverse)  # what the running mass takes back
+                adding = torch.cat([(queries * c.past).mT @ toward, (returned * c.past).sum(-2).unsqueeze(-1)], -1)
+                later, asked = _scan(c.decay.mT.flip(2), adding.flip(2), asked)
+                later, later_returned = later.flip(2)[..., :-1], later.flip(2)[..., -1:].mT
+                scores = (queries @ c.weights.mT).tril_()
+                by_value = (scores.mT @ toward).add_((c.weights * c.after) @ later)
+                by_v = (pairs.mT @ queries).add_((signal @ later.mT).sub_(later_returned).mul_(c.after))
+                # from the end: earlier terms can be larger by many orders of magnitude
+                by_v.sub_(returned.flip(-2).cumsum(-2).flip(-2)).mul_(c.weights)
+                for whole, gradient in ((grad_v, by_v), (grad_value, by_value)):
+                    whole[at] = gradient.flatten(2, 3)[:, :, : v[at].shape[2]]
+        return *grads[:3], None, grad_v, grad_value, None, None
 
 
 def _stable_causal(w: Tensor, v: Tensor, value: Tensor, state: CausalState) -> tuple[Tensor, CausalState]:

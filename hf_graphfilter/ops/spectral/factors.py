@@ -2,65 +2,64 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..polynomials import Recurrence, expand, expand_with_derivatives
-from .bidirectional import NEVER, blocks, wide
+from .blocks import NEVER, Block, wide
 
-PIECE = 1 << 15  # numbers that elementwise work on the CPU takes at once
+ALL: Block = (slice(None), slice(None), slice(None))
 
 
-def left_vectors(u: Tensor, sigma: Tensor | None, theta: Tensor, steps: Recurrence) -> Tensor:
-    """``softmax(u) * sum_k theta_k T_k(sigmoid(sigma))``: the rows of ``U Sigma`` (Eq. 8 and 9).
+class Left(NamedTuple):
+    """``U Sigma = softmax(u) * sum_k theta_k T_k(sigmoid(sigma))`` (Eq. 8 and 9), its rows computed where needed.
 
-    Args:
+    Attributes:
         u, sigma: (batch, heads, tokens, features); ``sigma`` None where ``theta`` has order 0.
         theta: (K+1,) or (heads, K+1), float32 or wider.
         steps: from ``recurrence``.
-
-    Returns:
-        (batch, heads, tokens, features), dtype of ``u``.
     """
-    if sigma is None:
-        return (wide(u).softmax(-1) * theta.reshape(-1, 1, 1)).to(u.dtype)
-    return _LeftVectors.apply(u, sigma, theta, steps)
 
+    u: Tensor
+    sigma: Tensor | None
+    theta: Tensor
+    steps: Recurrence
 
-class _LeftVectors(torch.autograd.Function):
-    generate_vmap_rule = True
+    def rows(self, at: Block = ALL) -> Tensor:
+        """(batch, heads, tokens, features), float32 or wider."""
+        U, x, theta = self._at(at)
+        return U * (theta[..., :1, None] if x is None else expand(x, theta, self.steps))
 
-    @staticmethod
-    def forward(u: Tensor, sigma: Tensor, theta: Tensor, steps: Recurrence) -> Tensor:
-        out = torch.empty_like(u, memory_format=torch.contiguous_format)
-        for part in blocks(u, PIECE):
-            U, x = wide(u[:, :, part]).softmax(-1), wide(sigma[:, :, part]).sigmoid()
-            out[:, :, part] = U.mul_(expand(x, theta, steps))
-        return out
+    def room(self) -> Left:
+        """For the gradients."""
+        sigma = None if self.sigma is None else torch.empty_like(self.sigma)
+        return Left(torch.empty_like(self.u), sigma, torch.zeros_like(self.theta), self.steps)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:3])
-        ctx.steps = inputs[3]
+    def backward(self, at: Block, grad: Tensor, grads: Left) -> Tensor:
+        """The rows again; their gradients, given ``grad`` of the rows, go into ``grads``."""
+        U, x, theta = self._at(at)
+        toward_p = grad * U
+        if x is None:
+            p, basis = theta[..., :1, None], [torch.ones_like(U)]
+        else:
+            p, slope, basis = expand_with_derivatives(x, theta, self.steps)
+        by_theta = torch.stack([torch.linalg.vecdot(toward_p, t).sum((0, 2)) for t in basis], -1)
+        if theta.dim() == 2:
+            grads.theta[at[1]] += by_theta
+        else:
+            grads.theta.add_(by_theta.sum(0))
+        toward_u = toward_p * p
+        grads.u[at] = torch.addcmul(toward_u, U, toward_u.sum(-1, keepdim=True), value=-1)
+        if x is not None and grads.sigma is not None:
+            grads.sigma[at] = toward_p.mul_(slope).mul_(x).mul_(1 - x)
+        return U.mul_(p)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        u, sigma, theta = ctx.saved_tensors
-        grad_u, grad_sigma, grad_theta = torch.empty_like(u), torch.empty_like(sigma), torch.zeros_like(theta)
-        for part in blocks(u, PIECE):
-            U, x, g = (wide(t[:, :, part]) for t in (u, sigma, grad))
-            U, x = U.softmax(-1), x.sigmoid()
-            p, slope, basis = expand_with_derivatives(x, theta, ctx.steps)
-            toward_p = g * U
-            for k, t in enumerate(basis):
-                by_head = torch.linalg.vecdot(toward_p, t).sum((0, 2))
-                grad_theta[..., k] += by_head if theta.dim() == 2 else by_head.sum()
-            grad_sigma[:, :, part] = toward_p.mul_(slope).mul_(x).mul_(1 - x)
-            toward_u = p.mul_(g)
-            grad_u[:, :, part] = U * (toward_u - torch.linalg.vecdot(U, toward_u).unsqueeze(-1))
-        return grad_u, grad_sigma, grad_theta, None
+    def _at(self, at: Block) -> tuple[Tensor, Tensor | None, Tensor]:
+        U = wide(self.u[at]).transpose(1, 2).softmax(-1).transpose(1, 2)  # as projections store it
+        x = None if self.sigma is None else wide(self.sigma[at]).sigmoid()
+        return U, x, self.theta[at[1]] if self.theta.dim() == 2 else self.theta
 
 
 def basis(x: Tensor, dim: int, keys: Tensor | None) -> Tensor:

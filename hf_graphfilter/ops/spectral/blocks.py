@@ -1,0 +1,86 @@
+"""What the filters share: tensors taken block by block, tokens that are not there, what is past."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK = 1 << 17  # numbers of a tensor that one core takes at once
+FEW = 128  # tokens; matrix products over fewer are slow
+NEVER = -1e30  # logit of a token that is not there; finite, so that no inf - inf can arise
+
+Block = tuple[slice, slice, slice]  # of batch, heads, tokens
+
+
+class CausalState(NamedTuple):
+    """All that the causal filter remembers of the past: constant size, whatever the number of tokens.
+
+    Attributes:
+        mass: (batch, heads, features), logarithm of the running denominators of ``V``; float32 or wider.
+        mean: (batch, heads, features, value features), ``V^T x`` over the past; of the same dtype.
+    """
+
+    mass: Tensor
+    mean: Tensor
+
+
+def no_past(v: Tensor, value: Tensor) -> CausalState:
+    """The state before the first token."""
+    batch, heads, _, features = v.shape
+    mass = torch.full((batch, heads, features), NEVER, dtype=wide(v).dtype, device=v.device)
+    return CausalState(mass, mass.new_zeros(batch, heads, features, value.shape[-1]))
+
+
+def wide(x: Tensor) -> Tensor:
+    return x.float() if x.element_size() < 4 else x
+
+
+def blocks(x: Tensor, multiple: int = 1) -> list[list[Block]]:
+    """Blocks of x (batch, heads, tokens, features) of about ``BLOCK`` numbers a core: for every part of batch and
+    heads those of its tokens, a multiple of ``multiple``.
+
+    Sequences are kept whole where they are short, heads while a block has ``FEW`` tokens: projections store the heads
+    of a token side by side. A GPU takes all at once, and so does a compiler, whose graph would be bound to the number.
+    """
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
+        return [[(slice(None), slice(None), slice(None))]]
+    batch, heads, tokens, features = x.shape
+    rows = max(1, BLOCK * torch.get_num_threads() // max(1, features))
+    at_least = min(tokens, FEW)
+    head_step = max(1, min(heads, rows // max(1, at_least)))
+    token_step = max(rows // head_step // multiple, 1) * multiple
+    batch_step = max(1, rows // max(1, heads * tokens))
+    return [
+        [(b, h, t) for t in _slices(tokens, token_step)]
+        for b in _slices(batch, batch_step)
+        for h in _slices(heads, head_step)
+        if tokens
+    ]
+
+
+def _slices(count: int, step: int) -> list[slice]:
+    return [slice(i, i + step) for i in range(0, count, step)]
+
+
+def hide(v: Tensor, value: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Without the tokens that are not there: no weight, and no value should none be there at all."""
+    if keys is None:
+        return v, value
+    gone = ~keys[:, None, :, None]
+    return v.masked_fill(gone, absent(v.dtype)), value.masked_fill(gone, 0.0)
+
+
+def absent(dtype: torch.dtype) -> float:
+    """The logit of a token that is not there, in the range of ``dtype``."""
+    return max(NEVER, torch.finfo(dtype).min / 2)
+
+
+def one_by_one(function: Any, size: int, in_dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The rule of ``torch.func.vmap``: blocks are written one after the other, and so are the members of a batch."""
+    members = [
+        function.apply(*(x.select(d, i) if isinstance(d, int) else x for x, d in zip(inputs, in_dims, strict=True)))
+        for i in range(size)
+    ]
+    return tuple(torch.stack(x) for x in zip(*members, strict=True)), (0,) * len(members[0])
