@@ -213,7 +213,6 @@ def sdpa_calls(monkeypatch):
     return queries
 
 
-@pytest.mark.feature("Generation: one pass over the keys a token", family="llama")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -68,7 +68,7 @@ class GFSA(GraphFilter):
             terms.append((self.w_0, shift.identity(value)))
         K = 1 if _fixed_at_zero(self.w_K) else self.config.K
         # bit for bit the plain model at the start; where that cannot be seen without waiting for the device, always
-        shift.exact = torch.is_grad_enabled() or not _may_be_read(self.w_K) or not self.w_K.any()
+        shift.exact = torch.is_grad_enabled() or not _may_be_read(self.w_K) or not any(self.w_K.tolist())
         return combine([*terms, *attention_terms(shift, value, self.w_1, self.w_K, K, self.config.approximation)])
 
 
@@ -83,7 +83,7 @@ def _may_be_read(coefficient: Tensor) -> bool:
 
 def _fixed_at_zero(coefficient: Tensor) -> bool:
     """Whether a term can be left out."""
-    return not coefficient.requires_grad and _may_be_read(coefficient) and not coefficient.any()
+    return not coefficient.requires_grad and _may_be_read(coefficient) and not any(coefficient.tolist())
 
 
 @register_filter("gfsa")
