@@ -85,7 +85,15 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 
 class ShiftOperator(ABC):
-    """Applies ``S`` to signals of shape (batch, heads, tokens, features)."""
+    """Applies ``S`` to signals of shape (batch, heads, tokens, features).
+
+    Attributes:
+        exact: whether ``S(value)`` is to be bit for bit what the model's own call gives, as it must where a filter at
+            its start leaves the model as it was. Elsewhere a filter may set it to False before it applies ``S``:
+            decoding is then faster on the CPU, with other rounding.
+    """
+
+    exact: bool = True
 
     @property
     @abstractmethod
@@ -129,7 +137,10 @@ class DenseShift(ShiftOperator):
         return self.matrix.shape[1], self.matrix.shape[2]
 
     def __call__(self, signal: Tensor) -> Tensor:
-        return self.matrix @ repeat_heads(signal, self.matrix.shape[1])
+        heads, rows, keys = self.matrix.shape[1:]
+        groups, features = signal.shape[1], signal.shape[-1]
+        out = self.matrix.reshape(-1, groups, heads // groups * rows, keys) @ signal  # grouped heads share one signal
+        return out.reshape(-1, heads, rows, features)
 
     def identity(self, value: Tensor) -> Tensor:
         return repeat_heads(value, self.matrix.shape[1])[:, :, -self.matrix.shape[2] :]
@@ -151,6 +162,9 @@ class AttentionShift(ShiftOperator):
         past_rows: of signals, where the model decodes with a cache.
         twice: a faster form of two applications, ``twice(value) -> (S(value), S(S(value)))``, or None where there is
             none for this value.
+        few_rows: ``few_rows() -> matrix``, (batch, heads, query, key): the rows of ``A`` at the query tokens, formed
+            once and applied as often as the filter asks, unless ``exact``; None where calls are faster.
+        weights_again: whether the weights that ``attend`` gives are ``A`` for all applications: none is dropped.
 
     For filters that replace ``S`` rather than apply it:
 
@@ -171,6 +185,8 @@ class AttentionShift(ShiftOperator):
         past_rows: PastRows | None = None,
         twice: Callable[[Tensor], tuple[Tensor, Tensor] | None] | None = None,
         *,
+        few_rows: Callable[[], Tensor | None] = lambda: None,
+        weights_again: bool = False,
         hidden: Tensor | None = None,
         scaling: float = 1.0,
         visible: Callable[[], tuple[bool, Tensor | None]] = lambda: (False, None),
@@ -178,26 +194,32 @@ class AttentionShift(ShiftOperator):
         earlier: EarlierLayers | None = None,
     ):
         self.attend, self.query, self.key, self.past_rows, self.twice = attend, query, key, past_rows, twice
+        self.few_rows, self.weights_again = few_rows, weights_again
         self.hidden, self.scaling, self.state = hidden, scaling, state
         self._earlier = earlier
         self._read_visible = visible
         self._visible: tuple[bool, Tensor | None] | None = None
         self.applications = 0
         self.weights: Tensor | None = None
+        self._formed: DenseShift | None = None
 
     @property
     def rows(self) -> tuple[int, int]:
         return self.query.shape[1], self.query.shape[2]
 
     def __call__(self, signal: Tensor) -> Tensor:
-        key = self.key
         if self.applications:
             signal = self._all_rows(signal)
-            key = repeat_heads(key, signal.shape[1])
-        output, weights = self.attend(key, signal)
-        if not self.applications:
-            self.weights = weights
+        elif not self.exact and (matrix := self.few_rows()) is not None:
+            self._formed = DenseShift(matrix)
         self.applications += 1
+        if self._formed is not None:
+            return self._formed(signal)
+        if self.applications > 1:
+            return self.attend(repeat_heads(self.key, signal.shape[1]), signal)[0].transpose(1, 2)
+        output, self.weights = self.attend(self.key, signal)
+        if self.weights_again and self.weights is not None:
+            self._formed = DenseShift(self.weights)
         return output.transpose(1, 2)
 
     def powers(self, value: Tensor, count: int) -> list[Tensor]:

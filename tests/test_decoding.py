@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
 from filters import filters
 from models import FAMILIES, TEXT, output, turn_on
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -21,8 +22,10 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 from transformers.cache_utils import QuantizedLayer
+from transformers.models.llama.modeling_llama import eager_attention_forward as llama_eager_attention
 
-from hf_graphfilter import GraphFilterError, filter_parameters, patch_model
+from hf_graphfilter import DenseShift, GraphFilterError, filter_parameters, patch_model
+from hf_graphfilter.ops.few_rows import form_rows
 
 GENERATORS = {
     "gpt2": GPT2LMHeadModel,
@@ -195,6 +198,79 @@ def test_many_tokens(mode, entry):
     with mode():
         found += [model(ids[:, i : i + 1], past_key_values=cache).last_hidden_state for i in range(4, 60)]
         torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-9, rtol=1e-9)
+
+
+@pytest.fixture
+def sdpa_calls(monkeypatch):
+    """Numbers of the query tokens of every SDPA call so far."""
+    queries, sdpa = [], F.scaled_dot_product_attention
+
+    def counted(query, *args, **kwargs):
+        queries.append(query.shape[2])
+        return sdpa(query, *args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
+    return queries
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_one_pass_over_the_keys_equals_two_calls(name, kind, dtype, sdpa_calls, monkeypatch):
+    model, ids = FAMILIES[name].build().to(dtype), torch.randint(5, 99, (2, 9))
+    layers = model.config.num_hidden_layers
+
+    def decoded(model):
+        sdpa_calls.clear()
+        cache = StaticCache(config=model.config, max_cache_len=12) if kind == "static" else DynamicCache()
+        with torch.no_grad():
+            return steps(model, ids, cache)
+
+    plain = decoded(model)
+    assert torch.equal(decoded(patch_model(model, "gfsa")), plain)  # at the start
+    turn_on(model)
+    found = decoded(model)
+    assert sdpa_calls == [4] * 2 * layers  # of the prompt
+    monkeypatch.setattr("hf_graphfilter.ops.few_rows.FEW", 0)
+    expected = decoded(model)
+    assert len(sdpa_calls) == 4 * 2 * layers
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-13
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("mask", ["none", "padding", "hidden from all", "additive", "one a head"])
+def test_few_rows_are_what_sdpa_applies(mask, groups, tokens):
+    keys = 7
+    query, key, value = (torch.randn(2, n, m, 5).double() for n, m in ((4, tokens), (groups, keys), (groups, keys)))
+    visible = torch.ones(2, 1, tokens, keys, dtype=torch.bool)
+    visible[1, :, :, :3] = False
+    hidden = visible.clone()
+    hidden[0, :, 0] = False
+    masks = {
+        "none": None,
+        "padding": visible,
+        "hidden from all": hidden,
+        "additive": torch.randn(2, 1, tokens, keys).double().masked_fill(~visible, torch.finfo(torch.float64).min),
+        "one a head": torch.randn(2, 4, tokens, keys).double().masked_fill(~visible, -torch.inf),
+    }
+    expected = F.scaled_dot_product_attention(query, key, value, masks[mask], scale=0.7, enable_gqa=True)
+    found = DenseShift(form_rows(query, key, masks[mask], scale=0.7))(value)
+    torch.testing.assert_close(found, expected, atol=1e-14, rtol=1e-14)
+
+
+def test_eager_attention_is_formed_once(monkeypatch):
+    """In evaluation: what a second call would compute is what the first one returned."""
+    model, ids = patch_model(FAMILIES["llama"].build("eager"), "gfsa", w_K=0.3), torch.randint(5, 99, (2, 9))
+    found, calls = output(model, {"input_ids": ids}), []
+    eager = llama_eager_attention
+    monkeypatch.setattr(
+        "transformers.models.llama.modeling_llama.eager_attention_forward",
+        lambda *args, **kwargs: (calls.append(1), (eager(*args, **kwargs)[0], None))[1],
+    )
+    assert torch.equal(found, output(model, {"input_ids": ids}))
+    assert len(calls) == 2 * model.config.num_hidden_layers
 
 
 MISTRAL = MistralConfig(**{**TEXT, "num_hidden_layers": 2}, num_key_value_heads=2, sliding_window=4)

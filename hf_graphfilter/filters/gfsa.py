@@ -67,18 +67,23 @@ class GFSA(GraphFilter):
         if not _fixed_at_zero(self.w_0):
             terms.append((self.w_0, shift.identity(value)))
         K = 1 if _fixed_at_zero(self.w_K) else self.config.K
+        # bit for bit the plain model at the start; where that cannot be seen without waiting for the device, always
+        shift.exact = torch.is_grad_enabled() or not _may_be_read(self.w_K) or not any(self.w_K.tolist())
         return combine([*terms, *attention_terms(shift, value, self.w_1, self.w_K, K, self.config.approximation)])
 
 
-def _fixed_at_zero(coefficient: Tensor) -> bool:
-    """Whether a term can be left out. Asked only where the answer costs no synchronisation and no graph break."""
+def _may_be_read(coefficient: Tensor) -> bool:
+    """Whether code may branch on its value: where that costs no synchronisation and no graph break."""
     return (
-        not coefficient.requires_grad
-        and coefficient.device.type == "cpu"
+        coefficient.device.type == "cpu"
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
-        and not coefficient.any()
     )
+
+
+def _fixed_at_zero(coefficient: Tensor) -> bool:
+    """Whether a term can be left out."""
+    return not coefficient.requires_grad and _may_be_read(coefficient) and not any(coefficient.tolist())
 
 
 @register_filter("gfsa")

@@ -154,6 +154,11 @@ def _matrix(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, causa
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril_()
     elif mask is not None:
         mask = mask.broadcast_to(*query.shape[:2], *scores.shape[-2:])[piece].flatten(0, 1)
+    return masked_softmax(scores, mask)
+
+
+def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Softmax of ``scores``, which it may overwrite; ``mask`` bool (True: may attend) or additive, broadcastable."""
     if mask is None:
         return scores.softmax(-1)
     if mask.dtype == torch.bool:

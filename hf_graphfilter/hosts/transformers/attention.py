@@ -15,6 +15,7 @@ from transformers.utils.output_capturing import _active_collector
 from ...errors import GraphFilterError
 from ...filters.attached import CHILD
 from ...ops.attention import apply_twice, can_apply_twice
+from ...ops.few_rows import can_form_rows, form_rows
 from ...ops.visibility import visibility
 from ...shift import AttentionShift, repeat_heads
 from . import cache
@@ -84,10 +85,15 @@ def graph_filter_attention(
     def twice(signal: Tensor) -> tuple[Tensor, Tensor] | None:
         return _sdpa_twice(query, key, signal, attention_mask, causal, **kwargs)
 
+    def few_rows() -> Tensor | None:
+        return _sdpa_rows(query, key, attention_mask, **kwargs) if attend is sdpa_attention_forward else None
+
     rows, state = (None, None) if past is None else cache.recall(past, module, key)
     scaling = kwargs.get("scaling")
     shift = AttentionShift(
         *(apply, query, key, rows, twice if attend is sdpa_attention_forward else None),
+        few_rows=few_rows,
+        weights_again=implementation == "eager" and not module.training,
         hidden=hidden,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         visible=visible,
@@ -121,6 +127,22 @@ def _sdpa_twice(
         return None
     key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
     return apply_twice(query, key, value, mask, scale=scaling, causal=causal, dropout=dropout)
+
+
+def _sdpa_rows(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> Tensor | None:
+    """The matrix that SDPA applies, where it is faster than calls; it reads its arguments as transformers does."""
+    if dropout or position_bias is not None or not can_form_rows(query, key, mask):
+        return None
+    return form_rows(query, key, mask, scale=scaling)
 
 
 def declared_causal(module: nn.Module) -> bool:
