@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...errors import GraphFilterError
+from ..triton import filter_causal as by_kernel
 from .bidirectional import BLOCK, NEVER, CausalState, absent, blocks, hide, no_past, wide
 
 CHUNK = 64  # tokens that are taken together
@@ -45,7 +46,7 @@ def filter_causal(
         if _underflows(v.detach(), keys):
             out, state = _stable_causal(wide(w), wide(v), wide(value), state)
             return out.to(value.dtype), state
-        out, mass, mean, *_ = _Causal.apply(w, v, value, *state)
+        out, mass, mean, *_ = by_kernel(w, v, value, *state, _TINY) or _Causal.apply(w, v, value, *state)
     return out, CausalState(mass, mean)
 
 
