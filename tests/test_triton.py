@@ -4,6 +4,7 @@ The interpreter is asked for before Triton is imported, so ``test_in_the_interpr
 its own.
 """
 
+import inspect
 import os
 import subprocess
 import sys
@@ -44,6 +45,7 @@ def switched_on(monkeypatch):
 def test_in_the_interpreter(which):
     command = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-m", which, __file__]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take a second to import
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout[-8000:]
     assert " passed" in done.stdout
@@ -150,6 +152,12 @@ def test_what_apply_twice_leaves_to_the_plain_form():
         assert kernels.apply_twice(*inputs) is None
     with torch.no_grad():
         assert kernels.apply_twice(*inputs) is None
+
+
+@on_the_device
+@pytest.mark.slow
+def test_gradients_summed_in_any_order_are_left_out_where_the_order_counts():
+    inputs = [random((1, 2, 5, 8), torch.float32) for _ in range(3)]
     torch.use_deterministic_algorithms(True)
     try:
         assert kernels.apply_twice(*inputs) is None
@@ -274,3 +282,63 @@ def test_a_kernel_is_chosen_where_it_was_measured_to_win_or_asked_for(monkeypatc
     assert choice.chosen("gfsa", torch.zeros(1, 1, 1, 1)) == INTERPRETED
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert not choice.chosen("gfsa", OnGPU(512))
+
+
+# ---------------------------------------------------------------------------------------------- compiled, without a GPU
+
+
+def compiled(kernel, arguments, keywords, architecture):
+    """What a launch would run on a GPU that is not here."""
+    options = {name: keywords.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
+    signature, constants, attributes = {}, {}, {}
+
+    def kind(x, *place):
+        if isinstance(x, tuple):
+            return tuple(kind(part, *place, i) for i, part in enumerate(x))
+        if x is None or (isinstance(x, int) and x == 1):
+            constants[place] = x
+            return "constexpr"
+        if isinstance(x, torch.Tensor) or (isinstance(x, int) and x % 16 == 0):
+            attributes[place] = [["tt.divisibility", 16]]
+        if isinstance(x, torch.Tensor):
+            return f"*{TYPES[x.dtype]}"
+        return "fp32" if isinstance(x, float) else "i32"
+
+    bound = inspect.signature(kernel.fn).bind(*arguments, **keywords).arguments
+    for i, (parameter, x) in enumerate(zip(kernel.params, bound.values(), strict=True)):
+        signature[parameter.name] = "constexpr" if parameter.is_constexpr else kind(x, i)
+        if parameter.is_constexpr:
+            constants[i,] = x
+    source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, triton.backends.compiler.GPUTarget("cuda", architecture, 32), options)
+
+
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.bool: "i1"}
+
+
+@outside
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 90, 120])
+@pytest.mark.parametrize(
+    ("dtype", "features", "mask"),
+    [(torch.bfloat16, 64, None), (torch.float16, 128, "padding"), (torch.float32, 64, "additive")],
+)
+def test_every_launch_compiles_and_fits(architecture, dtype, features, mask, monkeypatch, tmp_path):
+    from hf_graphfilter.ops.triton import attention, causal
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(sys.modules[__name__], "DEVICE", "cpu")
+    shared = []
+
+    def run(kernel, *arguments, grid, warmup, **keywords):
+        shared.append(compiled(kernel, arguments, keywords, architecture).metadata.shared)
+
+    monkeypatch.setattr(triton.JITFunction, "run", run)
+    query, key, value = (random((2, heads, 200, features), dtype) for heads in (4, 2, 2))
+    both = attention.apply_twice(query, key, value, masked(mask, 2, 4, 200), 0.1, mask is None)
+    gradients(both, (query, key, value))
+    if features <= 64:
+        inputs = [random((2, 2, 200, features), dtype) for _ in range(3)]
+        gradients(causal.filter_causal(*inputs, *no_past(*inputs[1:]), 1e-30)[:1], inputs)
+    assert len(shared) >= 3
+    assert max(shared) <= 99 * 1024  # what sm_86, sm_89 and sm_120 have
