@@ -116,4 +116,6 @@ MODULES = [m.name for m in pkgutil.walk_packages(hf_graphfilter.__path__, "hf_gr
 
 @pytest.mark.parametrize("module", MODULES)
 def test_examples_in_docstrings(module):
+    if module.startswith("hf_graphfilter.ops.triton."):
+        pytest.importorskip("triton")
     assert doctest.testmod(importlib.import_module(module)).failed == 0

@@ -18,12 +18,10 @@ FASTER: dict[tuple[Kernel, str], int] = {}
 
 def chosen(kernel: Kernel, x: Tensor) -> bool:
     """Whether ``kernel`` is to be used for x (batch, heads, tokens, features), which it must be able to take."""
-    if not x.is_cuda and not interpreted():
+    if torch.compiler.is_compiling() or not (x.is_cuda or interpreted()):
         return False
     switch = os.environ.get(SWITCH, "")
-    if switch not in ("", "1") or not _installed():
-        return False
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if switch not in ("", "1") or not _installed() or torch._C._are_functorch_transforms_active():
         return False
     if not x.is_cuda:
         return switch == "1"
