@@ -41,12 +41,13 @@ def test_identical_at_the_start(family, entry, dtype):
 @filters(quick=is_gfsa)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-3)])
 def test_equals_the_dense_form(family, entry, dtype, tolerance):
-    plain, inputs = on_gpu(family, dtype)
-    patched = turn_on(family.patch(copy.deepcopy(plain).cpu(), entry)).cuda()
-    found = output(patched, inputs)
-    torch.testing.assert_close(
-        found, output(dense_twin(plain, patched, entry.formula), inputs), atol=tolerance, rtol=tolerance
-    )
+    if dtype == torch.float32 and not is_gfsa(entry):
+        pytest.skip("explicit matrices of the other filters are in float64")
+    plain, inputs = family.build().to(dtype), family.inputs(dtype)
+    patched = turn_on(family.patch(copy.deepcopy(plain), entry))
+    expected = output(dense_twin(plain, patched, entry.formula), inputs)
+    found = output(patched.cuda(), {name: tensor.cuda() for name, tensor in inputs.items()})
+    torch.testing.assert_close(found.cpu(), expected, atol=tolerance, rtol=tolerance)
     found.float().square().sum().backward()
     assert all(p.is_cuda and p.grad.isfinite().all() for p in filter_parameters(patched))
 
