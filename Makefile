@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test test-portable test-slow works test-oldest lint docs release bench tables clean
+.PHONY: demo test test-portable test-slow works test-oldest lint docs release bench bench-gpu tables clean
 
 demo: $(VENV)/installed-demo
 	$(BIN)/hf-graphfilter demo --output runs/demo
@@ -52,6 +52,10 @@ bench: $(VENV)/installed-test
 	$(BIN)/python benchmarks/gfsa.py
 	$(BIN)/python benchmarks/agf.py
 	$(BIN)/python benchmarks/decoding.py
+
+# all that a GPU can answer, in eight minutes; run again, it goes on where it was stopped
+bench-gpu: $(VENV)/installed-test
+	$(BIN)/python benchmarks/gpu.py
 
 # writes the measured tables into README.md and docs/ from the files of the last bench and demo
 tables: $(VENV)/installed-test

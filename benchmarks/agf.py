@@ -14,6 +14,7 @@ every section writes benchmarks/results/agf-DEVICE-SECTION.csv with percentiles 
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 
@@ -21,13 +22,14 @@ import torch
 import torch.nn.functional as F
 import transformers
 from decoding import filled, one_token
-from measure import arguments, measure, peak_mb, report, rounds, rows, write
+from measure import arguments, half, measure, peak_mb, report, rounds, rows, write
 from transformers import BertConfig, GPT2Config, GPT2Model
 from transformers.models.bert.modeling_bert import BertSelfAttention
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from hf_graphfilter import functional, patch_model
 from hf_graphfilter.ops.polynomials import polynomials, recurrence
+from hf_graphfilter.ops.triton.choice import SWITCH
 from hf_graphfilter.training.penalties import _Added  # its cost, without a Trainer around it
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -35,7 +37,7 @@ BATCHES = ((32, 256), (16, 512), (4, 2048), (1, 8192))  # against plain operatio
 SHORT = ((16, 256), (10, 384), (8, 512))  # against SDPA
 CONTEXTS = (100, 1000, 10_000, 100_000)
 HEADS, FEATURES = 12, 64
-SDPA_UP_TO = {"cpu": 16384, "cuda": 65536}  # beyond, one backward pass takes minutes
+SDPA_UP_TO = {"cpu": 16384, "cuda": 131072}  # beyond, one backward pass takes minutes
 
 
 # ----------------------------------------------------------------------------------------------- attention alone
@@ -53,7 +55,7 @@ def attention(form: str, n: int, causal: bool, device: str, backward: bool, batc
     generator = torch.Generator(device).manual_seed(0)
 
     def random() -> torch.Tensor:
-        stored = torch.randn(batch, n, HEADS, FEATURES, device=device, generator=generator)
+        stored = torch.randn(batch, n, HEADS, FEATURES, device=device, generator=generator).to(half(device))
         return stored.transpose(1, 2).requires_grad_(backward)
 
     query, key, value, sigma = (random() for _ in range(4))
@@ -64,6 +66,7 @@ def attention(form: str, n: int, causal: bool, device: str, backward: bool, batc
             return operations(query, sigma, key, value, theta)
         if form == "plain":
             return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+        os.environ[SWITCH] = str(int(form == "kernel"))
         return functional.agf(query, sigma, key, value, theta, causal=causal)
 
     def run() -> object:
@@ -82,6 +85,7 @@ def cases(common: dict, lengths: tuple[int, ...], device: str) -> Iterator[tuple
         for backward in (False, True):
             for n in lengths:
                 forms = ["plain", "agf"] if n <= SDPA_UP_TO[device] else ["agf"]
+                forms += ["kernel"] * (causal and device == "cuda")
                 fields = {"case": "attention", "n": n, "causal": causal, "pass": "fwd+bwd" if backward else "fwd"}
                 yield n, causal, backward, forms, {**common, **fields}
 

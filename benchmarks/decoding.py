@@ -1,8 +1,8 @@
 """Milliseconds a token when decoding with a cache, plain against GFSA: ``python benchmarks/decoding.py``.
 
 GPT-2's shape (12 layers, d 768), one sequence, random weights, after contexts of several lengths, with a dynamic and
-with a static cache. The caches are filled without running the context. Both forms are timed in turn within a round;
-ratios are taken within a round. Writes benchmarks/results/decoding-DEVICE.csv.
+with a static cache, on a GPU also as a replayed graph. The caches are filled without running the context. Both forms
+are timed in turn within a round; ratios are taken within a round. Writes benchmarks/results/decoding-DEVICE.csv.
 """
 
 from __future__ import annotations
@@ -60,21 +60,39 @@ def one_token(model: GPT2Model, cache: DynamicCache | StaticCache, device: str) 
     return lambda: model(token, past_key_values=cache)
 
 
+def replayed(step: Callable[[], object]) -> Callable[[], object]:
+    """A step as a CUDA graph."""
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
 @torch.no_grad()
 def main() -> None:
-    options, common = arguments(__doc__, ("dynamic", "static"), CONTEXTS)
+    kinds = ("dynamic", "static", "graph")
+    options, common = arguments(__doc__, kinds, CONTEXTS)
     models = {form: build(form, options.device) for form in ("plain", "gfsa")}
     made = []
-    for kind in ("dynamic", "static"):
+    cases = {kind: f"one token, {kind} cache" for kind in kinds} | {"graph": "one token, static cache, graph"}
+    for kind in kinds if options.device == "cuda" else kinds[:2]:
         for length in options.lengths if options.only in (None, kind) else ():
             steps = {
                 form: one_token(model, filled(model, length, kind, options.device), options.device)
                 for form, model in models.items()
             }
+            if kind == "graph":
+                steps = {form: replayed(step) for form, step in steps.items()}
             times = rounds(steps, options.device, options.seconds)
-            case = {**common, "case": f"one token, {kind} cache", "n": length, "causal": True, "pass": "decoding"}
+            case = {**common, "case": cases[kind], "n": length, "causal": True, "pass": "decoding"}
             made += report(rows(case, times))
-    write(made, options.output / f"decoding-{options.device}.csv")
+        write(made, options.output / f"decoding-{options.device}.csv")  # a graph may not be possible
 
 
 if __name__ == "__main__":

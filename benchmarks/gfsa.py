@@ -3,7 +3,8 @@
 start: the import, and patch_model on a BERT-base-shaped model. steps: whole training steps of BERT-base-, DeiT-S- and
 GPT-2-shaped models, plain against patched, without attention dropout and with the default of the model's config.
 attention: attention alone, n = 128 ... 4096, causal and not: (a) plain SDPA, (b) GFSA, (c) a dense reference that forms
-A^2. memory: the peak of the same calls, each in a process of its own.
+A^2, and on a GPU (d) GFSA by its kernels; there in bfloat16, and steps under autocast. memory: the peak of the same
+calls, each in a process of its own.
 
 All forms are timed in turn within a round, ratios are taken within a round, and medians over the rounds are reported;
 every section writes benchmarks/results/gfsa-DEVICE-SECTION.csv with percentiles and hardware.
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-from measure import arguments, measure, peak_mb, report, rounds, rows, write
+from measure import arguments, half, measure, peak_mb, report, rounds, rows, write
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -29,7 +30,9 @@ from transformers import (
 )
 
 from hf_graphfilter import AttentionShift, AttentionSite, DenseShift, GFSAConfig, patch_model, unpatch_model
+from hf_graphfilter.ops import triton
 from hf_graphfilter.ops.attention import apply_twice, can_apply_twice
+from hf_graphfilter.ops.triton.choice import SWITCH
 
 LENGTHS = (128, 197, 512, 1024, 2048, 4096)
 HEADS, FEATURES = 12, 64
@@ -48,7 +51,8 @@ def attention(
     generator = torch.Generator(device).manual_seed(0)
 
     def random() -> torch.Tensor:
-        return torch.randn(shape, device=device, generator=generator).transpose(1, 2).requires_grad_(backward)
+        x = torch.randn(shape, device=device, generator=generator).to(half(device))
+        return x.transpose(1, 2).requires_grad_(backward)
 
     query, key, value = random(), random(), random()
     site = AttentionSite("bench", torch.nn.Identity(), HEADS, causal, "encoder", "", 0)
@@ -58,8 +62,12 @@ def attention(
     def attend(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, None]:
         return F.scaled_dot_product_attention(query, k, v, is_causal=causal).transpose(1, 2), None
 
-    def twice(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return apply_twice(query, key, v, causal=causal)
+    def twice(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        os.environ[SWITCH] = str(int(form == "kernel"))
+        if both := triton.apply_twice(query, key, v, causal=causal):
+            return both
+        joint = can_apply_twice(query, key, v, None, causal, 0.0)
+        return apply_twice(query, key, v, causal=causal) if joint else None
 
     def matrix() -> torch.Tensor:
         scores = query @ key.mT * FEATURES**-0.5
@@ -71,13 +79,12 @@ def attention(
     def forward() -> torch.Tensor:
         if form == "plain":
             return attend(key, value)[0].transpose(1, 2)
-        if form == "gfsa":
-            joint = twice if can_apply_twice(query, key, value, None, causal, 0.0) else None
-            return graph_filter(AttentionShift(attend, query, key, twice=joint), value)
+        if form in ("gfsa", "kernel"):
+            return graph_filter(AttentionShift(attend, query, key, twice=twice), value)
         A = matrix()  # Eq. 5 as it is printed, and as the authors' code computes it
         w_0, w_1, w_K = (w.view(-1, 1, 1) for w in (graph_filter.w_0, graph_filter.w_1, graph_filter.w_K))
         H = w_0 * torch.eye(n, device=device) + w_1 * A + w_K * (A + 2 * (A @ A - A))
-        return DenseShift(H)(value)
+        return DenseShift(H.to(A.dtype))(value)
 
     def run() -> object:
         if not backward:
@@ -89,7 +96,7 @@ def attention(
     return run
 
 
-FORMS = ("plain", "gfsa", "dense")
+FORMS = {"cpu": ("plain", "gfsa", "dense"), "cuda": ("plain", "gfsa", "dense", "kernel")}
 
 
 def cases(common: dict, lengths: tuple[int, ...]) -> Iterator[tuple[int, bool, bool, dict]]:
@@ -104,7 +111,7 @@ def cases(common: dict, lengths: tuple[int, ...]) -> Iterator[tuple[int, bool, b
 def attention_rows(common: dict, device: str, lengths: tuple[int, ...], seconds: float) -> list[dict]:
     made = []
     for n, causal, backward, fields in cases(common, lengths):
-        calls = {form: attention(form, n, causal, device, backward) for form in FORMS}
+        calls = {form: attention(form, n, causal, device, backward) for form in FORMS[device]}
         made += report(rows(fields, rounds(calls, device, seconds)))
     return made
 
@@ -112,7 +119,7 @@ def attention_rows(common: dict, device: str, lengths: tuple[int, ...], seconds:
 def memory_rows(common: dict, device: str, lengths: tuple[int, ...]) -> list[dict]:
     made = []
     for n, causal, backward, fields in cases(common, lengths):
-        for form in FORMS:
+        for form in FORMS[device]:
             made += report([{**fields, "form": form, "peak_mb": peak_mb(__file__, device, form, n, causal, backward)}])
     return made
 
@@ -120,25 +127,28 @@ def memory_rows(common: dict, device: str, lengths: tuple[int, ...]) -> list[dic
 # ------------------------------------------------------------------------------------------ whole training steps
 
 
-def bert(dropout: bool, device: str) -> tuple:
+BATCHES = {"cpu": 1, "cuda": 16}  # a GPU is given as much as keeps it busy
+
+
+def bert(dropout: bool, device: str, **size: int) -> tuple:
     off = {} if dropout else {"attention_probs_dropout_prob": 0.0}
-    ids = torch.randint(0, 30000, (8, 128), device=device)
-    batch = {"input_ids": ids, "labels": torch.zeros(8, dtype=torch.long, device=device)}
-    return lambda: BertForSequenceClassification(BertConfig(**off)), batch, 128, False
+    ids = torch.randint(0, 30000, (8 * BATCHES[device], 128), device=device)
+    batch = {"input_ids": ids, "labels": torch.zeros(len(ids), dtype=torch.long, device=device)}
+    return lambda: BertForSequenceClassification(BertConfig(**off, **size)), batch, 128, False
 
 
-def deit_s(dropout: bool, device: str) -> tuple:
-    config = {"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536, "num_labels": 1000}
-    pixels = torch.randn(16, 3, 224, 224, device=device)
-    batch = {"pixel_values": pixels, "labels": torch.zeros(16, dtype=torch.long, device=device)}
+def deit_s(dropout: bool, device: str, **size: int) -> tuple:
+    config = {"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536, "num_labels": 1000, **size}
+    pixels = torch.randn(16 * BATCHES[device], 3, 224, 224, device=device)
+    batch = {"pixel_values": pixels, "labels": torch.zeros(len(pixels), dtype=torch.long, device=device)}
     return lambda: ViTForImageClassification(ViTConfig(**config)), batch, 197, False
 
 
-def gpt2(dropout: bool, device: str) -> tuple:
+def gpt2(dropout: bool, device: str, **size: int) -> tuple:
     off = {} if dropout else {"attn_pdrop": 0.0}
-    ids = torch.randint(0, 50000, (1, 1024), device=device)
+    ids = torch.randint(0, 50000, (1 * BATCHES[device], 1024), device=device)
     return (
-        lambda: GPT2LMHeadModel(GPT2Config(**off)),
+        lambda: GPT2LMHeadModel(GPT2Config(**off, **size)),
         {"input_ids": ids, "labels": ids},
         1024,
         True,
@@ -152,11 +162,12 @@ STEPS = {
 }
 
 
-def step_rows(common: dict, device: str, seconds: float) -> list[dict]:
+def step_rows(common: dict, device: str, seconds: float, smoke: bool) -> list[dict]:
     made = []
+    size = {"num_hidden_layers": 1} if smoke else {}
     for name, (make, dropouts) in STEPS.items():
         for dropout in dropouts:
-            build, batch, n, causal = make(dropout, device)
+            build, batch, n, causal = make(dropout, device, **size)
             models = {"plain": build(), "gfsa": patch_model(build(), "gfsa", K=3)}
             calls = {form: training_step(model.to(device).train(), batch) for form, model in models.items()}
             times = rounds(calls, device, seconds)
@@ -168,8 +179,12 @@ def step_rows(common: dict, device: str, seconds: float) -> list[dict]:
 def training_step(model: torch.nn.Module, batch: dict) -> Callable[[], object]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
+    device = next(model.parameters()).device.type
+
     def step() -> None:
-        model(**batch).loss.backward()
+        with torch.autocast(device, half(device), enabled=device == "cuda"):
+            loss = model(**batch).loss
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -197,7 +212,7 @@ def main() -> None:
     options, common = arguments(__doc__, ("start", "steps", "attention", "memory"), LENGTHS)
     sections = {
         "start": lambda: start_rows(common, options.device, options.seconds),
-        "steps": lambda: step_rows(common, options.device, options.seconds * 5),
+        "steps": lambda: step_rows(common, options.device, options.seconds * 5, options.smoke),
         "attention": lambda: attention_rows(common, options.device, tuple(options.lengths), options.seconds),
         "memory": lambda: memory_rows(common, options.device, tuple(options.lengths)),
     }

@@ -22,8 +22,16 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 FIELDS = [
     *("date", "device", "case", "n", "causal", "pass", "form"),
-    *("p10_ms", "median_ms", "p90_ms", "ratio_to_plain", "peak_mb", "rounds", "torch", "transformers"),
+    *("p10_ms", "median_ms", "p90_ms", "ratio_p10", "ratio_to_plain", "ratio_p90", "peak_mb", "rounds"),
+    *("torch", "transformers"),
 ]
+
+RATIOS = ("ratio_p10", "ratio_to_plain", "ratio_p90")
+
+
+def half(device: str) -> torch.dtype:
+    """What models are run in: on a GPU the dtype that its attention kernels are made for."""
+    return torch.bfloat16 if device == "cuda" else torch.float32
 
 
 def hardware(device: str) -> str:
@@ -41,7 +49,8 @@ def arguments(description: str, sections: tuple[str, ...], lengths: tuple[int, .
     parser.add_argument("--only", choices=sections, help="one section")
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
     parser.add_argument("--seconds", type=float, default=6.0, help="of rounds for each case")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder; one below this is for another machine")
+    parser.add_argument("--smoke", action="store_true", help="models of one layer: whether it runs, not how fast")
     options = parser.parse_args()
     return options, {
         "date": date.today().isoformat(),
@@ -88,11 +97,18 @@ def rows(common: dict, times: dict[str, list[float]]) -> list[dict]:
                 "p10_ms": round(cuts[0], 3),
                 "median_ms": round(statistics.median(values), 3),
                 "p90_ms": round(cuts[-1], 3),
-                **({"ratio_to_plain": round(statistics.median(ratios), 3)} if ratios else {}),
+                **ratio_fields(ratios),
                 "rounds": len(values),
             }
         )
     return made
+
+
+def ratio_fields(ratios: list[float]) -> dict[str, float]:
+    if not ratios:
+        return {}
+    cuts = statistics.quantiles(ratios, n=10, method="inclusive")
+    return {name: round(x, 3) for name, x in zip(RATIOS, (cuts[0], statistics.median(ratios), cuts[-1]), strict=True)}
 
 
 def report(made: list[dict]) -> list[dict]:

@@ -117,8 +117,8 @@ def with_memory(rows: list[dict], file: Path) -> list[dict]:
     def key(row: dict) -> tuple:
         return row["n"], row["causal"], row["pass"], row["form"]
 
-    peaks = {key(row): row["peak_mb"] for row in csv.DictReader(file.open())}
-    return [{**row, "peak_mb": peaks[key(row)]} for row in rows]
+    peaks = {key(row): row["peak_mb"] for row in read(file.stem)}
+    return [{**row, "peak_mb": peaks.get(key(row), "-")} for row in rows]
 
 
 def start_table(rows: list[dict]) -> str:
@@ -207,6 +207,41 @@ def overhead_table() -> str:
     held = [cells[package, "agf, after a training step"]["held_mb"] for package in packages]
     body.append(["MB held after a training step of four AGF layers, 8 x 512 tokens", *held])
     return f"By commit of the package. {where(rows)}\n\n{markdown_table(header, body)}"
+
+
+SIDE_BY_SIDE = {
+    "gfsa-*-steps": "Whole training steps",
+    "gfsa-*-attention": "Attention alone",
+    "decoding-*": "One token",
+    "agf-*-attention": "AGF in the place of attention",
+}
+
+
+def machines_tables() -> str:
+    """Ratios to the plain form on every machine: results stand in RESULTS, or in a folder below it for another one."""
+    parts = []
+    for name, caption in SIDE_BY_SIDE.items():
+        files = [*sorted(RESULTS.glob(f"{name}.csv")), *sorted(RESULTS.glob(f"*/{name}.csv"))]
+        by_machine = {}
+        for file in files:
+            rows = list(csv.DictReader(file.read_text().splitlines()))
+            ratios = {
+                tuple(row[key] for key in ("case", "n", "causal", "pass", "form")): row["ratio_to_plain"]
+                for row in rows
+                if row["form"] in ("gfsa", "agf", "kernel") and row["ratio_to_plain"]
+            }
+            by_machine[where(rows)] = ratios
+        if len(by_machine) < 2:
+            continue
+        body = [
+            [case, n, "causal" if causal == "True" else "full", which, form]
+            + [machine.get((case, n, causal, which, form), "") for machine in by_machine.values()]
+            for case, n, causal, which, form in dict.fromkeys(itertools.chain(*by_machine.values()))
+        ]
+        header = ["case", "n", "mask", "pass", "form", *(f"machine {i}" for i in range(1, len(by_machine) + 1))]
+        machines = " ".join(f"Machine {i}: {text}" for i, text in enumerate(by_machine, 1))
+        parts += [f"{caption}, time over plain. {machines}", markdown_table(header, body)]
+    return "\n\n".join(parts) or "Measured on one machine so far."
 
 
 def read(name: str) -> list[dict]:
@@ -512,6 +547,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "bench": bench_tables,
         "decoding": decoding_table,
         "overhead": overhead_table,
+        "machines": machines_tables,
     },
     "docs/agf.md": {"speed": agf_speed, "transfer": agf_transfer},
     "docs/singularformer.md": {

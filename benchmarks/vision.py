@@ -12,7 +12,7 @@ import statistics
 
 import timm
 import torch
-from measure import arguments, rounds, write
+from measure import arguments, half, rounds, write
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -43,15 +43,21 @@ def gflops(model: nn.Module) -> float:
 def steps(model: nn.Module, images: torch.Tensor, train: bool):
     """A function that runs one step."""
     model.train(train)
+    device = images.device.type
+
+    def forward():
+        with torch.autocast(device, half(device), enabled=device == "cuda"):
+            return model(images)
+
     if not train:
-        return torch.no_grad()(lambda: model(images))
+        return torch.no_grad()(forward)
     patched = any("graph_filter" in name for name, _ in model.named_modules())
     groups = parameter_groups(model, 1e-4) if patched else model.parameters()
     optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
 
     def step():
         optimizer.zero_grad()
-        model(images).float().square().mean().backward()
+        forward().float().square().mean().backward()
         optimizer.step()
 
     return step
@@ -65,6 +71,7 @@ def main() -> None:
     for title, (name, settings, K) in MODELS.items():
         if options.only not in (None, title):
             continue
+        settings = settings | {"depth": 1} if options.smoke else settings
         models = {form: timm.create_model(name, **settings).to(options.device) for form in ("plain", "gfsa")}
         patch_model(models["gfsa"], "gfsa", K=K)
         flops = {form: gflops(model) for form, model in models.items()}

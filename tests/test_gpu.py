@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
+from filters import filters
 from models import FAMILIES, output, turn_on
-from oracle import dense_twin, gfsa_matrix
+from oracle import dense_twin
 
-from hf_graphfilter import filter_parameters, patch_model
+from hf_graphfilter import GFSAConfig, filter_parameters
 from hf_graphfilter.functional import agf
 
 pytestmark = [
@@ -17,29 +18,36 @@ pytestmark = [
 families = pytest.mark.parametrize("family", [pytest.param(f, id=n) for n, f in FAMILIES.items()])
 
 
+def is_gfsa(entry):
+    return isinstance(entry.config, GFSAConfig)
+
+
 def on_gpu(family, dtype):
     inputs = {name: tensor.cuda() for name, tensor in family.inputs(dtype).items()}
     return family.build().to("cuda", dtype), inputs
 
 
 @families
+@filters(lambda entry: entry.everywhere and entry.config.starts_as_original, quick=is_gfsa)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_identical_at_the_start(family, dtype):
+def test_identical_at_the_start(family, entry, dtype):
     model, inputs = on_gpu(family, dtype)
     with torch.no_grad():
         expected = output(model, inputs)
-        assert torch.equal(output(patch_model(model), inputs), expected)
+        assert torch.equal(output(family.patch(model, entry), inputs), expected)
 
 
 @families
+@filters(quick=is_gfsa)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-3)])
-def test_equals_the_dense_form(family, dtype, tolerance):
-    plain, inputs = on_gpu(family, dtype)
-    patched = turn_on(patch_model(copy.deepcopy(plain).cpu(), learn=("w_0", "w_1", "w_K"))).cuda()
-    found = output(patched, inputs)
-    torch.testing.assert_close(
-        found, output(dense_twin(plain, patched, gfsa_matrix), inputs), atol=tolerance, rtol=tolerance
-    )
+def test_equals_the_dense_form(family, entry, dtype, tolerance):
+    if dtype == torch.float32 and not is_gfsa(entry):
+        pytest.skip("explicit matrices of the other filters are in float64")
+    plain, inputs = family.build().to(dtype), family.inputs(dtype)
+    patched = turn_on(family.patch(copy.deepcopy(plain), entry))
+    expected = output(dense_twin(plain, patched, entry.formula), inputs)
+    found = output(patched.cuda(), {name: tensor.cuda() for name, tensor in inputs.items()})
+    torch.testing.assert_close(found.cpu(), expected, atol=tolerance, rtol=tolerance)
     found.float().square().sum().backward()
     assert all(p.is_cuda and p.grad.isfinite().all() for p in filter_parameters(patched))
 

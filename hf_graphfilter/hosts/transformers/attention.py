@@ -14,6 +14,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from ...errors import GraphFilterError
 from ...filters.attached import CHILD
+from ...ops import triton
 from ...ops.attention import apply_twice, can_apply_twice
 from ...ops.few_rows import can_form_rows, form_rows
 from ...ops.visibility import visibility
@@ -123,7 +124,11 @@ def _sdpa_twice(
 ) -> tuple[Tensor, Tensor] | None:
     """The joint form of two SDPA calls where it is the faster one; it reads its arguments as transformers does."""
     causal = mask is None and query.shape[2] > 1 and may_be_causal()
-    if position_bias is not None or not can_apply_twice(query, key, value, mask, causal, dropout):
+    if position_bias is not None:
+        return None
+    if both := triton.apply_twice(query, key, value, mask, scale=scaling, causal=causal, dropout=dropout):
+        return both
+    if not can_apply_twice(query, key, value, mask, causal, dropout):
         return None
     key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
     return apply_twice(query, key, value, mask, scale=scaling, causal=causal, dropout=dropout)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...errors import GraphFilterError
 from ..polynomials import Recurrence
+from ..triton import filter_causal as by_kernel
 from .blocks import NEVER, CausalState, absent, blocks, hide, no_past, one_by_one, wide
 from .factors import Left
 
@@ -49,7 +50,8 @@ def filter_causal(
         if _underflows(v.detach(), keys):
             out, state = _stable_causal(left.rows(), wide(v), wide(value), state)
             return out.to(value.dtype), state
-        out, mass, mean, *_ = _Causal.apply(*left, v, value, *state)
+        done = by_kernel(left.rows, v, value, *state, _TINY) or _Causal.apply(*left, v, value, *state)
+        out, mass, mean, *_ = done
     return out, CausalState(mass, mean)
 
 

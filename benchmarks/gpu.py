@@ -1,0 +1,120 @@
+"""All that a GPU can answer, in eight minutes: ``make bench-gpu``, or ``python benchmarks/gpu.py``.
+
+Correctness of the kernels on the device, attention, AGF up to 131,072 tokens, training steps, decoding with and without
+CUDA graphs, DeiT throughput, and the tests marked gpu; each a process with a time limit of its own, the most wanted
+first. Whatever a section measured is in benchmarks/results as soon as it ends; gpu-DEVICE-sections.csv says how the
+sections ended, and a second run goes on with those that have not been done at this commit on this device.
+
+At the end it says where kernels won, as lines of ``hf_graphfilter/ops/triton/choice.py``.
+"""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Iterable
+from datetime import date
+from pathlib import Path
+
+import torch
+from measure import RESULTS, hardware, write
+
+HERE = Path(__file__).parent
+TESTS = HERE.parent / "tests"
+FIELDS = ["date", "device", "commit", "section", "outcome", "seconds", "torch"]
+WON = 0.97  # of the plain form's time, at least, is what a kernel must need
+PYTEST = ["-m", "pytest", "-q", "-p", "no:xdist", "-m"]
+
+
+def sections(smoke: bool) -> dict[str, tuple[int, list[str]]]:
+    """Seconds and command of every section; the tests that need a GPU are only collected in a smoke run."""
+    lengths = ["64"] if smoke else ["128", "197", "512", "1024", "2048", "4096"]
+    long = ["64"] if smoke else ["512", "2048", "8192", "32768", "131072"]
+    contexts = ["128"] if smoke else ["512", "2048", "8192"]
+    collect = ["--collect-only"] if smoke else []
+
+    def program(name: str, *arguments: str) -> list[str]:
+        return [str(HERE / name), *arguments]
+
+    return {
+        "kernels": (90, [*PYTEST, "gpu", *collect, str(TESTS / "test_triton.py")]),
+        "attention": (80, program("gfsa.py", "--only", "attention", "--lengths", *lengths)),
+        "agf": (80, program("agf.py", "--only", "attention", "--lengths", *long)),
+        "steps": (60, program("gfsa.py", "--only", "steps")),
+        "decoding": (60, program("decoding.py", "--lengths", *contexts)),
+        "vision": (50, program("vision.py", "--only", "DeiT-S, 12 layers", "--lengths", "1" if smoke else "128")),
+        "tests": (90, [*PYTEST, "gpu and not slow", *collect, str(TESTS), "--ignore", str(TESTS / "test_triton.py")]),
+    }
+
+
+def winners(rows: Iterable[dict], kernel: str) -> str | None:
+    """The line of the table for a kernel, timed as form "kernel" beside the plain form, which has the kernel's name.
+
+    It holds the fewest tokens from which the kernel won in training, whatever the mask.
+    """
+    times: dict[tuple[int, str], dict[str, float]] = {}
+    device = ""
+    for row in rows:
+        if row["pass"] == "fwd+bwd":
+            device = row["device"]
+            times.setdefault((int(row["n"]), row["causal"]), {})[row["form"]] = float(row["median_ms"])
+    pairs = [(n, forms["kernel"] <= WON * forms[kernel]) for (n, _), forms in times.items() if "kernel" in forms]
+    lost = max((n for n, won in pairs if not won), default=0)
+    fewest = min((n for n, _ in pairs if n > lost), default=None)
+    return None if fewest is None else f'("{kernel}", "{device}"): {fewest},'
+
+
+def commit() -> str:
+    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--exclude", "*"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--smoke", action="store_true", help="whether every section runs, not how fast")
+    parser.add_argument("--only", nargs="+", choices=sections(False), help="sections")
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit(f"bench-gpu needs a CUDA device, and PyTorch {torch.__version__} sees none.")
+    common = {"date": date.today().isoformat(), "device": hardware(options.device), "commit": commit()}
+    common["torch"] = torch.__version__
+    file = options.output / f"gpu-{options.device}-sections.csv"
+    done = list(csv.DictReader(file.read_text().splitlines())) if file.is_file() else []
+    same = ("device", "commit")
+    done = [row for row in done if all(row[key] == common[key] for key in same) and row["outcome"] == "done"]
+    patience = 10 if options.smoke else 1
+    end = time.monotonic() + 60 * options.minutes
+    for section, (limit, command) in sections(options.smoke).items():
+        if any(row["section"] == section for row in done) or (options.only and section not in options.only):
+            continue
+        command = [sys.executable, *command]
+        if command[1] != "-m":
+            command += ["--device", options.device, "--output", str(options.output)]
+            command += ["--seconds", "0.01", "--smoke"] if options.smoke else ["--seconds", "0.4"]
+        begun = time.monotonic()
+        print(f"== {section}", flush=True)
+        try:
+            code = subprocess.run(command, check=False, timeout=max(1, min(limit * patience, end - begun))).returncode
+            outcome = "done" if code == 0 else f"failed ({code})"
+        except subprocess.TimeoutExpired:
+            outcome = "out of time"
+        seconds = round(time.monotonic() - begun)
+        done.append({**common, "section": section, "outcome": outcome, "seconds": seconds})
+        print(f"== {section}: {outcome} after {seconds} s", flush=True)
+        write(done, file, FIELDS)
+    for kernel in ("gfsa", "agf"):
+        measured = options.output / f"{kernel}-{options.device}-attention.csv"
+        line = winners(csv.DictReader(measured.read_text().splitlines()), kernel) if measured.is_file() else None
+        print(f"FASTER: {line or f'no length from which the kernel of {kernel} won'}")
+    if any(row["outcome"] != "done" for row in done):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

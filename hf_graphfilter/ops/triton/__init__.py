@@ -1,0 +1,65 @@
+"""Kernels for the GPU, in Triton: other forms of what ``ops`` computes anyway, never required.
+
+A kernel is used on a CUDA device where it was measured to be the faster form (``choice.FASTER``; ``make bench-gpu``
+says what belongs there). ``HF_GRAPHFILTER_KERNELS=1`` in the environment uses kernels wherever they apply, ``0``
+nowhere. With ``TRITON_INTERPRET=1`` the first of these holds for tensors on the CPU too: Triton's interpreter then runs
+the kernels, slowly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .choice import chosen
+
+
+def apply_twice(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor] | None:
+    """``(S(V), S(S(V)))`` with a joint backward pass, or None where that is not to be done by a kernel.
+
+    The first is bit for bit what ``scaled_dot_product_attention`` returns, so only training has something to gain.
+
+    Args:
+        query: (batch, heads, tokens, features).
+        key, value: the same, or with fewer heads, a divisor.
+        mask, scale, causal, dropout: as in ``ops.attention.apply_twice``; dropout is left to the plain form.
+    """
+    if dropout or not chosen("gfsa", query) or not torch.is_grad_enabled():
+        return None
+    from . import attention
+
+    if not attention.can_apply(query, key, value, mask):
+        return None
+    return attention.apply_twice(query, key, value, mask, query.shape[-1] ** -0.5 if scale is None else scale, causal)
+
+
+def filter_causal(
+    rows: Callable[[], Tensor], v: Tensor, value: Tensor, mass: Tensor, mean: Tensor, tiny: float
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The result and the state after the last token, or None where that is not to be done by a kernel.
+
+    Args:
+        rows: computes those of ``U Sigma``.
+        v, value: as in ``ops.spectral.filter_causal``.
+        mass, mean: the state before.
+        tiny: the smallest running mass, relative to its chunk's, that is divided by.
+    """
+    if not chosen("agf", v):
+        return None
+    from . import causal
+
+    w = rows()
+    if not causal.can_filter(w, v, value):
+        return None
+    return causal.filter_causal(w, v, value, mass, mean, tiny)

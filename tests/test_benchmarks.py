@@ -1,0 +1,123 @@
+"""The programs beside the benchmarks: which ratio got worse, tables of several machines, all that a GPU can answer."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+in_git = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the history")
+
+
+@pytest.fixture(autouse=True)
+def on_the_path(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+
+
+def written(rows, file):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w", newline="") as opened:
+        writer = csv.DictWriter(opened, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    return file.read_text()
+
+
+def row(form, p10, median, p90, ratio, device="a machine", **more):
+    case = {"case": "one token", "n": 8, "causal": True, "pass": "decoding", "form": form, "device": device}
+    return {**case, "p10_ms": p10, "median_ms": median, "p90_ms": p90, "ratio_to_plain": ratio, **more}
+
+
+def spread(low, high):
+    return {"ratio_p10": low, "ratio_p90": high}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_worse"),
+    [
+        ((1.2, spread(1.1, 1.3)), (1.4, spread(1.35, 1.45)), True),
+        ((1.2, spread(1.1, 1.3)), (1.0, spread(0.95, 1.05)), False),  # better
+        ((1.2, spread(1.1, 1.3)), (1.25, spread(1.24, 1.26)), False),  # within the spread before
+        ((1.2, spread(1.19, 1.21)), (1.4, spread(1.15, 1.5)), False),  # within the spread after
+        ((1.2, {}), (1.4, {}), True),  # by the times: from 1.08 to 1.32, from 1.26 to 1.54
+        ((1.2, {}), (1.3, {}), False),
+    ],
+)
+def test_a_ratio_got_worse_beyond_its_spread(before, after, is_worse, tmp_path):
+    from regressions import worse
+
+    texts = []
+    for ratio, more in (before, after):
+        times = 9.8 * ratio, 10 * ratio, 10.4 * ratio
+        rows = [row("plain", 9.5, 10, 10.9, 1.0, **more), row("gfsa", *times, ratio, **more)]
+        texts.append(written(rows, tmp_path / "rows.csv"))
+    assert [case[-1] for case, _, _ in worse(*texts)] == ["gfsa"] * is_worse
+    assert list(worse(texts[0], texts[1].replace("a machine", "another"))) == []
+
+
+@in_git
+@pytest.mark.slow
+def test_no_ratio_got_worse_since_results_were_last_written():
+    """It says which, and fails nothing: measurements are what they are."""
+    from regressions import report
+
+    if lines := report(None, None):
+        pytest.xfail("\n".join(lines))
+
+
+def test_where_a_kernel_won():
+    from gpu import winners
+
+    def rows(kernel):
+        for causal in ("False", "True"):
+            for n, time in kernel.items():
+                common = {"device": "a GPU", "pass": "fwd+bwd", "n": str(n), "causal": causal}
+                yield {**common, "form": "agf", "median_ms": "10"}
+                yield {**common, "form": "kernel", "median_ms": str(time + (n == 64 and causal == "True"))}
+
+    assert winners(rows({32: 9.0, 64: 9.0, 128: 9.0, 256: 8.0}), "agf") == '("agf", "a GPU"): 128,'
+    assert winners(rows({32: 9.0, 64: 9.0, 128: 9.0, 256: 9.9}), "agf") is None
+    assert winners([], "agf") is None
+
+
+def gpu(*arguments, **environment):
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
+
+
+@pytest.mark.slow
+def test_bench_gpu_needs_a_gpu():
+    done = gpu(CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1
+    assert done.stderr.startswith("bench-gpu needs a CUDA device")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_every_section_of_bench_gpu_runs_and_none_twice(tmp_path):
+    options = ("--device", "cpu", "--smoke", "--minutes", 60, "--output", tmp_path)
+    done = gpu(*options)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    rows = list(csv.DictReader((tmp_path / "gpu-cpu-sections.csv").read_text().splitlines()))
+    assert [row["outcome"] for row in rows] == ["done"] * 7
+    names = ("agf-cpu-attention", "decoding-cpu", "gfsa-cpu-attention", "gfsa-cpu-steps", "vision-cpu-throughput")
+    assert {file.stem for file in tmp_path.glob("*.csv")} == {*names, "gpu-cpu-sections"}
+    assert "== " not in gpu(*options).stdout
+
+
+@pytest.mark.slow
+def test_ratios_of_several_machines_stand_side_by_side(tmp_path, monkeypatch):
+    import tables
+
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    common = {"date": "2026-01-01"}
+    written([row("gfsa", 1, 1, 1, 1.25, **common)], tmp_path / "decoding-cpu.csv")
+    assert tables.machines_tables() == "Measured on one machine so far."
+    written([row("gfsa", 1, 1, 1, 1.5, "another", **common)], tmp_path / "xeon" / "decoding-cpu.csv")
+    text = tables.machines_tables()
+    assert "Machine 1: a machine, 2026-01-01. Machine 2: another, 2026-01-01." in text
+    assert "| one token | 8 | causal | decoding | gfsa | 1.25 | 1.5 |" in text
