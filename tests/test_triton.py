@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from hf_graphfilter.ops import triton as kernels
 from hf_graphfilter.ops.spectral import causal as plain
-from hf_graphfilter.ops.spectral.bidirectional import CausalState, hide, no_past
+from hf_graphfilter.ops.spectral.blocks import CausalState, hide, no_past
 from hf_graphfilter.ops.triton import choice
 
 triton = pytest.importorskip("triton")
@@ -196,7 +196,7 @@ def test_filter_causal(tokens, features, columns, dtype, past, missing, spread):
     state = no_past(*hidden)
     if past:
         state = CausalState(*(torch.randn(x.shape, device=DEVICE) for x in state))
-    found = kernels.filter_causal(w, *hidden, *state, plain._TINY)
+    found = kernels.filter_causal(lambda: w, *hidden, *state, plain._TINY)
     wide = [x.detach().double().requires_grad_() for x in (w, v, value)]
     out, after = plain._stable_causal(wide[0], *hide(*wide[1:], keys), CausalState(*(x.double() for x in state)))
     assert_near(found, (out, *after), dtype)
@@ -207,9 +207,9 @@ def test_filter_causal(tokens, features, columns, dtype, past, missing, spread):
 def test_what_filter_causal_leaves_to_the_plain_form():
     w, v, value = (random((1, 2, 5, 8), torch.float32) for _ in range(3))
     state = no_past(v, value)
-    assert kernels.filter_causal(w, v, value, *state, 1e-30) is not None
-    assert kernels.filter_causal(w.double(), v.double(), value.double(), *state, 1e-30) is None
-    assert kernels.filter_causal(w, v, value.repeat(1, 1, 1, 9), *state, 1e-30) is None
+    assert kernels.filter_causal(lambda: w, v, value, *state, 1e-30) is not None
+    assert kernels.filter_causal(w.double, v.double(), value.double(), *state, 1e-30) is None
+    assert kernels.filter_causal(lambda: w, v, value.repeat(1, 1, 1, 9), *state, 1e-30) is None
 
 
 # ------------------------------------------------------------------------------------------- models, and the choice
