@@ -24,8 +24,7 @@ def filter_all(left: Left, v: Tensor, value: Tensor, keys: Tensor | None) -> Ten
     Returns:
         (batch, heads, tokens, value features), dtype of ``value``.
     """
-    with torch.autocast(v.device.type, enabled=False):
-        return _All.apply(*left, v, value, keys)[0]
+    return _All.apply(*left, v, value, keys)[0]
 
 
 class _All(torch.autograd.Function):
