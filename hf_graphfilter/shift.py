@@ -96,8 +96,11 @@ class ShiftOperator(ABC):
     def __call__(self, signal: Tensor) -> Tensor:
         """``S(signal)``, shape (batch, heads, query tokens, features), dtype of the signal."""
 
-    def powers(self, value: Tensor, count: int) -> list[Tensor]:
-        """``[S(value), S(S(value)), ...]``, ``count`` of them, each (batch, heads, query tokens, features)."""
+    def powers(self, value: Tensor, count: int, *, joint: bool = True) -> list[Tensor]:
+        """``[S(value), S(S(value)), ...]``, ``count`` of them, each (batch, heads, query tokens, features).
+
+        ``joint``: a faster form of two applications may stand in, which equals them up to rounding.
+        """
         signals = [self(value)]
         while len(signals) < count:
             signals.append(self(signals[-1]))
@@ -149,8 +152,8 @@ class AttentionShift(ShiftOperator):
         query: (batch, heads, query tokens, features).
         key: (batch, key heads, key tokens, features).
         past_rows: of signals, where the model decodes with a cache.
-        twice: a faster form of two applications, ``twice(value) -> (S(value), S(S(value)))``, or None where there is
-            none for this value.
+        twice: a faster form of two applications, ``twice(value) -> (S(value), S(S(value)))`` up to rounding, or None
+            where there is none for this value.
 
     For filters that replace ``S`` rather than apply it:
 
@@ -200,8 +203,9 @@ class AttentionShift(ShiftOperator):
         self.applications += 1
         return output.transpose(1, 2)
 
-    def powers(self, value: Tensor, count: int) -> list[Tensor]:
-        both = self.twice(value) if count == 2 and self.twice is not None and not self.applications else None
+    def powers(self, value: Tensor, count: int, *, joint: bool = True) -> list[Tensor]:
+        joint = joint and count == 2 and not self.applications
+        both = self.twice(value) if joint and self.twice is not None else None
         if both is None:
             return super().powers(value, count)
         if self.past_rows is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import GraphFilterError, shown
-from ..functional import attention_terms
+from ..functional.polynomial import attention_terms, known_zero
 from ..ops.combine import combine
 from ..shift import ShiftOperator
 from .base import LARGEST_ORDER, AttentionSite, FilterConfig, GraphFilter
@@ -71,14 +71,8 @@ class GFSA(GraphFilter):
 
 
 def _fixed_at_zero(coefficient: Tensor) -> bool:
-    """Whether a term can be left out. Asked only where the answer costs no synchronisation and no graph break."""
-    return (
-        not coefficient.requires_grad
-        and coefficient.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and not coefficient.any()
-    )
+    """Whether a term can be left out."""
+    return not coefficient.requires_grad and known_zero(coefficient)
 
 
 @register_filter("gfsa")
