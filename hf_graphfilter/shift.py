@@ -89,8 +89,8 @@ class ShiftOperator(ABC):
 
     Attributes:
         exact: whether ``S(value)`` is to be bit for bit what the model's own call gives, as it must where a filter at
-            its start leaves the model as it was. Elsewhere a filter may set it to False before it applies ``S``:
-            decoding is then faster on the CPU, with other rounding.
+            its start leaves the model as it was. Elsewhere a filter may set it to False before it applies ``S``: the
+            CPU then has faster forms, with other rounding.
     """
 
     exact: bool = True
@@ -160,8 +160,8 @@ class AttentionShift(ShiftOperator):
         query: (batch, heads, query tokens, features).
         key: (batch, key heads, key tokens, features).
         past_rows: of signals, where the model decodes with a cache.
-        twice: a faster form of two applications, ``twice(value) -> (S(value), S(S(value)))``, or None where there is
-            none for this value.
+        twice: a faster form of two applications, ``twice(value, exact) -> (S(value), S(S(value)))``, or None where
+            there is none for this value.
         few_rows: ``few_rows() -> matrix``, (batch, heads, query, key): the rows of ``A`` at the query tokens, formed
             once and applied as often as the filter asks, unless ``exact``; None where calls are faster.
         weights_again: whether the weights that ``attend`` gives are ``A`` for all applications: none is dropped.
@@ -183,7 +183,7 @@ class AttentionShift(ShiftOperator):
         query: Tensor,
         key: Tensor,
         past_rows: PastRows | None = None,
-        twice: Callable[[Tensor], tuple[Tensor, Tensor] | None] | None = None,
+        twice: Callable[[Tensor, bool], tuple[Tensor, Tensor] | None] | None = None,
         *,
         few_rows: Callable[[], Tensor | None] = lambda: None,
         weights_again: bool = False,
@@ -223,7 +223,8 @@ class AttentionShift(ShiftOperator):
         return output.transpose(1, 2)
 
     def powers(self, value: Tensor, count: int) -> list[Tensor]:
-        both = self.twice(value) if count == 2 and self.twice is not None and not self.applications else None
+        joint = count == 2 and self.twice is not None and not self.applications
+        both = self.twice(value, self.exact) if joint else None
         if both is None:
             return super().powers(value, count)
         if self.past_rows is not None:

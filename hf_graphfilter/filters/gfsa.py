@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import GraphFilterError, shown
-from ..functional import attention_terms
+from ..functional.polynomial import attention_terms, known_zero
 from ..ops.combine import combine
 from ..shift import ShiftOperator
 from .base import LARGEST_ORDER, AttentionSite, FilterConfig, GraphFilter
@@ -67,23 +67,14 @@ class GFSA(GraphFilter):
         if not _fixed_at_zero(self.w_0):
             terms.append((self.w_0, shift.identity(value)))
         K = 1 if _fixed_at_zero(self.w_K) else self.config.K
-        # bit for bit the plain model at the start; where that cannot be seen without waiting for the device, always
-        shift.exact = torch.is_grad_enabled() or not _may_be_read(self.w_K) or not any(self.w_K.tolist())
         return combine([*terms, *attention_terms(shift, value, self.w_1, self.w_K, K, self.config.approximation)])
 
 
-def _may_be_read(coefficient: Tensor) -> bool:
-    """Whether code may branch on its value: where that costs no synchronisation and no graph break."""
-    return (
-        coefficient.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-    )
 
 
 def _fixed_at_zero(coefficient: Tensor) -> bool:
     """Whether a term can be left out."""
-    return not coefficient.requires_grad and _may_be_read(coefficient) and not any(coefficient.tolist())
+    return not coefficient.requires_grad and known_zero(coefficient)
 
 
 @register_filter("gfsa")

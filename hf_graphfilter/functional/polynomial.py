@@ -86,7 +86,13 @@ def gfsa(
 def attention_terms(
     shift: ShiftOperator, value: Tensor, w_1: Tensor, w_K: Tensor, K: int, approximation: Literal["taylor", "none"]
 ) -> list[tuple[Tensor, Tensor]]:
-    """``w_1 S(value) + w_K P(value)`` as (coefficient, signal) pairs for ``combine``; see ``gfsa``."""
+    """``w_1 S(value) + w_K P(value)`` as (coefficient, signal) pairs for ``combine``; see ``gfsa``.
+
+    While w_K is zero, as it starts, ``S`` is the model's own attention call, so that its outputs stay the same bit for
+    bit; asked on the CPU only, where there are faster forms.
+    """
+    if K > 1:
+        shift.exact = known_zero(w_K)
     if approximation == "none":
         powers = shift.powers(value, K)
         return [(w_1, powers[0]), (w_K, powers[-1])]
@@ -94,6 +100,17 @@ def attention_terms(
         return [(w_1 + w_K, shift(value))]
     first, second = shift.powers(value, 2)
     return [(w_1 + (2 - K) * w_K, first), ((K - 1) * w_K, second)]
+
+
+def known_zero(coefficient: Tensor) -> bool:
+    """Whether all are zero. Asked only where the answer costs no synchronisation and no graph break, else False."""
+    return (
+        coefficient.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and not torch._C._are_functorch_transforms_active()
+        and not any(coefficient.tolist())  # no operation: they are a few numbers
+    )
 
 
 def _coefficient(c: Any, like: Tensor, heads: int, name: str) -> Tensor:

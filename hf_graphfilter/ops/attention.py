@@ -17,36 +17,37 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 PIECE = 1 << 18  # entries of A handled at a time, 1 MB in float32: they stay in the processor's cache
-JOINT_TOKENS = 1024  # beyond, PyTorch's blocked kernel wins
+ROWS = 64  # of a causal A formed at a time, up to their last visible column
 
 
 def can_apply_twice(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, dropout: float
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, dropout: float, exact: bool
 ) -> bool:
-    """Whether ``apply_twice`` is the faster form here: training on the CPU, with a mask that needs no gradient.
+    """Whether ``apply_twice`` is the faster form here: on the CPU, with a mask that needs no gradient.
 
-    With dropout the answer is the same with and without gradients: checkpointing runs the forward pass in both ways and
-    must draw the same masks.
+    Without dropout it equals two calls up to rounding, so that it is not for where results are to be ``exact``.
+
+    The answer is the same with and without gradients: checkpointing runs the forward pass in both ways, and must find
+    the same numbers and draw the same masks.
     """
     tensors = (query, key, value)
     return (
         all(t.device.type == "cpu" and t.dtype in (torch.float32, torch.float64) for t in tensors)
         and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
         and not torch._C._are_functorch_transforms_active()
+        and not torch.is_autocast_enabled("cpu")
         and not (mask is not None and mask.requires_grad)
         and query.shape[0] == key.shape[0] == value.shape[0]
         and query.shape[2] == key.shape[2] == value.shape[2]
-        and (
-            0 < dropout < 1
-            or (
-                dropout == 0
-                and torch.is_grad_enabled()
-                and any(t.requires_grad for t in tensors)
-                and query.shape[2] <= JOINT_TOKENS
-                and not causal  # PyTorch's causal kernel skips half the work
-            )
-        )
+        and (0 < dropout < 1 or (dropout == 0 and not exact and _is_faster(query, causal)))
     )
+
+
+def _is_faster(query: Tensor, causal: bool) -> bool:
+    """Measured"""
+    tokens = query.shape[2]
+    return 48 <= tokens <= (8192 if causal else 1024)
 
 
 def apply_twice(
@@ -69,8 +70,8 @@ def apply_twice(
         dropout: probability with which an entry of A is dropped, in steps of 2^-16.
 
     Returns:
-        Two tensors of the shape of ``value``; without dropout they are bit for bit what two calls of
-        ``scaled_dot_product_attention`` return.
+        Two tensors of the shape of ``value``; without dropout they are what two calls of
+        ``scaled_dot_product_attention`` return, up to rounding.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return _ApplyTwice.apply(query, key, value, mask, scale, causal, dropout)
@@ -82,17 +83,17 @@ class _ApplyTwice(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *options: Any
     ) -> tuple[Tensor, Tensor]:
         scale, causal, dropout = ctx.options = options
-        if not dropout:
-            first = F.scaled_dot_product_attention(query, key, value, mask, 0.0, causal, scale=scale)
-            second = F.scaled_dot_product_attention(query, key, first, mask, 0.0, causal, scale=scale)
-            ctx.save_for_backward(query, key, value, first, mask, None)
-            return first, second
+        keep = _random_masks((2, *query.shape[:3], key.shape[2]), dropout) if dropout else None
         first, second = _like(value), _like(value)
-        keep = _random_masks((2, *query.shape[:3], key.shape[2]), dropout)
-        for piece in _pieces(query, key):
-            matrix = _matrix(query, key, mask, scale, causal, piece)
-            for signal, out, entries in ((value, first, keep[0]), (first, second, keep[1])):
-                out[piece] = (_dropped(matrix, entries, dropout, piece) @ _flat(signal, piece)).view_as(out[piece])
+        for piece in _pieces(query, causal):
+            q, k, v, y, z = (x[piece] for x in (query, key, value, first, second))
+            bias = _bias(mask, query, piece)
+            for rows, seen in _blocks(q, causal):
+                once = twice = _matrix(q, k, rows, seen, bias, scale, causal)
+                if keep is not None:
+                    once, twice = (_dropped(once, drawn[piece][:, rows, seen], dropout) for drawn in keep)
+                y[:, rows] = once @ v[:, seen]
+                z[:, rows] = twice @ y[:, seen]
         ctx.save_for_backward(query, key, value, first, mask, keep)
         return first, second
 
@@ -102,26 +103,31 @@ class _ApplyTwice(torch.autograd.Function):
         query, key, value, first, mask, keep = ctx.saved_tensors
         scale, causal, dropout = ctx.options
         grads = _like(query), _like(key), _like(value)
-        for piece in _pieces(query, key):
-            q, k, v, y, grad_y, grad_z = (_flat(x, piece) for x in (query, key, value, first, grad_first, grad_second))
-            matrix = once = twice = _matrix(query, key, mask, scale, causal, piece)
-            if keep is not None:
-                once, twice = (_dropped(matrix, entries, dropout, piece) for entries in keep)
-            grad_y = torch.baddbmm(grad_y, twice.mT, grad_z)  # y is what the second application was given
-            grad_v = once.mT @ grad_y
-            if keep is None:
-                grad = (grad_y @ v.mT).baddbmm_(grad_z, y.mT)
-            else:
-                grad = _dropped(grad_y @ v.mT, keep[0], dropout, piece)
-                grad += _dropped(grad_z @ y.mT, keep[1], dropout, piece)
-            grad = torch._softmax_backward_data(grad, matrix, -1, matrix.dtype)
-            of_piece = _scaled_bmm(grad, k, scale), _scaled_bmm(grad.mT, q, scale), grad_v
-            for whole, part in zip(grads, of_piece, strict=True):
-                whole[piece] = part.view_as(whole[piece])
+        for piece in _pieces(query, causal):
+            q, k, v, y, grad_y, grad_z = (x[piece] for x in (query, key, value, first, grad_first, grad_second))
+            grad_q, grad_k, grad_v = (x[piece] for x in grads)
+            bias = _bias(mask, query, piece)
+            # a row of y is read by itself and later rows: from the last block on, its gradient is complete in time
+            for rows, seen in reversed(_blocks(q, causal)):
+                matrix = once = twice = _matrix(q, k, rows, seen, bias, scale, causal)
+                if keep is not None:
+                    once, twice = (_dropped(matrix, drawn[piece][:, rows, seen], dropout) for drawn in keep)
+                z_part = grad_z[:, rows]
+                if seen.stop == q.shape[1]:
+                    grad_y = torch.baddbmm(grad_y, twice.mT, z_part)
+                else:
+                    grad_y[:, seen] += twice.mT @ z_part
+                y_part = grad_y[:, rows]
+                _add(grad_v, seen, once.mT @ y_part)
+                if keep is None:
+                    grad = (y_part @ v[:, seen].mT).baddbmm_(z_part, y[:, seen].mT)
+                else:
+                    grad = _dropped(y_part @ v[:, seen].mT, keep[0][piece][:, rows, seen], dropout)
+                    grad += _dropped(z_part @ y[:, seen].mT, keep[1][piece][:, rows, seen], dropout)
+                grad = torch._softmax_backward_data(grad, matrix, -1, matrix.dtype)
+                grad_q[:, rows] = _scaled_bmm(grad, k[:, seen], scale)
+                _add(grad_k, seen, _scaled_bmm(grad.mT, q[:, rows], scale))
         return *grads, None, None, None, None
-
-
-Piece = tuple[slice, slice]
 
 
 def _like(x: Tensor) -> Tensor:
@@ -129,43 +135,73 @@ def _like(x: Tensor) -> Tensor:
     return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
 
 
-def _pieces(query: Tensor, key: Tensor) -> Iterator[Piece]:
-    """Parts of (batch, heads); one sequence at a time is cheapest, as its heads need no copy, unless they are short."""
+def _pieces(query: Tensor, causal: bool) -> Iterator[tuple[int, slice]]:
+    """A sequence and some of its heads: views of (heads, tokens, features), which no product has to copy."""
     batch, heads, tokens = query.shape[:3]
-    one_head = tokens * key.shape[2]
-    sequences, together = max(1, PIECE // (heads * one_head)), max(1, PIECE // one_head)
-    for b in range(0, batch, sequences):
+    together = max(1, PIECE // (tokens * min(tokens, ROWS) if causal else tokens**2))
+    for b in range(batch):
         for h in range(0, heads, together):
-            yield slice(b, b + sequences), slice(h, h + together)
+            yield b, slice(h, h + together)
 
 
-def _flat(x: Tensor, piece: Piece) -> Tensor:
-    return x[piece].flatten(0, 1)
+def _blocks(q: Tensor, causal: bool) -> list[tuple[slice, slice]]:
+    """Rows of A formed at a time, and the columns that they see: with a causal mask half of A is never formed."""
+    tokens = q.shape[1]
+    size = ROWS if causal else tokens
+    ends = [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+    return [(slice(start, end), slice(0, end)) for start, end in ends]
+
+
+def _matrix(
+    q: Tensor, k: Tensor, rows: slice, seen: slice, bias: Tensor | None, scale: float, causal: bool
+) -> Tensor:
+    """Rows of A: (heads, rows, columns that they see)."""
+    scores = _scaled_bmm(q[:, rows], k[:, seen].mT, scale)
+    if causal:
+        size = rows.stop - rows.start
+        scores[..., rows].masked_fill_(torch.ones(size, size, dtype=torch.bool).triu_(1), -torch.inf)
+    return biased_softmax(scores, bias)
+
+
+def biased_softmax(scores: Tensor, bias: Tensor | None) -> Tensor:
+    """Softmax of the sum, in the memory of ``scores``; rows of -inf, which attend to nothing, are zero as PyTorch has
+    them."""
+    if bias is None:
+        return torch.softmax(scores, -1, out=scores)
+    scores += bias
+    matrix = torch.softmax(scores, -1, out=scores)
+    empty = bias.amax(-1, keepdim=True) == -torch.inf
+    return matrix.masked_fill_(empty, 0.0) if empty.any() else matrix
+
+
+def _bias(mask: Tensor | None, query: Tensor, piece: tuple[int, slice]) -> Tensor | None:
+    """The part of a mask that a piece is given, additive: (heads or 1, tokens or 1, tokens)."""
+    if mask is None:
+        return None
+    b, heads = piece
+    mask = mask[(None,) * (4 - mask.dim())]
+    part = mask[b if len(mask) > 1 else 0]
+    part = part[heads] if len(part) > 1 else part
+    return additive(part, query.dtype)
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask, bool (True: may attend) or additive already, as what is added to scores."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+
+def _add(total: Tensor, seen: slice, part: Tensor) -> None:
+    """Add to rows of a total, which the last block, handled first, begins."""
+    if seen.stop == total.shape[1]:
+        total.copy_(part)
+    else:
+        total[:, seen] += part
 
 
 def _scaled_bmm(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=scale)
-
-
-def _matrix(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, causal: bool, piece: Piece) -> Tensor:
-    """A of a piece: (sequences x heads, tokens, tokens)."""
-    scores = _scaled_bmm(_flat(query, piece), _flat(key, piece).mT, scale)
-    if causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril_()
-    elif mask is not None:
-        mask = mask.broadcast_to(*query.shape[:2], *scores.shape[-2:])[piece].flatten(0, 1)
-    return masked_softmax(scores, mask)
-
-
-def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Softmax of ``scores``, which it may overwrite; ``mask`` bool (True: may attend) or additive, broadcastable."""
-    if mask is None:
-        return scores.softmax(-1)
-    if mask.dtype == torch.bool:
-        # rows that may attend to nothing are zero, as PyTorch has them
-        hidden = ~mask
-        return scores.masked_fill_(hidden, torch.finfo(scores.dtype).min).softmax(-1).masked_fill_(hidden, 0.0)
-    return scores.add_(mask).softmax(-1).nan_to_num_()
 
 
 def _random_masks(shape: tuple[int, ...], dropout: float) -> Tensor:
@@ -175,5 +211,5 @@ def _random_masks(shape: tuple[int, ...], dropout: float) -> Tensor:
     return (bits >= round(dropout * 2**16) - 2**15).view(shape)
 
 
-def _dropped(matrix: Tensor, keep: Tensor, dropout: float, piece: Piece) -> Tensor:
-    return (matrix * _flat(keep, piece)).mul_(1 / (1 - round(dropout * 2**16) / 2**16))
+def _dropped(matrix: Tensor, keep: Tensor, dropout: float) -> Tensor:
+    return (matrix * keep).mul_(1 / (1 - round(dropout * 2**16) / 2**16))

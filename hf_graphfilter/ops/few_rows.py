@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .attention import masked_softmax
+from .attention import additive, biased_softmax
 
 FEW = 16  # query tokens: those of assisted decoding too, none of a prompt
 
@@ -44,4 +44,5 @@ def form_rows(query: Tensor, key: Tensor, mask: Tensor | None = None, *, scale: 
     grouped = query.reshape(key.shape[0] * key.shape[1], -1, features)
     # the keys on the left: a quarter faster than on the right for one query
     scores = torch.baddbmm(query.new_empty(()), key.flatten(0, 1), grouped.mT, beta=0, alpha=scale).mT
-    return masked_softmax(scores.reshape(-1, heads, tokens, key.shape[2]), mask)
+    bias = None if mask is None else additive(mask, query.dtype)
+    return biased_softmax(scores.reshape(-1, heads, tokens, key.shape[2]), bias)

@@ -83,8 +83,8 @@ def graph_filter_attention(
         biased, declared = graph_filter.position_bias, declared_causal(module)
         return visibility(attention_mask, causal(), query.shape[2], biased, declared)
 
-    def twice(signal: Tensor) -> tuple[Tensor, Tensor] | None:
-        return _sdpa_twice(query, key, signal, attention_mask, causal, **kwargs)
+    def twice(signal: Tensor, exact: bool) -> tuple[Tensor, Tensor] | None:
+        return _sdpa_twice(query, key, signal, attention_mask, causal, exact, **kwargs)
 
     def few_rows() -> Tensor | None:
         return _sdpa_rows(query, key, attention_mask, **kwargs) if attend is sdpa_attention_forward else None
@@ -116,6 +116,7 @@ def _sdpa_twice(
     value: Tensor,
     mask: Tensor | None,
     may_be_causal: Callable[[], bool],
+    exact: bool,
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -128,7 +129,7 @@ def _sdpa_twice(
         return None
     if both := triton.apply_twice(query, key, value, mask, scale=scaling, causal=causal, dropout=dropout):
         return both
-    if not can_apply_twice(query, key, value, mask, causal, dropout):
+    if not can_apply_twice(query, key, value, mask, causal, dropout, exact):
         return None
     key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
     return apply_twice(query, key, value, mask, scale=scaling, causal=causal, dropout=dropout)
