@@ -223,8 +223,8 @@ class AttentionShift(ShiftOperator):
         return output.transpose(1, 2)
 
     def powers(self, value: Tensor, count: int) -> list[Tensor]:
-        joint = count == 2 and self.twice is not None and not self.applications
-        both = self.twice(value, self.exact) if joint else None
+        joint = self.twice if count == 2 and not self.applications else None
+        both = None if joint is None else joint(value, self.exact)
         if both is None:
             return super().powers(value, count)
         if self.past_rows is not None:

@@ -70,8 +70,6 @@ class GFSA(GraphFilter):
         return combine([*terms, *attention_terms(shift, value, self.w_1, self.w_K, K, self.config.approximation)])
 
 
-
-
 def _fixed_at_zero(coefficient: Tensor) -> bool:
     """Whether a term can be left out."""
     return not coefficient.requires_grad and known_zero(coefficient)

@@ -147,7 +147,7 @@ def _forward(original: Callable[..., Tensor], module: Any, x: Tensor, *args: Any
     mask, causal = _mask(original, args, kwargs)
     shift = AttentionShift(
         *(attend, query, key),
-        twice=lambda signal: _twice(module, query, key, signal, mask, causal),
+        twice=lambda signal, exact: _twice(module, query, key, signal, mask, causal, exact),
         hidden=x,
         scaling=module.scale,
         visible=lambda: _visible(module, mask, causal, x.shape[1]),
@@ -174,7 +174,7 @@ def _visible(module: Any, mask: Tensor | None, causal: bool, tokens: int) -> tup
 
 
 def _twice(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, exact: bool
 ) -> tuple[Tensor, Tensor] | None:
     """The joint form of two applications, where query and key alone make the scores and it is the faster one."""
     dropout = module.attn_drop.p if module.training else 0.0
@@ -182,7 +182,7 @@ def _twice(
         return None
     if both := triton.apply_twice(query, key, value, mask, scale=module.scale, causal=causal, dropout=dropout):
         return both
-    if not can_apply_twice(query, key, value, mask, causal, dropout):
+    if not can_apply_twice(query, key, value, mask, causal, dropout, exact):
         return None
     return apply_twice(query, key, value, mask, scale=module.scale, causal=causal, dropout=dropout)
 
