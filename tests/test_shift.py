@@ -18,7 +18,7 @@ from hf_graphfilter import (
     patch_model,
     unpatch_model,
 )
-from hf_graphfilter.ops.attention import PIECE, apply_twice, can_apply_twice
+from hf_graphfilter.ops.attention import PIECE, ROWS, apply_twice, can_apply_twice
 from hf_graphfilter.ops.combine import combine
 
 B, H, N, D = 2, 4, 7, 5
@@ -93,9 +93,10 @@ def test_cross_attention_is_refused():
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "boolean", "additive"])
-@pytest.mark.parametrize("piece", [PIECE, N * N * 2, 1])
-def test_apply_twice_equals_two_calls(mask, piece, monkeypatch):
+@pytest.mark.parametrize(("piece", "rows"), [(PIECE, ROWS), (N * N * 2, 3), (1, 1)])
+def test_apply_twice_equals_two_calls(mask, piece, rows, monkeypatch):
     monkeypatch.setattr("hf_graphfilter.ops.attention.PIECE", piece)
+    monkeypatch.setattr("hf_graphfilter.ops.attention.ROWS", rows)
     mask, causal, _ = masks()[mask]
     mask = mask if mask is None or mask.dtype == torch.bool else mask.nan_to_num(neginf=-1e30)
     inputs = tensors(B, H, N, D, grad=True)
@@ -106,30 +107,48 @@ def test_apply_twice_equals_two_calls(mask, piece, monkeypatch):
         return first, F.scaled_dot_product_attention(q, k, first, mask, is_causal=causal)
 
     found, expected = apply_twice(*inputs, mask, causal=causal), twice(*inputs)
-    torch.testing.assert_close(found[0], expected[0])
-    torch.testing.assert_close(found[1], expected[1])
+    torch.testing.assert_close(found, expected)
     for a, b in zip(
         torch.autograd.grad(found, inputs, weights), torch.autograd.grad(expected, inputs, weights), strict=True
     ):
         torch.testing.assert_close(a, b)
 
 
-def test_apply_twice_rows_that_see_nothing():
+@pytest.mark.parametrize("kind", ["boolean", "additive"])
+def test_apply_twice_rows_that_see_nothing(kind):
     mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril(-1)  # the first token sees nothing
+    mask = mask if kind == "boolean" else torch.zeros(1, 1, 4, 4).masked_fill(~mask, -torch.inf)
     inputs = tensors(1, 2, 4, 3, grad=True)
     first, second = apply_twice(*inputs, mask)
     assert second[:, :, 0].abs().max() == 0
     assert all(g.isfinite().all() for g in torch.autograd.grad([first, second], inputs, [first, second]))
 
 
-def test_apply_twice_gradcheck_with_dropout():
+@pytest.mark.parametrize("causal", [False, True])
+def test_apply_twice_gradcheck_with_dropout(causal, monkeypatch):
+    monkeypatch.setattr("hf_graphfilter.ops.attention.ROWS", 3)
     inputs = tensors(1, 2, 4, 3, grad=True)
 
     def fixed_masks(*args):
         torch.manual_seed(3)
-        return apply_twice(*args, dropout=0.3)
+        return apply_twice(*args, dropout=0.3, causal=causal)
 
     assert gradcheck(fixed_masks, inputs)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_apply_twice_in_float32_against_float64(causal):
+    inputs, weights = tensors(1, 2, 150, 16, grad=True), tensors(1, 2, 150, 16, count=2)
+    visible = torch.ones(150, 150, dtype=torch.bool).tril() if causal else torch.ones(150, 150, dtype=torch.bool)
+    A = matrix(*inputs[:2], torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, -torch.inf))
+    expected = (A @ inputs[2], A @ (A @ inputs[2]))
+    single = [x.detach().float().requires_grad_() for x in inputs]
+    outputs = apply_twice(*single, causal=causal)
+    gradients = torch.autograd.grad(outputs, single, [w.float() for w in weights])
+    for x, reference in zip(
+        (*outputs, *gradients), (*expected, *torch.autograd.grad(expected, inputs, weights)), strict=True
+    ):
+        torch.testing.assert_close(x.double(), reference, atol=2e-5, rtol=1e-4)
 
 
 def test_dropout_masks_are_independent_and_unbiased():
@@ -146,16 +165,42 @@ def test_dropout_masks_are_independent_and_unbiased():
 
 
 def test_when_the_joint_form_is_used():
-    q, k, v = tensors(1, 2, 8, 4, grad=True)
-    assert can_apply_twice(q, k, v, None, False, 0.0)
-    assert not can_apply_twice(q, k, v, None, True, 0.0)
-    assert can_apply_twice(q, k, v, None, True, 0.1)
-    assert not can_apply_twice(q, k, v, torch.zeros(8, 8, requires_grad=True), False, 0.0)
+    q, k, v = tensors(1, 12, 64, 4, grad=True)
+    few, short = ([x[part] for x in (q, k, v)] for part in ((slice(None), slice(2)), (..., slice(32), slice(None))))
+    for causal in (False, True):
+        assert can_apply_twice(q, k, v, None, causal, 0.0)
+        assert not can_apply_twice(*few, None, causal, 0.0)
+        assert not can_apply_twice(*short, None, causal, 0.0)
+        assert can_apply_twice(*short, None, causal, 0.1)
+    assert not can_apply_twice(q, k, v, torch.zeros(64, 64, requires_grad=True), False, 0.0)
     assert not can_apply_twice(q[:, :, :1], k, v, None, False, 0.1)
     assert not can_apply_twice(*(x.bfloat16() for x in (q, k, v)), None, False, 0.0)
-    with torch.no_grad():
+    with torch.autocast("cpu"):
         assert not can_apply_twice(q, k, v, None, False, 0.0)
-        assert can_apply_twice(q, k, v, None, False, 0.1), "checkpointing must draw the same masks again"
+    with torch.no_grad():
+        assert can_apply_twice(q, k, v, None, False, 0.0), "checkpointing must find the same numbers again"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_start_is_the_attention_call_itself_bit_for_bit(causal):
+    """Also at sizes where the joint form, equal up to rounding, is the faster one."""
+    query, key, value = tensors(1, 12, 130, 8, dtype=torch.float32)
+    graph_filter = GFSAConfig(K=3).build(AttentionSite("self", torch.nn.Identity(), 12, causal, "encoder", "", 0))
+
+    def attend(k, v):
+        return F.scaled_dot_product_attention(query, k, v, is_causal=causal).transpose(1, 2), None
+
+    def twice(v):
+        assert can_apply_twice(query, key, v, None, causal, 0.0)
+        return apply_twice(query, key, v, causal=causal)
+
+    def filtered(joint):
+        return graph_filter(AttentionShift(attend, query, key, twice=joint), value)
+
+    assert torch.equal(filtered(twice), attend(key, value)[0].transpose(1, 2))
+    torch.nn.init.constant_(graph_filter.w_K, 0.3)
+    assert not torch.equal(filtered(twice), filtered(None)), "the joint form was not used"
+    torch.testing.assert_close(filtered(twice), filtered(None))
 
 
 def test_combine():
@@ -204,7 +249,7 @@ def test_gfsa_reductions():
     )
     # no high-order term: one application of S, whatever K
     counted = []
-    shift.powers = lambda v, count: counted.append(count) or [A @ v] * count
+    shift.powers = lambda v, count, joint: counted.append(count) or [A @ v] * count
     assert torch.equal(built(K=9, approximation="none", learn=("w_0",), w_0=0.5)(shift, value), A @ value + 0.5 * value)
     assert counted == [1]
 
@@ -297,7 +342,7 @@ def test_memory_is_linear_in_tokens():
             return out
 
     family = FAMILIES["gpt2"]
-    model = patch_model(family.build(n_positions=4096), "gfsa")
+    model = patch_model(family.build(n_positions=4096), "gfsa", w_K=0.1)
     sizes = {}
     for tokens in (2048, 4096):
         with Largest() as largest:
