@@ -193,12 +193,8 @@ def test_the_start_is_the_attention_call_itself_bit_for_bit(causal):
         return F.scaled_dot_product_attention(query, k, v, is_causal=causal).transpose(1, 2), None
 
     def twice(v, exact):
-        assert can_apply_twice(query, key, v, None, causal, 0.0, False)
-        return (
-            apply_twice(query, key, v, causal=causal)
-            if can_apply_twice(query, key, v, None, causal, 0.0, exact)
-            else None
-        )
+        can = can_apply_twice(query, key, v, None, causal, 0.0, exact)
+        return apply_twice(query, key, v, causal=causal) if can else None
 
     def filtered(joint):
         return graph_filter(AttentionShift(attend, query, key, twice=joint), value)
@@ -255,7 +251,7 @@ def test_gfsa_reductions():
     )
     # no high-order term: one application of S, whatever K
     counted = []
-    shift.powers = lambda v, count: counted.append(count) or [A @ v] * count
+    shift.powers = lambda v, count, joint: counted.append(count) or [A @ v] * count
     assert torch.equal(built(K=9, approximation="none", learn=("w_0",), w_0=0.5)(shift, value), A @ value + 0.5 * value)
     assert counted == [1]
 
