@@ -62,11 +62,11 @@ def attention(
     def attend(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, None]:
         return F.scaled_dot_product_attention(query, k, v, is_causal=causal).transpose(1, 2), None
 
-    def twice(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def twice(v: torch.Tensor, exact: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
         os.environ[SWITCH] = str(int(form == "kernel"))
         if both := triton.apply_twice(query, key, v, causal=causal):
             return both
-        joint = can_apply_twice(query, key, v, None, causal, 0.0)
+        joint = can_apply_twice(query, key, v, None, causal, 0.0, exact)
         return apply_twice(query, key, v, causal=causal) if joint else None
 
     def matrix() -> torch.Tensor:

@@ -251,7 +251,7 @@ def test_gfsa_reductions():
     )
     # no high-order term: one application of S, whatever K
     counted = []
-    shift.powers = lambda v, count, joint: counted.append(count) or [A @ v] * count
+    shift.powers = lambda v, count: counted.append(count) or [A @ v] * count
     assert torch.equal(built(K=9, approximation="none", learn=("w_0",), w_0=0.5)(shift, value), A @ value + 0.5 * value)
     assert counted == [1]
 
