@@ -107,7 +107,7 @@ class _ApplyTwice(torch.autograd.Function):
         grads = _like(query), _like(key), _like(value)
         for piece in _pieces(query, causal):
             q, k, v, y, grad_y, grad_z = (x[piece] for x in (query, key, value, first, grad_first, grad_second))
-            grad_q, grad_k, grad_v = (x[piece] for x in grads)
+            grad_k = grad_v = None
             bias = _bias(mask, query, piece)
             # a row of y is read by itself and later rows: from the last block on, its gradient is complete in time
             for rows, seen in reversed(_blocks(q, causal)):
@@ -120,15 +120,17 @@ class _ApplyTwice(torch.autograd.Function):
                 else:
                     grad_y[:, seen] += twice.mT @ z_part
                 y_part = grad_y[:, rows]
-                _add(grad_v, seen, once.mT @ y_part)
+                grad_v = _added(grad_v, seen, once.mT @ y_part)
                 if keep is None:
                     grad = (y_part @ v[:, seen].mT).baddbmm_(z_part, y[:, seen].mT)
                 else:
                     grad = _dropped(y_part @ v[:, seen].mT, keep[0][piece][:, rows, seen], dropout)
                     grad += _dropped(z_part @ y[:, seen].mT, keep[1][piece][:, rows, seen], dropout)
                 grad = torch._softmax_backward_data(grad, matrix, -1, matrix.dtype)
-                grad_q[:, rows] = _scaled_bmm(grad, k[:, seen], scale)
-                _add(grad_k, seen, _scaled_bmm(grad.mT, q[:, rows], scale))
+                grads[0][piece][:, rows] = _scaled_bmm(grad, k[:, seen], scale)
+                grad_k = _added(grad_k, seen, _scaled_bmm(grad.mT, q[:, rows], scale))
+                if rows.start == 0:  # the last to add
+                    grads[1][piece], grads[2][piece] = grad_k, grad_v
         return *grads, None, None, None, None
 
 
@@ -192,12 +194,12 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
-def _add(total: Tensor, seen: slice, part: Tensor) -> None:
-    """Add to rows of a total, which the last block, handled first, begins."""
-    if seen.stop == total.shape[1]:
-        total.copy_(part)
-    else:
-        total[:, seen] += part
+def _added(total: Tensor | None, seen: slice, part: Tensor) -> Tensor:
+    """A sum over blocks; the last one, whose rows see all tokens, comes first and begins it."""
+    if total is None:
+        return part
+    total[:, seen] += part
+    return total
 
 
 def _scaled_bmm(a: Tensor, b: Tensor, scale: float) -> Tensor:
