@@ -30,8 +30,7 @@ from transformers import (
 )
 
 from hf_graphfilter import AttentionShift, AttentionSite, DenseShift, GFSAConfig, patch_model, unpatch_model
-from hf_graphfilter.ops import triton
-from hf_graphfilter.ops.attention import apply_twice, can_apply_twice
+from hf_graphfilter.ops.attention import joint_form
 from hf_graphfilter.ops.triton.choice import SWITCH
 
 LENGTHS = (128, 197, 512, 1024, 2048, 4096)
@@ -64,10 +63,7 @@ def attention(
 
     def twice(v: torch.Tensor, exact: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
         os.environ[SWITCH] = str(int(form == "kernel"))
-        if both := triton.apply_twice(query, key, v, causal=causal):
-            return both
-        joint = can_apply_twice(query, key, v, None, causal, 0.0, exact)
-        return apply_twice(query, key, v, causal=causal) if joint else None
+        return joint_form(query, key, v, None, causal=causal, exact=exact)
 
     def matrix() -> torch.Tensor:
         scores = query @ key.mT * FEATURES**-0.5

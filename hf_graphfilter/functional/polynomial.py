@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..errors import GraphFilterError
+from ..ops.attention import on_plain_cpu
 from ..ops.combine import combine
 from ..shift import AttentionShift, ShiftOperator, repeat_heads
 
@@ -104,13 +105,7 @@ def attention_terms(
 
 def known_zero(coefficient: Tensor) -> bool:
     """Whether all are zero. Asked only where the answer costs no synchronisation and no graph break, else False."""
-    return (
-        coefficient.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-        and not torch._C._are_functorch_transforms_active()
-        and not any(coefficient.tolist())  # no operation: they are a few numbers
-    )
+    return on_plain_cpu(coefficient) and not any(coefficient.tolist())  # no operation: they are a few numbers
 
 
 def _coefficient(c: Any, like: Tensor, heads: int, name: str) -> Tensor:

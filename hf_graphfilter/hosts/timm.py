@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from ..errors import GraphFilterError
 from ..filters import AttentionSite, GraphFilter
 from ..filters.attached import CHILD
-from ..ops import triton
-from ..ops.attention import apply_twice, can_apply_twice
+from ..ops.attention import joint_form
 from ..ops.visibility import visibility
 from ..shift import AttentionShift
 from .base import locate, looks_like_attention
@@ -180,11 +179,7 @@ def _twice(
     dropout = module.attn_drop.p if module.training else 0.0
     if _HONOURED[_class_name(module)] or not module.fused_attn:
         return None
-    if both := triton.apply_twice(query, key, value, mask, scale=module.scale, causal=causal, dropout=dropout):
-        return both
-    if not can_apply_twice(query, key, value, mask, causal, dropout, exact):
-        return None
-    return apply_twice(query, key, value, mask, scale=module.scale, causal=causal, dropout=dropout)
+    return joint_form(query, key, value, mask, scale=module.scale, causal=causal, dropout=dropout, exact=exact)
 
 
 # --------------------------------------------------------------------------------------------- attach and detach

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..shift import repeat_heads
+from . import triton
+
 PIECE = 1 << 20  # entries of A handled at a time, 4 MB in float32: they stay in the processor's cache
 ROWS = 64  # of a causal A formed at a time, up to their last visible column
 # Where two calls of scaled_dot_product_attention are slower, forward and with backward: measured with 12 heads of 64
@@ -35,10 +38,7 @@ def can_apply_twice(
     """
     tensors = (query, key, value)
     return (
-        all(t.device.type == "cpu" and t.dtype in (torch.float32, torch.float64) for t in tensors)
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-        and not torch._C._are_functorch_transforms_active()
+        all(on_plain_cpu(t) and t.dtype in (torch.float32, torch.float64) for t in tensors)
         and not torch.is_autocast_enabled("cpu")
         and not (mask is not None and mask.requires_grad)
         and query.shape[0] == key.shape[0] == value.shape[0]
@@ -47,9 +47,40 @@ def can_apply_twice(
     )
 
 
+def on_plain_cpu(x: Tensor) -> bool:
+    """Whether code may branch on the values of ``x``, and choose another form for it than the model's: that costs no
+    synchronisation, and no compiler, tracer or transform looks on."""
+    return (
+        x.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
 def _is_faster(query: Tensor, causal: bool) -> bool:
     heads, tokens = query.shape[1:3]
     return tokens in FASTER[causal] and heads * tokens >= FEWEST_ROWS
+
+
+def joint_form(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    dropout: float = 0.0,
+    exact: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """``apply_twice`` by a kernel or on the CPU, for fewer heads of keys too; None where two calls are to be made."""
+    if both := triton.apply_twice(query, key, value, mask, scale=scale, causal=causal, dropout=dropout):
+        return both
+    if not can_apply_twice(query, key, value, mask, causal, dropout, exact):
+        return None
+    key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
+    return apply_twice(query, key, value, mask, scale=scale, causal=causal, dropout=dropout)
 
 
 def apply_twice(
@@ -87,9 +118,8 @@ class _ApplyTwice(torch.autograd.Function):
         scale, causal, dropout = ctx.options = options
         keep = _random_masks((2, *query.shape[:3], key.shape[2]), dropout) if dropout else None
         first, second = _like(value), _like(value)
-        for piece in _pieces(query, causal):
+        for piece, bias in _pieces(query, mask, causal):
             q, k, v, y, z = (x[piece] for x in (query, key, value, first, second))
-            bias = _bias(mask, query, piece)
             for rows, seen in _blocks(q, causal):
                 once = twice = _matrix(q, k, rows, seen, bias, scale, causal)
                 if keep is not None:
@@ -105,10 +135,9 @@ class _ApplyTwice(torch.autograd.Function):
         query, key, value, first, mask, keep = ctx.saved_tensors
         scale, causal, dropout = ctx.options
         grads = _like(query), _like(key), _like(value)
-        for piece in _pieces(query, causal):
+        for piece, bias in _pieces(query, mask, causal):
             q, k, v, y, grad_y, grad_z = (x[piece] for x in (query, key, value, first, grad_first, grad_second))
             grad_k = grad_v = None
-            bias = _bias(mask, query, piece)
             # a row of y is read by itself and later rows: from the last block on, its gradient is complete in time
             for rows, seen in reversed(_blocks(q, causal)):
                 matrix = once = twice = _matrix(q, k, rows, seen, bias, scale, causal)
@@ -139,13 +168,20 @@ def _like(x: Tensor) -> Tensor:
     return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
 
 
-def _pieces(query: Tensor, causal: bool) -> Iterator[tuple[int, slice]]:
-    """A sequence and some of its heads: views of (heads, tokens, features), which no product has to copy."""
+def _pieces(query: Tensor, mask: Tensor | None, causal: bool) -> Iterator[tuple[tuple[int, slice], Tensor | None]]:
+    """A sequence and some of its heads: views of (heads, tokens, features), which no product has to copy. And the mask
+    that they are given, additive: (heads or 1, tokens or 1, tokens)."""
     batch, heads, tokens = query.shape[:3]
     together = max(1, PIECE // (tokens * min(tokens, ROWS) if causal else tokens**2))
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())]
+    shared = mask is None or mask.shape[1] == 1  # by the heads: made once a sequence
     for b in range(batch):
+        whole = None if mask is None else mask[b if len(mask) > 1 else 0]
+        bias = additive(whole, query.dtype) if shared else None
         for h in range(0, heads, together):
-            yield b, slice(h, h + together)
+            part = slice(h, h + together)
+            yield (b, part), bias if whole is None or shared else additive(whole[part], query.dtype)
 
 
 def _blocks(q: Tensor, causal: bool) -> list[tuple[slice, slice]]:
@@ -176,20 +212,9 @@ def biased_softmax(scores: Tensor, bias: Tensor | None) -> Tensor:
     return matrix.masked_fill_(empty, 0.0) if empty.any() else matrix
 
 
-def _bias(mask: Tensor | None, query: Tensor, piece: tuple[int, slice]) -> Tensor | None:
-    """The part of a mask that a piece is given, additive: (heads or 1, tokens or 1, tokens)."""
-    if mask is None:
-        return None
-    b, heads = piece
-    mask = mask[(None,) * (4 - mask.dim())]
-    part = mask[b if len(mask) > 1 else 0]
-    part = part[heads] if len(part) > 1 else part
-    return additive(part, query.dtype)
-
-
-def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """A mask, bool (True: may attend) or additive already, as what is added to scores."""
-    if mask.dtype != torch.bool:
+    if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 

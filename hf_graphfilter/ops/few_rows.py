@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .attention import additive, biased_softmax
+from .attention import additive, biased_softmax, on_plain_cpu
 
 FEW = 16  # query tokens, those of assisted decoding too; with more, two calls are as fast
 
@@ -19,14 +19,12 @@ def can_form_rows(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
     return (
         query.shape[2] <= FEW
         and (query.shape[2] == 1 or mask is not None)  # several without a mask are causal, which SDPA has rules for
-        and query.device.type == "cpu"
+        and on_plain_cpu(query)
         and query.dtype == key.dtype
         and query.dtype in (torch.float32, torch.float64)
         and query.shape[0] == key.shape[0]
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
     )
 
 
@@ -44,5 +42,4 @@ def form_rows(query: Tensor, key: Tensor, mask: Tensor | None = None, *, scale: 
     grouped = query.reshape(key.shape[0] * key.shape[1], -1, features)
     # the keys on the left: a quarter faster than on the right for one query
     scores = torch.baddbmm(query.new_empty(()), key.flatten(0, 1), grouped.mT, beta=0, alpha=scale).mT
-    bias = None if mask is None else additive(mask, query.dtype)
-    return biased_softmax(scores.reshape(-1, heads, tokens, key.shape[2]), bias)
+    return biased_softmax(scores.reshape(-1, heads, tokens, key.shape[2]), additive(mask, query.dtype))

@@ -14,11 +14,10 @@ from transformers.utils.output_capturing import _active_collector
 
 from ...errors import GraphFilterError
 from ...filters.attached import CHILD
-from ...ops import triton
-from ...ops.attention import apply_twice, can_apply_twice
+from ...ops.attention import joint_form
 from ...ops.few_rows import can_form_rows, form_rows
 from ...ops.visibility import visibility
-from ...shift import AttentionShift, repeat_heads
+from ...shift import AttentionShift
 from . import cache
 from .tensor_parallel import with_local_heads
 
@@ -127,12 +126,7 @@ def _sdpa_twice(
     causal = mask is None and query.shape[2] > 1 and may_be_causal()
     if position_bias is not None:
         return None
-    if both := triton.apply_twice(query, key, value, mask, scale=scaling, causal=causal, dropout=dropout):
-        return both
-    if not can_apply_twice(query, key, value, mask, causal, dropout, exact):
-        return None
-    key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
-    return apply_twice(query, key, value, mask, scale=scaling, causal=causal, dropout=dropout)
+    return joint_form(query, key, value, mask, scale=scaling, causal=causal, dropout=dropout, exact=exact)
 
 
 def _sdpa_rows(
