@@ -1,9 +1,11 @@
 """The rows of a task: read from official files or from the Hub, with the columns that the recipes use."""
 
 import csv
+import io
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +20,40 @@ FILES = {"train": "train", "validation": "valid", "test": "test"}  # the parts, 
 
 
 def read_rows(file: Path, header: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Rows of an official file: TSV (unquoted; ``header`` where the file has none), JSON, JSON lines or text lines."""
-    text = file.read_text(encoding="utf-8-sig")
+    """Rows of a file: TSV (``header`` where the file has none), CSV, JSON, JSON lines or text lines."""
+    if file.suffix == ".tsv":
+        return list(tsv_rows(file, header))
     try:
-        if file.suffix == ".tsv":
-            lines = csv.reader(text.split("\n"), delimiter="\t", quoting=csv.QUOTE_NONE)
-            filled = [line for line in lines if line]
-            names = list(header) if header else filled.pop(0) if filled else []
-            return [dict(itertools.zip_longest(names, line[: len(names)])) for line in filled]
+        text = file.read_text(encoding="utf-8-sig")
+        if file.suffix == ".csv":
+            csv.field_size_limit(sys.maxsize)  # of 128 KiB, which a document may have
+            lines = [line for line in csv.reader(io.StringIO(text, newline=""), strict=True) if line]
+            return list(named_rows(lines, header))
         if file.suffix == ".jsonl":
             return [json.loads(line) for line in text.split("\n") if line.strip()]
         if file.suffix == ".json":
             rows = json.loads(text)
             return list(rows.values()) if isinstance(rows, dict) else rows
         return [{"text": line.rstrip("\r")} for line in text.removesuffix("\n").split("\n")] if text else []
-    except (json.JSONDecodeError, csv.Error) as error:
+    except (json.JSONDecodeError, csv.Error, UnicodeDecodeError) as error:
         raise GraphFilterError(f"{file} cannot be read as {file.suffix[1:]}: {error}") from error
+
+
+def tsv_rows(file: Path, header: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of a TSV file without quotes, one by one; blank lines are no rows."""
+    with file.open(encoding="utf-8-sig") as lines:
+        try:
+            yield from named_rows((line.rstrip("\n").split("\t") for line in lines if line != "\n"), header)
+        except UnicodeDecodeError as error:
+            raise GraphFilterError(f"{file} cannot be read as tsv: {error}") from error
+
+
+def named_rows(lines: Iterable[list[str]], header: Sequence[str] | None) -> Iterator[dict[str, Any]]:
+    """Lines by the names of the columns, which are the first line if not given; None where a line is short."""
+    lines = iter(lines)
+    names = list(header or next(lines, []))
+    for cells in lines:
+        yield dict(itertools.zip_longest(names, cells[: len(names)]))
 
 
 def first_file(folder: Path, names: Sequence[str]) -> Path:
@@ -54,7 +74,10 @@ def texts_in(folder: Path, classes: Sequence[str]) -> Dataset:
         files = sorted(file for file in (folder / name).iterdir() if file.is_file())
         if not files:
             raise GraphFilterError(f"{folder / name} holds no documents")
-        rows += [{"text_a": text_of(file), "label": label} for file in files]
+        for file in files:
+            rows.append({"text_a": text_of(file), "label": label})
+            if not rows[-1]["text_a"].strip():
+                raise GraphFilterError(f"{file} is an empty document")
     return Dataset.from_list(rows)
 
 

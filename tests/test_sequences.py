@@ -1,4 +1,4 @@
-"""The recipe of sequences: documents in folders, folds by the seed, words and bytes as tokens, the pooling head."""
+"""The recipe of sequences: runs from scratch, words and bytes as tokens, the pooling head."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModel, BertConfig, DistilBertConfig
 
-from hf_graphfilter import GraphFilterError, filter_status, patch_model
+from hf_graphfilter import filter_status, patch_model
 from recipes import runs, sequences
 from recipes.classifier import POOLINGS, PooledClassifier, pool
 from recipes.models import train_bpe, train_words
@@ -23,7 +23,6 @@ def documents(tmp_path):
         folder = tmp_path / "data" / ("cats", "dogs")[number % 2]
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{number:02}.txt").write_text(f"Number {number} is a {('cat', 'dog')[number % 2]}.")
-    sequences.load.cache_clear()
     return tmp_path / "data"
 
 
@@ -52,63 +51,6 @@ def test_a_run_trains_saves_and_is_loaded(options, kind, documents, tmp_path, tr
     card = (folder / "README.md").read_text()
     assert "Trained from scratch on bbc with seed 7" in card
     assert ("from recipes.classifier import PooledClassifier" in card) == filtered
-
-
-def test_folds_follow_the_seed_and_cover_the_training_part(documents):
-    data, labels, _ = sequences.load("bbc", str(documents))
-    parts = [sequences.validated(data, labels, fold) for fold in range(sequences.FOLDS)]
-    assert sorted(text for part in parts for text in part["validation"]["text_a"]) == sorted(data["train"]["text_a"])
-    for part in parts:
-        assert not {*part["train"]["text_a"]} & {*part["validation"]["text_a"]}
-        assert part["test"]["text_a"][:] == data["test"]["text_a"][:]
-        assert sum(part["validation"]["label"]) in (1, 2), "as many of both classes, or nearly"
-
-
-def test_official_parts_and_other_encodings_are_read(tmp_path):
-    for part in ("20news-bydate-train", "20news-bydate-test"):
-        for name in ("a", "b", "unsup"):
-            (tmp_path / part / name).mkdir(parents=True)
-            for number in range(6):
-                content = f"café {number}".encode("latin-1" if name == "a" else "utf-8")
-                (tmp_path / part / name / str(number)).write_bytes(content)
-    data, labels, split = sequences.load.__wrapped__("20newsgroups-4cat", str(tmp_path))
-    assert (labels, split) == (("a", "b"), "official")
-    assert sorted(data["test"]["text_a"]) == sorted(2 * [f"café {number}" for number in range(6)])
-    assert len({*data["test"]["label"][:6]}) == 2, "shuffled: some rows are of all classes"
-
-
-def broken(folder, name):
-    """The fixture's folder, spoiled."""
-    if name == "few":
-        for file in sorted((folder / "dogs").iterdir())[9:]:
-            file.unlink()
-    elif name == "none":
-        for file in (folder / "dogs").iterdir():
-            file.unlink()
-    elif name == "one":
-        for file in (folder / "dogs").iterdir():
-            file.unlink()
-        (folder / "dogs").rmdir()
-    elif name == "parts":
-        for inner in ("train/a", "train/b", "test/a"):
-            (folder / inner).mkdir(parents=True)
-    return {"missing": str(folder / "nowhere"), "hub": None}.get(name, str(folder))
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("hub", "--task bbc needs --data"),
-        ("missing", "there is no folder .*nowhere"),
-        ("one", "must hold a folder of documents for each of two classes at least"),
-        ("none", "dogs holds no documents"),
-        ("few", "the class dogs has 9 documents to be split, 10 are needed"),
-        ("parts", "test has no folder b, which the training part has"),
-    ],
-)
-def test_what_cannot_be_read_is_one_sentence(name, message, documents):
-    with pytest.raises(GraphFilterError, match=message):
-        sequences.load.__wrapped__("bbc", broken(documents, name))
 
 
 def test_an_unknown_head_is_one_sentence(documents, tmp_path, capsys):

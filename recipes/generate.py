@@ -1,0 +1,101 @@
+"""Write the data of tasks that are generated, in the layout that recipes/sequences.py reads.
+
+    python recipes/generate.py listops DATA/listops-1000 --seed 1
+    python recipes/generate.py dashed-paths DATA/dashed-paths --images 20000
+
+The same seed writes the same files. What is interrupted or refused leaves nothing behind.
+"""
+
+if __name__ == "__main__":
+    from recipes import check_extras
+
+    check_extras("recipes")
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_graphfilter import GraphFilterError
+from recipes.errors import line
+from recipes.sequence_tasks.dashed_paths import DashedPaths
+from recipes.sequence_tasks.expressions import Expressions
+
+app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+Output = Annotated[Path, typer.Argument(help="A folder that is not there yet, or empty.")]
+Seed = Annotated[int, typer.Option(min=0)]
+
+
+@contextmanager
+def whole(output: Path) -> Iterator[Path]:
+    """A folder beside ``output`` that takes its place if all goes well."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise GraphFilterError(f"{output} is there already and not an empty folder: name another one")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}-"))
+    try:
+        yield folder
+        folder.chmod(0o755)
+        folder.replace(output)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@app.command()
+def listops(
+    output: Output,
+    train: Annotated[int, typer.Option(min=1, help="Expressions to train on.")] = 96_000,
+    validation: Annotated[int, typer.Option(min=1, help="To validate on.")] = 2_000,
+    test: Annotated[int, typer.Option(min=1, help="To test on.")] = 2_000,
+    max_depth: Annotated[int, typer.Option(min=2, help="Levels of a tree, the digits among them.")] = 10,
+    max_args: Annotated[int, typer.Option(min=2, help="Arguments of an operator.")] = 10,
+    min_length: Annotated[int, typer.Option(min=0, help="Expressions are longer, in tokens.")] = 500,
+    max_length: Annotated[int, typer.Option(min=2, help="And shorter.")] = 2_000,
+    seed: Seed = 0,
+) -> None:
+    """ListOps by the published definition; what is not given is that of the Long Range Arena."""
+    expressions = Expressions(max_depth, max_args, min_length, max_length)
+    expressions.check(train + validation + test)
+    with whole(output) as folder:
+        generated = expressions.generate(seed)
+        for part, count in {"train": train, "val": validation, "test": test}.items():
+            with (folder / f"basic_{part}.tsv").open("w") as file:
+                file.write("Source\tTarget\n")
+                file.writelines(f"{text}\t{value}\n" for text, value in islice(generated, count))
+
+
+@app.command()
+def dashed_paths(
+    output: Output,
+    images: Annotated[int, typer.Option(min=20, help="Half of them joined.")] = 20_000,
+    size: Annotated[int, typer.Option(min=16, max=512, help="Pixels of a side.")] = 32,
+    dashes: Annotated[int, typer.Option(min=1, help="Of a long path.")] = 9,
+    distractors: Annotated[int, typer.Option(min=0, help="Short paths.")] = 3,
+    seed: Seed = 0,
+) -> None:
+    """Images of two discs that a dashed path joins or not: in the manner of Pathfinder, but not its images."""
+    with whole(output) as folder:
+        (folder / "metadata").mkdir()
+        for number, (image, joined) in enumerate(DashedPaths(size, dashes, distractors).generate(images, seed)):
+            place, name = f"imgs/{number // 1000}", f"sample_{number}.png"
+            (folder / place).mkdir(parents=True, exist_ok=True)
+            image.save(folder / place / name)
+            with (folder / "metadata" / f"{number // 1000}.npy").open("a") as file:  # text, as in the official files
+                file.write(f"{place} {name} {number} {joined} {dashes} {distractors}\n")
+
+
+def main() -> None:
+    try:
+        app()
+    except (GraphFilterError, OSError) as error:
+        sys.exit(f"generate.py: {line(error)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The tasks of sequences, and how each is cut into parts to train on, to validate and to test.
+
+A data set without a test part is cut by a fixed seed: texts 70/30, long documents and DNA 60/20/20 as in Converter's
+paper, Pathfinder 80/10/10 as in the Long Range Arena. Where there is no part to validate on, a fifth of the training
+part is there for it. All cuts keep the share of the classes and are alike for every model.
+"""
+
+import warnings
+from collections import Counter
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+from datasets import Dataset, DatasetDict, concatenate_datasets
+from sklearn.model_selection import StratifiedKFold, train_test_split
+
+from hf_graphfilter import GraphFilterError
+from recipes.errors import nearest
+from recipes.sequence_tasks import lra, series, texts
+from recipes.sequence_tasks.task import Loaded, Task
+
+FOLDS = 5
+VALIDATIONS = ("auto", "fold", "test", "none")
+
+DOCUMENTS = "a folder that holds a folder of documents a class"
+
+TASKS = {
+    "bbc": Task("bbc-news", DOCUMENTS, texts.documents),
+    "20newsgroups-4cat": Task("20newsgroups-4cat", DOCUMENTS, texts.documents),
+    "20newsgroups": Task("20newsgroups", DOCUMENTS, texts.documents),
+    "imdb": Task("imdb", DOCUMENTS, texts.documents, online="stanfordnlp/imdb", labels=("neg", "pos")),
+    "listops": Task(
+        "listops-1000", "a folder with basic_train.tsv, basic_val.tsv, basic_test.tsv", lra.listops, "symbols"
+    ),
+    "listops-short": Task("listops", "a folder with test_d20s.tsv", lra.listops_short, "symbols", shares=(70, 10, 20)),
+    "image": Task(
+        "cifar10",
+        "a folder with train and test, each with a folder of PNG files a class",
+        lra.image,
+        "pixels",
+        online="uoft-cs/cifar10",
+        labels=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+    ),
+} | {
+    name: Task(
+        name, f"a folder with {name}_TRAIN.ts and {name}_TEST.ts", series.series, "series", online=series.ARCHIVE
+    )
+    for name in series.NAMES
+}
+
+
+@lru_cache(maxsize=1)
+def read(name: str, folder: str | None) -> Loaded:
+    """A task as its files have it, in no order; what is one part alone is cut."""
+    if name not in TASKS:
+        raise GraphFilterError(f"there is no task {name}{nearest(name, TASKS)}; tasks: {', '.join(TASKS)}")
+    task = TASKS[name]
+    root = None
+    if folder is None:
+        if task.online is None:
+            raise GraphFilterError(f"--task {name} needs --data, {task.layout}")
+    else:
+        root = Path(folder, task.folder) if Path(folder, task.folder).is_dir() else Path(folder)
+        if not root.exists():
+            raise GraphFilterError(f"--data: there is no folder {root}")
+    loaded = task.read(root, task)
+    if "all" in loaded.parts:
+        return divided(loaded, task)
+    return replace(loaded, parts=loaded.parts.shuffle(seed=0))
+
+
+def divided(loaded: Loaded, task: Task) -> Loaded:
+    """The one part of a data set cut by a fixed seed, with the same share of each class in all parts."""
+    rows = loaded.parts["all"]
+    enough(rows, loaded.labels, 2 * FOLDS, task)
+    train, test = stratified(rows, range(len(rows)), task.shares[-1] / 100)
+    parts = {"train": train, "test": test}
+    if len(task.shares) == 3:
+        kept, validation = stratified(rows, train, task.shares[1] / (task.shares[0] + task.shares[1]))
+        parts = {"train": kept, "validation": validation, "test": test}
+    cut = DatasetDict({part: rows.select(chosen) for part, chosen in parts.items()})
+    return Loaded(cut, loaded.labels, f"{'/'.join(map(str, task.shares))} of the {examples(task)}")
+
+
+def stratified(rows: Dataset, chosen, share: float):
+    """The chosen rows without a share of each class, and that share."""
+    labels = rows["label"][:]
+    return train_test_split(chosen, test_size=share, random_state=0, stratify=[labels[row] for row in chosen])
+
+
+def examples(task: Task) -> str:
+    return "documents" if task.kind == "text" else "examples"
+
+
+def enough(rows: Dataset, labels: tuple[str, ...], needed: int, task: Task) -> None:
+    """Whether each class can be cut into parts."""
+    counts = Counter(rows["label"])
+    for number, label in enumerate(labels):
+        if counts[number] < needed:
+            raise GraphFilterError(
+                f"the class {label} has {counts[number]} {examples(task)} to be split, {needed} are needed"
+            )
+
+
+def load(name: str, folder: str | None, validation: str = "auto", fold: int = 0) -> Loaded:
+    """Training, validation and test part of a task.
+
+    Args:
+        validation: "auto", the data set's own part, else a fold; "fold", always the ``fold`` of five of the training
+            part, to which the data set's own part is added; "test", the test part; "none", none: all the training part
+            is trained on.
+    """
+    if validation not in VALIDATIONS:
+        raise GraphFilterError(f"--validation {validation}: it is one of {', '.join(VALIDATIONS)}")
+    loaded = read(name, folder)
+    parts, split = dict(loaded.parts), loaded.split
+    if validation == "none":
+        unused = ", its validation part is not used" if parts.pop("validation", None) else ""
+        return replace(loaded, parts=DatasetDict(parts), split=f"{split}{unused}, no part validates")
+    if validation == "test":
+        parts["validation"] = parts["test"]
+        split += ", the test part validates too: what is chosen by it is chosen on the test part"
+    elif validation == "fold" or "validation" not in parts:
+        if own := parts.pop("validation", None):
+            parts["train"] = concatenate_datasets([parts["train"], own])
+            split += ", training and validation part together"
+        enough(parts["train"], loaded.labels, 2, TASKS[name])
+        with warnings.catch_warnings():  # a class of less than five examples is not in all folds
+            warnings.filterwarnings("ignore", "The least populated class", UserWarning)
+            labels = parts["train"]["label"][:]
+            folds = list(StratifiedKFold(FOLDS, shuffle=True, random_state=0).split(labels, labels))
+        kept, out = folds[fold % FOLDS]
+        parts |= {"train": parts["train"].select(kept), "validation": parts["train"].select(out)}
+        split += ", a fifth of the training part validates, another one with each seed"
+    ordered = {part: parts[part] for part in ("train", "validation", "test")}
+    return replace(loaded, parts=DatasetDict(ordered), split=split)

@@ -1,0 +1,97 @@
+"""Images of dashed paths: do two discs lie at the ends of one path?
+
+A generator of our own, in the manner of Pathfinder (Linsley et al., 2018) and in its layout: its images are not
+those of the Long Range Arena, and accuracies on one say nothing about the other. An image has two long paths and a few
+short ones, none of which touch. Where the discs are joined they are at the two ends of a long path; where they are not,
+each is at the end of another long path, and of the four such pairs it is the one whose distance is nearest to that of
+joined discs.
+"""
+
+import math
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+
+from PIL import Image, ImageDraw
+
+from hf_graphfilter import GraphFilterError
+
+Path = list[tuple[float, float]]  # where its dashes begin, and the end of the last
+
+# in thirty-seconds of the side
+STEP, DASH, WIDTH, RADIUS, MARGIN, CLEARANCE = 3.0, 2.0, 0.9, 1.6, 2.0, 3.0
+BEND = 0.5  # radians from dash to dash, at most
+FINE = 4  # times finer is what is drawn, then averaged
+TRIES = 2000  # of one image
+
+
+class DashedPaths:
+    """Square grey images with two long paths of ``dashes`` and ``distractors`` paths of a third of it."""
+
+    def __init__(self, size: int = 32, dashes: int = 9, distractors: int = 3):
+        self.size, self.dashes, self.distractors = size, dashes, distractors
+
+    def generate(self, count: int, seed: int) -> Iterator[tuple[Image.Image, int]]:
+        """Images and whether the discs are joined, every other one."""
+        for number in range(count):
+            draw = random.Random(f"{seed} {number}")
+            yield self.image(draw, joined := number % 2), joined
+
+    def image(self, draw: random.Random, joined: int) -> Image.Image:
+        first, second, *others = self.paths(draw)
+        ends = first[0], first[-1]
+        if not joined:
+            span = math.dist(*ends)
+            pairs = [(a, b) for a in ends for b in (second[0], second[-1])]
+            ends = min(pairs, key=lambda pair: abs(math.dist(*pair) - span))
+        scale = FINE * self.size / 32
+        canvas = Image.new("L", (FINE * self.size, FINE * self.size))
+        pen = ImageDraw.Draw(canvas)
+        for path in (first, second, *others):
+            for (x, y), (u, v) in pairwise(path):
+                to = x + (u - x) * DASH / STEP, y + (v - y) * DASH / STEP
+                pen.line([scale * x, scale * y, *(scale * z for z in to)], fill=255, width=round(scale * WIDTH))
+        for x, y in ends:
+            pen.circle((scale * x, scale * y), scale * RADIUS, fill=255)
+        return canvas.resize((self.size, self.size), Image.Resampling.BOX)
+
+    def paths(self, draw: random.Random) -> list[Path]:
+        """All paths of an image, the two long ones first."""
+        lengths = [self.dashes] * 2 + [max(1, self.dashes // 3)] * self.distractors
+        for _ in range(TRIES):
+            paths: list[Path] = []
+            for length in lengths:
+                taken = [point for path in paths for point in path]
+                path = next(filter(None, (self.path(draw, length, taken) for _ in range(20))), None)
+                if path is None:
+                    break
+                paths.append(path)
+            else:
+                return paths
+        raise GraphFilterError(
+            f"two paths of {self.dashes} dashes and {self.distractors} shorter ones do not fit an image: take less"
+        )
+
+    @staticmethod
+    def path(draw: random.Random, length: int, taken: Path) -> Path | None:
+        """A path that keeps clear of what is taken and of itself, if this attempt finds one."""
+
+        def free(point: tuple[float, float], own: Path) -> bool:
+            inside = all(MARGIN <= z <= 32 - MARGIN for z in point)
+            return inside and all(math.dist(point, other) >= CLEARANCE for other in (*taken, *own))
+
+        path = [(draw.uniform(MARGIN, 32 - MARGIN), draw.uniform(MARGIN, 32 - MARGIN))]
+        if not free(path[0], []):
+            return None
+        heading = draw.uniform(0, 2 * math.pi)
+        while len(path) <= length:
+            for _ in range(8):
+                turned = heading + draw.uniform(-BEND, BEND)
+                point = path[-1][0] + STEP * math.cos(turned), path[-1][1] + STEP * math.sin(turned)
+                if free(point, path[:-1]):
+                    heading = turned
+                    path.append(point)
+                    break
+            else:
+                return None
+        return path
