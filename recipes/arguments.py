@@ -52,8 +52,21 @@ class SequenceArguments(RecipeArguments):
     """What the recipe of sequences takes besides."""
 
     pooling: str | None = HfArg(
-        default=None, help="Head over all tokens, mean_max, mean or first, instead of the model's own classifier."
+        default=None,
+        help="Head over all tokens, mean_max, mean, first or flatten (all side by side), instead of the model's own.",
     )
+    positions: str | None = HfArg(
+        default=None, help="With --pooling: gru, sinusoidal or none, in the place of the encoder's learned positions."
+    )
+    validation: str = HfArg(
+        default="auto",
+        help="fold (a fifth of the training part, the Nth with seed N), none, test (the test part: scores are then the "
+        "best of it), or auto: the data set's own part, or else a fold.",
+    )
+    pretrain: str | None = HfArg(default=None, help="denoise: before, restore hidden parts of the training inputs.")
+    pretrain_epochs: float = HfArg(default=10.0, help="Of --pretrain.")
+    pretrain_lr: float | None = HfArg(default=None, help="Of --pretrain; that of the training if not given.")
+    mask_ratio: float = HfArg(default=0.5, help="Part of the input that --pretrain hides.")
 
 
 @dataclass

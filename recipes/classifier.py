@@ -1,60 +1,188 @@
-"""A classification head over pooled token vectors, on any encoder of transformers."""
+"""Classifiers of sequences and their self-pretraining: tokens or series, positions, any encoder of transformers, a head."""
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import gelu, mse_loss
 from transformers import AutoConfig, AutoModel, PreTrainedModel
-from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutput
 
-from hf_graphfilter.models.converter.layers import pooled
+from hf_graphfilter import GraphFilterError
+from hf_graphfilter.models.converter.layers import pooled, recurrent, sinusoidal
 
-POOLINGS = ("mean_max", "mean", "first")
+POOLINGS = ("mean_max", "mean", "first", "flatten")
+POSITIONS = ("gru", "sinusoidal", "none")
+STEPS = 1e-6  # added to the deviation of a channel, which may be constant
 
 
-class PooledClassifier(PreTrainedModel):
-    """The encoder of a config, its token vectors pooled without padding, and two dense layers with a ReLU between.
+class SequenceModel(PreTrainedModel):
+    """The encoder of a config and what it is given; the base of the models below.
 
-    ``pooling``, kept in the config, names what the head takes: mean and maximum over the tokens side by side
-    (``mean_max``, the head of Singularformer's paper), their ``mean``, or the ``first`` token. The encoder has the name
-    that its own checkpoints give it, so that its weights are found in theirs, and in this one's by ``AutoModel``.
+    Fields of the config, all kept in a checkpoint:
+
+    ``positions``: ``"gru"`` (two layers over the embeddings, as Converter's), ``"sinusoidal"`` or ``"none"`` in the place
+    of the encoder's learned ones, whose table is zero and frozen; None leaves the encoder its own.
+
+    ``channels``: of a series, (batch, steps, channels) given as ``inputs_embeds``, which a linear layer projects. The mean
+    and the deviation of each channel, by which it is normalised, are buffers (``normalise_by``).
+
+    The encoder has the name that its own checkpoints give it, so that its weights are found in theirs, and in this one's
+    by ``AutoModel``.
     """
 
     config_class = AutoConfig
     supports_gradient_checkpointing = True
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
 
-    def __init__(self, config, pooling=None):
+    def __init__(self, config):
         super().__init__(config)
-        config.pooling = pooling or getattr(config, "pooling", POOLINGS[0])
-        self.loss_type = "ForSequenceClassification"
+        self.positions, self.channels = (getattr(config, name, None) for name in ("positions", "channels"))
+        if self.positions not in (None, *POSITIONS):
+            raise GraphFilterError(f"positions={self.positions!r}: use one of {', '.join(POSITIONS)}")
         encoder = AutoModel.from_config(config)
         if getattr(encoder, "pooler", None) is not None:
             encoder.pooler = None  # of the first token: without use and gradient here
         self.base_model_prefix = encoder.base_model_prefix
         setattr(self, self.base_model_prefix, encoder)
-        width = config.hidden_size
-        self.dense = nn.Linear(width * 2 if config.pooling == "mean_max" else width, width)
-        self.dropout = nn.Dropout(getattr(config, "hidden_dropout_prob", 0.1))
-        self.output = nn.Linear(width, config.num_labels)
-        self.post_init()
+        width = encoder.get_input_embeddings().embedding_dim
+        if self.channels:
+            encoder.get_input_embeddings().requires_grad_(False)  # there are no tokens
+            self.projection = nn.Linear(self.channels, width)
+            self.register_buffer("mean", torch.zeros(self.channels))
+            self.register_buffer("deviation", torch.ones(self.channels))
+        if self.positions == "gru":
+            self.gru = nn.GRU(width, width, 2, batch_first=True, dropout=getattr(config, "hidden_dropout_prob", 0.1))
+
+    def post_init(self):
+        super().post_init()
+        if self.positions is not None:
+            table = learned_positions(self.base_model).requires_grad_(False)
+            nn.init.zeros_(table.weight)
 
     @classmethod
     def from_config(cls, config):
         """A model with new weights, as of the auto classes."""
         return cls._from_config(config)
 
-    def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, labels=None) -> SequenceClassifierOutput:
+    def normalise_by(self, mean: Tensor, deviation: Tensor) -> None:
+        """What series are normalised by, a number a channel: those of the training part."""
+        self.mean.copy_(mean)
+        self.deviation.copy_(deviation)
+
+    def normalised(self, series: Tensor) -> Tensor:
+        return (series - self.mean) / (self.deviation + STEPS)
+
+    def encode(self, input_ids: Tensor | None, there: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """Token vectors (batch, tokens, features); ``there`` (batch, tokens) is not 0 where a token is, None: all are."""
+        if self.channels and inputs_embeds is not None:
+            inputs_embeds = self.projection(self.normalised(inputs_embeds).to(self.projection.weight.dtype))
+        if self.positions in ("gru", "sinusoidal"):
+            if inputs_embeds is None:
+                inputs_embeds, input_ids = self.get_input_embeddings()(input_ids), None
+            inputs_embeds = inputs_embeds + self._places(inputs_embeds, there).to(inputs_embeds.dtype)
+        return self.base_model(input_ids=input_ids, attention_mask=there, inputs_embeds=inputs_embeds).last_hidden_state
+
+    def _places(self, embeds: Tensor, there: Tensor | None) -> Tensor:
+        if self.positions == "gru":
+            return recurrent(self.gru, embeds, None if there is None else there.bool())
+        return sinusoidal(torch.arange(embeds.shape[1], device=embeds.device).unsqueeze(0), embeds.shape[2])
+
+
+def learned_positions(encoder: nn.Module) -> nn.Embedding:
+    for name, module in encoder.named_modules():
+        if isinstance(module, nn.Embedding) and name.endswith("position_embeddings"):
+            return module
+    raise GraphFilterError(
+        f"positions are for encoders with learned ones, which they replace, and {type(encoder).__name__} has none: leave "
+        "them out, or use bert or roberta-prelayernorm"
+    )
+
+
+class PooledClassifier(SequenceModel):
+    """The encoder, its token vectors pooled without padding, and a head.
+
+    ``pooling``, kept in the config, names what the head takes: mean and maximum over the tokens side by side
+    (``mean_max``, the head of Singularformer's paper), their ``mean``, or the ``first`` token, for two dense layers with
+    a ReLU between; or all the tokens side by side (``flatten``, the head of Zerveas et al., 2021, for series), for one.
+    That takes at most ``config.flattened`` tokens. Of pairs (``config.num_sequences`` 2, the second sequence as
+    ``input_ids_2``) the head takes (u, v, u v, u - v), encoded with the same weights.
+    """
+
+    def __init__(self, config, pooling=None):
+        config.pooling = pooling or getattr(config, "pooling", POOLINGS[0])
+        super().__init__(config)
+        self.loss_type = "ForSequenceClassification"
+        width = config.hidden_size
+        features = {"mean_max": 2 * width, "flatten": width * getattr(config, "flattened", 0)}.get(config.pooling, width)
+        features *= 4 if getattr(config, "num_sequences", 1) == 2 else 1
+        self.dense = nn.Linear(features, width) if config.pooling != "flatten" else None
+        self.dropout = nn.Dropout(getattr(config, "hidden_dropout_prob", 0.1))
+        self.output = nn.Linear(width if self.dense else features, config.num_labels)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        inputs_embeds=None,
+        labels=None,
+        input_ids_2=None,
+        attention_mask_2=None,
+    ) -> SequenceClassifierOutput:
         """``attention_mask`` is (batch, tokens), not 0 where a token is there; without one all are."""
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
-        hidden = self.base_model(**inputs).last_hidden_state
-        there = hidden.new_ones(hidden.shape[:2]) if attention_mask is None else attention_mask
-        features = pool(hidden, there.bool(), self.config.pooling)
-        logits = self.output(self.dropout(self.dense(self.dropout(features)).relu()))
+        inputs = [(input_ids, attention_mask, inputs_embeds)]
+        if getattr(self.config, "num_sequences", 1) == 2:
+            inputs.append((input_ids_2, attention_mask_2, None))
+        features = [self.features(*given) for given in inputs]
+        if len(features) == 2:
+            u, v = features
+            features = [u, v, u * v, u - v]
+        x = self.dropout(torch.cat(features, -1))
+        logits = self.output(self.dropout(self.dense(x).relu()) if self.dense else x)
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
+    def features(self, input_ids, attention_mask, inputs_embeds) -> Tensor:
+        hidden = self.encode(input_ids, attention_mask, inputs_embeds)
+        there = hidden.new_ones(hidden.shape[:2]) if attention_mask is None else attention_mask
+        return pool(hidden, there.bool(), self.config.pooling, getattr(self.config, "flattened", None))
 
-def pool(hidden: Tensor, there: Tensor, pooling: str) -> Tensor:
-    """``hidden`` (batch, tokens, features) to (batch, features), twice as many for ``mean_max``, by the tokens that are
-    ``there``, bool (batch, tokens)."""
-    return pooled(hidden, there, "cls" if pooling == "first" else pooling)
+
+def pool(hidden: Tensor, there: Tensor, pooling: str, flattened: int | None = None) -> Tensor:
+    """``hidden`` (batch, tokens, features) to (batch, features), twice as many for ``mean_max`` and ``flattened`` times
+    as many for ``flatten``, by the tokens that are ``there``, bool (batch, tokens)."""
+    if pooling != "flatten":
+        return pooled(hidden, there, "cls" if pooling == "first" else pooling)
+    if hidden.shape[1] > flattened:
+        raise GraphFilterError(f"a sequence of {hidden.shape[1]} tokens, and the head takes {flattened}")
+    kept = gelu(hidden) * there.unsqueeze(-1)
+    return nn.functional.pad(kept, (0, 0, 0, flattened - hidden.shape[1])).flatten(1)
+
+
+class Denoiser(SequenceModel):
+    """The encoder with a head that restores what was hidden of its input: self-pretraining on a task's own inputs (Amos
+    et al., ICLR 2024, arXiv 2310.02980).
+
+    Of tokens ``labels`` (batch, tokens) are the hidden ones, -100 elsewhere. Of series ``hidden_steps`` (batch, steps),
+    bool, are hidden here, by the mean of each channel; the loss is the mean squared error of them, normalised.
+    """
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.loss_type = "ForMaskedLM"
+        self.restore = nn.Linear(config.hidden_size, self.channels or config.vocab_size)
+        self.post_init()
+
+    def forward(
+        self, input_ids=None, attention_mask=None, inputs_embeds=None, labels=None, hidden_steps=None
+    ) -> MaskedLMOutput:
+        shown = inputs_embeds
+        if self.channels:
+            shown = torch.where(hidden_steps.unsqueeze(-1), self.mean, inputs_embeds)
+        logits = self.restore(self.encode(input_ids, attention_mask, shown))
+        if self.channels:
+            loss = mse_loss(logits.float()[hidden_steps], self.normalised(inputs_embeds)[hidden_steps])
+        else:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        return MaskedLMOutput(loss=loss, logits=logits)

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-import evaluate
 from datasets import Dataset, DatasetDict
 from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding
 
@@ -125,26 +124,23 @@ def named(labels) -> dict:
     return {"num_labels": len(names), "id2label": names, "label2id": {name: i for i, name in names.items()}}
 
 
-def classify(
-    args, training, tokenizer, data, measures, num_labels, model_class=AutoModelForSequenceClassification, **config
-):
+def classify(args, training, tokenizer, data, measures, num_labels, **config):
     """Fine-tune a classifier of the texts in all columns but ``label``; a regression where there is one label."""
-    model = build_model(args, training, model_class, tokenizer, num_labels=num_labels, **config)
+    model = build_model(args, training, AutoModelForSequenceClassification, tokenizer, num_labels=num_labels, **config)
+    encoded = encode(data, tokenizer, args.max_length)
+    collator = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
+    compute = metrics.classification(measures, num_labels)
+    return fit(args, training, model, tokenizer, encoded, data_collator=collator, compute_metrics=compute)
+
+
+def encode(data, tokenizer, max_length):
+    """The texts in all columns but ``label`` as tokens, together."""
     texts = [name for name in data["train"].column_names if name != "label"]
 
-    def encode(batch):
-        return tokenizer(*(batch[name] for name in texts), truncation=True, max_length=args.max_length)
+    def tokens(batch):
+        return tokenizer(*(batch[name] for name in texts), truncation=True, max_length=max_length)
 
-    def compute(prediction):
-        logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
-        predicted = logits.squeeze(-1) if num_labels == 1 else logits.argmax(-1)
-        return evaluate.combine([kind() for kind in measures]).compute(
-            predictions=predicted, references=prediction.label_ids
-        )
-
-    encoded = data.map(encode, batched=True, remove_columns=texts)
-    collator = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
-    return fit(args, training, model, tokenizer, encoded, data_collator=collator, compute_metrics=compute)
+    return data.map(tokens, batched=True, remove_columns=texts)
 
 
 RECIPE = Recipe(

@@ -1,6 +1,7 @@
 """Metrics as ``evaluate.Metric`` classes that need no download: ``evaluate.load`` fetches its scripts from the Hub."""
 
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import datasets
@@ -76,3 +77,16 @@ class Perplexity(_Metric):
     def _compute(self, nll: Any, tokens: Any) -> dict[str, float]:
         total = math.fsum(tokens)
         return {"perplexity": math.exp(math.fsum(nll) / total) if total else math.nan}
+
+
+def classification(measures: Iterable[type[evaluate.Metric]], num_labels: int) -> Callable[[Any], dict[str, float]]:
+    """``compute_metrics`` of a Trainer; a regression where there is one label."""
+
+    def compute(prediction: Any) -> dict[str, float]:
+        logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+        predicted = logits.squeeze(-1) if num_labels == 1 else logits.argmax(-1)
+        return evaluate.combine([kind() for kind in measures]).compute(
+            predictions=predicted, references=prediction.label_ids
+        )
+
+    return compute

@@ -1,7 +1,7 @@
 """Models and tokenizers: loaded or made, and patched with the filter."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,10 +56,24 @@ def train_words(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenizerFas
     return with_special_tokens(words)
 
 
-def with_special_tokens(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """As transformers takes it, each text between <s> and </s>."""
-    ends = ((SPECIAL[name], tokenizer.token_to_id(SPECIAL[name])) for name in ("eos", "bos"))
-    tokenizer.post_processor = processors.RobertaProcessing(*ends, add_prefix_space=False)
+def symbols_of(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer of what stands between spaces: all that ``texts`` have."""
+    return of_symbols(sorted({symbol for text in texts for symbol in text.split()}))
+
+
+def of_symbols(symbols: Iterable[str], ends: bool = True) -> PreTrainedTokenizerFast:
+    """A tokenizer of these symbols, in their order from 0, between spaces; the special tokens come after them."""
+    vocabulary = {symbol: number for number, symbol in enumerate([*symbols, *SPECIAL.values()])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=SPECIAL["unk"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return with_special_tokens(tokenizer, ends)
+
+
+def with_special_tokens(tokenizer: Tokenizer, ends: bool = True) -> PreTrainedTokenizerFast:
+    """As transformers takes it, each text between <s> and </s> unless without ``ends``."""
+    if ends:
+        outer = ((SPECIAL[name], tokenizer.token_to_id(SPECIAL[name])) for name in ("eos", "bos"))
+        tokenizer.post_processor = processors.RobertaProcessing(*outer, add_prefix_space=False)
     options: dict[str, Any] = {f"{name}_token": token for name, token in SPECIAL.items()}
     options |= {"cls_token": SPECIAL["bos"], "sep_token": SPECIAL["eos"]}
     options["model_input_names"] = ["input_ids", "attention_mask"]
@@ -89,13 +103,17 @@ def loading(source: str) -> Iterator[None]:
 
 
 def build_model(
-    args: RecipeArguments, training: Seq2SeqTrainingArguments, auto_class: Any, tokenizer: Any, **config: Any
+    args: RecipeArguments, training: Seq2SeqTrainingArguments, auto_class: Any, tokenizer: Any | None, **config: Any
 ) -> PreTrainedModel:
-    """The model, the same for every filter with the same seed, and patched with the filter."""
+    """The model, the same for every filter with the same seed, and patched with the filter; without a tokenizer one of
+    no vocabulary."""
     set_seed(training.seed)
     if args.from_scratch:
-        config |= {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
-        config |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+        if tokenizer is None:
+            config |= {"vocab_size": 1, "pad_token_id": 0}
+        else:
+            config |= {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+            config |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
         fresh = model_config(args, **config)
         if fresh.is_encoder_decoder and getattr(fresh, "decoder_start_token_id", None) is None:
             fresh.decoder_start_token_id = tokenizer.pad_token_id
@@ -103,7 +121,7 @@ def build_model(
     else:
         with loading(args.model):
             model = auto_class.from_pretrained(args.model, **config)
-        if model.config.get_text_config().pad_token_id is None:
+        if tokenizer is not None and model.config.get_text_config().pad_token_id is None:
             model.config.pad_token_id = tokenizer.pad_token_id
     patch(args, model)
     return model

@@ -2,14 +2,39 @@
 
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from datasets import DatasetDict
-from transformers import EarlyStoppingCallback, PreTrainedModel, PrinterCallback, Seq2SeqTrainingArguments, Trainer
+from transformers import (
+    EarlyStoppingCallback,
+    PreTrainedModel,
+    PrinterCallback,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+)
 
 from hf_graphfilter import CoefficientCallback, RegularizerCallback, filter_optimizer, filter_parameters, filter_status
 from hf_graphfilter.status import FilterStatus
 from recipes.arguments import RecipeArguments
+from recipes.machine import begin_peak_memory, peak_memory
+
+
+class Clock(TrainerCallback):
+    """Seconds of the training steps of each epoch, without the loading of data and evaluations."""
+
+    def __init__(self) -> None:
+        self.epochs: list[float] = []
+
+    def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.epochs.append(0.0)
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.begun = time.perf_counter()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.epochs[-1] += time.perf_counter() - self.begun
 
 
 def fit(
@@ -21,37 +46,51 @@ def fit(
     trainer_class: type[Trainer] = Trainer,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train, going on from the last checkpoint in the folder, evaluate the other parts of ``data``, and save.
-
-    By an ordinary Trainer, with the filter in an optimizer group of its own and its coefficients logged.
-    """
+    """Train, going on from the last checkpoint in the folder, evaluate the other parts of ``data``, and save."""
     start = filter_status(model)
-    options |= {"processing_class": tokenizer, "train_dataset": data["train"], "eval_dataset": data["validation"]}
-    trainer = trainer_class(model=model, args=training, **options)
-    if any(True for _ in filter_parameters(model)):
-        trainer.add_callback(CoefficientCallback())
-        # an attribute, since Seq2SeqTrainer does not take the argument
-        trainer.optimizer_cls_and_kwargs = filter_optimizer(training, args.filter_lr)
-    if penalised(start):
-        trainer.add_callback(RegularizerCallback())
+    options |= {"train_dataset": data["train"], "eval_dataset": data.get("validation"), "processing_class": tokenizer}
+    trainer = make_trainer(args, training, model, trainer_class, **options)
     if args.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
-    if training.disable_tqdm:
-        trainer.remove_callback(PrinterCallback)
-
+    clock = Clock()
+    trainer.add_callback(clock)
+    begin_peak_memory(training.device)
     begun = time.perf_counter()
     trainer.train(resume_from_checkpoint=last_checkpoint(Path(training.output_dir)))
     seconds = time.perf_counter() - begun
+    costs = {"peak_mb": round(peak_memory(training.device)), "epoch_seconds": round(median(clock.epochs or [0.0]), 2)}
     metrics = {}
     for part in [name for name in data if name != "train"]:
         for key, value in trainer.evaluate(data[part], metric_key_prefix=part).items():
             name = key.removeprefix(f"{part}_")
             if name not in ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "epoch"):
                 metrics[f"{part}/{name}"] = value
+    if trainer.state.best_metric is not None and not training.load_best_model_at_end:
+        metrics[f"validation/best_{training.metric_for_best_model}"] = trainer.state.best_metric
     if training.save_strategy != "no":
         trainer.save_model()
     model = trainer.accelerator.unwrap_model(trainer.model)
-    return outcome(model, start, metrics, seconds, trainer.state.global_step)
+    return {**outcome(model, start, metrics, seconds, trainer.state.global_step), **costs}
+
+
+def make_trainer(
+    args: RecipeArguments,
+    training: Seq2SeqTrainingArguments,
+    model: PreTrainedModel,
+    trainer_class: type[Trainer] = Trainer,
+    **options: Any,
+) -> Trainer:
+    """An ordinary Trainer, with the filter in an optimizer group of its own, its coefficients logged and its losses."""
+    trainer = trainer_class(model=model, args=training, **options)
+    if any(True for _ in filter_parameters(model)):
+        trainer.add_callback(CoefficientCallback())
+        # an attribute, since Seq2SeqTrainer does not take the argument
+        trainer.optimizer_cls_and_kwargs = filter_optimizer(training, args.filter_lr)
+    if penalised(filter_status(model)):
+        trainer.add_callback(RegularizerCallback())
+    if training.disable_tqdm:
+        trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def penalised(status: FilterStatus) -> bool:

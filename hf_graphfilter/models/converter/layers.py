@@ -59,7 +59,7 @@ class ConverterEmbeddings(nn.Module):
     def _positions(self, embeds: Tensor, mask: Tensor | None) -> Tensor:
         tokens, features = embeds.shape[1:]
         if isinstance(self.position, nn.GRU):
-            return _recurrent(self.position, embeds, mask)
+            return recurrent(self.position, embeds, mask)
         if self.kind == "none":
             return torch.zeros_like(embeds)
         if mask is None:
@@ -67,7 +67,7 @@ class ConverterEmbeddings(nn.Module):
         else:
             positions = (mask.cumsum(1) - 1).clamp(min=0)
         if not isinstance(self.position, nn.Embedding):
-            return _sinusoidal(positions, features)
+            return sinusoidal(positions, features)
         if tokens > self.position.num_embeddings:
             raise GraphFilterError(
                 f"{tokens} tokens, and max_position_embeddings is {self.position.num_embeddings}: truncate the input, "
@@ -76,7 +76,7 @@ class ConverterEmbeddings(nn.Module):
         return self.position(positions)
 
 
-def _recurrent(gru: nn.GRU, embeds: Tensor, mask: Tensor | None) -> Tensor:
+def recurrent(gru: nn.GRU, embeds: Tensor, mask: Tensor | None) -> Tensor:
     """The outputs of a GRU in float32 or wider. It runs forwards, so that tokens moved to the front see no padding."""
     x = wide(embeds)
     if mask is not None:
@@ -94,7 +94,7 @@ def _taken(x: Tensor, order: Tensor) -> Tensor:
     return x.gather(1, order.unsqueeze(-1).expand_as(x))
 
 
-def _sinusoidal(positions: Tensor, features: int) -> Tensor:
+def sinusoidal(positions: Tensor, features: int) -> Tensor:
     """Vaswani et al.: sine and cosine in turn, (batch, tokens) to (batch, tokens, features)."""
     turns = torch.arange(0, features, 2, device=positions.device) * (-math.log(10000.0) / features)
     angles = positions.unsqueeze(-1) * turns.exp()

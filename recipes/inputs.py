@@ -1,0 +1,95 @@
+"""What a sequence model is given: tokens of one or two texts, pixels or series, and batches of them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from datasets import DatasetDict
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DataCollatorForLanguageModeling
+
+from recipes.data import texts_of
+from recipes.glue import encode
+from recipes.models import load_tokenizer, of_symbols, symbols_of
+
+SERIES = "inputs_embeds"  # the name of a model's argument, which the Trainer keeps
+TOKENS = "input_ids", "input_ids_2"  # the second of pairs that are encoded apart
+
+
+def tokenizer_of(kind: str, args: Any, data: DatasetDict) -> Any | None:
+    """Of a task's kind, made of the training part; None of series."""
+    if kind == "series":
+        return None
+    if kind == "pixels":
+        return of_symbols(map(str, range(256)), ends=False)
+    if kind == "symbols":
+        return symbols_of(texts_of(data["train"]))
+    return load_tokenizer(args, lambda: texts_of(data["train"]))
+
+
+def encoded(data: DatasetDict, tokenizer: Any | None, max_length: int, apart: bool) -> DatasetDict:
+    """The columns that a model takes, and the label; the texts of pairs are tokens ``apart`` or together."""
+    columns = data["train"].column_names
+    if tokenizer is None:
+        return data.rename_column("series", SERIES)
+    if "input_ids" in columns:
+        return data
+    if not apart or "text_b" not in columns:
+        return encode(data, tokenizer, max_length)
+
+    texts = ["text_a", "text_b"]
+
+    def pairs(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        both = (tokenizer(batch[name], truncation=True, max_length=max_length)["input_ids"] for name in texts)
+        return dict(zip(TOKENS, both, strict=True))
+
+    return data.map(pairs, batched=True, remove_columns=texts)
+
+
+def statistics(series: list[list[list[float]]]) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each channel, over all steps."""
+    steps = torch.cat([torch.tensor(one, dtype=torch.float64) for one in series])
+    return steps.mean(0), steps.std(0, correction=0)
+
+
+@dataclass
+class Batches:
+    """Rows of ``encoded`` to a batch, padded to the longest."""
+
+    tokenizer: Any | None
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        batch = {"labels": torch.tensor([row["label"] for row in rows])}
+        if self.tokenizer is None:
+            return batch | padded([row[SERIES] for row in rows])
+        for name in TOKENS:
+            if name in rows[0]:
+                ids = {"input_ids": [row[name] for row in rows]}
+                tokens = self.tokenizer.pad(ids, pad_to_multiple_of=8, return_tensors="pt")
+                batch |= {f"{key}{name.removeprefix('input_ids')}": value for key, value in tokens.items()}
+        return batch
+
+
+@dataclass
+class HiddenBatches:
+    """The same for ``Denoiser``: without the labels of the task, and with a part of each sequence hidden."""
+
+    tokenizer: Any | None
+    ratio: float
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        if self.tokenizer is not None:
+            options = {"mlm_probability": self.ratio, "mask_replace_prob": 1.0, "random_replace_prob": 0.0}
+            hide = DataCollatorForLanguageModeling(self.tokenizer, pad_to_multiple_of=8, **options)
+            return dict(hide([{"input_ids": row[name]} for name in TOKENS if name in rows[0] for row in rows]))
+        batch = padded([row[SERIES] for row in rows])
+        there = batch["attention_mask"].bool()
+        order = torch.rand(there.shape).masked_fill(~there, 2.0).argsort(1).argsort(1)
+        return batch | {"hidden_steps": order < (there.sum(1, keepdim=True) * self.ratio).ceil()}  # one at least
+
+
+def padded(series: list[list[list[float]]]) -> dict[str, Tensor]:
+    steps = [torch.tensor(one, dtype=torch.float32) for one in series]
+    there = [torch.ones(len(one), dtype=torch.long) for one in steps]
+    return {SERIES: pad_sequence(steps, batch_first=True), "attention_mask": pad_sequence(there, batch_first=True)}
