@@ -43,7 +43,7 @@ def run(args, training):
     data = cut(loaded.parts, args)
     tokenizer = tokenizer_of(task.kind, args, data)
     data = encoded(data, tokenizer, args.max_length, apart=args.pooling is not None or args.model == "converter")
-    config = named(loaded.labels) | fields(args, data)
+    config = named(loaded.labels) | fields(args, tokenizer, data)
 
     def built(kind):
         model = build_model(args, training, kind, tokenizer, **config)
@@ -79,7 +79,7 @@ def check(args, training):
     pretraining.check(args)
 
 
-def fields(args, data):
+def fields(args, tokenizer, data):
     """Of the model's config: what the head and the positions need to know of the data."""
     columns = data["train"].column_names
     longest = max(len(row) for rows in data.values() for name in (SERIES, *TOKENS) if name in columns for row in rows[name])
@@ -93,7 +93,7 @@ def fields(args, data):
     table = "max_position_embeddings"
     known = args.from_scratch and args.model in CONFIG_MAPPING and hasattr(CONFIG_MAPPING[args.model](), table)
     if known and table not in parse_options(args.from_scratch):
-        own[table] = longest + 2  # of some models the first two places are of padding
+        own[table] = longest + 1 + (tokenizer.pad_token_id if tokenizer else 0)  # where RoBERTa's places begin
     return own
 
 

@@ -30,6 +30,7 @@ INCIDENTAL = (
     | {"hub_token", "hub_private_repo", "hub_revision", "dataloader_num_workers", "dataloader_pin_memory", "use_cpu"}
     | {"per_device_eval_batch_size", "eval_accumulation_steps", "eval_batch_size", "workers", "import"}
 )
+OPTIONS_OF = {"filter_options": "filter", "from_scratch": "model"}
 # of the recipes that have such flags
 DEFAULTS = {
     "report_to": "none",
@@ -128,14 +129,15 @@ class Settings:
         return {k: v for k, v in values.items() if k in self.actions}
 
     def override(self, values: dict[str, Any], changes: dict[str, Any], where: str = "") -> dict[str, Any]:
-        """``values`` with ``changes`` on top; options of a filter are added to those below, unless it is another."""
+        """``values`` with ``changes`` on top; options of a filter and fields of a model are added to those below, unless
+        it is another."""
         merged = dict(values)
         for key, value in changes.items():
             if key not in self.actions or key == "config":
                 raise GraphFilterError(f"unknown setting {key!r}{where}{nearest(key, self.actions)}")
             value = self._typed(key, value, where)
-            if key == "filter_options":
-                same = changes.get("filter", values.get("filter")) == values.get("filter")
+            if owner := OPTIONS_OF.get(key):
+                same = changes.get(owner, values.get(owner)) == values.get(owner)
                 below = parse_options(values.get(key) or []) if same else {}
                 value = _option_texts(below | parse_options(value))
             merged[key] = value
