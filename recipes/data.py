@@ -28,7 +28,7 @@ def read_rows(file: Path, header: Sequence[str] | None = None) -> list[dict[str,
         if file.suffix == ".csv":
             csv.field_size_limit(sys.maxsize)  # of 128 KiB, which a document may have
             lines = [line for line in csv.reader(io.StringIO(text, newline=""), strict=True) if line]
-            return list(named_rows(lines, header))
+            return list(named_rows(lines, header, file))
         if file.suffix == ".jsonl":
             return [json.loads(line) for line in text.split("\n") if line.strip()]
         if file.suffix == ".json":
@@ -43,16 +43,19 @@ def tsv_rows(file: Path, header: Sequence[str] | None = None) -> Iterator[dict[s
     """The rows of a TSV file without quotes, one by one; blank lines are no rows."""
     with file.open(encoding="utf-8-sig") as lines:
         try:
-            yield from named_rows((line.rstrip("\n").split("\t") for line in lines if line != "\n"), header)
+            cells = (text.removesuffix("\n").split("\t") for text in lines if text != "\n")
+            yield from named_rows(cells, header, file)
         except UnicodeDecodeError as error:
             raise GraphFilterError(f"{file} cannot be read as tsv: {error}") from error
 
 
-def named_rows(lines: Iterable[list[str]], header: Sequence[str] | None) -> Iterator[dict[str, Any]]:
-    """Lines by the names of the columns, which are the first line if not given; None where a line is short."""
-    lines = iter(lines)
-    names = list(header or next(lines, []))
-    for cells in lines:
+def named_rows(rows: Iterable[list[str]], header: Sequence[str] | None, source: object) -> Iterator[dict[str, Any]]:
+    """Rows by the names of the columns: of the ``header``, which they then fit, or of the first row."""
+    rows = iter(rows)
+    names = list(header or next(rows, []))
+    for number, cells in enumerate(rows, 1):
+        if header and len(cells) != len(header):
+            raise GraphFilterError(f"{source}: row {number} has {len(cells)} columns, {len(header)} were expected")
         yield dict(itertools.zip_longest(names, cells[: len(names)]))
 
 

@@ -80,9 +80,11 @@ def dashed_paths(
     seed: Seed = 0,
 ) -> None:
     """Images of two discs that a dashed path joins or not: in the manner of Pathfinder, but not its images."""
+    paths = DashedPaths(size, dashes, distractors)
+    next(paths.generate(1, seed))  # or what is asked for does not fit
     with whole(output) as folder:
         (folder / "metadata").mkdir()
-        for number, (image, joined) in enumerate(DashedPaths(size, dashes, distractors).generate(images, seed)):
+        for number, (image, joined) in enumerate(paths.generate(images, seed)):
             place, name = f"imgs/{number // 1000}", f"sample_{number}.png"
             (folder / place).mkdir(parents=True, exist_ok=True)
             image.save(folder / place / name)

@@ -8,7 +8,7 @@ part is there for it. All cuts keep the share of the classes and are alike for e
 import warnings
 from collections import Counter
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict, concatenate_datasets
@@ -16,22 +16,35 @@ from sklearn.model_selection import StratifiedKFold, train_test_split
 
 from hf_graphfilter import GraphFilterError
 from recipes.errors import nearest
-from recipes.sequence_tasks import lra, series, texts
+from recipes.sequence_tasks import fasta, lra, series, texts
 from recipes.sequence_tasks.task import Loaded, Task
 
 FOLDS = 5
 VALIDATIONS = ("auto", "fold", "test", "none")
 
 DOCUMENTS = "a folder that holds a folder of documents a class"
+FASTA = "a folder with a FASTA file a class, or with one FASTA file and labels.tsv"
+LONG = (60, 20, 20)
+PATHS = {"kind": "pixels", "labels": ("apart", "joined"), "shares": (80, 10, 10)}
+CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+ARXIV = ("cs.AI", "cs.NE", "math.AC", "math.GR")
+AG_NEWS = ("World", "Sports", "Business", "Sci/Tech")
 
 TASKS = {
     "bbc": Task("bbc-news", DOCUMENTS, texts.documents),
     "20newsgroups-4cat": Task("20newsgroups-4cat", DOCUMENTS, texts.documents),
     "20newsgroups": Task("20newsgroups", DOCUMENTS, texts.documents),
+    "r8": Task("r8", "a folder with r8-train-all-terms.txt and r8-test-all-terms.txt", texts.r8),
     "imdb": Task("imdb", DOCUMENTS, texts.documents, online="stanfordnlp/imdb", labels=("neg", "pos")),
-    "listops": Task(
-        "listops-1000", "a folder with basic_train.tsv, basic_val.tsv, basic_test.tsv", lra.listops, "symbols"
+    "ag-news": Task(
+        "ag_news", "a folder with train.csv and test.csv", texts.ag_news, online="fancyzhx/ag_news", labels=AG_NEWS
     ),
+    "texts": Task("", "a CSV, TSV or JSON file, or a folder of such files or of documents", texts.tables, file=True),
+    "longdoc": Task("longdoc", DOCUMENTS, partial(texts.documents, labels=ARXIV), shares=LONG),
+    "dna": Task("dna", FASTA, fasta.fasta, shares=LONG),
+    "ensembl-bs": Task("ensembl-bs", FASTA, fasta.fasta, shares=LONG),
+    "ensembl-mr": Task("ensembl-mr", FASTA, fasta.fasta, shares=LONG),
+    "listops": Task("listops-1000", "a folder with basic_{train,val,test}.tsv", lra.listops, "symbols"),
     "listops-short": Task("listops", "a folder with test_d20s.tsv", lra.listops_short, "symbols", shares=(70, 10, 20)),
     "image": Task(
         "cifar10",
@@ -39,12 +52,17 @@ TASKS = {
         lra.image,
         "pixels",
         online="uoft-cs/cifar10",
-        labels=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+        labels=CIFAR10,
+    ),
+    "retrieval": Task(
+        "tsv_data", "a folder with new_aan_pairs.{train,eval,test}.tsv", lra.retrieval, labels=("apart", "cited")
+    ),
+    "pathfinder": Task("pathfinder32", "the folder pathfinder32 of the release", lra.pathfinder, **PATHS),
+    "dashed-paths": Task(
+        "dashed-paths", "what recipes/generate.py dashed-paths wrote", partial(lra.pathfinder, side=None), **PATHS
     ),
 } | {
-    name: Task(
-        name, f"a folder with {name}_TRAIN.ts and {name}_TEST.ts", series.series, "series", online=series.ARCHIVE
-    )
+    name: Task(name, f"a folder with {name}_{{TRAIN,TEST}}.ts", series.series, "series", online=series.ARCHIVE)
     for name in series.NAMES
 }
 
@@ -61,7 +79,7 @@ def read(name: str, folder: str | None) -> Loaded:
             raise GraphFilterError(f"--task {name} needs --data, {task.layout}")
     else:
         root = Path(folder, task.folder) if Path(folder, task.folder).is_dir() else Path(folder)
-        if not root.exists():
+        if not root.is_dir() and not (task.file and root.is_file()):
             raise GraphFilterError(f"--data: there is no folder {root}")
     loaded = task.read(root, task)
     if "all" in loaded.parts:

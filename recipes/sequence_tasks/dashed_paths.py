@@ -69,7 +69,7 @@ class DashedPaths:
             else:
                 return paths
         raise GraphFilterError(
-            f"two paths of {self.dashes} dashes and {self.distractors} shorter ones do not fit an image: take less"
+            f"two paths of {self.dashes} dashes and {self.distractors} shorter ones do not fit an image: take fewer"
         )
 
     @staticmethod

@@ -38,6 +38,7 @@ class Task:
         kind: "text", "symbols", "pixels" or "series".
         online: A data set of the Hub, or an address, which has the task too.
         labels: The names of the classes, where the data set does not tell them.
+        file: Whether ``--data`` may be a file.
         shares: Percentages of training, perhaps validation, and test part where the data set is one part alone.
     """
 
@@ -47,6 +48,7 @@ class Task:
     kind: str = "text"
     online: str | None = None
     labels: tuple[str, ...] = ()
+    file: bool = False
     shares: tuple[int, ...] = (70, 30)
 
 

@@ -2,13 +2,22 @@
 
 from pathlib import Path
 
-from datasets import DatasetDict
+from datasets import Dataset, DatasetDict
 
 from hf_graphfilter import GraphFilterError
-from recipes.data import from_hub, texts_in
-from recipes.sequence_tasks.task import Loaded, Task
+from recipes.data import first_file, from_hub, read_rows, table_of, texts_in, tsv_rows
+from recipes.sequence_tasks.task import Loaded, Task, numbered
 
 UNLABELLED = "unsup"  # a folder of the official IMDb
+FORMATS = (".csv", ".tsv", ".json", ".jsonl")
+PARTS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
+COLUMNS = {
+    name: (*usual, *map(str.capitalize, usual))
+    for name, usual in {
+        "text_a": ("text", "sentence", "content", "document", "text_a"),
+        "label": ("label", "class", "category", "target"),
+    }.items()
+}
 
 
 def hub_texts(task: Task) -> Loaded:
@@ -17,23 +26,84 @@ def hub_texts(task: Task) -> Loaded:
     return Loaded(DatasetDict(train=data["train"], test=data["test"]), task.labels)
 
 
-def documents(root: Path | None, task: Task) -> Loaded:
-    """A folder a class, full of documents; or two such folders whose names end in train and test."""
+def documents(root: Path | None, task: Task, labels: tuple[str, ...] = ()) -> Loaded:
+    """A folder a class (of ``labels``, else all), full of documents; or two such whose names end in train and test."""
     if root is None:
         return hub_texts(task)
     folders = {part: sub for part in ("train", "test") for sub in subfolders(root) if sub.name.endswith(part)}
     if len(folders) != 2:
         folders = {"all": root}
     first = folders.get("train", root)
-    labels = tuple(sub.name for sub in subfolders(first) if sub.name != UNLABELLED)
+    labels = labels or tuple(sub.name for sub in subfolders(first) if sub.name != UNLABELLED)
     if len(labels) < 2:
         raise GraphFilterError(f"--data: {first} must hold a folder of documents for each of two classes at least")
     for label in labels:
-        for folder in folders.values():
+        for part, folder in folders.items():
             if not (folder / label).is_dir():
-                raise GraphFilterError(f"--data: {folder} has no folder {label}, which the training part has")
+                why = "the training part" if part == "test" else "the task"
+                raise GraphFilterError(f"--data: {folder} has no folder {label}, which {why} has")
     return Loaded(DatasetDict({part: texts_in(folder, labels) for part, folder in folders.items()}), labels)
 
 
 def subfolders(folder: Path) -> list[Path]:
     return sorted(sub for sub in folder.iterdir() if sub.is_dir() and not sub.name.startswith("."))
+
+
+def r8(root: Path, task: Task) -> Loaded:
+    """Two text files without a header: a class and a document a line."""
+    files = {part: first_file(root, [f"r8-{part}-all-terms.txt"]) for part in ("train", "test")}
+    return classified({part: (file, list(tsv_rows(file, ("label", "text")))) for part, file in files.items()})
+
+
+def ag_news(root: Path | None, task: Task) -> Loaded:
+    """Two CSV files without a header: the number of a class from 1, title, description."""
+    if root is None:
+        return hub_texts(task)
+    parts = {}
+    for part in ("train", "test"):
+        file = first_file(root, [f"{part}.csv"])
+        rows = read_rows(file, ("label", "title", "description"))
+        texts = [{"text": f"{row['title']} {row['description']}", "label": row["label"]} for row in rows]
+        parts[part] = file, texts
+    return Loaded(classified(parts, [str(number) for number, _ in enumerate(task.labels, 1)]).parts, task.labels)
+
+
+def tables(root: Path, task: Task) -> Loaded:
+    """A file with columns of texts and labels; a folder with such files for the parts; or folders of documents."""
+    files = {"all": root}
+    if root.is_dir():
+        there = sorted(file for file in root.iterdir() if file.suffix in FORMATS)
+        files = {p: file for p, names in PARTS.items() for file in there if file.stem in names}
+        if not {"train", "test"} <= set(files):
+            if not there:
+                return documents(root, task)
+            if len(there) > 1:
+                raise GraphFilterError(
+                    f"--data: {root} has {len(there)} files and no two that are called train and test"
+                )
+            files = {"all": there[0]}
+    elif root.suffix not in FORMATS:
+        raise GraphFilterError(f"--data: {root} is not one of {', '.join(FORMATS)}")
+    return classified({part: (file, read_rows(file)) for part, file in files.items()})
+
+
+def classified(parts: dict[str, tuple[Path, list]], labels: list[str] | None = None) -> Loaded:
+    """Files and their rows, with the classes that the training part has if none are given."""
+    data: dict[str, Dataset] = {}
+    for part, (file, rows) in parts.items():
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise GraphFilterError(f"{file} is no list of rows with named columns")
+        data[part] = table_of(
+            [{name: None if v is None else str(v) for name, v in row.items()} for row in rows], COLUMNS, file
+        )
+        for number, text in enumerate(data[part]["text_a"], 1):
+            if not text.strip():
+                raise GraphFilterError(f"{file}: row {number} has an empty document")
+        if labels is None:
+            labels = sorted(
+                {*data[part]["label"]}, key=lambda label: (len(label), label) if label.isdigit() else (0, label)
+            )
+            if len(labels) < 2:
+                raise GraphFilterError(f"{file} must hold two classes at least")
+        data[part] = numbered(data[part], labels, file)
+    return Loaded(DatasetDict(data), tuple(labels))
