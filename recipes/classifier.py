@@ -1,9 +1,9 @@
-"""Classifiers of sequences and their self-pretraining: tokens or series, positions, any encoder of transformers, a head."""
+"""Classifiers of tokens or series, and their self-pretraining: positions, any encoder of transformers, and a head."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, mse_loss
-from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutput
 
 from hf_graphfilter import GraphFilterError
@@ -11,7 +11,7 @@ from hf_graphfilter.models.converter.layers import pooled, recurrent, sinusoidal
 
 POOLINGS = ("mean_max", "mean", "first", "flatten")
 POSITIONS = ("gru", "sinusoidal", "none")
-STEPS = 1e-6  # added to the deviation of a channel, which may be constant
+EPSILON = 1e-6  # added to the deviation of a channel, which may be constant
 
 
 class SequenceModel(PreTrainedModel):
@@ -19,14 +19,14 @@ class SequenceModel(PreTrainedModel):
 
     Fields of the config, all kept in a checkpoint:
 
-    ``positions``: ``"gru"`` (two layers over the embeddings, as Converter's), ``"sinusoidal"`` or ``"none"`` in the place
-    of the encoder's learned ones, whose table is zero and frozen; None leaves the encoder its own.
+    ``positions``: ``"gru"`` (two layers over the embeddings, as Converter's), ``"sinusoidal"`` or ``"none"`` in the
+    place of the encoder's learned ones, whose table is zero and frozen; None leaves the encoder its own.
 
-    ``channels``: of a series, (batch, steps, channels) given as ``inputs_embeds``, which a linear layer projects. The mean
-    and the deviation of each channel, by which it is normalised, are buffers (``normalise_by``).
+    ``channels``: of a series, (batch, steps, channels) given as ``inputs_embeds``, which a linear layer projects. The
+    mean and the deviation of each channel, by which it is normalised, are buffers (``normalise_by``).
 
-    The encoder has the name that its own checkpoints give it, so that its weights are found in theirs, and in this one's
-    by ``AutoModel``.
+    The encoder has the name that its own checkpoints give it, so that its weights are found in theirs, and in this
+    one's by ``AutoModel``.
     """
 
     config_class = AutoConfig
@@ -38,6 +38,8 @@ class SequenceModel(PreTrainedModel):
         self.positions, self.channels = (getattr(config, name, None) for name in ("positions", "channels"))
         if self.positions not in (None, *POSITIONS):
             raise GraphFilterError(f"positions={self.positions!r}: use one of {', '.join(POSITIONS)}")
+        if not MODEL_MAPPING[type(config)]._supports_sdpa:
+            config._attn_implementation = "eager"  # chosen for this class, which does
         encoder = AutoModel.from_config(config)
         if getattr(encoder, "pooler", None) is not None:
             encoder.pooler = None  # of the first token: without use and gradient here
@@ -69,10 +71,10 @@ class SequenceModel(PreTrainedModel):
         self.deviation.copy_(deviation)
 
     def normalised(self, series: Tensor) -> Tensor:
-        return (series - self.mean) / (self.deviation + STEPS)
+        return (series - self.mean) / (self.deviation + EPSILON)
 
     def encode(self, input_ids: Tensor | None, there: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        """Token vectors (batch, tokens, features); ``there`` (batch, tokens) is not 0 where a token is, None: all are."""
+        """Token vectors (batch, tokens, features); ``there``, (batch, tokens), is not 0 where a token is; None: all."""
         if self.channels and inputs_embeds is not None:
             inputs_embeds = self.projection(self.normalised(inputs_embeds).to(self.projection.weight.dtype))
         if self.positions in ("gru", "sinusoidal"):
@@ -92,8 +94,8 @@ def learned_positions(encoder: nn.Module) -> nn.Embedding:
         if isinstance(module, nn.Embedding) and name.endswith("position_embeddings"):
             return module
     raise GraphFilterError(
-        f"positions are for encoders with learned ones, which they replace, and {type(encoder).__name__} has none: leave "
-        "them out, or use bert or roberta-prelayernorm"
+        f"positions are for encoders with learned ones, which they replace, and {type(encoder).__name__} has none: "
+        "leave them out, or use bert or roberta-prelayernorm"
     )
 
 
@@ -101,9 +103,9 @@ class PooledClassifier(SequenceModel):
     """The encoder, its token vectors pooled without padding, and a head.
 
     ``pooling``, kept in the config, names what the head takes: mean and maximum over the tokens side by side
-    (``mean_max``, the head of Singularformer's paper), their ``mean``, or the ``first`` token, for two dense layers with
-    a ReLU between; or all the tokens side by side (``flatten``, the head of Zerveas et al., 2021, for series), for one.
-    That takes at most ``config.flattened`` tokens. Of pairs (``config.num_sequences`` 2, the second sequence as
+    (``mean_max``, the head of Singularformer's paper), their ``mean``, or the ``first`` token, for two dense layers
+    with a ReLU between; or all the tokens side by side (``flatten``, the head of Zerveas et al., 2021, for series), for
+    one. That takes at most ``config.flattened`` tokens. Of pairs (``config.num_sequences`` 2, the second sequence as
     ``input_ids_2``) the head takes (u, v, u v, u - v), encoded with the same weights.
     """
 
@@ -112,7 +114,9 @@ class PooledClassifier(SequenceModel):
         super().__init__(config)
         self.loss_type = "ForSequenceClassification"
         width = config.hidden_size
-        features = {"mean_max": 2 * width, "flatten": width * getattr(config, "flattened", 0)}.get(config.pooling, width)
+        features = {"mean_max": 2 * width, "flatten": width * getattr(config, "flattened", 0)}.get(
+            config.pooling, width
+        )
         features *= 4 if getattr(config, "num_sequences", 1) == 2 else 1
         self.dense = nn.Linear(features, width) if config.pooling != "flatten" else None
         self.dropout = nn.Dropout(getattr(config, "hidden_dropout_prob", 0.1))

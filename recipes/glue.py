@@ -23,6 +23,7 @@ from transformers import AutoModelForSequenceClassification, DataCollatorWithPad
 
 from recipes import metrics, runs
 from recipes.data import cut, first_file, from_hub, labels_of, read_rows, table_of, texts_of
+from recipes.inputs import encode
 from recipes.models import build_model, load_tokenizer
 from recipes.settings import Recipe
 from recipes.training import fit
@@ -131,16 +132,6 @@ def classify(args, training, tokenizer, data, measures, num_labels, **config):
     collator = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
     compute = metrics.classification(measures, num_labels)
     return fit(args, training, model, tokenizer, encoded, data_collator=collator, compute_metrics=compute)
-
-
-def encode(data, tokenizer, max_length):
-    """The texts in all columns but ``label`` as tokens, together."""
-    texts = [name for name in data["train"].column_names if name != "label"]
-
-    def tokens(batch):
-        return tokenizer(*(batch[name] for name in texts), truncation=True, max_length=max_length)
-
-    return data.map(tokens, batched=True, remove_columns=texts)
 
 
 RECIPE = Recipe(

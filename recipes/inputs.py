@@ -1,4 +1,4 @@
-"""What a sequence model is given: tokens of one or two texts, pixels or series, and batches of them."""
+"""What a classifier is given: tokens of one or two texts, pixels or series, and batches of them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +10,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorForLanguageModeling
 
 from recipes.data import texts_of
-from recipes.glue import encode
 from recipes.models import load_tokenizer, of_symbols, symbols_of
 
 SERIES = "inputs_embeds"  # the name of a model's argument, which the Trainer keeps
+PADDED_TO = 8  # batches of tokens, to a multiple
 TOKENS = "input_ids", "input_ids_2"  # the second of pairs that are encoded apart
 
 
@@ -47,6 +47,16 @@ def encoded(data: DatasetDict, tokenizer: Any | None, max_length: int, apart: bo
     return data.map(pairs, batched=True, remove_columns=texts)
 
 
+def encode(data: DatasetDict, tokenizer: Any, max_length: int) -> DatasetDict:
+    """The texts in all columns but ``label`` as tokens, together."""
+    texts = [name for name in data["train"].column_names if name != "label"]
+
+    def tokens(batch: dict[str, list[str]]) -> Any:
+        return tokenizer(*(batch[name] for name in texts), truncation=True, max_length=max_length)
+
+    return data.map(tokens, batched=True, remove_columns=texts)
+
+
 def statistics(series: list[list[list[float]]]) -> tuple[Tensor, Tensor]:
     """Mean and deviation of each channel, over all steps."""
     steps = torch.cat([torch.tensor(one, dtype=torch.float64) for one in series])
@@ -66,7 +76,7 @@ class Batches:
         for name in TOKENS:
             if name in rows[0]:
                 ids = {"input_ids": [row[name] for row in rows]}
-                tokens = self.tokenizer.pad(ids, pad_to_multiple_of=8, return_tensors="pt")
+                tokens = self.tokenizer.pad(ids, pad_to_multiple_of=PADDED_TO, return_tensors="pt")
                 batch |= {f"{key}{name.removeprefix('input_ids')}": value for key, value in tokens.items()}
         return batch
 
@@ -81,7 +91,7 @@ class HiddenBatches:
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         if self.tokenizer is not None:
             options = {"mlm_probability": self.ratio, "mask_replace_prob": 1.0, "random_replace_prob": 0.0}
-            hide = DataCollatorForLanguageModeling(self.tokenizer, pad_to_multiple_of=8, **options)
+            hide = DataCollatorForLanguageModeling(self.tokenizer, pad_to_multiple_of=PADDED_TO, **options)
             return dict(hide([{"input_ids": row[name]} for name in TOKENS if name in rows[0] for row in rows]))
         batch = padded([row[SERIES] for row in rows])
         there = batch["attention_mask"].bool()

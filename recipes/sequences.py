@@ -1,11 +1,11 @@
 """Train an encoder from scratch on the classification of sequences, with a graph filter in the place of its attention.
 
     python recipes/sequences.py --config sequences/singularformer.yaml --task bbc --data DATA/bbc-news --seeds 1 2 3 4 5
-    python recipes/sequences.py --config sequences/agf-uea.yaml --task JapaneseVowels --filter agf --smoke
+    python recipes/sequences.py --config sequences/agf-uea.yaml --task JapaneseVowels --smoke
 
-Tasks: of the Long Range Arena listops, imdb (its Text), image, retrieval and pathfinder; multivariate time series of the
-UEA archive by their names; documents, long ones, DNA, and texts for any folder or table: recipes/README.md lists them,
-with what --data must hold. recipes/generate.py makes listops, and images like those of pathfinder.
+Tasks: of the Long Range Arena listops, imdb (its Text), image, retrieval and pathfinder; multivariate time series of
+the UEA archive by their names; documents, long ones, DNA, and texts for any folder or table: recipes/README.md lists
+them, with what --data must hold. recipes/generate.py makes listops, and images like those of pathfinder.
 
 Parts that a data set lacks are cut by fixed rules, alike for every model: --validation. The score is that of the test
 part; with load_best_model_at_end, of the epoch that validated best. --pretrain denoise lets the encoder restore hidden
@@ -28,7 +28,7 @@ from recipes.arguments import SequenceArguments
 from recipes.classifier import POOLINGS, POSITIONS, Denoiser, PooledClassifier
 from recipes.data import cut
 from recipes.glue import named
-from recipes.inputs import SERIES, TOKENS, Batches, encoded, statistics, tokenizer_of
+from recipes.inputs import PADDED_TO, SERIES, TOKENS, Batches, encoded, statistics, tokenizer_of
 from recipes.models import build_model
 from recipes.sequence_tasks import FOLDS, TASKS, load
 from recipes.settings import Recipe
@@ -82,7 +82,9 @@ def check(args, training):
 def fields(args, tokenizer, data):
     """Of the model's config: what the head and the positions need to know of the data."""
     columns = data["train"].column_names
-    longest = max(len(row) for rows in data.values() for name in (SERIES, *TOKENS) if name in columns for row in rows[name])
+    longest = max(
+        len(row) for rows in data.values() for name in (SERIES, *TOKENS) if name in columns for row in rows[name]
+    )
     own = {"num_sequences": 2} if TOKENS[1] in columns else {}
     if args.pooling:
         own |= {"pooling": args.pooling, "positions": args.positions}
@@ -93,6 +95,7 @@ def fields(args, tokenizer, data):
     table = "max_position_embeddings"
     known = args.from_scratch and args.model in CONFIG_MAPPING and hasattr(CONFIG_MAPPING[args.model](), table)
     if known and table not in parse_options(args.from_scratch):
+        longest += -longest % PADDED_TO
         own[table] = longest + 1 + (tokenizer.pad_token_id if tokenizer else 0)  # where RoBERTa's places begin
     return own
 

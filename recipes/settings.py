@@ -129,8 +129,8 @@ class Settings:
         return {k: v for k, v in values.items() if k in self.actions}
 
     def override(self, values: dict[str, Any], changes: dict[str, Any], where: str = "") -> dict[str, Any]:
-        """``values`` with ``changes`` on top; options of a filter and fields of a model are added to those below, unless
-        it is another."""
+        """``values`` with ``changes`` on top; options of a filter and fields of a model are added to those
+        below, unless it is another."""
         merged = dict(values)
         for key, value in changes.items():
             if key not in self.actions or key == "config":

@@ -1,15 +1,20 @@
 """The recipe of sequences: runs from scratch, words and bytes as tokens, the pooling head."""
 
 import json
+import math
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+from safetensors.torch import load_file
 from transformers import AutoModel, BertConfig, DistilBertConfig
 
-from hf_graphfilter import filter_status, patch_model
+from hf_graphfilter import GraphFilterError, filter_status, patch_model
 from recipes import runs, sequences
-from recipes.classifier import POOLINGS, PooledClassifier, pool
-from recipes.models import train_bpe, train_words
+from recipes.classifier import POOLINGS, Denoiser, PooledClassifier, pool
+from recipes.inputs import Batches, HiddenBatches, statistics
+from recipes.models import of_symbols, symbols_of, train_bpe, train_words
 
 SMALL = ["--model", "bert", "--from_scratch", "hidden_size=32", "num_hidden_layers=2", "num_attention_heads=2"]
 SMALL += ["intermediate_size=64", "max_position_embeddings=32", "--max_length", "16", "--train_tokenizer", "280"]
@@ -53,11 +58,217 @@ def test_a_run_trains_saves_and_is_loaded(options, kind, documents, tmp_path, tr
     assert ("from recipes.classifier import PooledClassifier" in card) == filtered
 
 
-def test_an_unknown_head_is_one_sentence(documents, tmp_path, capsys):
-    argv = [*SMALL, "--task", "bbc", "--data", documents, "--output_dir", tmp_path / "run", "--pooling", "max"]
+@pytest.fixture
+def tasks(tmp_path, documents):
+    """A folder of samples, one of each kind, by task."""
+    random = np.random.default_rng(0)
+    for part in ("TRAIN", "TEST"):
+        rows = [":".join(",".join(f"{x:.3f}" for x in random.normal(7, 3, 4 + n)) for _ in "ab") for n in (0, 1, 2) * 4]
+        head = ["@problemName x", "@univariate false", "@classLabel true a b", "@data"]
+        file = tmp_path / "series" / f"BasicMotions_{part}.ts"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("\n".join(head + [f"{row}:{'ab'[n % 2]}" for n, row in enumerate(rows)]))
+        for number in range(12):
+            image = tmp_path / "pixels" / part.lower() / "ab"[number % 2] / f"{number}.png"
+            image.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(random.integers(0, 256, (32, 32), dtype=np.uint8)).save(image)
+    for folder, names, row in (
+        ("symbols", ("basic_train", "basic_val", "basic_test"), "( ( ( [MAX {0} ) 3 ) ] )\t{1}"),
+        (
+            "pairs",
+            ("new_aan_pairs.train", "new_aan_pairs.eval", "new_aan_pairs.test"),
+            "{1}\tA\tB\tone {0}\ttwo, longer",
+        ),
+    ):
+        for name in names:
+            rows = ["Source\tTarget"] * (folder == "symbols") + [row.format(n % 9, n % 2) for n in range(12)]
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / f"{name}.tsv").write_text("\n".join(rows) + "\n")
+    return {"BasicMotions": tmp_path / "series", "image": tmp_path / "pixels", "listops": tmp_path / "symbols"} | {
+        "retrieval": tmp_path / "pairs",
+        "bbc": documents,
+    }
+
+
+def arguments(task, tasks, folder, *options):
+    return [*map(str, (*SMALL, "--task", task, "--data", tasks[task], "--output_dir", folder, *options))]
+
+
+CONVERTER = ["--model", "converter", "--from_scratch", "hidden_size=16", "intermediate_size=32"]
+
+
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [
+        ("BasicMotions", ["--pooling", "flatten", "--filter", "kernelution"]),
+        ("BasicMotions", ["--pooling", "mean", "--positions", "gru", "--filter", "agf"]),
+        ("image", ["--pooling", "mean", "--model", "roberta-prelayernorm", "--filter", "none"]),
+        ("listops", ["--pooling", "first", "--positions", "sinusoidal", "--filter", "gfsa"]),
+        ("listops", [*CONVERTER, "--filter", "none"]),
+        ("retrieval", ["--pooling", "mean_max", "--positions", "none", "--filter", "singularformer"]),
+        ("retrieval", [*CONVERTER, "--filter", "none"]),
+        ("retrieval", ["--filter", "none"]),
+    ],
+    ids=lambda x: x if isinstance(x, str) else " ".join(x).replace("--", ""),
+)
+def test_every_kind_of_input_is_denoised_trained_and_loaded(task, options, tasks, tmp_path, transformers_warnings):
+    argv = arguments(task, tasks, tmp_path / "run", "--pretrain", "denoise", "--max_steps", 1, *options)
+    argv += ["--save_strategy", "steps", "--save_steps", "1"]
+    runs.main(sequences.RECIPE, [x for x in argv if "max_position_embeddings" not in x])
+    transformers_warnings.clear()  # of times on this file system
+    folder = tmp_path / "run" / "seed-1"
+    record = json.loads((folder / "record.json").read_text())
+    assert math.isfinite(record["metrics"]["test/loss"])
+    assert record["pretraining"]["loss"] > 0
+    assert record["peak_mb"] > 100
+    assert record["epoch_seconds"] > 0
+    filtered = "none" not in options[-1:]
+    model = sequences.RECIPE.load(folder)
+    assert len(filter_status(model)) == 2 * filtered
+    trained = load_file(folder / "model.safetensors")
+    assert len(load_file(folder / "pretrained" / "model.safetensors").keys() & trained.keys()) > 10
+    if task == "BasicMotions":
+        assert model.channels == 2
+        torch.testing.assert_close(model.mean, torch.tensor([7.0, 7.0]), atol=2, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "series"])
+def test_self_pretraining_is_carried_over_and_not_repeated(kind, tasks, tmp_path, monkeypatch, transformers_warnings):
+    task = {"tokens": "listops", "series": "BasicMotions"}[kind]
+    seen = {}
+    original = sequences.fit
+
+    def fit(args, training, model, *rest, **options):
+        seen["before"] = {name: value.clone() for name, value in model.state_dict().items()}
+        return original(args, training, model, *rest, **options)
+
+    monkeypatch.setattr(sequences, "fit", fit)
+    argv = arguments(task, tasks, tmp_path / "run", "--pretrain", "denoise", "--pooling", "mean", "--filter", "agf")
+    runs.main(sequences.RECIPE, argv)
+    weights = load_file(tmp_path / "run" / "seed-1" / "pretrained" / "model.safetensors")
+    shared = weights.keys() & seen["before"].keys()
+    assert any("graph_filter" in name for name in shared)
+    for name in shared:
+        assert torch.equal(weights[name], seen["before"][name]), name
+    first = seen["before"]
+    (tmp_path / "run" / "seed-1" / "record.json").unlink()
+    monkeypatch.setattr("recipes.pretraining.make_trainer", None)  # is not needed again
+    runs.main(sequences.RECIPE, argv)
+    transformers_warnings.clear()
+    assert all(torch.equal(first[name], seen["before"][name]) for name in shared)
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        ("bbc", ["--pooling", "max"], "--pooling max: it is one of mean_max, mean, first, flatten"),
+        (
+            "bbc",
+            ["--positions", "rotary", "--pooling", "mean"],
+            "--positions rotary: it is one of gru, sinusoidal, none",
+        ),
+        ("bbc", ["--positions", "gru"], "--positions and series need --pooling"),
+        ("BasicMotions", [], "--positions and series need --pooling"),
+        ("BasicMotions", CONVERTER, "converter reads tokens"),
+        ("bbc", ["--validation", "none", "--eval_strategy", "epoch"], "add --eval_strategy no"),
+        ("bbc", ["--validation", "some"], "--validation some: it is one of auto, fold, test, none"),
+        ("bbc", ["--pretrain", "rest"], "--pretrain rest: it is one of denoise"),
+        ("bbc", ["--pretrain", "denoise", "--mask_ratio", "1"], "--mask_ratio 1.0: it is a part of the input"),
+        (
+            "bbc",
+            ["--pooling", "mean", "--positions", "gru", "--model", "roformer"],
+            "positions are for encoders with learned ones, which they replace, and RoFormerModel has none",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_and_leaves_nothing(task, options, message, tasks, tmp_path, capsys):
+    argv = arguments(task, tasks, tmp_path / "run", "--filter", "none", *options)
     with pytest.raises(SystemExit):
-        runs.main(sequences.RECIPE, [*map(str, argv)])
-    assert "sequences.py: --pooling max: it is one of mean_max, mean, first" in capsys.readouterr().err
+        runs.main(sequences.RECIPE, argv)
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not list((tmp_path / "run").rglob("*.safetensors"))
+
+
+def test_hidden_parts_are_visible_ones_and_those_asked_for():
+    torch.manual_seed(0)
+    tokenizer = of_symbols("abcdefgh")
+    rows = [tokenizer("a b c d e f g h " * count, return_attention_mask=False) for count in (20, 10)]
+    batch = HiddenBatches(tokenizer, 0.25)(rows)
+    hidden = batch["labels"] != -100
+    assert (batch["input_ids"][hidden] == tokenizer.mask_token_id).all()
+    assert hidden[batch["attention_mask"] == 0].sum() == 0
+    assert hidden[:, 0].sum() == 0, "special tokens stay"
+    assert 0.15 < hidden[0].float().mean() < 0.35
+    series = [{"inputs_embeds": [[float(step)] for step in range(length)]} for length in (40, 20)]
+    batch = HiddenBatches(None, 0.25)(series)
+    assert batch["hidden_steps"].sum(1).tolist() == [10, 5]
+    assert not batch["hidden_steps"][1, 20:].any()
+
+
+def test_a_denoiser_does_not_see_what_is_hidden():
+    model = Denoiser.from_config(small(channels=3, vocab_size=1)).eval()
+    model.normalise_by(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 1.0, 2.0]))
+    series, hidden = torch.randn(2, 6, 3), torch.zeros(2, 6, dtype=torch.bool)
+    hidden[:, 2] = True
+    other = series.clone()
+    other[:, 2] += 1
+    with torch.no_grad():
+        out, same = (model(inputs_embeds=x, hidden_steps=hidden) for x in (series, other))
+    torch.testing.assert_close(out.logits, same.logits)
+    error = out.logits[:, 2] - (series[:, 2] - torch.tensor([1.0, 2.0, 3.0])) / torch.tensor([1.0, 1.0, 2.0])
+    torch.testing.assert_close(out.loss, error.square().mean(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("positions", [None, "gru", "sinusoidal", "none"])
+def test_positions_take_the_place_of_learned_ones(positions, tmp_path):
+    config = small(positions=positions, pooling="mean")
+    model = PooledClassifier.from_config(config).eval()
+    ids, mask = torch.randint(5, 50, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[1, 6:] = 0
+    with torch.no_grad():
+        padded, alone, turned = model(ids, mask), model(ids[1:, :6]), model(ids[1:, :6].flip(1))
+    torch.testing.assert_close(padded.logits[1:], alone.logits)
+    assert torch.allclose(alone.logits, turned.logits, atol=1e-6) == (positions == "none"), "order counts"
+    table = model.bert.embeddings.position_embeddings.weight
+    assert (table.requires_grad, bool(table.any())) == (positions is None,) * 2
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(PooledClassifier.from_pretrained(tmp_path).eval()(ids, mask).logits, padded.logits)
+
+
+def test_series_are_normalised_by_the_model(tmp_path):
+    series = [[[1.0, 10.0], [3.0, 30.0]], [[5.0, 20.0]]]
+    mean, deviation = statistics(series)
+    assert mean.tolist() == [3.0, 20.0]
+    model = PooledClassifier.from_config(small(channels=2, vocab_size=1, pooling="flatten", flattened=4)).eval()
+    batch = Batches(None)([{"inputs_embeds": one, "label": 0} for one in series])
+    unit = {**batch, "inputs_embeds": (batch["inputs_embeds"] - mean.float()) / deviation.float()}
+    with torch.no_grad():
+        expected = model(**unit).logits
+        model.normalise_by(mean, deviation)
+        torch.testing.assert_close(model(**batch).logits, expected, atol=1e-5, rtol=1e-4)
+        model.save_pretrained(tmp_path)
+        torch.testing.assert_close(PooledClassifier.from_pretrained(tmp_path)(**batch).logits, model(**batch).logits)
+        with pytest.raises(GraphFilterError, match="a sequence of 5 tokens, and the head takes 4"):
+            model(inputs_embeds=torch.zeros(1, 5, 2))
+
+
+def test_pairs_are_read_by_the_same_weights():
+    model = PooledClassifier.from_config(small(num_sequences=2, pooling="mean")).eval()
+    a, b = torch.randint(5, 50, (2, 1, 7))
+    u, v = (model.features(ids, None, None) for ids in (a, b))
+    expected = model.output(model.dense(torch.cat([u, v, u * v, u - v], -1)).relu())
+    torch.testing.assert_close(model(a, input_ids_2=b).logits, expected)
+
+
+def test_symbols_are_what_stands_between_spaces():
+    tokenizer = symbols_of(["[MAX 2 9 ]", "[MIN 5 ]"])
+    assert tokenizer.tokenize("[MIN 9 2 ]") == ["[MIN", "9", "2", "]"]
+    assert tokenizer.tokenize("[MED") == ["<unk>"]
+    pixels = of_symbols(map(str, range(256)), ends=False)
+    assert pixels("0 255 17")["input_ids"] == [0, 255, 17]
 
 
 def test_tokens_are_words_or_bytes():
@@ -71,10 +282,15 @@ def test_tokens_are_words_or_bytes():
     assert letters.decode(ids, skip_special_tokens=True) == text
 
 
+def small(vocab_size=50, **fields):
+    config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, num_labels=3)
+    config.update({"vocab_size": vocab_size, **fields})
+    return config
+
+
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_the_head_leaves_padding_out_and_is_saved(pooling, tmp_path):
-    config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, num_labels=3)
-    config.update({"vocab_size": 50, "pooling": pooling})
+    config = small(pooling=pooling, flattened=9)
     model = patch_model(PooledClassifier.from_config(config).eval(), "singularformer")
     ids, mask = torch.randint(5, 50, (2, 7)), torch.ones(2, 7, dtype=torch.long)
     mask[1, 4:] = 0
@@ -103,5 +319,7 @@ def test_the_head_takes_the_weights_of_an_encoder(tmp_path, transformers_warning
 def test_pooling_by_hand():
     hidden = torch.tensor([[[9.0], [-1.0], [-3.0], [9.0]]])
     there = torch.tensor([[False, True, True, False]])
-    assert [pool(hidden, there, name).tolist() for name in POOLINGS] == [[[-2.0, -1.0]], [[-2.0]], [[-1.0]]]
+    assert [pool(hidden, there, name).tolist() for name in POOLINGS[:3]] == [[[-2.0, -1.0]], [[-2.0]], [[-1.0]]]
+    flat = torch.nn.functional.gelu(torch.tensor([[0.0, -1.0, -3.0, 0.0, 0.0]]))
+    torch.testing.assert_close(pool(hidden, there, "flatten", 5), flat)
     assert pool(hidden, torch.zeros_like(there), "mean_max").tolist() == [[0.0, 0.0]]
