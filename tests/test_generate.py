@@ -171,9 +171,14 @@ def test_what_is_there_stays_and_what_is_broken_off_leaves_nothing(write, tmp_pa
     (tmp_path / "full" / "mine.txt").write_text("")
     with pytest.raises(GraphFilterError, match="full is there already and not an empty folder: name another one"):
         write("listops", "full", *SHORT)
-    with pytest.raises(KeyboardInterrupt), generate.whole(tmp_path / "broken") as folder:
-        (folder / "some.tsv").write_text("half")
-        raise KeyboardInterrupt
+
+    def interrupted():
+        with generate.whole(tmp_path / "broken") as folder:
+            (folder / "some.tsv").write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert [file.name for file in tmp_path.rglob("*")] == ["full", "mine.txt"]
 
 
