@@ -123,7 +123,7 @@ class Rows:
                 if words[0].lower() == "@data":
                     break
             elif words and not words[0].startswith("#"):
-                raise GraphFilterError(f"{self.file} has a line before @data that is no tag: {line[:60]!r}")
+                raise GraphFilterError(f"{self.file} has a line before @data that is no tag: {line.strip()[:60]!r}")
         else:
             raise GraphFilterError(f"{self.file} has no line @data")
         if tags.get("@timestamps", ["false"])[0].lower() != "false":
@@ -143,7 +143,8 @@ class Rows:
                 f"{self.file}: row {row} has {len(channels)} channels, {self.channels} were expected"
             )
         try:
-            values = np.array([[*map(float, channel.split(","))] for channel in channels], dtype=np.float32)
+            with np.errstate(over="ignore"):
+                values = np.array([[*map(float, channel.split(","))] for channel in channels], dtype=np.float32)
         except ValueError:  # or channels of several lengths
             values = np.array(np.nan)
         if not np.isfinite(values).all():
@@ -158,7 +159,7 @@ class Rows:
                 if value.strip().lower() in ("?", "nan", ""):
                     return f"no value in channel {number} at step {step}: fill missing values before"
                 try:
-                    finite = np.isfinite(np.float32(value))
+                    finite = abs(float(value)) <= float(np.finfo(np.float32).max)
                 except ValueError:
                     finite = False
                 if not finite:
