@@ -143,9 +143,13 @@ def load(name: str, folder: str | None, validation: str = "auto", fold: int = 0)
             parts["train"] = concatenate_datasets([parts["train"], own])
             split += ", training and validation part together"
         enough(parts["train"], loaded.labels, 2, TASKS[name])
+        labels = parts["train"]["label"][:]
+        if (largest := max(Counter(labels).values())) < FOLDS:
+            raise GraphFilterError(
+                f"no class has more than {largest} {examples(TASKS[name])}, a fold needs {FOLDS} of one"
+            )
         with warnings.catch_warnings():  # a class of less than five examples is not in all folds
             warnings.filterwarnings("ignore", "The least populated class", UserWarning)
-            labels = parts["train"]["label"][:]
             folds = list(StratifiedKFold(FOLDS, shuffle=True, random_state=0).split(labels, labels))
         kept, out = folds[fold % FOLDS]
         parts |= {"train": parts["train"].select(kept), "validation": parts["train"].select(out)}
