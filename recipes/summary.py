@@ -1,6 +1,7 @@
 """What a comparison shows: the summary of its runs, its rows as text, the results of others beside it, a figure."""
 
 import dataclasses
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ def summary_rows(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     metrics = content["runs"][0]["metrics"] if content["runs"] else {}
     others = [name for name in metrics if name != content["metric"] and not name.endswith("/loss")]
     header += [name.replace("/", " ") for name in others]
+    costs = {"epoch_seconds": "seconds an epoch", "peak_mb": "peak MB"}
+    costs = {name: title for name, title in costs.items() if any(name in run for run in content["runs"])}
+    header += costs.values()
     rows = []
     for variant, values in summarise(content).items():
         runs = [r for r in content["runs"] if r["variant"] == variant]
@@ -54,7 +58,9 @@ def summary_rows(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         row += [interval(difference), p, interval(loss)]
         row += [", ".join(f"{name} {sum(v) / len(v):.4f}" for name, v in moved.items())]
         row += [str(runs[0]["filter_parameters"])]
-        rows.append(row + [mean_and_sd([*by_seed(content, variant, name).values()]) for name in others])
+        row += [mean_and_sd([*by_seed(content, variant, name).values()]) for name in others]
+        spent = {name: [run[name] for run in runs if name in run] for name in costs}
+        rows.append(row + [f"{statistics.median(values):,g}" if values else "" for values in spent.values()])
     return header, rows
 
 
