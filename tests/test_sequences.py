@@ -94,20 +94,24 @@ def arguments(task, tasks, folder, *options):
     return [*map(str, (*SMALL, "--task", task, "--data", tasks[task], "--output_dir", folder, *options))]
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 CONVERTER = ["--model", "converter", "--from_scratch", "hidden_size=16", "intermediate_size=32"]
 
 
 @pytest.mark.parametrize(
     ("task", "options"),
     [
-        ("BasicMotions", ["--pooling", "flatten", "--filter", "kernelution"]),
         ("BasicMotions", ["--pooling", "mean", "--positions", "gru", "--filter", "agf"]),
-        ("image", ["--pooling", "mean", "--model", "roberta-prelayernorm", "--filter", "none"]),
-        ("listops", ["--pooling", "first", "--positions", "sinusoidal", "--filter", "gfsa"]),
-        ("listops", [*CONVERTER, "--filter", "none"]),
         ("retrieval", ["--pooling", "mean_max", "--positions", "none", "--filter", "singularformer"]),
-        ("retrieval", [*CONVERTER, "--filter", "none"]),
-        ("retrieval", ["--filter", "none"]),
+        ("listops", [*CONVERTER, "--filter", "none"]),
+        slow("BasicMotions", ["--pooling", "flatten", "--filter", "kernelution"]),
+        slow("image", ["--pooling", "mean", "--model", "roberta-prelayernorm", "--filter", "none"]),
+        slow("listops", ["--pooling", "first", "--positions", "sinusoidal", "--filter", "gfsa"]),
+        slow("retrieval", [*CONVERTER, "--filter", "none"]),
+        slow("retrieval", ["--filter", "none"]),
     ],
     ids=lambda x: x if isinstance(x, str) else " ".join(x).replace("--", ""),
 )
