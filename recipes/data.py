@@ -4,7 +4,6 @@ import csv
 import io
 import itertools
 import json
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ def read_rows(file: Path, header: Sequence[str] | None = None) -> list[dict[str,
     try:
         text = file.read_text(encoding="utf-8-sig")
         if file.suffix == ".csv":
-            csv.field_size_limit(sys.maxsize)  # of 128 KiB, which a document may have
+            csv.field_size_limit(2**31 - 1)  # instead of 128 KiB, which a document may have
             lines = [line for line in csv.reader(io.StringIO(text, newline=""), strict=True) if line]
             return list(named_rows(lines, header, file))
         if file.suffix == ".jsonl":

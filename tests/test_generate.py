@@ -137,7 +137,10 @@ def test_generated_paths_are_read(write, tmp_path):
 
 def test_paths_keep_clear_of_each_other_and_of_the_border():
     for seed in range(5):
-        paths = DashedPaths(dashes=8, distractors=2).paths(random.Random(seed))
+        paths, apart, joined = DashedPaths(dashes=8, distractors=2).layout(random.Random(seed))
+        assert joined == [paths[0][0], paths[0][-1]]
+        assert [point in path for point, path in zip(apart, paths, strict=False)] == [True, True]
+        assert math.dist(*apart) == pytest.approx(math.dist(*joined), abs=1)
         assert [len(path) for path in paths] == [9, 9, 3, 3]
         points = [(point, number, place) for number, path in enumerate(paths) for place, point in enumerate(path)]
         assert all(MARGIN <= z <= 32 - MARGIN for point, *_ in points for z in point)

@@ -3,8 +3,8 @@
 A generator of our own, in the manner of Pathfinder (Linsley et al., 2018) and in its layout: its images are not
 those of the Long Range Arena, and accuracies on one say nothing about the other. An image has two long paths and a few
 short ones, none of which touch. Where the discs are joined they are at the two ends of a long path; where they are not,
-each is at the end of another long path, and of the four such pairs it is the one whose distance is nearest to that of
-joined discs.
+each is at the end of another long path. Of both kinds only those images are kept in which the other kind of pair is as
+far apart: the distance of the discs does not tell.
 """
 
 import math
@@ -19,7 +19,7 @@ from hf_graphfilter import GraphFilterError
 Path = list[tuple[float, float]]  # where its dashes begin, and the end of the last
 
 # in thirty-seconds of the side
-STEP, DASH, WIDTH, RADIUS, MARGIN, CLEARANCE = 3.0, 2.0, 0.9, 1.6, 2.0, 3.0
+STEP, DASH, WIDTH, RADIUS, MARGIN, CLEARANCE, ALIKE = 3.0, 2.0, 0.9, 1.6, 2.0, 3.0, 1.0
 BEND = 0.5  # radians from dash to dash, at most
 FINE = 4  # times finer is what is drawn, then averaged
 TRIES = 2000  # of one image
@@ -38,16 +38,12 @@ class DashedPaths:
             yield self.image(draw, joined := number % 2), joined
 
     def image(self, draw: random.Random, joined: int) -> Image.Image:
-        first, second, *others = self.paths(draw)
-        ends = first[0], first[-1]
-        if not joined:
-            span = math.dist(*ends)
-            pairs = [(a, b) for a in ends for b in (second[0], second[-1])]
-            ends = min(pairs, key=lambda pair: abs(math.dist(*pair) - span))
+        paths, *pairs = self.layout(draw)
+        ends = pairs[joined]
         scale = FINE * self.size / 32
         canvas = Image.new("L", (FINE * self.size, FINE * self.size))
         pen = ImageDraw.Draw(canvas)
-        for path in (first, second, *others):
+        for path in paths:
             for (x, y), (u, v) in pairwise(path):
                 to = x + (u - x) * DASH / STEP, y + (v - y) * DASH / STEP
                 pen.line([scale * x, scale * y, *(scale * z for z in to)], fill=255, width=round(scale * WIDTH))
@@ -55,8 +51,19 @@ class DashedPaths:
             pen.circle((scale * x, scale * y), scale * RADIUS, fill=255)
         return canvas.resize((self.size, self.size), Image.Resampling.BOX)
 
+    def layout(self, draw: random.Random) -> tuple[list[Path], Path, Path]:
+        """All paths of an image, and where discs are apart and joined."""
+        for _ in range(TRIES):
+            first, second, *others = self.paths(draw)
+            joined = [first[0], first[-1]]
+            pairs = [[a, b] for a in joined for b in (second[0], second[-1])]
+            apart = min(pairs, key=lambda pair: abs(math.dist(*pair) - math.dist(*joined)))
+            if abs(math.dist(*apart) - math.dist(*joined)) <= ALIKE:
+                return [first, second, *others], apart, joined
+        raise self.impossible()
+
     def paths(self, draw: random.Random) -> list[Path]:
-        """All paths of an image, the two long ones first."""
+        """Paths that fit an image, the two long ones first."""
         lengths = [self.dashes] * 2 + [max(1, self.dashes // 3)] * self.distractors
         for _ in range(TRIES):
             paths: list[Path] = []
@@ -68,7 +75,10 @@ class DashedPaths:
                 paths.append(path)
             else:
                 return paths
-        raise GraphFilterError(
+        raise self.impossible()
+
+    def impossible(self) -> GraphFilterError:
+        return GraphFilterError(
             f"two paths of {self.dashes} dashes and {self.distractors} shorter ones do not fit an image: take fewer"
         )
 

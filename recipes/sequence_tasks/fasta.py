@@ -28,7 +28,7 @@ def fasta(root: Path, task: Task) -> Loaded:
     else:
         classes = None
         labels = [ENDING.sub("", file.name) for file in files]
-    if len(set(labels)) < 2:
+    if len(set(labels)) < max(2, len(labels)):
         raise GraphFilterError(f"--data: {root} must hold a FASTA file for each of two classes, or one and labels.tsv")
     sequences, numbers = [], []
     for number, file in enumerate(files):
