@@ -19,7 +19,7 @@ def write_card(settings: Settings, folder: Path, record: dict[str, Any], values:
     """The model card of a saved run: its metrics, and how its setting compared with the plain model."""
     model = settings.recipe.load(folder)
     host = host_of(model)
-    tag = host.pipeline_tag(model) or "text-classification"  # transformers does not know the pooling head
+    tag = host.pipeline_tag(model) or record.get("task_type")  # transformers does not know the pooling head
     task = {"task_type": tag, "dataset_type": record["task"], "dataset_name": record["task"]}
     scores = [(*key.split("/", 1), value) for key, value in record["metrics"].items() if not key.endswith("/loss")]
     results = [EvalResult(**task, dataset_split=part, metric_type=name, metric_value=v) for part, name, v in scores]

@@ -34,6 +34,8 @@ from recipes.sequence_tasks import FOLDS, TASKS, load
 from recipes.settings import Recipe
 from recipes.training import fit
 
+TASK_TYPES = {"pixels": "image-classification", "series": "time-series-classification"}  # for the Hub
+
 
 def run(args, training):
     """One training run."""
@@ -53,6 +55,7 @@ def run(args, training):
 
     model = built(PooledClassifier if args.pooling else AutoModelForSequenceClassification)
     record = {"split": loaded.split, "rows": {part: len(rows) for part, rows in data.items()}}
+    record["task_type"] = TASK_TYPES.get(task.kind, "text-classification")
     if args.pretrain:
         rows = data["train"].remove_columns("label")
         record["pretraining"] = pretraining.pretrain(args, training, built(Denoiser), tokenizer, rows, model)

@@ -132,6 +132,7 @@ def test_every_kind_of_input_is_denoised_trained_and_loaded(task, options, tasks
     trained = load_file(folder / "model.safetensors")
     assert len(load_file(folder / "pretrained" / "model.safetensors").keys() & trained.keys()) > 10
     if task == "BasicMotions":
+        assert "type: time-series-classification" in (folder / "README.md").read_text()
         assert model.channels == 2
         torch.testing.assert_close(model.mean, torch.tensor([7.0, 7.0]), atol=2, rtol=0)
 
