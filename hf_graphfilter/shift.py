@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .errors import GraphFilterError
+from .ops.explicit import matrix_of
 
 
 class PastRows(Protocol):
@@ -65,6 +66,11 @@ class EarlierLayers:
                 "gradient_checkpointing_kwargs={'use_reentrant': False}"
             )
         return [tensor for _, tensor, _ in before]
+
+    def copy(self) -> EarlierLayers:
+        other = EarlierLayers()
+        other._left = list(self._left)
+        return other
 
     def detach(self) -> None:
         """No gradient flows back into the layers so far."""
@@ -251,11 +257,21 @@ class AttentionShift(ShiftOperator):
             self._earlier = EarlierLayers()
         return self._earlier
 
+    def anew(self, earlier: EarlierLayers | None = None) -> AttentionShift:
+        """The same operator before its first application, without a cache, and with what the filters of ``earlier``
+        layers left: for another look at it."""
+        return AttentionShift(
+            *(self.attend, self.query, self.key),
+            weights_again=self.weights_again,
+            hidden=self.hidden,
+            scaling=self.scaling,
+            visible=self.visible,
+            earlier=earlier,
+        )
+
     def dense(self) -> DenseShift:
         """The same operator as an explicit matrix, found by applying it to the unit vectors (for tests, analysis)."""
-        batch, heads, tokens = self.key.shape[:3]
-        unit = torch.eye(tokens, dtype=self.key.dtype, device=self.key.device).expand(batch, heads, tokens, tokens)
-        return DenseShift(self.attend(self.key, unit)[0].transpose(1, 2))
+        return DenseShift(matrix_of(self.anew(), self.key))
 
     def _all_rows(self, signal: Tensor) -> Tensor:
         if self.past_rows is not None:

@@ -1,1 +1,26 @@
-"""Looking at filters: plots of what was learned."""
+"""What attention and filters do: frequencies, over-smoothing, ranks, maps, parts; comparisons of runs, and plots."""
+
+from .branches import Branch, branch_report
+from .maps import Correlation, attention_correlation, attention_maps, rollout
+from .response import FrequencyResponse, frequency_response, response_curves
+from .smoothing import Smoothing, smoothing
+from .spectrum import Spectrum, spectrum
+from .taylor import TaylorError, taylor_error
+
+__all__ = [
+    "Branch",
+    "Correlation",
+    "FrequencyResponse",
+    "Smoothing",
+    "Spectrum",
+    "TaylorError",
+    "attention_correlation",
+    "attention_maps",
+    "branch_report",
+    "frequency_response",
+    "response_curves",
+    "rollout",
+    "smoothing",
+    "spectrum",
+    "taylor_error",
+]

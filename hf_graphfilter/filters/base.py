@@ -22,7 +22,8 @@ Example: a filter of one's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
@@ -183,6 +184,11 @@ class GraphFilter(nn.Module):
         learned = {name for name, _ in self.named_parameters()}
         return {k: v for k, v in self.coefficients().items() if k in learned or k.rpartition("_")[0] in learned}
 
+    def branches(self) -> dict[str, Callable[[], AbstractContextManager[None]]]:
+        """The parts that can be switched off, by name, each with a context in which it is: see
+        ``analysis.branch_report``. None by default."""
+        return {}
+
     def extra_repr(self) -> str:
         return f"{self.config}, heads={self.heads}"
 
@@ -198,6 +204,19 @@ class GraphFilter(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "recorder"}  # of a training run
+
+
+@contextmanager
+def filled(tensor: Tensor, value: float) -> Iterator[None]:
+    """With ``value`` in all places of a coefficient."""
+    before = tensor.detach().clone()
+    with torch.no_grad():
+        tensor.fill_(value)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            tensor.copy_(before)
 
 
 class FilterConfig:

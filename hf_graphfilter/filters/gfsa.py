@@ -5,7 +5,10 @@ Source: Choi et al., "Graph Convolutions Enrich the Self-Attention in Transforme
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -15,7 +18,7 @@ from ..errors import GraphFilterError, shown
 from ..functional.polynomial import attention_terms, known_zero
 from ..ops.combine import combine
 from ..shift import ShiftOperator
-from .base import LARGEST_ORDER, AttentionSite, FilterConfig, GraphFilter
+from .base import LARGEST_ORDER, AttentionSite, FilterConfig, GraphFilter, filled
 from .build import register_filter
 
 CITATION = """@inproceedings{choi2024gfsa,
@@ -68,6 +71,13 @@ class GFSA(GraphFilter):
             terms.append((self.w_0, shift.identity(value)))
         K = 1 if _fixed_at_zero(self.w_K) else self.config.K
         return combine([*terms, *attention_terms(shift, value, self.w_1, self.w_K, K, self.config.approximation)])
+
+    def branches(self) -> dict[str, Callable[[], AbstractContextManager[None]]]:
+        """A term a coefficient."""
+        coefficients = self.coefficient_tensors()
+        return {
+            name: partial(filled, tensor, 0.0) for name, tensor in coefficients.items() if not _fixed_at_zero(tensor)
+        }
 
 
 def _fixed_at_zero(coefficient: Tensor) -> bool:

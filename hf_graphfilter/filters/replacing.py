@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -12,7 +15,7 @@ from ..errors import GraphFilterError, shown
 from ..ops.combine import combine
 from ..ops.window import attend_nearby
 from ..shift import AttentionShift, ShiftOperator, repeat_heads
-from .base import AttentionSite, Decoding, FilterConfig, GraphFilter
+from .base import AttentionSite, Decoding, FilterConfig, GraphFilter, filled
 
 WIDEST = 1_000_000  # window
 _NO_CAUSAL_FORM = "mixes all tokens and has no causal form; choose other layers with stack= or layers="
@@ -36,6 +39,7 @@ class ReplacingFilter(GraphFilter):
     causal_form: ClassVar[bool] = True
     config: ReplacingConfig
     gate: Tensor | None
+    switched_off: str | None = None  # "window", or "far" for all but the window
 
     def __init__(self, config: ReplacingConfig, site: AttentionSite):
         super().__init__(config, site)
@@ -56,6 +60,23 @@ class ReplacingFilter(GraphFilter):
     @property
     def decoding(self) -> Decoding:
         return "state" if self.gate is None else "state and keys"
+
+    def branches(self) -> dict[str, Callable[[], AbstractContextManager[None]]]:
+        """The window, and what is beyond it; of a blend the filter and the attention."""
+        parts: dict[str, Callable[[], AbstractContextManager[None]]] = {}
+        if self.outside is not None:
+            parts |= {name: partial(self._without, name) for name in ("window", "far")}
+        if self.gate is not None:
+            parts |= {"filter": partial(filled, self.gate, 0.0), "attention": partial(filled, self.gate, 1.0)}
+        return parts
+
+    @contextmanager
+    def _without(self, part: str) -> Iterator[None]:
+        self.switched_off = part
+        try:
+            yield
+        finally:
+            self.switched_off = None
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
         """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
@@ -87,7 +108,9 @@ class ReplacingFilter(GraphFilter):
                 f"{self.site_name}: {type(self).__name__}.filtered left shift.state empty, and of past tokens a filter "
                 "in the place of attention knows what it keeps there only: fill it, or use use_cache=False"
             )
-        return out if self.outside is None else self._with_window(out, self.outside, shift, shift.hidden, value)
+        if self.outside is None or self.switched_off == "window":
+            return out
+        return self._with_window(out, self.outside, shift, shift.hidden, value)
 
     def _with_window(
         self, far: Tensor, outside: nn.Linear, shift: AttentionShift, hidden: Tensor, value: Tensor
@@ -110,6 +133,8 @@ class ReplacingFilter(GraphFilter):
             state.update(count=count[:, -1:], near=there[:, -window:])
             state.update(near_key=key[:, :, -window:], near_value=value[:, :, -window:])
         near, mass = attend_nearby(shift.query, key, value, window, shift.scaling, causal, there)
+        if self.switched_off == "far":
+            return near.to(far.dtype)
         share = torch.sigmoid(
             mass - outside(in_dtype_of(outside, hidden)).mT.unsqueeze(-1) - count.clamp(min=1).log()[:, None, :, None]
         )

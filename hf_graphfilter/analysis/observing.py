@@ -1,0 +1,279 @@
+"""Looking on while a model runs: the shift operator and the filter of every self-attention module, and the tokens."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import GraphFilterError
+from ..filters import AttentionSite, FilterConfig, GraphFilter
+from ..filters.attached import CHILD, active_filter
+from ..hosts import host_of, unwrapped
+from ..ops.explicit import matrix_of
+from ..shift import AttentionShift, EarlierLayers, ShiftOperator
+
+ENTRIES = 1 << 24  # of attention matrices held at a time: 64 MB in float32
+MASKS = {"encoder": ("attention_mask",), "decoder": ("decoder_attention_mask", "attention_mask")}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a stack, by the order in which layers run, from 0; -1 is what the first one is given."""
+
+    stack: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.stack} {self.index}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one self-attention module did with a batch.
+
+    Attributes:
+        layer: which one.
+        shift: the operator, before its first application.
+        value: (batch, key heads, tokens, features).
+        graph_filter: what filtered; None where attention is the model's own.
+        there: bool (batch, tokens), which tokens are no padding.
+    """
+
+    layer: Layer
+    shift: AttentionShift
+    value: Tensor
+    graph_filter: GraphFilter | None
+    there: Tensor
+    earlier: EarlierLayers | None = None
+
+    def attention(self) -> Tensor:
+        """The matrix A, (batch, heads, tokens, tokens), in float32 or wider."""
+        return wide(matrix_of(self.shift.anew(), self.shift.key))
+
+    def filtered(self) -> Tensor:
+        """The matrix that the module applies to its values: A, or what the filter makes of it."""
+        graph_filter = self.graph_filter
+        if graph_filter is None:
+            return self.attention()
+
+        def apply(columns: Tensor) -> Tensor:
+            earlier = None if self.earlier is None else self.earlier.copy()
+            return type(graph_filter).forward(graph_filter, self.shift.anew(earlier), columns)
+
+        return wide(matrix_of(apply, self.shift.key))
+
+    def each(self, matrices: Tensor) -> Iterator[Tensor]:
+        """Of every sequence its matrix without padding: (heads, its tokens, its tokens)."""
+        for matrix, there in zip(matrices, self.there, strict=True):
+            yield matrix[:, there][:, :, there]
+
+
+def wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+@dataclass
+class Reader:
+    """What is told of a running model; a subclass keeps what it needs.
+
+    Attributes:
+        matrices: whether it asks calls for matrices; batches are then cut so that these fit into memory.
+    """
+
+    matrices: bool = field(default=False, init=False)
+
+    def attention(self, call: Call) -> None:
+        """After a self-attention module ran."""
+
+    def tokens(self, layer: Layer, tokens: Tensor, there: Tensor) -> None:
+        """What a layer gave, (batch, tokens, features), and which tokens are no padding, bool (batch, tokens)."""
+
+    def outputs(self, outputs: Any, batch: Any) -> None:
+        """What the model gave for a batch."""
+
+
+@dataclass(frozen=True)
+class _WatchConfig(FilterConfig):
+    pass
+
+
+class _Watch(GraphFilter):
+    """In a module that has no filter: leaves its attention as it is."""
+
+    def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
+        return shift(value)
+
+
+def observe(
+    model: nn.Module,
+    batches: Iterable[Any],
+    readers: Iterable[Reader],
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+) -> None:
+    """Run ``model`` on ``batches`` and tell the ``readers``; it is left as it was, also after an error.
+
+    Args:
+        model: of transformers or timm, plain or patched, on any device.
+        batches: of keyword arguments of the model (those of a tokenizer), or tensors; any number, held one by one.
+        progress: wraps the batches, as a bar does.
+
+    Raises:
+        GraphFilterError: the model has no self-attention that can be read, no batch has two tokens of one text, or a
+            layer gives numbers that are not finite.
+    """
+    readers = list(readers)
+    model = unwrapped(model)
+    host = host_of(model)
+    sites, refused = host.find(model)
+    if not sites:
+        names = ", ".join(f"{name} ({reason})" for name, reason in list(refused.items())[:3]) or "none"
+        raise GraphFilterError(
+            f"{type(model).__name__} has no self-attention that can be read; attention found: {names}"
+        )
+    watch = _Observer(model, sites, readers)
+    plain = [site for site in sites if CHILD not in site.module._modules]
+    training = [module for module in model.modules() if module.training]
+    device = next(model.parameters()).device
+    with contextlib.ExitStack() as undo:
+        undo.callback(back_to_training, training)
+        model.eval()
+        for site in plain:
+            host.attach(site, _Watch(_WatchConfig(), site))
+            undo.callback(host.detach, site.module)
+        watch.look(undo)
+        undo.enter_context(torch.no_grad())
+        for batch in progress(batches):
+            heads = max(site.heads for site in sites) if any(reader.matrices for reader in readers) else 0
+            for part in _parts(_moved(batch, device), heads):
+                watch.begin(part)
+                outputs = model(**part) if isinstance(part, Mapping) else model(part)
+                for reader in readers:
+                    reader.outputs(outputs, part)
+    if not watch.sequences:
+        raise GraphFilterError("there are no batches with a token: nothing was measured")
+
+
+def back_to_training(modules: list[nn.Module]) -> None:
+    for module in modules:
+        module.training = True
+
+
+class _Observer:
+    """The hooks, and what they must know of the batch that is running."""
+
+    def __init__(self, model: nn.Module, sites: list[AttentionSite], readers: list[Reader]):
+        self.model, self.sites, self.readers = model, sites, readers
+        self.sequences = 0
+
+    def begin(self, batch: Any) -> None:
+        self.batch = batch
+        self.calls: Counter[str] = Counter()
+        self.layers: Counter[str] = Counter()
+
+    def look(self, undo: contextlib.ExitStack) -> None:
+        """Put the hooks in, each with its removal."""
+        for site in self.sites:
+            graph_filter = active_filter(site.module)
+            undo.callback(graph_filter.register_forward_pre_hook(self._before(site)).remove)
+            undo.callback(graph_filter.register_forward_hook(self._after(site, graph_filter)).remove)
+        for name, stack in layer_modules(self.sites).items():
+            module = self.model.get_submodule(name)
+            undo.callback(module.register_forward_pre_hook(self._given(stack), with_kwargs=True).remove)
+            undo.callback(module.register_forward_hook(self._gave(stack)).remove)
+
+    def _before(self, site: AttentionSite) -> Callable[..., None]:
+        def hook(module: nn.Module, given: tuple[AttentionShift, Tensor]) -> None:
+            earlier = given[0].earlier if module.reads_earlier else None
+            self.earlier = None if earlier is None else earlier.copy()
+
+        return hook
+
+    def _after(self, site: AttentionSite, graph_filter: GraphFilter) -> Callable[..., None]:
+        def hook(module: nn.Module, given: tuple[AttentionShift, Tensor], output: Tensor) -> None:
+            shift, value = given
+            layer = Layer(site.stack, self.calls[site.stack])
+            self.calls[site.stack] += 1
+            kept = None if isinstance(graph_filter, _Watch) else graph_filter
+            there = self._there(site.stack, value.shape[0], value.shape[2], value.device)
+            call = Call(layer, shift, value, kept, there, self.earlier)
+            for reader in self.readers:
+                reader.attention(call)
+
+        return hook
+
+    def _given(self, stack: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not self.layers[stack]:
+                self._tell(Layer(stack, -1), args[0] if args else kwargs.get("hidden_states"))
+
+        return hook
+
+    def _gave(self, stack: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self._tell(Layer(stack, self.layers[stack]), output)
+            self.layers[stack] += 1
+
+        return hook
+
+    def _tell(self, layer: Layer, given: Any) -> None:
+        tokens = given[0] if isinstance(given, (tuple, list)) else given
+        if not isinstance(tokens, Tensor) or tokens.dim() not in (3, 4):
+            return
+        tokens = wide(tokens.flatten(1, -2))  # images of windows are (batch, height, width, features)
+        there = self._there(layer.stack, tokens.shape[0], tokens.shape[1], tokens.device)
+        if not tokens[there].isfinite().all():
+            raise GraphFilterError(f"layer {layer} gives numbers that are not finite (NaN or infinity)")
+        self.sequences += int(there.any(1).sum())
+        for reader in self.readers:
+            reader.tokens(layer, tokens, there)
+
+    def _there(self, stack: str, batch: int, tokens: int, device: torch.device) -> Tensor:
+        """Which tokens are no padding, by the batch's mask where it is of this shape."""
+        given = self.batch if isinstance(self.batch, Mapping) else {}
+        for name in MASKS[stack]:
+            mask = given.get(name)
+            if isinstance(mask, Tensor) and mask.shape == (batch, tokens):
+                return mask.to(device).bool()
+        return torch.ones(batch, tokens, dtype=torch.bool, device=device)
+
+
+def layer_modules(sites: list[AttentionSite]) -> dict[str, str]:
+    """Name of the module that is the layer of each site, and its stack: the largest numbered one around it alone."""
+    layers = {}
+    for site in sites:
+        parts = site.name.split(".")
+        around = [".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit()]
+        alone = [name for name in around if sum(other.name.startswith(f"{name}.") for other in sites) == 1]
+        layers[alone[0] if alone else site.name] = site.stack
+    return layers
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
+    raise GraphFilterError(f"a batch is a dict of the model's arguments or a tensor, got {type(batch).__name__}")
+
+
+def _parts(batch: Any, heads: int) -> Iterator[Any]:
+    """The batch in pieces of so many sequences that the matrices of one layer fit into memory; whole for 0 heads."""
+    tensors = [batch] if isinstance(batch, Tensor) else [x for x in batch.values() if isinstance(x, Tensor) and x.dim()]
+    if not tensors or not tensors[0].numel():
+        raise GraphFilterError("a batch holds no tokens")
+    rows = len(tensors[0])
+    longest = max((x.shape[1] for x in tensors if x.dim() in (2, 3)), default=1)
+    tokens = max(longest, *(256 if x.dim() == 4 else 1 for x in tensors), 1)
+    count = max(1, ENTRIES // (heads * tokens**2)) if heads else rows
+    for start in range(0, rows, count):
+        part = slice(start, start + count)
+        if isinstance(batch, Tensor):
+            yield batch[part]
+        else:
+            yield {k: x[part] if isinstance(x, Tensor) and x.dim() and len(x) == rows else x for k, x in batch.items()}

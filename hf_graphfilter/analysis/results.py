@@ -1,0 +1,143 @@
+"""What a measurement gives: bands by layer, as a table, as JSON, and as a figure."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
+
+from ..errors import GraphFilterError, needs
+from .observing import Layer
+from .statistics import Band
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")  # Okabe and Ito, 2008
+Name = tuple[Layer, str]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bands of quantities by layer.
+
+    Attributes:
+        model: name of the model's class.
+        bands: by layer and name of the quantity.
+
+    Class attributes:
+        quantities: name to what the axis of a figure says, with its unit.
+        title: what a figure shows.
+        grid: of a quantity that is a curve, what it is over: the name of the axis, and the values of its points.
+    """
+
+    model: str
+    bands: dict[Name, Band]
+
+    quantities: ClassVar[dict[str, str]] = {}
+    title: ClassVar[str] = ""
+
+    @classmethod
+    def grid(cls, quantity: str, points: int) -> tuple[str, list[float]] | None:
+        return None
+
+    def layers(self, stack: str | None = None) -> list[Layer]:
+        layers = dict.fromkeys(layer for layer, _ in self.bands)
+        return sorted((x for x in layers if stack in (None, x.stack)), key=lambda layer: (layer.stack, layer.index))
+
+    def __getitem__(self, key: tuple[Layer | int, str]) -> Band:
+        """The band of a layer and a quantity; a number for the layer counts in the only stack, or the encoder."""
+        layer, quantity = key
+        if isinstance(layer, int):
+            stack = self.layers()[0].stack
+            layer = self.layers(stack)[layer] if layer < 0 else Layer(stack, layer)
+        if (layer, quantity) not in self.bands:
+            known = ", ".join(dict.fromkeys(name for _, name in self.bands))
+            raise GraphFilterError(f"{type(self).__name__} has no {quantity!r} of layer {layer}; it has {known}")
+        return self.bands[layer, quantity]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each number: stack, layer, quantity, perhaps where on the curve, mean, sd, samples."""
+        rows: list[dict[str, Any]] = []
+        for (layer, quantity), band in self.bands.items():
+            about = {"stack": layer.stack, "layer": layer.index, "quantity": quantity}
+            if band.mean.dim() == 0:
+                places: list[dict[str, Any]] = [{}]
+            else:
+                axis, at = self.grid(quantity, band.mean.numel()) or ("index", [*map(float, range(band.mean.numel()))])
+                places = [{"at": x, "axis": axis} for x in at]
+            numbers = zip(places, band.mean.flatten().tolist(), band.sd.flatten().tolist(), strict=True)
+            rows += [{**about, **place, "mean": m, "sd": s, "samples": band.samples} for place, m, s in numbers]
+        return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"measured": type(self).__name__, "model": self.model, "rows": self.rows()}
+
+    def to_json(self, path: str | os.PathLike[str]) -> Path:
+        file = Path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        return file
+
+    def to_frame(self) -> Any:
+        """The rows as a ``pandas.DataFrame``."""
+        with needs("recipes", "a table of pandas"):
+            import pandas
+        return pandas.DataFrame(self.rows())
+
+    def plot(self, against: Measured | None = None, quantities: list[str] | None = None) -> Figure:
+        """Axes for each quantity, over the layers, or curves of some layers; ``against`` is drawn with dashes."""
+        with needs("plots", "a figure"):
+            from matplotlib.figure import Figure
+        there = dict.fromkeys(name for _, name in self.bands)
+        names = [name for name in quantities or self.quantities if name in there]
+        stacks = list(dict.fromkeys(layer.stack for layer in self.layers()))
+        figure = Figure(figsize=(5.2 * len(stacks), 3.2 * len(names)), layout="constrained")
+        axes = figure.subplots(len(names), len(stacks), squeeze=False)
+        for row, name in enumerate(names):
+            for column, stack in enumerate(stacks):
+                self._draw(axes[row][column], stack, name, against)
+        figure.suptitle(self.title, fontsize=10)
+        return figure
+
+    def _draw(self, axes: Axes, stack: str, quantity: str, against: Measured | None) -> None:
+        pairs = [(self, self.model, "-")] + ([(against, f"{against.model}, reference", "--")] if against else [])
+        sample = next(b for (layer, name), b in self.bands.items() if name == quantity and layer.stack == stack)
+        for number, (measured, label, style) in enumerate(pairs):
+            layers = [x for x in measured.layers(stack) if (x, quantity) in measured.bands]
+            if sample.mean.dim() == 0:
+                x = [layer.index for layer in layers]
+                bands = [measured.bands[layer, quantity] for layer in layers]
+                _line(axes, x, [b.mean for b in bands], [b.sd for b in bands], COLOURS[number], style, label)
+                axes.set_xlabel(f"layer of the {stack} (-1: what it is given)" if -1 in x else f"layer of the {stack}")
+            else:
+                axis, at = measured.grid(quantity, sample.mean.numel()) or ("index", [*range(sample.mean.numel())])
+                for colour, layer in zip(COLOURS, _some(layers), strict=False):
+                    band = measured.bands[layer, quantity]
+                    text = f"{label}, {layer}" if len(pairs) > 1 else str(layer)
+                    _line(axes, at, list(band.mean), None, colour, style, text)
+                axes.set_xlabel(axis)
+        axes.set_ylabel(self.quantities.get(quantity, quantity))
+        axes.legend(frameon=False, fontsize=7)
+
+
+def _line(
+    axes: Axes, x: list[Any], mean: list[Tensor], sd: list[Tensor] | None, colour: str, style: str, label: str
+) -> None:
+    values = [float(m) for m in mean]
+    axes.plot(x, values, style, color=colour, label=label, marker="o" if sd is not None else None, markersize=3)
+    if sd is not None:
+        low, high = ([m + sign * float(s) for m, s in zip(values, sd, strict=True)] for sign in (-1, 1))
+        axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+
+
+def _some(layers: list[Layer], count: int = 4) -> list[Layer]:
+    """First, last and some between."""
+    if len(layers) <= count:
+        return layers
+    return [layers[round(i * (len(layers) - 1) / (count - 1))] for i in range(count)]

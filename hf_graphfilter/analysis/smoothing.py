@@ -1,0 +1,103 @@
+"""Over-smoothing: how alike the tokens of a text become with depth."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from ..errors import GraphFilterError
+from .observing import Call, Layer, Reader, observe
+from .results import Measured, Name
+from .statistics import Running
+
+
+@dataclass(frozen=True)
+class Smoothing(Measured):
+    """What ``smoothing`` gives; layer -1 is what the first layer is given."""
+
+    quantities: ClassVar[dict[str, str]] = {
+        "cosine": "mean cosine of two tokens",
+        "high_frequency": "share of energy off the mean token",
+        "dirichlet": "Dirichlet energy on the attention graph\n(of the tokens' energy)",
+    }
+    title: ClassVar[str] = "How alike tokens become: mean over texts, band of one standard deviation"
+
+
+class SmoothingReader(Reader):
+    def __init__(self, dirichlet: bool = True) -> None:
+        self.matrices = dirichlet
+        self.samples: dict[Name, Running] = defaultdict(Running)
+        self.given: dict[str, Tensor] = {}
+
+    def tokens(self, layer: Layer, tokens: Tensor, there: Tensor) -> None:
+        self.given[layer.stack] = tokens
+        for x, visible in zip(tokens, there, strict=True):
+            if (text := x[visible]).shape[0] > 1:
+                self.samples[layer, "cosine"].add(mean_cosine(text))
+                self.samples[layer, "high_frequency"].add(high_frequency(text))
+
+    def attention(self, call: Call) -> None:
+        if not self.matrices or (tokens := self.given.get(call.layer.stack)) is None:
+            return
+        if tokens.shape[:2] != call.there.shape:
+            return  # of windows, whose tokens are in another order
+        for matrix, x, there in zip(call.each(call.attention()), tokens, call.there, strict=True):
+            if matrix.shape[-1] > 1:
+                self.samples[call.layer, "dirichlet"].add(dirichlet_energy(matrix, x[there]))
+
+    def result(self, model: nn.Module) -> Smoothing:
+        if not self.samples:
+            raise GraphFilterError("no text has two tokens: how alike tokens are cannot be said")
+        return Smoothing(type(model).__name__, {name: running.band() for name, running in self.samples.items()})
+
+
+def smoothing(model: nn.Module, batches: Iterable[Any], *, dirichlet: bool = True, **options: Any) -> Smoothing:
+    """How alike the tokens of a text are, by layer, over texts; padding is left out.
+
+    - ``cosine``: mean cosine similarity of two different tokens; 1 where all point one way.
+    - ``high_frequency``: ``|X - mean|^2 / |X|^2`` (Frobenius), the share of the energy off the mean token, which is the
+      part of frequency 0 (Wang et al., ICLR 2022); 0 where all tokens are equal.
+    - ``dirichlet``: ``sum_ij A_ij |x_i - x_j|^2 / (2 |X|^2)`` of what a layer is given on the graph of its attention,
+      mean over the heads. It needs the matrices: ``dirichlet=False`` leaves it out and is faster.
+
+    Args:
+        model: of transformers or timm, plain or patched; it is left as it was.
+        batches: dicts of the model's arguments, or tensors; any number.
+
+    Raises:
+        GraphFilterError: no self-attention that can be read, no text of two tokens, numbers that are not finite.
+
+    Example:
+        >>> import torch
+        >>> from transformers import BertConfig, BertModel
+        >>> model = BertModel(BertConfig(num_hidden_layers=2))
+        >>> measured = smoothing(model, [{"input_ids": torch.arange(16).view(2, 8)}])
+        >>> 0 < measured[-1, "cosine"].mean < 1
+        tensor(True)
+    """
+    reader = SmoothingReader(dirichlet)
+    observe(model, batches, [reader], **options)
+    return reader.result(model)
+
+
+def mean_cosine(x: Tensor) -> Tensor:
+    """Over the pairs of different rows of (tokens, features)."""
+    unit = x / x.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+    together, own = unit.sum(0).square().sum(), unit.square().sum()
+    return (together - own) / (len(x) * (len(x) - 1))
+
+
+def high_frequency(x: Tensor) -> Tensor:
+    return (x - x.mean(0)).square().sum() / x.square().sum().clamp(min=1e-30)
+
+
+def dirichlet_energy(matrix: Tensor, x: Tensor) -> Tensor:
+    """Of (tokens, features) on graphs (heads, tokens, tokens): a mean over the heads."""
+    squares = x.square().sum(-1)
+    ends = matrix.sum(-1) @ squares + matrix.sum(-2) @ squares
+    across = (matrix * (x @ x.mT)).sum((-1, -2))
+    return ((ends / 2 - across) / squares.sum().clamp(min=1e-30)).mean()

@@ -1,0 +1,100 @@
+"""Singular values of the tokens and of attention matrices, and what rank they amount to."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import GraphFilterError
+from .observing import Call, Layer, Reader, observe
+from .results import Measured, Name
+from .statistics import Running
+
+POINTS = 33  # of a curve of singular values, from the largest to the smallest
+
+
+@dataclass(frozen=True)
+class Spectrum(Measured):
+    """What ``spectrum`` gives."""
+
+    quantities: ClassVar[dict[str, str]] = {
+        "effective_rank": "effective rank of the tokens",
+        "stable_rank": "stable rank of the tokens",
+        "singular_values": "singular value of the tokens\n(of the largest)",
+        "attention_effective_rank": "effective rank of attention",
+        "attention_singular_values": "singular value of attention\n(of the largest)",
+    }
+    title: ClassVar[str] = "Dimensions that tokens and attention use: mean over texts"
+
+    @classmethod
+    def grid(cls, quantity: str, points: int) -> tuple[str, list[float]]:
+        return "rank of the singular value (0 largest, 1 smallest)", torch.linspace(0, 1, points).tolist()
+
+
+class SpectrumReader(Reader):
+    def __init__(self, attention: bool = True) -> None:
+        self.matrices = attention
+        self.samples: dict[Name, Running] = defaultdict(Running)
+
+    def tokens(self, layer: Layer, tokens: Tensor, there: Tensor) -> None:
+        for x, visible in zip(tokens, there, strict=True):
+            if visible.any():
+                self.add(layer, "", torch.linalg.svdvals(x[visible]))
+
+    def attention(self, call: Call) -> None:
+        if not self.matrices:
+            return
+        for matrix in call.each(call.filtered()):
+            if matrix.shape[-1]:
+                self.add(call.layer, "attention_", torch.linalg.svdvals(matrix))
+
+    def add(self, layer: Layer, prefix: str, values: Tensor) -> None:
+        """A sample: singular values (values,), or (heads, values), of which the mean counts."""
+        self.samples[layer, f"{prefix}effective_rank"].add(effective_rank(values).mean())
+        self.samples[layer, f"{prefix}stable_rank"].add(stable_rank(values).mean())
+        relative = (values / values[..., :1].clamp(min=1e-30)).reshape(1, -1, values.shape[-1])
+        curve = torch.nn.functional.interpolate(relative, POINTS, mode="linear", align_corners=True)
+        self.samples[layer, f"{prefix}singular_values"].add(curve.mean((0, 1)))
+
+    def result(self, model: nn.Module) -> Spectrum:
+        if not self.samples:
+            raise GraphFilterError("no text has a token: there is nothing to decompose")
+        return Spectrum(type(model).__name__, {name: running.band() for name, running in self.samples.items()})
+
+
+def spectrum(model: nn.Module, batches: Iterable[Any], *, attention: bool = True, **options: Any) -> Spectrum:
+    """Singular values by layer, over texts, without padding; of the matrix ``X`` (tokens, features) that a layer gives,
+    and with ``attention`` of what its self-attention applies to the values: A, or a filter of it (mean over heads).
+
+    - ``effective_rank``: exp of the entropy of ``sigma / sum sigma`` (Roy and Vetterli, 2007).
+    - ``stable_rank``: ``sum sigma^2 / max sigma^2``.
+    - ``singular_values``: ``sigma / max sigma`` at 33 places from the largest to the smallest.
+
+    Arguments, errors: as of ``smoothing``.
+
+    Example:
+        >>> import torch
+        >>> from transformers import BertConfig, BertModel
+        >>> model = BertModel(BertConfig(num_hidden_layers=2))
+        >>> measured = spectrum(model, [{"input_ids": torch.arange(16).view(2, 8)}])
+        >>> 1 <= measured[-1, "attention_effective_rank"].mean <= 8
+        tensor(True)
+    """
+    reader = SpectrumReader(attention)
+    observe(model, batches, [reader], **options)
+    return reader.result(model)
+
+
+def effective_rank(values: Tensor) -> Tensor:
+    """Of singular values (..., values)."""
+    share = values / values.sum(-1, keepdim=True).clamp(min=1e-30)
+    return torch.special.entr(share).sum(-1).exp()
+
+
+def stable_rank(values: Tensor) -> Tensor:
+    return values.square().sum(-1) / values.square().amax(-1).clamp(min=1e-30)

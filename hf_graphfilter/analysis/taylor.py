@@ -1,0 +1,79 @@
+"""The error of GFSA's first-order approximation of a power of A, beside its bound."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import GraphFilterError
+from .observing import Call, Reader, observe
+from .results import Measured, Name
+from .statistics import Running
+
+
+@dataclass(frozen=True)
+class TaylorError(Measured):
+    """What ``taylor_error`` gives: ``K=2`` and so on, and ``bound_share_K=2``, the error over the bound 2K."""
+
+    title: ClassVar[str] = "Error of the first-order approximation of A^K: mean over heads and texts"
+
+    def __post_init__(self) -> None:
+        names = dict.fromkeys(name for _, name in self.bands)
+        object.__setattr__(self, "quantities", {n: f"E_K, {n} (bound {2 * int(n[2:])})" for n in names})
+
+
+class TaylorReader(Reader):
+    matrices = True
+
+    def __init__(self, orders: Sequence[int] = (2, 3, 4, 5, 10)) -> None:
+        if not orders or min(orders) < 2:
+            raise GraphFilterError(f"orders={list(orders)}: name some, from 2 on")
+        self.orders = sorted(set(orders))
+        self.samples: dict[Name, Running] = defaultdict(Running)
+
+    def attention(self, call: Call) -> None:
+        for matrix in call.each(call.attention()):
+            if matrix.shape[-1]:
+                for order, error in errors(matrix, self.orders).items():
+                    self.samples[call.layer, f"K={order}"].add(error.mean())
+
+    def result(self, model: nn.Module) -> TaylorError:
+        return TaylorError(type(model).__name__, {name: running.band() for name, running in self.samples.items()})
+
+
+def taylor_error(
+    model: nn.Module, batches: Iterable[Any], orders: Sequence[int] = (2, 3, 4, 5, 10), **options: Any
+) -> TaylorError:
+    """``E_K = |A^K - (A + (K-1)(A^2 - A))|`` (GFSA, Eq. 7; the largest sum of a row's magnitudes), whose bound is 2K
+    (Eq. 8), by layer and order, over heads and texts, without padding.
+
+    Arguments, errors: as of ``smoothing``; an order below 2.
+
+    Example:
+        >>> import torch
+        >>> from transformers import BertConfig, BertModel
+        >>> model = BertModel(BertConfig(num_hidden_layers=1))
+        >>> measured = taylor_error(model, [{"input_ids": torch.arange(16).view(2, 8)}], orders=[3])
+        >>> measured[0, "K=3"].mean < 6
+        tensor(True)
+    """
+    reader = TaylorReader(orders)
+    observe(model, batches, [reader], **options)
+    return reader.result(model)
+
+
+def errors(matrix: Tensor, orders: Sequence[int]) -> dict[int, Tensor]:
+    """Of (heads, tokens, tokens), by order: (heads,)."""
+    square = matrix @ matrix
+    power, found = matrix, {}
+    for order in range(2, max(orders) + 1):
+        power = power @ matrix
+        if order in orders:
+            off = power - torch.lerp(matrix, square, float(order - 1))
+            found[order] = off.abs().sum(-1).amax(-1)
+    return found

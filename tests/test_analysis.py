@@ -1,0 +1,332 @@
+"""What analysis measures: against direct computation in float64, whatever the batches, and without a trace."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AlbertConfig,
+    AlbertModel,
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    GPT2Config,
+    GPT2Model,
+    LlamaConfig,
+    LlamaModel,
+    SwinConfig,
+    SwinModel,
+    T5Config,
+    T5Model,
+)
+
+from hf_graphfilter import GraphFilterError, patch_model
+from hf_graphfilter.analysis import (
+    attention_correlation,
+    attention_maps,
+    branch_report,
+    frequency_response,
+    response_curves,
+    rollout,
+    smoothing,
+    spectrum,
+    taylor_error,
+)
+from hf_graphfilter.analysis.observing import Layer, Reader, observe
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+FAMILIES = {
+    "bert": lambda: BertModel(BertConfig(vocab_size=50, **SIZES)),
+    "albert": lambda: AlbertModel(AlbertConfig(vocab_size=50, embedding_size=16, **SIZES)),
+    "gpt2": lambda: GPT2Model(
+        GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=1)
+    ),
+    "llama": lambda: LlamaModel(LlamaConfig(vocab_size=50, num_key_value_heads=2, **SIZES)),
+    "t5": lambda: T5Model(T5Config(vocab_size=50, d_model=32, num_layers=2, num_heads=4, d_kv=8, d_ff=64)),
+}
+FILTERS = {
+    "gfsa": {"w_0": 0.2, "w_K": 0.3},
+    "agf": {"window": 2},
+    "singularformer": {"residual": True},
+    "kernelution": {"init": "blend"},
+}
+CLOSE = {"atol": 1e-8, "rtol": 1e-8}
+FLOAT32 = {"atol": 1e-6, "rtol": 1e-6}  # in which Llama's own code takes the softmax of the reference
+
+
+def build(family, seed=0):
+    torch.manual_seed(seed)
+    model = FAMILIES[family]().double()
+    with torch.no_grad():
+        for parameter in model.parameters():  # sharper attention than a new model has
+            parameter.mul_(3)
+    return model.train()
+
+
+def texts(rows=3, tokens=9, family="bert"):
+    torch.manual_seed(1)
+    batch = {"input_ids": torch.randint(5, 50, (rows, tokens)), "attention_mask": torch.ones(rows, tokens).long()}
+    batch["attention_mask"][1, 6:] = 0
+    if family == "t5":
+        batch["decoder_input_ids"] = torch.randint(5, 50, (rows, 4))
+    return batch
+
+
+def reference(model, batch):
+    """Per stack: hidden states by layer from -1, attention matrices by layer, the mask."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        out = model.eval()(**batch, output_attentions=True, output_hidden_states=True)
+    model.set_attn_implementation(before)
+    model.train()
+    mask = batch["attention_mask"].bool()
+    if "decoder_input_ids" not in batch:
+        stack = "encoder" if type(model).__name__ in ("BertModel", "AlbertModel") else "decoder"
+        return {stack: (out.hidden_states, out.attentions, mask)}
+    all_there = torch.ones_like(batch["decoder_input_ids"]).bool()
+    return {
+        "encoder": (out.encoder_hidden_states, out.encoder_attentions, mask),
+        "decoder": (out.decoder_hidden_states, out.decoder_attentions, all_there),
+    }
+
+
+def direct(hidden, attentions, mask):
+    """By definition, slowly: quantity to a list over the layers of means over the texts."""
+    result = {}
+    for layer, states in enumerate(hidden, -1):
+        for x, there in zip(states, mask, strict=True):
+            x = x[there]
+            unit = x / x.norm(dim=1, keepdim=True)
+            cosines = [unit[i] @ unit[j] for i in range(len(x)) for j in range(len(x)) if i != j]
+            values = torch.linalg.svdvals(x)
+            share = values / values.sum()
+            off = x - x.mean(0)
+            for name, value in {
+                "cosine": torch.stack(cosines).mean(),
+                "high_frequency": off.square().sum() / x.square().sum(),
+                "effective_rank": torch.exp(-(share * share.log()).sum()),
+                "stable_rank": (values**2).sum() / values[0] ** 2,
+            }.items():
+                result.setdefault((layer, name), []).append(value)
+    for layer, matrices in enumerate(attentions):
+        for heads, x, there in zip(matrices, hidden[layer], mask, strict=True):
+            heads, x = heads[:, there][:, :, there], x[there]
+            n = len(x)
+            step = torch.arange(n, dtype=torch.float64)
+            fourier = torch.exp(-2j * torch.pi * step[:, None] * step / n)
+            distances = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist") ** 2
+            energy, ratio, error = [], [], []
+            for A in heads:
+                energy.append((A * distances).sum() / 2 / x.square().sum())
+                through = (fourier @ A.to(fourier.dtype) @ fourier.inverse()).diagonal().abs()[: n // 2 + 1]
+                ratio.append(through[1:].mean() / through[0])
+                off = torch.linalg.matrix_power(A, 4) - (A + 3 * (A @ A - A))
+                error.append(torch.linalg.matrix_norm(off, torch.inf))
+            for name, value in {"dirichlet": energy, "high_to_low": ratio, "K=4": error}.items():
+                result.setdefault((layer, name), []).append(torch.stack(value).mean())
+    return {name: torch.stack(values).mean() for name, values in result.items()}
+
+
+def everything(model, batches, **options):
+    measured = [smoothing, spectrum, frequency_response, taylor_error]
+    return [measure(model, list(batches), **options) for measure in measured]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_are_those_of_direct_computation(family, implementation):
+    model, batch = build(family), texts(family=family)
+    expected = reference(model, batch)
+    model.set_attn_implementation(implementation)
+    results = everything(model, [batch])
+    for stack, given in expected.items():
+        last = len(given[0]) - 2
+        for (layer, name), value in direct(*given).items():
+            if layer == last and name in ("cosine", "high_frequency", "effective_rank", "stable_rank"):
+                continue  # transformers gives the last layer's states after the final norm
+            measured = next(r for r in results if (Layer(stack, layer), name) in r.bands)
+            band = measured.bands[Layer(stack, layer), name]
+            torch.testing.assert_close(
+                band.mean, value, msg=f"{stack} {layer} {name}", **(FLOAT32 if family == "llama" else CLOSE)
+            )
+            assert band.samples == 3
+
+
+@pytest.mark.parametrize("filter", [None, *FILTERS])
+def test_batches_and_padding_change_nothing(filter):
+    model = build("bert")
+    if filter:
+        patch_model(model, filter, **FILTERS[filter])
+    batch = texts()
+    alone = [{k: v[i : i + 1, : 6 if i == 1 else 9] for k, v in batch.items()} for i in range(3)]
+    for together, one_by_one in zip(everything(model, [batch]), everything(model, alone), strict=True):
+        assert together.bands.keys() == one_by_one.bands.keys()
+        for name, band in together.bands.items():
+            torch.testing.assert_close(band.mean, one_by_one.bands[name].mean, **CLOSE)
+            torch.testing.assert_close(band.sd, one_by_one.bands[name].sd, atol=1e-7, rtol=1e-6)
+
+
+class Kept(Reader):
+    matrices = True
+
+    def __init__(self):
+        self.calls = []
+
+    def attention(self, call):
+        earlier = None if call.earlier is None else call.earlier.copy()
+        whole = call.filtered() @ call.value
+        again = type(call.graph_filter).forward(call.graph_filter, call.shift.anew(earlier), call.value)
+        torch.testing.assert_close(whole, again)
+        self.calls.append(call.layer)
+
+
+@pytest.mark.parametrize("filter", FILTERS)
+def test_the_matrix_of_a_filter_does_what_the_filter_does(filter):
+    model = patch_model(build("bert"), filter, **FILTERS[filter])
+    reader = Kept()
+    observe(model, [texts()], [reader])
+    assert [layer.index for layer in reader.calls] == [0, 1]
+
+
+def traces(model):
+    """What observing could leave behind."""
+    hooks = [(n, len(m._forward_hooks), len(m._forward_pre_hooks)) for n, m in model.named_modules()]
+    return hooks, [m.training for m in model.modules()], [n for n, _ in model.named_modules()], type(model.config)
+
+
+@pytest.mark.parametrize("how", ["done", "error", "interrupt"])
+@pytest.mark.parametrize("filter", [None, "gfsa"])
+def test_the_model_is_left_as_it_was(filter, how):
+    model = build("bert")
+    model.encoder.layer[1].eval()
+    if filter:
+        patch_model(model, filter, layers=[0])
+    before, state = traces(model), {k: v.clone() for k, v in model.state_dict().items()}
+
+    def batches():
+        yield texts()
+        if how != "done":
+            raise {"error": RuntimeError, "interrupt": KeyboardInterrupt}[how]
+
+    if how == "done":
+        smoothing(model, batches())
+    else:
+        with pytest.raises((RuntimeError, KeyboardInterrupt)):
+            smoothing(model, batches())
+    assert traces(model) == before
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert torch.is_grad_enabled()
+
+
+def broken(model):
+    with torch.no_grad():
+        model.encoder.layer[0].output.dense.bias[0] = torch.nan
+    return model
+
+
+@pytest.mark.parametrize(
+    ("prepare", "batches", "message"),
+    [
+        (lambda m: nn.Linear(2, 2), [torch.ones(1, 2)], "cannot patch a torch.nn.modules.linear.Linear"),
+        (lambda m: m, [], "there are no batches"),
+        (lambda m: m, [{"input_ids": torch.zeros(1, 0).long()}], "a batch holds no tokens"),
+        (lambda m: m, [{"input_ids": torch.ones(1, 1).long()}], "no text has two tokens|no text of two"),
+        (lambda m: m, [["text"]], "a batch is a dict of the model's arguments or a tensor, got list"),
+        (broken, [texts()], "layer encoder 0 gives numbers that are not finite"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_sentence(prepare, batches, message):
+    with pytest.raises(GraphFilterError, match=message):
+        frequency_response(prepare(build("bert")), batches)
+
+
+def test_all_padding_is_one_sentence():
+    batch = texts() | {"attention_mask": torch.zeros(3, 9).long()}
+    with pytest.raises(GraphFilterError, match=r"no batches with a token|no text"):
+        spectrum(build("bert"), [batch])
+
+
+def test_windows_and_images_are_read():
+    config = SwinConfig(image_size=16, patch_size=2, embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=4)
+    images = [torch.randn(2, 3, 16, 16)]
+    measured = smoothing(SwinModel(config), images)
+    assert [layer.index for layer in measured.layers()] == [-1, 0, 1]
+    assert frequency_response(SwinModel(config), images)[0, "gain"].samples == 2 * 4, "four windows an image"
+    with pytest.raises(GraphFilterError, match="within windows"):
+        attention_maps(SwinModel(config), images[0])
+
+
+@pytest.mark.parametrize("filter", [None, "gfsa"])
+def test_timm_models_are_read(filter):
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, embed_dim=32, num_heads=2)
+    if filter:
+        patch_model(model, filter, w_K=0.2)
+    measured = frequency_response(model, [torch.randn(3, 3, 32, 32)])
+    assert [(layer.index, measured[layer, "gain"].samples) for layer in measured.layers()] == [(0, 3), (1, 3)]
+
+
+def test_maps_rollout_and_correlation():
+    model, other, batch = build("bert"), build("bert", seed=5), texts()
+    maps = attention_maps(model, batch)
+    assert [m[Layer("encoder", 0)].shape for m in maps] == [(4, 9, 9), (4, 6, 6), (4, 9, 9)]
+    torch.testing.assert_close(rollout(maps[1]).sum(-1), torch.ones(6, dtype=torch.float64))
+    assert attention_correlation(model, model, [batch]).band.mean == pytest.approx(1)
+    between = attention_correlation(model, other, [batch])
+    assert len(between.values) == 3
+    assert abs(between.band.mean) < 0.9
+    filtered = attention_maps(patch_model(build("bert"), "gfsa", w_K=0.3, K=3), batch)[0][Layer("encoder", 0)]
+    A = maps[0][Layer("encoder", 0)]
+    torch.testing.assert_close(filtered, A + 0.3 * (A + 2 * (A @ A - A)))
+
+
+def test_response_curves_are_the_polynomial():
+    model = patch_model(build("bert"), "gfsa", w_0=0.1, w_K=0.3, K=4, layers=[0])
+    patch_model(model, "agf", layers=[1])
+    ((name, (at, curve)),) = response_curves(model).items()
+    assert name.startswith("encoder.layer.0")
+    expected = 0.1 + at + 0.3 * (at + 3 * (at**2 - at))
+    torch.testing.assert_close(curve, expected.expand(4, -1))
+
+
+def test_branches_are_switched_off_one_at_a_time():
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig(vocab_size=50, **SIZES)).train()
+    patch_model(model, "gfsa", w_0=0.5, w_K=0.3, layers=[0])
+    patch_model(model, "agf", window=2, layers=[1])
+    batch = texts() | {"labels": torch.tensor([0, 1, 1])}
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    report = branch_report(model, [batch])
+    parts = {"w_0": 1, "w_1": 1, "w_K": 1, "window": 1, "far": 1}
+    assert (report[0].name, {b.name: b.modules for b in report[1:]}) == ("all", parts)
+    assert report[0].change == 0
+    assert all(b.change != 0 and b.value == pytest.approx(report[0].value + b.change) for b in report[1:])
+    assert model.training
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert branch_report(model, lambda m: 2.0)[1].change == 0
+    with pytest.raises(GraphFilterError, match="give no loss"):
+        branch_report(model, [texts()])
+    with pytest.raises(GraphFilterError, match=r"agf.* no parts"):
+        branch_report(patch_model(build("bert"), "agf"), [batch])
+
+
+def test_results_are_rows_json_and_figures(tmp_path):
+    results = everything(build("bert"), [texts()])
+    other = everything(patch_model(build("bert"), "gfsa", w_K=0.5), [texts()])
+    for measured, against in zip(results, other, strict=True):
+        figure = measured.plot(against)
+        figure.savefig(tmp_path / "figure.png")
+        assert all(axes.get_xlabel() and axes.get_ylabel() for axes in figure.axes)
+        content = json.loads(measured.to_json(tmp_path / "out" / "result.json").read_text())
+        assert content["rows"] == measured.rows()
+        assert len(measured.to_frame()) == len(content["rows"])
+    assert results[0][-1, "cosine"] is results[0].bands[Layer("encoder", 1), "cosine"]
+    with pytest.raises(GraphFilterError, match="has no 'cosines' of layer encoder 0; it has"):
+        results[0][0, "cosines"]
+
+
+def test_float16_models_are_measured_in_float32():
+    model = build("bert").float().to(torch.bfloat16)
+    assert smoothing(model, [texts()])[0, "cosine"].mean.isfinite()
