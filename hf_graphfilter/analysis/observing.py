@@ -150,7 +150,7 @@ def observe(
         undo.enter_context(torch.no_grad())
         for batch in progress(batches):
             heads = max(site.heads for site in sites) if any(reader.matrices for reader in readers) else 0
-            for part in _parts(_moved(batch, device), heads):
+            for part in _parts(moved(batch, device), heads):
                 watch.begin(part)
                 outputs = model(**part) if isinstance(part, Mapping) else model(part)
                 for reader in readers:
@@ -254,7 +254,7 @@ def layer_modules(sites: list[AttentionSite]) -> dict[str, str]:
     return layers
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
+def moved(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, Mapping):

@@ -1,0 +1,162 @@
+"""A page about what a model's attention does: numbers in words, figures, coefficients, cost."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ...errors import GraphFilterError
+from ...status import FilterStatus, filter_status
+from ..observing import observe
+from ..response import FrequencyResponse, ResponseReader
+from ..results import Measured
+from ..smoothing import Smoothing, SmoothingReader
+from ..spectrum import Spectrum, SpectrumReader
+from ..taylor import TaylorError, TaylorReader
+from .costs import Cost, cost_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """All that is measured of one model."""
+
+    smoothing: Smoothing
+    response: FrequencyResponse
+    spectrum: Spectrum
+    taylor: TaylorError
+    cost: Cost
+    status: FilterStatus = field(default_factory=FilterStatus)
+
+    def parts(self) -> dict[str, Measured]:
+        return {name: getattr(self, name) for name in ("smoothing", "response", "spectrum", "taylor")}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``report`` gives.
+
+    Attributes:
+        title: of the page.
+        measured: of the model.
+        reference: of the model that it is compared with, or None.
+    """
+
+    title: str
+    measured: Measurements
+    reference: Measurements | None = None
+
+    def summary(self) -> list[str]:
+        """The findings, a sentence each."""
+        from .words import sentences
+
+        return sentences(self)
+
+    def figures(self) -> dict[str, Figure]:
+        """By name, what the page shows."""
+        from .drawing import figures
+
+        return figures(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All numbers, ready for JSON."""
+        models = {"model": self.measured, "reference": self.reference}
+        return {
+            "title": self.title,
+            "summary": self.summary(),
+            **{
+                name: {part: measured.to_dict() for part, measured in found.parts().items()}
+                for name, found in models.items()
+                if found
+            },
+        }
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """One page that needs nothing else: no network and no script.
+
+        Raises:
+            GraphFilterError: it cannot be written.
+        """
+        from .page import page
+
+        return _written(Path(path), page(self))
+
+    def save_figures(self, folder: str | os.PathLike[str]) -> list[Path]:
+        """The figures as PNG, for a model card."""
+        files = []
+        for name, figure in self.figures().items():
+            file = Path(folder, f"{name}.png")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(file, dpi=150)
+            files.append(file)
+        return files
+
+
+def report(
+    model: nn.Module,
+    batches: Iterable[Any],
+    reference: nn.Module | None = None,
+    *,
+    title: str | None = None,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+) -> Report:
+    """Measure a model, and a reference on the same batches: ``smoothing``, ``frequency_response``, ``spectrum`` and
+    ``taylor_error`` in one pass each, the coefficients, and what a batch costs.
+
+    Args:
+        model: of transformers or timm, plain or patched; it is left as it was.
+        batches: dicts of the model's arguments, or tensors; a list where there is a reference.
+        reference: say, the plain model of a patched one.
+        title: of the page.
+        progress: wraps the batches, as a bar does.
+
+    Raises:
+        GraphFilterError: as ``smoothing``; the reference has other layers.
+
+    Example:
+        >>> import torch
+        >>> from transformers import BertConfig, BertModel
+        >>> model = BertModel(BertConfig(num_hidden_layers=2))
+        >>> report(model, [{"input_ids": torch.arange(16).view(2, 8)}]).title
+        'BertModel'
+    """
+    batches = batches if reference is None else list(batches)
+    measured = measure(model, batches, progress)
+    other = None if reference is None else measure(reference, batches, progress)
+    if other and measured.smoothing.layers() != other.smoothing.layers():
+        raise GraphFilterError(
+            f"the reference has {len(other.smoothing.layers())} layers, {type(model).__name__} has "
+            f"{len(measured.smoothing.layers())}: they cannot be compared layer by layer"
+        )
+    return Report(title or type(model).__name__, measured, other)
+
+
+def measure(model: nn.Module, batches: Iterable[Any], progress: Callable[..., Iterable[Any]] = iter) -> Measurements:
+    readers = SmoothingReader(), ResponseReader(), SpectrumReader(), TaylorReader()
+    first: list[Any] = []
+
+    def kept(given: Iterable[Any]) -> Iterable[Any]:
+        for batch in progress(given):
+            first[:] = first or [batch]
+            yield batch
+
+    observe(model, batches, readers, kept)
+    smooth, response, spectrum, taylor = readers
+    results = smooth.result(model), response.result(model), spectrum.result(model), taylor.result(model)
+    return Measurements(*results, cost_of(model, first[0]), filter_status(model))
+
+
+def _written(path: Path, content: str) -> Path:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise GraphFilterError(f"{path} cannot be written: {error.strerror}") from error
+    return path

@@ -1,0 +1,52 @@
+"""What a model costs: its parameters, and the time of a batch."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...filters.attached import filters_of
+from ..observing import back_to_training, moved
+
+RUNS = 3
+
+
+@dataclass(frozen=True)
+class Cost:
+    """``seconds`` is the median of some forward passes of one batch; on a shared machine it is rough."""
+
+    parameters: int
+    filter_parameters: int
+    seconds: float
+    device: str
+
+
+def cost_of(model: nn.Module, batch: Any) -> Cost:
+    device = next(model.parameters()).device
+    batch = moved(batch, device)
+    training = [module for module in model.modules() if module.training]
+    times = []
+    try:
+        model.eval()
+        with torch.no_grad():
+            for _ in range(RUNS):
+                _wait(device)
+                begun = time.perf_counter()
+                model(**batch) if isinstance(batch, Mapping) else model(batch)
+                _wait(device)
+                times.append(time.perf_counter() - begun)
+    finally:
+        back_to_training(training)
+    own = sum(p.numel() for _, graph_filter in filters_of(model) for p in graph_filter.parameters())
+    return Cost(sum(p.numel() for p in model.parameters()), own, statistics.median(times), str(device))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,54 @@
+"""The figures of a report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...errors import needs
+from ...status import FilterStatus
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from . import Report
+
+SHOWN = {
+    "smoothing": ["cosine", "high_frequency", "dirichlet"],
+    "response": ["gain", "high_to_low"],
+    "spectrum": ["effective_rank", "singular_values", "attention_effective_rank"],
+    "taylor": None,
+}
+
+
+def figures(report: Report) -> dict[str, Figure]:
+    drawn = {}
+    for name, measured in report.measured.parts().items():
+        against = report.reference.parts()[name] if report.reference else None
+        drawn[name] = measured.plot(against, SHOWN[name])
+    if report.measured.status:
+        drawn["coefficients"] = heat_maps(report.measured.status)
+    return drawn
+
+
+def heat_maps(status: FilterStatus) -> Figure:
+    """A map for each coefficient: modules over heads, red above 0 and blue below, white at 0."""
+    with needs("plots", "a figure"):
+        from matplotlib.figure import Figure
+    names = list(dict.fromkeys(name for row in status for name in row.coefficients))
+    heads = max(value.numel() for row in status for value in row.coefficients.values())
+    size = 1.6 + 0.22 * len(status)
+    figure = Figure(figsize=(6.2, size * len(names)), layout="constrained")
+    for axes, name in zip(figure.subplots(len(names), 1, squeeze=False)[:, 0], names, strict=True):
+        values = torch.full((len(status), heads), torch.nan)
+        for i, row in enumerate(status):
+            if (value := row.coefficients.get(name)) is not None:
+                values[i, : value.numel()] = value.flatten().real.float()
+        limit = values.nan_to_num().abs().max().item() or 1.0
+        image = axes.imshow(values, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
+        axes.set(xlabel="head", ylabel="patched module", title=name)
+        axes.set_yticks(range(len(status)))
+        figure.colorbar(image, ax=axes)
+    figure.suptitle("Coefficients of the filters by module and head", fontsize=10)
+    return figure

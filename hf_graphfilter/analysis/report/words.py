@@ -1,0 +1,60 @@
+"""The findings of a report, as sentences with numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..observing import Layer
+from ..results import Measured
+
+if TYPE_CHECKING:
+    from . import Report
+
+
+def sentences(report: Report) -> list[str]:
+    own, other = report.measured, report.reference
+    lines = []
+    for stack in dict.fromkeys(layer.stack for layer in own.smoothing.layers()):
+        layers = own.smoothing.layers(stack)
+        first, last = layers[0], layers[-1]
+        where = f" of the {stack}" if len(own.smoothing.layers()) > len(layers) else ""
+
+        def both(part: str, layer: Layer, name: str, form: str = ".2f") -> str:
+            texts = []
+            for found, label in ((own, ""), (other, "reference ")):
+                measured: Measured | None = getattr(found, part) if found else None
+                if measured is not None and (layer, name) in measured.bands:
+                    texts.append(f"{label}{measured.bands[layer, name].mean.item():{form}}")
+            return ", ".join(texts)
+
+        lines.append(
+            f"Tokens{where}: mean cosine of two tokens {both('smoothing', first, 'cosine')} before the first layer, "
+            f"{both('smoothing', last, 'cosine')} after the last."
+        )
+        lines.append(
+            f"Share of the energy off the mean token{where}: {both('smoothing', first, 'high_frequency')} before, "
+            f"{both('smoothing', last, 'high_frequency')} after."
+        )
+        lines.append(
+            f"Effective rank of the tokens{where}: {both('spectrum', first, 'effective_rank', '.1f')} before, "
+            f"{both('spectrum', last, 'effective_rank', '.1f')} after."
+        )
+        if calls := own.response.layers(stack):
+            name = "high_to_low"
+            lines.append(
+                f"Gain of self-attention off frequency 0, of that at 0{where}: {both('response', calls[0], name)} in the "
+                f"first layer, {both('response', calls[-1], name)} in the last."
+            )
+    largest = max(own.taylor.bands.items(), key=lambda item: item[1].mean.item() / int(item[0][1][2:]))
+    (layer, name), band = largest
+    bound = 2 * int(name[2:])
+    lines.append(
+        f"Error of GFSA's approximation of A^K: at most {band.mean.item() / bound:.0%} of its bound 2K ({name}, {layer})."
+    )
+    cost = own.cost
+    against = f", reference {other.cost.seconds:.3g} s" if other else ""
+    lines.append(
+        f"{cost.parameters:,} parameters, {cost.filter_parameters:,} of filters; a forward pass of the first batch took "
+        f"{cost.seconds:.3g} s on {cost.device}{against}."
+    )
+    return lines
