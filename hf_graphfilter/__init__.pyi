@@ -27,6 +27,7 @@ from .training.penalties import RegularizerCallback as RegularizerCallback, coll
 from .training.orthogonality import OrthogonalityCallback as OrthogonalityCallback
 from .training.orthogonality import orthogonality_loss as orthogonality_loss
 from .training.callbacks import CoefficientCallback as CoefficientCallback
+from .training.smoothing import SmoothingCallback as SmoothingCallback
 
 from .checkpoints.filter_file import load_filter as load_filter, save_filter as save_filter
 from .checkpoints.timm import load_timm_model as load_timm_model

@@ -102,7 +102,7 @@ class Measured:
         for row, name in enumerate(names):
             for column, stack in enumerate(stacks):
                 self._draw(axes[row][column], stack, name, against)
-        figure.suptitle(self.title, fontsize=10)
+        figure.suptitle(self.title, fontsize=9, wrap=True)
         return figure
 
     def _draw(self, axes: Axes, stack: str, quantity: str, against: Measured | None) -> None:

@@ -5,6 +5,7 @@ from .callbacks import CoefficientCallback
 from .optimizer import filter_optimizer, parameter_groups
 from .orthogonality import OrthogonalityCallback, orthogonality_loss
 from .penalties import Penalties, RegularizerCallback, collect_penalties
+from .smoothing import SmoothingCallback
 from .transfer import TransferReport, transfer_attention
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "OrthogonalityCallback",
     "Penalties",
     "RegularizerCallback",
+    "SmoothingCallback",
     "TransferReport",
     "collect_penalties",
     "drop_blend",

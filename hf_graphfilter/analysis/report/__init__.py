@@ -4,39 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ...errors import GraphFilterError
-from ...status import FilterStatus, filter_status
-from ..observing import observe
-from ..response import FrequencyResponse, ResponseReader
-from ..results import Measured
-from ..smoothing import Smoothing, SmoothingReader
-from ..spectrum import Spectrum, SpectrumReader
-from ..taylor import TaylorError, TaylorReader
-from .costs import Cost, cost_of
+from .drawing import figures
+from .measurements import Measurements, measure
+from .page import page
+from .words import sentences
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-@dataclass(frozen=True)
-class Measurements:
-    """All that is measured of one model."""
-
-    smoothing: Smoothing
-    response: FrequencyResponse
-    spectrum: Spectrum
-    taylor: TaylorError
-    cost: Cost
-    status: FilterStatus = field(default_factory=FilterStatus)
-
-    def parts(self) -> dict[str, Measured]:
-        return {name: getattr(self, name) for name in ("smoothing", "response", "spectrum", "taylor")}
 
 
 @dataclass(frozen=True)
@@ -55,15 +36,11 @@ class Report:
 
     def summary(self) -> list[str]:
         """The findings, a sentence each."""
-        from .words import sentences
-
-        return sentences(self)
+        return sentences(self.measured, self.reference)
 
     def figures(self) -> dict[str, Figure]:
         """By name, what the page shows."""
-        from .drawing import figures
-
-        return figures(self)
+        return figures(self.measured, self.reference)
 
     def to_dict(self) -> dict[str, Any]:
         """All numbers, ready for JSON."""
@@ -84,9 +61,7 @@ class Report:
         Raises:
             GraphFilterError: it cannot be written.
         """
-        from .page import page
-
-        return _written(Path(path), page(self))
+        return _written(Path(path), page(self.title, self.measured, self.reference))
 
     def save_figures(self, folder: str | os.PathLike[str]) -> list[Path]:
         """The figures as PNG, for a model card."""
@@ -136,21 +111,6 @@ def report(
             f"{len(measured.smoothing.layers())}: they cannot be compared layer by layer"
         )
     return Report(title or type(model).__name__, measured, other)
-
-
-def measure(model: nn.Module, batches: Iterable[Any], progress: Callable[..., Iterable[Any]] = iter) -> Measurements:
-    readers = SmoothingReader(), ResponseReader(), SpectrumReader(), TaylorReader()
-    first: list[Any] = []
-
-    def kept(given: Iterable[Any]) -> Iterable[Any]:
-        for batch in progress(given):
-            first[:] = first or [batch]
-            yield batch
-
-    observe(model, batches, readers, kept)
-    smooth, response, spectrum, taylor = readers
-    results = smooth.result(model), response.result(model), spectrum.result(model), taylor.result(model)
-    return Measurements(*results, cost_of(model, first[0]), filter_status(model))
 
 
 def _written(path: Path, content: str) -> Path:

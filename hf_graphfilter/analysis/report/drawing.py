@@ -8,11 +8,10 @@ import torch
 
 from ...errors import needs
 from ...status import FilterStatus
+from .measurements import Measurements
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from . import Report
 
 SHOWN = {
     "smoothing": ["cosine", "high_frequency", "dirichlet"],
@@ -22,13 +21,12 @@ SHOWN = {
 }
 
 
-def figures(report: Report) -> dict[str, Figure]:
+def figures(own: Measurements, other: Measurements | None) -> dict[str, Figure]:
     drawn = {}
-    for name, measured in report.measured.parts().items():
-        against = report.reference.parts()[name] if report.reference else None
-        drawn[name] = measured.plot(against, SHOWN[name])
-    if report.measured.status:
-        drawn["coefficients"] = heat_maps(report.measured.status)
+    for name, measured in own.parts().items():
+        drawn[name] = measured.plot(other.parts()[name] if other else None, SHOWN[name])
+    if own.status:
+        drawn["coefficients"] = heat_maps(own.status)
     return drawn
 
 
@@ -46,7 +44,7 @@ def heat_maps(status: FilterStatus) -> Figure:
             if (value := row.coefficients.get(name)) is not None:
                 values[i, : value.numel()] = value.flatten().real.float()
         limit = values.nan_to_num().abs().max().item() or 1.0
-        image = axes.imshow(values, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
+        image = axes.imshow(values.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
         axes.set(xlabel="head", ylabel="patched module", title=name)
         axes.set_yticks(range(len(status)))
         figure.colorbar(image, ax=axes)

@@ -7,14 +7,15 @@ import io
 import re
 from datetime import date
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...errors import needs
+from .drawing import figures
+from .measurements import Measurements
+from .words import sentences
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from . import Report
 
 INK = "#010203"  # drawn with, and then replaced by the colour of the page's text
 STYLE = """
@@ -39,25 +40,25 @@ HEADINGS = {
 }
 
 
-def page(report: Report) -> str:
-    parts = [f"<h1>{html.escape(report.title)}</h1>", "<h2>In words</h2><ul>"]
-    parts += [f"<li>{html.escape(line)}</li>" for line in report.summary()]
+def page(title: str, own: Measurements, other: Measurements | None) -> str:
+    parts = [f"<h1>{html.escape(title)}</h1>", "<h2>In words</h2><ul>"]
+    parts += [f"<li>{html.escape(line)}</li>" for line in sentences(own, other)]
     parts.append("</ul>")
     with needs("plots", "a report"):
         import matplotlib
     inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    options = dict.fromkeys(inked, INK) | {"svg.fonttype": "none", "svg.hashsalt": report.title}
+    options: Any = dict.fromkeys(inked, INK) | {"svg.fonttype": "none", "svg.hashsalt": title}
     with matplotlib.rc_context(options):
-        for name, figure in report.figures().items():
+        for name, figure in figures(own, other).items():
             parts.append(f"<h2>{HEADINGS[name]}</h2><figure>{svg(figure, name)}</figure>")
-    if report.measured.status:
-        parts.append(f"<h2>Filters</h2><div class=scroll>{report.measured.status._repr_html_()}</div>")
+    if own.status:
+        parts.append(f"<h2>Filters</h2><div class=scroll>{own.status._repr_html_()}</div>")
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("hf_graphfilter", "torch", "transformers"))
     parts.append(f"<footer><p>{date.today().isoformat()}; {versions}</p></footer>")
     return (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
         '<meta name=viewport content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(report.title)}</title><style>{STYLE}</style></head><body>\n"
+        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head><body>\n"
         + "\n".join(parts)
         + "\n</body></html>\n"
     )

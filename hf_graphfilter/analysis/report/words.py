@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..observing import Layer
 from ..results import Measured
-
-if TYPE_CHECKING:
-    from . import Report
+from .measurements import Measurements
 
 
-def sentences(report: Report) -> list[str]:
-    own, other = report.measured, report.reference
+def sentences(own: Measurements, other: Measurements | None) -> list[str]:
     lines = []
     for stack in dict.fromkeys(layer.stack for layer in own.smoothing.layers()):
         layers = own.smoothing.layers(stack)
@@ -42,19 +37,18 @@ def sentences(report: Report) -> list[str]:
         if calls := own.response.layers(stack):
             name = "high_to_low"
             lines.append(
-                f"Gain of self-attention off frequency 0, of that at 0{where}: {both('response', calls[0], name)} in the "
-                f"first layer, {both('response', calls[-1], name)} in the last."
+                f"Gain of self-attention off frequency 0, of that at 0{where}: {both('response', calls[0], name)} in "
+                f"the first layer, {both('response', calls[-1], name)} in the last."
             )
     largest = max(own.taylor.bands.items(), key=lambda item: item[1].mean.item() / int(item[0][1][2:]))
     (layer, name), band = largest
     bound = 2 * int(name[2:])
-    lines.append(
-        f"Error of GFSA's approximation of A^K: at most {band.mean.item() / bound:.0%} of its bound 2K ({name}, {layer})."
-    )
+    share = f"{band.mean.item() / bound:.0%}"
+    lines.append(f"Error of GFSA's approximation of A^K: at most {share} of its bound 2K ({name}, {layer}).")
     cost = own.cost
     against = f", reference {other.cost.seconds:.3g} s" if other else ""
     lines.append(
-        f"{cost.parameters:,} parameters, {cost.filter_parameters:,} of filters; a forward pass of the first batch took "
-        f"{cost.seconds:.3g} s on {cost.device}{against}."
+        f"{cost.parameters:,} parameters, {cost.filter_parameters:,} of filters; a forward pass of the first batch "
+        f"took {cost.seconds:.3g} s on {cost.device}{against}."
     )
     return lines

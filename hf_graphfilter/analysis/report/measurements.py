@@ -1,0 +1,48 @@
+"""All that a report measures, in one pass over the batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ...status import FilterStatus, filter_status
+from ..observing import observe
+from ..response import FrequencyResponse, ResponseReader
+from ..results import Measured
+from ..smoothing import Smoothing, SmoothingReader
+from ..spectrum import Spectrum, SpectrumReader
+from ..taylor import TaylorError, TaylorReader
+from .costs import Cost, cost_of
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """All that is measured of one model."""
+
+    smoothing: Smoothing
+    response: FrequencyResponse
+    spectrum: Spectrum
+    taylor: TaylorError
+    cost: Cost
+    status: FilterStatus = field(default_factory=FilterStatus)
+
+    def parts(self) -> dict[str, Measured]:
+        return {name: getattr(self, name) for name in ("smoothing", "response", "spectrum", "taylor")}
+
+
+def measure(model: nn.Module, batches: Iterable[Any], progress: Callable[..., Iterable[Any]] = iter) -> Measurements:
+    readers = SmoothingReader(), ResponseReader(), SpectrumReader(), TaylorReader()
+    first: list[Any] = []
+
+    def kept(given: Iterable[Any]) -> Iterable[Any]:
+        for batch in progress(given):
+            first[:] = first or [batch]
+            yield batch
+
+    observe(model, batches, readers, kept)
+    smooth, response, spectrum, taylor = readers
+    results = smooth.result(model), response.result(model), spectrum.result(model), taylor.result(model)
+    return Measurements(*results, cost_of(model, first[0]), filter_status(model))

@@ -1,0 +1,59 @@
+"""Over-smoothing while training, logged by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from torch import nn
+
+from ..analysis.observing import observe
+from ..analysis.smoothing import SmoothingReader
+from ..analysis.spectrum import SpectrumReader
+from .callbacks import LoggingCallback
+
+LOGGED = "cosine", "high_frequency", "effective_rank"
+
+
+class SmoothingCallback(LoggingCallback):
+    """Logs how alike tokens are by layer, ``cosine/encoder/3``, ``high_frequency/...`` and ``effective_rank/...`` (see
+    ``analysis.smoothing``, ``analysis.spectrum``), wherever the Trainer reports and in ``log_history``; the console is
+    spared.
+
+    It costs a forward pass of the batches and a singular value decomposition of each layer's tokens every ``every``
+    steps, with the log that follows. In several processes each measures its own copy; FSDP and ZeRO-3 are not for it.
+
+    Args:
+        batches: a few, held in memory: dicts of the model's arguments, or tensors.
+        every: steps from one measurement to the next.
+
+    Example:
+        ``Trainer(model, args, callbacks=[SmoothingCallback(batches, every=500)])``
+    """
+
+    console: ClassVar[bool] = False
+
+    def __init__(self, batches: Iterable[Any], every: int = 500):
+        self.batches, self.every = list(batches), every
+        self.due = 0  # the step from which on the next log measures
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        self.model: nn.Module = model
+        self.due = state.global_step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.step = state.global_step
+
+    def values(self) -> dict[str, float]:
+        if self.step < self.due:
+            return {}
+        self.due = self.step + self.every
+        smooth, ranks = SmoothingReader(dirichlet=False), SpectrumReader(attention=False)
+        observe(self.model, self.batches, [smooth, ranks])
+        bands = smooth.result(self.model).bands | ranks.result(self.model).bands
+        return {
+            f"{name}/{layer.stack}/{layer.index}": band.mean.item()
+            for (layer, name), band in bands.items()
+            if name in LOGGED
+        }

@@ -1,0 +1,203 @@
+"""The page about a model: what it says and shows, in a browser too; its verb; and the callback."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTImageProcessorFast,
+    ViTModel,
+)
+from typer.testing import CliRunner
+
+from hf_graphfilter import GraphFilterError, SmoothingCallback, patch_model
+from hf_graphfilter.analysis.report import report
+from hf_graphfilter.cli import app
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+
+
+def bert(layers=2):
+    torch.manual_seed(0)
+    return BertModel(BertConfig(vocab_size=50, **{**SIZES, "num_hidden_layers": layers}))
+
+
+@pytest.fixture(scope="module")
+def batches():
+    torch.manual_seed(1)
+    return [{"input_ids": torch.randint(5, 50, (3, 12))} for _ in range(2)]
+
+
+@pytest.fixture(scope="module")
+def reported(batches):
+    return report(patch_model(bert(), "gfsa", w_K=0.3), batches, bert(), title="A <model> & more")
+
+
+class Page(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.tags, self.ids, self.links = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.ids += [value for name, value in attrs if name == "id"]
+        self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
+
+
+def test_the_page_is_whole_by_itself(reported, tmp_path):
+    text = reported.to_html(tmp_path / "out" / "report.html").read_text()
+    page = Page()
+    page.feed(text)
+    assert page.tags.count("svg") == len(reported.figures()) == 5
+    assert "script" not in page.tags
+    assert all(link.startswith("#") for link in page.links), "nothing is loaded"
+    assert len(page.ids) == len(set(page.ids))
+    assert {link[1:] for link in page.links} <= set(page.ids)
+    assert "A &lt;model&gt; &amp; more" in text
+    assert "#010203" not in text
+    for sentence in reported.summary():
+        assert re.search(r"\d", sentence)
+
+
+def test_the_words_are_the_numbers(reported):
+    last = reported.measured.smoothing[-1, "cosine"].mean.item()
+    other = reported.reference.smoothing[-1, "cosine"].mean.item()
+    assert f"{last:.2f}, reference {other:.2f} after the last" in reported.summary()[0]
+    content = json.loads(json.dumps(reported.to_dict()))
+    assert content["summary"] == reported.summary()
+    assert {row["quantity"] for row in content["reference"]["smoothing"]["rows"]} == {
+        "cosine",
+        "high_frequency",
+        "dirichlet",
+    }
+
+
+def test_figures_are_png(reported, tmp_path):
+    files = reported.save_figures(tmp_path)
+    assert [file.stem for file in files] == ["smoothing", "response", "spectrum", "taylor", "coefficients"]
+    assert all(min(Image.open(file).size) > 300 for file in files)
+
+
+def test_what_cannot_be_reported_is_one_sentence(reported, batches, tmp_path):
+    with pytest.raises(GraphFilterError, match="the reference has 4 layers, BertModel has 3"):
+        report(bert(), batches, bert(3))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(GraphFilterError, match="cannot be written"):
+        reported.to_html(tmp_path / "file" / "report.html")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("width", [390, 1400])
+def test_a_browser_shows_every_figure(width, reported, tmp_path):
+    """The page itself measures: each figure's box, and whether anything is wider than the window."""
+    page = reported.to_html(tmp_path / "report.html")
+    probe = """<script>addEventListener('load', () => {
+      const boxes = [...document.querySelectorAll('figure svg')].map(s => s.getBoundingClientRect());
+      const texts = [...document.querySelectorAll('figure svg text')].filter(t => t.getBoundingClientRect().width > 0);
+      document.title = JSON.stringify({figures: boxes.map(b => [b.width, b.height]), texts: texts.length,
+        wide: document.documentElement.scrollWidth, window: innerWidth});
+      document.body.innerHTML = '<pre id=out>' + document.title + '</pre>'; })</script>"""
+    (tmp_path / "frame.html").write_text(page.read_text().replace("</body>", probe + "</body>"))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    # a window of Chromium has a least width, a frame has none
+    outer = tmp_path / "outer.html"
+    outer.write_text(
+        f"<iframe id=f width={width} height=800 src=frame.html></iframe><script>addEventListener('message', () => 0);"
+        "addEventListener('load', () => setTimeout(() => {"
+        "document.title = f.contentDocument.title; document.body.innerText = f.contentDocument.title }, 500))</script>"
+    )
+    command = [CHROMIUM, *options, "--allow-file-access-from-files", "--virtual-time-budget=5000"]
+    done = subprocess.run(
+        [*command, "--enable-logging=stderr", outer.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    )
+    found = json.loads(re.search(r"\{\"figures.*?\}", done.stdout)[0])
+    assert len(found["figures"]) == 5
+    assert all(box[0] > 0.5 * min(width, 900) and box[1] > 100 for box in found["figures"])
+    assert found["texts"] > 50
+    assert found["wide"] <= width
+    assert "CONSOLE" not in done.stderr
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["report", *map(str, arguments)], catch_exceptions=False)
+
+
+def checkpoint(folder):
+    bert().save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(49)} | {"[PAD]": 49}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="w0").save_pretrained(folder)
+    return folder
+
+
+def test_the_verb_writes_a_page_with_numbers_and_figures(tmp_path):
+    plain = checkpoint(tmp_path / "plain")
+    patch_model(BertModel.from_pretrained(plain), "gfsa", w_K=0.2).save_pretrained(tmp_path / "patched")
+    shutil.copy(plain / "tokenizer.json", tmp_path / "patched")
+    shutil.copy(plain / "tokenizer_config.json", tmp_path / "patched")
+    (tmp_path / "texts.txt").write_text("w1 w2 w3 w4\n\nw5 w6 w7\n")
+    page = tmp_path / "out" / "report.html"
+    done = invoke(tmp_path / "patched", "--text", tmp_path / "texts.txt", "--against", plain, "--output", page)
+    assert done.exit_code == 0
+    assert "reference" in done.output
+    assert page.is_file()
+    assert len(list((tmp_path / "out" / "report").glob("*.png"))) == 5
+    assert json.loads(page.with_suffix(".json").read_text())["title"] == "patched"
+
+
+def test_the_verb_reads_images(tmp_path):
+    ViTModel(ViTConfig(image_size=32, patch_size=8, **SIZES)).save_pretrained(tmp_path / "vit")
+    ViTImageProcessorFast(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "vit")
+    (tmp_path / "images" / "cats").mkdir(parents=True)
+    Image.new("RGB", (40, 30), (200, 100, 0)).save(tmp_path / "images" / "cats" / "1.png")
+    Image.effect_noise((40, 30), 50).save(tmp_path / "images" / "cats" / "2.png")
+    page = tmp_path / "report.html"
+    assert invoke(tmp_path / "vit", "--images", tmp_path / "images", "--output", page).exit_code == 0
+    assert "What did the filters learn" not in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "either --text FILE or --images DIR"),
+        (["--text", "{empty}"], "holds no texts"),
+        (["--images", "{empty}"], "there is no folder"),
+        (["--text", "{empty}", "--output", "page.txt"], "name a page, NAME.html"),
+    ],
+)
+def test_the_verb_says_what_is_wrong(options, message, tmp_path):
+    folder = checkpoint(tmp_path / "plain")
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(GraphFilterError, match=message):
+        invoke(folder, *[option.format(empty=tmp_path / "empty") for option in options])
+
+
+def test_the_callback_logs_by_layer_at_its_steps(tmp_path, batches):
+    torch.manual_seed(0)
+    model = patch_model(BertForSequenceClassification(BertConfig(vocab_size=50, **SIZES)), "gfsa")
+    rows = [{"input_ids": torch.randint(5, 50, (8,)), "labels": i % 2} for i in range(16)]
+    settings = {"max_steps": 6, "logging_steps": 1, "report_to": "none", "use_cpu": True, "save_strategy": "no"}
+    args = TrainingArguments(tmp_path, per_device_train_batch_size=4, disable_tqdm=True, **settings)
+    trainer = Trainer(model, args, train_dataset=rows, callbacks=[SmoothingCallback(batches, every=3)])
+    trainer.train()
+    logged = {entry["step"]: entry for entry in trainer.state.log_history if "cosine/encoder/1" in entry}
+    assert [*logged] == [1, 4]
+    assert {name.partition("/")[0] for name in logged[1]} >= {"cosine", "high_frequency", "effective_rank", "loss"}
+    assert 1 <= logged[4]["effective_rank/encoder/0"] <= 12
