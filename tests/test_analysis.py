@@ -317,7 +317,6 @@ def test_results_are_rows_json_and_figures(tmp_path):
     other = everything(patch_model(build("bert"), "gfsa", w_K=0.5), [texts()])
     for measured, against in zip(results, other, strict=True):
         figure = measured.plot(against)
-        figure.savefig(tmp_path / "figure.png")
         assert all(axes.get_xlabel() and axes.get_ylabel() for axes in figure.axes)
         content = json.loads(measured.to_json(tmp_path / "out" / "result.json").read_text())
         assert content["rows"] == measured.rows()
