@@ -368,6 +368,15 @@ def singular_transfer() -> str:
 
 
 LINEAR = {"plain": "SDPA", "agf": "AGF", "singularformer": "Singularformer", "synvolution": "Synvolution"}
+SYSTEMS = {
+    "plain": "plain (SDPA)",
+    "gfsa": "GFSA",
+    "agf": "AGF",
+    "singularformer": "Singularformer",
+    "kernelution": "Kernelution",
+    "converter, gru": "Converter, GRU",
+    "converter, sinusoidal": "Converter, sinusoids",
+}
 
 
 def linear_tables() -> str:
@@ -401,6 +410,34 @@ def linear_tables() -> str:
                 for form in names[1:]
             )
             parts.append(f"Time between 4k and 64k tokens grows as: {'; '.join(exponents)}.")
+    return "\n\n".join(parts)
+
+
+def growth_tables() -> str:
+    """A table of whole training steps by length with time, memory and ratio, and one of batches."""
+    peaks = {(row["n"], row["form"]): row["peak_mb"] for row in read("sequences-cpu-memory")}
+    parts = []
+    for section, caption in (
+        ("steps", "One sequence a step: seconds, peak MB, and **time over plain's**"),
+        ("batch", "16,384 tokens a step: seconds, and **time over plain's**"),
+    ):
+        rows = read(f"sequences-cpu-{section}")
+        timed = [{**row, "n": int(row["n"]), "causal": False, "median_ms": float(row["median_ms"])} for row in rows]
+        by_form: dict[str, dict[str, dict]] = {}
+        for row in timed:
+            by_form.setdefault(row["form"], {})[row["n"]] = row
+        body, lengths = [], list(dict.fromkeys(row["n"] for row in timed))
+        for form, by_length in by_form.items():
+            cells = []
+            for n in lengths:
+                row = by_length.get(n)
+                memory = f", {float(peaks[str(n), form]):,.0f} MB" if (str(n), form) in peaks else ""
+                over = f", **{over_plain(row):.2f}**" if row and row["ratio_to_plain"] else ""
+                cells.append(f"{row['median_ms'] / 1e3:.3g} s{memory * (section == 'steps')}{over}" if row else "")
+            exponent = [f"n^{growth(timed, False, timed[0]['pass'], form):.2f}"] if section == "steps" else []
+            body.append([SYSTEMS[form], *cells, *exponent])
+        header = ["", *(f"{n:,}" for n in lengths), *["time from 4k to 16k"] * (section == "steps")]
+        parts += [f"{caption}. {where(rows)}", markdown_table(header, body)]
     return "\n\n".join(parts)
 
 
@@ -556,6 +593,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "scratch": partial(recipe_tables, "sequences-bbc", "sequences-20newsgroups"),
     },
     "docs/converter.md": {"scan": scan_table, "imdb": partial(recipe_tables, "sequences-imdb")},
+    "docs/sequences.md": {"growth": growth_tables},
     "docs/vision.md": {"throughput": vision_table},
     "recipes/README.md": {
         name: partial(recipe_tables, name) for name in ("glue", "language_modeling", "code", "imagenet")
