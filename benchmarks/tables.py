@@ -414,31 +414,35 @@ def linear_tables() -> str:
 
 
 def growth_tables() -> str:
-    """A table of whole training steps by length with time, memory and ratio, and one of batches."""
-    peaks = {(row["n"], row["form"]): row["peak_mb"] for row in read("sequences-cpu-memory")}
-    parts = []
-    for section, caption in (
-        ("steps", "One sequence a step: seconds, peak MB, and **time over plain's**"),
-        ("batch", "16,384 tokens a step: seconds, and **time over plain's**"),
-    ):
-        rows = read(f"sequences-cpu-{section}")
-        timed = [{**row, "n": int(row["n"]), "causal": False, "median_ms": float(row["median_ms"])} for row in rows]
-        by_form: dict[str, dict[str, dict]] = {}
-        for row in timed:
-            by_form.setdefault(row["form"], {})[row["n"]] = row
-        body, lengths = [], list(dict.fromkeys(row["n"] for row in timed))
-        for form, by_length in by_form.items():
-            cells = []
-            for n in lengths:
-                row = by_length.get(n)
-                memory = f", {float(peaks[str(n), form]):,.0f} MB" if (str(n), form) in peaks else ""
-                over = f", **{over_plain(row):.2f}**" if row and row["ratio_to_plain"] else ""
-                cells.append(f"{row['median_ms'] / 1e3:.3g} s{memory * (section == 'steps')}{over}" if row else "")
-            exponent = [f"n^{growth(timed, False, timed[0]['pass'], form):.2f}"] if section == "steps" else []
-            body.append([SYSTEMS[form], *cells, *exponent])
-        header = ["", *(f"{n:,}" for n in lengths), *["time from 4k to 16k"] * (section == "steps")]
-        parts += [f"{caption}. {where(rows)}", markdown_table(header, body)]
-    return "\n\n".join(parts)
+    """Whole training steps by length: time, memory, time over plain; and the same tokens in batches."""
+    steps = with_memory(read("sequences-cpu-steps"), RESULTS / "sequences-cpu-memory.csv")
+    batches = read("sequences-cpu-batch")
+    timed = [{**row, "n": int(row["n"]), "causal": False, "median_ms": float(row["median_ms"])} for row in steps]
+    exponents = {form: f"n^{growth(timed, False, steps[0]['pass'], form):.2f}" for form in SYSTEMS}
+    return "\n\n".join(
+        [
+            f"One sequence a step: seconds, peak MB, **time over plain's**. {where(steps)}",
+            by_length(steps, {"time from 4k to 16k": exponents}),
+            f"16,384 tokens a step: seconds, **time over plain's**. {where(batches)}",
+            by_length(batches, {}),
+        ]
+    )
+
+
+def by_length(rows: list[dict], more: dict[str, dict[str, str]]) -> str:
+    """A line a system and a column a length, and ``more`` columns by system."""
+    cells: dict[tuple[str, str], str] = {}
+    for row in rows:
+        cell = [f"{float(row['median_ms']) / 1e3:#.3g} s"]
+        cell += [f"{float(row['peak_mb']):,.0f} MB"] if row["peak_mb"] else []
+        cell += [f"**{over_plain(row):.3f}**"] if row["ratio_to_plain"] and row["form"] != "plain" else []
+        cells[row["form"], row["n"]] = ", ".join(cell)
+    lengths = list(dict.fromkeys(row["n"] for row in rows))
+    body = [
+        [name, *(cells.get((form, n), "") for n in lengths), *(column[form] for column in more.values())]
+        for form, name in SYSTEMS.items()
+    ]
+    return markdown_table(["", *(f"{int(n):,}" for n in lengths), *more], body)
 
 
 def scan_table() -> str:
