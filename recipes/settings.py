@@ -188,6 +188,8 @@ class Settings:
         seeds = values.get("seeds", [1])
         if not seeds or len(set(seeds)) < len(seeds):
             raise GraphFilterError(f"--seeds {seeds}: name each seed once, at least one")
+        if not all(0 <= seed < 2**32 for seed in seeds):
+            raise GraphFilterError(f"--seeds {seeds}: a seed is from 0 to {2**32 - 1}")
         if values.get("push_to_hub") and len(seeds) > 1:
             raise GraphFilterError("--push_to_hub pushes one checkpoint: name one seed with --seeds")
         if values.get("push_to_hub") and values.get("save_strategy") == "no":
