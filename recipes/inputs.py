@@ -18,12 +18,12 @@ TOKENS = "input_ids", "input_ids_2"  # the second of pairs that are encoded apar
 
 
 def tokenizer_of(kind: str, args: Any, data: DatasetDict) -> Any | None:
-    """Of a task's kind, made of the training part; None of series."""
+    """Of a task's kind, made of the training part; None of series. Pretrained weights keep their symbols."""
     if kind == "series":
         return None
     if kind == "pixels":
         return of_symbols(map(str, range(256)), ends=False)
-    if kind == "symbols":
+    if kind == "symbols" and args.from_scratch:
         return symbols_of(texts_of(data["train"]))
     return load_tokenizer(args, lambda: texts_of(data["train"]))
 
@@ -32,7 +32,9 @@ def encoded(data: DatasetDict, tokenizer: Any | None, max_length: int, apart: bo
     """The columns that a model takes, and the label; the texts of pairs are tokens ``apart`` or together."""
     columns = data["train"].column_names
     if tokenizer is None:
-        return data.rename_column("series", SERIES)
+        data = data.rename_column("series", SERIES)
+        lengths = {part: [len(one) for one in rows[SERIES]] for part, rows in data.items()}  # to be grouped by
+        return DatasetDict({part: rows.add_column("length", lengths[part]) for part, rows in data.items()})
     if "input_ids" in columns:
         return data
     if not apart or "text_b" not in columns:
