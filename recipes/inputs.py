@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorForLanguageModeling
 
+from hf_graphfilter import GraphFilterError
 from recipes.data import texts_of
 from recipes.models import load_tokenizer, of_symbols, symbols_of
 
@@ -25,7 +26,12 @@ def tokenizer_of(kind: str, args: Any, data: DatasetDict) -> Any | None:
         return of_symbols(map(str, range(256)), ends=False)
     if kind == "symbols" and args.from_scratch:
         return symbols_of(texts_of(data["train"]))
-    return load_tokenizer(args, lambda: texts_of(data["train"]))
+    try:
+        return load_tokenizer(args, lambda: texts_of(data["train"]))
+    except GraphFilterError as error:
+        if args.train_tokenizer is None and (args.from_scratch or args.tokenizer == "words"):
+            raise GraphFilterError(f"--train_tokenizer N trains a tokenizer, and without: {error}") from error
+        raise
 
 
 def encoded(data: DatasetDict, tokenizer: Any | None, max_length: int, apart: bool) -> DatasetDict:

@@ -48,7 +48,6 @@ def run(args, training):
     """One training run."""
     task = TASKS[args.task]
     kind = model_type(args)
-    check(args, training, kind)
     loaded = load(args.task, args.data, args.validation, (training.seed - 1) % FOLDS)
     data = cut(loaded.parts, args)
     tokenizer = tokenizer_of(task.kind, args, data)
@@ -84,13 +83,13 @@ def model_type(args):
         return AutoConfig.from_pretrained(args.model).model_type
 
 
-def check(args, training, kind):
+def check(args, training):
     """What can be known to be wrong before any data is read."""
     if args.pooling not in (None, *POOLINGS):
         raise GraphFilterError(f"--pooling {args.pooling}: it is one of {', '.join(POOLINGS)}")
     if args.positions not in (None, *POSITIONS):
         raise GraphFilterError(f"--positions {args.positions}: it is one of {', '.join(POSITIONS)}")
-    if kind == "converter" and (args.pooling or args.positions or TASKS[args.task].kind == "series"):
+    if model_type(args) == "converter" and (args.pooling or args.positions or TASKS[args.task].kind == "series"):
         raise GraphFilterError(
             "converter reads tokens and has a head and positions of its own: leave out --pooling and --positions, set "
             "its pooling and position_embedding by --from_scratch; for series take --filter kernelution"
@@ -167,6 +166,7 @@ RECIPE = Recipe(
     description=__doc__,
     arguments=(SequenceArguments, Seq2SeqTrainingArguments),
     load=load_model,
+    check=check,
 )
 
 if __name__ == "__main__":

@@ -198,7 +198,11 @@ def test_self_pretraining_is_carried_over_and_not_repeated(
             [*SMALL[2:7], "max_position_embeddings=8"],
             "sequences of 16 tokens (a multiple of 8 that texts are padded to) or steps, and the model has",
         ),
-        ("bbc", ["--train_tokenizer", "5"], "--train_tokenizer 5: a vocabulary has 5 special tokens and others"),
+        (
+            "bbc",
+            ["--tokenizer", "words", "--train_tokenizer", "5"],
+            "--train_tokenizer 5: a vocabulary has 5 special tokens and others",
+        ),
         ("bbc", ["--max_eval_samples", "0"], "--max_eval_samples 0: at least one row is needed"),
         ("bbc", ["--seeds", "-1"], "--seeds [-1]: a seed is from 0 to"),
         ("bbc", ["--from_scratch", "vocab_size=9"], "--from_scratch: vocab_size is that of the data, leave it out"),
@@ -223,6 +227,8 @@ def test_what_cannot_be_is_one_sentence_and_leaves_nothing(task, options, messag
     assert message in error
     assert error.count("\n") == 1
     assert not list((tmp_path / "run").rglob("*.safetensors"))
+    if task == "BasicMotions" or "--pretrain" in options:
+        assert not (tmp_path / "run").exists(), "flags are refused before anything is written"
 
 
 def test_hidden_parts_are_visible_ones_and_those_asked_for():
