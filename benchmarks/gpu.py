@@ -1,9 +1,10 @@
 """All that a GPU can answer, in eight minutes: ``make bench-gpu``, or ``python benchmarks/gpu.py``.
 
 Correctness of the kernels on the device, attention, AGF up to 131,072 tokens, training steps, decoding with and without
-CUDA graphs, DeiT throughput, and the tests marked gpu; each a process with a time limit of its own, the most wanted
-first. Whatever a section measured is in benchmarks/results as soon as it ends; gpu-DEVICE-sections.csv says how the
-sections ended, and a second run goes on with those that have not been done at this commit on this device.
+CUDA graphs, DeiT throughput, classifiers by length, and the tests marked gpu; each a process with a time limit of its
+own, the most wanted first. Whatever a section measured is in benchmarks/results as soon as it ends;
+gpu-DEVICE-sections.csv says how the sections ended, and a second run goes on with those that have not been done at this
+commit on this device.
 
 At the end it says where kernels won, as lines of ``hf_graphfilter/ops/triton/choice.py``.
 """
@@ -46,6 +47,7 @@ def sections(smoke: bool) -> dict[str, tuple[int, list[str]]]:
         "steps": (60, program("gfsa.py", "--only", "steps")),
         "decoding": (60, program("decoding.py", "--lengths", *contexts)),
         "vision": (50, program("vision.py", "--only", "DeiT-S, 12 layers", "--lengths", "1" if smoke else "128")),
+        "sequences": (40, program("sequences.py", "--only", "steps", "--lengths", *contexts)),
         "tests": (90, [*PYTEST, "gpu and not slow", *collect, str(TESTS), "--ignore", str(TESTS / "test_triton.py")]),
     }
 

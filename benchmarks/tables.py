@@ -368,6 +368,15 @@ def singular_transfer() -> str:
 
 
 LINEAR = {"plain": "SDPA", "agf": "AGF", "singularformer": "Singularformer", "synvolution": "Synvolution"}
+SYSTEMS = {
+    "plain": "plain (SDPA)",
+    "gfsa": "GFSA",
+    "agf": "AGF",
+    "singularformer": "Singularformer",
+    "kernelution": "Kernelution",
+    "converter, gru": "Converter, GRU",
+    "converter, sinusoidal": "Converter, sinusoids",
+}
 
 
 def linear_tables() -> str:
@@ -402,6 +411,38 @@ def linear_tables() -> str:
             )
             parts.append(f"Time between 4k and 64k tokens grows as: {'; '.join(exponents)}.")
     return "\n\n".join(parts)
+
+
+def growth_tables() -> str:
+    """Whole training steps by length: time, memory, time over plain; and the same tokens in batches."""
+    steps = with_memory(read("sequences-cpu-steps"), RESULTS / "sequences-cpu-memory.csv")
+    batches = read("sequences-cpu-batch")
+    timed = [{**row, "n": int(row["n"]), "causal": False, "median_ms": float(row["median_ms"])} for row in steps]
+    exponents = {form: f"n^{growth(timed, False, steps[0]['pass'], form):.2f}" for form in SYSTEMS}
+    return "\n\n".join(
+        [
+            f"One sequence a step: seconds, peak MB, **time over plain's**. {where(steps)}",
+            by_length(steps, {"time from 4k to 16k": exponents}),
+            f"16,384 tokens a step: seconds, **time over plain's**. {where(batches)}",
+            by_length(batches, {}),
+        ]
+    )
+
+
+def by_length(rows: list[dict], more: dict[str, dict[str, str]]) -> str:
+    """A line a system and a column a length, and ``more`` columns by system."""
+    cells: dict[tuple[str, str], str] = {}
+    for row in rows:
+        cell = [f"{float(row['median_ms']) / 1e3:#.3g} s"]
+        cell += [f"{float(row['peak_mb']):,.0f} MB"] if row["peak_mb"] else []
+        cell += [f"**{over_plain(row):.3f}**"] if row["ratio_to_plain"] and row["form"] != "plain" else []
+        cells[row["form"], row["n"]] = ", ".join(cell)
+    lengths = list(dict.fromkeys(row["n"] for row in rows))
+    body = [
+        [name, *(cells.get((form, n), "") for n in lengths), *(column[form] for column in more.values())]
+        for form, name in SYSTEMS.items()
+    ]
+    return markdown_table(["", *(f"{int(n):,}" for n in lengths), *more], body)
 
 
 def scan_table() -> str:
@@ -556,6 +597,11 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "scratch": partial(recipe_tables, "sequences-bbc", "sequences-20newsgroups"),
     },
     "docs/converter.md": {"scan": scan_table, "imdb": partial(recipe_tables, "sequences-imdb")},
+    "docs/sequences.md": {
+        "growth": growth_tables,
+        "series": partial(recipe_tables, "sequences-JapaneseVowels", "sequences-BasicMotions", "sequences-Handwriting"),
+        "arena": partial(recipe_tables, "lra-"),
+    },
     "docs/vision.md": {"throughput": vision_table},
     "recipes/README.md": {
         name: partial(recipe_tables, name) for name in ("glue", "language_modeling", "code", "imagenet")

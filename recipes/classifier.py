@@ -11,13 +11,14 @@ from hf_graphfilter.models.converter.layers import pooled, recurrent, sinusoidal
 
 POOLINGS = ("mean_max", "mean", "first", "flatten")
 POSITIONS = ("gru", "sinusoidal", "none")
+FIELDS = {"pooling", "positions", "channels", "flattened", "num_sequences"}  # of a config, besides its encoder's own
 EPSILON = 1e-6  # added to the deviation of a channel, which may be constant
 
 
 class SequenceModel(PreTrainedModel):
     """The encoder of a config and what it is given; the base of the models below.
 
-    Fields of the config, all kept in a checkpoint:
+    Fields of the config, all kept in a checkpoint, and taken as keywords too:
 
     ``positions``: ``"gru"`` (two layers over the embeddings, as Converter's), ``"sinusoidal"`` or ``"none"`` in the
     place of the encoder's learned ones, whose table is zero and frozen; None leaves the encoder its own.
@@ -33,7 +34,10 @@ class SequenceModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
 
-    def __init__(self, config):
+    def __init__(self, config, **fields):
+        if unknown := fields.keys() - FIELDS:
+            raise TypeError(f"{type(self).__name__} takes no {min(unknown)}")
+        config.update(fields)
         super().__init__(config)
         self.positions, self.channels = (getattr(config, name, None) for name in ("positions", "channels"))
         if self.positions not in (None, *POSITIONS):
@@ -41,13 +45,14 @@ class SequenceModel(PreTrainedModel):
         if not MODEL_MAPPING[type(config)]._supports_sdpa:
             config._attn_implementation = "eager"  # chosen for this class, which does
         encoder = AutoModel.from_config(config)
+        if config.is_encoder_decoder or not reads_tokens(encoder):
+            raise GraphFilterError(f"{type(encoder).__name__} is no encoder of tokens, which --pooling needs")
         if getattr(encoder, "pooler", None) is not None:
             encoder.pooler = None  # of the first token: without use and gradient here
         self.base_model_prefix = encoder.base_model_prefix
         setattr(self, self.base_model_prefix, encoder)
         width = encoder.get_input_embeddings().embedding_dim
         if self.channels:
-            encoder.get_input_embeddings().requires_grad_(False)  # there are no tokens
             self.projection = nn.Linear(self.channels, width)
             self.register_buffer("mean", torch.zeros(self.channels))
             self.register_buffer("deviation", torch.ones(self.channels))
@@ -56,14 +61,30 @@ class SequenceModel(PreTrainedModel):
 
     def post_init(self):
         super().post_init()
-        if self.positions is not None:
-            table = learned_positions(self.base_model).requires_grad_(False)
-            nn.init.zeros_(table.weight)
+        self._leave_out()
 
     @classmethod
     def from_config(cls, config):
         """A model with new weights, as of the auto classes."""
         return cls._from_config(config)
+
+    @classmethod
+    def from_pretrained(cls, *args, output_loading_info=False, **kwargs):
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        model._leave_out()  # what the checkpoint of a plain encoder has there
+        if "gru.weight_ih_l0" in info["missing_keys"]:
+            model.gru.reset_parameters()  # transformers leaves them undefined
+        if "mean" in info["missing_keys"]:
+            model.normalise_by(torch.zeros(model.channels), torch.ones(model.channels))
+        return (model, info) if output_loading_info else model
+
+    def _leave_out(self):
+        """No learned positions where others take their place, and no tokens where there are series."""
+        if self.positions is not None:
+            table = learned_positions(self.base_model).requires_grad_(False)
+            nn.init.zeros_(table.weight)
+        if self.channels:
+            self.get_input_embeddings().requires_grad_(False)
 
     def normalise_by(self, mean: Tensor, deviation: Tensor) -> None:
         """What series are normalised by, a number a channel: those of the training part."""
@@ -89,10 +110,23 @@ class SequenceModel(PreTrainedModel):
         return sinusoidal(torch.arange(embeds.shape[1], device=embeds.device).unsqueeze(0), embeds.shape[2])
 
 
-def learned_positions(encoder: nn.Module) -> nn.Embedding:
-    for name, module in encoder.named_modules():
+def reads_tokens(encoder: PreTrainedModel) -> bool:
+    try:
+        return isinstance(encoder.get_input_embeddings(), nn.Embedding)
+    except NotImplementedError:
+        return False
+
+
+def position_table(model: nn.Module) -> nn.Embedding | None:
+    for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name.endswith("position_embeddings"):
             return module
+    return None
+
+
+def learned_positions(encoder: nn.Module) -> nn.Embedding:
+    if (table := position_table(encoder)) is not None:
+        return table
     raise GraphFilterError(
         f"positions are for encoders with learned ones, which they replace, and {type(encoder).__name__} has none: "
         "leave them out, or use bert or roberta-prelayernorm"
@@ -109,9 +143,9 @@ class PooledClassifier(SequenceModel):
     ``input_ids_2``) the head takes (u, v, u v, u - v), encoded with the same weights.
     """
 
-    def __init__(self, config, pooling=None):
-        config.pooling = pooling or getattr(config, "pooling", POOLINGS[0])
-        super().__init__(config)
+    def __init__(self, config, **fields):
+        config.pooling = fields.pop("pooling", None) or getattr(config, "pooling", POOLINGS[0])
+        super().__init__(config, **fields)
         self.loss_type = "ForSequenceClassification"
         width = config.hidden_size
         features = {"mean_max": 2 * width, "flatten": width * getattr(config, "flattened", 0)}.get(
@@ -172,8 +206,8 @@ class Denoiser(SequenceModel):
     bool, are hidden here, by the mean of each channel; the loss is the mean squared error of them, normalised.
     """
 
-    def __init__(self, config):
-        super().__init__(config)
+    def __init__(self, config, **fields):
+        super().__init__(config, **fields)
         self.loss_type = "ForMaskedLM"
         self.restore = nn.Linear(config.hidden_size, self.channels or config.vocab_size)
         self.post_init()

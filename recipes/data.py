@@ -159,7 +159,10 @@ def cut(data: DatasetDict, args: RecipeArguments) -> DatasetDict:
     for name, part in data.items():
         if not len(part):
             raise GraphFilterError(f"the part {name!r} of {args.task} is empty")
-        limit = args.max_train_samples if name == "train" else args.max_eval_samples
+        flag = "max_train_samples" if name == "train" else "max_eval_samples"
+        limit = getattr(args, flag)
+        if limit is not None and limit < 1:
+            raise GraphFilterError(f"--{flag} {limit}: at least one row is needed")
         if name == "train" and limit is not None and limit < len(part):
             part = part.shuffle(seed=0)
         parts[name] = part if limit is None else part.select(range(min(limit, len(part))))

@@ -80,7 +80,7 @@ def push(settings: Settings, folder: Path, record: dict[str, Any], values: dict[
         api.upload_folder(
             repo_id=values["hub_model_id"],
             folder_path=folder,
-            ignore_patterns=["checkpoint-*", "runs/*", "training_args.bin", "config.yaml", "*.part"],
+            ignore_patterns=["checkpoint-*", "pretrained/*", "runs/*", "training_args.bin", "config.yaml", "*.part"],
             commit_message=f"{record['task']}, {values.get('filter', 'gfsa')}",
         )
         return f"{api.endpoint}/{values['hub_model_id']}"

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorForLanguageModeling
 
+from hf_graphfilter import GraphFilterError
 from recipes.data import texts_of
 from recipes.models import load_tokenizer, of_symbols, symbols_of
 
@@ -18,21 +19,28 @@ TOKENS = "input_ids", "input_ids_2"  # the second of pairs that are encoded apar
 
 
 def tokenizer_of(kind: str, args: Any, data: DatasetDict) -> Any | None:
-    """Of a task's kind, made of the training part; None of series."""
+    """Of a task's kind, made of the training part; None of series. Pretrained weights keep their symbols."""
     if kind == "series":
         return None
     if kind == "pixels":
         return of_symbols(map(str, range(256)), ends=False)
-    if kind == "symbols":
+    if kind == "symbols" and args.from_scratch:
         return symbols_of(texts_of(data["train"]))
-    return load_tokenizer(args, lambda: texts_of(data["train"]))
+    try:
+        return load_tokenizer(args, lambda: texts_of(data["train"]))
+    except GraphFilterError as error:
+        if args.train_tokenizer is None and (args.from_scratch or args.tokenizer == "words"):
+            raise GraphFilterError(f"--train_tokenizer N trains a tokenizer, and without: {error}") from error
+        raise
 
 
 def encoded(data: DatasetDict, tokenizer: Any | None, max_length: int, apart: bool) -> DatasetDict:
     """The columns that a model takes, and the label; the texts of pairs are tokens ``apart`` or together."""
     columns = data["train"].column_names
     if tokenizer is None:
-        return data.rename_column("series", SERIES)
+        data = data.rename_column("series", SERIES)
+        lengths = {part: [len(one) for one in rows[SERIES]] for part, rows in data.items()}  # to be grouped by
+        return DatasetDict({part: rows.add_column("length", lengths[part]) for part, rows in data.items()})
     if "input_ids" in columns:
         return data
     if not apart or "text_b" not in columns:

@@ -20,7 +20,11 @@ from recipes.errors import line, nearest
 
 def load_tokenizer(args: RecipeArguments, texts: Callable[[], Iterator[str]]) -> Any:
     """The model's tokenizer, another one, or a byte-level BPE or one of words trained on ``texts()``."""
-    if args.train_tokenizer:
+    if args.train_tokenizer is not None:
+        if args.train_tokenizer <= len(SPECIAL):
+            raise GraphFilterError(
+                f"--train_tokenizer {args.train_tokenizer}: a vocabulary has {len(SPECIAL)} special tokens and others"
+            )
         train = train_words if args.tokenizer == "words" else train_bpe
         return train(texts(), args.train_tokenizer)
     source, kind = args.tokenizer or args.model, transformers.AutoTokenizer
@@ -83,14 +87,20 @@ def with_special_tokens(tokenizer: Tokenizer, ends: bool = True) -> PreTrainedTo
 def model_config(args: RecipeArguments, **config: Any) -> Any:
     """The configuration of the model; of one from scratch, with the fields that were asked for."""
     asked = parse_options(args.from_scratch)
+    if own := sorted(asked.keys() & config.keys()):
+        raise GraphFilterError(f"--from_scratch: {own[0]} is that of the data, leave it out")
     if asked and args.model in CONFIG_MAPPING:
+        made = transformers.AutoConfig.for_model(args.model, **config, **asked)
         fields = CONFIG_MAPPING[args.model]().to_dict()
-        if unknown := [name for name in asked if name not in fields]:
-            hint = f"{unknown[0]!r}{nearest(unknown[0], fields)}"
-            raise GraphFilterError(f"--from_scratch: a {args.model} config has no field {hint}")
-        return transformers.AutoConfig.for_model(args.model, **config, **asked)
-    with loading(args.model):
-        return transformers.AutoConfig.from_pretrained(args.model, **config, **asked)
+    else:
+        with loading(args.model):
+            made = transformers.AutoConfig.from_pretrained(args.model, **config, **asked)
+        made.update(config)  # fields too that such a config does not have
+        fields = made.to_dict() | made.attribute_map
+    if unknown := [name for name in asked if name not in fields]:
+        hint = f"{unknown[0]!r}{nearest(unknown[0], fields)}"
+        raise GraphFilterError(f"--from_scratch: a {made.model_type} config has no field {hint}")
+    return made
 
 
 @contextmanager
@@ -98,6 +108,15 @@ def loading(source: str) -> Iterator[None]:
     """What transformers says of a model or tokenizer that cannot be loaded, as one line that names it."""
     try:
         yield
+    except GraphFilterError:
+        raise
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise GraphFilterError(
+            f"{source} cannot be loaded: its weights, in the report above, have other sizes than this task and these "
+            "settings ask for"
+        ) from error
     except (OSError, ValueError, KeyError) as error:
         raise GraphFilterError(f"{source} cannot be loaded: {line(error)}") from error
 
@@ -110,14 +129,15 @@ def build_model(
     set_seed(training.seed)
     if args.from_scratch:
         if tokenizer is None:
-            config |= {"vocab_size": 1, "pad_token_id": 0}
+            config |= {"vocab_size": 1, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
         else:
             config |= {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
             config |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
         fresh = model_config(args, **config)
         if fresh.is_encoder_decoder and getattr(fresh, "decoder_start_token_id", None) is None:
             fresh.decoder_start_token_id = tokenizer.pad_token_id
-        model = auto_class.from_config(fresh)
+        with loading(args.model):
+            model = auto_class.from_config(fresh)
     else:
         with loading(args.model):
             model = auto_class.from_pretrained(args.model, **config)

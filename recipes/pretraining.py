@@ -1,56 +1,77 @@
 """Self-pretraining: an encoder learns to restore hidden parts of the training inputs before it learns the task."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedModel, Seq2SeqTrainingArguments
-from transformers.utils import SAFE_WEIGHTS_NAME
 
 from hf_graphfilter import GraphFilterError
 from recipes.arguments import SequenceArguments
-from recipes.classifier import Denoiser
 from recipes.inputs import HiddenBatches
+from recipes.machine import is_main_process
+from recipes.records import RECORD, write_json
 from recipes.training import last_checkpoint, make_trainer
 
 OBJECTIVES = ("denoise",)
 FOLDER = "pretrained"
 
 
-def check(args: SequenceArguments) -> None:
+def check(args: SequenceArguments, training: Seq2SeqTrainingArguments) -> None:
     if args.pretrain not in (None, *OBJECTIVES):
         raise GraphFilterError(f"--pretrain {args.pretrain}: it is one of {', '.join(OBJECTIVES)}")
     if not 0 < args.mask_ratio < 1:
         raise GraphFilterError(f"--mask_ratio {args.mask_ratio}: it is a part of the input, between 0 and 1")
+    for name in ("pretrain_epochs", "pretrain_lr"):
+        if (value := getattr(args, name)) is not None and not value > 0:
+            raise GraphFilterError(f"--{name} {value}: it is more than 0")
+    if args.pretrain:
+        own_settings(args, training)
+
+
+def own_settings(args: SequenceArguments, training: Seq2SeqTrainingArguments) -> Seq2SeqTrainingArguments:
+    """The settings of ``training`` but for those of the task and of its length."""
+    options: dict[str, Any] = {"output_dir": str(Path(training.output_dir, FOLDER))}
+    options |= {"num_train_epochs": args.pretrain_epochs, "max_steps": training.max_steps if args.smoke else -1}
+    options |= {"eval_strategy": "no", "load_best_model_at_end": False, "metric_for_best_model": None}
+    options |= {"label_smoothing_factor": 0.0, "learning_rate": args.pretrain_lr or training.learning_rate}
+    if training.save_strategy == "best":
+        options["save_strategy"] = "epoch"
+    try:
+        return replace(training, **options)
+    except ValueError as error:
+        raise GraphFilterError(f"--pretrain cannot have these settings of the training: {error}") from error
 
 
 def pretrain(
     args: SequenceArguments,
     training: Seq2SeqTrainingArguments,
-    denoiser: Denoiser,
+    denoiser: PreTrainedModel,
     tokenizer: Any | None,
     rows: Dataset,
     model: PreTrainedModel,
 ) -> dict[str, Any]:
     """Train ``denoiser``, going on from its last checkpoint, and give ``model`` all that they share.
 
-    It is kept in a folder of the run; found there finished, it is not trained again. Returns what is recorded.
+    It is kept in a folder of the run, its record written last; found there finished, it is not trained again. Returns
+    that record.
     """
     folder = Path(training.output_dir, FOLDER)
-    options: dict[str, Any] = {"output_dir": str(folder), "num_train_epochs": args.pretrain_epochs}
-    options |= {"eval_strategy": "no", "load_best_model_at_end": False, "metric_for_best_model": None}
-    options |= {"learning_rate": args.pretrain_lr or training.learning_rate}
-    record: dict[str, Any] = {"objective": args.pretrain, "mask_ratio": args.mask_ratio, "epochs": args.pretrain_epochs}
-    if (folder / SAFE_WEIGHTS_NAME).is_file():
-        denoiser = Denoiser.from_pretrained(folder)
+    if (folder / RECORD).is_file():
+        record: dict[str, Any] = json.loads((folder / RECORD).read_text())
+        denoiser = type(denoiser).from_pretrained(folder)
     else:
         collator = HiddenBatches(tokenizer, args.mask_ratio)
         given = {"train_dataset": rows, "data_collator": collator, "processing_class": tokenizer}
-        trainer = make_trainer(args, replace(training, **options), denoiser, **given)
+        trainer = make_trainer(args, own_settings(args, training), denoiser, **given)
         trained = trainer.train(resume_from_checkpoint=last_checkpoint(folder))
-        record |= {"loss": round(trained.training_loss, 4), "seconds": round(trained.metrics["train_runtime"], 1)}
         trainer.save_model()
+        record = {"objective": args.pretrain, "mask_ratio": args.mask_ratio, "epochs": round(trainer.state.epoch, 2)}
+        record |= {"loss": round(trained.training_loss, 4), "seconds": round(trained.metrics["train_runtime"], 1)}
+        if is_main_process():
+            write_json(folder / RECORD, record)
     own = model.state_dict()
     model.load_state_dict(own | {name: value for name, value in denoiser.state_dict().items() if name in own})
     return record

@@ -27,7 +27,8 @@ def run_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Path
     """The record of one run in ``folder``: found finished, gone on with from its last checkpoint, or begun."""
     file, config = folder / RECORD, folder / "config.yaml"
     finished = json.loads(file.read_text()) if file.is_file() else None
-    begun = any(folder.glob("checkpoint-*")) and config.is_file()
+    kept = ("checkpoint-*", "*/checkpoint-*", f"*/{RECORD}")  # self-pretraining has a folder of its own
+    begun = config.is_file() and any(any(folder.glob(pattern)) for pattern in kept)
     before = finished["settings"] if finished else identity(yaml.safe_load(config.read_text())) if begun else None
     if before is not None and (changed := settings.differing(before, identity(values))):
         raise GraphFilterError(

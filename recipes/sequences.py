@@ -19,36 +19,47 @@ if __name__ == "__main__":
 
 from pathlib import Path
 
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForSequenceClassification, Seq2SeqTrainingArguments
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    Seq2SeqTrainingArguments,
+)
 
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.console import parse_options
 from recipes import metrics, pretraining, runs
 from recipes.arguments import SequenceArguments
-from recipes.classifier import POOLINGS, POSITIONS, Denoiser, PooledClassifier
+from recipes.classifier import POOLINGS, POSITIONS, Denoiser, PooledClassifier, position_table
 from recipes.data import cut
 from recipes.glue import named
 from recipes.inputs import PADDED_TO, SERIES, TOKENS, Batches, encoded, statistics, tokenizer_of
-from recipes.models import build_model
+from recipes.models import build_model, loading
 from recipes.sequence_tasks import FOLDS, TASKS, load
 from recipes.settings import Recipe
 from recipes.training import fit
 
+SHORTEST = 3  # tokens
 TASK_TYPES = {"pixels": "image-classification", "series": "time-series-classification"}  # for the Hub
 
 
 def run(args, training):
     """One training run."""
-    check(args, training)
     task = TASKS[args.task]
+    kind = model_type(args)
     loaded = load(args.task, args.data, args.validation, (training.seed - 1) % FOLDS)
     data = cut(loaded.parts, args)
     tokenizer = tokenizer_of(task.kind, args, data)
-    data = encoded(data, tokenizer, args.max_length, apart=args.pooling is not None or args.model == "converter")
-    config = named(loaded.labels) | fields(args, tokenizer, data)
+    if tokenizer is None:
+        training.remove_unused_columns = False  # the Trainer groups series by the column of their lengths
+    data = encoded(data, tokenizer, args.max_length, apart=args.pooling is not None or kind == "converter")
+    longest = longest_of(data)
+    config = named(loaded.labels) | fields(args, tokenizer, data, longest)
 
-    def built(kind):
-        model = build_model(args, training, kind, tokenizer, **config)
+    def built(model_class):
+        model = build_model(args, training, model_class, tokenizer, **config)
+        check_room(model, tokenizer, longest)
         if tokenizer is None:
             model.normalise_by(*statistics(data["train"][SERIES]))
         return model
@@ -58,10 +69,18 @@ def run(args, training):
     record["task_type"] = TASK_TYPES.get(task.kind, "text-classification")
     if args.pretrain:
         rows = data["train"].remove_columns("label")
-        record["pretraining"] = pretraining.pretrain(args, training, built(Denoiser), tokenizer, rows, model)
+        denoiser = built(AutoModelForMaskedLM if kind == "converter" else Denoiser)
+        record["pretraining"] = pretraining.pretrain(args, training, denoiser, tokenizer, rows, model)
     compute = metrics.classification((metrics.Accuracy,), len(loaded.labels))
     options = {"data_collator": Batches(tokenizer), "compute_metrics": compute}
     return {**fit(args, training, model, tokenizer, data, **options), **record}
+
+
+def model_type(args):
+    if args.from_scratch and args.model in CONFIG_MAPPING:
+        return args.model
+    with loading(args.model):
+        return AutoConfig.from_pretrained(args.model).model_type
 
 
 def check(args, training):
@@ -70,7 +89,7 @@ def check(args, training):
         raise GraphFilterError(f"--pooling {args.pooling}: it is one of {', '.join(POOLINGS)}")
     if args.positions not in (None, *POSITIONS):
         raise GraphFilterError(f"--positions {args.positions}: it is one of {', '.join(POSITIONS)}")
-    if args.model == "converter" and (args.pooling or args.positions or TASKS[args.task].kind == "series"):
+    if model_type(args) == "converter" and (args.pooling or args.positions or TASKS[args.task].kind == "series"):
         raise GraphFilterError(
             "converter reads tokens and has a head and positions of its own: leave out --pooling and --positions, set "
             "its pooling and position_embedding by --from_scratch; for series take --filter kernelution"
@@ -79,18 +98,28 @@ def check(args, training):
         raise GraphFilterError(f"--positions and series need --pooling, one of {', '.join(POOLINGS)}")
     if args.validation == "none" and training.eval_strategy != "no":
         raise GraphFilterError("--validation none leaves nothing to evaluate while training: add --eval_strategy no")
-    pretraining.check(args)
+    if TASKS[args.task].kind in ("text", "symbols") and args.max_length < SHORTEST:
+        raise GraphFilterError(f"--max_length {args.max_length}: at least {SHORTEST}, a token between <s> and </s>")
+    pretraining.check(args, training)
 
 
-def fields(args, tokenizer, data):
+def longest_of(data):
+    """Tokens of the longest sequence, as batches are padded, or steps of the longest series."""
+    columns = data["train"].column_names
+    if SERIES in columns:
+        return max(length for rows in data.values() for length in rows["length"])
+    longest = max(len(row) for rows in data.values() for name in TOKENS if name in columns for row in rows[name])
+    return longest + -longest % PADDED_TO
+
+
+def fields(args, tokenizer, data, longest):
     """Of the model's config: what the head and the positions need to know of the data."""
     columns = data["train"].column_names
-    longest = max(
-        len(row) for rows in data.values() for name in (SERIES, *TOKENS) if name in columns for row in rows[name]
-    )
     own = {"num_sequences": 2} if TOKENS[1] in columns else {}
     if args.pooling:
-        own |= {"pooling": args.pooling, "positions": args.positions}
+        own["pooling"] = args.pooling
+    if args.positions:
+        own["positions"] = args.positions
     if args.pooling == "flatten":
         own["flattened"] = longest
     if SERIES in columns:
@@ -101,6 +130,20 @@ def fields(args, tokenizer, data):
         longest += -longest % PADDED_TO
         own[table] = longest + 1 + (tokenizer.pad_token_id if tokenizer else 0)  # where RoBERTa's places begin
     return own
+
+
+def check_room(model, tokenizer, longest):
+    """Whether the model has an embedding of each token and place; RoBERTa's places begin after that of padding."""
+    if tokenizer is not None and len(tokenizer) > (entries := model.get_input_embeddings().num_embeddings):
+        raise GraphFilterError(f"the tokenizer has {len(tokenizer)} entries, and {model.name_or_path} has {entries}")
+    if (table := position_table(model)) is None:
+        return
+    room = table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
+    if longest > room:
+        raise GraphFilterError(
+            f"sequences of {longest} tokens (a multiple of {PADDED_TO} that texts are padded to) or steps, and the "
+            f"model has places for {room}: lower --max_length, or raise max_position_embeddings with --from_scratch"
+        )
 
 
 def load_model(folder: Path):
@@ -123,6 +166,7 @@ RECIPE = Recipe(
     description=__doc__,
     arguments=(SequenceArguments, Seq2SeqTrainingArguments),
     load=load_model,
+    check=check,
 )
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ class Recipe:
     arguments: tuple[type, ...] = (RecipeArguments, Seq2SeqTrainingArguments)  # the last has output_dir and seed
     smoke: dict[str, Any] = field(default_factory=dict)  # settings of --smoke, besides the general ones
     load: Callable[[Path], Any] = load_model  # a saved checkpoint
+    check: Callable[..., None] = lambda *arguments: None  # refuses settings before anything is read or written
 
     def metric(self, task: str) -> str:
         return self.metrics.get(task) or self.metrics["*"]
@@ -188,13 +189,15 @@ class Settings:
         seeds = values.get("seeds", [1])
         if not seeds or len(set(seeds)) < len(seeds):
             raise GraphFilterError(f"--seeds {seeds}: name each seed once, at least one")
+        if not all(0 <= seed < 2**32 for seed in seeds):
+            raise GraphFilterError(f"--seeds {seeds}: a seed is from 0 to {2**32 - 1}")
         if values.get("push_to_hub") and len(seeds) > 1:
             raise GraphFilterError("--push_to_hub pushes one checkpoint: name one seed with --seeds")
         if values.get("push_to_hub") and values.get("save_strategy") == "no":
             raise GraphFilterError("--push_to_hub needs a saved checkpoint, but save_strategy is 'no'")
         if values.get("early_stopping_patience") is not None and values.get("eval_strategy") == "no":
             raise GraphFilterError("--early_stopping_patience needs --eval_strategy epoch or steps")
-        self.arguments(values)
+        self.recipe.check(*self.arguments(values))
 
     def arguments(self, values: dict[str, Any]) -> tuple[Any, ...]:
         """An instance of each of the recipe's dataclasses."""

@@ -25,16 +25,22 @@ class Clock(TrainerCallback):
     """Seconds of the training steps of each epoch, without the loading of data and evaluations."""
 
     def __init__(self) -> None:
-        self.epochs: list[float] = []
+        self.epochs: list[list[float]] = []
 
     def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.epochs.append(0.0)
+        self.epochs.append([])
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self.begun = time.perf_counter()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.epochs[-1] += time.perf_counter() - self.begun
+        self.epochs[-1].append(time.perf_counter() - self.begun)
+
+    def costs(self) -> dict[str, float]:
+        """The median of the epochs; without those that were gone on with or broken off. Nothing without a step."""
+        longest = max(map(len, self.epochs), default=0)
+        whole = [sum(steps) for steps in self.epochs if len(steps) == longest]
+        return {"epoch_seconds": round(median(whole), 2)} if longest else {}
 
 
 def fit(
@@ -58,7 +64,7 @@ def fit(
     begun = time.perf_counter()
     trainer.train(resume_from_checkpoint=last_checkpoint(Path(training.output_dir)))
     seconds = time.perf_counter() - begun
-    costs = {"peak_mb": round(peak_memory(training.device)), "epoch_seconds": round(median(clock.epochs or [0.0]), 2)}
+    costs = {"peak_mb": round(peak_memory(training.device)), **clock.costs()}
     metrics = {}
     for part in [name for name in data if name != "train"]:
         for key, value in trainer.evaluate(data[part], metric_key_prefix=part).items():

@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from hf_graphfilter.filters.attached import filters_of
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -103,10 +106,27 @@ def test_every_section_of_bench_gpu_runs_and_none_twice(tmp_path):
     done = gpu(*options)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     rows = list(csv.DictReader((tmp_path / "gpu-cpu-sections.csv").read_text().splitlines()))
-    assert [row["outcome"] for row in rows] == ["done"] * 7
+    assert [row["outcome"] for row in rows] == ["done"] * 8
     names = ("agf-cpu-attention", "decoding-cpu", "gfsa-cpu-attention", "gfsa-cpu-steps", "vision-cpu-throughput")
+    names += ("sequences-cpu-steps",)
     assert {file.stem for file in tmp_path.glob("*.csv")} == {*names, "gpu-cpu-sections"}
     assert "== " not in gpu(*options).stdout
+
+
+def test_steps_by_length_add_the_losses_that_filters_declare():
+    from gfsa import training_step
+    from sequences import FORMS, classifier
+
+    added = {}
+    for form in FORMS:
+        model = classifier(form, 8, layers=1).train()
+        training_step(model, {"input_ids": torch.ones(1, 8, dtype=torch.long), "labels": torch.tensor([1])})()
+        added[form] = {name for _, f in filters_of(model) if f.recorder for name in f.recorder.sums}
+    assert {form: names for form, names in added.items() if names} == {
+        "agf": {"orthogonality"},
+        "singularformer": {"orthogonality", "diagonal"},
+        "kernelution": {"kernel_polynomial"},
+    }
 
 
 @pytest.mark.slow

@@ -288,6 +288,7 @@ BAD = {  # task, files beside those of WHOLE (nothing: a folder that is not ther
     ),
     "no @data": ("BasicMotions", {TRAIN: ts()[:-1]}, "TRAIN.ts has no line @data"),
     "no series": ("BasicMotions", {TRAIN: ts()}, "TRAIN.ts has no rows after @data"),
+    "empty series": ("BasicMotions", {TRAIN: ts(":a", ":b")}, "TRAIN.ts: row 1 has no series"),
     "no tag": ("BasicMotions", {TRAIN: ["1,2:a"]}, "TRAIN.ts has a line before @data that is no tag: '1,2:a'"),
     "stamps": ("BasicMotions", {TRAIN: ["@timeStamps true", "@data"]}, "TRAIN.ts has time stamps"),
     "no classes": ("BasicMotions", {TRAIN: ["@targetlabel true", "@data"]}, "has no line @classLabel true with"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoModel, BertConfig, DistilBertConfig
+from transformers import AutoModel, BertConfig, BertModel, DistilBertConfig
 
 from hf_graphfilter import GraphFilterError, filter_status, patch_model
 from recipes import runs, sequences
@@ -107,7 +107,11 @@ CONVERTER = ["--model", "converter", "--from_scratch", "hidden_size=16", "interm
         ("BasicMotions", ["--pooling", "mean", "--positions", "gru", "--filter", "agf"]),
         ("retrieval", ["--pooling", "mean_max", "--positions", "none", "--filter", "singularformer"]),
         ("listops", [*CONVERTER, "--filter", "none"]),
-        slow("BasicMotions", ["--pooling", "flatten", "--filter", "kernelution"]),
+        slow(
+            "BasicMotions",
+            ["--pooling", "flatten", "--train_sampling_strategy", "group_by_length", "--filter", "kernelution"],
+        ),
+        slow("bbc", ["--pooling", "flatten", "--tokenizer", "words", "--filter", "none"]),
         slow("image", ["--pooling", "mean", "--model", "roberta-prelayernorm", "--filter", "none"]),
         slow("listops", ["--pooling", "first", "--positions", "sinusoidal", "--filter", "gfsa"]),
         slow("retrieval", [*CONVERTER, "--filter", "none"]),
@@ -138,7 +142,9 @@ def test_every_kind_of_input_is_denoised_trained_and_loaded(task, options, tasks
 
 
 @pytest.mark.parametrize("kind", ["tokens", "series"])
-def test_self_pretraining_is_carried_over_and_not_repeated(kind, tasks, tmp_path, monkeypatch, transformers_warnings):
+def test_self_pretraining_is_carried_over_and_not_repeated(
+    kind, tasks, tmp_path, monkeypatch, capsys, transformers_warnings
+):
     task = {"tokens": "listops", "series": "BasicMotions"}[kind]
     seen = {}
     original = sequences.fit
@@ -157,10 +163,16 @@ def test_self_pretraining_is_carried_over_and_not_repeated(kind, tasks, tmp_path
         assert torch.equal(weights[name], seen["before"][name]), name
     first = seen["before"]
     (tmp_path / "run" / "seed-1" / "record.json").unlink()
+    before = json.loads((tmp_path / "run" / "seed-1" / "pretrained" / "record.json").read_text())
     monkeypatch.setattr("recipes.pretraining.make_trainer", None)  # is not needed again
+    with pytest.raises(SystemExit):
+        runs.main(sequences.RECIPE, [*argv, "--mask_ratio", "0.2"])
+    assert "holds a run with other settings (mask_ratio differ)" in capsys.readouterr().err
     runs.main(sequences.RECIPE, argv)
     transformers_warnings.clear()
     assert all(torch.equal(first[name], seen["before"][name]) for name in shared)
+    record = json.loads((tmp_path / "run" / "seed-1" / "record.json").read_text())
+    assert record["pretraining"] == before
 
 
 @pytest.mark.parametrize(
@@ -179,6 +191,27 @@ def test_self_pretraining_is_carried_over_and_not_repeated(kind, tasks, tmp_path
         ("bbc", ["--validation", "some"], "--validation some: it is one of auto, fold, test, none"),
         ("bbc", ["--pretrain", "rest"], "--pretrain rest: it is one of denoise"),
         ("bbc", ["--pretrain", "denoise", "--mask_ratio", "1"], "--mask_ratio 1.0: it is a part of the input"),
+        ("bbc", ["--pretrain", "denoise", "--pretrain_epochs", "0"], "--pretrain_epochs 0.0: it is more than 0"),
+        ("bbc", ["--max_length", "2"], "--max_length 2: at least 3, a token between <s> and </s>"),
+        (
+            "bbc",
+            [*SMALL[2:7], "max_position_embeddings=8"],
+            "sequences of 16 tokens (a multiple of 8 that texts are padded to) or steps, and the model has",
+        ),
+        (
+            "bbc",
+            ["--tokenizer", "words", "--train_tokenizer", "5"],
+            "--train_tokenizer 5: a vocabulary has 5 special tokens and others",
+        ),
+        ("bbc", ["--max_eval_samples", "0"], "--max_eval_samples 0: at least one row is needed"),
+        ("bbc", ["--seeds", "-1"], "--seeds [-1]: a seed is from 0 to"),
+        ("bbc", ["--from_scratch", "vocab_size=9"], "--from_scratch: vocab_size is that of the data, leave it out"),
+        ("bbc", ["--from_scratch", "hidden_size=31"], "bert cannot be loaded: The hidden size (31) is not a multiple"),
+        (
+            "bbc",
+            ["--model", "t5", "--from_scratch", "d_model=8", "--pooling", "mean"],
+            "T5Model is no encoder of tokens",
+        ),
         (
             "bbc",
             ["--pooling", "mean", "--positions", "gru", "--model", "roformer"],
@@ -194,6 +227,8 @@ def test_what_cannot_be_is_one_sentence_and_leaves_nothing(task, options, messag
     assert message in error
     assert error.count("\n") == 1
     assert not list((tmp_path / "run").rglob("*.safetensors"))
+    if task == "BasicMotions" or "--pretrain" in options:
+        assert not (tmp_path / "run").exists(), "flags are refused before anything is written"
 
 
 def test_hidden_parts_are_visible_ones_and_those_asked_for():
@@ -241,6 +276,26 @@ def test_positions_take_the_place_of_learned_ones(positions, tmp_path):
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         assert torch.equal(PooledClassifier.from_pretrained(tmp_path).eval()(ids, mask).logits, padded.logits)
+
+
+@pytest.mark.parametrize("fields", [{"positions": "none"}, {"positions": "gru"}, {"channels": 2}], ids=str)
+def test_pretrained_weights_take_the_place_of_new_ones(fields, tmp_path, transformers_warnings):
+    BertModel(small()).save_pretrained(tmp_path)
+    model = PooledClassifier.from_pretrained(tmp_path, pooling="mean", **fields)
+    assert model.config.pooling == "mean"
+    assert all(value.isfinite().all() for value in model.state_dict().values()), "none is undefined"
+    embeddings = model.bert.embeddings
+    if model.channels:
+        assert not embeddings.word_embeddings.weight.requires_grad
+    else:
+        table = embeddings.position_embeddings.weight
+        assert (table.requires_grad, bool(table.any())) == (False, False)
+    model.save_pretrained(tmp_path / "saved")
+    transformers_warnings.clear()  # of new weights in the head
+    loaded = PooledClassifier.from_pretrained(tmp_path / "saved")
+    assert {n for n, p in loaded.named_parameters() if not p.requires_grad} == {
+        n for n, p in model.named_parameters() if not p.requires_grad
+    }
 
 
 def test_series_are_normalised_by_the_model(tmp_path):

@@ -137,6 +137,8 @@ class Rows:
 
     def read_row(self, row: int, channels: list[str]) -> np.ndarray:
         """The values of a row, (steps, channels)."""
+        if not channels:
+            raise GraphFilterError(f"{self.file}: row {row} has no series")
         self.channels = self.channels or len(channels)
         if len(channels) != self.channels:
             raise GraphFilterError(

@@ -1,0 +1,116 @@
+"""Training steps of whole classifiers by length: ``python benchmarks/sequences.py`` (on the GPU where there is one).
+
+BERT-shaped classifiers in the size of AGF's experiments on the Long Range Arena, 2 layers of 128 features and 2 heads,
+with mean pooling (``recipes/classifier.py``): plain, GFSA (K = 3, w_K = 0.1), AGF (K = 3), Singularformer and
+Kernelution; and Converter, one layer of 64 features, with GRU and with sinusoidal positions. Random tokens, dropout as
+the models have it; of attention there is none, with it SDPA on a CPU keeps the whole matrix. Filters add the losses
+that they declare to the task's, as with the Trainer.
+
+steps: forward, backward and AdamW, one sequence a step, n = 1024 ... 16384. batch: 16,384 tokens a step. memory: the
+peak of two steps over the model and its inputs, with gradients and AdamW's state, each in a process of its own.
+
+All systems are timed in turn within a round, ratios are taken within a round, and medians over the rounds are reported;
+every section writes benchmarks/results/sequences-DEVICE-SECTION.csv with percentiles and hardware.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from agf import SDPA_UP_TO, growth
+from gfsa import training_step
+from measure import arguments, measure, peak_mb, report, rounds, rows, write
+from transformers import BertConfig
+
+from hf_graphfilter import ConverterConfig, ConverterForSequenceClassification, patch_model
+from hf_graphfilter.training.penalties import _Added, penalised_filters  # as the Trainer's callback does
+
+sys.path.append(str(Path(__file__).parents[1]))
+from recipes.classifier import PooledClassifier
+
+LENGTHS = (1024, 2048, 4096, 8192, 16384)
+TOKENS = 16384  # a step of the section "batch"
+BATCHES = (1024, 4096)
+VOCABULARY, LABELS = 256, 10
+STEP = "fwd+bwd+AdamW"
+FILTERS = {"gfsa": {"K": 3, "w_K": 0.1}, "agf": {"K": 3}, "singularformer": {}, "kernelution": {}}
+POSITIONS = {"converter, gru": "gru", "converter, sinusoidal": "sinusoidal"}
+FORMS = ("plain", *FILTERS, *POSITIONS)
+QUADRATIC = ("plain", "gfsa")
+
+
+def classifier(form: str, n: int, layers: int = 2) -> torch.nn.Module:
+    torch.manual_seed(0)
+    if form in POSITIONS:
+        config = ConverterConfig(vocab_size=VOCABULARY, num_labels=LABELS, position_embedding=POSITIONS[form])
+        return ConverterForSequenceClassification(config)
+    sizes = {"hidden_size": 128, "num_hidden_layers": layers, "num_attention_heads": 2, "intermediate_size": 512}
+    tokens = {"vocab_size": VOCABULARY, "max_position_embeddings": n, "num_labels": LABELS}
+    model = PooledClassifier(BertConfig(**sizes, **tokens, attention_probs_dropout_prob=0.0), "mean")
+    if form in FILTERS:
+        patch_model(model, form, **FILTERS[form])
+    if form in FILTERS and form not in QUADRATIC:
+        added = _Added({}, {})
+        for graph_filter in penalised_filters(model, {}, {}):
+            graph_filter.recorder = added
+    return model
+
+
+def step(form: str, batch: int, n: int, device: str, layers: int = 2) -> Callable[[], object]:
+    """One training step of a system on random tokens."""
+    model = classifier(form, n, layers).to(device).train()
+    ids = torch.randint(1, VOCABULARY, (batch, n), device=device)  # 0 is padding
+    labels = torch.randint(LABELS, (batch,), device=device)
+    return training_step(model, {"input_ids": ids, "labels": labels})
+
+
+def forms_at(n: int, device: str) -> list[str]:
+    """The systems that fit; the quadratic ones up to where a step takes seconds, not minutes."""
+    return [form for form in FORMS if form not in QUADRATIC or n <= SDPA_UP_TO[device]]
+
+
+def timed(common: dict, device: str, seconds: float, shapes: list[tuple[int, int]], case: str, layers: int) -> list:
+    table = []
+    for batch, n in shapes:
+        calls = {form: step(form, batch, n, device, layers) for form in forms_at(n, device)}
+        fields = {"case": case, "n": n, "causal": False, "pass": STEP}
+        table += report(rows({**common, **fields}, rounds(calls, device, seconds)))
+    return table
+
+
+def memory(common: dict, device: str, lengths: tuple[int, ...]) -> list[dict]:
+    table = []
+    for n in lengths:
+        for form in forms_at(n, device):
+            fields = {"case": "one sequence", "n": n, "causal": False, "pass": STEP, "form": form}
+            table += report([{**common, **fields, "peak_mb": peak_mb(__file__, device, form, n)}])
+    return table
+
+
+def main() -> None:
+    options, common = arguments(__doc__, ("steps", "batch", "memory"), LENGTHS)
+    device, lengths, layers = options.device, tuple(options.lengths), 1 if options.smoke else 2
+    timing, batches = (common, device, options.seconds), [(TOKENS // n, n) for n in BATCHES if n in lengths]
+    sections = {
+        "steps": lambda: timed(*timing, [(1, n) for n in lengths], "one sequence", layers),
+        "batch": lambda: timed(*timing, batches, f"{TOKENS:,} tokens", layers),
+        "memory": lambda: memory(common, device, lengths),
+    }
+    for section, run in sections.items():
+        if options.only in (None, section):
+            table = run()
+            write(table, options.output / f"sequences-{device}-{section}.csv")
+            for form in FORMS if section == "steps" and sum(n >= 4096 for n in lengths) > 1 else ():
+                print(f"{form}: time grows as n^{growth(table, False, STEP, form):.2f}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--measure"]:  # from peak_mb
+        device, form, n = sys.argv[2:]
+        run = step(form, 1, int(n), device)
+        measure(device, step(form, 1, 32, device), lambda: (run(), run()))  # AdamW's state is there from the first on
+    else:
+        main()
