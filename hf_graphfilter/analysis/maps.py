@@ -30,7 +30,7 @@ class MapReader(Reader):
         if call.layer == self.first:
             self.batch = len(self.maps)
             self.maps += [{} for _ in range(len(call.there))]
-        matrices = list(call.each(call.filtered() if self.filtered else call.attention()))
+        matrices = list(call.each(call.filtered if self.filtered else call.attention))
         if len(matrices) != len(self.maps) - self.batch:
             raise GraphFilterError(
                 f"layer {call.layer} attends within windows: its maps are not those of a whole input"

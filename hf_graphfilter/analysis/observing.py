@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,15 +53,17 @@ class Call:
     there: Tensor
     earlier: EarlierLayers | None = None
 
+    @cached_property
     def attention(self) -> Tensor:
         """The matrix A, (batch, heads, tokens, tokens), in float32 or wider."""
         return wide(matrix_of(self.shift.anew(), self.shift.key))
 
+    @cached_property
     def filtered(self) -> Tensor:
         """The matrix that the module applies to its values: A, or what the filter makes of it."""
         graph_filter = self.graph_filter
         if graph_filter is None:
-            return self.attention()
+            return self.attention
 
         def apply(columns: Tensor) -> Tensor:
             earlier = None if self.earlier is None else self.earlier.copy()

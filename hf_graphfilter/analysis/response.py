@@ -43,8 +43,8 @@ class ResponseReader(Reader):
         self.samples: dict[Name, Running] = defaultdict(Running)
 
     def attention(self, call: Call) -> None:
-        attention = call.attention()
-        kinds = {"attention_gain": attention, "gain": call.filtered() if call.graph_filter else attention}
+        attention = call.attention
+        kinds = {"attention_gain": attention, "gain": call.filtered if call.graph_filter else attention}
         for name, matrices in kinds.items():
             for matrix in call.each(matrices):
                 if matrix.shape[-1] < 2:

@@ -45,7 +45,7 @@ class SmoothingReader(Reader):
             return
         if tokens.shape[:2] != call.there.shape:
             return  # of windows, whose tokens are in another order
-        for matrix, x, there in zip(call.each(call.attention()), tokens, call.there, strict=True):
+        for matrix, x, there in zip(call.each(call.attention), tokens, call.there, strict=True):
             if matrix.shape[-1] > 1:
                 self.samples[call.layer, "dirichlet"].add(dirichlet_energy(matrix, x[there]))
 

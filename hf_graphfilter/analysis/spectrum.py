@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -37,8 +38,9 @@ class Spectrum(Measured):
 
 
 class SpectrumReader(Reader):
-    def __init__(self, attention: bool = True) -> None:
-        self.matrices = attention
+    def __init__(self, attention: int = 64) -> None:
+        self.matrices, self.left = attention > 0, attention
+        self.seen: dict[Layer, int] = defaultdict(int)
         self.samples: dict[Name, Running] = defaultdict(Running)
 
     def tokens(self, layer: Layer, tokens: Tensor, there: Tensor) -> None:
@@ -47,9 +49,11 @@ class SpectrumReader(Reader):
                 self.add(layer, "", torch.linalg.svdvals(x[visible]))
 
     def attention(self, call: Call) -> None:
-        if not self.matrices:
+        left = self.left - self.seen[call.layer]
+        if left <= 0:
             return
-        for matrix in call.each(call.filtered()):
+        for matrix in islice(call.each(call.filtered), left):
+            self.seen[call.layer] += 1
             if matrix.shape[-1]:
                 self.add(call.layer, "attention_", torch.linalg.svdvals(matrix))
 
@@ -67,9 +71,10 @@ class SpectrumReader(Reader):
         return Spectrum(type(model).__name__, {name: running.band() for name, running in self.samples.items()})
 
 
-def spectrum(model: nn.Module, batches: Iterable[Any], *, attention: bool = True, **options: Any) -> Spectrum:
+def spectrum(model: nn.Module, batches: Iterable[Any], *, attention: int = 64, **options: Any) -> Spectrum:
     """Singular values by layer, over texts, without padding; of the matrix ``X`` (tokens, features) that a layer gives,
-    and with ``attention`` of what its self-attention applies to the values: A, or a filter of it (mean over heads).
+    and of what its self-attention applies to the values, A or a filter of it (mean over heads). The latter costs most:
+    it is that of the first ``attention`` texts, of none for 0.
 
     - ``effective_rank``: exp of the entropy of ``sigma / sum sigma`` (Roy and Vetterli, 2007).
     - ``stable_rank``: ``sum sigma^2 / max sigma^2``.

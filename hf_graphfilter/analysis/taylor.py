@@ -37,7 +37,7 @@ class TaylorReader(Reader):
         self.samples: dict[Name, Running] = defaultdict(Running)
 
     def attention(self, call: Call) -> None:
-        for matrix in call.each(call.attention()):
+        for matrix in call.each(call.attention):
             if matrix.shape[-1]:
                 for order, error in errors(matrix, self.orders).items():
                     self.samples[call.layer, f"K={order}"].add(error.mean())

@@ -49,7 +49,7 @@ class SmoothingCallback(LoggingCallback):
         if self.step < self.due:
             return {}
         self.due = self.step + self.every
-        smooth, ranks = SmoothingReader(dirichlet=False), SpectrumReader(attention=False)
+        smooth, ranks = SmoothingReader(dirichlet=False), SpectrumReader(attention=0)
         observe(self.model, self.batches, [smooth, ranks])
         bands = smooth.result(self.model).bands | ranks.result(self.model).bands
         return {
