@@ -113,8 +113,9 @@ def test_flags_stand_over_the_file_and_the_task_over_its_general_part(tmp_path):
 def test_every_configuration_is_valid_for_all_its_tasks(file, tmp_path):
     recipe = RECIPES[file.parent.name]
     sections = yaml.safe_load(file.read_text())
+    converter = "model: converter" in file.read_text()  # which reads no series
     for task in recipe.metrics:
-        if task == "*":
+        if task == "*" or (converter and sequences.TASKS[task].kind == "series"):
             continue
         settings = Settings(recipe)
         values, found = settings.parse(["--config", str(file), "--task", task])
