@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +19,7 @@ from .statistics import Running
 
 @dataclass(frozen=True)
 class TaylorError(Measured):
-    """What ``taylor_error`` gives: ``K=2`` and so on, and ``bound_share_K=2``, the error over the bound 2K."""
+    """What ``taylor_error`` gives: ``K=2`` and so on."""
 
     title: ClassVar[str] = "Error of the first-order approximation of A^K: mean over heads and texts"
 
@@ -30,14 +31,15 @@ class TaylorError(Measured):
 class TaylorReader(Reader):
     matrices = True
 
-    def __init__(self, orders: Sequence[int] = (2, 3, 4, 5, 10)) -> None:
+    def __init__(self, orders: Sequence[int] = (2, 3, 4, 5, 10), most: int = 64) -> None:
         if not orders or min(orders) < 2:
             raise GraphFilterError(f"orders={list(orders)}: name some, from 2 on")
-        self.orders = sorted(set(orders))
+        self.orders, self.most = sorted(set(orders)), most
         self.samples: dict[Name, Running] = defaultdict(Running)
 
     def attention(self, call: Call) -> None:
-        for matrix in call.each(call.attention):
+        name = call.layer, f"K={self.orders[0]}"
+        for matrix in islice(call.each(call.attention), max(0, self.most - self.samples[name].count)):
             if matrix.shape[-1]:
                 for order, error in errors(matrix, self.orders).items():
                     self.samples[call.layer, f"K={order}"].add(error.mean())
@@ -47,10 +49,15 @@ class TaylorReader(Reader):
 
 
 def taylor_error(
-    model: nn.Module, batches: Iterable[Any], orders: Sequence[int] = (2, 3, 4, 5, 10), **options: Any
+    model: nn.Module,
+    batches: Iterable[Any],
+    orders: Sequence[int] = (2, 3, 4, 5, 10),
+    *,
+    most: int = 64,
+    **options: Any,
 ) -> TaylorError:
     """``E_K = |A^K - (A + (K-1)(A^2 - A))|`` (GFSA, Eq. 7; the largest sum of a row's magnitudes), whose bound is 2K
-    (Eq. 8), by layer and order, over heads and texts, without padding.
+    (Eq. 8), by layer and order, over heads and the first ``most`` texts, without padding.
 
     Arguments, errors: as of ``smoothing``; an order below 2.
 
@@ -62,7 +69,7 @@ def taylor_error(
         >>> measured[0, "K=3"].mean < 6
         tensor(True)
     """
-    reader = TaylorReader(orders)
+    reader = TaylorReader(orders, most)
     observe(model, batches, [reader], **options)
     return reader.result(model)
 
