@@ -12,7 +12,7 @@ from hf_graphfilter.models.converter.layers import pooled, recurrent, sinusoidal
 POOLINGS = ("mean_max", "mean", "first", "flatten")
 POSITIONS = ("gru", "sinusoidal", "none")
 FIELDS = {"pooling", "positions", "channels", "flattened", "num_sequences"}  # of a config, besides its encoder's own
-EPSILON = 1e-6  # added to the deviation of a channel, which may be constant
+CONSTANT = 1e-6  # a channel of a smaller deviation is only centred
 
 
 class SequenceModel(PreTrainedModel):
@@ -89,10 +89,10 @@ class SequenceModel(PreTrainedModel):
     def normalise_by(self, mean: Tensor, deviation: Tensor) -> None:
         """What series are normalised by, a number a channel: those of the training part."""
         self.mean.copy_(mean)
-        self.deviation.copy_(deviation)
+        self.deviation.copy_(torch.where(deviation > CONSTANT, deviation, 1.0))
 
     def normalised(self, series: Tensor) -> Tensor:
-        return (series - self.mean) / (self.deviation + EPSILON)
+        return (series - self.mean) / self.deviation
 
     def encode(self, input_ids: Tensor | None, there: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         """Token vectors (batch, tokens, features); ``there``, (batch, tokens), is not 0 where a token is; None: all."""

@@ -29,7 +29,7 @@ def tokenizer_of(kind: str, args: Any, data: DatasetDict) -> Any | None:
     try:
         return load_tokenizer(args, lambda: texts_of(data["train"]))
     except GraphFilterError as error:
-        if args.train_tokenizer is None and (args.from_scratch or args.tokenizer == "words"):
+        if not args.train_tokenizer and (args.from_scratch or args.tokenizer == "words"):
             raise GraphFilterError(f"--train_tokenizer N trains a tokenizer, and without: {error}") from error
         raise
 

@@ -20,7 +20,7 @@ from recipes.errors import line, nearest
 
 def load_tokenizer(args: RecipeArguments, texts: Callable[[], Iterator[str]]) -> Any:
     """The model's tokenizer, another one, or a byte-level BPE or one of words trained on ``texts()``."""
-    if args.train_tokenizer is not None:
+    if args.train_tokenizer:
         if args.train_tokenizer <= len(SPECIAL):
             raise GraphFilterError(
                 f"--train_tokenizer {args.train_tokenizer}: a vocabulary has {len(SPECIAL)} special tokens and others"
