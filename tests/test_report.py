@@ -23,7 +23,7 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from hf_graphfilter import GraphFilterError, SmoothingCallback, patch_model
+from hf_graphfilter import GraphFilterError, SmoothingCallback, create_model_card, patch_model
 from hf_graphfilter.analysis.report import report
 from hf_graphfilter.cli import app
 
@@ -94,6 +94,18 @@ def test_figures_are_png(reported, tmp_path):
     for file in files:
         with Image.open(file) as image:
             assert min(image.size) > 300
+
+
+def test_a_card_has_findings_and_three_figures(reported, tmp_path):
+    model = patch_model(bert(), "gfsa", w_K=0.3)
+    create_model_card(model, report=reported, description="Trained.").save(tmp_path / "README.md")
+    text = (tmp_path / "README.md").read_text()
+    assert all(f"- {line}" in text for line in reported.summary())
+    shown = re.findall(r"!\[.*\]\((.*)\)", text)
+    assert len(shown) == 3
+    assert all((tmp_path / file).is_file() for file in shown)
+    create_model_card(model, description="Trained again.").save(tmp_path / "README.md")
+    assert reported.summary()[0] in (tmp_path / "README.md").read_text(), "its own earlier section stays"
 
 
 def test_what_cannot_be_reported_is_one_sentence(reported, batches, tmp_path):

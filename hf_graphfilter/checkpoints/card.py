@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 from torch import nn
 from transformers import TrainingArguments
 
@@ -28,7 +29,16 @@ HYPERPARAMETERS = (
     *("num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("label_smoothing_factor", "bf16", "fp16", "seed"),
 )
+FIGURES, SHOWN = "figures", ("smoothing", "response", "spectrum")
 _SIGNATURE = re.compile(r"\n*<!-- written by hf_graphfilter, (\w+) -->\s*$")
+
+
+class Seen(Protocol):
+    """What a card reads of ``analysis.report``."""
+
+    def summary(self) -> list[str]: ...
+
+    def save_figures(self, folder: str | Path, names: Sequence[str] | None = None) -> list[Path]: ...
 
 
 class FilterCard(ModelCard):
@@ -36,6 +46,7 @@ class FilterCard(ModelCard):
 
     fields: dict[str, Any]
     rendered: str
+    report: Seen | None = None
 
     @classmethod
     def of(cls, data: ModelCardData, fields: dict[str, Any]) -> FilterCard:
@@ -51,8 +62,8 @@ class FilterCard(ModelCard):
         return card
 
     def save(self, filepath: str | Path, *, force: bool = False) -> None:
-        """Write the card. Of a README there, metadata and results that this card lacks are kept, and of its own earlier
-        card the sections too.
+        """Write the card, and the figures of its report into ``figures`` beside it. Of a README there, metadata and
+        results that this card lacks are kept, and of its own earlier card the sections too.
 
         Args:
             filepath: where to write.
@@ -70,6 +81,17 @@ class FilterCard(ModelCard):
             self.text = self.text if edited else self.rendered
         self.text = _signed(self.text)
         super().save(filepath)
+        if self.report is not None:
+            self.report.save_figures(Path(filepath).parent / FIGURES, SHOWN)
+
+    def push_to_hub(self, repo_id: str, token: str | None = None, *args: Any, **options: Any) -> str:
+        """As of every card; the figures of its report come first, to the same revision."""
+        if self.report is not None:
+            place = {name: options[name] for name in ("repo_type", "revision") if name in options}
+            with tempfile.TemporaryDirectory() as folder:
+                self.report.save_figures(folder, SHOWN)
+                HfApi(token=token).upload_folder(repo_id=repo_id, folder_path=folder, path_in_repo=FIGURES, **place)
+        return super().push_to_hub(repo_id, token, *args, **options)  # type: ignore[no-any-return]
 
 
 def check_card(path: Path, force: bool = False) -> ModelCard | None:
@@ -114,6 +136,7 @@ def create_model_card(
     license: str | None = None,
     description: str = "",
     training: Mapping[str, Any] | TrainingArguments | None = None,
+    report: Seen | None = None,
 ) -> FilterCard:
     """The card of a patched model, with metadata that the Hub reads.
 
@@ -125,6 +148,7 @@ def create_model_card(
         datasets, metrics, language, license: metadata of the Hub.
         description: Markdown, how it was trained.
         training: hyper-parameters by name, or the arguments of the Trainer.
+        report: of ``analysis.report``; the card has its findings and three of its figures.
 
     Returns:
         A ``huggingface_hub.ModelCard``: ``card.save(path)``, ``card.push_to_hub(repo_id)``. ``save`` writes over no
@@ -168,7 +192,7 @@ def create_model_card(
             f"- `{name}`: {summary(config)}".removesuffix(": ") for name, config in sorted(configs.items())
         ),
         "usage": "\n".join([*(f"import {m}  # registers its filter" for m in modules), usage]),
-        "description": description.strip(),
+        "description": "\n\n".join(filter(None, [description.strip(), _seen(report)])),
         "training_table": _training(training),
         "coefficient_table": markdown_table(*status.table()) if coefficients else "",
         "per_head": any(values.numel() > 1 for values in coefficients),
@@ -177,7 +201,17 @@ def create_model_card(
         "versions": ", ".join(f"{package} {metadata.version(package)}" for package in packages),
         "citation": "\n\n".join(dict.fromkeys(c.citation for c in configs.values() if c.citation)),
     }
-    return FilterCard.of(data, fields)
+    card = FilterCard.of(data, fields)
+    card.report = report
+    return card
+
+
+def _seen(report: Seen | None) -> str:
+    if report is None:
+        return ""
+    lines = "\n".join(f"- {line}" for line in report.summary())
+    figures = "\n\n".join(f"![{name}]({FIGURES}/{name}.png)" for name in SHOWN)
+    return f"## What its attention does\n\n{lines}\n\n{figures}"
 
 
 def package_address() -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,10 +63,12 @@ class Report:
         """
         return _written(Path(path), page(self.title, self.measured, self.reference))
 
-    def save_figures(self, folder: str | os.PathLike[str]) -> list[Path]:
-        """The figures as PNG, for a model card."""
+    def save_figures(self, folder: str | os.PathLike[str], names: Sequence[str] | None = None) -> list[Path]:
+        """The figures, or those of some ``names``, as PNG."""
         files = []
         for name, figure in self.figures().items():
+            if names is not None and name not in names:
+                continue
             file = Path(folder, f"{name}.png")
             file.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(file, dpi=150)
