@@ -49,7 +49,7 @@ def classifier(form: str, n: int, layers: int = 2) -> torch.nn.Module:
         return ConverterForSequenceClassification(config)
     sizes = {"hidden_size": 128, "num_hidden_layers": layers, "num_attention_heads": 2, "intermediate_size": 512}
     tokens = {"vocab_size": VOCABULARY, "max_position_embeddings": n, "num_labels": LABELS}
-    model = PooledClassifier(BertConfig(**sizes, **tokens, attention_probs_dropout_prob=0.0), "mean")
+    model = PooledClassifier(BertConfig(**sizes, **tokens, attention_probs_dropout_prob=0.0), pooling="mean")
     if form in FILTERS:
         patch_model(model, form, **FILTERS[form])
     if form in FILTERS and form not in QUADRATIC:

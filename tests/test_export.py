@@ -16,7 +16,7 @@ def exported(*decoders):
         (*ENCODERS, *decoders),
         lambda family, entry: entry.everywhere and (family in ENCODERS or not entry.replaces),
         lambda family, entry: (
-            entry.quick and family == ("deit" if entry.replaces and entry.config.starts_as_original else "bert")
+            entry.quick and family == "bert" and not (entry.replaces and entry.config.starts_as_original)
         ),
     )
 

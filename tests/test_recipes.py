@@ -671,8 +671,9 @@ def test_shipped_results_have_the_settings_of_the_configurations(monkeypatch):
     monkeypatch.setattr(machine, "bf16_pays", lambda use_cpu: True)
     names = {"finetune": "imagenet/deit-t-finetune", "24-layers": "imagenet/small-24", "glue": "glue/minilm"}
     names["imdb"] = "sequences/converter-small"
+    names |= dict.fromkeys(("JapaneseVowels", "BasicMotions", "Handwriting"), "sequences/uea-small")
     files = sorted(records.RESULTS.glob("*.json"))
-    assert len(files) == 15
+    assert len(files) == 18
     for file in files:
         content = records.read_results(file)
         settings = Settings(RECIPES[content["recipe"]])
@@ -800,7 +801,9 @@ def test_push_to_a_stand_in_of_the_hub_and_load_from_it(cola, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["FOLDER/source_code.py", "--help"], "python recipes/source_code.py --config"),
+        pytest.param(
+            ["FOLDER/source_code.py", "--help"], "python recipes/source_code.py --config", marks=pytest.mark.slow
+        ),
         pytest.param(*(["FOLDER/code.py", "--help"], "python recipes/source_code.py --config"), marks=pytest.mark.slow),
         (["-m", "recipes.compare", "--help"], "python recipes/compare.py glue"),
         (["-c", "import sys; sys.path.insert(0, 'FOLDER'); import code, torch; print(code.interact)"], "<function"),

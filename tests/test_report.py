@@ -176,6 +176,7 @@ def test_the_verb_writes_a_page_with_numbers_and_figures(tmp_path):
     assert json.loads(page.with_suffix(".json").read_text())["title"] == "patched"
 
 
+@pytest.mark.slow
 def test_the_verb_reads_images(tmp_path):
     ViTModel(ViTConfig(image_size=32, patch_size=8, **SIZES)).save_pretrained(tmp_path / "vit")
     ViTImageProcessorFast(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "vit")
