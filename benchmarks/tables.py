@@ -600,7 +600,6 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/sequences.md": {
         "growth": growth_tables,
         "series": partial(recipe_tables, "sequences-JapaneseVowels", "sequences-BasicMotions", "sequences-Handwriting"),
-        "arena": partial(recipe_tables, "lra-"),
     },
     "docs/vision.md": {"throughput": vision_table},
     "recipes/README.md": {
