@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -81,7 +81,6 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-@dataclass
 class Reader:
     """What is told of a running model; a subclass keeps what it needs.
 
@@ -89,7 +88,7 @@ class Reader:
         matrices: whether it asks calls for matrices; batches are then cut so that these fit into memory.
     """
 
-    matrices: bool = field(default=False, init=False)
+    matrices: bool = False
 
     def attention(self, call: Call) -> None:
         """After a self-attention module ran."""
@@ -143,6 +142,7 @@ def observe(
     plain = [site for site in sites if CHILD not in site.module._modules]
     training = [module for module in model.modules() if module.training]
     device = next(model.parameters()).device
+    heads = max(site.heads for site in sites) if any(reader.matrices for reader in readers) else 0
     with contextlib.ExitStack() as undo:
         undo.callback(back_to_training, training)
         model.eval()
@@ -152,7 +152,6 @@ def observe(
         watch.look(undo)
         undo.enter_context(torch.no_grad())
         for batch in progress(batches):
-            heads = max(site.heads for site in sites) if any(reader.matrices for reader in readers) else 0
             for part in _parts(moved(batch, device), heads):
                 watch.begin(part)
                 outputs = model(**part) if isinstance(part, Mapping) else model(part)
@@ -183,19 +182,15 @@ class _Observer:
         """Put the hooks in, each with its removal."""
         for site in self.sites:
             graph_filter = active_filter(site.module)
-            undo.callback(graph_filter.register_forward_pre_hook(self._before(site)).remove)
+            undo.callback(graph_filter.register_forward_pre_hook(self._before).remove)
             undo.callback(graph_filter.register_forward_hook(self._after(site, graph_filter)).remove)
         for name, stack in layer_modules(self.sites).items():
             module = self.model.get_submodule(name)
             undo.callback(module.register_forward_pre_hook(self._given(stack), with_kwargs=True).remove)
             undo.callback(module.register_forward_hook(self._gave(stack)).remove)
 
-    def _before(self, site: AttentionSite) -> Callable[..., None]:
-        def hook(module: nn.Module, given: tuple[AttentionShift, Tensor]) -> None:
-            earlier = given[0].earlier if module.reads_earlier else None
-            self.earlier = None if earlier is None else earlier.copy()
-
-        return hook
+    def _before(self, graph_filter: Any, given: tuple[AttentionShift, Tensor]) -> None:
+        self.earlier = given[0].earlier.copy() if graph_filter.reads_earlier else None
 
     def _after(self, site: AttentionSite, graph_filter: GraphFilter) -> Callable[..., None]:
         def hook(module: nn.Module, given: tuple[AttentionShift, Tensor], output: Tensor) -> None:

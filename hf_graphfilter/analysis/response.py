@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,12 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..errors import GraphFilterError
 from ..filters.attached import filters_of
 from ..shift import ShiftOperator
-from .observing import Call, Reader, observe
-from .results import Measured, Name
-from .statistics import Running
+from .observing import Call, observe
+from .results import BandReader, Measured
 
 POINTS = 33  # from frequency 0 to half a cycle a token
 
@@ -36,11 +33,10 @@ class FrequencyResponse(Measured):
         return "frequency (cycles a token)", torch.linspace(0, 0.5, points).tolist()
 
 
-class ResponseReader(Reader):
+class ResponseReader(BandReader[FrequencyResponse]):
+    result_class = FrequencyResponse
+    lacking = "no text has two tokens: there is no frequency but 0"
     matrices = True
-
-    def __init__(self) -> None:
-        self.samples: dict[Name, Running] = defaultdict(Running)
 
     def attention(self, call: Call) -> None:
         attention = call.attention
@@ -55,11 +51,6 @@ class ResponseReader(Reader):
                     self.samples[call.layer, "high_to_low"].add(ratio.mean())
                 between = torch.nn.functional.interpolate(curve[None], POINTS, mode="linear", align_corners=True)
                 self.samples[call.layer, name].add(between.mean((0, 1)))
-
-    def result(self, model: nn.Module) -> FrequencyResponse:
-        if not self.samples:
-            raise GraphFilterError("no text has two tokens: there is no frequency but 0")
-        return FrequencyResponse(type(model).__name__, {name: run.band() for name, run in self.samples.items()})
 
 
 def frequency_response(model: nn.Module, batches: Iterable[Any], **options: Any) -> FrequencyResponse:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import GraphFilterError, needs
-from .observing import Layer
-from .statistics import Band
+from .observing import Layer, Reader
+from .statistics import Band, Running
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -141,3 +142,26 @@ def _some(layers: list[Layer], count: int = 4) -> list[Layer]:
     if len(layers) <= count:
         return layers
     return [layers[round(i * (len(layers) - 1) / (count - 1))] for i in range(count)]
+
+
+M = TypeVar("M", bound=Measured)
+
+
+class BandReader(Reader, Generic[M]):
+    """A reader that collects samples of quantities by layer.
+
+    Class attributes:
+        result_class: what it gives.
+        lacking: the error where there is no sample.
+    """
+
+    result_class: type[M]
+    lacking: ClassVar[str]
+
+    def __init__(self) -> None:
+        self.samples: dict[Name, Running] = defaultdict(Running)
+
+    def result(self, model: nn.Module) -> M:
+        if not self.samples:
+            raise GraphFilterError(self.lacking)
+        return self.result_class(type(model).__name__, {name: running.band() for name, running in self.samples.items()})

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..errors import GraphFilterError
-from .observing import Call, Layer, Reader, observe
-from .results import Measured, Name
-from .statistics import Running
+from .observing import Call, Layer, observe
+from .results import BandReader, Measured
 
 
 @dataclass(frozen=True)
@@ -27,10 +24,13 @@ class Smoothing(Measured):
     title: ClassVar[str] = "How alike tokens become: mean over texts, band of one standard deviation"
 
 
-class SmoothingReader(Reader):
+class SmoothingReader(BandReader[Smoothing]):
+    result_class = Smoothing
+    lacking = "no text has two tokens: how alike tokens are cannot be said"
+
     def __init__(self, dirichlet: bool = True) -> None:
         self.matrices = dirichlet
-        self.samples: dict[Name, Running] = defaultdict(Running)
+        super().__init__()
         self.given: dict[str, Tensor] = {}
 
     def tokens(self, layer: Layer, tokens: Tensor, there: Tensor) -> None:
@@ -48,11 +48,6 @@ class SmoothingReader(Reader):
         for matrix, x, there in zip(call.each(call.attention), tokens, call.there, strict=True):
             if matrix.shape[-1] > 1:
                 self.samples[call.layer, "dirichlet"].add(dirichlet_energy(matrix, x[there]))
-
-    def result(self, model: nn.Module) -> Smoothing:
-        if not self.samples:
-            raise GraphFilterError("no text has two tokens: how alike tokens are cannot be said")
-        return Smoothing(type(model).__name__, {name: running.band() for name, running in self.samples.items()})
 
 
 def smoothing(model: nn.Module, batches: Iterable[Any], *, dirichlet: bool = True, **options: Any) -> Smoothing:

@@ -11,10 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..errors import GraphFilterError
-from .observing import Call, Layer, Reader, observe
-from .results import Measured, Name
-from .statistics import Running
+from .observing import Call, Layer, observe
+from .results import BandReader, Measured
 
 POINTS = 33  # of a curve of singular values, from the largest to the smallest
 
@@ -37,11 +35,14 @@ class Spectrum(Measured):
         return "rank of the singular value (0 largest, 1 smallest)", torch.linspace(0, 1, points).tolist()
 
 
-class SpectrumReader(Reader):
+class SpectrumReader(BandReader[Spectrum]):
+    result_class = Spectrum
+    lacking = "no text has a token: there is nothing to decompose"
+
     def __init__(self, attention: int = 64) -> None:
         self.matrices, self.left = attention > 0, attention
         self.seen: dict[Layer, int] = defaultdict(int)
-        self.samples: dict[Name, Running] = defaultdict(Running)
+        super().__init__()
 
     def tokens(self, layer: Layer, tokens: Tensor, there: Tensor) -> None:
         for x, visible in zip(tokens, there, strict=True):
@@ -64,11 +65,6 @@ class SpectrumReader(Reader):
         relative = (values / values[..., :1].clamp(min=1e-30)).reshape(1, -1, values.shape[-1])
         curve = torch.nn.functional.interpolate(relative, POINTS, mode="linear", align_corners=True)
         self.samples[layer, f"{prefix}singular_values"].add(curve.mean((0, 1)))
-
-    def result(self, model: nn.Module) -> Spectrum:
-        if not self.samples:
-            raise GraphFilterError("no text has a token: there is nothing to decompose")
-        return Spectrum(type(model).__name__, {name: running.band() for name, running in self.samples.items()})
 
 
 def spectrum(model: nn.Module, batches: Iterable[Any], *, attention: int = 64, **options: Any) -> Spectrum:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -12,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import GraphFilterError
-from .observing import Call, Reader, observe
-from .results import Measured, Name
-from .statistics import Running
+from .observing import Call, observe
+from .results import BandReader, Measured
 
 
 @dataclass(frozen=True)
@@ -28,14 +26,16 @@ class TaylorError(Measured):
         object.__setattr__(self, "quantities", {n: f"E_K, {n} (bound {2 * int(n[2:])})" for n in names})
 
 
-class TaylorReader(Reader):
+class TaylorReader(BandReader[TaylorError]):
+    result_class = TaylorError
+    lacking = "no text has a token: there is no error to measure"
     matrices = True
 
     def __init__(self, orders: Sequence[int] = (2, 3, 4, 5, 10), most: int = 64) -> None:
         if not orders or min(orders) < 2:
             raise GraphFilterError(f"orders={list(orders)}: name some, from 2 on")
         self.orders, self.most = sorted(set(orders)), most
-        self.samples: dict[Name, Running] = defaultdict(Running)
+        super().__init__()
 
     def attention(self, call: Call) -> None:
         name = call.layer, f"K={self.orders[0]}"
@@ -43,9 +43,6 @@ class TaylorReader(Reader):
             if matrix.shape[-1]:
                 for order, error in errors(matrix, self.orders).items():
                     self.samples[call.layer, f"K={order}"].add(error.mean())
-
-    def result(self, model: nn.Module) -> TaylorError:
-        return TaylorError(type(model).__name__, {name: running.band() for name, running in self.samples.items()})
 
 
 def taylor_error(
