@@ -326,6 +326,12 @@ def test_results_are_rows_json_and_figures(tmp_path):
         results[0][0, "cosines"]
 
 
+def test_a_number_is_a_layer_of_the_encoder_where_there_are_both():
+    measured = smoothing(build("t5"), [texts(family="t5")], dirichlet=False)
+    assert measured[0, "cosine"] is measured[Layer("encoder", 0), "cosine"]
+    assert measured[-1, "cosine"] is measured[Layer("encoder", 1), "cosine"]
+
+
 def test_float16_models_are_measured_in_float32():
     model = build("bert").float().to(torch.bfloat16)
     assert smoothing(model, [texts()])[0, "cosine"].mean.isfinite()

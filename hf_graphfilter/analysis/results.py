@@ -55,7 +55,7 @@ class Measured:
         """The band of a layer and a quantity; a number for the layer counts in the only stack, or the encoder."""
         layer, quantity = key
         if isinstance(layer, int):
-            stack = self.layers()[0].stack
+            stack = self.layers()[-1].stack  # of both, the encoder
             layer = self.layers(stack)[layer] if layer < 0 else Layer(stack, layer)
         if (layer, quantity) not in self.bands:
             known = ", ".join(dict.fromkeys(name for _, name in self.bands))
