@@ -12,22 +12,22 @@ hour on one core). Figures go to docs/figures, numbers to benchmarks/results/gal
 from __future__ import annotations
 
 import argparse
-import csv
+import itertools
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import RESULTS, hardware
+from measure import RESULTS, hardware, write
+from PIL import Image
 from torch import nn
-from transfer import AGF, fitted, reviews
+from transfer import AGF, fitted, reviews, weights
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -38,6 +38,7 @@ from transformers import (
 )
 
 from hf_graphfilter import load_filter, save_filter
+from hf_graphfilter.analysis.observing import Layer
 from hf_graphfilter.analysis.report import report
 from hf_graphfilter.analysis.report.measurements import Measurements, measure
 from hf_graphfilter.analysis.response import plot_curves
@@ -61,14 +62,9 @@ Found = dict[str, Measurements]
 # ---------------------------------------------------------------------------------------------- models and their data
 
 
-def weights(name: str) -> Path:
-    folder = Path(os.environ.get("HF_GRAPHFILTER_WEIGHTS", Path.home() / ".cache" / "hf-graphfilter-weights"))
-    return folder / name
-
-
-def texts(options: argparse.Namespace, source: str | Path, count: int = COUNT, length: int = 128) -> list[Any]:
+def texts(options: argparse.Namespace, source: str | Path, count: int = COUNT) -> list[Any]:
     files = sorted((options.shared / "data" / "imdb-subset" / "test").rglob("*.txt"))
-    return texts_of(str(source), files[:: len(files) // count], count, length, 8)
+    return texts_of(str(source), files[:: len(files) // count], count, 128, 8)
 
 
 def images(options: argparse.Namespace) -> list[Any]:
@@ -124,8 +120,6 @@ def deit(options: argparse.Namespace) -> Found:
     models = {}
     for name, flags in {"plain": ["--filter", "none"], "with GFSA": []}.items():
         models[name] = load(trained(options, "imagenet", f"deit-24-{name}", [*common, *flags])).to(options.device)
-    from PIL import Image
-
     transform = create_transform(**resolve_data_config({"input_size": (3, 32, 32), "crop_pct": 1.0}))
     files = some(sorted((data / "test").rglob("*.png")), COUNT)
     batches = list(torch.stack([transform(Image.open(file).convert("RGB")) for file in files]).split(16))
@@ -147,12 +141,25 @@ def trained(options: argparse.Namespace, recipe: str, name: str, argv: list[str]
 # ------------------------------------------------------------------------------------------------------------- figures
 
 
-@contextmanager
-def panels(rows: int, columns: int, width: float = 4.0, height: float = 3.0, **options: Any) -> Iterator[Any]:
+Lines = list[tuple[str, Any, Any]]  # what each is called, where its points are, their values
+
+
+def panels(drawn: dict[str, Lines], x: str, y: str = "", *, legends: bool = False, **options: Any) -> Any:
+    """A figure of panels side by side by their titles, with a legend in each or in the first; ``options`` of axes."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
-    yield figure, figure.subplots(rows, columns, squeeze=False, **options)
+    shared, marker = bool(y), None if y else "o"
+    figure = Figure(figsize=((3.0 if y else 4.0) * len(drawn), 3.0), layout="constrained")
+    axes = figure.subplots(1, len(drawn), squeeze=False, sharey=shared)[0]
+    for panel, (title, lines) in zip(axes, drawn.items(), strict=True):
+        for colour, (label, at, values) in zip(COLOURS, lines, strict=False):
+            panel.plot(at, values, marker=marker, markersize=3, color=colour, label=label)
+        panel.set(xlabel=x, **options)
+        panel.set_title(title, fontsize=9)
+        if legends or panel is axes[0]:
+            panel.legend(frameon=False, fontsize=7)
+    axes[0].set_ylabel(y)
+    return figure
 
 
 def draw(options: argparse.Namespace, name: str, figure: Any) -> None:
@@ -180,63 +187,47 @@ def band(measured: Measurements, stack: str, quantity: str) -> tuple[list[int], 
 def depth(found: Found) -> Any:
     """What becomes of the tokens, over the layers; models of different depth over the share of them."""
     lines = list(stacks(found))
-    last = {max(band(measured, stack, "cosine")[0]) for _, measured, stack in lines}
-    with panels(1, len(PANELS)) as (figure, axes):
-        for panel, (quantity, title) in zip(axes[0], PANELS.items(), strict=True):
-            for number, (name, measured, stack) in enumerate(lines):
-                layers, values = band(measured, stack, quantity)
-                x = [(i + 1) / len(layers[1:]) for i in layers] if len(last) > 1 else layers
-                panel.plot(x, values, marker="o", markersize=3, color=COLOURS[number], label=name)
-            panel.set(xlabel="share of the layers" if len(last) > 1 else "layer (-1: what the first is given)")
-            panel.set_title(title, fontsize=9)
-        axes[0][0].legend(frameon=False, fontsize=7)
-    return figure
+    differ = len({max(band(measured, stack, "cosine")[0]) for _, measured, stack in lines}) > 1
+    drawn: dict[str, Lines] = {title: [] for title in PANELS.values()}
+    for (quantity, title), (name, measured, stack) in itertools.product(PANELS.items(), lines):
+        layers, values = band(measured, stack, quantity)
+        drawn[title].append((name, [(i + 1) / len(layers[1:]) for i in layers] if differ else layers, values))
+    return panels(drawn, "share of the layers" if differ else "layer (-1: what the first is given)")
+
+
+def gain(measured: Measurements, layer: Layer, quantity: str, label: str) -> tuple[str, Any, Any]:
+    curve = measured.response.bands[layer, quantity].mean
+    return label, torch.linspace(0, 0.5, len(curve)), curve
 
 
 def frequencies(found: Found) -> Any:
     """The gain of attention over the frequencies, in some layers of each stack (GFSA, Figure 2)."""
-    lines = list(stacks(found))
-    with panels(1, len(lines), 3.0, sharey=True) as (figure, axes):
-        for panel, (name, measured, stack) in zip(axes[0], lines, strict=True):
-            for colour, layer in zip(COLOURS, some(measured.response.layers(stack)), strict=False):
-                curve = measured.response.bands[layer, "attention_gain"].mean
-                panel.plot(torch.linspace(0, 0.5, len(curve)), curve, color=colour, label=f"layer {layer.index}")
-            panel.set(xlabel="frequency (cycles a token)", ylim=(0, 1.05))
-            panel.set_title(name, fontsize=9)
-            panel.legend(frameon=False, fontsize=7)
-        axes[0][0].set_ylabel("gain of attention")
-    return figure
+    drawn = {
+        name: [
+            gain(measured, layer, "attention_gain", f"layer {layer.index}")
+            for layer in some(measured.response.layers(stack))
+        ]
+        for name, measured, stack in stacks(found)
+    }
+    return panels(drawn, "frequency (cycles a token)", "gain of attention", legends=True, ylim=(0, 1.05))
 
 
 def gains(found: Found, names: list[str]) -> Any:
     """The gain of what modules apply, in some layers: filters beside what they start from."""
     layers = some(found[names[0]].response.layers())
-    with panels(1, len(layers), 3.0, sharey=True) as (figure, axes):
-        for panel, layer in zip(axes[0], layers, strict=True):
-            for colour, name in zip(COLOURS, names, strict=False):
-                curve = found[name].response.bands[layer, "gain"].mean
-                panel.plot(torch.linspace(0, 0.5, len(curve)), curve, color=colour, label=name)
-            panel.set(xlabel="frequency (cycles a token)")
-            panel.set_title(f"layer {layer.index}", fontsize=9)
-        axes[0][0].set_ylabel("gain of what the module applies")
-        axes[0][0].legend(frameon=False, fontsize=7)
-    return figure
+    drawn = {f"layer {x.index}": [gain(found[name], x, "gain", name) for name in names] for x in layers}
+    return panels(drawn, "frequency (cycles a token)", "gain of what the module applies")
 
 
 def taylor(found: Found) -> Any:
     """E_K of its bound 2K, by layer (GFSA, Figure 3)."""
-    lines = list(stacks(found))
-    with panels(1, len(lines), 3.0, sharey=True) as (figure, axes):
-        for panel, (name, measured, stack) in zip(axes[0], lines, strict=True):
-            orders = sorted({int(quantity[2:]) for _, quantity in measured.taylor.bands})
-            for colour, K in zip(COLOURS, orders, strict=False):
-                layers, values = band(measured, stack, f"K={K}")
-                panel.plot(layers, [value / (2 * K) for value in values], color=colour, label=f"K = {K}")
-            panel.set(xlabel="layer", ylim=(0, 1))
-            panel.set_title(name, fontsize=9)
-        axes[0][0].set_ylabel("E_K, of its bound 2K")
-        axes[0][0].legend(frameon=False, fontsize=7)
-    return figure
+    drawn: dict[str, Lines] = {}
+    for name, measured, stack in stacks(found):
+        drawn[name] = []
+        for K in sorted({int(quantity[2:]) for _, quantity in measured.taylor.bands}):
+            layers, values = band(measured, stack, f"K={K}")
+            drawn[name].append((f"K = {K}", layers, [value / (2 * K) for value in values]))
+    return panels(drawn, "layer", "E_K, of its bound 2K", ylim=(0, 1))
 
 
 # ------------------------------------------------------------------------------------------------------------- numbers
@@ -321,16 +312,11 @@ def main() -> None:
     common = {"date": date.today().isoformat(), "device": hardware(options.device)}
     for section, run in SECTIONS.items():
         if options.only in (None, section):
-            write(options, section, FIELDS, numbers({**common, "data": DATA[section]}, run(options)))
+            rows = numbers({**common, "data": DATA[section]}, run(options))
+            write(rows, options.output / f"gallery-{options.device}-{section}.csv", FIELDS)
     if options.only in (None, "costs"):
-        write(options, "costs", COSTS, [{**common, **row} for row in costs(options)])
-
-
-def write(options: argparse.Namespace, section: str, fields: list[str], rows: list[dict[str, Any]]) -> None:
-    with (options.output / f"gallery-{options.device}-{section}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, fields)
-        writer.writeheader()
-        writer.writerows(rows)
+        rows = [{**common, **row} for row in costs(options)]
+        write(rows, options.output / f"gallery-{options.device}-costs.csv", COSTS)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,12 @@ LR, COEFFICIENT_LR = 1e-2, 3e-2
 FIELDS = ["date", "device", "section", "task", "variant", "stage", "seed", "metric", "value", "steps", "seconds"]
 
 
+def weights(name: str) -> Path:
+    """Folder of real weights that were made on this machine."""
+    folder = Path(os.environ.get("HF_GRAPHFILTER_WEIGHTS", Path.home() / ".cache" / "hf-graphfilter-weights"))
+    return folder / name
+
+
 class Table:
     """A CSV file that is complete after every row."""
 
@@ -384,12 +390,12 @@ def gpt2(options: argparse.Namespace) -> None:
 
 def smollm2(options: argparse.Namespace) -> None:
     table = Table(options, "smollm2")
-    folder = Path(os.environ.get("HF_GRAPHFILTER_WEIGHTS", Path.home() / ".cache" / "hf-graphfilter-weights"))
-    tokenizer = AutoTokenizer.from_pretrained(folder / "smollm2")
+    folder = weights("smollm2")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     train, test = (wikitext(options, tokenizer, part, 256, 2) for part in ("train", "test"))
 
     def build() -> nn.Module:
-        model = AutoModelForCausalLM.from_pretrained(folder / "smollm2", dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         return model.to(options.device)
 
     starts = ("original", "transfer", "copy", "blend")

@@ -1,6 +1,7 @@
 """What analysis measures: against direct computation in float64, whatever the batches, and without a trace."""
 
 import json
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from transformers import (
     SwinModel,
     T5Config,
     T5Model,
+    ViTConfig,
+    ViTModel,
 )
 
-from hf_graphfilter import GraphFilterError, patch_model
+from hf_graphfilter import FilterConfig, GraphFilter, GraphFilterError, patch_model, register_filter
 from hf_graphfilter.analysis import (
     attention_correlation,
     attention_maps,
@@ -34,8 +37,23 @@ from hf_graphfilter.analysis import (
     taylor_error,
 )
 from hf_graphfilter.analysis.observing import Layer, Reader, observe
+from hf_graphfilter.analysis.report import report
 from hf_graphfilter.analysis.response import plot_curves
 from hf_graphfilter.filters.attached import filters_of
+
+
+class Asking(GraphFilter):
+    """A third party's filter that looks at the query too."""
+
+    def forward(self, shift, value):
+        return shift(value) * shift.query.norm().clamp(1, 1)
+
+
+@register_filter("test-asking")
+@dataclass(frozen=True)
+class AskingConfig(FilterConfig):
+    module = Asking
+
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 FAMILIES = {
@@ -299,6 +317,34 @@ def test_response_curves_are_the_polynomial():
     torch.testing.assert_close(agf.response, theta @ torch.stack([at**0, at, 2 * at**2 - 1]))
     figure = plot_curves({"a": gfsa, "b": agf})
     assert [axes.get_xlabel() for axes in figure.axes] == ["eigenvalue of A", "singular value"]
+
+
+def test_a_filter_that_reads_more_than_attention_has_no_curve_and_a_report():
+    model = patch_model(BertModel(BertConfig(vocab_size=50, **SIZES)), AskingConfig())
+    assert response_curves(model) == {}
+    assert "curves" not in report(model, [texts()]).figures()
+
+
+@pytest.mark.parametrize("images", [False, True])
+def test_batches_are_cut_by_the_tokens_of_their_own(images, monkeypatch):
+    """Of texts by their length, whatever was longer before; of images by what a module has seen."""
+    monkeypatch.setattr("hf_graphfilter.analysis.observing.ENTRIES", 4 * 9**2 * 2)  # two sequences of nine tokens
+    rows = []
+
+    class Rows(Reader):
+        matrices = True
+
+        def tokens(self, layer, tokens, there):
+            rows.append(len(tokens)) if layer.index == -1 else None
+
+    if images:
+        model = ViTModel(ViTConfig(image_size=8, patch_size=2, **SIZES))  # 17 tokens
+        observe(model, [{"pixel_values": torch.randn(2, 3, 8, 8)}], [Rows()])
+        assert rows == [1, 1]
+    else:
+        long, short = torch.ones(1, 18, dtype=torch.long), torch.ones(4, 9, dtype=torch.long)
+        observe(build("bert"), [{"input_ids": long}, {"input_ids": short}], [Rows()])
+        assert rows == [1, 2, 2]
 
 
 def test_branches_are_switched_off_one_at_a_time():

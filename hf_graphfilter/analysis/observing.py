@@ -271,9 +271,12 @@ def _parts(batch: Any, heads: int, seen: Callable[[], int]) -> Iterator[Any]:
         raise GraphFilterError("a batch holds no tokens")
     rows, start = len(tensors[0]), 0
     longest = max((x.shape[1] for x in tensors if x.dim() in (2, 3)), default=0)
+    images = any(x.dim() == 4 for x in tensors)
     while start < rows:
-        tokens = max(longest, seen())
-        count = max(1, ENTRIES // (heads * tokens**2)) if heads and tokens else 1 if heads else rows
+        count = rows
+        if heads:
+            tokens = max(longest, seen()) if images else longest  # other texts' lengths do not cut this one
+            count = max(1, ENTRIES // (heads * tokens**2)) if tokens else 1
         part = slice(start, start + count)
         start += count
         if isinstance(batch, Tensor):

@@ -116,7 +116,7 @@ class Curve(NamedTuple):
 def response_curves(model: nn.Module, points: int = 101) -> dict[str, Curve]:
     """What each filter of the model makes of A, by module, with the coefficients as they are now: of an eigenvalue in
     [-1, 1] where it is a function of A, of a singular value in [0, 1] where it is one of those (AGF, Eq. 10). Other
-    filters in the place of attention have no such function and are left out; so are gate and window of those that have.
+    filters have no such function and are left out; so are gate and window of those in the place of attention.
 
     Raises:
         GraphFilterError: the model is not patched.
@@ -138,8 +138,11 @@ def response_curves(model: nn.Module, points: int = 101) -> dict[str, Curve]:
                 response, domain = graph_filter.singular_response(at), "singular value"
             else:
                 ones = torch.ones(1, graph_filter.heads, points, 1, device=device)
-                response = graph_filter(_Scaled(at, graph_filter.heads), ones)[0, :, :, 0]
                 domain = "eigenvalue of A"
+                try:
+                    response = graph_filter(_Scaled(at, graph_filter.heads), ones)[0, :, :, 0]
+                except AttributeError:  # it reads query, key or mask besides: no function of A alone
+                    response = None
         if response is not None:
             curves[name] = Curve(at.cpu(), response.cpu(), domain)
     return curves

@@ -28,7 +28,7 @@ def figures(own: Measurements, other: Measurements | None) -> dict[str, Figure]:
         drawn[name] = measured.plot(other.parts()[name] if other else None, SHOWN[name])
     if own.curves:
         drawn["curves"] = plot_curves(own.curves)
-    if own.status:
+    if any(row.coefficients for row in own.status):
         drawn["coefficients"] = heat_maps(own.status)
     return drawn
 
