@@ -648,7 +648,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "scratch": partial(recipe_tables, "sequences-bbc", "sequences-20newsgroups"),
     },
     "docs/analysis.md": {
-        **{section: partial(gallery, section) for section in ("pretrained", "minilm")},
+        **{section: partial(gallery, section) for section in ("pretrained", "minilm", "deit")},
         "costs": gallery_costs,
     },
     "docs/converter.md": {"scan": scan_table, "imdb": partial(recipe_tables, "sequences-imdb")},
