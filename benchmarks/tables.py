@@ -27,9 +27,13 @@ from transfer import STARTS
 from hf_graphfilter.analysis.comparison import mean_and_sd, paired_comparison
 from hf_graphfilter.checkpoints.card import markdown_table
 from hf_graphfilter.demo import result_rows
+from hf_graphfilter.filters.overview import HEADER as MENU
+from hf_graphfilter.filters.overview import overview as menu
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))
+from recipes.league.plan import League, by_run  # noqa: E402
+from recipes.league.standings import comparisons, details, levels, overview, verdict  # noqa: E402
 from recipes.metrics import LOWER_IS_BETTER  # noqa: E402
 from recipes.summary import PLAIN, by_seed, interval, summary_rows  # noqa: E402
 
@@ -532,6 +536,40 @@ def vision_table() -> str:
     return f"{where}\n\n{markdown_table(header, body)}"
 
 
+def menu_steps() -> str:
+    """Time over plain's, a column a shape."""
+    steps = read("menu-cpu-steps")
+    found = {(row["form"], row["case"]): f"**{over_plain(row):.2f}**" for row in steps}
+    shapes = list(dict.fromkeys(row["case"] for row in steps))
+    names = sorted({row["form"] for row in steps}, key=lambda name: float(found.get((name, shapes[0]), "**9**")[2:-2]))
+    body = [[f"`{name}`", *(found.get((name, shape), "") for shape in shapes)] for name in names]
+    return f"{where(steps)}\n\n{markdown_table(['filter', *shapes], body)}"
+
+
+def league_tables(name: str) -> str:
+    """The verdict, the tables of each stage, and how far plain was trained."""
+    content = json.loads((RECIPES / "league" / f"{name}.json").read_text())
+    league, found = League(content["league"], name, Path()), by_run(content)
+    made = [f"**{verdict(league, found)}**"]
+    for number, stage in enumerate(league.stages, 1):
+        if comparisons(league, found, stage):
+            title = f"Stage {number}, seeds {min(stage.seeds)} to {max(stage.seeds)}" if len(league.stages) > 1 else ""
+            made += [f"*{title}*" if title else "", markdown_table(*overview(league, found, stage))]
+            made += [
+                "<details><summary>in detail</summary>",
+                markdown_table(*details(league, found, stage)),
+                "</details>",
+            ]
+    machines = sorted(
+        {f"{run['machine']}, torch {run['versions']['torch']}" for run in found.values() if "machine" in run}
+    )
+    dates = sorted({run["date"] for run in found.values() if "date" in run})
+    header, rows = levels(league, found)
+    made += [markdown_table(header, rows) if rows else ""]
+    made += [f"{'; '.join(machines)}. {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."]
+    return "\n\n".join(filter(None, made))
+
+
 GALLERY = {  # quantity: (column, of what it is shown)
     "cosine": ("cosine of two tokens", ".2f"),
     "high_frequency": ("energy off the mean token", ".2f"),
@@ -641,6 +679,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "overhead": overhead_table,
         "machines": machines_tables,
     },
+    "docs/filters.md": {"menu": lambda: markdown_table(MENU, menu()), "steps": menu_steps},
     "docs/agf.md": {"speed": agf_speed, "transfer": agf_transfer},
     "docs/singularformer.md": {
         "linear": linear_tables,
@@ -651,6 +690,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         **{section: partial(gallery, section) for section in ("pretrained", "minilm", "deit")},
         "costs": gallery_costs,
     },
+    "docs/league.md": {name: partial(league_tables, name) for name in ("depth",)},
     "docs/converter.md": {"scan": scan_table, "imdb": partial(recipe_tables, "sequences-imdb")},
     "docs/sequences.md": {
         "growth": growth_tables,

@@ -7,6 +7,18 @@ from .filters.gfsa import GFSAConfig as GFSAConfig
 from .filters.agf import AGFConfig as AGFConfig
 from .filters.singularformer import SingularformerConfig as SingularformerConfig
 from .filters.converter import KernelutionConfig as KernelutionConfig, SynvolutionConfig as SynvolutionConfig
+from .filters.polynomial import PolynomialConfig as PolynomialConfig
+from .filters.pagerank import PPRConfig as PPRConfig
+from .filters.arma import ARMAConfig as ARMAConfig
+from .filters.attnscale import AttnScaleConfig as AttnScaleConfig
+from .filters.featscale import FeatScaleConfig as FeatScaleConfig
+from .filters.centered import CenteredConfig as CenteredConfig
+from .filters.contranorm import ContraNormConfig as ContraNormConfig
+from .filters.neutreno import NeuTRENOConfig as NeuTRENOConfig
+from .filters.valueresidual import ValueResidualConfig as ValueResidualConfig
+from .filters.xsa import XSAConfig as XSAConfig
+from .filters.dex import DexConfig as DexConfig
+from .filters.gated import GatedConfig as GatedConfig
 
 from .models.converter.configuration import ConverterConfig as ConverterConfig
 from .models.converter.modeling import ConverterForMaskedLM as ConverterForMaskedLM

@@ -77,6 +77,8 @@ def patch_model(
                 f"{type(model).__name__} is already patched at {site.name} "
                 f"({site.module.get_submodule('graph_filter').config}); call unpatch_model first or select other layers"
             )
+    patched = (site for site in sites if (f := site.module._modules.get(CHILD)) and type(f.config) is type(config))
+    config.check_sites([*patched, *selected])
     filters = [_build(config, site) for site in selected]  # all before the first change: failing leaves no trace
     names = [host.relative_name(model, site.name) for site in selected]
     record = extended(host.read_record(model), type(model).__name__, config, names)

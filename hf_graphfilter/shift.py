@@ -14,8 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .earlier import EarlierLayers
 from .errors import GraphFilterError
 from .ops.explicit import matrix_of
+from .ops.visibility import average, average_of_seen, seen_by_mask
 
 
 class PastRows(Protocol):
@@ -26,63 +28,6 @@ class PastRows(Protocol):
 
     def newest(self, value: Tensor, tokens: int) -> Tensor:
         """The rows of ``value``, which has one for every token of the cache, at the newest tokens."""
-
-
-class EarlierLayers:
-    """What the filters of a stack's layers leave for those of later ones in one forward pass, in its order.
-
-    A layer that gradient checkpointing runs once more finds what it found before, and leaves nothing.
-    """
-
-    def __init__(self) -> None:
-        self._left: list[tuple[str, Tensor, bool]] = []
-        self._begun_in = _backward_pass()
-
-    def leave(self, name: str, tensor: Tensor) -> None:
-        """For the layers that follow the one of that ``name``, ``GraphFilter.site_name``."""
-        if not self._runs_again(name):
-            self._left.append((name, tensor, torch.is_grad_enabled()))
-
-    def left_before(self, name: str) -> list[Tensor]:
-        """What the layers before left, the nearest one's last.
-
-        Raises:
-            GraphFilterError: a gradient would be lost, of this layer or of one before, that first ran without; or the
-                layer is run again, and has several places.
-        """
-        left, end = self._left, len(self._left)
-        if self._runs_again(name):
-            places = [i for i, entry in enumerate(left) if entry[0] == name]
-            if len(places) > 1:
-                raise GraphFilterError(
-                    f"{name} is applied {len(places)} times in one forward pass, with gradient checkpointing: which "
-                    "layer came before cannot be told; train it without"
-                )
-            end = places[0]
-        before, itself = left[:end], left[end : end + 1]
-        if before and torch.is_grad_enabled() and not all(with_gradient for *_, with_gradient in before + itself):
-            raise GraphFilterError(
-                f"{name} reads what the layer before made, whose gradient reentrant checkpointing loses: use "
-                "gradient_checkpointing_kwargs={'use_reentrant': False}"
-            )
-        return [tensor for _, tensor, _ in before]
-
-    def copy(self) -> EarlierLayers:
-        other = EarlierLayers()
-        other._left = list(self._left)
-        return other
-
-    def detach(self) -> None:
-        """No gradient flows back into the layers so far."""
-        self._left = [(name, tensor.detach(), with_gradient) for name, tensor, with_gradient in self._left]
-
-    def _runs_again(self, name: str) -> bool:
-        return _backward_pass() != self._begun_in and any(entry[0] == name for entry in self._left)
-
-
-def _backward_pass() -> int:
-    """Number of the backward pass that this code runs in, as checkpointed layers do again; -1 outside of any."""
-    return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
@@ -121,6 +66,15 @@ class ShiftOperator(ABC):
     def identity(self, value: Tensor) -> Tensor:
         """The rows of ``value`` at the query tokens, one copy a head: what ``I`` is to ``S``."""
 
+    def mean(self, signal: Tensor) -> Tensor:
+        """The mean over the tokens that each query sees, of a signal at the key tokens (``value``, or ``all_rows`` of
+        another one): what a uniform ``A`` would give. Shape (batch, heads of the signal, query tokens, features)."""
+        raise GraphFilterError(f"{type(self).__name__} does not tell which tokens a query sees")
+
+    def all_rows(self, signal: Tensor) -> Tensor:
+        """A signal (batch, heads, query tokens, features) with its rows at the earlier tokens, when decoding."""
+        return signal
+
 
 class DenseShift(ShiftOperator):
     """The reference: ``S`` given by an explicit matrix, O(n^2) memory.
@@ -151,6 +105,10 @@ class DenseShift(ShiftOperator):
     def identity(self, value: Tensor) -> Tensor:
         return repeat_heads(value, self.matrix.shape[1])[:, :, -self.matrix.shape[2] :]
 
+    def mean(self, signal: Tensor) -> Tensor:
+        seen = (self.matrix[:, :1] > 0).to(signal.dtype)
+        return seen @ signal / seen.sum(-1, keepdim=True)
+
 
 class AttentionShift(ShiftOperator):
     """``S`` through an attention function; O(n d) memory whenever the function's own memory is.
@@ -179,6 +137,7 @@ class AttentionShift(ShiftOperator):
             for it (``GraphFilter.reads_hidden``).
         scaling: of the scores ``query @ key^T``.
         visible: ``visible() -> (causal, keys)``: which tokens the mask leaves, see ``ops.visibility``; all by default.
+        mask: that of the attention function, for ``mean``; None where no token is hidden but by ``visible``.
         state: a dict of tensors, batch first, that the filter may fill when decoding; None without a cache.
         earlier: what the filters of earlier layers left, where the filter asks for it (``GraphFilter.reads_earlier``).
     """
@@ -196,13 +155,14 @@ class AttentionShift(ShiftOperator):
         hidden: Tensor | None = None,
         scaling: float = 1.0,
         visible: Callable[[], tuple[bool, Tensor | None]] = lambda: (False, None),
+        mask: Tensor | None = None,
         state: dict[str, Tensor] | None = None,
         earlier: EarlierLayers | None = None,
     ):
         self.attend, self.query, self.key, self.past_rows, self.twice = attend, query, key, past_rows, twice
         self.few_rows, self.weights_again = few_rows, weights_again
         self.hidden, self.scaling, self.state = hidden, scaling, state
-        self._earlier = earlier
+        self._earlier, self._mask = earlier, mask
         self._read_visible = visible
         self._visible: tuple[bool, Tensor | None] | None = None
         self.applications = 0
@@ -244,6 +204,45 @@ class AttentionShift(ShiftOperator):
             value = self._check_past(value.shape[2]).newest(value, tokens)
         return repeat_heads(value, self.query.shape[1])
 
+    def mean(self, signal: Tensor) -> Tensor:
+        structure, tokens, keys = self._structure(), self.query.shape[2], signal.shape[2]
+        if structure is None:
+            return average_of_seen(signal, seen_by_mask(self._mask))
+        means = average(signal, *structure)
+        if not structure[0]:
+            return means.expand(-1, -1, tokens, -1)
+        return means if keys == tokens else self._check_past(keys).newest(means, tokens)
+
+    def seen(self) -> Tensor | None:
+        """Which keys each query sees, bool (batch or 1, 1, queries or 1, keys); None for all."""
+        structure, tokens, keys = self._structure(), self.query.shape[2], self.key.shape[2]
+        if structure is None:
+            return seen_by_mask(self._mask)
+        causal, there = structure
+        seen = None if there is None else there[:, None, None]
+        if not causal:
+            return seen
+        places = torch.arange(keys, device=self.key.device).view(1, 1, -1, 1)
+        earlier = places.mT <= (places if keys == tokens else self._check_past(keys).newest(places, tokens))
+        return earlier if seen is None else earlier & seen
+
+    def _structure(self) -> tuple[bool, Tensor | None] | None:
+        """``visible()``; None where the mask must be applied as a matrix, as in a graph, which cannot look into it."""
+        by_queries = self._mask is not None and self._mask.dim() == 4
+        if by_queries and torch.compiler.is_compiling():
+            return None
+        try:
+            return self.visible()
+        except GraphFilterError:
+            if not by_queries:
+                raise
+            return None
+
+    def all_rows(self, signal: Tensor) -> Tensor:
+        rows = self._all_rows(signal)
+        self.applications += 1  # whose rows are kept by this number
+        return rows
+
     def visible(self) -> tuple[bool, Tensor | None]:
         """(causal, keys): which tokens the mask leaves, see ``ops.visibility``; read once, as it may be n x n."""
         if self._visible is None:
@@ -266,6 +265,7 @@ class AttentionShift(ShiftOperator):
             hidden=self.hidden,
             scaling=self.scaling,
             visible=self.visible,
+            mask=self._mask,
             earlier=earlier,
         )
 

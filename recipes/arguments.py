@@ -23,6 +23,7 @@ class FilterArguments:
     seeds: list[int] = HfArg(default_factory=lambda: [1], help="One run a seed.")
     max_train_samples: int | None = HfArg(default=None, help="Only the first ones after a shuffle.")
     max_eval_samples: int | None = HfArg(default=None, help="Only the first ones of each evaluated part.")
+    held_out: float = HfArg(default=0.0, help="Evaluate on this share of the training part instead, to tune by.")
     smoke: bool = HfArg(default=False, help="A few rows and steps, to see that everything works.")
 
 

@@ -11,6 +11,8 @@ of --sweep (an option of the filter, or any setting: K, layers, filter_lr ...; w
 Each finished run is kept in a results file at once, beside the folders of the runs (runs/glue/glue-cola.json, or in the
 folder --results): the same command goes on at the first missing run, --fresh begins again. --against shipped shows the
 results that come with the recipes beside one's own. Of a sweep a figure is drawn beside the numbers.
+
+Many filters on many tasks, tuned alike: python recipes/compare.py league --help
 """
 
 if __name__ == "__main__":
@@ -21,7 +23,7 @@ if __name__ == "__main__":
 import argparse
 import importlib
 import itertools
-import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,10 @@ from hf_graphfilter.console import table
 from hf_graphfilter.errors import require
 from recipes import SCRIPTS, check_extras, records, runs
 from recipes.errors import one_line_errors
+from recipes.league import play
 from recipes.machine import is_main_process
 from recipes.metrics import LOWER_IS_BETTER
+from recipes.records import move_aside, tell
 from recipes.settings import Recipe, Settings, identity
 from recipes.summary import PLAIN, beside, plot_sweep, summarise, summary_rows
 
@@ -72,21 +76,6 @@ def variants_of(
     if values.get("filter") == "none":
         raise GraphFilterError("nothing to compare: --filter is none, and the YAML file has no `variants`")
     return plain | {values.get("filter", "gfsa"): {}}
-
-
-def move_aside(paths: list[Path], console: Console) -> None:
-    """Old results and runs get the first free number at their end."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise GraphFilterError(f"--fresh moves files, which several processes cannot share: move {paths[0]} yourself")
-    number = next(n for n in itertools.count(1) if not any(Path(f"{path}.{n}").exists() for path in paths))
-    for path in paths:
-        if path.exists():
-            path.rename(f"{path}.{number}")
-            tell(console, f"moved aside: {path} is now {path}.{number}")
-
-
-def tell(console: Console, message: str) -> None:
-    console.print(message, highlight=False, markup=False, soft_wrap=True)
 
 
 def other_results(against: str, name: str) -> tuple[Path, dict[str, Any]]:
@@ -190,9 +179,14 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     runs.quiet()
-    options, rest = arguments().parse_known_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
     console = Console(quiet=not is_main_process())
-    with one_line_errors("compare.py", "this command without --fresh" if options.fresh else "the same command"):
+    again = "this command without --fresh" if "--fresh" in argv else "the same command"
+    with one_line_errors("compare.py", again):
+        if argv[:1] == ["league"]:
+            play.main(argv[1:], console)
+            return
+        options, rest = arguments().parse_known_args(argv)
         if options.recipe == "imagenet":
             check_extras("vision")
         compare(importlib.import_module(f"recipes.{SCRIPTS[options.recipe]}").RECIPE, rest, options, console)

@@ -4,6 +4,7 @@ import csv
 import io
 import itertools
 import json
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,10 @@ def texts_of(data: Dataset) -> Iterator[str]:
 
 
 def cut(data: DatasetDict, args: RecipeArguments) -> DatasetDict:
-    """At most as many rows of each part as asked for."""
+    """At most as many rows of each part as asked for; with --held_out those of the training part alone."""
+    if args.held_out:
+        kept, out = held_out(len(data["train"]), args.held_out)
+        data = DatasetDict(train=data["train"].select(kept), validation=data["train"].select(out))
     parts = {}
     for name, part in data.items():
         if not len(part):
@@ -167,3 +171,11 @@ def cut(data: DatasetDict, args: RecipeArguments) -> DatasetDict:
             part = part.shuffle(seed=0)
         parts[name] = part if limit is None else part.select(range(min(limit, len(part))))
     return DatasetDict(parts)
+
+
+def held_out(rows: int, share: float) -> tuple[list[int], list[int]]:
+    """(training rows, rows to evaluate on), the same whatever the seed."""
+    if not 0 < share < 1 or not 0 < (count := round(rows * share)) < rows:
+        raise GraphFilterError(f"--held_out {share}: of {rows} training rows it must leave some on both sides")
+    order = random.Random(0).sample(range(rows), rows)
+    return sorted(order[count:]), sorted(order[:count])

@@ -13,6 +13,10 @@ from hf_graphfilter import GraphFilterError
 NETWORK_ERRORS = HfHubHTTPError.__bases__  # OSError, and HTTPError of whichever client the installed version has
 
 
+class OtherSettingsError(GraphFilterError):
+    """What is there was run with other settings."""
+
+
 @contextmanager
 def one_line_errors(program: str, command: str = "the same command") -> Iterator[None]:
     """User mistakes and what the machine refuses: one line on stderr, exit code 1; 130 when interrupted."""

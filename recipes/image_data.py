@@ -1,5 +1,6 @@
 """The images of the image recipe: folders or the Hub, and timm's loaders."""
 
+import copy
 import multiprocessing
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch.utils.data import Subset
 
 from hf_graphfilter import GraphFilterError
 from recipes.arguments import ImageArguments
+from recipes.data import held_out
 
 HUB = {"imagenet-1k": ("hfds/ILSVRC/imagenet-1k", 1000), "imagenet-100": ("hfds/clane9/imagenet-100", 100)}
 
@@ -85,6 +87,12 @@ class Part(Subset[Any]):
     """Some of the images; the loader hands it the transform of all."""
 
     transform = property(lambda self: self.dataset.transform, lambda self, to: setattr(self.dataset, "transform", to))
+
+
+def hold_out(train: Any, share: float) -> tuple[Any, Any]:
+    """(the rest of the training images, the share of them to evaluate on), each with a transform of its own."""
+    kept, out = held_out(len(train), share)
+    return Part(train, kept), Part(copy.copy(train), out)
 
 
 def cut(data: Any, limit: int | None) -> Any:

@@ -42,7 +42,7 @@ from hf_graphfilter.training.callbacks import coefficient_values
 from hf_graphfilter.training.optimizer import coefficient_ids
 from recipes import image_models, runs
 from recipes.arguments import ImageArguments
-from recipes.image_data import cut, load, loaders
+from recipes.image_data import cut, hold_out, load, loaders
 from recipes.records import write_json
 from recipes.settings import Recipe
 from recipes.training import last_checkpoint, outcome, penalised
@@ -135,6 +135,8 @@ def resume(accelerator: Accelerator, folder: Path, average: ModelEmaV3 | None) -
 def run(args: ImageArguments) -> dict[str, Any]:
     """One training run."""
     train_data, val_data, classes = load(args)
+    if args.held_out:
+        train_data, val_data = hold_out(train_data, args.held_out)
     model, config = image_models.build(args, classes)
     accelerator = accelerator_of(args)
     train_data, val_data = cut(train_data, args.max_train_samples), cut(val_data, args.max_eval_samples)
@@ -211,7 +213,8 @@ def run(args: ImageArguments) -> dict[str, Any]:
         image_models.save(args, average.module if average is not None else plain, folder)
     accelerator.end_training()
     skipped = [getattr(getattr(d, "dataset", d), "skipped", None) for d in (train_data, val_data)]
-    return {**outcome(plain, start, metrics, seconds, step), "skipped_images": sum(n.value for n in skipped if n)}
+    skipped = {id(n): n.value for n in skipped if n}  # held out images are counted with the others
+    return {**outcome(plain, start, metrics, seconds, step), "skipped_images": sum(skipped.values())}
 
 
 RECIPE = Recipe(

@@ -1,8 +1,12 @@
 """The files of a run and of a comparison: where they are, read and written."""
 
+import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from hf_graphfilter import GraphFilterError
 from recipes.errors import line
@@ -38,3 +42,18 @@ def write_json(file: Path, content: Any) -> None:
     part = file.with_name(f"{file.name}.part")
     part.write_text(json.dumps(content, indent=1) + "\n")
     part.replace(file)
+
+
+def move_aside(paths: list[Path], console: Console) -> None:
+    """Old results and runs get the first free number at their end."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise GraphFilterError(f"--fresh moves files, which several processes cannot share: move {paths[0]} yourself")
+    number = next(n for n in itertools.count(1) if not any(Path(f"{path}.{n}").exists() for path in paths))
+    for path in paths:
+        if path.exists():
+            path.rename(f"{path}.{number}")
+            tell(console, f"moved aside: {path} is now {path}.{number}")
+
+
+def tell(console: Console, message: str) -> None:
+    console.print(message, highlight=False, markup=False, soft_wrap=True)

@@ -12,11 +12,10 @@ import datasets
 import yaml
 from rich.console import Console
 
-from hf_graphfilter import GraphFilterError
 from hf_graphfilter.analysis.comparison import mean_and_sd
 from hf_graphfilter.console import table
 from recipes import SCRIPTS
-from recipes.errors import one_line_errors
+from recipes.errors import OtherSettingsError, one_line_errors
 from recipes.hub import create_repository, push, write_card
 from recipes.machine import is_main_process, machine_name
 from recipes.records import RECORD, write_json
@@ -31,7 +30,7 @@ def run_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Path
     begun = config.is_file() and any(any(folder.glob(pattern)) for pattern in kept)
     before = finished["settings"] if finished else identity(yaml.safe_load(config.read_text())) if begun else None
     if before is not None and (changed := settings.differing(before, identity(values))):
-        raise GraphFilterError(
+        raise OtherSettingsError(
             f"{folder} holds a run with other settings ({', '.join(changed)} differ): choose another --output_dir, or "
             "delete it"
         )

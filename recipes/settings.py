@@ -82,7 +82,7 @@ class Settings:
         modules = "Modules that register filters, by dotted name or .py file."
         self.parser.add_argument("--import", nargs="+", action="extend", type=str, help=modules)
         self.actions = {action.dest: action for action in self.parser._actions if action.dest != "help"}
-        for action in self.actions.values():
+        for action in self.parser._actions:  # of some flags two, --x and --no_x
             action.default, action.required = argparse.SUPPRESS, False
         fields = [f for arguments in recipe.arguments for f in dataclasses.fields(arguments)]
         self.defaults = {
@@ -99,7 +99,7 @@ class Settings:
             raise GraphFilterError(f"unknown argument {flag}{nearest(flag.lstrip('-'), self.actions, '--')}")
         given = vars(namespace)
         config = given.pop("config", None)
-        file = self.read(config) if config else {}
+        file = read_yaml(config) if config else {}
         sections = {key: file.pop(key, None) or {} for key in ("tasks", "variants", "sweep")}
         for task in sections["tasks"]:
             self._known_task(task)
@@ -164,20 +164,6 @@ class Settings:
             raise GraphFilterError(f"the setting {key!r}{where} cannot be {value!r}") from error
         return value
 
-    def read(self, name: str) -> dict[str, Any]:
-        """A YAML file, by path or by its path under recipes/configs."""
-        file = next((p for p in (Path(name), CONFIGS / name, CONFIGS / f"{name}.yaml") if p.is_file()), None)
-        if file is None:
-            known = sorted(str(p.relative_to(CONFIGS)) for p in CONFIGS.rglob("*.yaml"))
-            raise GraphFilterError(f"no configuration {name}{nearest(name, known)}; at hand: {', '.join(known)}")
-        try:
-            content = yaml.safe_load(file.read_text()) or {}
-        except yaml.YAMLError as error:
-            raise GraphFilterError(f"{file} is no YAML: {error}") from error
-        if not isinstance(content, dict):
-            raise GraphFilterError(f"{file} must hold settings as NAME: VALUE, found {type(content).__name__}")
-        return content
-
     def check(self, values: dict[str, Any]) -> None:
         """What can be known to be wrong before any data is read."""
         if (name := values.get("filter", "gfsa")) != "none":
@@ -231,3 +217,18 @@ def identity(values: dict[str, Any]) -> dict[str, Any]:
     own = {k: list(v) if isinstance(v, tuple) else v for k, v in sorted(values.items()) if v is not None}
     own |= {k: Path(own[k]).name for k in ("model", "tokenizer", "checkpoint") if k in own and Path(own[k]).exists()}
     return {k: v for k, v in own.items() if k not in INCIDENTAL and k != "seed"}
+
+
+def read_yaml(name: str) -> dict[str, Any]:
+    """A YAML file, by path or by its path under recipes/configs."""
+    file = next((p for p in (Path(name), CONFIGS / name, CONFIGS / f"{name}.yaml") if p.is_file()), None)
+    if file is None:
+        known = sorted(str(p.relative_to(CONFIGS)) for p in CONFIGS.rglob("*.yaml"))
+        raise GraphFilterError(f"no configuration {name}{nearest(name, known)}; at hand: {', '.join(known)}")
+    try:
+        content = yaml.safe_load(file.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise GraphFilterError(f"{file} is no YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise GraphFilterError(f"{file} must hold settings as NAME: VALUE, found {type(content).__name__}")
+    return content

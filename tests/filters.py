@@ -3,8 +3,9 @@
 import importlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import oracle
 import pytest
 import torch
 from linear_attention import LinearAttentionConfig
@@ -22,6 +23,19 @@ from hf_graphfilter import (
     SingularformerConfig,
     register_filter,
 )
+from hf_graphfilter.filters.arma import ARMAConfig
+from hf_graphfilter.filters.attnscale import AttnScaleConfig
+from hf_graphfilter.filters.centered import CenteredConfig
+from hf_graphfilter.filters.contranorm import ContraNormConfig
+from hf_graphfilter.filters.dex import DexConfig
+from hf_graphfilter.filters.featscale import FeatScaleConfig
+from hf_graphfilter.filters.gated import GatedConfig
+from hf_graphfilter.filters.neutreno import NeuTRENOConfig
+from hf_graphfilter.filters.pagerank import PPRConfig
+from hf_graphfilter.filters.polynomial import PolynomialConfig
+from hf_graphfilter.filters.series import FromFirstLayerConfig
+from hf_graphfilter.filters.valueresidual import ValueResidualConfig
+from hf_graphfilter.filters.xsa import XSAConfig
 
 
 @dataclass(frozen=True)
@@ -34,17 +48,30 @@ class Entry:
             oracle.py.
         everywhere: in every suite, or only where each filter meets each family (test_common.py, test_timm.py).
         quick: whether the suites besides these two run it among the quick tests.
+        common: whether these two do.
     """
 
     config: FilterConfig
     formula: Callable
     everywhere: bool = True
     quick: bool = True
+    common: bool = True
 
     @property
     def replaces(self) -> bool:
         """Whether it has no scores: nothing to add a bias, shifted windows or talking heads to, or to return."""
         return isinstance(self.config, ReplacingConfig)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether it asks which tokens a query sees, which shifted windows do not tell everywhere."""
+        looking = AttnScaleConfig, CenteredConfig, ContraNormConfig, FeatScaleConfig
+        return self.replaces or isinstance(self.config, looking)
+
+    @property
+    def reads_first(self) -> bool:
+        """Whether it reads what the first layer made, which one within windows cannot."""
+        return isinstance(self.config, FromFirstLayerConfig)
 
     @property
     def encoders_only(self) -> bool:
@@ -54,7 +81,8 @@ class Entry:
     @property
     def keeps_rows(self) -> bool:
         """Whether decoding keeps rows of signals, which can be static and cropped, rather than a state."""
-        site = AttentionSite("site", nn.Linear(8, 8), 2, True, "decoder", "", 0, hidden_size=8, head_dim=4)
+        place = nn.Linear(8, 8)
+        site = AttentionSite("site", place, 2, True, "decoder", "", 0, hidden_size=8, head_dim=4, stack_module=place)
         return not self.encoders_only and self.config.build(site).decoding == "rows"
 
 
@@ -116,6 +144,24 @@ FILTERS = {
 FILTERS["linear-attention"] = Entry(
     LinearAttentionConfig(init="blend", sharpness=3.0, position_bias="drop"), linear_attention_matrix, everywhere=False
 )
+MENU = {
+    "polynomial": Entry(PolynomialConfig(K=4, basis="jacobi", a=1.5, b=0.5), oracle.polynomial_matrix),
+    "bernstein": Entry(PolynomialConfig(basis="bernstein", theta="tanh"), oracle.polynomial_matrix),
+    "ppr": Entry(PPRConfig(), oracle.diffusion_matrix),
+    "heat": Entry(PPRConfig(kernel="heat", t=0.7), oracle.diffusion_matrix),
+    "arma": Entry(ARMAConfig(order=2), oracle.arma_matrix),
+    "attnscale": Entry(AttnScaleConfig(), oracle.attnscale_matrix),
+    "featscale": Entry(FeatScaleConfig(), oracle.featscale),
+    "centered": Entry(CenteredConfig(), oracle.centered_matrix, everywhere=False),
+    "xsa": Entry(XSAConfig(), oracle.xsa),
+    "dex": Entry(DexConfig(), oracle.dex),
+    "gated": Entry(GatedConfig(), oracle.gated, everywhere=False),
+    "gated-heads": Entry(GatedConfig(gate="head"), oracle.gated),
+    "neutreno": Entry(NeuTRENOConfig(), oracle.neutreno),
+    "value-residual": Entry(ValueResidualConfig(), oracle.value_residual, everywhere=False),
+    "contranorm": Entry(ContraNormConfig(), oracle.contranorm),
+}  # one of a kind among the quick tests of the common tester; test_menu.py asks all of them
+FILTERS |= {name: replace(entry, everywhere=False, common=not entry.everywhere) for name, entry in MENU.items()}
 for _module in filter(None, os.environ.get("TEST_FILTERS", "").split(",")):
     FILTERS |= importlib.import_module(_module).FILTERS
 

@@ -3,9 +3,12 @@
 It shares no code with the package: scores, softmax, and each filter's formula as the paper prints it.
 """
 
+import math
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
+import pytest
 import torch
 from models import use
 from scipy import special
@@ -163,8 +166,119 @@ def linear_attention_matrix(A, c, config, seen):
     return in_the_place_of(A, scores / scores.sum(-1, keepdim=True).clamp(min=1e-6), c, config, seen)
 
 
+def series_matrix(A, coefficients):
+    """sum_k c_k A^k with c (heads, K+1)."""
+    power, out = torch.eye(A.shape[-1], dtype=A.dtype).expand_as(A), 0
+    for c in coefficients.to(A.dtype).unbind(1):
+        out, power = out + c.view(-1, 1, 1) * power, power @ A
+    return out
+
+
+def polynomial_matrix(A, c, config, seen):
+    theta, K = seen.weights["theta"].double(), config.K
+    theta = theta.tanh() if config.theta == "tanh" else theta
+    a, b = (1 if x is None else x for x in (config.a, config.b))
+    start = {"bernstein": [k / K for k in range(K + 1)], "jacobi": [(b - a) / (a + b + 2), 2 / (a + b + 2)]}
+    own = start.get(config.basis, [0.0, 1.0])  # of A itself
+    theta = theta + torch.tensor(own + [0.0] * (K + 1 - len(own)), dtype=torch.float64)
+    if config.basis == "bernstein":
+        eye, out = torch.eye(A.shape[-1], dtype=A.dtype), 0
+        for k in range(K + 1):
+            basis = torch.matrix_power(A, k) @ torch.matrix_power(eye - A, K - k) * math.comb(K, k)
+            out = out + theta[:, k].to(A.dtype).view(-1, 1, 1) * basis
+        return out
+    functions = {
+        "monomial": lambda k: np.poly1d([1.0] + [0.0] * k),
+        "chebyshev": special.chebyt,
+        "legendre": special.legendre,
+        "jacobi": lambda k: special.jacobi(k, a, b),
+    }
+    powers = torch.zeros(K + 1, K + 1, dtype=torch.float64)
+    for k in range(K + 1):
+        powers[k, : k + 1] = torch.as_tensor(functions[config.basis](k).coef[::-1].copy())
+    return series_matrix(A, theta @ powers)
+
+
+def diffusion_matrix(A, c, config, seen):
+    if config.kernel == "heat":
+        weights = [torch.exp(-c["t"]) * c["t"] ** k / math.factorial(k) for k in range(config.K + 1)]
+    else:
+        weights = [c["alpha"] * (1 - c["alpha"]) ** k for k in range(config.K + 1)]
+    g = c["g"].to(A.dtype).view(-1, 1, 1)
+    return (1 - g) * A + g * series_matrix(A, torch.stack(weights, 1))
+
+
+def arma_matrix(A, c, config, seen):
+    """By the fixed-point steps themselves."""
+    eye, out = torch.eye(A.shape[-1], dtype=A.dtype).expand_as(A), A
+    for p in range(1, config.order + 1):
+        r, b = (c[f"{name}_{p}"].to(A.dtype).view(-1, 1, 1) for name in "rb")
+        x = eye
+        for _ in range(config.steps):
+            x = b * A @ x + eye
+        out = out + r * x
+    return out
+
+
+def uniform(A, seen):
+    return seen.allowed.to(A.dtype) / seen.allowed.sum(-1, keepdim=True).clamp(min=1)
+
+
+def attnscale_matrix(A, c, config, seen):
+    scale = c["lambda"].to(A.dtype).view(-1, 1, 1)
+    return (1 + scale) * A - scale * uniform(A, seen)
+
+
+def centered_matrix(A, c, config, seen):
+    return A - c["g"].to(A.dtype).view(-1, 1, 1) * uniform(A, seen) @ A
+
+
+def featscale(A, c, config, seen):
+    low, high = (c[name].to(A.dtype)[:, None] for name in ("low", "high"))
+    mean = uniform(A, seen)
+    return lambda v: A @ v + low * (mean @ A @ v) + high * (A @ v - mean @ A @ v)
+
+
+def xsa(A, c, config, seen):
+    def apply(v):
+        y, unit = A @ v, torch.nn.functional.normalize(v, dim=-1)
+        return y - c["alpha"].to(A.dtype).view(-1, 1, 1) * (y * unit).sum(-1, keepdim=True) * unit
+
+    return apply
+
+
+def dex(A, c, config, seen):
+    w = seen.weights["weight"]
+    return lambda v: A @ v - c["strength"].to(A.dtype).view(-1, 1, 1) * (A @ v @ w)
+
+
+def gated(A, c, config, seen):
+    w = seen.weights["weight"]
+    gate = 2 * torch.nn.functional.linear(seen.hidden, w.flatten(0, 1)).sigmoid()
+    return lambda v: A @ v * gate.unflatten(-1, w.shape[:2]).transpose(1, 2)
+
+
+def contranorm(A, c, config, seen):
+    def apply(v):
+        y = A @ v
+        alike = (y @ y.mT / config.temperature).masked_fill(~seen.allowed, -1e30).softmax(-1)
+        return y + c["s"].to(A.dtype).view(-1, 1, 1) * (y - alike @ y)
+
+    return apply
+
+
+def neutreno(A, c, config, seen):
+    return lambda v: A @ v + c["alpha"].to(A.dtype).view(-1, 1, 1) * (seen.first(v) - v)
+
+
+def value_residual(A, c, config, seen):
+    own, other = (c[n].to(A.dtype).view(seen.groups, -1).mean(1) for n in ("l_1", "l_2"))
+    own, other = (x.repeat_interleave(A.shape[1] // seen.groups).view(-1, 1, 1) for x in (own, other))
+    return lambda v: A @ (v + own * v + other * seen.first(v))
+
+
 def dense_attention(module, query, key, value, attention_mask, scaling=None, position_bias=None, **kwargs):
-    heads = query.shape[1]
+    heads, groups = query.shape[1], key.shape[1]
     key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     unbiased = scores = query @ key.mT * scaling
@@ -174,7 +288,9 @@ def dense_attention(module, query, key, value, attention_mask, scaling=None, pos
         scores = scores + attention_mask
     matrix = scores.softmax(-1)
     if hasattr(module, "oracle"):
-        allowed = torch.ones(1, dtype=torch.bool) if attention_mask is None else attention_mask > -1e4
+        allowed = (
+            torch.ones(1, dtype=torch.bool) if attention_mask is None else attention_mask > -50
+        )  # as shifted windows write it
         allowed = allowed.expand(matrix.shape)
         matrix = module.oracle(
             matrix,
@@ -186,9 +302,12 @@ def dense_attention(module, query, key, value, attention_mask, scaling=None, pos
                 hidden=module.seen_hidden,
                 scaling=scaling,
                 weights=module.seen_weights,
+                groups=groups,
+                first=module.seen_first,
             ),
         )
-    return (matrix @ value).transpose(1, 2).contiguous(), matrix
+    out = matrix(value) if callable(matrix) else matrix @ value
+    return out.transpose(1, 2).contiguous(), None if callable(matrix) else matrix
 
 
 AttentionInterface.register(NAME, dense_attention)
@@ -202,14 +321,22 @@ def _keep_hidden(module, args, kwargs):
 def dense_twin(plain, patched, formula):
     """``plain`` computing what ``patched`` should, with explicit matrices."""
     use(plain, NAME)
+    left: dict = {}
+    plain.register_forward_pre_hook(lambda *_: left.clear())
     for name, module in patched.named_modules():
         if "graph_filter" in module._modules:
             f = module.graph_filter
             twin = plain.get_submodule(name)
             twin.oracle = partial(formula, c=f.coefficients(), config=f.config)
+            twin.seen_first = partial(first_of, left, f)
             twin.seen_weights = {k: p.detach() for k, p in f.named_parameters()}
             twin.register_forward_pre_hook(_keep_hidden, with_kwargs=True)
     return plain
+
+
+def first_of(left, graph_filter, v):
+    """What the first layer of the stack had for ``v``."""
+    return left.setdefault(graph_filter.site_name.partition(".")[0], v)
 
 
 def timm_twin(plain, patched, formula):
@@ -224,21 +351,36 @@ def timm_twin(plain, patched, formula):
             seen = {}
             twin.register_forward_pre_hook(lambda m, args, seen=seen: seen.update(hidden=args[0]))
             twin.attn_drop.register_forward_hook(
-                lambda m, i, A, f=f, twin=twin, seen=seen: formula(
-                    A, f.coefficients(), f.config, scores_of(twin, seen["hidden"], f)
+                lambda m, i, A, f=f, twin=twin, seen=seen: as_matrix(
+                    formula(A, f.coefficients(), f.config, scores_of(twin, seen["hidden"], f)),
+                    scores_of(twin, seen["hidden"], f).value,
                 )
             )
     return plain
 
 
+def as_matrix(found, value):
+    """A matrix that makes of ``value`` what a formula of values does."""
+    if callable(found) and (torch.linalg.matrix_rank(value) < value.shape[-1]).any():
+        pytest.skip("fewer different tokens than features: no matrix does what this filter does")
+    return found(value) @ torch.linalg.pinv(value) if callable(found) else found
+
+
 def scores_of(module, hidden, graph_filter):
     """What a filter without scores reads: the module's query and key, and its own weights."""
-    query, key, _ = module.qkv(hidden).unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    query, key, value = module.qkv(hidden).unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
     if hasattr(module, "q_norm"):
         query, key = module.q_norm(query), module.k_norm(key)
     scores = query @ key.mT * module.scale
     weights = {k: p.detach() for k, p in graph_filter.named_parameters()}
     allowed = torch.ones_like(scores, dtype=torch.bool)
     return SimpleNamespace(
-        query=query, key=key, scores=scores, allowed=allowed, hidden=hidden, scaling=module.scale, weights=weights
+        query=query,
+        key=key,
+        scores=scores,
+        allowed=allowed,
+        hidden=hidden,
+        scaling=module.scale,
+        weights=weights,
+        value=value,
     )

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections import Counter
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ PADDED = [
 ]
 
 families = pytest.mark.parametrize("family", [pytest.param(f, id=n) for n, f in FAMILIES.items()])
-every_filter = filters(lambda entry: True, quick=lambda entry: True)
+every_filter = filters(lambda entry: True, quick=lambda entry: entry.common)
 backends = pytest.mark.parametrize("backend", ["sdpa", "eager"])
 
 
@@ -60,7 +61,7 @@ def test_identical_at_the_start(family, entry, backend):
         )
     status = filter_status(model)
     if not entry.encoders_only:  # of these, what is no decoder's
-        assert len(status) == family.patched // (2 if entry.replaces and family.whole_windows else 1)
+        assert len(status) == family.patched // (2 if entry.in_order and family.whole_windows else 1)
     assert {row.backend for row in status} == {backend}
 
 
@@ -79,7 +80,7 @@ def test_equals_the_dense_form(family, entry, backend):
     tolerance = 1e-9 if backend == "sdpa" else 1e-4  # some eager functions do their softmax in float32
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(inference, expected, atol=tolerance, rtol=tolerance)
-    assert (found - before).abs().max() > 1e-2, "the filter does nothing"
+    assert (found - before).abs().max() > 1e-3, "the filter does nothing"
 
 
 @pytest.mark.feature("Filtering: gradients equal to those through explicit matrices")
@@ -106,8 +107,11 @@ def test_gradients_equal_the_dense_form(family, entry, padding):
         assert parameter.grad.isfinite().all(), name
         if name in reference:
             torch.testing.assert_close(parameter.grad, reference[name].grad, atol=1e-8, rtol=1e-6)
-    # a decoder's first token has no path of two steps, but all layers together must learn
-    assert all(p.grad.abs().sum() > 0 for p in filter_parameters(patched))
+    # a decoder's first token has no path of two steps, and V_0 is V in the first layer: all layers together must learn
+    learned = Counter()
+    for _, graph_filter in filters_of(patched):
+        learned.update({name: p.grad.abs().sum().item() for name, p in graph_filter.named_parameters()})
+    assert all(learned.values())
 
 
 @pytest.mark.feature("Filtering: padding changes nothing")
@@ -183,10 +187,9 @@ def test_half_precision(family, entry):
     model = turn_on(family.patch(family.build(), entry), scale=0.1)
     found, patched = loss_of_precision(model)
     filters = [m for m in model.modules() if isinstance(m, GraphFilter)]
-    assert {p.dtype for f in filters for p in f.coefficients().values()} == {torch.float32}
-    own = {p.dtype for f in filters for p in f.parameters(recurse=False)}
-    assert own == {torch.float32} or (entry.replaces and not own), "one in the place of attention may have weights only"
-    assert {p.dtype for f in filters for c in f.children() for p in c.parameters()} <= {torch.bfloat16}
+    assert {p.dtype for f in filters for p in f.coefficients().values()} <= {torch.float32}
+    weights = [p for f in filters for name, p in f.named_parameters() if name not in f.coefficient_names()]
+    assert {p.dtype for p in weights} <= {torch.bfloat16}
     assert patched < 0.02 + 4 * plain
     found.float().square().sum().backward()
     assert all(p.grad.isfinite().all() for p in filter_parameters(model))
@@ -232,7 +235,7 @@ class Applied(Reader):
 
     def attention(self, call):
         self.calls += 1
-        if call.graph_filter is not None:
+        if call.graph_filter is not None and call.is_matrix:
             self.products.append(call.filtered @ repeat_heads(call.value, call.graph_filter.heads))
 
 
@@ -242,12 +245,14 @@ class Applied(Reader):
 def test_analysis_sees_the_matrix_that_is_applied(family, entry):
     model, inputs = turn_on(family.patch(family.build().double(), entry)), family.inputs(torch.float64)
     expected, given, applied = output(model, inputs), [], Applied()
-    hooks = [f.register_forward_hook(lambda _, args, out: given.append(out)) for _, f in filters_of(model)]
+    linear = [f for _, f in filters_of(model) if f.linear]
+    hooks = [f.register_forward_hook(lambda _, args, out: given.append(out)) for f in linear]
     observe(model, [inputs], [applied])
     for hook in hooks:
         hook.remove()
     assert applied.calls >= family.patched
-    assert len(applied.products) == len(given) > 0
+    assert len(applied.products) == len(given)
+    assert bool(given) is bool(linear)
     for product, out in zip(applied.products, given, strict=True):
         torch.testing.assert_close(product, out, atol=1e-9, rtol=1e-9)
     assert torch.equal(output(model, inputs), expected)

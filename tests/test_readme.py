@@ -14,8 +14,10 @@ from typer.main import get_command
 
 from hf_graphfilter import filter_status
 from recipes import SCRIPTS, compare, generate
+from recipes.league import play
+from recipes.league.plan import League
 from recipes.models import train_bpe
-from recipes.settings import Settings
+from recipes.settings import Settings, read_yaml
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -86,6 +88,10 @@ def test_the_commands_of_the_documents_are_valid(monkeypatch):
         name, *argv = words[words.index(next(w for w in words if w.endswith(".py"))) :]
         if name == "recipes/generate.py":
             get_command(generate.app).commands[argv[0]].make_context(argv[0], argv[1:])
+            continue
+        if name == "recipes/compare.py" and argv[0] == "league":
+            options = play.arguments().parse_args(argv[1:])
+            League(read_yaml(options.config), "shown", options.data).check({})
             continue
         if name == "recipes/compare.py":
             options, argv = compare.arguments().parse_known_args(argv)

@@ -109,7 +109,10 @@ def test_flags_stand_over_the_file_and_the_task_over_its_general_part(tmp_path):
     assert values["filter_options"] == [], "options of another filter"
 
 
-@pytest.mark.parametrize("file", sorted(CONFIGS.rglob("*.yaml")), ids=lambda f: f"{f.parent.name}-{f.stem}")
+OF_RECIPES = sorted(file for file in CONFIGS.rglob("*.yaml") if file.parent.name in RECIPES)  # leagues have their tests
+
+
+@pytest.mark.parametrize("file", OF_RECIPES, ids=lambda f: f"{f.parent.name}-{f.stem}")
 def test_every_configuration_is_valid_for_all_its_tasks(file, tmp_path):
     recipe = RECIPES[file.parent.name]
     sections = yaml.safe_load(file.read_text())

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "hf_graphfilter"
 # from the ground up: a module imports what is on a lower floor, or on its own
 FLOORS = [
     {"errors", "_on_import"},
-    {"shift", "ops"},
+    {"shift", "earlier", "ops"},
     {"functional"},
     {"filters"},
     {"models"},

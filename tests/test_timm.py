@@ -58,7 +58,11 @@ honoured = combinations(FAMILIES, lambda family, entry: family in MATRIX_FREE or
 
 def patch(model, family, entry):
     """A filter without scores goes only into those layers of Swin whose windows are not shifted."""
-    return patch_model(model, entry.config, layers="even" if family in PATCHED and entry.replaces else None)
+    if entry.reads_first:
+        with pytest.raises(GraphFilterError, match=r"hand nothing on to each other|choose layers of one shape"):
+            patch_model(model, entry.config)
+        pytest.skip("layers hand nothing on to each other")
+    return patch_model(model, entry.config, layers="even" if family in PATCHED and entry.in_order else None)
 
 
 def build(family, fused=True):
@@ -95,7 +99,7 @@ def test_identical_at_the_start(family, entry, fused):
     assert all(map(torch.equal, both(), expected)) == entry.config.starts_as_original
     assert keys < set(model.state_dict())
     status = filter_status(model)
-    assert len(status) == PATCHED.get(family, 3) // (2 if family in PATCHED and entry.replaces else 1)
+    assert len(status) == PATCHED.get(family, 3) // (2 if family in PATCHED and entry.in_order else 1)
     assert {row.backend for row in status} == {"sdpa" if fused and family != "cait" else "eager"}
 
 
@@ -107,7 +111,7 @@ def test_equals_the_dense_form(family, entry, fused):
     before, twin = plain(x), timm_twin(copy.deepcopy(plain), patched, entry.formula)
     found, expected = patched(x), twin(x)
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
-    assert not torch.allclose(found, before, atol=1e-5), "the filter is on"
+    assert not torch.allclose(found, before, rtol=1e-7, atol=1e-9), "the filter is on"
     for out in (found, expected):
         out.square().sum().backward()
     gradients = dict(patched.named_parameters())

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..earlier import EarlierLayers
 from ..errors import GraphFilterError
 from ..filters import AttentionSite, FilterConfig, GraphFilter
 from ..filters.attached import CHILD, active_filter
 from ..hosts import host_of, unwrapped
 from ..ops.explicit import matrix_of
-from ..shift import AttentionShift, EarlierLayers, ShiftOperator
+from ..shift import AttentionShift, ShiftOperator
 
 ENTRIES = 1 << 24  # of attention matrices held at a time: 64 MB in float32
 MASKS = {"encoder": ("attention_mask",), "decoder": ("decoder_attention_mask", "attention_mask")}
@@ -58,12 +59,26 @@ class Call:
         """The matrix A, (batch, heads, tokens, tokens), in float32 or wider."""
         return wide(matrix_of(self.shift.anew(), self.shift.key))
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether there is ``filtered``."""
+        return self.graph_filter is None or self.graph_filter.linear
+
     @cached_property
     def filtered(self) -> Tensor:
-        """The matrix that the module applies to its values: A, or what the filter makes of it."""
+        """The matrix that the module applies to its values: A, or what the filter makes of it.
+
+        Raises:
+            GraphFilterError: what the filter gives is no matrix times the values.
+        """
         graph_filter = self.graph_filter
         if graph_filter is None:
             return self.attention
+        if not self.is_matrix:
+            raise GraphFilterError(
+                f"{graph_filter.site_name}: what {graph_filter.config.filter!r} gives is no matrix times the values, "
+                "and has no map; that of attention before it is there (filtered=False)"
+            )
 
         def apply(columns: Tensor) -> Tensor:
             earlier = None if self.earlier is None else self.earlier.copy()

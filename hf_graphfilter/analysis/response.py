@@ -44,7 +44,9 @@ class ResponseReader(BandReader[FrequencyResponse]):
 
     def attention(self, call: Call) -> None:
         attention = call.attention
-        kinds = {"attention_gain": attention, "gain": call.filtered if call.graph_filter else attention}
+        kinds = {"attention_gain": attention}
+        if call.is_matrix:
+            kinds["gain"] = call.filtered
         for name, matrices in kinds.items():
             for matrix in call.each(matrices):
                 if matrix.shape[-1] < 2:
@@ -62,7 +64,7 @@ def frequency_response(model: nn.Module, batches: Iterable[Any], **options: Any)
     padding: ``|(F H F^-1)_ff|`` with F the discrete Fourier transform, that is, the magnitudes on the (anti)diagonal of
     the 2-D transform of H, as Wang et al. (2022) and GFSA (Figure 2) show them.
 
-    - ``gain``: of H, what the module applies to its values: A, or what a filter makes of it.
+    - ``gain``: of H, what the module applies to its values: A, or what a filter makes of it, where that is a matrix.
     - ``attention_gain``: of A, also where a filter is.
     - ``high_to_low``: mean of H's gain off frequency 0 over that at 0. Uniform attention has 0, the identity 1.
 
@@ -132,9 +134,9 @@ def response_curves(model: nn.Module, points: int = 101) -> dict[str, Curve]:
     curves = {}
     for name, graph_filter in filters_of(model, required=True):
         device = next((t.device for t in (*graph_filter.parameters(), *graph_filter.buffers())), torch.device("cpu"))
-        at = torch.linspace(0 if graph_filter.reads_hidden else -1, 1, points, device=device)
+        at = torch.linspace(-1 if graph_filter.spectral else 0, 1, points, device=device)
         with torch.no_grad():
-            if graph_filter.reads_hidden:
+            if not graph_filter.spectral:
                 response, domain = graph_filter.singular_response(at), "singular value"
             else:
                 ones = torch.ones(1, graph_filter.heads, points, 1, device=device)

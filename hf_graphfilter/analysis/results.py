@@ -97,7 +97,7 @@ class Measured:
         with needs("plots", "a figure"):
             from matplotlib.figure import Figure
         there = dict.fromkeys(name for _, name in self.bands)
-        names = [name for name in quantities or self.quantities if name in there]
+        names = [name for name in quantities or self.quantities if name in there] or [*there]
         stacks = list(dict.fromkeys(layer.stack for layer in self.layers()))
         figure = Figure(figsize=(5.2 * len(stacks), 3.2 * len(names)), layout="constrained")
         axes = figure.subplots(len(names), len(stacks), squeeze=False)

@@ -51,7 +51,7 @@ class SpectrumReader(BandReader[Spectrum]):
 
     def attention(self, call: Call) -> None:
         left = self.left - self.seen[call.layer]
-        if left <= 0:
+        if left <= 0 or not call.is_matrix:
             return
         for matrix in islice(call.each(call.filtered), left):
             self.seen[call.layer] += 1

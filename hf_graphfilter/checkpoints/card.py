@@ -18,8 +18,8 @@ from transformers import TrainingArguments
 
 from ..errors import GraphFilterError
 from ..filters import available_filters
-from ..filters.base import summary
 from ..filters.build import foreign_modules
+from ..filters.overview import summary
 from ..hosts import Host, encoder_of, host_of, unwrapped
 from ..status import filter_parameters, filter_status
 

@@ -194,13 +194,15 @@ def filters(
     from importlib import metadata
 
     from ..filters import available_filters, get_filter
-    from ..filters.base import summary
     from ..filters.fields import options
+    from ..filters.overview import summary
 
     declared = [] if name else [entry.name for entry in metadata.entry_points(group="hf_graphfilter.filters")]
     for known in [name] if name else sorted({*available_filters(), *declared}):
         config_class = get_filter(known)
         Console().print(f"[bold]{escape(known)}[/bold]  {escape(summary(config_class))}")
+        if config_class.formula:
+            Console().print(escape(f"{config_class.formula} ({config_class.cost})"), highlight=False)
         rows = []
         for option, (kind, default) in options(config_class).items():
             start = "must be given" if default is dataclasses.MISSING else default

@@ -156,6 +156,8 @@ class AGFConfig(ReplacingConfig):
 
     module = AGF
     citation = CITATION
+    formula = "U Sigma V^T, Sigma = sum_k theta_k T_k(sigmoid(X W))"
+    cost = "linear in the tokens"
 
     K: int = 3
     basis: Basis = "jacobi"

@@ -22,7 +22,7 @@ Example: a filter of one's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
@@ -89,6 +89,8 @@ class GraphFilter(nn.Module):
         site: the attention module that it goes into (name, heads, stack, causality).
 
     Class attributes:
+        linear: whether what it gives is a matrix times the values, as analysis shows it.
+        spectral: whether it is a function of ``A`` alone, with a response to its eigenvalues.
         reads_hidden: whether ``shift.hidden`` is needed, the input of the attention module.
         reads_earlier: whether ``shift.earlier`` is needed, what the filters of earlier layers left. ``__init__`` may
             set it, and must refuse a site without a ``stack_module`` then.
@@ -99,6 +101,8 @@ class GraphFilter(nn.Module):
         recorder: set while someone asks for the losses of ``penalised``.
     """
 
+    linear: ClassVar[bool] = True
+    spectral: ClassVar[bool] = True
     reads_hidden: ClassVar[bool] = False
     reads_earlier: bool = False
     per_head: ClassVar[tuple[str, ...]] = ()
@@ -219,12 +223,15 @@ class FilterConfig:
         version: of the serialised form; raise it when fields change meaning.
         module: the ``GraphFilter`` that the config builds.
         citation: BibTeX of its source, for model cards.
+        formula, cost: what it computes, and of how many applications of A, for tables of filters.
     """
 
     filter: ClassVar[str] = ""
     version: ClassVar[int] = 1
     module: ClassVar[type[GraphFilter]] = GraphFilter
     citation: ClassVar[str] = ""
+    formula: ClassVar[str] = ""
+    cost: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         fields.check_fields(self)
@@ -243,6 +250,9 @@ class FilterConfig:
 
     def validate(self) -> None:
         """Check what types cannot say; raise ``GraphFilterError`` naming the field."""
+
+    def check_sites(self, sites: Sequence[AttentionSite]) -> None:
+        """Check the modules that get this filter, together; raise ``GraphFilterError`` naming one."""
 
     def build(self, site: AttentionSite) -> GraphFilter:
         """The filter's module for one attention module."""
@@ -283,10 +293,3 @@ class FilterConfig:
                     f"{', '.join(known) or 'none'}"
                 )
         return cls(**options)
-
-
-def summary(config_class: type[FilterConfig]) -> str:
-    """The first line of its documentation, or of its filter's."""
-    lines = [(owner.__doc__ or "").strip().partition("\n")[0] for owner in (config_class, config_class.module)]
-    generated = f"{config_class.__name__}("  # by dataclass, where the author wrote none
-    return next((line for line in lines if line and not line.startswith(generated)), "")

@@ -154,6 +154,8 @@ class SynvolutionConfig(ReplacingConfig):
 
     module = Synvolution
     citation = CITATION
+    formula = "Phi^-1 exp(i Lambda) Phi V, Phi of Givens rotations"
+    cost = "linear in the tokens"
 
     per_head: bool = False
     orders: int = 1
@@ -195,6 +197,7 @@ class KernelutionConfig(SynvolutionConfig):
     """
 
     module = Kernelution
+    formula = "Phi^-1 exp(i sum_k w_k T_k(Lambda)) Phi V"
 
     K: int = 2
     kernel: Kernel = "dirichlet"

@@ -105,6 +105,8 @@ class GFSAConfig(FilterConfig):
 
     module = GFSA
     citation = CITATION
+    formula = "w_0 V + w_1 A V + w_K (A + (K-1)(A² - A)) V"
+    cost = "2 applications of A; K if exact"
 
     K: int = 3
     w_0: float = 0.0

@@ -36,6 +36,7 @@ class ReplacingFilter(GraphFilter):
         causal_form: whether it can keep a token from seeing later ones; causal modules are refused otherwise.
     """
 
+    spectral: ClassVar[bool] = False
     reads_hidden: ClassVar[bool] = True
     causal_form: ClassVar[bool] = True
     config: ReplacingConfig

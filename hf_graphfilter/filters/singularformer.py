@@ -107,6 +107,8 @@ class SingularformerConfig(ReplacingConfig):
 
     module = Singularformer
     citation = CITATION
+    formula = "alpha softmax((alpha^ Q)(alpha^ K)^T) alpha^ V"
+    cost = "linear in the tokens"
 
     r: int | None = None
     temperature: float = 1.0

@@ -105,7 +105,7 @@ def attention_terms(
 
 def known_zero(coefficient: Tensor) -> bool:
     """Whether all are zero. Asked only where the answer costs no synchronisation and no graph break, else False."""
-    return on_plain_cpu(coefficient) and not any(coefficient.tolist())  # no operation: they are a few numbers
+    return on_plain_cpu(coefficient) and not any(coefficient.flatten().tolist())  # no operation: they are a few numbers
 
 
 def _coefficient(c: Any, like: Tensor, heads: int, name: str) -> Tensor:

@@ -150,6 +150,7 @@ def _forward(original: Callable[..., Tensor], module: Any, x: Tensor, *args: Any
         hidden=x,
         scaling=module.scale,
         visible=lambda: _visible(module, mask, causal, x.shape[1]),
+        mask=mask,
     )
     output = graph_filter(shift, value).transpose(1, 2).flatten(2)
     return module.proj_drop(module.proj(output))  # type: ignore[no-any-return]

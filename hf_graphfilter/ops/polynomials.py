@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Literal
 
@@ -82,6 +83,30 @@ def _stays_finite(x: float, steps: list[tuple[float, float, float]]) -> bool:
     return True
 
 
+@lru_cache
+def monomials(basis: str, K: int, a: float = 1.0, b: float = 1.0) -> list[list[float]]:
+    """The coefficients of x^0 ... x^K in T_0 ... T_K, (K+1) x (K+1); arguments, errors as of ``recurrence``, and the
+    basis ``"bernstein"``: ``T_k = binomial(K, k) x^k (1 - x)^(K-k)``.
+
+    Example:
+        >>> monomials("chebyshev", 2)[2]
+        [-1.0, 0.0, 2.0]
+    """
+    if basis == "bernstein":
+        return [
+            [0.0] * k + [float(math.comb(K, k) * math.comb(K - k, j) * (-1) ** j) for j in range(K - k + 1)]
+            for k in range(K + 1)
+        ]
+    before, current = [0.0] * (K + 1), [1.0] + [0.0] * K
+    rows = [current]
+    for alpha, beta, gamma in recurrence(basis, K, a, b):
+        raised = [0.0, *current[:-1]]
+        following = [alpha * r + beta * c - gamma * e for r, c, e in zip(raised, current, before, strict=True)]
+        before, current = current, following
+        rows.append(current)
+    return rows
+
+
 def polynomials(x: Tensor, steps: Recurrence) -> Iterator[Tensor]:
     """``T_0(x), T_1(x), ... T_K(x)`` one after the other, each of the shape and dtype of ``x``.
 
@@ -98,6 +123,24 @@ def polynomials(x: Tensor, steps: Recurrence) -> Iterator[Tensor]:
         if gamma:
             following = torch.sub(following, earlier, alpha=gamma)
         earlier, current = current, following
+        yield current
+
+
+def applied(operator: Callable[[Tensor], Tensor], once: Tensor, signal: Tensor, steps: Recurrence) -> Iterator[Tensor]:
+    """``T_0(S) V, T_1(S) V, ... T_K(S) V`` of an operator ``S``, given ``S(V)`` and ``V``; K - 1 more applications.
+
+    Example:
+        >>> import torch
+        >>> V = torch.ones(1)
+        >>> [t.item() for t in applied(lambda x: x / 2, V / 2, V, recurrence("chebyshev", 2))]
+        [1.0, 0.5, -0.5]
+    """
+    (scale, constant, _), *others = steps
+    earlier, current = signal, scale * once + constant * signal if constant or scale != 1 else once
+    yield from (earlier, current)
+    for alpha, beta, gamma in others:
+        following = alpha * operator(current) - gamma * earlier
+        earlier, current = current, following + beta * current if beta else following
         yield current
 
 

@@ -61,6 +61,29 @@ def visibility(
     return reading
 
 
+def average(signal: Tensor, causal: bool, keys: Tensor | None) -> Tensor:
+    """The mean of a signal (batch, heads, keys, features) over the tokens there are: (batch, heads, 1, features), or
+    if causal over those up to each, (batch, heads, keys, features)."""
+    wide = signal.float() if signal.element_size() < 4 else signal
+    there = wide.new_ones(1, wide.shape[2]) if keys is None else keys.to(wide.dtype)
+    there = there[:, None, :, None]
+    added, count = wide * there, there
+    sums = (added.cumsum(2), count.cumsum(2)) if causal else (added.sum(2, keepdim=True), count.sum(2, keepdim=True))
+    return (sums[0] / sums[1].clamp(min=1)).to(signal.dtype)
+
+
+def average_of_seen(signal: Tensor, seen: Tensor) -> Tensor:
+    """The same for what each query sees, bool (batch or 1, 1, queries, keys), of any structure."""
+    weights = seen.to(signal.dtype)
+    return weights @ signal / weights.sum(-1, keepdim=True).clamp(min=1)
+
+
+def seen_by_mask(mask: Tensor | None) -> Tensor:
+    """Where a mask of queries by keys, bool or additive, lets through."""
+    assert mask is not None
+    return mask if mask.dtype == torch.bool else mask > _FORBIDDEN_BY_BIAS
+
+
 def _reduce(mask: Tensor, queries: int, biased: bool) -> tuple[bool, Tensor | None]:
     allowed, unbiased = _allowed(mask, biased)
     if not unbiased:

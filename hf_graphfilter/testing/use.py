@@ -104,7 +104,9 @@ def _finite_differences(trial: Trial, _: Family) -> None:
     heads, tokens, features = 2, 4, 3
     width = heads * features
     place = nn.Linear(width, width)
-    site = AttentionSite("small", place, heads, False, "encoder", "", 0, hidden_size=width, head_dim=features)
+    site = AttentionSite(
+        "small", place, heads, False, "encoder", "", 0, hidden_size=width, head_dim=features, stack_module=place
+    )
     graph_filter = build_filter(trial.config, site).double().eval()
     turn_on(graph_filter)
     torch.manual_seed(0)

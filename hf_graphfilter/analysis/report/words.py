@@ -34,8 +34,8 @@ def sentences(own: Measurements, other: Measurements | None) -> list[str]:
             f"Effective rank of the tokens{where}: {both('spectrum', first, 'effective_rank', '.1f')} before, "
             f"{both('spectrum', last, 'effective_rank', '.1f')} after."
         )
-        if calls := own.response.layers(stack):
-            name = "high_to_low"
+        name = "high_to_low"
+        if calls := [layer for layer in own.response.layers(stack) if (layer, name) in own.response.bands]:
             lines.append(
                 f"Gain of self-attention off frequency 0, of that at 0{where}: {both('response', calls[0], name)} in "
                 f"the first layer, {both('response', calls[-1], name)} in the last."

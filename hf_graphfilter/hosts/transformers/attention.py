@@ -97,6 +97,7 @@ def graph_filter_attention(
         hidden=hidden,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         visible=visible,
+        mask=attention_mask if isinstance(attention_mask, Tensor) else None,
         state=state,
         earlier=earlier,
     )

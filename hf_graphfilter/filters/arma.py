@@ -1,0 +1,102 @@
+"""A rational filter of the attention matrix, by fixed-point steps.
+
+Source: Isufi et al., "Autoregressive Moving Average Graph Filtering" (IEEE TSP 2017); Bianchi et al., "Graph
+Neural Networks with Convolutional ARMA Filters" (TPAMI 2021).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import GraphFilterError, shown
+from .base import LARGEST_ORDER, AttentionSite, FilterConfig
+from .build import register_filter
+from .series import PowerSeries
+
+CITATION = """@article{isufi2017arma,
+  title   = {Autoregressive Moving Average Graph Filtering},
+  author  = {Elvin Isufi and Andreas Loukas and Andrea Simonetto and Geert Leus},
+  journal = {IEEE Transactions on Signal Processing},
+  volume  = {65},
+  number  = {2},
+  year    = {2017}
+}"""
+
+
+class ARMA(PowerSeries):
+    """``H = A + sum_p r_p (I - b_p A)^-1``, ``order`` poles a head, with residues r that start at 0.
+
+    ``(I - b A)^-1 V`` is the limit of ``x <- b A x + V``, taken after ``steps`` steps: ``sum_k b^k A^k V``, so the
+    poles share the applications of ``S``. Rows of A sum to 1, hence what is cut off is at most ``|b|^(steps+1) / (1 -
+    |b|)`` of V in the infinity norm; ``b = bound tanh(...)`` stays within ``bound`` < 1. b > 0 lets low frequencies
+    pass, b < 0 high ones; at the start the poles are spread evenly between -bound and bound."""
+
+    per_head = ("residue", "shift_of_pole")
+    residue: Tensor
+    shift_of_pole: Tensor
+    config: ARMAConfig
+
+    def shape(self, name: str, site: AttentionSite) -> tuple[int, ...]:
+        return (self.config.order,)
+
+    @property
+    def poles(self) -> Tensor:
+        """(heads, order)."""
+        starts = [math.atanh(x) for x in self.config.spread()]
+        return self.config.bound * (self.shift_of_pole + torch.tensor(starts, device=self.residue.device)).tanh()
+
+    def coefficients(self) -> dict[str, Tensor]:
+        """``r_1``, ``b_1`` and so on, (heads,)."""
+        found: dict[str, Tensor] = {}
+        for p, (r, b) in enumerate(zip(self.residue.detach().unbind(1), self.poles.detach().unbind(1), strict=True), 1):
+            found |= {f"r_{p}": r, f"b_{p}": b}
+        return found
+
+    def learned_coefficients(self) -> dict[str, Tensor]:
+        return self.coefficients()
+
+    def series(self, dtype: torch.dtype) -> Tensor:
+        k = torch.arange(self.config.steps + 1, device=self.residue.device)
+        return (self.residue[..., None].to(dtype) * self.poles[..., None].to(dtype) ** k).sum(1)
+
+
+@register_filter("arma")
+@dataclass(frozen=True)
+class ARMAConfig(FilterConfig):
+    """A rational (autoregressive moving average) filter of the attention matrix; it starts as A.
+
+    Args:
+        order: number of poles, 1 to 8.
+        steps: fixed-point steps, the applications of A, 1 to 1000.
+        bound: of the magnitude of the poles, in (0, 1).
+
+    Example:
+        >>> ARMAConfig(order=2, bound=0.8).spread()
+        [-0.5, 0.5]
+    """
+
+    module = ARMA
+    citation = CITATION
+    formula = "A V + sum_p r_p (I - b_p A)^-1 V"
+    cost = "`steps` applications of A"
+
+    order: int = 1
+    steps: int = 4
+    bound: float = 0.9
+
+    def validate(self) -> None:
+        for name, most in (("order", 8), ("steps", LARGEST_ORDER)):
+            if not 1 <= getattr(self, name) <= most:
+                raise GraphFilterError(f"ARMAConfig: {name} must be 1 to {most}, got {shown(getattr(self, name))}")
+        if not 0 < self.bound < 1:
+            raise GraphFilterError(f"ARMAConfig: bound must lie between 0 and 1, got {shown(self.bound)}")
+
+    def spread(self) -> list[float]:
+        """The poles at the start, of the bound."""
+        if self.order == 1:
+            return [0.5]
+        return [(2 * p + 1) / self.order - 1 for p in range(self.order)]

@@ -1,0 +1,57 @@
+"""AttnScale: the part of attention that is no mean over the tokens, scaled.
+
+Source: Wang et al., "Anti-Oversmoothing in Deep Vision Transformers via the Fourier Domain Analysis" (ICLR 2022).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..ops.combine import combine
+from ..shift import ShiftOperator, repeat_heads
+from .base import FilterConfig
+from .build import register_filter
+from .series import PerHead
+
+CITATION = """@inproceedings{wang2022antioversmoothing,
+  title = {Anti-Oversmoothing in Deep Vision Transformers via the Fourier Domain Analysis: From Theory to Practice},
+  author    = {Peihao Wang and Wenqing Zheng and Tianlong Chen and Zhangyang Wang},
+  booktitle = {International Conference on Learning Representations},
+  year      = {2022}
+}"""
+
+
+class AttnScale(PerHead):
+    """``H V = (1 + lambda) A V - lambda mean(V)``: A is a mean over the tokens that a query sees (frequency 0) and the
+    rest, and lambda, a number a head that starts at 0, scales the rest."""
+
+    spectral = False
+    per_head = ("scale",)
+    scale: Tensor
+
+    def coefficients(self) -> dict[str, Tensor]:
+        """``lambda``, (heads,)."""
+        return {"lambda": self.scale.detach()}
+
+    def learned_coefficients(self) -> dict[str, Tensor]:
+        return self.coefficients()
+
+    def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
+        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        attended, mean = shift(value), repeat_heads(shift.mean(value), len(self.scale))
+        one = torch.ones_like(self.scale)
+        return combine([(one, attended), (self.scale, attended - mean)])
+
+
+@register_filter("attnscale")
+@dataclass(frozen=True)
+class AttnScaleConfig(FilterConfig):
+    """AttnScale (Wang et al., 2022): the part of attention off its mean, scaled by 1 + lambda; it starts as A."""
+
+    module = AttnScale
+    citation = CITATION
+    formula = "(1+lambda) A V - lambda mean(V)"
+    cost = "1 application of A"

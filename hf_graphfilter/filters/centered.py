@@ -1,0 +1,49 @@
+"""Attention without its mean: the rank-one part that lies in the direction of all tokens is taken away.
+
+Source: Saada et al., "Mind the Gap: a Spectral Analysis of Rank Collapse and Signal Propagation in Attention Layers"
+(ICML 2025)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..ops.combine import combine
+from ..shift import ShiftOperator
+from .base import FilterConfig
+from .build import register_filter
+from .series import PerHead
+
+CITATION = """@inproceedings{saada2025gap,
+  title     = {Mind the Gap: a Spectral Analysis of Rank Collapse and Signal Propagation in Attention Layers},
+  author    = {Thiziri Nait Saada and Alireza Naderi and Jared Tanner},
+  booktitle = {International Conference on Machine Learning},
+  year      = {2025}
+}"""
+
+
+class Centered(PerHead):
+    """``H V = A V - g mean(A V)``: g = 1 removes the outlier of the spectrum of A, which makes tokens alike. A number a
+    head, 0 at the start; the mean is over the tokens that a query sees."""
+
+    spectral = False
+    per_head = ("g",)
+    g: Tensor
+
+    def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
+        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        out = shift(value)
+        return combine([(torch.ones_like(self.g), out), (-self.g, shift.mean(shift.all_rows(out)).contiguous())])
+
+
+@register_filter("centered")
+@dataclass(frozen=True)
+class CenteredConfig(FilterConfig):
+    """Attention less a part of its mean over the tokens (Saada et al., 2025); it starts as A."""
+
+    module = Centered
+    citation = CITATION
+    formula = "y - g mean(y), y = A V"
+    cost = "1 application of A"

@@ -1,0 +1,64 @@
+"""ContraNorm: tokens are pushed away from those that they have become like.
+
+Source: Guo et al., "ContraNorm: A Contrastive Learning Perspective on Oversmoothing and Beyond" (ICLR 2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..errors import GraphFilterError, shown
+from ..ops.combine import combine
+from ..shift import AttentionShift
+from .base import FilterConfig
+from .build import register_filter
+from .series import PerHead
+
+CITATION = """@inproceedings{guo2023contranorm,
+  title     = {ContraNorm: A Contrastive Learning Perspective on Oversmoothing and Beyond},
+  author    = {Xiaojun Guo and Yifei Wang and Tianqi Du and Yisen Wang},
+  booktitle = {International Conference on Learning Representations},
+  year      = {2023}
+}"""
+
+
+class ContraNorm(PerHead):
+    """``(1 + s) y - s softmax(y y^T / temperature) y`` with y = A V, over the tokens that a query sees; s a head, 0 at
+    the start. The paper applies it to the features of all heads after the layer; here it is a head's."""
+
+    linear = spectral = False
+    per_head = ("s",)
+    s: Tensor
+    config: ContraNormConfig
+
+    def forward(self, shift: AttentionShift, value: Tensor) -> Tensor:  # type: ignore[override]
+        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        out = shift(value)
+        rows = shift.all_rows(out)
+        alike = scaled_dot_product_attention(out, rows, rows, shift.seen(), scale=1 / self.config.temperature)
+        return combine([(torch.ones_like(self.s), out), (self.s, out - alike)])
+
+
+@register_filter("contranorm")
+@dataclass(frozen=True)
+class ContraNormConfig(FilterConfig):
+    """ContraNorm (Guo et al., 2023), a head; it starts as A.
+
+    Args:
+        temperature: divides the similarities of tokens, > 0.
+    """
+
+    module = ContraNorm
+    citation = CITATION
+    formula = "(1+s) y - s softmax(y y^T / temperature) y, y = A V"
+    cost = "1 application of A, 1 similarity"
+
+    temperature: float = 1.0
+
+    def validate(self) -> None:
+        if not self.temperature > 0:
+            raise GraphFilterError(f"ContraNormConfig: temperature must be > 0, got {shown(self.temperature)}")

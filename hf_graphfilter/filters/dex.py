@@ -1,0 +1,58 @@
+"""Dex: what attention gives, less a learned linear map of it, head by head.
+
+Source: Kong et al., "Understanding Differential Transformer Unchains Pretrained Self-Attentions" (arXiv 2505.16333).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ..shift import ShiftOperator
+from .base import AttentionSite, FilterConfig
+from .build import register_filter
+from .series import PerHead
+
+CITATION = """@article{kong2025dex,
+  title   = {Understanding Differential Transformer Unchains Pretrained Self-Attentions},
+  author  = {Chaerin Kong and Jiho Jang and Nojun Kwak},
+  journal = {arXiv preprint arXiv:2505.16333},
+  year    = {2025}
+}"""
+
+
+class Dex(PerHead):
+    """``y - lambda f(y)`` with y = A V, f a linear map of the features of a head, and lambda a head, 0 at the start.
+    The paper chooses some heads; here lambda says how much each takes part."""
+
+    linear = spectral = False
+    per_head = ("strength", "weight")
+    strength: Tensor
+    weight: Tensor
+
+    def shape(self, name: str, site: AttentionSite) -> tuple[int, ...]:
+        return () if name == "strength" else (site.head_dim, site.head_dim)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.strength)
+        nn.init.normal_(self.weight, std=self.weight.shape[-1] ** -0.5)
+
+    def coefficient_names(self) -> set[str]:
+        return {"strength"}
+
+    def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
+        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        out = shift(value)
+        return out - self.strength.to(out.dtype).view(-1, 1, 1) * (out @ self.weight.to(out.dtype))
+
+
+@register_filter("dex")
+@dataclass(frozen=True)
+class DexConfig(FilterConfig):
+    """Differential extension of attention by a linear map a head; it starts as A."""
+
+    module = Dex
+    citation = CITATION
+    formula = "y - lambda f(y), y = A V, f linear"
+    cost = "1 application of A"

@@ -1,0 +1,77 @@
+"""Gated attention: what attention gives, times a gate that the layer's input opens.
+
+Source: Qiu et al., "Gated Attention for Large Language Models" (arXiv 2505.06708).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import GraphFilterError
+from ..shift import AttentionShift
+from .base import AttentionSite, FilterConfig
+from .build import register_filter
+from .series import PerHead
+
+CITATION = """@article{qiu2025gated,
+  title   = {Gated Attention for Large Language Models: Non-linearity, Sparsity, and Attention-Sink-Free},
+  author  = {Zihan Qiu and Zekun Wang and Bo Zheng and Zeyu Huang and Kaiyue Wen and Songlin Yang and Rui Men and
+             Le Yu and Fei Huang and Suozhi Huang and Dayiheng Liu and Jingren Zhou and
+             Junyang Lin},
+  journal = {arXiv preprint arXiv:2505.06708},
+  year    = {2025}
+}"""
+
+
+class Gated(PerHead):
+    """``y * 2 sigmoid(X W)`` with y = A V and X the input of the attention module; W = 0 at the start, where the gate
+    is 1."""
+
+    reads_hidden = True
+    linear = spectral = False
+    per_head = ("weight",)
+    weight: Tensor
+    config: GatedConfig
+
+    def __init__(self, config: GatedConfig, site: AttentionSite):
+        if site.hidden_size is None:
+            raise GraphFilterError(
+                f"{site.name} ({type(site.module).__name__}) does not hand its input on to the attention function, "
+                "which opens the gates of 'gated'; choose other layers with layers=, or another filter"
+            )
+        super().__init__(config, site)
+
+    def shape(self, name: str, site: AttentionSite) -> tuple[int, ...]:
+        assert site.hidden_size is not None
+        return (site.head_dim if self.config.gate == "element" else 1, site.hidden_size)
+
+    def coefficient_names(self) -> set[str]:
+        return set()
+
+    def forward(self, shift: AttentionShift, value: Tensor) -> Tensor:  # type: ignore[override]
+        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        out, hidden = shift(value), shift.hidden
+        assert hidden is not None
+        scores = torch.einsum("bti,hfi->bhtf", hidden.to(self.weight.dtype), self.weight)
+        return out * (2 * scores.sigmoid()).to(out.dtype)
+
+
+@register_filter("gated")
+@dataclass(frozen=True)
+class GatedConfig(FilterConfig):
+    """What attention gives, gated by the layer's input; it starts as A.
+
+    Args:
+        gate: one a feature of a head (``"element"``, the paper's best) or one a ``"head"``.
+    """
+
+    module = Gated
+    citation = CITATION
+    formula = "y * 2 sigmoid(X W), y = A V"
+    cost = "1 application of A, a projection"
+
+    gate: Literal["element", "head"] = "element"

@@ -1,0 +1,48 @@
+"""NeuTRENO: the values of the first layer, added where a token has moved away from them.
+
+Source: Nguyen et al., "Mitigating Over-smoothing in Transformers via Regularized Nonlocal Functionals" (NeurIPS 2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..ops.combine import combine
+from ..shift import AttentionShift
+from .build import register_filter
+from .series import FromFirstLayer, FromFirstLayerConfig
+
+CITATION = """@inproceedings{nguyen2023neutreno,
+  title     = {Mitigating Over-smoothing in Transformers via Regularized Nonlocal Functionals},
+  author    = {Tam Nguyen and Tan M. Nguyen and Richard G. Baraniuk},
+  booktitle = {Advances in Neural Information Processing Systems},
+  year      = {2023}
+}"""
+
+
+class NeuTRENO(FromFirstLayer):
+    """``A V + alpha (V_0 - V)`` with V_0 the values of the first layer; alpha a head, 0 at the start (the paper's is
+    0.6)."""
+
+    per_head = ("alpha",)
+    alpha: Tensor
+
+    def forward(self, shift: AttentionShift, value: Tensor) -> Tensor:  # type: ignore[override]
+        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        own = shift.identity(value)
+        first = self.first(shift, own)
+        return combine([(torch.ones_like(self.alpha), shift(value)), (self.alpha, first - own)])
+
+
+@register_filter("neutreno")
+@dataclass(frozen=True)
+class NeuTRENOConfig(FromFirstLayerConfig):
+    """NeuTRENO (Nguyen et al., 2023): held to the values of the first layer; it starts as A."""
+
+    module = NeuTRENO
+    citation = CITATION
+    formula = "A V + alpha (V_0 - V)"
+    cost = "1 application of A"

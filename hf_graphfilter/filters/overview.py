@@ -1,0 +1,57 @@
+"""What there is: the registered filters side by side, as they say of themselves."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from .base import AttentionSite, FilterConfig
+from .registry import available_filters, get_filter
+
+HEADER = ["filter", "formula", "cost", "parameters a head", "causal", "decoding keeps", "start", "source"]
+
+
+def overview(heads: int = 12, features: int = 64) -> list[list[str]]:
+    """A row for each registered filter, under ``HEADER``, with its default options.
+
+    Args:
+        heads, features: of the module for which parameters are counted.
+    """
+    return [row(name, get_filter(name), heads, features) for name in available_filters()]
+
+
+def row(name: str, config_class: type[FilterConfig], heads: int, features: int) -> list[str]:
+    config = config_class()
+    place = nn.Module()
+    width: dict[str, Any] = {"hidden_size": heads * features, "head_dim": features, "stack_module": place}
+    with torch.device("meta"):
+        built = config.build(AttentionSite("site", place, heads, False, "encoder", "", 0, **width))
+    parameters = sum(p.numel() for p in built.parameters()) / heads
+    causal = getattr(type(built), "causal_form", True)
+    return [
+        f"`{name}`",
+        f"`{config.formula}`",
+        config.cost,
+        f"{parameters:,.0f}" if parameters >= 1 or not parameters else f"1/{1 / parameters:.0f}",
+        "yes" if causal else "no",
+        built.decoding if causal else "",
+        "as attention" if config.starts_as_original else "another one",
+        _source(config.citation),
+    ]
+
+
+def _source(citation: str) -> str:
+    """Title and year of a BibTeX entry."""
+    found = [re.search(rf"^ *{field} *= *{{(.*?)}},?$", citation, re.M | re.S) for field in ("title", "year")]
+    title, year = (" ".join(match[1].replace("{", "").replace("}", "").split()) if match else "" for match in found)
+    return f"{title}, {year}" if title else ""
+
+
+def summary(config_class: type[FilterConfig]) -> str:
+    """The first line of its documentation, or of its filter's."""
+    lines = [(owner.__doc__ or "").strip().partition("\n")[0] for owner in (config_class, config_class.module)]
+    generated = f"{config_class.__name__}("  # by dataclass, where the author wrote none
+    return next((line for line in lines if line and not line.startswith(generated)), "")

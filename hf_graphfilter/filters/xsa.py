@@ -1,0 +1,51 @@
+"""Exclusive self-attention: the part of what attention gives that points along a token's own value is taken away.
+
+Source: Zhai, "Exclusive Self Attention" (arXiv 2603.09078).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..ops.combine import combine
+from ..shift import ShiftOperator
+from .base import FilterConfig
+from .build import register_filter
+from .series import PerHead
+
+CITATION = """@article{zhai2026exclusive,
+  title   = {Exclusive Self Attention},
+  author  = {Shuangfei Zhai},
+  journal = {arXiv preprint arXiv:2603.09078},
+  year    = {2026}
+}"""
+
+
+class XSA(PerHead):
+    """``y - alpha (y . v) v / (v . v)``, row by row, with y = A V and v the token's own value; alpha a head, 0 at the
+    start (1 takes the whole part away)."""
+
+    linear = spectral = False
+    per_head = ("alpha",)
+    alpha: Tensor
+
+    def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
+        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        out, own = shift(value), shift.identity(value)
+        wide = own.float() if own.element_size() < 4 else own
+        share = (out.to(wide.dtype) * wide).sum(-1, keepdim=True) / wide.square().sum(-1, keepdim=True).clamp(min=1e-12)
+        return combine([(torch.ones_like(self.alpha), out), (-self.alpha, (share * wide).to(out.dtype))])
+
+
+@register_filter("xsa")
+@dataclass(frozen=True)
+class XSAConfig(FilterConfig):
+    """Exclusive self-attention: less of a token's own value in what it is given; it starts as A."""
+
+    module = XSA
+    citation = CITATION
+    formula = "y - alpha (y·v) v / (v·v), y = A V"
+    cost = "1 application of A"

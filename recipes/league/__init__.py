@@ -1,0 +1,1 @@
+"""A league of filters: `compare.py league`."""

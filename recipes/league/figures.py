@@ -1,0 +1,89 @@
+"""Figures of a league: ranks by task, and which mean ranks can be told apart."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from hf_graphfilter.analysis.results import COLOURS
+from recipes.league.plan import League, Records, Stage
+from recipes.league.standings import LEVEL, last_stage
+
+
+def plot_ranks(league: League, found: Records, stage: Stage) -> Any:
+    """The rank of each variant on each task, and their mean."""
+    from matplotlib.figure import Figure
+
+    means = league.ranks(found, stage)
+    figure = Figure(figsize=(6.4, 0.8 + 0.3 * len(means)), layout="constrained")
+    axes = figure.subplots()
+    for colour, task in zip(COLOURS * len(stage.tasks), stage.tasks, strict=False):
+        own = league.ranks(found, Stage((task,), stage.seeds))
+        axes.plot([own[v] for v in means], range(len(means)), "o", color=colour, label=task, alpha=0.8)
+    axes.plot([*means.values()], range(len(means)), "k|", markersize=16, markeredgewidth=2.5, label="mean")
+    axes.set_yticks(range(len(means)), [*means])
+    axes.set(xlabel="rank among plain and the filters, 1 the best", title=f"Ranks by task, {len(stage.seeds)} seeds")
+    axes.invert_yaxis()
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def critical_difference(variants: int, tasks: int) -> float:
+    """Of mean ranks, by Nemenyi's test at 5 % (Demsar, 2006): two that are closer cannot be told apart.
+
+    Example:
+        >>> round(critical_difference(5, 30), 3)
+        1.114
+    """
+    from scipy import stats
+
+    q = stats.studentized_range.ppf(1 - LEVEL, variants, math.inf) / math.sqrt(2)
+    return float(q * math.sqrt(variants * (variants + 1) / (6 * tasks)))
+
+
+def plot_critical_difference(league: League, found: Records, stage: Stage) -> Any:
+    """Mean ranks on a line; bars join what Nemenyi's test cannot tell apart."""
+    from matplotlib.figure import Figure
+
+    means = [*league.ranks(found, stage).items()]
+    distance = critical_difference(len(means), len(stage.tasks))
+    figure = Figure(figsize=(7.2, 1.4 + 0.13 * len(means)), layout="constrained")
+    axes = figure.subplots()
+    bars, last = [], -1
+    for i, (_, rank) in enumerate(means):
+        end = max(j for j, (_, other) in enumerate(means) if other - rank <= distance)
+        if end > max(i, last):
+            bars.append((rank, means[end][1]))
+            last = end
+    half = (len(means) + 1) // 2
+    top = 0.35 * len(bars) + 0.5
+    for i, (name, rank) in enumerate(means):
+        left = i < half
+        depth = -top - 0.6 * (i if left else len(means) - 1 - i)
+        edge = 0.4 if left else len(means) + 0.6
+        axes.plot([rank, rank, edge], [0, depth, depth], "k-", linewidth=0.8)
+        axes.text(
+            edge, depth, f"{name} " if left else f" {name}", ha="right" if left else "left", va="center", fontsize=8
+        )
+    for i, (low, high) in enumerate(bars):
+        axes.plot([low - 0.05, high + 0.05], [-0.35 * (i + 1)] * 2, color=COLOURS[0], linewidth=3)
+    axes.plot([1, 1 + distance], [0.9, 0.9], "k-", linewidth=2)
+    axes.text(1 + distance / 2, 1.05, f"critical difference {distance:.2f}", ha="center", fontsize=8)
+    axes.plot([1, len(means)], [0, 0], "k-")
+    for rank in range(1, len(means) + 1):
+        axes.plot([rank, rank], [0, 0.12], "k-")
+        axes.text(rank, 0.2, str(rank), ha="center", fontsize=8)
+    axes.axis("off")
+    axes.set_xlim(-1.5, len(means) + 2.5)
+    return figure
+
+
+def draw(league: League, found: Records, folder: Path) -> list[Path]:
+    """Both figures of the last stage that has comparisons."""
+    stage = last_stage(league, found)
+    files = []
+    for name, plot in {"ranks": plot_ranks, "critical-difference": plot_critical_difference}.items():
+        if stage is not None:
+            files.append(folder / f"league-{league.name}-{name}.png")
+            plot(league, found, stage).savefig(files[-1], dpi=110)
+    return files

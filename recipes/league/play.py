@@ -1,0 +1,158 @@
+"""A league of filters: many tasks, each filter's learning rate tuned alike, one resumable command on all cores.
+
+    python recipes/compare.py league --config league/small.yaml --data DATA --workers 2
+
+The YAML file names ``tasks`` (a recipe, its configuration, the folder of its data within --data, settings),
+``variants`` (overrides, as in the other comparisons; the plain model comes by itself), ``rates`` and ``stages``. On
+each task:
+
+1. the plain model is trained once with each of ``rates.learning_rate``, times that of its configuration, and the best
+   on validation is kept for all;
+2. each variant is trained once with each of ``rates.filter_lr``, as many; the best on validation is kept;
+3. plain and variants are trained with the ``seeds`` of each stage and tested. A stage with ``best: N`` waits for the
+   tasks of the one before and takes the N variants of the best mean rank there, on all of its tasks.
+
+Tuning has a seed of its own, 0, and looks at the validation part; a task without a test part holds out a tenth of the
+training part for it. All runs of a task take the same steps over the same tokens. A filter that refuses a task is left
+out of it, and the sentence is kept. ``longer: 4`` trains the plain model so many times as long, to see what is left.
+
+The workers share the cores (OMP_NUM_THREADS threads each, if that is set). Each run is kept in the results file when
+it ends: the same command goes on, with other workers too. A league file that changed under finished runs is refused by
+the names of what changed.
+"""
+
+import argparse
+import importlib
+import itertools
+import math
+import multiprocessing
+import os
+import signal
+import sys
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from rich.console import Console
+
+from hf_graphfilter import GraphFilterError
+from hf_graphfilter.filters import import_filters
+from recipes import SCRIPTS, runs
+from recipes.errors import OtherSettingsError, line
+from recipes.league.figures import draw
+from recipes.league.plan import League, Run, by_run
+from recipes.league.standings import show
+from recipes.records import move_aside, read_results, tell, write_json
+from recipes.settings import Settings, read_yaml
+
+
+def begin(threads: int) -> None:
+    """Of a process that trains; an interrupt is its parent's to handle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(threads)
+    runs.quiet()
+
+
+def train(recipe: str, values: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
+    """The record of one run; of a filter that this model does not take, what it says."""
+    settings = Settings(importlib.import_module(f"recipes.{SCRIPTS[recipe]}").RECIPE)
+    import_filters(values.get("import", []))
+    try:
+        return runs.run_seed(settings, values, seed, folder, Console(quiet=True))
+    except GraphFilterError as error:
+        if values["filter"] == "none" or isinstance(error, OtherSettingsError):
+            raise
+        return {"refused": line(error)}
+
+
+def play(league: League, file: Path, root: Path, workers: int, console: Console) -> dict[str, Any]:
+    """Every run that is missing; the results file is whole after each."""
+    content = read_results(file)
+    found = by_run(content)
+    league.check(found)
+    tell(console, f"results: {file}, {len(found) or 'no'} runs at hand")
+    content = {"name": league.name, "league": league.content, "runs": content["runs"]}
+    running: dict[Future[dict[str, Any]], Run] = {}
+    threads = os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+    context = multiprocessing.get_context("spawn")
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes end too
+    with ProcessPoolExecutor(workers, context, begin, (int(threads),)) as pool:
+        try:
+            while True:
+                open_runs = (run for run in league.wanted(found) if run not in running.values())
+                for run in itertools.islice(open_runs, workers - len(running)):
+                    folder = root / run.task / run.variant.replace(" ", "-") / f"{run.rate:g}" / f"seed-{run.seed}"
+                    recipe = league.settings[run.task].recipe.name
+                    running[pool.submit(train, recipe, league.values(run, found), run.seed, folder)] = run
+                if not running:
+                    return content
+                for done in wait(running, return_when=FIRST_COMPLETED).done:
+                    run = running.pop(done)
+                    record = {**done.result(), **run._asdict()}  # the league's name of the task
+                    record.pop("coefficients", None)  # by layer: long, and `moved` says the most of it
+                    found[run] = record
+                    content["runs"].append(record)
+                    write_json(file, content)
+                    tell(console, told(league, run, record, len(found)))
+        except BaseException as error:
+            for child in multiprocessing.active_children():
+                child.terminate()
+            if isinstance(error, BrokenProcessPool):
+                raise GraphFilterError(
+                    "a process of the league was killed, for want of memory?: fewer --workers"
+                ) from None
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+def told(league: League, run: Run, record: dict[str, Any], count: int) -> str:
+    of = f"{run.task}, {run.variant}, rate {run.rate:g}, {f'seed {run.seed}' if run.seed else 'tuning'}"
+    if "refused" in record:
+        return f"{count}: {of}: refused: {record['refused']}"
+    score = league.score(run, record)
+    return (
+        f"{count}: {of}: {f'{abs(score):.4f}' if math.isfinite(score) else 'diverged'}, {record['train_seconds']:.0f} s"
+    )
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="compare.py league", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", required=True, help="the league file, by path or by name under configs/")
+    parser.add_argument("--data", type=Path, default=Path("data"), help="folder that the data of the tasks lie in")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="runs at a time; the cores are shared")
+    parser.add_argument(
+        "--results", type=Path, default=Path("runs/league"), help="folder of the results file; of the runs: runs/league"
+    )
+    parser.add_argument("--figures", type=Path, help="folder of the figures; that of the results if not given")
+    parser.add_argument("--fresh", action="store_true", help="begin again; old results and runs are moved aside")
+    parser.add_argument("--show", action="store_true", help="the standing so far, without training")
+    return parser
+
+
+def main(argv: list[str], console: Console) -> None:
+    options = arguments().parse_args(argv)
+    if options.workers < 1:
+        raise GraphFilterError(f"--workers {options.workers}: at least one run at a time")
+    league = League(read_yaml(options.config), Path(options.config).stem, options.data)
+    file, root = options.results / f"{league.name}.json", Path("runs/league") / league.name
+    if options.fresh:
+        move_aside([file, root], console)
+    if options.show:
+        content = read_results(file)
+    else:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with FileLock(f"{file}.lock", timeout=0):
+                content = play(league, file, root, options.workers, console)
+        except Timeout:
+            raise GraphFilterError(f"another command is playing this league: {file} is locked") from None
+    found = by_run(content)
+    show(league, found, console)
+    for figure in draw(league, found, options.figures or file.parent):
+        tell(console, f"figure: {figure}")

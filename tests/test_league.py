@@ -1,0 +1,346 @@
+"""The league: what is run next, tuning and stages, resuming, refusals, and what the numbers say."""
+
+import copy
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from filelock import FileLock
+from rich.console import Console
+
+from hf_graphfilter import GraphFilterError, available_filters
+from hf_graphfilter.filters import get_filter
+from recipes import compare
+from recipes.data import held_out
+from recipes.image_data import hold_out
+from recipes.league import figures, play, standings
+from recipes.league.plan import HELD_OUT, LONGER, TUNING_SEED, League, Run, by_run
+from recipes.settings import identity, read_yaml
+
+ROOT = Path(__file__).parents[1]
+DATA = ROOT.parent / "shared" / "data"
+FILE = {
+    "tasks": {
+        "reviews": {"recipe": "glue", "config": "glue/minilm.yaml", "task": "cola", "data": "glue"},
+        "ptb": {"recipe": "language_modeling", "config": "language_modeling/deep.yaml", "data": "ptb"},
+    },
+    "variants": {"gfsa": {"filter_options": {"K": 2}}, "gated": None, "neutreno": None},
+    "rates": {"learning_rate": [1, 2], "filter_lr": [1e-3, 1e-2]},
+    "stages": [{"seeds": [1, 2, 3]}, {"seeds": [4, 5, 6, 7], "best": 1, "tasks": ["ptb"]}],
+    "longer": 3,
+}
+HELPS = {"plain": 0.0, LONGER: 0.3, "gfsa": 0.1, "gated": -0.2}  # in accuracy; a tenth of it in rates
+
+
+@pytest.fixture
+def trained(monkeypatch, tmp_path):
+    """The runs that were asked for, (values, seed); training is a formula, and neutreno is refused by one task."""
+    seen = []
+
+    class Threads(ThreadPoolExecutor):
+        def __init__(self, workers, context, begin, arguments):
+            super().__init__(workers)
+
+    def train(recipe, values, seed, folder):
+        seen.append((values, seed, folder))
+        name = LONGER if values.get("max_steps", 0) > 2500 else values["filter"].replace("none", "plain")
+        if name == "neutreno" and recipe == "glue":
+            return {"refused": "no layers before"}
+        rate = values["learning_rate"] if name in ("plain", LONGER) else values["filter_lr"]
+        good = HELPS.get(name, 0) + 0.01 * (rate in (1e-2, 2e-4, 4e-2)) + 0.001 * ((seed * 7919 + len(name)) % 13) / 13
+        if recipe == "glue":
+            metrics = {"validation/matthews_correlation": good}
+        else:
+            metrics = {"validation/perplexity": 99 - good, "test/perplexity": 100 - good}
+        seconds = 30.0 if name == "gfsa" else 20.0
+        made = {"metrics": metrics, "train_seconds": seconds, "steps": 9, "settings": identity(values), "moved": {}}
+        return {"recipe": recipe, "task": values["task"], "seed": seed, **made}
+
+    monkeypatch.setattr(play, "ProcessPoolExecutor", Threads)
+    monkeypatch.setattr(play, "train", train)
+    monkeypatch.chdir(tmp_path)
+    return seen
+
+
+def league(**changes):
+    return League({**copy.deepcopy(FILE), **changes}, "small", Path("data"))
+
+
+def played(trained, workers=2, **changes):
+    console = Console(quiet=True)
+    return play.play(league(**changes), Path("runs/league/small.json"), Path("runs/league/small"), workers, console)
+
+
+def test_plain_is_tuned_first_then_filters_then_seeds_and_stages(trained):
+    found = by_run(played(trained, workers=1))
+    order = [run for run in found if run.task == "ptb"]
+    assert order[:2] == [Run("ptb", "plain", TUNING_SEED, rate) for rate in (1, 2)]
+    assert {(run.variant, run.rate) for run in order[2:8]} == set(
+        itertools.product(("gfsa", "gated", "neutreno"), (1e-3, 1e-2))
+    )
+    assert [run[1:3] for run in order[8:12]] == [("plain", 1), ("gfsa", 1), ("gated", 1), ("neutreno", 1)]
+    assert {(run.variant == "plain", run.rate) for run in order[8:20]} == {(True, 2.0), (False, 1e-2)}
+    assert [run[1:3] for run in order[20:28]] == [(v, seed) for seed in (4, 5, 6, 7) for v in ("plain", "gfsa")]
+    assert order[28:] == [Run("ptb", LONGER, 1, 2)]
+    values = {(seed, v["filter"]): v for v, seed, _ in trained if v["task"] == "cola"}
+    assert values[0, "gfsa"]["held_out"] == HELD_OUT
+    assert "held_out" not in values[1, "gfsa"]
+    assert {values[1, name]["learning_rate"] for name in ("none", "gfsa")} == {2e-4}, "plain's best"
+    del found[Run("ptb", "plain", TUNING_SEED, 1)]
+    assert {run for run in league().wanted(found) if run.task == "ptb"} == {Run("ptb", "plain", TUNING_SEED, 1)}
+    longer = next(v for v, _, folder in trained if LONGER.replace(" ", "-") in folder.parts and v["task"] == "ptb")
+    assert longer["max_steps"] == 7500
+
+
+def test_a_refused_filter_is_left_out_of_the_task_and_said(trained, capsys):
+    content = played(trained)
+    refused = [r for r in content["runs"] if "refused" in r]
+    assert {(r["task"], r["variant"], r["seed"]) for r in refused} == {("reviews", "neutreno", 0)}
+    assert len(refused) <= 2, "both rates can be on their way"
+    own = league()
+    header, rows = standings.overview(own, by_run(content), own.stages[0])
+    assert header == ["", "reviews, matthews correlation ↑", "ptb, perplexity ↓", "mean rank"]
+    assert next(row for row in rows if row[0] == "neutreno")[1] == "refused"
+
+
+def test_the_same_command_goes_on(trained):
+    whole = played(trained)
+    count, file = len(trained), Path("runs/league/small.json")
+    assert json.loads(file.read_text()) == json.loads(json.dumps(whole))
+    lost = copy.deepcopy(whole)
+    lost["runs"] = [r for r in lost["runs"] if (r["task"], r["variant"], r["seed"]) != ("ptb", "gfsa", 5)]
+    file.write_text(json.dumps(lost))
+    again = played(trained)
+    assert len(trained) == count + 1
+    assert by_run(again).keys() == by_run(whole).keys()
+
+
+def test_a_file_that_changed_under_finished_runs_is_refused(trained):
+    played(trained)
+    with pytest.raises(
+        GraphFilterError, match=r"gfsa on reviews, seed 0, was run with other settings \(filter_options"
+    ):
+        played(trained, variants={**FILE["variants"], "gfsa": {"filter_options": {"K": 3}}})
+    count = len(trained)
+    more = played(trained, variants={**FILE["variants"], "xsa": None})
+    assert {v["filter"] for v, *_ in trained[count:]} == {"xsa"}, "a variant more leaves the others as they are"
+    assert len(more["runs"]) > count
+
+
+def test_ranks_and_comparisons_are_those_of_the_numbers(trained):
+    own, found = league(), by_run(played(trained))
+    assert own.ranks(found, own.stages[0]) == {"gfsa": 1.0, "plain": 2.0, "neutreno": 3.5, "gated": 3.5}
+    made = {(c.task, c.variant): c for c in standings.comparisons(own, found, own.stages[1])}
+    assert [*made] == [("ptb", "gfsa")]
+    gfsa = made["ptb", "gfsa"]
+    assert gfsa.paired.mean == pytest.approx(-0.1, abs=1e-3)
+    assert gfsa.better
+    assert gfsa.beyond
+    assert gfsa.paired.pairs == 4
+    text = standings.verdict(own, found)
+    assert text.startswith(
+        "Of 1 comparisons with plain over 4 seeds, Holm-corrected at 5%: Better than plain: `gfsa` on ptb"
+    )
+    assert text.endswith("None is worse than plain.")
+    details = {row[1]: row for row in standings.details(own, found, own.stages[1])[1]}
+    assert details["`gfsa`"][2:4] == ["0.01", "4"]
+    assert details["`gfsa`"][-1] == "1.50"
+    assert standings.levels(own, found)[1][1][-1] == "99.69"
+    assert standings.verdict(own, {}) == "Nothing can be said yet."
+    del found[Run("ptb", LONGER, 1, 2.0)]
+    assert standings.verdict(own, found) == f"Not finished yet. {text}"
+    names = [file.name for file in figures.draw(own, found, Path("runs"))]
+    assert names == ["league-small-ranks.png", "league-small-critical-difference.png"]
+    assert all(Path("runs", n).is_file() for n in names)
+
+
+def test_holm_is_its_definition():
+    """Reject while p_(i) < level / (m - i): the corrected value is the smallest level that rejects."""
+    p = [0.001, 0.2, 0.013, 0.012, 0.04]
+
+    def rejected(level):
+        out = set()
+        for i, k in enumerate(sorted(range(len(p)), key=p.__getitem__)):
+            if p[k] > level / (len(p) - i):
+                break
+            out.add(k)
+        return out
+
+    for k, corrected in enumerate(standings.holm(p)):
+        assert k in rejected(corrected * 1.0001)
+        assert k not in rejected(corrected * 0.9999)
+
+
+@pytest.mark.parametrize(("k", "n", "expected"), [(2, 10, 0.620), (5, 30, 1.114), (10, 14, 3.620)])
+def test_critical_difference_is_that_of_the_tables(k, n, expected):
+    """q of Demsar (2006), Table 5: 1.960, 2.728, 3.164."""
+    assert figures.critical_difference(k, n) == pytest.approx(expected, abs=0.002)
+
+
+def test_a_run_that_diverged_is_no_number(trained, monkeypatch):
+    whole = play.train
+
+    def train(recipe, values, seed, folder):
+        record = whole(recipe, values, seed, folder)
+        if values["filter"] == "gated" and "metrics" in record:
+            record["metrics"] = dict.fromkeys(record["metrics"], float("nan"))
+        return record
+
+    monkeypatch.setattr(play, "train", train)
+    own, found = league(), by_run(played(trained))
+    assert not [c for c in standings.comparisons(own, found, own.stages[0]) if c.variant == "gated"]
+    assert [*own.ranks(found, own.stages[0])][-1] == "gated"
+
+
+def test_an_interrupted_league_keeps_what_is_finished(trained, monkeypatch):
+    whole = play.train
+
+    def train(*arguments):
+        if len(trained) >= 5:
+            raise KeyboardInterrupt
+        return whole(*arguments)
+
+    monkeypatch.setattr(play, "train", train)
+    with pytest.raises(KeyboardInterrupt):
+        played(trained, workers=1)
+    assert len(json.loads(Path("runs/league/small.json").read_text())["runs"]) == 5
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_two_commands_on_one_league(trained, capsys):
+    file = Path("tiny.yaml")
+    file.write_text(yaml.safe_dump(FILE))
+    Path("runs/league").mkdir(parents=True)
+    with FileLock("runs/league/tiny.json.lock"), pytest.raises(SystemExit):
+        compare.main(["league", "--config", str(file)])
+    assert "another command is playing this league: runs/league/tiny.json is locked" in capsys.readouterr().err
+    compare.main(["league", "--config", str(file)])
+    played = len(trained)
+    compare.main(["league", "--config", str(file), "--show"])
+    assert len(trained) == played
+    assert "Better than plain: `gfsa` on ptb by 0.1 (perplexity)" in capsys.readouterr().out
+    assert Path("runs/league/league-tiny-ranks.png").is_file()
+    compare.main(["league", "--config", str(file), "--fresh"])
+    assert len(trained) == 2 * played
+    assert Path("runs/league/tiny.json.1").is_file()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tasks": {}}, "the league small needs 'tasks', a dict, found {}"),
+        ({"task": {}}, "the league small has no 'task' .did you mean tasks?"),
+        ({"rates": {"learning_rate": [1], "filter_lr": [1, 2]}}, "must give plain and filters as many rates"),
+        ({"rates": {"learning_rate": [1]}}, "rates needs 'filter_lr', a list, found None"),
+        ({"stages": [{"seeds": [0, 1]}]}, "the seeds of a stage are different ones, and none 0"),
+        ({"stages": [{"seeds": [1], "best": 2}]}, "the first stage plays all variants"),
+        ({"stages": [{"seeds": [1], "tasks": ["ptp"]}]}, "a stage has no task 'ptp' .did you mean ptb?"),
+        ({"tasks": {"ptb": ["language_modeling"]}}, "the task 'ptb' must be given as NAME: VALUE"),
+        ({"tasks": {"ptb": {"recipe": "lm", "config": "x"}}}, "the task 'ptb' has no recipe 'lm'; recipes are glue"),
+        (
+            {"tasks": {"ptp": {**FILE["tasks"]["ptb"]}}, "stages": [{"seeds": [1]}]},
+            "has no task 'ptp' .did you mean ptb?",
+        ),
+        ({"variants": {"gfsb": None}}, "unknown filter 'gfsb' .did you mean 'gfsa'"),
+        ({"variants": {"gfsa": {"filter_optoins": {}}}}, "unknown setting 'filter_optoins' of the variant 'gfsa'"),
+    ],
+)
+def test_league_files_are_refused_before_anything_is_run(changes, message, trained):
+    with pytest.raises(GraphFilterError, match=message):
+        played(trained, **changes)
+    assert not trained
+
+
+def test_held_out_rows_are_fixed_and_apart():
+    kept, out = held_out(50, 0.1)
+    assert (kept, out) == held_out(50, 0.1)
+    assert sorted(kept + out) == [*range(50)]
+    assert len(out) == 5
+    for share in (-0.1, 0.001, 1.0):
+        with pytest.raises(GraphFilterError, match="--held_out"):
+            held_out(50, share)
+
+
+def test_held_out_images_have_a_transform_of_their_own():
+    class Numbers(torch.utils.data.Dataset):
+        transform = None
+
+        def __len__(self):
+            return 10
+
+        def __getitem__(self, index):
+            return index, self.transform
+
+    train, val = hold_out(Numbers(), 0.3)
+    train.transform, val.transform = "flipped", "as they are"
+    assert [train[0][1], val[0][1]] == ["flipped", "as they are"]
+    assert sorted([x for x, _ in train] + [x for x, _ in val]) == [*range(10)]
+
+
+@pytest.mark.parametrize("name", ["small", "depth"])
+def test_shipped_leagues_can_be_played(name):
+    content = read_yaml(f"league/{name}.yaml")
+    own = League(content, name, DATA)
+    own.check({})
+    if name == "small":
+        own_filters = {n for n in available_filters() if get_filter(n).__module__.startswith("hf_graphfilter.")}
+        assert {(overrides or {}).get("filter", v) for v, overrides in own.variants.items()} == own_filters
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "recipes" / "results" / "league").glob("*.json")), ids=lambda f: f.stem)
+def test_shipped_standings_are_those_of_the_shipped_leagues(file):
+    """So that the same command goes on with them."""
+    content = json.loads(file.read_text())
+    own = League(read_yaml(f"league/{file.stem}.yaml"), file.stem, DATA)
+    assert content["league"] == own.content
+    own.check(by_run(content))
+
+
+TINY = {
+    "tasks": {
+        "ptb": {
+            "recipe": "language_modeling",
+            "config": "language_modeling/deep.yaml",
+            "data": "ptb",
+            "settings": {"max_steps": 2, "warmup_steps": 0, "max_eval_samples": 8, "from_scratch": {"n_layer": 2}},
+        }
+    },
+    "variants": {"gfsa": None, "kernelution": None},
+    "rates": {"learning_rate": [1], "filter_lr": [1e-2]},
+    "stages": [{"seeds": [1, 2]}],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (DATA / "ptb").is_dir(), reason="needs the Penn Treebank")
+def test_a_real_league_is_played_interrupted_and_gone_on_with(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
+    command = [
+        sys.executable,
+        str(ROOT / "recipes" / "compare.py"),
+        "league",
+        "--config",
+        "tiny.yaml",
+        "--data",
+        str(DATA),
+    ]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    file = tmp_path / "runs" / "league" / "tiny.json"
+    while not file.is_file() and process.poll() is None:
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    assert "compare.py: interrupted; finished seeds and checkpoints are kept" in process.communicate()[1]
+    assert process.returncode == 130
+    before = len(json.loads(file.read_text())["runs"])
+    out = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    assert f"{before} runs at hand" in out
+    assert "Of 1 comparisons with plain over 2 seeds" in out
+    assert "kernelution, rate 0.01, tuning: refused: " in out

@@ -1,0 +1,140 @@
+"""The menu of filters: what holds for each, beside the common tester."""
+
+import math
+
+import pytest
+import torch
+from filters import MENU
+from transformers import BertConfig, BertModel, SwinConfig, SwinModel
+
+from hf_graphfilter import GraphFilterError, patch_model
+from hf_graphfilter.analysis import attention_maps, response_curves
+from hf_graphfilter.analysis.report import report
+from hf_graphfilter.filters.arma import ARMAConfig
+from hf_graphfilter.filters.attached import filters_of
+from hf_graphfilter.filters.overview import HEADER, overview
+from hf_graphfilter.filters.polynomial import PolynomialConfig
+from hf_graphfilter.filters.registry import get_filter
+from hf_graphfilter.testing import check_filter
+
+SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+
+
+def bert():
+    torch.manual_seed(0)
+    return BertModel(BertConfig(**SIZES)).eval()
+
+
+@pytest.mark.parametrize("name", MENU)
+def test_each_passes_the_checks_of_a_filter(name):
+    check_filter(MENU[name].config)
+
+
+@pytest.mark.parametrize("name", MENU)
+def test_coefficients_that_are_shown_are_learned(name):
+    model = patch_model(bert(), MENU[name].config)
+    for _, graph_filter in filters_of(model):
+        assert graph_filter.learned_coefficients().keys() == graph_filter.coefficients().keys()
+        assert all(len(c) == 4 for c in graph_filter.coefficients().values())
+
+
+@pytest.mark.parametrize("basis", ["monomial", "chebyshev", "legendre", "jacobi", "bernstein"])
+@pytest.mark.parametrize("theta", ["free", "tanh"])
+def test_a_polynomial_starts_as_attention_bit_for_bit(basis, theta):
+    model, ids = bert(), torch.arange(20).view(2, 10)
+    expected = model(ids).last_hidden_state
+    patch_model(model, "polynomial", basis=basis, K=5, theta=theta)
+    assert torch.equal(model(ids).last_hidden_state, expected)
+    for curve in response_curves(model).values():
+        torch.testing.assert_close(curve.response, curve.at.expand(4, -1))
+
+
+def test_poles_converge_as_stated():
+    """What the steps cut off is at most |b|^(steps+1) / (1 - |b|) of a signal, for rows that sum to 1."""
+    torch.manual_seed(0)
+    A = torch.rand(6, 6, dtype=torch.float64).softmax(-1)
+    for b in (0.9, -0.9, 0.3):
+        exact = torch.linalg.inv(torch.eye(6, dtype=torch.float64) - b * A)
+        for steps in (1, 4, 20):
+            cut = sum(b**k * torch.matrix_power(A, k) for k in range(steps + 1))
+            assert (exact - cut).abs().sum(-1).max() <= abs(b) ** (steps + 1) / (1 - abs(b)) + 1e-12
+    model = patch_model(bert(), "arma", order=3, bound=0.8)
+    for _, graph_filter in filters_of(model):
+        torch.nn.init.normal_(graph_filter.shift_of_pole, std=50)
+        assert graph_filter.poles.abs().max() <= 0.8
+
+
+def test_pagerank_is_what_its_name_says():
+    model = patch_model(bert(), "ppr", K=200, alpha=0.2)
+    (_, first), *_ = filters_of(model)
+    torch.nn.init.ones_(first.g)
+    at, response, _ = next(iter(response_curves(model).values()))
+    torch.testing.assert_close(response, (0.2 / (1 - 0.8 * at)).expand(4, -1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("polynomial", {"K": 0}, "K must be 1 to 1000, got 0"),
+        ("polynomial", {"K": 15, "basis": "chebyshev"}, "K=15 is too high for the chebyshev basis"),
+        ("polynomial", {"K": 13, "basis": "bernstein"}, "K=13 is too high for the bernstein basis"),
+        ("polynomial", {"a": 1.0}, "a and b are of the Jacobi basis, and basis is 'chebyshev'"),
+        ("polynomial", {"basis": "jacobi", "a": -1.0, "b": -1.0, "K": 2}, "no step k=2"),
+        ("ppr", {"alpha": 1.0}, "alpha must lie between 0 and 1, got 1.0"),
+        ("ppr", {"kernel": "heat", "t": 0.0}, "t must be > 0, got 0.0"),
+        ("arma", {"bound": 1.0}, "bound must lie between 0 and 1, got 1.0"),
+        ("arma", {"order": 0}, "order must be 1 to 8, got 0"),
+        ("contranorm", {"temperature": 0.0}, "temperature must be > 0, got 0.0"),
+    ],
+)
+def test_bad_options(name, options, message):
+    with pytest.raises(GraphFilterError, match=message.replace("(", r"\(")):
+        patch_model(bert(), name, **options)
+
+
+def test_the_highest_orders_are_those_that_float32_can_add_up():
+    highest = {"chebyshev": 14, "legendre": 15, "jacobi": 14, "bernstein": 12}
+    assert {basis: max(K for K in range(1, 30) if _accepted(basis, K)) for basis in highest} == highest
+    assert _accepted("monomial", 1000)
+
+
+def _accepted(basis, K):
+    try:
+        return bool(PolynomialConfig(K=K, basis=basis))
+    except GraphFilterError:
+        return False
+
+
+@pytest.mark.parametrize("name", ["neutreno", "value-residual"])
+def test_the_first_layer_must_be_among_the_chosen(name):
+    model = bert()
+    with pytest.raises(GraphFilterError, match=r"the first one chosen is encoder\.layer\.1\.attention\.self"):
+        patch_model(model, name, layers=[1, 2])
+    assert not list(filters_of(model))
+    patch_model(patch_model(model, name, layers=[0]), name, layers=[2])  # it may be there already
+    with pytest.raises(GraphFilterError, match="attends within windows"):
+        patch_model(SwinModel(SwinConfig(embed_dim=8, depths=[2], num_heads=[2], image_size=16, patch_size=2)), name)
+
+
+@pytest.mark.parametrize("name", [name for name, entry in MENU.items() if not entry.config.module.linear])
+def test_what_is_no_matrix_has_no_map_and_the_report_leaves_it_out(name):
+    model, batch = patch_model(bert(), MENU[name].config), {"input_ids": torch.arange(20).view(2, 10)}
+    with pytest.raises(GraphFilterError, match="is no matrix times the values"):
+        attention_maps(model, batch)
+    assert len(attention_maps(model, batch, filtered=False)[0]) == 3
+    found = report(model, [batch])
+    assert found.summary()
+    assert {quantity for _, quantity in found.measured.response.bands} == {"attention_gain"}
+    assert "coefficients" in found.figures() or not any(row.coefficients for row in found.measured.status)
+
+
+def test_the_overview_has_a_row_for_each_filter():
+    rows = {row[0].strip("`"): row for row in overview()}
+    assert rows.keys() >= {type(entry.config).filter for entry in MENU.values()} | {"gfsa", "agf", "singularformer"}
+    for name, row in rows.items():
+        assert len(row) == len(HEADER)
+        if name in {type(entry.config).filter for entry in MENU.values()}:
+            assert all(row), name
+            assert get_filter(name).citation.startswith("@")
+    assert rows["arma"][3] == str(2 * ARMAConfig().order)
+    assert math.isclose(float(rows["gated"][3].replace(",", "")), 64 * 768)
