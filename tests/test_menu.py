@@ -3,8 +3,10 @@
 import math
 
 import pytest
+import test_common
 import torch
-from filters import MENU
+from filters import FILTERS, MENU
+from models import FAMILIES
 from transformers import BertConfig, BertModel, SwinConfig, SwinModel
 
 from hf_graphfilter import GraphFilterError, patch_model
@@ -28,6 +30,13 @@ def bert():
 @pytest.mark.parametrize("name", MENU)
 def test_each_passes_the_checks_of_a_filter(name):
     check_filter(MENU[name].config)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "t5", "vit"])
+@pytest.mark.parametrize("name", MENU)
+def test_each_equals_its_dense_form(family, name):
+    """Of all families among the slow tests of the common tester."""
+    test_common.test_equals_the_dense_form(FAMILIES[family], FILTERS[name], "sdpa")
 
 
 @pytest.mark.parametrize("name", MENU)
