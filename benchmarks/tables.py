@@ -33,7 +33,7 @@ from hf_graphfilter.filters.overview import overview as menu
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))
 from recipes.league.plan import League, by_run  # noqa: E402
-from recipes.league.standings import comparisons, details, levels, overview, verdict  # noqa: E402
+from recipes.league.standings import comparisons, details, levels, overview, tuning, verdict  # noqa: E402
 from recipes.metrics import LOWER_IS_BETTER  # noqa: E402
 from recipes.summary import PLAIN, by_seed, interval, summary_rows  # noqa: E402
 
@@ -564,8 +564,10 @@ def league_tables(name: str) -> str:
         {f"{run['machine']}, torch {run['versions']['torch']}" for run in found.values() if "machine" in run}
     )
     dates = sorted({run["date"] for run in found.values() if "date" in run})
-    header, rows = levels(league, found)
-    made += [markdown_table(header, rows) if rows else ""]
+    titles = {tuning: "Tuning, on validation, one seed", levels: "How far plain was trained"}
+    for part, title in titles.items():
+        header, rows = part(league, found)
+        made += [f"*{title}*", markdown_table(header, rows)] if rows else []
     made += [f"{'; '.join(machines)}. {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."]
     return "\n\n".join(filter(None, made))
 

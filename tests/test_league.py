@@ -154,6 +154,9 @@ def test_ranks_and_comparisons_are_those_of_the_numbers(trained):
     assert details["`gfsa`"][2:4] == ["0.01", "4"]
     assert details["`gfsa`"][-1] == "1.50"
     assert standings.levels(own, found)[1][1][-1] == "99.69"
+    rates = {tuple(row[:2]): row[2:] for row in standings.tuning(own, found)[1]}
+    assert rates["reviews", "`plain`"][1].startswith("0.0002: **0.01")
+    assert ("reviews", "`neutreno`") not in rates
     assert standings.verdict(own, {}) == "Nothing can be said yet."
     del found[Run("ptb", LONGER, 1, 2.0)]
     assert standings.verdict(own, found) == f"Not finished yet. {text}"

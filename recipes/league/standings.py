@@ -8,7 +8,7 @@ from rich.console import Console
 
 from hf_graphfilter.analysis.comparison import PairedComparison, mean_and_sd, paired_comparison
 from hf_graphfilter.console import table
-from recipes.league.plan import LONGER, TUNING_SEED, League, Records, Stage
+from recipes.league.plan import LONGER, TUNING_SEED, League, Records, Run, Stage
 from recipes.metrics import LOWER_IS_BETTER
 from recipes.records import tell
 from recipes.summary import PLAIN
@@ -167,6 +167,23 @@ def details(league: League, found: Records, stage: Stage) -> tuple[list[str], li
     return header, rows
 
 
+def tuning(league: League, found: Records) -> tuple[list[str], list[list[str]]]:
+    """(header, rows): the validation score of each learning rate, of plain the model's; bold what is kept."""
+    rows = []
+    for task in league.tasks:
+        for variant in (PLAIN, *league.variants):
+            best, cells = league.tuned(found, task, variant), []
+            for rate in league.rates["learning_rate" if variant == PLAIN else "filter_lr"]:
+                run = Run(task, variant, TUNING_SEED, rate)
+                if "metrics" in (record := found.get(run, {})):
+                    own = record["settings"]["learning_rate" if variant == PLAIN else "filter_lr"]
+                    mark = "**" if rate == best else ""
+                    cells.append(f"{own:g}: {mark}{record['metrics'][league.tuning_metric(task)]:.4g}{mark}")
+            if cells:
+                rows.append([task, f"`{variant}`", *cells, *[""] * (len(league.rates["filter_lr"]) - len(cells))])
+    return ["task", "filter", *(f"rate {i}" for i, _ in enumerate(league.rates["filter_lr"], 1))], rows
+
+
 def seconds(found: Records, task: str, variant: str) -> float:
     """Median of training over plain's; NaN where plain has no run."""
     taken = {
@@ -195,5 +212,6 @@ def show(league: League, found: Records, console: Console) -> None:
         if comparisons(league, found, stage):
             for title, made in {"": overview, ", in detail": details}.items():
                 console.print(table(*made(league, found, stage), title=f"{league.name}, stage {number}{title}"))
+    console.print(table(*tuning(league, found), title="tuning"))
     console.print(table(*levels(league, found), title="how far plain was trained"))
     tell(console, verdict(league, found))
