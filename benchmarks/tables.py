@@ -541,7 +541,8 @@ def menu_steps() -> str:
     steps = read("menu-cpu-steps")
     found = {(row["form"], row["case"]): f"**{over_plain(row):.2f}**" for row in steps}
     shapes = list(dict.fromkeys(row["case"] for row in steps))
-    names = sorted({row["form"] for row in steps}, key=lambda name: float(found.get((name, shapes[0]), "**9**")[2:-2]))
+    names = dict.fromkeys(row["form"] for row in steps)
+    names = sorted(names, key=lambda name: float(found.get((name, shapes[0]), "**9**")[2:-2]))
     body = [[f"`{name}`", *(found.get((name, shape), "") for shape in shapes)] for name in names]
     return f"{where(steps)}\n\n{markdown_table(['filter', *shapes], body)}"
 
