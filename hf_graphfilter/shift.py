@@ -106,8 +106,7 @@ class DenseShift(ShiftOperator):
         return repeat_heads(value, self.matrix.shape[1])[:, :, -self.matrix.shape[2] :]
 
     def mean(self, signal: Tensor) -> Tensor:
-        seen = (self.matrix[:, :1] > 0).to(signal.dtype)
-        return seen @ signal / seen.sum(-1, keepdim=True)
+        return average_of_seen(signal, self.matrix[:, :1] > 0)
 
 
 class AttentionShift(ShiftOperator):

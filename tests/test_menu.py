@@ -115,6 +115,14 @@ def _accepted(basis, K):
 
 
 @pytest.mark.parametrize("name", ["neutreno", "value-residual"])
+def test_a_layer_that_the_first_did_not_run_before_says_so(name):
+    model = patch_model(bert(), name)
+    model.encoder.layer[0].forward = lambda hidden_states, *_, **__: hidden_states  # as if dropped
+    with pytest.raises(GraphFilterError, match="did not run before it"):
+        model(torch.arange(10).view(2, 5))
+
+
+@pytest.mark.parametrize("name", ["neutreno", "value-residual"])
 def test_the_first_layer_must_be_among_the_chosen(name):
     model = bert()
     with pytest.raises(GraphFilterError, match=r"the first one chosen is encoder\.layer\.1\.attention\.self"):

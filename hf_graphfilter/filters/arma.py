@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import GraphFilterError, shown
 from .base import LARGEST_ORDER, AttentionSite, FilterConfig
 from .build import register_filter
+from .fields import check_counts
 from .series import PowerSeries
 
 CITATION = """@article{isufi2017arma,
@@ -56,9 +57,6 @@ class ARMA(PowerSeries):
             found |= {f"r_{p}": r, f"b_{p}": b}
         return found
 
-    def learned_coefficients(self) -> dict[str, Tensor]:
-        return self.coefficients()
-
     def series(self, dtype: torch.dtype) -> Tensor:
         k = torch.arange(self.config.steps + 1, device=self.residue.device)
         return (self.residue[..., None].to(dtype) * self.poles[..., None].to(dtype) ** k).sum(1)
@@ -89,9 +87,7 @@ class ARMAConfig(FilterConfig):
     bound: float = 0.9
 
     def validate(self) -> None:
-        for name, most in (("order", 8), ("steps", LARGEST_ORDER)):
-            if not 1 <= getattr(self, name) <= most:
-                raise GraphFilterError(f"ARMAConfig: {name} must be 1 to {most}, got {shown(getattr(self, name))}")
+        check_counts(self, order=8, steps=LARGEST_ORDER)
         if not 0 < self.bound < 1:
             raise GraphFilterError(f"ARMAConfig: bound must lie between 0 and 1, got {shown(self.bound)}")
 

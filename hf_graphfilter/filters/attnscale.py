@@ -36,9 +36,6 @@ class AttnScale(PerHead):
         """``lambda``, (heads,)."""
         return {"lambda": self.scale.detach()}
 
-    def learned_coefficients(self) -> dict[str, Tensor]:
-        return self.coefficients()
-
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
         """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         attended, mean = shift(value), repeat_heads(shift.mean(value), len(self.scale))

@@ -56,6 +56,7 @@ class AttentionSite:
         head_dim: features of a query head.
         position_bias: whether the module adds a learned bias of positions to its scores (T5).
         sliding_window: tokens that a token sees, None for all.
+        in_windows: whether it attends within windows of an image, whose tokens are in another order in another layer.
         stack_module: the module that runs the layers of the group and hands its further keyword arguments on to the
             attention of each; None where there is none.
         other_scores: what else besides query and key makes the scores (talking heads ...), "" for nothing.
@@ -72,6 +73,7 @@ class AttentionSite:
     head_dim: int = 0
     position_bias: bool = False
     sliding_window: int | None = None
+    in_windows: bool = False
     other_scores: str = ""
     stack_module: nn.Module | None = None
 

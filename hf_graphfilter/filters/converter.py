@@ -19,6 +19,7 @@ from ..ops.unitary import Permutation, filter_tokens
 from ..shift import AttentionShift, repeat_heads
 from .base import LARGEST_ORDER, AttentionSite
 from .build import register_filter
+from .fields import check_counts
 from .replacing import ReplacingConfig, ReplacingFilter
 from .spectrum import Spectrum, damped_polynomial, real_form, reflected
 
@@ -164,11 +165,7 @@ class SynvolutionConfig(ReplacingConfig):
 
     def validate(self) -> None:
         super().validate()
-        name = type(self).__name__
-        if not 1 <= self.orders <= 64:
-            raise GraphFilterError(f"{name}: orders must be 1 to 64, got {shown(self.orders)}")
-        if self.hidden is not None and not 1 <= self.hidden <= 16_384:
-            raise GraphFilterError(f"{name}: hidden must be 1 to 16384, got {shown(self.hidden)}")
+        check_counts(self, orders=64, hidden=16_384)
 
 
 @register_filter("kernelution")

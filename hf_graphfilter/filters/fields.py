@@ -35,6 +35,14 @@ def check_fields(config: Any) -> None:
             object.__setattr__(config, field.name, float(value))
 
 
+def check_counts(config: Any, **most: int) -> None:
+    """That each of these fields of a dataclass is 1 to so many, where it is not None."""
+    for name, limit in most.items():
+        value = getattr(config, name)
+        if value is not None and not 1 <= value <= limit:
+            raise GraphFilterError(f"{type(config).__name__}: {name} must be 1 to {limit}, got {shown(value)}")
+
+
 def options(config_class: type[Any]) -> dict[str, tuple[str, Any]]:
     """What ``from_options`` takes: name -> (type in words, default or ``dataclasses.MISSING``), its own options
     before those that every filter in the place of attention has."""

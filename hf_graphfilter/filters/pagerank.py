@@ -16,6 +16,7 @@ from torch import Tensor
 from ..errors import GraphFilterError, shown
 from .base import LARGEST_ORDER, FilterConfig
 from .build import register_filter
+from .fields import check_counts
 from .series import PowerSeries
 
 CITATION = """@inproceedings{gasteiger2019diffusion,
@@ -48,9 +49,6 @@ class Diffusion(PowerSeries):
     def coefficients(self) -> dict[str, Tensor]:
         """``g``, and ``alpha`` or ``t``, (heads,)."""
         return {"g": self.g.detach(), {"ppr": "alpha", "heat": "t"}[self.config.kernel]: self.pace.detach()}
-
-    def learned_coefficients(self) -> dict[str, Tensor]:
-        return self.coefficients()
 
     def series(self, dtype: torch.dtype) -> Tensor:
         k, pace = torch.arange(self.config.K + 1, device=self.g.device), self.pace[:, None].to(dtype)
@@ -88,8 +86,7 @@ class PPRConfig(FilterConfig):
     t: float = 1.0
 
     def validate(self) -> None:
-        if not 1 <= self.K <= LARGEST_ORDER:
-            raise GraphFilterError(f"PPRConfig: K must be 1 to {LARGEST_ORDER}, got {shown(self.K)}")
+        check_counts(self, K=LARGEST_ORDER)
         if not 0 < self.alpha < 1:
             raise GraphFilterError(f"PPRConfig: alpha must lie between 0 and 1, got {shown(self.alpha)}")
         if not self.t > 0:

@@ -10,13 +10,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..errors import GraphFilterError, shown
+from ..errors import GraphFilterError
 from ..functional.polynomial import known_zero
 from ..ops.combine import combine
 from ..ops.polynomials import applied, monomials, recurrence
 from ..shift import ShiftOperator
 from .base import LARGEST_ORDER, AttentionSite, FilterConfig
 from .build import register_filter
+from .fields import check_counts
 from .series import PowerSeries
 
 CITATION = """@inproceedings{defferrard2016chebnet,
@@ -97,8 +98,7 @@ class PolynomialConfig(FilterConfig):
     theta: Literal["free", "tanh"] = "free"
 
     def validate(self) -> None:
-        if not 1 <= self.K <= LARGEST_ORDER:
-            raise GraphFilterError(f"PolynomialConfig: K must be 1 to {LARGEST_ORDER}, got {shown(self.K)}")
+        check_counts(self, K=LARGEST_ORDER)
         if self.basis != "jacobi" and (self.a, self.b) != (None, None):
             raise GraphFilterError(f"PolynomialConfig: a and b are of the Jacobi basis, and basis is {self.basis!r}")
         lost = max(sum(map(abs, row)) for row in monomials(self.basis, *self.parameters)) * 2.0**-24

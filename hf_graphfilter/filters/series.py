@@ -33,6 +33,9 @@ class PerHead(GraphFilter):
         """Of a coefficient of one head."""
         return ()
 
+    def learned_coefficients(self) -> dict[str, Tensor]:
+        return self.coefficients()
+
     def reset_parameters(self) -> None:
         for name in self.per_head:
             nn.init.zeros_(getattr(self, name))
@@ -44,17 +47,16 @@ class PowerSeries(PerHead):
     config: Any
 
     def series(self, dtype: torch.dtype) -> Tensor:
-        """``c_0 ... c_K``, (heads, K+1), all 0 at the start: what is added to A."""
+        """``c_0 ... c_K``, (heads, K+1) with K >= 1, all 0 at the start: what is added to A."""
         raise NotImplementedError
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
         """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         c = self.series(torch.promote_types(torch.float32, value.dtype))
         shift.exact = known_zero(c)
-        powers = shift.powers(value, max(1, c.shape[1] - 1))
-        terms = [(c[:, 0], shift.identity(value)), *zip(c[:, 1:].unbind(1), powers, strict=False)]
-        terms[1:2] = [(c[:, 1] + 1 if c.shape[1] > 1 else torch.ones_like(c[:, 0]), powers[0])]
-        return combine(terms)
+        powers, (constant, once, *higher) = shift.powers(value, c.shape[1] - 1), c.unbind(1)
+        signals = [shift.identity(value), *powers]
+        return combine([*zip((constant, once + 1, *higher), signals, strict=True)])
 
 
 class FromFirstLayer(PerHead):
@@ -65,7 +67,7 @@ class FromFirstLayer(PerHead):
 
     def __init__(self, config: FilterConfig, site: AttentionSite):
         super().__init__(config, site)
-        if any(getattr(part, "window_size", None) for part in site.module.modules()):
+        if site.in_windows:
             raise GraphFilterError(
                 f"{site.name} ({type(site.module).__name__}) attends within windows, whose tokens are in another order "
                 f"in another layer, and {config.filter!r} reads the values of the first; choose another filter"
@@ -76,11 +78,17 @@ class FromFirstLayer(PerHead):
                 "and the layers of this model hand nothing on to each other besides the hidden states; choose another "
                 "filter"
             )
+        self.is_first = site.index == 0
 
     def first(self, shift: AttentionShift, values: Tensor) -> Tensor:
         """The first layer's ``values``; left for the others by the first layer itself."""
         left = shift.earlier.left_before(self.site_name)
         if not left:
+            if not self.is_first:
+                raise GraphFilterError(
+                    f"{self.site_name}: {self.config.filter!r} reads the values of the first layer, which did not run "
+                    "before it; train without dropping layers (layerdrop=0), or choose another filter"
+                )
             shift.earlier.leave(self.site_name, values)
             return values
         return left[0]
@@ -91,7 +99,7 @@ class FromFirstLayerConfig(FilterConfig):
     """Of a filter that reads what the first layer of its stack made."""
 
     def check_sites(self, sites: Sequence[AttentionSite]) -> None:
-        for group in {site.group: site for site in sites}:
+        for group in dict.fromkeys(site.group for site in sites):
             first, *others = sorted((s for s in sites if s.group == group), key=lambda site: site.index)
             if first.index:
                 raise GraphFilterError(

@@ -16,6 +16,7 @@ from ..errors import GraphFilterError, shown
 from ..shift import AttentionShift
 from .base import AttentionSite
 from .build import register_filter
+from .fields import check_counts
 from .replacing import ReplacingConfig, ReplacingFilter, in_dtype_of
 
 CITATION = """@inproceedings{wu2023singularformer,
@@ -122,8 +123,7 @@ class SingularformerConfig(ReplacingConfig):
 
     def validate(self) -> None:
         super().validate()
-        if self.r is not None and not 1 <= self.r <= 65_536:
-            raise GraphFilterError(f"SingularformerConfig: r must be 1 to 65536, got {shown(self.r)}")
+        check_counts(self, r=65_536)
         if self.temperature <= 0:
             raise GraphFilterError(f"SingularformerConfig: temperature must be > 0, got {shown(self.temperature)}")
         for name in ("gamma_orthogonal", "gamma_diagonal"):

@@ -100,14 +100,21 @@ class League:
         """As its recipe calls it."""
         return self.tasks[task].get("task", task)
 
+    @cached_property
+    def base(self) -> dict[str, dict[str, Any]]:
+        """The settings of the plain model on each task."""
+        found = {}
+        for task, about in self.tasks.items():
+            argv = ["--config", about["config"], "--task", self.task_of(task)]
+            if "data" in about:
+                argv += ["--data", str(self.data / about["data"])]
+            values, _ = self.settings[task].parse([*argv, "--filter", "none"])
+            found[task] = self.settings[task].override(values, about.get("settings", {}), f" of the task {task!r}")
+        return found
+
     def values(self, run: Run, found: Records) -> dict[str, Any]:
         """The settings of a run, with what was tuned before it."""
-        settings, about = self.settings[run.task], self.tasks[run.task]
-        argv = ["--config", about["config"], "--task", self.task_of(run.task)]
-        if "data" in about:
-            argv += ["--data", str(self.data / about["data"])]
-        values, _ = settings.parse([*argv, "--filter", "none"])
-        values = settings.override(values, about.get("settings", {}), f" of the task {run.task!r}")
+        settings, values = self.settings[run.task], dict(self.base[run.task])
         plain = run.variant in (PLAIN, LONGER)
         factor = run.rate if plain else self.tuned(found, run.task, PLAIN) or 1.0
         values["learning_rate"] *= factor

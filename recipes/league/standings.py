@@ -157,8 +157,7 @@ def details(league: League, found: Records, stage: Stage) -> tuple[list[str], li
             values = values_of(league, found, task, variant, stage.seeds)
             if not values:
                 continue
-            own = [record for run, record in found.items() if run[:2] == (task, variant) and "metrics" in record]
-            settings = own[-1]["settings"]
+            settings = next(r["settings"] for run, r in found.items() if run[:3] == (task, variant, min(values)))
             rate = settings["learning_rate" if variant == PLAIN else "filter_lr"]
             row = [task, f"`{variant}`", f"{rate:g}", f"{len(values)}", mean_and_sd([*values.values()], ".4g")]
             comparison = made.get((task, variant))

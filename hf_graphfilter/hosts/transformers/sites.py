@@ -120,6 +120,7 @@ def _shape(module: Any) -> dict[str, Any]:
         "hidden_size": inputs if passes_on else None,
         "head_dim": head_dim or (inputs or 0) // (_heads(module) or 1),
         "sliding_window": getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)),
+        "in_windows": any(getattr(part, "window_size", None) for part in module.modules()),
     }
 
 
