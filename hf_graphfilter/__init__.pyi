@@ -34,6 +34,7 @@ from .shift import AttentionShift as AttentionShift, DenseShift as DenseShift, S
 
 from .training.optimizer import filter_optimizer as filter_optimizer, parameter_groups as parameter_groups
 from .training.transfer import transfer_attention as transfer_attention
+from .conversion import convert as convert
 from .training.blend import BlendSchedule as BlendSchedule, drop_blend as drop_blend, set_blend as set_blend
 from .training.penalties import RegularizerCallback as RegularizerCallback, collect_penalties as collect_penalties
 from .training.orthogonality import OrthogonalityCallback as OrthogonalityCallback

@@ -124,6 +124,68 @@ def test_an_interrupted_transfer_says_that_it_goes_on(cli, text, agf, tmp_path, 
     assert not (fitted / "transfer").exists()
 
 
+def test_convert(cli, text, plain, tmp_path, monkeypatch, ctrl_c):
+    lines = text.read_text()
+    text.write_text("\n".join(lines[i : i + 60] for i in range(0, len(lines), 60)))
+    short = ("--text", text, "--budget", "2000", "--length", "16", "--batch-tokens", "64", "--holdout", "2")
+    short += ("--stage", "attention=1", "--stage", "hidden=1", "-o", "window=2")
+    advance, out = run.StageRun._advance, tmp_path / "converted"
+
+    def interrupt(self, *arguments):
+        if self.step == 7:
+            signal.raise_signal(signal.SIGINT)
+        return advance(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.StageRun, "_advance", interrupt)
+        done = cli("convert", plain, out, *short)
+    assert done.returncode == 130
+    assert f"progress is kept in {out / 'conversion'}, the same command goes on" in done.stderr
+    done = cli("convert", plain, out, *short, "--layers", "auto:67%")
+    assert done.returncode == 1
+    assert "progress of another transfer (share differ)" in done.stderr
+    done = cli("convert", plain, out, *short)
+    assert done.returncode == 0, done.stderr
+    assert "without far" in done.stdout
+    assert not (out / "conversion").exists()
+    assert json.loads((out / "conversion.json").read_text())["budget"] == 2000
+    model = BertForSequenceClassification.from_pretrained(out)
+    assert {row.filter.window for row in filter_status(model)} == {2}
+    card = (out / "README.md").read_text()
+    assert "## Conversion" in card
+    assert "relative error of attention" in card
+    again = cli("convert", out, tmp_path / "again", *short)
+    assert "has graph filters already" in again.stderr
+    for wrong, message in (
+        (("--budget", "0"), "budget must be a number of tokens"),
+        (("--images", tmp_path), "one of --text FILE, --dataset NAME and --images DIR"),
+        (("--stage", "attention"), "write NAME=VALUE"),
+        (("--lr", "nan"), "--lr must be a positive number"),
+        (("-f", "gfsa"), "is a function of the attention matrix"),
+    ):
+        done = cli("convert", plain, tmp_path / "wrong", *short, *wrong)
+        assert (done.returncode, message in done.stderr) == (1, True), done.stderr
+        assert not (tmp_path / "wrong").exists()
+
+
+def test_convert_images(cli, tmp_path):
+    from PIL import Image
+    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+
+    config = ViTConfig(
+        image_size=16, patch_size=4, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
+    )
+    ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
+    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "vit")
+    (tmp_path / "photos" / "cats").mkdir(parents=True)
+    for i in range(20):
+        Image.new("RGB", (20, 20), (i * 9, 90, 90)).save(tmp_path / "photos" / "cats" / f"{i}.png")
+    command = ("convert", tmp_path / "vit", tmp_path / "out", "--images", tmp_path / "photos")
+    done = cli(*command, "--budget", "400", "--batch-tokens", "64", "--holdout", "2")
+    assert done.returncode == 0, done.stderr
+    assert "agreement" in done.stdout
+
+
 def test_ctrl_c_before_the_work_is_said(cli, plain, tmp_path, monkeypatch):
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     done = cli("patch", plain, tmp_path / "out", "--auto-class", "BertModel")

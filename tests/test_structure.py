@@ -20,7 +20,7 @@ FLOORS = [
     {"records", "selection", "status", "patching"},
     {"checkpoints", "remote_code"},
     {"training", "analysis"},
-    {"testing"},
+    {"testing", "conversion"},
     {"hf_graphfilter"},  # the names that the package exports
     {"startup", "launch", "console", "demo", "cli", "__main__"},
 ]

@@ -15,6 +15,7 @@ try:
         import typer
 
         from .checkpoints import check_output
+        from .convert import convert
         from .report import report
         from .verbs import card, export_remote_code, filters, load_filter, patch, save_filter, status, transfer, unpatch
 except GraphFilterError as error:  # pragma: no cover
@@ -91,7 +92,7 @@ def run(
     run_program(program, arguments or (), module=module, imports=modules or ())
 
 
-for _verb in (patch, unpatch, transfer, status, filters, save_filter, load_filter, card, report, demo):
+for _verb in (patch, unpatch, convert, transfer, status, filters, save_filter, load_filter, card, report, demo):
     app.command()(_verb)
 app.command(context_settings={"allow_interspersed_args": False})(run)  # the program's options are not ours
 app.command()(export_remote_code)

@@ -13,8 +13,7 @@ from rich.progress import track
 
 from ..errors import GraphFilterError
 from .checkpoints import AutoClass, Source, check_output, load
-
-IMAGES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
+from .inputs import Images, texts_of
 
 
 def report(
@@ -52,7 +51,7 @@ def report(
     if images is None:
         batches = texts_of(source, text or [], count, length, batch_size)
     else:
-        batches = images_of(source, images, count, batch_size)
+        batches = list(Images(source, images, batch_size, count))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load(source, auto_class).to(device)
     reference = load(against, auto_class).to(device) if against else None
@@ -68,48 +67,3 @@ def report(
     for line in found.summary():
         Console().print(escape(f"- {line}"), highlight=False)
     Console().print(f"saved to {escape(str(page))}")
-
-
-def texts_of(source: str, files: list[Path], count: int, length: int, batch_size: int) -> list[Any]:
-    from transformers import AutoConfig, AutoTokenizer
-
-    lines = [line for file in files for line in file.read_text(errors="replace").splitlines() if line.strip()][:count]
-    if not lines:
-        raise GraphFilterError(f"{', '.join(map(str, files))} holds no texts")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise GraphFilterError(f"{source} has no tokenizer: {error}") from error
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    encoder_decoder = AutoConfig.from_pretrained(source).is_encoder_decoder
-    batches = []
-    for start in range(0, len(lines), batch_size):
-        part = lines[start : start + batch_size]
-        batch = dict(tokenizer(part, padding=True, truncation=True, max_length=length, return_tensors="pt"))
-        batch = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        if encoder_decoder:  # the text itself, as far as it is read
-            batch |= {f"decoder_{name}": value for name, value in batch.items()}
-        batches.append(batch)
-    return batches
-
-
-def images_of(source: str, folder: Path, count: int, batch_size: int) -> list[Any]:
-    from PIL import Image
-    from transformers import AutoImageProcessor
-
-    if not folder.is_dir():
-        raise GraphFilterError(f"--images: there is no folder {folder}")
-    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in IMAGES)
-    files = files[:: max(1, len(files) // count)][:count]  # of all subfolders
-    if not files:
-        raise GraphFilterError(f"--images: {folder} holds no images ({', '.join(sorted(IMAGES))})")
-    try:
-        processor = AutoImageProcessor.from_pretrained(source)
-    except (OSError, ValueError, ImportError) as error:
-        raise GraphFilterError(f"{source} has no image processor: {error}") from error
-    batches = []
-    for start in range(0, len(files), batch_size):
-        opened = [Image.open(file).convert("RGB") for file in files[start : start + batch_size]]
-        batches.append(dict(processor(opened, return_tensors="pt")))
-    return batches

@@ -16,6 +16,7 @@ from rich.markup import escape
 from ..console import parse_layers, parse_options, table
 from ..errors import GraphFilterError
 from .checkpoints import AutoClass, Output, Source, check_output, load, load_config, save, show_status
+from .inputs import tokenizer_of
 
 
 def patch(
@@ -89,7 +90,9 @@ def transfer(
         raise GraphFilterError(f"--lr must be a positive number, got {lr}")
     check_output(output, source)
     load_config(source, patched=True)
-    ids = torch.tensor(_tokens(source, text))
+    tokenizer, files = tokenizer_of(source), [file.read_text(errors="replace") for file in text]
+    encoded = [tokenizer(file, add_special_tokens=False, verbose=False)["input_ids"] for file in files]
+    ids = torch.tensor([i for one in encoded for i in one])
     windows = ids[: len(ids) // length * length].view(-1, length)
     windows = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))]
     batches, held = list(windows.split(batch_size)), 4
@@ -120,17 +123,6 @@ def transfer(
     save(model, source, output, show=False)
     shutil.rmtree(progress, ignore_errors=True)  # none is kept of a fit that became non-finite
     Console().print(escape(str(report)))
-
-
-def _tokens(source: str, files: list[Path]) -> list[int]:
-    from transformers import AutoTokenizer
-
-    texts = [file.read_text(errors="replace") for file in files]
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise GraphFilterError(f"{source} has no tokenizer: {error}") from error
-    return [i for t in texts for i in tokenizer(t, add_special_tokens=False, verbose=False)["input_ids"]]
 
 
 def save_filter(source: Source, output: Output, auto_class: AutoClass = None) -> None:

@@ -7,7 +7,7 @@ arXiv 2505.08516), Eq. 7-12 and Appendix F.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -167,6 +167,10 @@ class AGFConfig(ReplacingConfig):
     constrain_theta: bool = True
     gamma: float = 1e-2
     correction: bool = False
+
+    @classmethod
+    def for_conversion(cls, **options: Any) -> Self:
+        return super().for_conversion(**{"theta": "per_head", "correction": True, **options})
 
     @property
     def penalties(self) -> dict[str, float]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -170,6 +170,11 @@ class ReplacingConfig(FilterConfig):
     @property
     def starts_as_original(self) -> bool:
         return self.init == "blend"
+
+    @classmethod
+    def for_conversion(cls, **options: Any) -> Self:
+        """The config with the options that fit pretrained attention best (docs/conversion.md), ``options`` on top."""
+        return cls.from_options(**{"window": 16, **options})  # type: ignore[return-value]
 
     def validate(self) -> None:
         if not 0 <= self.window <= WIDEST:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import islice
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...errors import GraphFilterError
 from ...filters import GraphFilter
 from ...filters.attached import filters_of
-from .objectives import DISTANCES, Batch, filter_errors, fit_end_to_end, regress
-from .run import Checkpoint, Stage, StageRun, TransferReport, mean
-
-LABELS = ("labels", "label", "label_ids", "start_positions", "end_positions", "next_sentence_label")
+from .batches import repeated, set_aside
+from .objectives import DISTANCES, filter_errors, fit_end_to_end, mean_loss, original_of, regress
+from .run import Checkpoint, Stage, StageRun, TransferReport, filter_groups, mean
 
 
 def transfer_attention(
@@ -88,68 +85,33 @@ def transfer_attention(
     if steps < (end_to_end is None) or eval_every < 1:
         raise GraphFilterError(f"steps and eval_every must be >= 1, got {steps} and {eval_every}")
     modules = dict(filters_of(model, required=True))
-    held, skip = _set_aside(model, dataloader, holdout)
+    held, skip = set_aside(model, dataloader, holdout)
     started = time.monotonic()
-    with _only_filters(model, modules):
+    with only_filters(model, modules):
         report = TransferReport(before=filter_errors(model, modules, held))
         _refuse_equal(model, modules, report.before)
         settings = {"steps": steps, "lr": lr, "coefficient_lr": coefficient_lr, "modules": sorted(modules)}
-        stages = []
+        stages, groups = [], filter_groups(modules, lr, coefficient_lr)
         if steps:
             fit_batch, measure = partial(regress, model, modules), lambda: mean(filter_errors(model, modules, held))
-            stages += [Stage("attention", steps, lr, coefficient_lr, fit_batch, measure, report.mean_before)]
+            stages += [Stage("attention", steps, groups, fit_batch, measure, report.mean_before)]
         if end_to_end is not None:
             if end_to_end not in DISTANCES:
                 raise GraphFilterError(f"end_to_end={end_to_end!r}: use 'hidden', 'logits' or None")
             more = steps // 4 or 1 if end_to_end_steps is None else end_to_end_steps
             settings |= {"end_to_end": end_to_end, "end_to_end_steps": more, "end_to_end_lr": end_to_end_lr}
-            fit, rate = partial(fit_end_to_end, model, modules, end_to_end), end_to_end_lr * coefficient_lr / lr
-            error = torch.no_grad()(lambda: sum(fit(batch)["loss"] for batch in held) / len(held))
-            stages += [Stage("end to end", more, end_to_end_lr, rate, fit, error)]
+            groups = filter_groups(modules, end_to_end_lr, end_to_end_lr * coefficient_lr / lr)
+            fit = partial(fit_end_to_end, model, original_of(model, modules), end_to_end)
+            stages += [Stage("end to end", more, groups, fit, partial(mean_loss, fit, held))]
         kept = Checkpoint(checkpoint, settings) if checkpoint is not None else None
         for stage in stages:
-            batches = _repeated(model, dataloader, skip)
-            StageRun(stage, modules, report, kept).fit(batches, eval_every, patience, progress)
+            batches = repeated(model, dataloader, skip)
+            StageRun(stage, report, kept).fit(batches, eval_every, patience, progress)
             if report.stopped.startswith("non-finite"):
                 break
         report.after = filter_errors(model, modules, held)
     report.seconds = time.monotonic() - started
     return report
-
-
-def _set_aside(model: nn.Module, dataloader: Iterable[Any], holdout: int | Iterable[Any]) -> tuple[list[Batch], int]:
-    """The batches to measure on, and how many of the dataloader's they are at its start from now on."""
-    if not isinstance(holdout, int):
-        return [_inputs(model, batch) for batch in holdout], 0
-    held = [_inputs(model, batch) for batch in islice(dataloader, holdout)]
-    if len(held) < holdout or holdout < 1:
-        raise GraphFilterError(f"the dataloader yields {len(held)} batches, holdout={holdout} asks for more")
-    return held, 0 if iter(dataloader) is dataloader else holdout
-
-
-def _repeated(model: nn.Module, dataloader: Iterable[Any], skip: int) -> Iterator[Batch]:
-    """All but the first ``skip``, again and again; from an iterator they come once."""
-    empty = True
-    while empty or iter(dataloader) is not dataloader:
-        for batch in islice(dataloader, skip, None):
-            empty = False
-            yield _inputs(model, batch)
-        if empty:
-            raise GraphFilterError("the dataloader yields no batch that is not held out (or is exhausted)")
-
-
-def _inputs(model: nn.Module, batch: Any) -> Batch:
-    device = next(model.parameters()).device
-    if isinstance(batch, Tensor):
-        batch = {model.main_input_name: batch}
-    if not isinstance(batch, Mapping):
-        raise GraphFilterError(f"a batch must be a mapping of model inputs or a tensor, got {type(batch).__name__}")
-    kept = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items() if k not in LABELS}
-    if not kept:
-        raise GraphFilterError(f"a batch holds {list(batch) or 'nothing'} and no input of the model")
-    if "use_cache" in inspect.signature(model.forward).parameters:
-        kept["use_cache"] = False
-    return kept
 
 
 def _refuse_equal(model: nn.Module, modules: dict[str, GraphFilter], errors: dict[str, float]) -> None:
@@ -166,7 +128,7 @@ def _refuse_equal(model: nn.Module, modules: dict[str, GraphFilter], errors: dic
 
 
 @contextlib.contextmanager
-def _only_filters(model: nn.Module, modules: dict[str, GraphFilter]) -> Iterator[None]:
+def only_filters(model: nn.Module, modules: dict[str, GraphFilter]) -> Iterator[None]:
     """Freeze all but the filters, in evaluation mode, and hold these in float32, as half precision would lose small
     steps; afterwards all is as it was."""
     modes = [(module, module.training) for module in model.modules()]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +17,32 @@ from ...shift import AttentionShift
 
 Batch = dict[str, Any]
 Outputs = Mapping[str, Any]
+
+
+class Squares(NamedTuple):
+    """Sums of squares of each token, (batch, tokens), zero where there is none.
+
+    Attributes:
+        error: of the filter.
+        wanted: of the attention.
+        context: how many tokens the token sees.
+    """
+
+    error: Tensor
+    wanted: Tensor
+    context: Tensor
+
+
+Original = Callable[[Batch], Outputs]
 Distance = Callable[[Outputs, Outputs, Tensor | None], Tensor]
 
 
 @contextlib.contextmanager
-def _attending(
-    modules: dict[str, GraphFilter], observe: Callable[[str, Tensor, Tensor], None] | None = None, fit: bool = False
+def attending(
+    modules: dict[str, GraphFilter], observe: Callable[[str, Squares], None] | None = None, fit: bool = False
 ) -> Iterator[None]:
-    """Let the modules compute their original attention; ``observe(name, squared error, squared attention)`` sees how
-    far the filters are from it, with gradients where ``fit``."""
+    """Let the modules compute their original attention; ``observe(name, squares)`` sees how far the filters are from
+    it, with gradients where ``fit``."""
 
     def attend(name: str, graph_filter: GraphFilter, shift: AttentionShift, value: Tensor) -> Tensor:
         fresh = copy.copy(shift)
@@ -34,67 +50,91 @@ def _attending(
             attention = shift(value)
         if observe is not None:
             with torch.set_grad_enabled(fit):
-                observe(name, *_squares(fresh, graph_filter.approximate(fresh, value), attention))
+                observe(name, _squares(fresh, graph_filter.approximate(fresh, value), attention))
             fresh.earlier.detach()  # each layer is fitted by itself
         return attention
 
-    for name, graph_filter in modules.items():
-        vars(graph_filter)["forward"] = partial(attend, name, graph_filter)
-    try:
+    with contextlib.ExitStack() as back:
+        for name, graph_filter in modules.items():
+            own = vars(graph_filter)
+            earlier = own.get("forward")  # within another such context
+            own["forward"] = partial(attend, name, graph_filter)
+            back.callback(own.pop if earlier is None else own.__setitem__, "forward", *filter(None, [earlier]))
         yield
-    finally:
-        for graph_filter in modules.values():
-            del graph_filter.forward
 
 
-def _squares(shift: AttentionShift, approximation: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of squares of the error and of what is wanted, over the tokens that are there."""
-    error, wanted = (approximation.float() - wanted.float()).square(), wanted.float().square()
-    _, keys = shift.visible()
-    if keys is not None:
-        there = keys[:, None, -approximation.shape[2] :, None]
-        error, wanted = error * there, wanted * there
-    return error.sum(), wanted.sum()
+def _squares(shift: AttentionShift, approximation: Tensor, wanted: Tensor) -> Squares:
+    error, wanted = ((x.square().sum((1, 3))) for x in (approximation.float() - wanted.float(), wanted.float()))
+    causal, keys = shift.visible()
+    there = torch.ones_like(wanted) if keys is None else keys[:, -wanted.shape[1] :].to(wanted.dtype)
+    there = there.expand_as(wanted)
+    return Squares(error * there, wanted * there, there.cumsum(1) if causal else there.sum(1, keepdim=True) * there)
 
 
 def regress(model: nn.Module, modules: dict[str, GraphFilter], batch: Batch) -> dict[str, float]:
     """One batch: the gradients of all filters, each formed as soon as its module has run, and their errors."""
     losses: dict[str, Tensor] = {}
 
-    def observe(name: str, error: Tensor, norm: Tensor) -> None:
-        loss = error / norm.clamp(min=1e-12)
+    def observe(name: str, squares: Squares) -> None:
+        loss = squares.error.sum() / squares.wanted.sum().clamp(min=1e-12)
         if loss.requires_grad:
             loss.backward()
         losses[name] = loss.detach()
 
-    with torch.no_grad(), _attending(modules, observe, fit=True):
+    with torch.no_grad(), attending(modules, observe, fit=True):
         model(**batch)
     return {name: loss.sqrt().item() for name, loss in losses.items()}
 
 
-@torch.no_grad()
 def filter_errors(model: nn.Module, modules: dict[str, GraphFilter], batches: list[Batch]) -> dict[str, float]:
     """Of each filter over all batches: ``|filter - attention| / |attention|``."""
-    sums = {name: [0.0, 0.0] for name in modules}
+    return errors_by_context(model, modules, batches, [])[0]
 
-    def observe(name: str, *squares: Tensor) -> None:
-        for i, total in enumerate(squares):
-            sums[name][i] += total.item()
 
-    with _attending(modules, observe):
+@torch.no_grad()
+def errors_by_context(
+    model: nn.Module, modules: dict[str, GraphFilter], batches: list[Batch], bounds: list[int]
+) -> list[dict[str, float]]:
+    """The same by how many tokens a token sees: up to the first bound, up to the next ..., and beyond the last."""
+    edges = torch.tensor(bounds)
+    sums = {name: torch.zeros(2, len(bounds) + 1, dtype=torch.float64) for name in modules}
+
+    def observe(name: str, squares: Squares) -> None:
+        at = torch.bucketize(squares.context.cpu().flatten(), edges)
+        for total, square in zip(sums[name], squares, strict=False):
+            total.index_add_(0, at, square.double().cpu().flatten())
+
+    with attending(modules, observe):
         for batch in batches:
             model(**batch)
-    return {name: math.sqrt(error / norm) if norm else math.nan for name, (error, norm) in sums.items()}
+    ratios = {name: (error / norm).sqrt().tolist() for name, (error, norm) in sums.items()}
+    return [{name: of[i] for name, of in ratios.items()} for i in range(len(bounds) + 1)]
 
 
-def fit_end_to_end(model: nn.Module, modules: dict[str, GraphFilter], of: str, batch: Batch) -> dict[str, float]:
-    """The second stage, one batch: the model with its filters against the model with its attention."""
-    with torch.no_grad(), _attending(modules):
-        wanted = model(**batch, output_hidden_states=True)
+def original_of(model: nn.Module, modules: dict[str, GraphFilter]) -> Original:
+    """What the model gives with its attention in the place of the filters."""
+
+    @torch.no_grad()
+    def run(batch: Batch) -> Outputs:
+        with attending(modules):
+            outputs: Outputs = model(**batch, output_hidden_states=True)
+        return outputs
+
+    return run
+
+
+def fit_end_to_end(model: nn.Module, original: Original, of: str, batch: Batch) -> dict[str, float]:
+    """One batch: the model with its filters against the model with its attention."""
+    wanted = original(batch)
     loss = DISTANCES[of](model(**batch, output_hidden_states=True), wanted, batch.get("attention_mask"))
     if loss.requires_grad:
         loss.backward()
     return {"loss": loss.item()}
+
+
+@torch.no_grad()
+def mean_loss(fit: Callable[[Batch], dict[str, float]], batches: list[Batch]) -> float:
+    return sum(fit(batch)["loss"] for batch in batches) / len(batches)
 
 
 def _hidden_distance(output: Outputs, wanted: Outputs, mask: Tensor | None) -> Tensor:

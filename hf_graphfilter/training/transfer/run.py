@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ...errors import GraphFilterError
 from ...filters import GraphFilter
 from .objectives import Batch
+from .processes import average_gradients, is_first_process, total
 
 STATE_FILE, PROGRESS_FILE = "transfer.safetensors", "transfer.json"
 
@@ -41,7 +42,7 @@ class TransferReport:
         steps: of optimisation that were made, both stages together.
         seconds: of wall-clock time.
         stopped: why it ended: ``"all steps made"``, ``"no improvement"``, or what became non-finite.
-        history: (step, mean held-out error) pairs.
+        history: (step, mean held-out error) pairs; of a conversion, the tokens so far and the error.
     """
 
     before: dict[str, float]
@@ -76,9 +77,11 @@ class Checkpoint:
 
     def write(self, stage: str, finished: bool, progress: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Each file is replaced when it is whole: an interrupted write leaves the last state."""
-        self.directory.mkdir(parents=True, exist_ok=True)
         if finished:
             self.finished.append(stage)
+        if not is_first_process():
+            return
+        self.directory.mkdir(parents=True, exist_ok=True)
         partial = self.directory / f"{STATE_FILE}.part"
         save_file({k: t.cpu().contiguous().clone() for k, t in tensors.items()}, partial)
         partial.replace(self.directory / STATE_FILE)
@@ -102,36 +105,59 @@ class Checkpoint:
         return progress
 
 
+Group = tuple[dict[str, nn.Parameter], float]  # parameters by name, and their peak learning rate
+
+
+def filter_groups(modules: dict[str, GraphFilter], lr: float, coefficient_lr: float) -> list[Group]:
+    """The parameters of the filters, with the coefficients' learning rate for these.
+
+    Raises:
+        GraphFilterError: there are none.
+    """
+    coefficients = {id(p) for f in modules.values() for p in f.coefficient_tensors().values()}
+    parameters = {f"{n}.{k}": p for n, f in modules.items() for k, p in f.named_parameters()}
+    if not parameters:
+        raise GraphFilterError("the filters have no parameters that could be fitted")
+    return [
+        ({k: p for k, p in parameters.items() if (id(p) in coefficients) == own}, rate)
+        for own, rate in ((False, lr), (True, coefficient_lr))
+    ]
+
+
 @dataclass
 class Stage:
-    """What is fitted: ``step`` forms the gradients of a batch, ``measure`` gives the held-out error."""
+    """What is fitted.
+
+    Attributes:
+        budget: of what ``size`` counts; the learning rates go by it.
+        groups: parameters, with their learning rates.
+        step: forms the gradients of a batch, and gives its errors by name.
+        measure: the held-out error.
+        start: the same before the first step, where it is known.
+        size: what a batch takes of the budget.
+        clip: largest norm of the gradient.
+    """
 
     name: str
-    steps: int
-    lr: float
-    coefficient_lr: float
+    budget: int
+    groups: list[Group]
     step: Callable[[Batch], dict[str, float]]
     measure: Callable[[], float]
-    start: float | None = None  # the held-out error before the first step, where it is known
+    start: float | None = None
+    size: Callable[[Batch], int] = lambda batch: 1
+    clip: float | None = None
 
 
 class StageRun:
     """One stage: optimiser, schedule, measurements, the best state so far."""
 
-    def __init__(
-        self, stage: Stage, modules: dict[str, GraphFilter], report: TransferReport, checkpoint: Checkpoint | None
-    ):
+    def __init__(self, stage: Stage, report: TransferReport, checkpoint: Checkpoint | None):
         self.stage, self.report, self.checkpoint = stage, report, checkpoint
-        self.parameters = {f"{n}.{k}": p for n, f in modules.items() for k, p in f.named_parameters()}
-        if not self.parameters:
-            raise GraphFilterError("the filters have no parameters that could be fitted")
-        coefficients = {id(p) for f in modules.values() for p in f.coefficient_tensors().values()}
-        groups = [
-            {"params": [p for p in self.parameters.values() if (id(p) in coefficients) == own], "lr": lr, "peak": lr}
-            for own, lr in ((False, stage.lr), (True, stage.coefficient_lr))
-        ]
+        self.parameters = {name: p for parameters, _ in stage.groups for name, p in parameters.items()}
+        groups = [{"params": [*parameters.values()], "lr": lr, "peak": lr} for parameters, lr in stage.groups]
         self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
-        self.step, self.stale = 0, 0
+        self.step, self.used, self.stale = 0, 0, 0
+        self.before = report.history[-1][0] if report.history else 0
         self.best, self.best_state = math.inf, self._state()
 
     def fit(self, batches: Iterator[Batch], eval_every: int, patience: int | None, progress: bool) -> None:
@@ -142,23 +168,26 @@ class StageRun:
             next(islice(batches, self.step, self.step), None)
         else:
             self._measure(self.stage.start)
-        bar = tqdm(total=self.stage.steps, initial=self.step, desc=self.stage.name, disable=not progress)
+        bar = tqdm(total=self.stage.budget, initial=self.used, desc=self.stage.name, disable=not progress)
         with bar, _interruptions(self.checkpoint is not None) as interrupted:
-            while self.step < self.stage.steps:
+            while self.used < self.stage.budget:
+                evaluations, problem = self.used // eval_every, None
                 batch = next(batches, None)
-                problem = None if batch is None else self._advance(batch, bar)
-                due = batch is None or self.step % eval_every == 0 or self.step == self.stage.steps
+                ended = bool(total(batch is None))
+                if batch is not None and not ended:
+                    problem = self._advance(batch, bar)
+                due = ended or self.used // eval_every > evaluations or self.used >= self.stage.budget
                 if problem is None and due and not math.isfinite(self._measure()):
                     problem = f"non-finite error on the held-out batches at step {self.step}"
                 if problem is not None:
                     self.report.stopped = f"{problem}, best state kept"
                     break
-                asked = interrupted()
+                asked = total(interrupted())
                 if due or asked:
                     self._save()
                 if asked:
                     raise KeyboardInterrupt
-                if batch is None:
+                if ended:
                     self.report.stopped = f"the batches ended at step {self.step} (an iterator gives them once)"
                     break
                 if due and patience is not None and self.stale >= patience:
@@ -171,24 +200,28 @@ class StageRun:
 
     def _advance(self, batch: Batch, bar: Any) -> str | None:
         """One step; the name of a problem, if there is one."""
-        done, warm_up = self.step / self.stage.steps, max(1, self.stage.steps // 20)
-        factor = min(1.0, (self.step + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * done))
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["peak"] * factor
         self.optimizer.zero_grad()
         errors = self.stage.step(batch)
-        self.step += 1
-        if not all(map(math.isfinite, errors.values())):
+        size = total(self.stage.size(batch))
+        done, warm_up = self.used / self.stage.budget, max(1, self.stage.budget // 20)
+        factor = min(1.0, (self.used + size) / warm_up) * 0.5 * (1 + math.cos(math.pi * done))
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * factor
+        self.step, self.used = self.step + 1, self.used + size
+        if total(not all(map(math.isfinite, errors.values()))):
             return f"non-finite loss at step {self.step}"
+        average_gradients(self.parameters.values())
+        if self.stage.clip is not None:
+            nn.utils.clip_grad_norm_(self.parameters.values(), self.stage.clip)
         self.optimizer.step()
-        bar.update()
+        bar.update(size)
         bar.set_postfix_str(" ".join(f"{e:.3f}" for e in errors.values()), refresh=False)
         return None
 
     def _measure(self, error: float | None = None) -> float:
         """The held-out error, if it is not known already."""
         error = self.stage.measure() if error is None else error
-        self.report.history.append((self.report.steps + self.step, error))
+        self.report.history.append((self.before + self.used, error))
         self.stale = 0 if error < 0.999 * self.best else self.stale + 1
         if error < self.best:
             self.best, self.best_state = error, self._state()
@@ -211,6 +244,8 @@ class StageRun:
         tensors |= {f"{moment}.{k}": t for k, p in self.parameters.items() for moment, t in state.get(p, {}).items()}
         progress = {
             "step": self.step,
+            "used": self.used,
+            "before_it": self.before,
             "earlier_steps": self.report.steps - finished * self.step,
             "best": self.best,
             "stale": self.stale,
@@ -232,6 +267,7 @@ class StageRun:
         tensors = load_file(checkpoint.directory / STATE_FILE)
         self.report.before, self.report.history = progress["before"], [tuple(pair) for pair in progress["history"]]
         self.step, self.best, self.stale = progress["step"], progress["best"], progress["stale"]
+        self.used, self.before = progress.get("used", self.step), progress.get("before_it", progress["earlier_steps"])
         self.best_state = {k: tensors[f"best.{k}"] for k in self.parameters}
         self._load({k: tensors[f"{'best' if finished else 'now'}.{k}"] for k in self.parameters})
         for name, parameter in self.parameters.items():

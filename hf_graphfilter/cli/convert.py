@@ -1,0 +1,145 @@
+"""The verb that converts a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from ..console import parse_layers, parse_options, table
+from ..errors import GraphFilterError
+from .checkpoints import AutoClass, Output, Source, check_output, load, load_config, save
+from .inputs import Images, column_of, lines_of, read_by_decoder, tokenizer_of
+
+PROGRESS = "conversion"
+
+
+def convert(
+    source: Source,
+    output: Output,
+    text: Annotated[
+        list[Path] | None, typer.Option("--text", "-t", help="A file of texts, a line each, repeatable.")
+    ] = None,
+    dataset: Annotated[
+        str | None, typer.Option("--dataset", help="A data set of the Hub or a folder, as NAME or NAME:SPLIT.")
+    ] = None,
+    column: Annotated[str, typer.Option("--column", help="Of the data set, with the texts.")] = "text",
+    images: Annotated[Path | None, typer.Option("--images", help="A folder of images, with subfolders.")] = None,
+    filter: Annotated[str, typer.Option("--filter", "-f", help="One in the place of attention.")] = "agf",
+    options: Annotated[
+        list[str] | None, typer.Option("--option", "-o", help="An option of the filter as NAME=VALUE, repeatable.")
+    ] = None,
+    budget: Annotated[int, typer.Option("--budget", help="Tokens of all stages together.")] = 1_000_000,
+    stages: Annotated[
+        list[str] | None,
+        typer.Option("--stage", help="NAME=SHARE of the budget: attention, hidden, logits; repeatable, in order."),
+    ] = None,
+    train: Annotated[
+        Literal["filters", "lora", "all"], typer.Option("--train", help="By the stages after attention.")
+    ] = "filters",
+    layers: Annotated[
+        str | None,
+        typer.Option("--layers", "-l", help="even, odd, indices 0,2,-1, a slice 2:8, or auto:75%; all if not given."),
+    ] = None,
+    stack: Annotated[
+        Literal["encoder", "decoder"] | None, typer.Option("--stack", help="Only this one; both if not given.")
+    ] = None,
+    length: Annotated[int, typer.Option("--length", min=2, help="Most tokens of a text.")] = 512,
+    batch: Annotated[int, typer.Option("--batch-tokens", min=2, help="Tokens of a batch.")] = 4096,
+    holdout: Annotated[int, typer.Option("--holdout", min=1, help="Batches to measure on.")] = 8,
+    lr: Annotated[float | None, typer.Option("--lr", help="Of the first stage.")] = None,
+    precision: Annotated[Literal["bf16"] | None, typer.Option("--precision", help="Compute in it.")] = None,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Less memory, more time.")
+    ] = False,
+    auto_class: AutoClass = None,
+) -> None:
+    """Convert a pretrained model to linear time: patch it, fit it to itself, measure what that costs, and save it.
+
+    With several processes: accelerate launch -m hf_graphfilter convert ... Interrupted, the same command goes on.
+
+    [dim]hf-graphfilter convert sentence-transformers/all-MiniLM-L6-v2 runs/minilm-agf --text reviews.txt[/dim]
+
+    [dim]hf-graphfilter convert HuggingFaceTB/SmolLM2-135M runs/smollm2-agf -t wiki.txt --budget 3000000[/dim]
+    """
+    from ..conversion import Rates
+    from ..conversion import convert as converted
+
+    if sum(map(bool, (text, dataset, images))) != 1:
+        raise GraphFilterError("a conversion needs inputs: one of --text FILE, --dataset NAME and --images DIR")
+    chosen = layers if layers and layers.startswith("auto") else parse_layers(layers)
+    if lr is not None and not 0 < lr < float("inf"):
+        raise GraphFilterError(f"--lr must be a positive number, got {lr}")
+    check_output(output, source)
+    batches = _batches(source, text, dataset, column, images, length, batch)
+    model, first = _placed(load(source, auto_class))
+    progress = output / PROGRESS
+    try:
+        report = converted(
+            model,
+            batches,
+            filter,
+            budget=budget,
+            stages={k: float(v) for k, v in parse_options(stages).items()} if stages else None,
+            train=train,
+            layers=chosen,
+            stack=stack,
+            holdout=holdout,
+            rates=Rates() if lr is None else Rates(attention=lr),
+            precision=precision,
+            gradient_checkpointing=gradient_checkpointing,
+            checkpoint=progress,
+            progress=first,
+            **parse_options(options or []),
+        )
+    except KeyboardInterrupt:
+        kept = f"progress is kept in {progress}, the same command goes on" if progress.is_dir() else "nothing was kept"
+        print(f"hf-graphfilter: interrupted: {kept}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    if not first:
+        return
+    save(model, source, output, show=False)
+    (output / "conversion.json").write_text(json.dumps(report.to_dict(), indent=1) + "\n")
+    _card(model, source, output, report)
+    shutil.rmtree(progress, ignore_errors=True)
+    for title, (header, *rows) in report.tables().items():
+        Console().print(table(header, rows, title=title))
+    Console().print(f"{report.tokens:,} tokens, {report.seconds:.0f} s")
+
+
+def _batches(
+    source: str, text: Any, dataset: str | None, column: str, images: Path | None, length: int, tokens: int
+) -> Any:
+    from ..conversion.data import text_batches
+
+    config = load_config(source)
+    if images is not None:
+        size, patch = getattr(config, "image_size", 224), getattr(config, "patch_size", 16)
+        return Images(source, images, max(1, tokens // (size // patch) ** 2))
+    texts = column_of(dataset, column) if dataset else lines_of(text)
+    causal = any(name.endswith(("CausalLM", "LMHeadModel")) for name in config.architectures or [])
+    packed = causal and not config.is_encoder_decoder
+    batches = text_batches(tokenizer_of(source), texts, length=length, tokens=tokens, packed=packed)
+    return [read_by_decoder(batch) for batch in batches] if config.is_encoder_decoder else batches
+
+
+def _placed(model: Any) -> tuple[Any, bool]:
+    """The model on the device of this process, and whether that is the first."""
+    from accelerate import PartialState
+
+    state = PartialState()
+    return model.to(state.device), state.is_main_process
+
+
+def _card(model: Any, source: str, output: Path, report: Any) -> None:
+    from ..checkpoints.card import create_model_card
+
+    what = f"Its attention was replaced and fitted to what it was on {report.tokens:,} tokens; measured on others."
+    description = f"## Conversion\n\n{what}\n\n{report.to_markdown()}"
+    base = None if Path(source).is_dir() else source
+    create_model_card(model, repo_id=str(output), base_model=base, description=description).save(output / "README.md")

@@ -1,0 +1,93 @@
+"""What models are run on: texts and images, read for the model of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import GraphFilterError, needs
+
+IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
+
+
+def tokenizer_of(source: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise GraphFilterError(f"{source} has no tokenizer: {error}") from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def lines_of(files: list[Path]) -> list[str]:
+    """The lines that hold text."""
+    lines = [line for file in files for line in file.read_text(errors="replace").splitlines() if line.strip()]
+    if not lines:
+        raise GraphFilterError(f"{', '.join(map(str, files))} holds no texts")
+    return lines
+
+
+def column_of(dataset: str, column: str) -> list[str]:
+    """The texts of a data set of the Hub or of a folder, ``NAME``, ``NAME/CONFIGURATION:SPLIT`` ..."""
+    with needs("recipes", "a data set"):
+        import datasets
+    name, _, split = dataset.partition(":")
+    try:
+        rows = datasets.load_dataset(name, split=split or "train")
+    except Exception as error:  # whatever a loader or the network leads to
+        raise GraphFilterError(f"--dataset {dataset}: {' '.join(str(error).split())[:300]}") from error
+    if column not in rows.column_names:
+        raise GraphFilterError(f"--dataset {dataset} has no column {column!r}; it has {', '.join(rows.column_names)}")
+    return [text for text in rows[column] if isinstance(text, str) and text.strip()]
+
+
+def texts_of(source: str, files: list[Path], count: int, length: int, batch_size: int) -> list[Any]:
+    from transformers import AutoConfig
+
+    lines, tokenizer = lines_of(files)[:count], tokenizer_of(source)
+    encoder_decoder = AutoConfig.from_pretrained(source).is_encoder_decoder
+    batches = []
+    for start in range(0, len(lines), batch_size):
+        part = lines[start : start + batch_size]
+        batch = dict(tokenizer(part, padding=True, truncation=True, max_length=length, return_tensors="pt"))
+        batch = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        batches.append(read_by_decoder(batch) if encoder_decoder else batch)
+    return batches
+
+
+def read_by_decoder(batch: dict[str, Any]) -> dict[str, Any]:
+    """Of an encoder-decoder: the text itself, as far as it is read."""
+    return batch | {f"decoder_{name}": value for name, value in batch.items()}
+
+
+class Images:
+    """Batches of the images in a folder and below, each read when it is asked for, again and again."""
+
+    def __init__(self, source: str, folder: Path, batch_size: int, count: int | None = None):
+        from transformers import AutoImageProcessor
+
+        if not folder.is_dir():
+            raise GraphFilterError(f"--images: there is no folder {folder}")
+        files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in IMAGES)
+        if not files:
+            raise GraphFilterError(f"--images: {folder} holds no images ({', '.join(sorted(IMAGES))})")
+        self.files = files if count is None else files[:: max(1, len(files) // count)][:count]  # of all subfolders
+        self.batch_size = batch_size
+        try:
+            self.processor = AutoImageProcessor.from_pretrained(source)
+        except (OSError, ValueError, ImportError) as error:
+            raise GraphFilterError(f"{source} has no image processor: {error}") from error
+
+    def __len__(self) -> int:
+        return -(-len(self.files) // self.batch_size)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        from PIL import Image
+
+        for start in range(0, len(self.files), self.batch_size):
+            opened = [Image.open(file).convert("RGB") for file in self.files[start : start + self.batch_size]]
+            yield dict(self.processor(opened, return_tensors="pt"))

@@ -1,0 +1,82 @@
+"""Batches of text to convert with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..errors import GraphFilterError
+
+POOL = 64  # batches whose texts are sorted by length together
+Batches = list[dict[str, torch.Tensor]]
+
+
+def text_batches(
+    tokenizer: Any, texts: Iterable[str], *, length: int = 512, tokens: int = 4096, packed: bool = False, seed: int = 0
+) -> Batches:
+    """Batches of about as many tokens each, in random order.
+
+    Args:
+        tokenizer: of the model.
+        texts: any number.
+        length: most tokens of a text; longer ones are cut off.
+        tokens: of a batch, padding included.
+        packed: cut windows of exactly ``length`` tokens out of all texts one after the other, as decoders are trained,
+            with the tokenizer's end of text between them. Otherwise texts of like length come together, padded.
+        seed: of the order.
+
+    Raises:
+        GraphFilterError: there is no text, or not one window of it.
+
+    Example:
+        >>> from hf_graphfilter.demo import load_snippets, pretrained_path
+        >>> from transformers import AutoTokenizer
+        >>> tokenizer = AutoTokenizer.from_pretrained(pretrained_path())
+        >>> batches = text_batches(tokenizer, [text for _, text in load_snippets()[:100]], tokens=1024)
+        >>> max(batch["input_ids"].numel() for batch in batches) <= 1024
+        True
+    """
+    if length < 2 or tokens < length:
+        raise GraphFilterError(
+            f"a text has at least 2 tokens, and a batch as many as one: got length {length} and {tokens} tokens"
+        )
+    draw = random.Random(seed)
+    if packed:
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        encoded = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
+        ids = torch.tensor([i for one in encoded for i in [*one, *end]], dtype=torch.long)
+        windows = list(ids[: len(ids) // length * length].view(-1, length))
+        if not windows:
+            raise GraphFilterError(
+                f"the texts have {len(ids)} tokens, and a window has {length}: more text, or shorter"
+            )
+        draw.shuffle(windows)
+        rows = tokens // length
+        return [{"input_ids": torch.stack(windows[i : i + rows])} for i in range(0, len(windows), rows)]
+    kept = [tokenizer(text, truncation=True, max_length=length)["input_ids"] for text in texts]
+    kept = [ids for ids in kept if len(ids) > 1]
+    if not kept:
+        raise GraphFilterError("there is no text of two tokens or more")
+    draw.shuffle(kept)
+    made: Batches = []
+    pool = POOL * max(1, tokens // length)
+    for start in range(0, len(kept), pool):
+        part: list[list[int]] = []
+        for ids in sorted(kept[start : start + pool], key=len):
+            if (len(part) + 1) * len(ids) > tokens:
+                made.append(_padded(tokenizer, part))
+                part = []
+            part.append(ids)
+        made.append(_padded(tokenizer, part))
+    draw.shuffle(made)
+    return made
+
+
+def _padded(tokenizer: Any, part: list[list[int]]) -> dict[str, torch.Tensor]:
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    batch = tokenizer.pad({"input_ids": part}, return_tensors="pt")
+    return {name: batch[name] for name in ("input_ids", "attention_mask")}

@@ -1,0 +1,108 @@
+"""What a conversion did: printed, as JSON, and for a model card."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..training.transfer.run import TransferReport, mean
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Of the model on the held-out batches.
+
+    Attributes:
+        name: ``"perplexity"``, ``"agreement"``, ``"divergence"``, ``"cosine"`` or ``"rank correlation"``.
+        original, converted: its value of both models.
+        without: of the converted one, with a part of the filters switched off, by the part's name.
+    """
+
+    name: str
+    original: float
+    converted: float
+    without: dict[str, float]
+
+
+@dataclass
+class ConversionReport:
+    """What ``convert`` did; prints as tables.
+
+    Attributes:
+        before, after: relative L2 error ``|filter - attention| / |attention|`` of each converted module, on the
+            held-out batches.
+        by_context: the mean over the modules of the error after, by the number of tokens that a token sees.
+        errors_without: the mean error with a part of the filters switched off, by the part's name.
+        measures: of the whole model.
+        stages: the run of each stage: tokens, held-out error, why it ended.
+        config: of the filter.
+        sensitivity: of ``layers="auto:..."``, how far the outputs move where only this module is a filter.
+        tokens: that were used of the ``budget``.
+        seconds: of wall-clock time, of this call.
+    """
+
+    before: dict[str, float]
+    after: dict[str, float]
+    by_context: dict[str, float]
+    errors_without: dict[str, float]
+    measures: list[Measure]
+    stages: dict[str, TransferReport]
+    config: dict[str, Any] = field(default_factory=dict)
+    sensitivity: dict[str, float] = field(default_factory=dict)
+    budget: int = 0
+    seconds: float = 0.0
+
+    @property
+    def error_before(self) -> float:
+        return mean({name: self.before[name] for name in self.after})
+
+    @property
+    def error(self) -> float:
+        return mean(self.after)
+
+    @property
+    def tokens(self) -> int:
+        return sum(stage.history[-1][0] for stage in self.stages.values() if stage.history)
+
+    def __getitem__(self, name: str) -> Measure:
+        """The measure of that name."""
+        return next(measure for measure in self.measures if measure.name == name)
+
+    def tables(self) -> dict[str, list[list[str]]]:
+        """Rows of text, the first the header, by what they are about."""
+        parts = list(self.errors_without)
+        measures = [["measure", "original", "converted", *(f"without {part}" for part in parts)]]
+        for m in self.measures:
+            measures += [[m.name, *(f"{x:.4g}" for x in (m.original, m.converted, *(m.without[p] for p in parts)))]]
+        errors = [f"{x:.4g}" for x in (self.error, *self.errors_without.values())]
+        measures += [["relative error of attention", "0", *errors]]
+        layers = [["module", "before", "after"]]
+        layers += [[name, f"{self.before[name]:.3f}", f"{error:.3f}"] for name, error in self.after.items()]
+        kept = [name for name in self.before if name not in self.after]
+        layers += [[name, f"{self.before[name]:.3f}", "keeps its attention"] for name in kept]
+        contexts = [["tokens that a token sees", "relative error"]]
+        contexts += [[label, f"{error:.3f}"] for label, error in self.by_context.items()]
+        stages = [["stage", "tokens", "held-out error at the start", "at its best", "ended"]]
+        for name, run in self.stages.items():
+            held = [error for _, error in run.history]
+            stages += [[name, f"{run.history[-1][0]:,}", f"{held[0]:.4g}", f"{min(held):.4g}", run.stopped]]
+        return {"the model": measures, "stages": stages, "by context": contexts, "by layer": layers}
+
+    def __str__(self) -> str:
+        lines = [f"{self.tokens:,} of {self.budget:,} tokens, {self.seconds:.0f} s"]
+        for rows in self.tables().values():
+            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            lines += ["", *("  ".join(f"{x:<{w}}" for x, w in zip(row, widths, strict=True)).rstrip() for row in rows)]
+        return "\n".join(lines)
+
+    def to_markdown(self) -> str:
+        """Tables, as a model card has them."""
+        parts = []
+        for title, (header, *rows) in self.tables().items():
+            lines = [" | ".join(row) for row in (header, ["---"] * len(header), *rows)]
+            parts.append(f"*{title[0].upper()}{title[1:]}*\n\n" + "\n".join(f"| {line} |" for line in lines))
+        return "\n\n".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {**asdict(self), "tokens": self.tokens, "error": self.error, "error_before": self.error_before}

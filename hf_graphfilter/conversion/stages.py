@@ -1,0 +1,204 @@
+"""The stages of a conversion, one after the other on one model, and what is measured at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..analysis.branches import without
+from ..errors import GraphFilterError
+from ..filters import GraphFilter
+from ..training.transfer.objectives import (
+    Batch,
+    Original,
+    Squares,
+    attending,
+    errors_by_context,
+    filter_errors,
+    fit_end_to_end,
+    mean_loss,
+    original_of,
+    regress,
+)
+from ..training.transfer.run import Checkpoint, Group, Stage, StageRun, TransferReport, mean
+from .quality import compare, parts_of
+from .report import ConversionReport, Measure
+
+BOUNDS = [2**i for i in range(4, 17)]  # of the numbers of tokens that a token sees
+Step = Callable[[Batch], dict[str, float]]
+
+
+@dataclass
+class Conversion:
+    """What all stages share.
+
+    Attributes:
+        model: patched, its filters trainable.
+        modules: its filters by name.
+        held: batches to measure on.
+        batches: of every stage, from the first on.
+        tokens: of each stage.
+        evaluations: of each stage.
+        precision: None or "bf16".
+        checkpoint: where each stage keeps its progress.
+        progress: whether bars are shown.
+        settings: of the call, which those of a checkpoint must equal.
+    """
+
+    model: nn.Module
+    modules: dict[str, GraphFilter]
+    held: list[Batch]
+    batches: Callable[[], Iterator[Batch]]
+    tokens: dict[str, int]
+    evaluations: int
+    precision: str | None
+    checkpoint: Path | None
+    progress: bool
+    settings: dict[str, Any]
+    reports: dict[str, TransferReport] = field(default_factory=dict)
+
+    def attention(self, groups: list[Group]) -> None:
+        """The first stage, if there is one: each layer by itself."""
+        self._check_original()
+        self.before = filter_errors(self.model, self.modules, self.held)
+        if "attention" in self.tokens:
+            step = partial(regress, self.model, self.modules)
+            measure = lambda: mean(filter_errors(self.model, self.modules, self.held))  # noqa: E731
+            self._fit("attention", groups, step, measure)
+
+    def end_to_end(self, groups: list[Group], original: Original) -> None:
+        """The others."""
+        for name in self.tokens:
+            if name == "task":
+                self._fit(name, groups, self._task, partial(mean_loss, self._task, self.held), clip=1.0)
+            elif name != "attention":
+                step = partial(fit_end_to_end, self.model, original, name)
+                self._fit(name, groups, step, partial(mean_loss, step, self.held), clip=1.0)
+
+    def sensitivity(self) -> dict[str, float]:
+        """Of each layer: the distance of the model's outputs from the original's, where only it is a filter."""
+        original = original_of(self.model, self.modules)
+        of = "logits" if "logits" in original(self.held[0]) else "hidden"
+        step, found = partial(fit_end_to_end, self.model, original, of), {}
+        for name in self.modules:
+            with attending({other: f for other, f in self.modules.items() if other != name}):
+                found[name] = mean_loss(step, self.held[:4])
+        return found
+
+    def _task(self, batch: Batch) -> dict[str, float]:
+        loss = getattr(self.model(**batch), "loss", None)
+        if loss is None:
+            raise GraphFilterError("the stage 'task' needs a model and batches with labels, which give a loss")
+        if loss.requires_grad:
+            loss.backward()
+        return {"loss": loss.item()}
+
+    def _fit(
+        self, name: str, groups: list[Group], step: Step, measure: Callable[[], float], clip: float | None = None
+    ) -> None:
+        budget, report = self.tokens[name], TransferReport(before=self.before)
+        stage = Stage(name, budget, groups, self._in_precision(step), measure, size=self.size, clip=clip)
+        kept = None
+        if self.checkpoint is not None:
+            earlier = dict(list(self.tokens.items())[: list(self.tokens).index(name) + 1])
+            kept = Checkpoint(self.checkpoint / name, {**self.settings, "tokens": earlier})
+        run = StageRun(stage, report, kept)
+        run.fit(self.batches(), max(1, budget // self.evaluations), None, self.progress)
+        self.reports[name] = report
+
+    def _in_precision(self, step: Step) -> Step:
+        if self.precision is None:
+            return step
+
+        def run(batch: Batch) -> dict[str, float]:
+            with torch.autocast(next(self.model.parameters()).device.type, torch.bfloat16):
+                return step(batch)
+
+        return run
+
+    def size(self, batch: Batch) -> int:
+        """Tokens of a batch, without padding."""
+        mask = batch.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            count = int(mask.sum())
+        else:
+            given = next(x for x in batch.values() if isinstance(x, Tensor))
+            count = given.numel() if given.dim() == 2 else len(given) * self.tokens_of_one
+        decoder = batch.get("decoder_input_ids")
+        return count + (0 if decoder is None else decoder.numel())
+
+    @cached_property
+    def tokens_of_one(self) -> int:
+        """That attention sees of an image."""
+        seen: list[int] = []
+
+        def observe(name: str, squares: Squares) -> None:
+            seen.append(squares.error.shape[1])
+
+        with torch.no_grad(), attending(self.modules, observe):
+            self.model(**self.held[0])
+        return max(seen)
+
+    def _check_original(self) -> None:
+        outputs = original_of(self.model, self.modules)(self.held[0])
+        last = outputs.get("logits", next(iter(outputs.values())))
+        if not last.isfinite().all():
+            raise GraphFilterError(
+                f"the original model gives NaN or infinity in {last.dtype}, before anything is converted: load it in "
+                "float32 or bfloat16"
+            )
+
+    @torch.no_grad()
+    def measured(self, original: Original, causal: bool) -> ConversionReport:
+        """The errors of the layers and the measures of the model, whole and without each part of the filters."""
+        after = filter_errors(self.model, self.modules, self.held)
+        by_context = errors_by_context(self.model, self.modules, self.held, BOUNDS)
+        labels = [f"{low + 1} to {high}" for low, high in itertools.pairwise([0, *BOUNDS])] + [f"over {BOUNDS[-1]}"]
+        contexts = {label: mean(of) for label, of in zip(labels, by_context, strict=True)}
+        quality = compare(self.model, original, self.held, causal)
+        errors = {"": mean(after)}
+        switched: dict[str, dict[str, dict[str, float]]] = {}
+        for part in parts_of(self.modules):
+            with without(part, [f for f in self.modules.values() if part in f.branches()]):
+                switched[part] = compare(self.model, original, self.held, causal)
+                errors[part] = mean(filter_errors(self.model, self.modules, self.held))
+        return ConversionReport(
+            before=self.before,
+            after=after,
+            by_context={label: error for label, error in contexts.items() if not math.isnan(error)},
+            measures=[
+                Measure(name, **of, without={part: found[name]["converted"] for part, found in switched.items()})
+                for name, of in quality.items()
+            ],
+            errors_without={part: error for part, error in errors.items() if part},
+            stages=self.reports,
+        )
+
+
+@contextlib.contextmanager
+def recomputed(model: Any, wanted: bool) -> Iterator[None]:
+    """Gradient checkpointing, in evaluation mode too, where transformers leaves it out: dropout stays off."""
+    if not wanted:
+        yield
+        return
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # its later name
+    enable({"use_reentrant": False})
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer.training = True  # its parts are not
+    try:
+        yield
+    finally:
+        getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
+        for layer in layers:
+            layer.training = False

@@ -1,0 +1,41 @@
+"""Several processes that fit the same filters to different batches (torchrun, ``accelerate launch``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import distributed, nn
+
+
+def process() -> tuple[int, int]:
+    """Number of this process, and how many there are."""
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def is_first_process() -> bool:
+    return process()[0] == 0
+
+
+def total(number: int) -> int:
+    """Its sum over the processes."""
+    if process()[1] == 1:
+        return int(number)
+    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+    summed = torch.tensor(int(number), device=device)
+    distributed.all_reduce(summed)
+    return int(summed)
+
+
+def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """In place; of a parameter that a process has no gradient of, zeros enter the mean."""
+    count = process()[1]
+    if count == 1:
+        return
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        distributed.all_reduce(parameter.grad)
+        parameter.grad /= count

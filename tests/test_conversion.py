@@ -1,0 +1,308 @@
+"""Conversion: what it changes, measures, keeps on disk, and refuses."""
+
+import json
+import math
+
+import pytest
+import torch
+from models import FAMILIES, realigned
+from transformers import (
+    AutoModelForCausalLM,
+    BertModel,
+    BertTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from hf_graphfilter import AGFConfig, GraphFilterError, convert, filter_status, patch_model
+from hf_graphfilter.conversion import Rates, text_batches
+from hf_graphfilter.conversion.choice import least_sensitive
+from hf_graphfilter.filters.attached import filters_of
+from hf_graphfilter.training.transfer.objectives import errors_by_context, filter_errors
+from hf_graphfilter.training.transfer.run import StageRun
+
+LLAMA = LlamaConfig(
+    vocab_size=90,
+    hidden_size=32,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=48,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+
+
+def sharp(model):
+    """With attention that is not uniform, as of a trained model."""
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in ("q_proj", "k_proj", "query", "key")):
+            parameter.data *= 6
+    return model
+
+
+def llama():
+    torch.manual_seed(0)
+    return sharp(LlamaForCausalLM(LLAMA)).eval()
+
+
+def bert():
+    torch.manual_seed(0)
+    return sharp(BertModel(FAMILIES["bert"].config)).eval()
+
+
+def texts(count=10, rows=4, tokens=24):
+    draw = torch.Generator().manual_seed(1)
+    return [{"input_ids": torch.randint(3, 90, (rows, tokens), generator=draw)} for _ in range(count)]
+
+
+def run(model, data=None, **options):
+    torch.manual_seed(1)
+    options = {"budget": 4000, "holdout": 2, "window": 2, "evaluations": 5, "progress": False, **options}
+    return convert(model, texts() if data is None else data, **options)
+
+
+def weights(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("train", ["filters", "lora", "all"])
+def test_a_decoder_is_converted_and_saved(train, tmp_path):
+    model = llama()
+    before = weights(model)
+    report = run(model, train=train, holdout=texts()[:2])
+    assert report.error < 0.9 * report.error_before
+    assert list(report.stages) == ["attention", "logits"]
+    assert 4000 <= report.tokens < 4000 + 2 * 96
+    assert report["perplexity"].original == pytest.approx(math.exp(loss_of(llama())), rel=1e-4)
+    assert report["perplexity"].converted == pytest.approx(math.exp(loss_of(model)), rel=1e-4)
+    assert set(report["divergence"].without) == {"window", "far"}
+    names = {name for name, tensor in weights(model).items() if name not in before or not tensor.equal(before[name])}
+    own = {name for name in names if "graph_filter" not in name}
+    assert not any("lora" in name for name in names)
+    assert bool(own) == (train != "filters")
+    if train == "lora":
+        assert own == {f"model.layers.{i}.self_attn.{p}_proj.weight" for i in range(4) for p in "qkvo"}
+    ids = texts()[0]
+    model.save_pretrained(tmp_path)
+    loaded = realigned(AutoModelForCausalLM.from_pretrained(tmp_path))
+    torch.testing.assert_close(loaded(**ids).logits, model(**ids).logits)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not model.training
+
+
+def loss_of(model):
+    """Mean over the held-out batches, by hand."""
+    with torch.no_grad():
+        return sum(model(**batch, labels=batch["input_ids"]).loss.item() for batch in texts()[:2]) / 2
+
+
+def test_an_encoder_is_measured_by_its_embeddings():
+    report = run(bert(), budget=3000)
+    assert list(report.stages) == ["attention", "hidden"]
+    assert {m.name for m in report.measures} == {"cosine", "rank correlation"}
+    assert 0.5 < report["cosine"].converted <= 1
+    shown = str(report)
+    assert "without far" in shown
+    assert "encoder.layer.0.attention.self" in shown
+    assert json.loads(json.dumps(report.to_dict()))["error"] == report.error
+    assert report.to_markdown().count("\n| --- |") == 4
+
+
+def test_images_are_counted_by_the_tokens_that_attention_sees():
+    torch.manual_seed(0)
+    config = ViTConfig(
+        image_size=16, patch_size=4, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
+    )
+    images = [{"pixel_values": torch.rand(4, 3, 16, 16)} for _ in range(6)]
+    report = run(ViTForImageClassification(config).eval(), images, budget=6 * 4 * 17)
+    assert report.tokens in range(6 * 4 * 17, 8 * 4 * 17 + 1)
+    assert {m.name for m in report.measures} == {"agreement", "divergence"}
+
+
+def test_errors_by_context_are_those_of_the_tokens():
+    for family, causal in (("bert", False), ("llama", True)):
+        model = patch_model(FAMILIES[family].build().eval(), "agf")
+        modules, batch = dict(filters_of(model)), texts(1)[0]
+        batch["attention_mask"] = torch.ones(4, 24, dtype=torch.long)
+        batch["attention_mask"][:2, 12:] = 0
+        whole = filter_errors(model, modules, [batch])
+        parts = errors_by_context(model, modules, [batch], [12, 100])
+        assert all(math.isnan(value) for value in parts[2].values())
+        if causal:  # the first twelve tokens see no more than those of a text of twelve
+            short = {name: value[:, :12] for name, value in batch.items()}
+            expected = filter_errors(model, modules, [short])
+        else:
+            expected = filter_errors(model, modules, [{name: value[:2, :12] for name, value in batch.items()}])
+        assert parts[0] == pytest.approx(expected, rel=1e-4)
+        assert parts[1] != pytest.approx(whole, rel=1e-4)
+
+
+def test_the_most_sensitive_layers_keep_their_attention():
+    model = llama()
+    report = run(model, layers="auto:50%")
+    kept = set(report.sensitivity) - set(report.after)
+    assert len(kept) == len(report.after) == 2
+    assert min(report.sensitivity[name] for name in kept) >= max(report.sensitivity[name] for name in report.after)
+    assert {row.module for row in filter_status(model)} == set(report.after)
+    assert "keeps its attention" in str(report)
+    assert least_sensitive({"a": math.nan, "b": 2.0, "c": 1.0}, 0.67) == ["b", "c"]
+
+
+@pytest.mark.parametrize("stop", [3, 20, 33])
+def test_an_interrupted_conversion_goes_on(stop, tmp_path, monkeypatch):
+    options = {"layers": "auto:75%", "train": "lora"}
+    expected = run(llama(), checkpoint=tmp_path / "whole", **options)
+    advance, steps = StageRun._advance, []
+
+    def interrupted(self, *arguments):
+        steps.append(1)
+        if len(steps) == stop:
+            raise KeyboardInterrupt
+        return advance(self, *arguments)
+
+    model = llama()
+    before = weights(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(StageRun, "_advance", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(model, checkpoint=tmp_path / "parts", **options)
+    assert weights(model).keys() == before.keys()
+    assert all(tensor.equal(before[name]) for name, tensor in weights(model).items())
+    found = run(model, checkpoint=tmp_path / "parts", **options)
+    assert found.tokens == expected.tokens
+    assert found.after == pytest.approx(expected.after, rel=1e-3)
+    assert found["perplexity"].converted == pytest.approx(expected["perplexity"].converted, rel=1e-3)
+    with pytest.raises(GraphFilterError, match=r"progress of another transfer \(rates differ\)"):
+        run(llama(), checkpoint=tmp_path / "parts", rates=Rates(attention=1e-3), **options)
+
+
+def test_a_failure_leaves_the_model_as_it_was():
+    for train in ("filters", "lora", "all"):
+        model = llama()
+        before, data = weights(model), texts()
+
+        class Failing(list):
+            passes = 0
+
+            def __iter__(self):
+                Failing.passes += 1
+                if Failing.passes > 2:  # in the last stage
+                    yield from list.__iter__(self)
+                    raise OSError("the disk is full")
+                yield from list.__iter__(self)
+
+        Failing.passes = 0
+        with pytest.raises(OSError, match="the disk is full"):
+            run(model, Failing(data), train=train, budget=8000, stages={"attention": 0.1, "logits": 0.9})
+        assert weights(model).keys() == before.keys(), train
+        assert all(tensor.equal(before[name]) for name, tensor in weights(model).items()), train
+        assert not list(filters_of(model))
+
+
+def test_gradient_checkpointing_changes_no_result():
+    plain, again = llama(), llama()
+    first = run(plain, precision="bf16")
+    second = run(again, precision="bf16", gradient_checkpointing=True)
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in again.modules())
+    assert second.after == pytest.approx(first.after, rel=1e-3)
+
+
+def test_a_task_stage_reads_labels():
+    data = [{**batch, "labels": batch["input_ids"]} for batch in texts()]
+    report = run(llama(), data, holdout=data[:2], stages={"attention": 1, "task": 1}, train="all")
+    losses = [error for _, error in report.stages["task"].history]
+    assert min(losses) < losses[0]
+    with pytest.raises(GraphFilterError, match="needs a model and batches with labels"):
+        run(llama(), stages={"task": 1})
+
+
+class Poisoned(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits * math.inf
+        return outputs
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": 0}, "budget must be a number of tokens, at least 1, got 0"),
+        ({"budget": 1e6}, "budget must be a number of tokens, at least 1, got 1000000.0"),
+        ({"filter": "gfsa"}, "'gfsa' is a function of the attention matrix"),
+        ({"filter": "afg"}, "did you mean 'agf'"),
+        ({"filter": AGFConfig(init="blend")}, "convert with init='copy'"),
+        ({"filter": AGFConfig(), "window": 3}, "go into the AGFConfig object"),
+        ({"init": "blend"}, "convert with init='copy'"),
+        ({"windows": 2}, "has no option 'windows'"),
+        ({"stages": {}}, "stages must give shares"),
+        ({"stages": {"atention": 1}}, "there is no stage 'atention'.*did you mean 'attention'"),
+        ({"stages": {"attention": 0}}, "the share of 'attention' must be a number > 0, got 0"),
+        ({"stages": {"logits": 1, "attention": 1}}, "stages come in the order attention, hidden, logits, task"),
+        ({"layers": "auto:0%"}, "the share of layers is given as 'auto:75%'"),
+        ({"layers": "auto"}, "the share of layers is given as 'auto:75%'"),
+        ({"layers": [9]}, "9 is out of range"),
+        ({"train": "everything"}, "use 'filters', 'lora', 'all'"),
+        ({"precision": "fp16"}, "use 'bf16' or None"),
+        ({"evaluations": 0}, "evaluations and rank must be >= 1"),
+        ({"data": []}, "yields 0 batches, holdout=2 asks for more"),
+        ({"data": texts(2)}, "yields no batch that is not held out"),
+    ],
+)
+def test_bad_arguments(options, message):
+    model, data = llama(), options.get("data", texts())
+    options = {name: value for name, value in options.items() if name != "data"}
+    with pytest.raises(GraphFilterError, match=message):
+        convert(model, data, **{"holdout": 2, "progress": False, **options})
+    assert not list(filters_of(model))
+
+
+def test_models_that_cannot_be_converted():
+    model = patch_model(llama(), "agf")
+    with pytest.raises(GraphFilterError, match=r"has graph filters already.*call unpatch_model first"):
+        run(model)
+    with pytest.raises(GraphFilterError, match=r"gives NaN or infinity in torch\.float32"):
+        run(Poisoned(LLAMA))
+    with pytest.raises(GraphFilterError, match="load the model in float32; precision='bf16'"):
+        run(llama().to(torch.bfloat16), train="all")
+    windowed = MistralModel(MistralConfig(**{**LLAMA.to_dict(), "sliding_window": 8, "model_type": "mistral"}))
+    with pytest.raises(GraphFilterError, match=r"sees a sliding window of 8 tokens.*choose other layers"):
+        run(windowed)
+
+
+def test_half_precision_models_keep_their_types():
+    model = llama().to(torch.bfloat16)
+    report = run(model, train="lora")
+    assert report.error < report.error_before
+    assert {p.dtype for n, p in model.named_parameters() if "graph_filter" not in n} == {torch.bfloat16}
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij"]
+    (tmp_path / "vocab.txt").write_text("\n".join(vocabulary))
+    return BertTokenizer(str(tmp_path / "vocab.txt"), eos_token="[SEP]")
+
+
+def test_texts_come_in_batches_of_like_length(tokenizer):
+    written = [" ".join("abcdefghij"[: 1 + i % 10]) for i in range(50)] + [""]
+    batches = text_batches(tokenizer, written, length=8, tokens=32)
+    assert sum(len(batch["input_ids"]) for batch in batches) == 51
+    assert all(batch["input_ids"].numel() <= 32 for batch in batches)
+    assert max(batch["attention_mask"].sum(1).max() for batch in batches) == 8
+    windows = text_batches(tokenizer, written, length=8, tokens=32, packed=True)
+    assert {tuple(batch["input_ids"].shape) for batch in windows[:-1]} == {(4, 8)}
+    assert not any("attention_mask" in batch for batch in windows)
+    again = text_batches(tokenizer, written, length=8, tokens=32)
+    assert all(a["input_ids"].equal(b["input_ids"]) for a, b in zip(batches, again, strict=True))
+    for bad, message in (
+        ({"texts": ["a b"], "packed": True}, "the texts have 3 tokens, and a window has 8"),
+        ({"texts": []}, "no text of two tokens"),
+        ({"texts": ["a"], "tokens": 4}, "got length 8 and 4 tokens"),
+    ):
+        with pytest.raises(GraphFilterError, match=message):
+            text_batches(tokenizer, **{"length": 8, "tokens": 32, **bad})
