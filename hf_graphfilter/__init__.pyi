@@ -6,6 +6,7 @@ from .status import filter_parameters as filter_parameters, filter_status as fil
 from .filters.gfsa import GFSAConfig as GFSAConfig
 from .filters.agf import AGFConfig as AGFConfig
 from .filters.singularformer import SingularformerConfig as SingularformerConfig
+from .filters.hedgehog import HedgehogConfig as HedgehogConfig
 from .filters.converter import KernelutionConfig as KernelutionConfig, SynvolutionConfig as SynvolutionConfig
 from .filters.polynomial import PolynomialConfig as PolynomialConfig
 from .filters.pagerank import PPRConfig as PPRConfig

@@ -18,6 +18,7 @@ from hf_graphfilter import (
     FilterConfig,
     GFSAConfig,
     GraphFilter,
+    HedgehogConfig,
     KernelutionConfig,
     ReplacingConfig,
     SingularformerConfig,
@@ -141,6 +142,9 @@ FILTERS = {
         KernelutionConfig(K=3, kernel="jackson", window=2, position_bias="drop"), digraph_matrix, quick=False
     ),
 }
+FILTERS["hedgehog"] = Entry(
+    HedgehogConfig(window=2, position_bias="drop"), oracle.hedgehog_matrix, quick=False, common=False
+)
 FILTERS["linear-attention"] = Entry(
     LinearAttentionConfig(init="blend", sharpness=3.0, position_bias="drop"), linear_attention_matrix, everywhere=False
 )

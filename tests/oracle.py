@@ -166,6 +166,17 @@ def linear_attention_matrix(A, c, config, seen):
     return in_the_place_of(A, scores / scores.sum(-1, keepdim=True).clamp(min=1e-6), c, config, seen)
 
 
+def hedgehog_matrix(A, c, config, seen):
+    """``phi(Q) phi(K)^T`` over the visible tokens, rows scaled to sum 1, phi(x) = softmax([x W, -x W])."""
+
+    def features(x, name):
+        mapped = x * seen.scaling**0.5 @ seen.weights[f"{name}.weight"].to(x.dtype)
+        return torch.cat([mapped, -mapped], -1).softmax(-1)
+
+    scores = features(seen.query, "map_query") @ features(seen.key, "map_key").mT * seen.allowed
+    return in_the_place_of(A, scores / scores.sum(-1, keepdim=True).clamp(min=1e-30), c, config, seen)
+
+
 def series_matrix(A, coefficients):
     """sum_k c_k A^k with c (heads, K+1)."""
     power, out = torch.eye(A.shape[-1], dtype=A.dtype).expand_as(A), 0

@@ -1,0 +1,111 @@
+"""Hedgehog: linear attention whose feature map is learned to mimic a softmax.
+
+Source: Zhang et al., "The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry" (ICLR 2024),
+Eq. 5; with a window beside it in Zhang et al., "LoLCATs: On Low-Rank Linearizing of Large Language Models" (ICLR 2025).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from ..ops import spectral
+from ..ops.polynomials import recurrence
+from ..shift import AttentionShift, repeat_heads
+from .base import AttentionSite
+from .build import register_filter
+from .replacing import ReplacingConfig, ReplacingFilter, in_dtype_of
+
+CITATION = """@inproceedings{zhang2024hedgehog,
+  title     = {The Hedgehog \\& the Porcupine: Expressive Linear Attentions with Softmax Mimicry},
+  author    = {Michael Zhang and Kush Bhatia and Hermann Kumbong and Christopher R{\\'e}},
+  booktitle = {International Conference on Learning Representations},
+  year      = {2024}
+}"""
+_ONE = recurrence("monomial", 0, 0.0, 0.0)
+
+
+class FeatureMap(nn.Module):
+    """The logarithm of ``softmax over features [x W, -x W]``; W (heads, features, features) starts as the identity."""
+
+    def __init__(self, heads: int, features: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, features, features))
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.copy_(torch.eye(self.weight.shape[-1]).expand_as(self.weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` (batch, heads, tokens, features) to twice as many features, float32 or wider."""
+        mapped = spectral.wide(in_dtype_of(self, x) @ self.weight)
+        return torch.cat([mapped, -mapped], -1).log_softmax(-1)
+
+
+class Hedgehog(ReplacingFilter):
+    """``phi(Q) (phi(K)^T value) / (phi(Q) phi(K)^T 1)``: O(n d^2) time, no n x n matrix.
+
+    It is the filter ``U V^T`` of the singular value domain with another normalisation: ``V`` the softmax over tokens of
+    ``log phi(K)``, ``U`` the softmax over features of ``log phi(Q)`` plus the logarithm of the mass of each feature of
+    the keys so far. Hence the same kernels compute it, and decoding keeps the same state.
+    """
+
+    def __init__(self, config: HedgehogConfig, site: AttentionSite):
+        super().__init__(config, site)
+        self.map_query, self.map_key = (FeatureMap(site.heads, site.head_dim) for _ in range(2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.map_query.reset_parameters()
+        self.map_key.reset_parameters()
+
+    def filtered(self, shift: AttentionShift, value: Tensor) -> Tensor:
+        tokens, state = shift.query.shape[2], shift.state
+        key, value = (repeat_heads(x[:, :, -tokens:], self.heads) for x in (shift.key, value))
+        root = shift.scaling**0.5
+        u, v = self.map_query(shift.query * root), self.map_key(key * root)
+        causal, keys = shift.visible()
+        keys = None if keys is None else keys[:, -tokens:]
+        seen, _ = spectral.hide(v, value, keys)
+        if not causal and state is None:
+            mass = seen.logsumexp(2, keepdim=True)
+            return spectral.filter_all(self._left(u + mass), v, value, keys)
+        past = spectral.CausalState(state["mass"], state["mean"]) if state else None
+        if past is not None:
+            seen = torch.cat([past.mass[:, :, None].to(seen.dtype), seen], 2)
+        mass = seen.logcumsumexp(2)[:, :, -tokens:]
+        out, after = spectral.filter_causal(self._left(u + mass), v, value, keys, past)
+        if state is not None:
+            state.update(after._asdict())
+        return out
+
+    @staticmethod
+    def _left(u: Tensor) -> spectral.Left:
+        return spectral.Left(u, None, u.new_ones(1), _ONE)
+
+
+@register_filter("hedgehog")
+@dataclass(frozen=True)
+class HedgehogConfig(ReplacingConfig):
+    """Hedgehog, linear attention with a learned feature map, with linear cost; with ``window=64`` as LoLCATs has it.
+
+    Args:
+        init, window, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
+
+    Example:
+        >>> HedgehogConfig.for_conversion().window
+        64
+    """
+
+    module = Hedgehog
+    citation = CITATION
+    formula = "phi(Q) phi(K)^T / rows, phi(x) = softmax([x W, -x W])"
+    cost = "linear in the tokens"
+
+    @classmethod
+    def for_conversion(cls, **options: Any) -> Self:
+        return super().for_conversion(**{"window": 64, **options})
