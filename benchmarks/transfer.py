@@ -420,53 +420,59 @@ def smollm2(options: argparse.Namespace) -> None:
 # ------------------------------------------------------------------------------------------------------- vision
 
 
-def deit(options: argparse.Namespace) -> None:
-    from torchvision import transforms
-    from torchvision.datasets import ImageFolder
+class TinyImages:
+    """Twenty classes of Tiny ImageNet, which the thousand of a pretrained head hold too."""
 
-    table, folder = Table(options, "deit"), options.shared / "weights" / "deit-tiny-patch16-224"
-    data = options.shared / "data" / "tiny-imagenet-subset"
-    build = lambda: AutoModelForImageClassification.from_pretrained(folder).to(options.device)  # noqa: E731
-    names = dict(line.split("\t") for line in (data / "classes.txt").read_text().splitlines())
-    # the thousand classes of the pretrained head, of which twenty occur; ties of a name are to its first words
-    known = {label.split(",")[0].lower(): i for i, label in build().config.id2label.items()}
-    prepare = transforms.Compose(
-        [
-            transforms.Resize(224),
-            transforms.ToTensor(),
-            transforms.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
-        ]
-    )
-    parts = {part: ImageFolder(data / part, prepare) for part in ("train", "val")}
-    classes = torch.tensor([known[names[wnid].split(",")[0].lower()] for wnid in parts["train"].classes])
+    def __init__(self, shared: Path, label_of: dict[int, str]):
+        from torchvision import transforms
+        from torchvision.datasets import ImageFolder
 
-    def batches(part: str, size: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        images = parts[part]
+        data = shared / "data" / "tiny-imagenet-subset"
+        names = dict(line.split("\t") for line in (data / "classes.txt").read_text().splitlines())
+        known = {
+            label.split(",")[0].lower(): i for i, label in label_of.items()
+        }  # ties of a name are to its first words
+        prepare = transforms.Compose(
+            [
+                transforms.Resize(224),
+                transforms.ToTensor(),
+                transforms.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
+            ]
+        )
+        self.parts = {part: ImageFolder(data / part, prepare) for part in ("train", "val")}
+        self.classes = torch.tensor([known[names[wnid].split(",")[0].lower()] for wnid in self.parts["train"].classes])
+
+    def batches(self, part: str, size: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        images = self.parts[part]
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0)).tolist()
         for i in range(0, min(len(order), size * count), size):
             pairs = [images[j] for j in order[i : i + size]]
-            yield torch.stack([p for p, _ in pairs]), classes[[c for _, c in pairs]]
+            yield torch.stack([p for p, _ in pairs]), self.classes[[c for _, c in pairs]]
 
     @torch.no_grad()
-    def accuracy(model: nn.Module) -> float:
+    def accuracy(self, model: nn.Module) -> float:
+        """Of these twenty, on 500 images."""
         model.eval()
         right = [
-            (
-                model(x.to(options.device)).logits.cpu()[:, classes].argmax(-1)
-                == (y[:, None] == classes).int().argmax(-1)
-            )
-            for x, y in batches("val", 50, 10)
+            model(x.to(model.device)).logits.cpu()[:, self.classes].argmax(-1)
+            == (y[:, None] == self.classes).int().argmax(-1)
+            for x, y in self.batches("val", 50, 10)
         ]
         return torch.cat(right).float().mean().item()
 
-    table.add("DeiT-Tiny", "original", "at the start", "accuracy", accuracy(build()))
-    unlabelled = [{"pixel_values": x} for x, _ in batches("train", 16, 64)]
+
+def deit(options: argparse.Namespace) -> None:
+    table, folder = Table(options, "deit"), options.shared / "weights" / "deit-tiny-patch16-224"
+    build = lambda: AutoModelForImageClassification.from_pretrained(folder).to(options.device)  # noqa: E731
+    images = TinyImages(options.shared, build().config.id2label)
+    table.add("DeiT-Tiny", "original", "at the start", "accuracy", images.accuracy(build()))
+    unlabelled = [{"pixel_values": x} for x, _ in images.batches("train", 16, 64)]
     for count in (1, 3, 6, 12):
         layers = list(range(12 - count, 12))
         set_seed(0)
         model = patch_model(build(), "agf", layers=layers, **AGF)
         variant = f"last {count} of 12 layers"
-        table.add("DeiT-Tiny", variant, "copied", "accuracy", accuracy(model))
+        table.add("DeiT-Tiny", variant, "copied", "accuracy", images.accuracy(model))
         report = transfer_attention(
             model,
             unlabelled,
@@ -481,7 +487,7 @@ def deit(options: argparse.Namespace) -> None:
         )
         table.add_report("DeiT-Tiny", variant, report)
         more = {"steps": report.steps, "seconds": round(report.seconds)}
-        table.add("DeiT-Tiny", variant, "after transfer", "accuracy", accuracy(model), **more)
+        table.add("DeiT-Tiny", variant, "after transfer", "accuracy", images.accuracy(model), **more)
 
 
 SECTIONS = {f.__name__: f for f in (minilm, singular, mixed, finetune, gpt2, smollm2, deit)}

@@ -1,0 +1,243 @@
+"""Pretrained models converted to linear time, and what that costs: ``python benchmarks/conversion.py --only NAME ...``.
+
+Every case is one call of ``convert`` with a budget of tokens, and measures of the model before and after: MiniLM on
+film reviews of 256 to 512 tokens by filter and window, DeiT-Tiny on 20 classes of Tiny ImageNet, SmolLM2-135M on
+WikiText-2 with its perplexity, copying and retrieval from a long context, Flan-T5-small's encoder; LoLCATs' recipe (the
+Hedgehog feature map, a window of 64, adapters trained on the next token) beside ours.
+
+Data and weights are read from --shared (see its READMEs). A case that was interrupted goes on; one that is finished,
+with its model in --runs and its results in benchmarks/results/conversion/NAME.json, is left alone. --list shows them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import RESULTS, hardware
+from torch import nn
+from transfer import TinyImages, perplexity, weights, wikitext
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    set_seed,
+)
+
+from hf_graphfilter import convert
+from hf_graphfilter.conversion import text_batches
+from hf_graphfilter.demo import pretrained_path
+
+ROOT = Path(__file__).parents[1]
+Measures = Callable[[nn.Module], dict[str, float]]
+
+
+@dataclass
+class Task:
+    """A pretrained model, what it is converted with, and what is measured of it."""
+
+    name: str
+    shared: Path
+
+    def model(self) -> nn.Module:
+        raise NotImplementedError
+
+    def data(self) -> Iterable[Any]:
+        raise NotImplementedError
+
+    def measure(self, model: nn.Module) -> dict[str, float]:
+        """Beside what ``convert`` measures on held-out batches."""
+        return {}
+
+
+class Reviews(Task):
+    """MiniLM on whole film reviews of 256 to 512 tokens."""
+
+    def model(self) -> nn.Module:
+        return AutoModel.from_pretrained(pretrained_path())
+
+    def data(self) -> Iterable[Any]:
+        tokenizer = AutoTokenizer.from_pretrained(pretrained_path())
+        files = sorted((self.shared / "data" / "imdb-subset").rglob("*.txt"))
+        texts = [file.read_text(errors="ignore") for file in files]
+        long = [text for text in texts if len(text.split()) > 200]
+        return text_batches(tokenizer, long, length=512, tokens=2048)
+
+
+class Images(Task):
+    """DeiT-Tiny on photographs of twenty classes."""
+
+    def model(self) -> nn.Module:
+        return AutoModelForImageClassification.from_pretrained(self.shared / "weights" / "deit-tiny-patch16-224")
+
+    def data(self) -> Iterable[Any]:
+        self.images = TinyImages(self.shared, self.model().config.id2label)
+        return [{"pixel_values": x} for x, _ in self.images.batches("train", 16, 1000)]
+
+    def measure(self, model: nn.Module) -> dict[str, float]:
+        return {"accuracy": self.images.accuracy(model)}
+
+
+class Text(Task):
+    """SmolLM2-135M on WikiText-2, in windows of 512 tokens."""
+
+    def model(self) -> nn.Module:
+        return AutoModelForCausalLM.from_pretrained(weights("smollm2"), dtype=torch.float32)
+
+    def data(self) -> Iterable[Any]:
+        self.tokenizer = AutoTokenizer.from_pretrained(weights("smollm2"))
+        path, tokens = argparse.Namespace(shared=self.shared), 512
+        self.test = wikitext(path, self.tokenizer, "test", tokens, 2)[:40]
+        train = wikitext(path, self.tokenizer, "train", tokens, 2)
+        random.Random(0).shuffle(train)
+        return [{"input_ids": ids, "labels": ids} for ids in train]
+
+    def measure(self, model: nn.Module) -> dict[str, float]:
+        with torch.autocast("cpu", torch.bfloat16):
+            found = {"perplexity": perplexity(model, self.test)}
+            for tokens in (32, 128, 512):
+                found[f"copying, {tokens} tokens"] = copying(model, tokens)
+            for tokens in (64, 256, 1024):
+                found[f"needle, {tokens} tokens"] = needle(model, self.tokenizer, tokens)
+        return found
+
+
+class Translation(Task):
+    """Flan-T5-small: its encoder, on film reviews of at most 256 tokens."""
+
+    def model(self) -> nn.Module:
+        return AutoModelForSeq2SeqLM.from_pretrained(weights("flan-t5-small"))
+
+    def data(self) -> Iterable[Any]:
+        tokenizer = AutoTokenizer.from_pretrained(weights("flan-t5-small"))
+        files = sorted((self.shared / "data" / "imdb-subset").rglob("*.txt"))
+        batches = text_batches(tokenizer, [f.read_text(errors="ignore") for f in files], length=256, tokens=1024)
+        for batch in batches:
+            batch["decoder_input_ids"] = batch["input_ids"][:, :64]
+        return batches
+
+
+@torch.no_grad()
+def copying(model: nn.Module, tokens: int, count: int = 8) -> float:
+    """Share of random tokens that are predicted right where they come a second time."""
+    draw = torch.Generator().manual_seed(0)
+    once = torch.randint(1000, 20000, (count, tokens), generator=draw)
+    right = []
+    for ids in torch.cat([once, once], 1).split(2):
+        predicted = model(ids, use_cache=False).logits[:, tokens:-1].argmax(-1)
+        right.append((predicted == ids[:, tokens + 1 :]).float().mean())
+    return torch.stack(right).mean().item()
+
+
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+
+
+@torch.no_grad()
+def needle(model: nn.Module, tokenizer: Any, tokens: int, count: int = 20) -> float:
+    """Share of five-digit keys that are found again after so many tokens of filler, each digit likeliest in turn."""
+    draw, found = random.Random(0), 0
+    filler = tokenizer(FILLER * (tokens // 16 + 1))["input_ids"][:tokens]
+    for _ in range(count):
+        key = f"{draw.randrange(10_000, 100_000)}"
+        at = draw.randrange(0, len(filler) // 2)
+        said = tokenizer(f" The pass key is {key}. Remember it. {key} is the pass key. ")["input_ids"]
+        asked = tokenizer(" What is the pass key? The pass key is ")["input_ids"]
+        answer = tokenizer(key)["input_ids"]
+        ids = torch.tensor([[*filler[:at], *said, *filler[at:], *asked, *answer]])
+        predicted = model(ids, use_cache=False).logits[0, -len(answer) - 1 : -1].argmax(-1)
+        found += predicted.tolist() == answer
+    return found / count
+
+
+@dataclass
+class Case:
+    task: str
+    budget: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+TASKS = {"reviews": Reviews, "images": Images, "text": Text, "translation": Translation}
+SHORT, LONG = 1_000_000, 4_000_000
+ADAPTED = {"train": "lora", "stages": {"attention": 0.5, "logits": 0.5}}
+LOLCATS = {"filter": "hedgehog", "train": "lora", "stages": {"attention": 0.5, "task": 0.5}}
+CASES = {
+    **{f"reviews-agf-{w}": Case("reviews", SHORT, {"window": w}) for w in (0, 4, 16, 32, 64, 128)},
+    "reviews-hedgehog-64": Case("reviews", SHORT, {"filter": "hedgehog"}),
+    "reviews-singularformer-64": Case("reviews", SHORT, {"filter": "singularformer", "r": 128, "window": 64}),
+    "reviews-kernelution-64": Case("reviews", SHORT, {"filter": "kernelution", "window": 64}),
+    "reviews-agf-64-long": Case("reviews", LONG, {"window": 64}),
+    "images-12": Case("images", LONG, {}),
+    "images-6": Case("images", SHORT, {"layers": slice(6, 12)}),
+    "images-auto": Case("images", SHORT, {"layers": "auto:50%"}),
+    "text-all": Case("text", 3_000_000, {"window": 64, **ADAPTED}),
+    "text-half": Case("text", 3_000_000, {"window": 64, "layers": "odd", **ADAPTED}),
+    "text-auto": Case("text", SHORT, {"window": 64, "layers": "auto:50%", **ADAPTED}),
+    "text-agf": Case("text", SHORT, {"window": 64, **ADAPTED}),
+    "text-lolcats": Case("text", SHORT, LOLCATS),
+    "translation-drop": Case("translation", SHORT, {"stack": "encoder", "position_bias": "drop", "window": 64}),
+}
+
+
+def play(name: str, options: argparse.Namespace) -> None:
+    case = CASES[name]
+    file, folder = options.output / f"{name}.json", options.runs / name
+    if file.is_file():
+        return
+    task = TASKS[case.task](case.task, options.shared)
+    set_seed(0)
+    model, data = task.model(), task.data()
+    before = task.measure(model)
+    budget = options.budget or case.budget
+    begun = time.process_time()
+    settings = {"precision": "bf16", "checkpoint": folder / "progress", **case.options}
+    report = convert(model, data, budget=budget, progress=options.progress, **settings)
+    model.save_pretrained(folder / "model")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    content = {
+        "name": name,
+        "task": case.task,
+        "about": (type(task).__doc__ or "").strip(),
+        "options": {key: str(value) for key, value in case.options.items()},
+        "date": date.today().isoformat(),
+        "device": hardware("cpu"),
+        "torch": torch.__version__,
+        "cpu_seconds": round(time.process_time() - begun),  # of the last process, where it was interrupted
+        "before": before,
+        "after": task.measure(model),
+        "report": report.to_dict(),
+    }
+    file.write_text(json.dumps(content, indent=1) + "\n")
+    print(name, report, {**content["before"]}, {**content["after"]}, sep="\n", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
+    parser.add_argument("--list", action="store_true", help="the cases, and which are finished")
+    parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared", help="folder of data/ and weights/")
+    parser.add_argument(
+        "--runs", type=Path, default=ROOT / "runs" / "conversion", help="folder for models and progress"
+    )
+    parser.add_argument("--output", type=Path, default=RESULTS / "conversion", help="folder for the results")
+    parser.add_argument("--budget", type=int, help="instead of each case's own, to try it out")
+    parser.add_argument("--progress", action="store_true", help="show bars")
+    options = parser.parse_args()
+    for name in options.only:
+        if options.list:
+            print(name, "finished" if (options.output / f"{name}.json").is_file() else "")
+        else:
+            play(name, options)
+
+
+if __name__ == "__main__":
+    main()
