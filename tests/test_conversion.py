@@ -2,10 +2,12 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from models import FAMILIES, realigned
+from processes import run_two
 from transformers import (
     AutoModelForCausalLM,
     BertModel,
@@ -62,7 +64,7 @@ def texts(count=10, rows=4, tokens=24):
 
 def run(model, data=None, **options):
     torch.manual_seed(1)
-    options = {"budget": 4000, "holdout": 2, "window": 2, "evaluations": 5, "progress": False, **options}
+    options = {"budget": 2000, "holdout": 2, "window": 2, "evaluations": 5, "progress": False, **options}
     return convert(model, texts() if data is None else data, **options)
 
 
@@ -77,7 +79,7 @@ def test_a_decoder_is_converted_and_saved(train, tmp_path):
     report = run(model, train=train, holdout=texts()[:2])
     assert report.error < 0.9 * report.error_before
     assert list(report.stages) == ["attention", "logits"]
-    assert 4000 <= report.tokens < 4000 + 2 * 96
+    assert 2000 <= report.tokens < 2000 + 2 * 96
     assert report["perplexity"].original == pytest.approx(math.exp(loss_of(llama())), rel=1e-4)
     assert report["perplexity"].converted == pytest.approx(math.exp(loss_of(model)), rel=1e-4)
     assert set(report["divergence"].without) == {"window", "far"}
@@ -102,7 +104,7 @@ def loss_of(model):
 
 
 def test_an_encoder_is_measured_by_its_embeddings():
-    report = run(bert(), budget=3000)
+    report = run(bert())
     assert list(report.stages) == ["attention", "hidden"]
     assert {m.name for m in report.measures} == {"cosine", "rank correlation"}
     assert 0.5 < report["cosine"].converted <= 1
@@ -153,7 +155,10 @@ def test_the_most_sensitive_layers_keep_their_attention():
     assert least_sensitive({"a": math.nan, "b": 2.0, "c": 1.0}, 0.67) == ["b", "c"]
 
 
-@pytest.mark.parametrize("stop", [3, 20, 33])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("stop", [pytest.param(3, marks=SLOW), pytest.param(9, marks=SLOW), 18])
 def test_an_interrupted_conversion_goes_on(stop, tmp_path, monkeypatch):
     options = {"layers": "auto:75%", "train": "lora"}
     expected = run(llama(), checkpoint=tmp_path / "whole", **options)
@@ -198,7 +203,7 @@ def test_a_failure_leaves_the_model_as_it_was():
 
         Failing.passes = 0
         with pytest.raises(OSError, match="the disk is full"):
-            run(model, Failing(data), train=train, budget=8000, stages={"attention": 0.1, "logits": 0.9})
+            run(model, Failing(data), train=train, stages={"attention": 0.1, "logits": 0.9})
         assert weights(model).keys() == before.keys(), train
         assert all(tensor.equal(before[name]) for name, tensor in weights(model).items()), train
         assert not list(filters_of(model))
@@ -279,6 +284,11 @@ def test_half_precision_models_keep_their_types():
     report = run(model, train="lora")
     assert report.error < report.error_before
     assert {p.dtype for n, p in model.named_parameters() if "graph_filter" not in n} == {torch.bfloat16}
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_batches(tmp_path):
+    run_two(Path(__file__).with_name("convert_in_processes.py"), tmp_path)
 
 
 @pytest.fixture

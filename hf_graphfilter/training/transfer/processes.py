@@ -29,6 +29,13 @@ def total(number: int) -> int:
     return int(summed)
 
 
+def share(parameters: Iterable[nn.Parameter]) -> None:
+    """Give all processes those of the first: filters start at random."""
+    if process()[1] > 1:
+        for parameter in parameters:
+            distributed.broadcast(parameter.data, 0)
+
+
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """In place; of a parameter that a process has no gradient of, zeros enter the mean."""
     count = process()[1]

@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from ...errors import GraphFilterError
 from ...filters import GraphFilter
 from .objectives import Batch
-from .processes import average_gradients, is_first_process, total
+from .processes import average_gradients, is_first_process, share, total
 
 STATE_FILE, PROGRESS_FILE = "transfer.safetensors", "transfer.json"
 
@@ -155,6 +155,7 @@ class StageRun:
         self.stage, self.report, self.checkpoint = stage, report, checkpoint
         self.parameters = {name: p for parameters, _ in stage.groups for name, p in parameters.items()}
         groups = [{"params": [*parameters.values()], "lr": lr, "peak": lr} for parameters, lr in stage.groups]
+        share(self.parameters.values())
         self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
         self.step, self.used, self.stale = 0, 0, 0
         self.before = report.history[-1][0] if report.history else 0

@@ -1,0 +1,26 @@
+"""The two processes of test_conversion.py, started by processes.py with DIR."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from test_conversion import llama, run
+
+from hf_graphfilter.filters.attached import filters_of
+
+folder = Path(sys.argv[1])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = llama()
+torch.manual_seed(rank)  # filters would start elsewhere
+report = run(model, train="lora", checkpoint=folder / "progress" if rank else folder / "first")
+assert report.error < report.error_before
+assert 2000 <= report.tokens < 2000 + 2 * 2 * 96, report.tokens
+assert [stage.steps for stage in report.stages.values()] == [8, 4]
+for name, tensor in model.state_dict().items():
+    first = tensor.clone()
+    dist.broadcast(first, 0)
+    torch.testing.assert_close(tensor, first, rtol=0, atol=0, msg=name)
+assert list(filters_of(model))
+assert (folder / "first").is_dir() if rank == 0 else not (folder / "progress").exists()
