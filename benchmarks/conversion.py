@@ -143,7 +143,7 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 
 
 @torch.no_grad()
-def needle(model: nn.Module, tokenizer: Any, tokens: int, count: int = 20) -> float:
+def needle(model: nn.Module, tokenizer: Any, tokens: int, count: int = 10) -> float:
     """Share of five-digit keys that are found again after so many tokens of filler, each digit likeliest in turn."""
     draw, found = random.Random(0), 0
     filler = tokenizer(FILLER * (tokens // 16 + 1))["input_ids"][:tokens]
@@ -198,8 +198,9 @@ def play(name: str, options: argparse.Namespace) -> None:
     model, data = task.model(), task.data()
     before = task.measure(model)
     budget = options.budget or case.budget
+    shown = {"evaluations": 10, "holdout": 4} if case.task == "text" else {}  # a forward pass of it takes long
     begun = time.process_time()
-    settings = {"precision": "bf16", "checkpoint": folder / "progress", **case.options}
+    settings = {"precision": "bf16", "checkpoint": folder / "progress", **shown, **case.options}
     report = convert(model, data, budget=budget, progress=options.progress, **settings)
     model.save_pretrained(folder / "model")
     file.parent.mkdir(parents=True, exist_ok=True)

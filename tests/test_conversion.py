@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from hf_graphfilter import AGFConfig, GraphFilterError, convert, filter_status, patch_model
-from hf_graphfilter.conversion import Rates, text_batches
+from hf_graphfilter.conversion import Rates, Speed, crossover, speed, text_batches
 from hf_graphfilter.conversion.choice import least_sensitive
 from hf_graphfilter.filters.attached import filters_of
 from hf_graphfilter.training.transfer.objectives import errors_by_context, filter_errors
@@ -36,6 +36,7 @@ LLAMA = LlamaConfig(
     intermediate_size=48,
     bos_token_id=1,
     eos_token_id=2,
+    max_position_embeddings=64,
 )
 
 
@@ -284,6 +285,20 @@ def test_half_precision_models_keep_their_types():
     report = run(model, train="lora")
     assert report.error < report.error_before
     assert {p.dtype for n, p in model.named_parameters() if "graph_filter" not in n} == {torch.bfloat16}
+
+
+def test_speed_by_length():
+    model = patch_model(llama(), "agf").train()
+    rows = speed(model, [16, 64, 4096], rounds=3)
+    assert [row.tokens for row in rows] == [16, 64]
+    assert all(row.ratio > 0 and row.original_ms > 0 for row in rows)
+    assert model.training
+    assert list(filters_of(model))
+    fast = [Speed(n, 1.0, ratio, ratio) for n, ratio in ((1, 0.9), (2, 1.1), (4, 0.8), (8, 0.5))]
+    assert crossover(fast) == 4
+    assert crossover(fast[:2]) is None
+    with pytest.raises(GraphFilterError, match="takes none"):
+        speed(model, [10**6])
 
 
 @pytest.mark.slow

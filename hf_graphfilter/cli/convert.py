@@ -57,6 +57,7 @@ def convert(
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Less memory, more time.")
     ] = False,
+    timed: Annotated[bool, typer.Option("--speed", help="Time it beside the original, by length.")] = False,
     auto_class: AutoClass = None,
 ) -> None:
     """Convert a pretrained model to linear time: patch it, fit it to itself, measure what that costs, and save it.
@@ -67,7 +68,7 @@ def convert(
 
     [dim]hf-graphfilter convert HuggingFaceTB/SmolLM2-135M runs/smollm2-agf -t wiki.txt --budget 3000000[/dim]
     """
-    from ..conversion import Rates
+    from ..conversion import Rates, speed
     from ..conversion import convert as converted
 
     if sum(map(bool, (text, dataset, images))) != 1:
@@ -104,6 +105,8 @@ def convert(
     if not first:
         return
     save(model, source, output, show=False)
+    if timed:
+        report.speed = speed(model)
     (output / "conversion.json").write_text(json.dumps(report.to_dict(), indent=1) + "\n")
     _card(model, source, output, report)
     shutil.rmtree(progress, ignore_errors=True)

@@ -3,5 +3,6 @@
 from .call import Rates, convert
 from .data import text_batches
 from .report import ConversionReport
+from .speed import Speed, crossover, speed
 
-__all__ = ["ConversionReport", "Rates", "convert", "text_batches"]
+__all__ = ["ConversionReport", "Rates", "Speed", "convert", "crossover", "speed", "text_batches"]

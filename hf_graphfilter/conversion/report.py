@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..training.transfer.run import TransferReport, mean
+from .speed import Speed
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class ConversionReport:
         sensitivity: of ``layers="auto:..."``, how far the outputs move where only this module is a filter.
         tokens: that were used of the ``budget``.
         seconds: of wall-clock time, of this call.
+        speed: what ``speed`` measured, where it was asked.
     """
 
     before: dict[str, float]
@@ -51,6 +53,7 @@ class ConversionReport:
     sensitivity: dict[str, float] = field(default_factory=dict)
     budget: int = 0
     seconds: float = 0.0
+    speed: list[Speed] = field(default_factory=list)
 
     @property
     def error_before(self) -> float:
@@ -86,7 +89,12 @@ class ConversionReport:
         for name, run in self.stages.items():
             held = [error for _, error in run.history]
             stages += [[name, f"{run.history[-1][0]:,}", f"{held[0]:.4g}", f"{min(held):.4g}", run.stopped]]
-        return {"the model": measures, "stages": stages, "by context": contexts, "by layer": layers}
+        times = [["tokens", "original ms", "converted ms", "converted / original"]]
+        times += [
+            [f"{s.tokens:,}", f"{s.original_ms:.3g}", f"{s.converted_ms:.3g}", f"{s.ratio:.3f}"] for s in self.speed
+        ]
+        tables = {"the model": measures, "stages": stages, "by context": contexts, "by layer": layers}
+        return tables | ({"a forward pass": times} if self.speed else {})
 
     def __str__(self) -> str:
         lines = [f"{self.tokens:,} of {self.budget:,} tokens, {self.seconds:.0f} s"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,8 @@ from .report import ConversionReport, Measure
 
 BOUNDS = [2**i for i in range(4, 17)]  # of the numbers of tokens that a token sees
 Step = Callable[[Batch], dict[str, float]]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass
@@ -69,8 +71,9 @@ class Conversion:
 
     def attention(self, groups: list[Group]) -> None:
         """The first stage, if there is one: each layer by itself."""
-        self._check_original()
-        self.before = filter_errors(self.model, self.modules, self.held)
+        with self.autocast():
+            self._check_original()
+            self.before = filter_errors(self.model, self.modules, self.held)
         if "attention" in self.tokens:
             step = partial(regress, self.model, self.modules)
             measure = lambda: mean(filter_errors(self.model, self.modules, self.held))  # noqa: E731
@@ -88,10 +91,11 @@ class Conversion:
     def sensitivity(self) -> dict[str, float]:
         """Of each layer: the distance of the model's outputs from the original's, where only it is a filter."""
         original = original_of(self.model, self.modules)
-        of = "logits" if "logits" in original(self.held[0]) else "hidden"
+        with self.autocast():
+            of = "logits" if "logits" in original(self.held[0]) else "hidden"
         step, found = partial(fit_end_to_end, self.model, original, of), {}
         for name in self.modules:
-            with attending({other: f for other, f in self.modules.items() if other != name}):
+            with self.autocast(), attending({other: f for other, f in self.modules.items() if other != name}):
                 found[name] = mean_loss(step, self.held[:4])
         return found
 
@@ -107,7 +111,8 @@ class Conversion:
         self, name: str, groups: list[Group], step: Step, measure: Callable[[], float], clip: float | None = None
     ) -> None:
         budget, report = self.tokens[name], TransferReport(before=self.before)
-        stage = Stage(name, budget, groups, self._in_precision(step), measure, size=self.size, clip=clip)
+        step, measure = self._in_precision(step), self._in_precision(measure)
+        stage = Stage(name, budget, groups, step, measure, size=self.size, clip=clip)
         kept = None
         if self.checkpoint is not None:
             earlier = dict(list(self.tokens.items())[: list(self.tokens).index(name) + 1])
@@ -116,15 +121,18 @@ class Conversion:
         run.fit(self.batches(), max(1, budget // self.evaluations), None, self.progress)
         self.reports[name] = report
 
-    def _in_precision(self, step: Step) -> Step:
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Anew for each step, since it keeps copies of the weights."""
         if self.precision is None:
-            return step
+            return contextlib.nullcontext()
+        return torch.autocast(next(self.model.parameters()).device.type, torch.bfloat16)
 
-        def run(batch: Batch) -> dict[str, float]:
-            with torch.autocast(next(self.model.parameters()).device.type, torch.bfloat16):
-                return step(batch)
+    def _in_precision(self, run: Callable[P, R]) -> Callable[P, R]:
+        def within(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self.autocast():
+                return run(*args, **kwargs)
 
-        return run
+        return within
 
     def size(self, batch: Batch) -> int:
         """Tokens of a batch, without padding."""
@@ -161,6 +169,10 @@ class Conversion:
     @torch.no_grad()
     def measured(self, original: Original, causal: bool) -> ConversionReport:
         """The errors of the layers and the measures of the model, whole and without each part of the filters."""
+        with self.autocast():
+            return self._measured(original, causal)
+
+    def _measured(self, original: Original, causal: bool) -> ConversionReport:
         after = filter_errors(self.model, self.modules, self.held)
         by_context = errors_by_context(self.model, self.modules, self.held, BOUNDS)
         labels = [f"{low + 1} to {high}" for low, high in itertools.pairwise([0, *BOUNDS])] + [f"over {BOUNDS[-1]}"]

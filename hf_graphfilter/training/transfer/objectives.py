@@ -144,6 +144,7 @@ def _hidden_distance(output: Outputs, wanted: Outputs, mask: Tensor | None) -> T
         raise GraphFilterError("end_to_end='hidden': the model returns no hidden states; use 'logits'")
     losses = []
     for f, w in pairs:
+        f, w = f.float(), w.float()
         there = mask[..., None].to(f.dtype) if mask is not None and mask.shape == f.shape[:2] else 1
         losses.append(((f - w) * there).square().sum() / (w * there).square().sum().clamp(min=1e-12))
     return torch.stack(losses).mean()
