@@ -573,6 +573,46 @@ def league_tables(name: str) -> str:
     return "\n\n".join(filter(None, made))
 
 
+def conversion_tables(task: str) -> str:
+    """The cases of a task beside each other, and their errors by context."""
+    cases = [json.loads(file.read_text()) for file in sorted((RESULTS / "conversion").glob("*.json"))]
+    cases = [case for case in cases if case["task"] == task]
+    if not cases:
+        return "Not run yet."
+    body = []
+    for case in cases:
+        report = case["report"]
+        parts = report["errors_without"]
+        measures = [
+            f"{m['name']} {m['original']:.4g} → **{m['converted']:.4g}**"
+            + "".join(f", {value:.4g} without {part}" for part, value in m["without"].items())
+            for m in report["measures"]
+        ]
+        measures += [f"{k} {case['before'][k]:.4g} → **{v:.4g}**" for k, v in case["after"].items()]
+        options = "; ".join(f"{name} {value}" for name, value in case["options"].items())
+        config = report["config"]
+        error = f"{report['error_before']:.3f} → **{report['error']:.3f}**"
+        error += "".join(f"; {value:.3f} without {part}" for part, value in parts.items())
+        what = f"`{config['filter']}`, window {config['window']}"
+        body.append([what, options, f"{report['tokens']:,}", error, "<br>".join(measures)])
+    header = ["filter", "options", "tokens", "relative error of the layers", "the model, held out"]
+    contexts = list(dict.fromkeys(label for case in cases for label in case["report"]["by_context"]))
+    rows = [
+        [f"`{case['name']}`", *(f"{e:.3f}" if (e := case["report"]["by_context"].get(c)) else "" for c in contexts)]
+        for case in cases
+    ]
+    dates = [case["date"] for case in cases]
+    when = " to ".join(dict.fromkeys((min(dates), max(dates))))
+    return "\n\n".join(
+        [
+            f"**{cases[0]['about']}** {cases[0]['device']}, torch {cases[0]['torch']}, {when}.",
+            markdown_table(header, body),
+            "*Relative error by the number of tokens that a token sees*",
+            markdown_table(["case", *contexts], rows),
+        ]
+    )
+
+
 GALLERY = {  # quantity: (column, of what it is shown)
     "cosine": ("cosine of two tokens", ".2f"),
     "high_frequency": ("energy off the mean token", ".2f"),
@@ -692,6 +732,9 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/analysis.md": {
         **{section: partial(gallery, section) for section in ("pretrained", "minilm", "deit")},
         "costs": gallery_costs,
+    },
+    "docs/conversion.md": {
+        name: partial(conversion_tables, name) for name in ("reviews", "images", "text", "translation")
     },
     "docs/league.md": {name: partial(league_tables, name) for name in ("depth",)},
     "docs/converter.md": {"scan": scan_table, "imdb": partial(recipe_tables, "sequences-imdb")},
