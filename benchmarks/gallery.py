@@ -43,7 +43,7 @@ from hf_graphfilter.analysis.report import report
 from hf_graphfilter.analysis.report.measurements import Measurements, measure
 from hf_graphfilter.analysis.response import plot_curves
 from hf_graphfilter.analysis.results import COLOURS, some
-from hf_graphfilter.cli.report import images_of, texts_of
+from hf_graphfilter.cli.inputs import Images, texts_of
 from hf_graphfilter.demo import pretrained_path
 
 ROOT = Path(__file__).parents[1]
@@ -69,7 +69,7 @@ def texts(options: argparse.Namespace, source: str | Path, count: int = COUNT) -
 
 def images(options: argparse.Namespace) -> list[Any]:
     folder = options.shared / "data" / "tiny-imagenet-subset" / "val"
-    return images_of(str(options.shared / "weights" / "deit-tiny-patch16-224"), folder, COUNT, 8)
+    return list(Images(str(options.shared / "weights" / "deit-tiny-patch16-224"), folder, 8, COUNT))
 
 
 def pretrained(options: argparse.Namespace) -> Found:

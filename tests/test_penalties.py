@@ -371,6 +371,7 @@ if t.args.process_index == 0:
 """
 
 
+@pytest.mark.slow
 def test_ddp_on_two_processes(tmp_path):
     """Two processes with batches of 4: the gradients of one with batches of 8 (of the orthogonality loss alone, since
     transformers itself counts the loss of a classifier twice there)."""
