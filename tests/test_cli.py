@@ -155,6 +155,13 @@ def test_convert(cli, text, plain, tmp_path, monkeypatch, ctrl_c):
     card = (out / "README.md").read_text()
     assert "## Conversion" in card
     assert "relative error of attention" in card
+    (tmp_path / "texts").mkdir()
+    text.rename(tmp_path / "texts" / "train.txt")
+    short = ("--dataset", tmp_path / "texts", *short[2:])
+    done = cli("convert", plain, tmp_path / "of-a-data-set", *short)
+    assert done.returncode == 0, done.stderr
+    done = cli("convert", plain, tmp_path / "wrong", *short, "--column", "sentence")
+    assert "has no column 'sentence'; it has text" in done.stderr
     again = cli("convert", out, tmp_path / "again", *short)
     assert "has graph filters already" in again.stderr
     for wrong, message in (

@@ -271,6 +271,8 @@ def test_models_that_cannot_be_converted():
     model = patch_model(llama(), "agf")
     with pytest.raises(GraphFilterError, match=r"has graph filters already.*call unpatch_model first"):
         run(model)
+    with pytest.raises(GraphFilterError, match=r"convert takes a model of transformers.* got <class 'torch\.nn"):
+        run(torch.nn.Linear(3, 3))
     with pytest.raises(GraphFilterError, match=r"gives NaN or infinity in torch\.float32"):
         run(Poisoned(LLAMA))
     with pytest.raises(GraphFilterError, match="load the model in float32; precision='bf16'"):

@@ -108,7 +108,11 @@ def _spoken(message: str) -> str:
     """A message of the Python API in the words of the command line."""
     called = rf"\b(call )?({'|'.join(_CALLS)})\b(\([^()]*\))?"
     message = re.sub(called, lambda m: f"{'run ' if m[1] else ''}hf-graphfilter {_CALLS[m[2]]}", message)
-    message = re.sub(r"\b(layers|stack)=(?=([\w'\"\[(])?)", lambda m: f"--{m[1]}{' ' if m[2] else ''}", message)
+    message = re.sub(
+        r"\b(layers|stack|holdout|train|precision)=(?=([\w'\"\[(])?)",
+        lambda m: f"--{m[1]}{' ' if m[2] else ''}",
+        message,
+    )
     message = message.replace("force=True", "--force")
     return message.replace("must be imported first", "needs --import MODULE before the verb")
 

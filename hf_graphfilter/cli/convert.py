@@ -25,9 +25,9 @@ def convert(
     text: Annotated[
         list[Path] | None, typer.Option("--text", "-t", help="A file of texts, a line each, repeatable.")
     ] = None,
-    dataset: Annotated[
-        str | None, typer.Option("--dataset", help="A data set of the Hub or a folder, as NAME or NAME:SPLIT.")
-    ] = None,
+    dataset: Annotated[str | None, typer.Option("--dataset", help="A data set of the Hub, or a folder.")] = None,
+    configuration: Annotated[str | None, typer.Option("--dataset-config", help="Of the data set.")] = None,
+    split: Annotated[str, typer.Option("--split", help="Of the data set.")] = "train",
     column: Annotated[str, typer.Option("--column", help="Of the data set, with the texts.")] = "text",
     images: Annotated[Path | None, typer.Option("--images", help="A folder of images, with subfolders.")] = None,
     filter: Annotated[str, typer.Option("--filter", "-f", help="One in the place of attention.")] = "agf",
@@ -77,7 +77,13 @@ def convert(
     if lr is not None and not 0 < lr < float("inf"):
         raise GraphFilterError(f"--lr must be a positive number, got {lr}")
     check_output(output, source)
-    batches = _batches(source, text, dataset, column, images, length, batch)
+    if images is None:
+        texts = column_of(dataset, configuration, split, column) if dataset else lines_of(text or [])
+        batches: Any = _batches(source, texts, length, batch)
+    else:
+        config = load_config(source)
+        size, patch = getattr(config, "image_size", 224), getattr(config, "patch_size", 16)
+        batches = Images(source, images, max(1, batch // (size // patch) ** 2))
     model, first = _placed(load(source, auto_class))
     progress = output / PROGRESS
     try:
@@ -115,16 +121,10 @@ def convert(
     Console().print(f"{report.tokens:,} tokens, {report.seconds:.0f} s")
 
 
-def _batches(
-    source: str, text: Any, dataset: str | None, column: str, images: Path | None, length: int, tokens: int
-) -> Any:
+def _batches(source: str, texts: list[str], length: int, tokens: int) -> list[dict[str, Any]]:
     from ..conversion.data import text_batches
 
     config = load_config(source)
-    if images is not None:
-        size, patch = getattr(config, "image_size", 224), getattr(config, "patch_size", 16)
-        return Images(source, images, max(1, tokens // (size // patch) ** 2))
-    texts = column_of(dataset, column) if dataset else lines_of(text)
     causal = any(name.endswith(("CausalLM", "LMHeadModel")) for name in config.architectures or [])
     packed = causal and not config.is_encoder_decoder
     batches = text_batches(tokenizer_of(source), texts, length=length, tokens=tokens, packed=packed)

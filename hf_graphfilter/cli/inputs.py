@@ -31,13 +31,12 @@ def lines_of(files: list[Path]) -> list[str]:
     return lines
 
 
-def column_of(dataset: str, column: str) -> list[str]:
-    """The texts of a data set of the Hub or of a folder, ``NAME``, ``NAME/CONFIGURATION:SPLIT`` ..."""
+def column_of(dataset: str, configuration: str | None, split: str, column: str) -> list[str]:
+    """The texts of a data set of the Hub or of a folder."""
     with needs("recipes", "a data set"):
         import datasets
-    name, _, split = dataset.partition(":")
     try:
-        rows = datasets.load_dataset(name, split=split or "train")
+        rows = datasets.load_dataset(dataset, configuration, split=split)
     except Exception as error:  # whatever a loader or the network leads to
         raise GraphFilterError(f"--dataset {dataset}: {' '.join(str(error).split())[:300]}") from error
     if column not in rows.column_names:

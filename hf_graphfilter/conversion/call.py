@@ -11,7 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..errors import GraphFilterError, shown
 from ..filters import FilterConfig, GraphFilter, ReplacingConfig, as_config
@@ -73,7 +75,8 @@ def convert(
     """Put a filter in the place of a pretrained model's attention, in place, and fit it so that little is lost.
 
     Args:
-        model: a pretrained model that is not patched, in any precision, on any device.
+        model: a pretrained transformers model that is not patched, or a ``SentenceTransformer`` around one, in any
+            precision, on any device.
         data: batches, gone through again when they end: mappings of model inputs, or tensors, the model's main input.
         filter: one in the place of attention, by name or as a config. By name it gets the options that fit pretrained
             attention best, ``FilterConfig.for_conversion``, with ``options`` on top.
@@ -117,19 +120,22 @@ def convert(
     """
     config, shares, share = _config(filter, options), _shares(stages, budget), parse_share(layers)
     _check(evaluations, rank, precision, train)
+    model = encoder_of(model)
+    if not isinstance(model, PreTrainedModel):
+        raise GraphFilterError(f"convert takes a model of transformers or a SentenceTransformer, got {type(model)}")
     if list(filters_of(model)):
         raise GraphFilterError(
             f"{type(model).__name__} has graph filters already, converted or patched: fit them further with "
             "transfer_attention, or call unpatch_model first"
         )
     started, labels = time.monotonic(), "task" in shares
-    causal = all(site.causal for site in host_of(encoder_of(model)).find(encoder_of(model))[0])
+    causal = all(site.causal for site in host_of(model).find(model)[0])
     held, skip = set_aside(model, data, holdout, labels)
     patch_model(model, config, layers=None if share is not None else layers, stack=stack)  # type: ignore[arg-type]
     sensitivity: dict[str, float] = {}
     try:
         modules = dict(filters_of(model))
-        with attending(modules):
+        with torch.no_grad(), attending(modules):
             shares = shares or (USUAL if "logits" in model(**held[0]) else {"attention": 0.7, "hidden": 0.3})
         run = Conversion(
             model=model,

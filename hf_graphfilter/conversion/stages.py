@@ -78,6 +78,7 @@ class Conversion:
             step = partial(regress, self.model, self.modules)
             measure = lambda: mean(filter_errors(self.model, self.modules, self.held))  # noqa: E731
             self._fit("attention", groups, step, measure)
+            self.before = self.reports["attention"].before  # of the first call, where this one goes on
 
     def end_to_end(self, groups: list[Group], original: Original) -> None:
         """The others."""
