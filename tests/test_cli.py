@@ -147,6 +147,7 @@ def test_convert(cli, text, plain, tmp_path, monkeypatch, ctrl_c):
     done = cli("convert", plain, out, *short, "--speed")
     assert done.returncode == 0, done.stderr
     assert "converted / original" in done.stdout
+    assert "faster than the original" in done.stdout
     assert "without far" in done.stdout
     assert not (out / "conversion").exists()
     assert json.loads((out / "conversion.json").read_text())["budget"] == 2000

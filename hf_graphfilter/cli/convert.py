@@ -118,7 +118,7 @@ def convert(
     shutil.rmtree(progress, ignore_errors=True)
     for title, (header, *rows) in report.tables().items():
         Console().print(table(header, rows, title=title))
-    Console().print(f"{report.tokens:,} tokens, {report.seconds:.0f} s")
+    Console().print(f"{report.tokens:,} tokens, {report.seconds:.0f} s{report.crossing and f'; {report.crossing}'}")
 
 
 def _batches(source: str, texts: list[str], length: int, tokens: int) -> list[dict[str, Any]]:

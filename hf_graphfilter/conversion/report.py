@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..training.transfer.run import TransferReport, mean
-from .speed import Speed
+from .speed import Speed, crossover
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,15 @@ class ConversionReport:
         """The measure of that name."""
         return next(measure for measure in self.measures if measure.name == name)
 
+    @property
+    def crossing(self) -> str:
+        """From how many tokens on the converted model is the faster one; nothing where it was not timed."""
+        if not self.speed:
+            return ""
+        if (start := crossover(self.speed)) is None:
+            return f"not faster than the original up to {max(row.tokens for row in self.speed):,} tokens"
+        return f"faster than the original from {start:,} tokens on"
+
     def tables(self) -> dict[str, list[list[str]]]:
         """Rows of text, the first the header, by what they are about."""
         parts = list(self.errors_without)
@@ -101,7 +110,7 @@ class ConversionReport:
         for rows in self.tables().values():
             widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
             lines += ["", *("  ".join(f"{x:<{w}}" for x, w in zip(row, widths, strict=True)).rstrip() for row in rows)]
-        return "\n".join(lines)
+        return "\n".join([*lines, *filter(None, ["", self.crossing])])
 
     def to_markdown(self) -> str:
         """Tables, as a model card has them."""
@@ -109,7 +118,7 @@ class ConversionReport:
         for title, (header, *rows) in self.tables().items():
             lines = [" | ".join(row) for row in (header, ["---"] * len(header), *rows)]
             parts.append(f"*{title[0].upper()}{title[1:]}*\n\n" + "\n".join(f"| {line} |" for line in lines))
-        return "\n\n".join(parts)
+        return "\n\n".join([*parts, *filter(None, [f"Timed: {self.crossing}." * bool(self.speed)])])
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""

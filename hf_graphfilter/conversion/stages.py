@@ -113,7 +113,7 @@ class Conversion:
     ) -> None:
         budget, report = self.tokens[name], TransferReport(before=self.before)
         step, measure = self._in_precision(step), self._in_precision(measure)
-        stage = Stage(name, budget, groups, step, measure, size=self.size, clip=clip)
+        stage = Stage(name, budget, groups, step, measure, size=self.size, clip=clip, unit="token")
         kept = None
         if self.checkpoint is not None:
             earlier = dict(list(self.tokens.items())[: list(self.tokens).index(name) + 1])

@@ -136,6 +136,7 @@ class Stage:
         start: the same before the first step, where it is known.
         size: what a batch takes of the budget.
         clip: largest norm of the gradient.
+        unit: of the budget, for the progress bar.
     """
 
     name: str
@@ -146,6 +147,7 @@ class Stage:
     start: float | None = None
     size: Callable[[Batch], int] = lambda batch: 1
     clip: float | None = None
+    unit: str = "step"
 
 
 class StageRun:
@@ -169,7 +171,8 @@ class StageRun:
             next(islice(batches, self.step, self.step), None)
         else:
             self._measure(self.stage.start)
-        bar = tqdm(total=self.stage.budget, initial=self.used, desc=self.stage.name, disable=not progress)
+        shown = {"desc": self.stage.name, "unit": f" {self.stage.unit}s", "disable": not progress}
+        bar = tqdm(total=self.stage.budget, initial=self.used, **shown)
         with bar, _interruptions(self.checkpoint is not None) as interrupted:
             while self.used < self.stage.budget:
                 evaluations, problem = self.used // eval_every, None
