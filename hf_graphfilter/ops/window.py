@@ -44,7 +44,7 @@ def attend_nearby(
     queries = functional.pad(query, (0, 0, 0, missing)).unflatten(2, (-1, block))
     scores = (queries @ slices(key).mT * scaling).to(torch.promote_types(query.dtype, torch.float32))
     scores = scores.masked_fill(~inside, -1e30)
-    mass = scores.logsumexp(-1, keepdim=True)
-    weights = (scores - mass).exp() * inside
-    out = weights.to(value.dtype) @ slices(value)
+    weights = scores.softmax(-1)
+    mass = scores.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()  # logsumexp, without another exp
+    out = (weights * inside).to(value.dtype) @ slices(value)
     return out.flatten(2, 3)[:, :, :tokens], mass.flatten(2, 3)[:, :, :tokens]
