@@ -181,3 +181,41 @@ def test_ratios_of_several_machines_stand_side_by_side(tmp_path, monkeypatch):
     text = tables.machines_tables()
     assert "Machine 1: a machine, 2026-01-01. Machine 2: another, 2026-01-01." in text
     assert "| one token | 8 | causal | decoding | gfsa | 1.25 | 1.5 |" in text
+
+
+def test_a_case_of_conversion_is_played_once_and_shown(tmp_path, monkeypatch, capsys):
+    import conversion
+    import tables
+    from test_conversion import llama, texts
+
+    class Tiny(conversion.Task):
+        """A tiny model."""
+
+        played = 0
+
+        def model(self):
+            Tiny.played += 1
+            return llama()
+
+        def data(self):
+            return texts(12)
+
+        def measure(self, model):
+            return {"layers": float(len(model.model.layers))}
+
+    monkeypatch.setitem(conversion.TASKS, "tiny", Tiny)
+    monkeypatch.setitem(conversion.CASES, "tiny-2", conversion.Case("tiny", 400, {"window": 2, "train": "lora"}))
+    output = tmp_path / "conversion"
+    command = ["conversion.py", "--only", "tiny-2", "--runs", str(tmp_path / "runs"), "--output", str(output)]
+    for more in ([], [], ["--list"]):
+        monkeypatch.setattr(sys, "argv", [*command, *more])
+        conversion.main()
+    assert Tiny.played == 1
+    assert capsys.readouterr().out.rstrip().endswith("tiny-2 finished")
+    assert (tmp_path / "runs" / "tiny-2" / "model" / "model.safetensors").is_file()
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    shown = tables.conversion_tables("tiny")
+    assert "**A tiny model.**" in shown
+    assert "layers 4 → **4**" in shown
+    assert "window 2; train lora" in shown
+    assert tables.conversion_tables("nothing") == "Not run yet."
