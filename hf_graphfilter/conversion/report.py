@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..training.transfer.run import TransferReport, mean
+from ..training.transfer.report import TransferReport, mean
 from .speed import Speed, crossover
 
 

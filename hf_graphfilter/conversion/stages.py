@@ -30,7 +30,8 @@ from ..training.transfer.objectives import (
     original_of,
     regress,
 )
-from ..training.transfer.run import Checkpoint, Group, Stage, StageRun, TransferReport, mean
+from ..training.transfer.report import TransferReport, mean
+from ..training.transfer.run import Checkpoint, Group, Stage, StageRun
 from .quality import compare, parts_of
 from .report import ConversionReport, Measure
 

@@ -17,7 +17,8 @@ from ...filters import GraphFilter
 from ...filters.attached import filters_of
 from .batches import repeated, set_aside
 from .objectives import DISTANCES, filter_errors, fit_end_to_end, mean_loss, original_of, regress
-from .run import Checkpoint, Stage, StageRun, TransferReport, filter_groups, mean
+from .report import TransferReport, mean
+from .run import Checkpoint, Stage, StageRun, filter_groups
 
 
 def transfer_attention(

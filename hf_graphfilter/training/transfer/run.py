@@ -1,5 +1,4 @@
-"""The optimisation of one stage: steps, measurements, the best state, interruptions; its progress on disk, and what is
-reported."""
+"""The optimisation of one stage: steps, measurements, the best state, interruptions, and its progress on disk."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,48 +23,9 @@ from ...errors import GraphFilterError
 from ...filters import GraphFilter
 from .objectives import Batch
 from .processes import average_gradients, is_first_process, share, total
+from .report import TransferReport
 
 STATE_FILE, PROGRESS_FILE = "transfer.safetensors", "transfer.json"
-
-
-def mean(errors: dict[str, float]) -> float:
-    """Over the modules."""
-    return sum(errors.values()) / len(errors)
-
-
-@dataclass
-class TransferReport:
-    """What ``transfer_attention`` did; prints as a table.
-
-    Attributes:
-        before, after: relative L2 error ``|filter - attention| / |attention|`` of each module on the held-out batches.
-        steps: of optimisation that were made, both stages together.
-        seconds: of wall-clock time.
-        stopped: why it ended: ``"all steps made"``, ``"no improvement"``, or what became non-finite.
-        history: (step, mean held-out error) pairs; of a conversion, the tokens so far and the error.
-    """
-
-    before: dict[str, float]
-    after: dict[str, float] = field(default_factory=dict)
-    steps: int = 0
-    seconds: float = 0.0
-    stopped: str = "all steps made"
-    history: list[tuple[int, float]] = field(default_factory=list)
-
-    @property
-    def mean_before(self) -> float:
-        return mean(self.before)
-
-    @property
-    def mean_after(self) -> float:
-        return mean(self.after)
-
-    def __str__(self) -> str:
-        width = max(map(len, [*self.after, "module"]))
-        rows = [f"{name:<{width}}  {self.before[name]:6.3f}  {error:6.3f}" for name, error in self.after.items()]
-        means = f"{'mean':<{width}}  {self.mean_before:6.3f}  {self.mean_after:6.3f}"
-        head = f"{'module':<{width}}  before   after"
-        return "\n".join([head, *rows, means, f"{self.steps} steps, {self.seconds:.0f} s, {self.stopped}"])
 
 
 class Checkpoint:
