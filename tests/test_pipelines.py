@@ -22,6 +22,7 @@ from transformers import (
 
 from hf_graphfilter import (
     GraphFilterError,
+    convert,
     create_model_card,
     filter_status,
     load_filter,
@@ -138,6 +139,10 @@ def test_a_sentence_transformer_is_patched_as_it_is(tmp_path, transformers_warni
     assert [row.module for row in filter_status(model)] == [f"encoder.layer.{i}.attention.self" for i in (0, 2)]
     turned = turn_on(model).encode(TEXTS)
     assert abs(turned - before).max() > 1e-3
+    batches = [dict(tokenizer()(TEXTS, padding=True, return_tensors="pt"))] * 3
+    converted = encoder()
+    assert "cosine" in str(convert(converted, batches, budget=20, holdout=1, window=2, progress=False))
+    assert len(filter_status(converted)) == 3
     save_filter(model, tmp_path / "filter")
     assert (load_filter(encoder(), tmp_path / "filter").encode(TEXTS) == turned).all()
     card = create_model_card(model, repo_id="me/encoder")
