@@ -15,7 +15,7 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -39,7 +39,6 @@ from hf_graphfilter.conversion import text_batches
 from hf_graphfilter.demo import pretrained_path
 
 ROOT = Path(__file__).parents[1]
-Measures = Callable[[nn.Module], dict[str, float]]
 
 
 @dataclass

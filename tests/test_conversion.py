@@ -134,7 +134,8 @@ def test_errors_by_context_are_those_of_the_tokens():
         batch["attention_mask"] = torch.ones(4, 24, dtype=torch.long)
         batch["attention_mask"][:2, 12:] = 0
         whole = filter_errors(model, modules, [batch])
-        parts = errors_by_context(model, modules, [batch], [12, 100])
+        same, parts = errors_by_context(model, modules, [batch], [12, 100])
+        assert same == whole
         assert all(math.isnan(value) for value in parts[2].values())
         if causal:  # the first twelve tokens see no more than those of a text of twelve
             short = {name: value[:, :12] for name, value in batch.items()}
@@ -275,6 +276,12 @@ def test_models_that_cannot_be_converted():
         run(torch.nn.Linear(3, 3))
     with pytest.raises(GraphFilterError, match=r"gives NaN or infinity in torch\.float32"):
         run(Poisoned(LLAMA))
+    with pytest.raises(GraphFilterError, match="'logits' needs logits, and BertModel gives none: use 'hidden'"):
+        run(bert(), stages={"logits": 1})
+    fixed = llama()
+    fixed.supports_gradient_checkpointing = False
+    with pytest.raises(GraphFilterError, match="does not support gradient checkpointing"):
+        run(fixed, gradient_checkpointing=True)
     with pytest.raises(GraphFilterError, match="load the model in float32; precision='bf16'"):
         run(llama().to(torch.bfloat16), train="all")
     windowed = MistralModel(MistralConfig(**{**LLAMA.to_dict(), "sliding_window": 8, "model_type": "mistral"}))

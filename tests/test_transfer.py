@@ -230,6 +230,20 @@ def test_an_interrupted_transfer_goes_on(tmp_path, stop):
     assert not list(tmp_path.rglob("*.bin"))
 
 
+def test_progress_that_earlier_code_wrote_goes_on(tmp_path):
+    """It counted steps only."""
+    data = batches(count=60)
+    expected = run(patched(), data)
+    with pytest.raises(Interrupted):
+        run(patched(), until(data, 27), checkpoint=tmp_path)
+    progress = json.loads((tmp_path / "transfer.json").read_text())
+    assert progress.pop("used") == progress["step"] == 20
+    assert progress.pop("before_it") == progress["earlier_steps"] == 0
+    (tmp_path / "transfer.json").write_text(json.dumps(progress))
+    found = run(patched(), data, checkpoint=tmp_path)
+    assert found.history == [(s, pytest.approx(e, rel=1e-5)) for s, e in expected.history]
+
+
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     run(patched(), batches(), checkpoint=tmp_path)
     with pytest.raises(GraphFilterError, match=r"progress of another transfer \(lr differ\)"):

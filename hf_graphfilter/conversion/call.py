@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -24,12 +23,11 @@ from ..patching import patch_model, unpatch_model
 from ..selection import Layers
 from ..training.transfer.batches import repeated, set_aside
 from ..training.transfer.call import only_filters
-from ..training.transfer.objectives import attending
 from ..training.transfer.run import filter_groups
 from .choice import least_sensitive, parse_share
 from .report import ConversionReport
-from .stages import Conversion, recomputed
-from .weights import Train, trained
+from .stages import Conversion, checked, recomputed
+from .weights import Train, check_trainable, trained
 
 STAGES = ("attention", "hidden", "logits", "task")
 USUAL = {"attention": 0.7, "logits": 0.3}
@@ -128,6 +126,9 @@ def convert(
             f"{type(model).__name__} has graph filters already, converted or patched: fit them further with "
             "transfer_attention, or call unpatch_model first"
         )
+    check_trainable(model, train)
+    if gradient_checkpointing and not model.supports_gradient_checkpointing:
+        raise GraphFilterError(f"{type(model).__name__} does not support gradient checkpointing: leave it out")
     started, labels = time.monotonic(), "task" in shares
     causal = all(site.causal for site in host_of(model).find(model)[0])
     held, skip = set_aside(model, data, holdout, labels)
@@ -135,8 +136,9 @@ def convert(
     sensitivity: dict[str, float] = {}
     try:
         modules = dict(filters_of(model))
-        with torch.no_grad(), attending(modules):
-            shares = shares or (USUAL if "logits" in model(**held[0]) else {"attention": 0.7, "hidden": 0.3})
+        with only_filters(model, modules):
+            ends_in = checked(model, modules, held[0], shares)
+        shares = shares or {"attention": 0.7, ends_in: 0.3}
         run = Conversion(
             model=model,
             modules=modules,
@@ -147,6 +149,7 @@ def convert(
             precision=precision,
             checkpoint=None if checkpoint is None else Path(checkpoint),
             progress=progress,
+            ends_in=ends_in,
             settings={
                 "filter": config.to_dict(),
                 "modules": sorted(modules),

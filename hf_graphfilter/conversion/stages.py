@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -56,6 +56,7 @@ class Conversion:
         checkpoint: where each stage keeps its progress.
         progress: whether bars are shown.
         settings: of the call, which those of a checkpoint must equal.
+        ends_in: by what the model's outputs are compared, "logits" or "hidden".
     """
 
     model: nn.Module
@@ -68,12 +69,12 @@ class Conversion:
     checkpoint: Path | None
     progress: bool
     settings: dict[str, Any]
+    ends_in: str
     reports: dict[str, TransferReport] = field(default_factory=dict)
 
     def attention(self, groups: list[Group]) -> None:
         """The first stage, if there is one: each layer by itself."""
         with self.autocast():
-            self._check_original()
             self.before = filter_errors(self.model, self.modules, self.held)
         if "attention" in self.tokens:
             step = partial(regress, self.model, self.modules)
@@ -92,19 +93,14 @@ class Conversion:
 
     def sensitivity(self) -> dict[str, float]:
         """Of each layer: the distance of the model's outputs from the original's, where only it is a filter."""
-        original = original_of(self.model, self.modules)
-        with self.autocast():
-            of = "logits" if "logits" in original(self.held[0]) else "hidden"
-        step, found = partial(fit_end_to_end, self.model, original, of), {}
+        step, found = partial(fit_end_to_end, self.model, original_of(self.model, self.modules), self.ends_in), {}
         for name in self.modules:
             with self.autocast(), attending({other: f for other, f in self.modules.items() if other != name}):
                 found[name] = mean_loss(step, self.held[:4])
         return found
 
     def _task(self, batch: Batch) -> dict[str, float]:
-        loss = getattr(self.model(**batch), "loss", None)
-        if loss is None:
-            raise GraphFilterError("the stage 'task' needs a model and batches with labels, which give a loss")
+        loss = _task_loss(self.model(**batch))
         if loss.requires_grad:
             loss.backward()
         return {"loss": loss.item()}
@@ -159,15 +155,6 @@ class Conversion:
             self.model(**self.held[0])
         return max(seen)
 
-    def _check_original(self) -> None:
-        outputs = original_of(self.model, self.modules)(self.held[0])
-        last = outputs.get("logits", next(iter(outputs.values())))
-        if not last.isfinite().all():
-            raise GraphFilterError(
-                f"the original model gives NaN or infinity in {last.dtype}, before anything is converted: load it in "
-                "float32 or bfloat16"
-            )
-
     @torch.no_grad()
     def measured(self, original: Original, causal: bool) -> ConversionReport:
         """The errors of the layers and the measures of the model, whole and without each part of the filters."""
@@ -175,8 +162,7 @@ class Conversion:
             return self._measured(original, causal)
 
     def _measured(self, original: Original, causal: bool) -> ConversionReport:
-        after = filter_errors(self.model, self.modules, self.held)
-        by_context = errors_by_context(self.model, self.modules, self.held, BOUNDS)
+        after, by_context = errors_by_context(self.model, self.modules, self.held, BOUNDS)
         labels = [f"{low + 1} to {high}" for low, high in itertools.pairwise([0, *BOUNDS])] + [f"over {BOUNDS[-1]}"]
         contexts = {label: mean(of) for label, of in zip(labels, by_context, strict=True)}
         quality = compare(self.model, original, self.held, causal)
@@ -197,6 +183,33 @@ class Conversion:
             errors_without={part: error for part, error in errors.items() if part},
             stages=self.reports,
         )
+
+
+def checked(model: nn.Module, modules: dict[str, GraphFilter], batch: Batch, stages: Iterable[str]) -> str:
+    """By what the model's outputs are compared, ``"logits"`` or ``"hidden"``; before any long work.
+
+    Raises:
+        GraphFilterError: the original gives NaN, or not what one of the stages needs.
+    """
+    outputs = original_of(model, modules)(batch)
+    last = outputs.get("logits", next(iter(outputs.values())))
+    if not last.isfinite().all():
+        raise GraphFilterError(
+            f"the original model gives NaN or infinity in {last.dtype}, before anything is converted: load it in "
+            "float32 or bfloat16"
+        )
+    if "logits" in stages and "logits" not in outputs:
+        raise GraphFilterError(f"the stage 'logits' needs logits, and {type(model).__name__} gives none: use 'hidden'")
+    if "task" in stages:
+        _task_loss(outputs)
+    return "logits" if "logits" in outputs else "hidden"
+
+
+def _task_loss(outputs: Any) -> Tensor:
+    loss: Tensor | None = getattr(outputs, "loss", None)
+    if loss is None:
+        raise GraphFilterError("the stage 'task' needs a model and batches with labels, which give a loss")
+    return loss
 
 
 @contextlib.contextmanager

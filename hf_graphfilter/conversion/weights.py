@@ -28,6 +28,18 @@ class Trained(NamedTuple):
     original: Original
 
 
+def check_trainable(model: nn.Module, kind: Train) -> None:
+    """Whether these weights can be trained, before any long work."""
+    if kind == "lora":
+        with needs("peft", "train='lora'"):
+            import peft  # noqa: F401
+    narrow = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.element_size() < 4), None)
+    if kind == "all" and narrow is not None:
+        raise GraphFilterError(
+            f"train='all' would lose small steps in {narrow}: load the model in float32; precision='bf16' is fast too"
+        )
+
+
 @contextlib.contextmanager
 def trained(model: nn.Module, modules: dict[str, GraphFilter], kind: Train, rank: int) -> Iterator[Trained]:
     """The weights; adapters are merged into them afterwards. After an exception all are as they were."""
@@ -43,8 +55,8 @@ def trained(model: nn.Module, modules: dict[str, GraphFilter], kind: Train, rank
 
 @contextlib.contextmanager
 def _adapters(model: Any, modules: dict[str, GraphFilter], rank: int) -> Iterator[Trained]:
-    with needs("peft", "train='lora'"):
-        from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, get_peft_model
+
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=_projections(model, modules))
     with warnings.catch_warnings():  # PEFT asks transformers by names that are to go
         warnings.simplefilter("ignore", FutureWarning)
@@ -83,10 +95,6 @@ def _projections(model: nn.Module, modules: dict[str, GraphFilter]) -> list[str]
 def _all(model: nn.Module, modules: dict[str, GraphFilter]) -> Iterator[Trained]:
     filters = {id(p) for graph_filter in modules.values() for p in graph_filter.parameters()}
     weights = {n: p for n, p in model.named_parameters() if id(p) not in filters and p.is_floating_point()}
-    if narrow := next((p.dtype for p in weights.values() if p.element_size() < 4), None):
-        raise GraphFilterError(
-            f"train='all' would lose small steps in {narrow}: load the model in float32; precision='bf16' is fast too"
-        )
     before = copy.deepcopy(model).requires_grad_(False)
     original = original_of(before, {name: before.get_submodule(f"{name}.{CHILD}") for name in modules})  # type: ignore
     try:

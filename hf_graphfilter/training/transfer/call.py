@@ -62,6 +62,9 @@ def transfer_attention(
             on from there.
         progress: show a progress bar with the error of each module.
 
+    Where a process group is there (torchrun, ``accelerate launch``), all its processes must call this together: they
+    share the batches and step by the mean of their gradients.
+
     Returns:
         ``TransferReport``: the errors before and after on the held-out batches. The model has the parameters of the
         best measurement.

@@ -88,14 +88,15 @@ def regress(model: nn.Module, modules: dict[str, GraphFilter], batch: Batch) -> 
 
 def filter_errors(model: nn.Module, modules: dict[str, GraphFilter], batches: list[Batch]) -> dict[str, float]:
     """Of each filter over all batches: ``|filter - attention| / |attention|``."""
-    return errors_by_context(model, modules, batches, [])[0]
+    whole, _ = errors_by_context(model, modules, batches, [])
+    return whole
 
 
 @torch.no_grad()
 def errors_by_context(
     model: nn.Module, modules: dict[str, GraphFilter], batches: list[Batch], bounds: list[int]
-) -> list[dict[str, float]]:
-    """The same by how many tokens a token sees: up to the first bound, up to the next ..., and beyond the last."""
+) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """The same, and by how many tokens a token sees: up to the first bound, up to the next ..., beyond the last."""
     edges = torch.tensor(bounds)
     sums = {name: torch.zeros(2, len(bounds) + 1, dtype=torch.float64) for name in modules}
 
@@ -107,8 +108,9 @@ def errors_by_context(
     with attending(modules, observe):
         for batch in batches:
             model(**batch)
+    whole = {name: (error.sum() / norm.sum()).sqrt().item() for name, (error, norm) in sums.items()}
     ratios = {name: (error / norm).sqrt().tolist() for name, (error, norm) in sums.items()}
-    return [{name: of[i] for name, of in ratios.items()} for i in range(len(bounds) + 1)]
+    return whole, [{name: of[i] for name, of in ratios.items()} for i in range(len(bounds) + 1)]
 
 
 def original_of(model: nn.Module, modules: dict[str, GraphFilter]) -> Original:
