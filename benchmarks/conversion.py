@@ -166,11 +166,12 @@ class Case:
 
 
 TASKS = {"reviews": Reviews, "images": Images, "text": Text, "translation": Translation}
-SHORT, LONG = 1_000_000, 4_000_000
+BRIEF, SHORT, LONG = 300_000, 1_000_000, 4_000_000
 ADAPTED = {"train": "lora", "stages": {"attention": 0.5, "logits": 0.5}}
 LOLCATS = {"filter": "hedgehog", "train": "lora", "stages": {"attention": 0.5, "task": 0.5}}
 CASES = {
     **{f"reviews-agf-{w}": Case("reviews", SHORT, {"window": w}) for w in (0, 4, 16, 32, 64, 128)},
+    "reviews-agf-64-no-sinks": Case("reviews", SHORT, {"window": 64, "sinks": 0}),
     "reviews-hedgehog-64": Case("reviews", SHORT, {"filter": "hedgehog"}),
     "reviews-singularformer-64": Case("reviews", SHORT, {"filter": "singularformer", "r": 128, "window": 64}),
     "reviews-kernelution-64": Case("reviews", SHORT, {"filter": "kernelution", "window": 64}),
@@ -178,11 +179,12 @@ CASES = {
     "images-12": Case("images", LONG, {}),
     "images-6": Case("images", SHORT, {"layers": slice(6, 12)}),
     "images-auto": Case("images", SHORT, {"layers": "auto:50%"}),
-    "text-all": Case("text", 3_000_000, {"window": 64, **ADAPTED}),
-    "text-half": Case("text", 3_000_000, {"window": 64, "layers": "odd", **ADAPTED}),
-    "text-auto": Case("text", SHORT, {"window": 64, "layers": "auto:50%", **ADAPTED}),
-    "text-agf": Case("text", SHORT, {"window": 64, **ADAPTED}),
-    "text-lolcats": Case("text", SHORT, LOLCATS),
+    "text-all": Case("text", 3_000_000, ADAPTED),
+    "text-half": Case("text", BRIEF, {"layers": "odd", **ADAPTED}),
+    "text-auto": Case("text", BRIEF, {"layers": "auto:50%", **ADAPTED}),
+    "text-agf": Case("text", BRIEF, ADAPTED),
+    "text-agf-no-sinks": Case("text", BRIEF, {"sinks": 0, **ADAPTED}),
+    "text-lolcats": Case("text", BRIEF, LOLCATS),
     "translation-drop": Case("translation", SHORT, {"stack": "encoder", "position_bias": "drop", "window": 64}),
 }
 

@@ -124,7 +124,8 @@ FILTERS = {
     "gfsa-exact": Entry(GFSAConfig(K=3, learn=ALL, approximation="none"), gfsa_matrix, everywhere=False),
     "third-party": Entry(DampedConfig(), damped_matrix, everywhere=False),
     "agf": Entry(
-        AGFConfig(K=4, a=2, b=-1, constrain_theta=False, correction=True, window=2, position_bias="drop"), agf_matrix
+        AGFConfig(K=4, a=2, b=-1, constrain_theta=False, correction=True, window=2, sinks=1, position_bias="drop"),
+        agf_matrix,
     ),
     "agf-default": Entry(AGFConfig(position_bias="drop"), agf_matrix, everywhere=False),
     "agf-blend": Entry(
@@ -139,7 +140,7 @@ FILTERS = {
         quick=False,
     ),
     "kernelution": Entry(
-        KernelutionConfig(K=3, kernel="jackson", window=2, position_bias="drop"), digraph_matrix, quick=False
+        KernelutionConfig(K=3, kernel="jackson", window=2, sinks=2, position_bias="drop"), digraph_matrix, quick=False
     ),
 }
 FILTERS["hedgehog"] = Entry(

@@ -82,10 +82,12 @@ def agf_matrix(A, c, config, seen):
 
 
 def in_the_place_of(A, H, c, config, seen):
-    """``H`` with the window that a filter in the place of attention may mix in, blended with ``A``."""
+    """``H`` with the window and sinks that a filter in the place of attention may mix in, blended with ``A``."""
     if config.window:
         t = torch.arange(A.shape[-1])
-        near = seen.allowed & ((t[:, None] - t).abs() <= config.window)
+        there = seen.allowed.any(-2, keepdim=True)
+        first = there & (there.cumsum(-1) <= config.sinks)
+        near = seen.allowed & (((t[:, None] - t).abs() <= config.window) | first)
         scores = seen.scores.masked_fill(~near, -1e30)
         count = seen.allowed.sum(-1, keepdim=True).clamp(min=1)
         w = seen.weights

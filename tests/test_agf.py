@@ -86,6 +86,8 @@ def test_vanishing_denominators_are_named(a, b, K, message):
         ({"a": 1000, "K": 1000}, "leave the range of float32"),
         ({"K": 10**7}, "K must be at most 1000"),
         ({"window": 10**30}, "window must be at most 1000000"),
+        ({"window": 4, "sinks": -1}, "sinks must be between 0 and 1000, got -1"),
+        ({"sinks": 4}, "beside a window: give window= too"),
     ],
 )
 def test_bad_options(options, message):

@@ -94,11 +94,11 @@ class HedgehogConfig(ReplacingConfig):
     """Hedgehog, linear attention with a learned feature map, with linear cost; with ``window=64`` as LoLCATs has it.
 
     Args:
-        init, window, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
+        init, window, sinks, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
 
     Example:
-        >>> HedgehogConfig.for_conversion().window
-        64
+        >>> HedgehogConfig.for_conversion().sinks
+        0
     """
 
     module = Hedgehog
@@ -108,4 +108,4 @@ class HedgehogConfig(ReplacingConfig):
 
     @classmethod
     def for_conversion(cls, **options: Any) -> Self:
-        return super().for_conversion(**{"window": 64, **options})
+        return super().for_conversion(**{"sinks": 0, **options})

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from ..errors import GraphFilterError, shown
 from ..ops.combine import combine
 from ..ops.filled import filled
-from ..ops.window import attend_nearby
+from ..ops.window import attend_first, attend_nearby, first_there
 from ..shift import AttentionShift, ShiftOperator, repeat_heads
 from .base import AttentionSite, Decoding, FilterConfig, GraphFilter
 
 WIDEST = 1_000_000  # window
+MOST_SINKS = 1000
+_SINK = ("sink", "sink_at", "sink_key", "sink_value")
 _NO_CAUSAL_FORM = "mixes all tokens and has no causal form; choose other layers with stack= or layers="
 
 
@@ -117,9 +119,10 @@ class ReplacingFilter(GraphFilter):
     def _with_window(
         self, far: Tensor, outside: nn.Linear, shift: AttentionShift, hidden: Tensor, value: Tensor
     ) -> Tensor:
-        """Softmax attention to the tokens at most ``window`` away, weighted as if it and the filter were parts of one
-        softmax: with ``l`` the logarithm of the summed scores in the window and ``outside`` a learned estimate of the
-        mean score, output = s near + (1 - s) far, s = sigmoid(l - outside(X) - log(tokens))."""
+        """Softmax attention to the tokens at most ``window`` away and to the first ``sinks``, weighted as if it and the
+        filter were parts of one softmax: with ``l`` the logarithm of the summed exponentials of its scores and
+        ``outside`` a learned estimate of the mean score, output = s near + (1 - s) far, s = sigmoid(l - outside(X) -
+        log(tokens))."""
         tokens, state, window = shift.query.shape[2], shift.state, self.config.window
         key, value = (repeat_heads(x[:, :, -tokens:], self.heads) for x in (shift.key, value))
         causal, keys = shift.visible()
@@ -135,12 +138,38 @@ class ReplacingFilter(GraphFilter):
             state.update(count=count[:, -1:], near=there[:, -window:])
             state.update(near_key=key[:, :, -window:], near_value=value[:, :, -window:])
         near, mass = attend_nearby(shift.query, key, value, window, shift.scaling, causal, there)
+        if self.config.sinks:
+            new = (x[:, :, -tokens:] for x in (key, value))
+            first, weight = self._attend_sinks(shift, *new, there[:, -tokens:], causal)
+            near = torch.lerp(near, first, torch.sigmoid(weight - mass).to(near.dtype))
+            mass = torch.logaddexp(mass, weight)
         if self.switched_off == "far":
             return near.to(far.dtype)
         share = torch.sigmoid(
             mass - outside(in_dtype_of(outside, hidden)).mT.unsqueeze(-1) - count.clamp(min=1).log()[:, None, :, None]
         )
         return torch.lerp(far, near.to(far.dtype), share.to(far.dtype))  # near is narrower under autocast
+
+    def _attend_sinks(
+        self, shift: AttentionShift, key: Tensor, value: Tensor, there: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Attention to the first tokens, where they are out of the window: of those new here, and of those that
+        ``shift.state`` keeps."""
+        state, at = shift.state, torch.arange(there.shape[1], device=key.device).expand_as(there)
+        if state and "length" in state:
+            at = at + state["length"]
+        firsts, queries = (there, at, key, value), at
+        if state is not None:
+            if "length" in state:
+                firsts = tuple(torch.cat([state[n], x], x.dim() // 2) for n, x in zip(_SINK, firsts, strict=True))
+            state["length"] = at[:, -1:] + 1
+        firsts = first_there(self.config.sinks, *firsts)
+        if state is not None:
+            state.update(zip(_SINK, firsts, strict=True))
+        there, at, key, value = firsts
+        distance = queries[:, :, None] - at[:, None]
+        away = distance if causal else distance.abs()
+        return attend_first(shift.query, key, value, shift.scaling, (away > self.config.window) & there[:, None])
 
 
 def in_dtype_of(layer: nn.Module, x: Tensor) -> Tensor:
@@ -159,12 +188,16 @@ class ReplacingConfig(FilterConfig):
             carries it to 1 and ``drop_blend`` then takes the attention out.
         window: softmax attention over so many tokens on each side is mixed in, at most a million; 0 leaves it out. A
             window longer than the text costs as much as one that spans it.
+        sinks: so many first tokens of the text are attended to by all others too, at most a thousand: in
+            decoders most of the attention beyond the window goes there (Xiao et al., Efficient Streaming Language
+            Models with Attention Sinks, ICLR 2024). They need a window.
         position_bias: ``"refuse"`` modules with a learned bias of positions (T5), which such a filter cannot honour,
             or ``"drop"`` it.
     """
 
     init: Literal["copy", "blend"] = "copy"
     window: int = 0
+    sinks: int = 0
     position_bias: Literal["refuse", "drop"] = "refuse"
 
     @property
@@ -174,12 +207,19 @@ class ReplacingConfig(FilterConfig):
     @classmethod
     def for_conversion(cls, **options: Any) -> Self:
         """The config with the options that fit pretrained attention best (docs/conversion.md), ``options`` on top."""
-        return cls.from_options(**{"window": 16, **options})  # type: ignore[return-value]
+        sinks = 4 if options.get("window", 64) else 0
+        return cls.from_options(**{"window": 64, "sinks": sinks, **options})  # type: ignore[return-value]
 
     def validate(self) -> None:
         if not 0 <= self.window <= WIDEST:
             limit = ">= 0" if self.window < 0 else f"at most {WIDEST}"
             raise GraphFilterError(f"{type(self).__name__}: window must be {limit}, got {shown(self.window)}")
+        if not 0 <= self.sinks <= MOST_SINKS:
+            raise GraphFilterError(
+                f"{type(self).__name__}: sinks must be between 0 and {MOST_SINKS}, got {shown(self.sinks)}"
+            )
+        if self.sinks and not self.window:
+            raise GraphFilterError(f"{type(self).__name__}: sinks are attended to beside a window: give window= too")
 
 
 def _name(config: FilterConfig) -> str:

@@ -1,4 +1,4 @@
-"""Softmax attention within a window of tokens: linear time and memory, by blocks of queries."""
+"""Softmax attention within a window of tokens, and to the first ones: linear time and memory."""
 
 from __future__ import annotations
 
@@ -48,3 +48,32 @@ def attend_nearby(
     mass = scores.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()  # logsumexp, without another exp
     out = (weights * inside).to(value.dtype) @ slices(value)
     return out.flatten(2, 3)[:, :, :tokens], mass.flatten(2, 3)[:, :, :tokens]
+
+
+def attend_first(query: Tensor, key: Tensor, value: Tensor, scaling: float, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of every query over a few keys that all share: O(n keys d) time.
+
+    Args:
+        query, key, value, scaling: as in ``attend_nearby``.
+        seen: bool (batch, query tokens, key tokens).
+
+    Returns:
+        as ``attend_nearby``; the second is -1e30 where no key is seen.
+    """
+    scores = (query @ key.mT * scaling).to(torch.promote_types(query.dtype, torch.float32))
+    scores = scores.masked_fill(~seen[:, None], -1e30)
+    weights = scores.softmax(-1) * seen[:, None]
+    return weights.to(value.dtype) @ value, scores.logsumexp(-1, keepdim=True)
+
+
+def first_there(count: int, there: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+    """Of ``there``, bool (batch, tokens), and of each of ``rows``, (batch, tokens) or (batch, heads, tokens, features),
+    the entries of the first ``count`` tokens that are there; after them, where these are fewer, of others."""
+    places = (~there).to(torch.uint8).argsort(stable=True, dim=-1)[:, :count]
+
+    def chosen(x: Tensor) -> Tensor:
+        if x.dim() == 2:
+            return x.gather(1, places)
+        return x.gather(2, places[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+    return tuple(map(chosen, (there, *rows)))
