@@ -166,7 +166,7 @@ class Case:
 
 
 TASKS = {"reviews": Reviews, "images": Images, "text": Text, "translation": Translation}
-BRIEF, SHORT, LONG = 300_000, 1_000_000, 4_000_000
+BRIEF, SHORT, LONG = 150_000, 1_000_000, 4_000_000
 ADAPTED = {"train": "lora", "stages": {"attention": 0.5, "logits": 0.5}}
 LOLCATS = {"filter": "hedgehog", "train": "lora", "stages": {"attention": 0.5, "task": 0.5}}
 CASES = {

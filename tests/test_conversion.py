@@ -21,7 +21,16 @@ from transformers import (
 )
 
 from hf_graphfilter import AGFConfig, GraphFilterError, convert, filter_status, patch_model
-from hf_graphfilter.conversion import Rates, Speed, crossover, speed, text_batches
+from hf_graphfilter.conversion import (
+    ConversionReport,
+    Rates,
+    Speed,
+    crossover,
+    decoding_speed,
+    save_conversion,
+    speed,
+    text_batches,
+)
 from hf_graphfilter.conversion.choice import least_sensitive
 from hf_graphfilter.filters.attached import filters_of
 from hf_graphfilter.training.transfer.objectives import errors_by_context, filter_errors
@@ -308,6 +317,28 @@ def test_speed_by_length():
     assert crossover(fast[:2]) is None
     with pytest.raises(GraphFilterError, match="takes none"):
         speed(model, [10**6])
+
+
+def test_speed_of_decoding():
+    model = patch_model(llama(), "agf", window=2, sinks=1).train()
+    rows = decoding_speed(model, [8, 20, 64], rounds=2, steps=2)
+    assert [row.tokens for row in rows] == [8, 20], "64 and the steps are beyond its positions"
+    assert all(row.ratio > 0 and row.original_mb is None for row in rows)
+    assert model.training
+
+
+def test_what_was_measured_is_kept_beside_the_checkpoint(tmp_path):
+    model = llama()
+    report = run(model, sinks=1)
+    report.speed, report.decoding = [Speed(8, 1.0, 2.0, 2.0)], [Speed(16, 1.0, 0.5, 0.5)]
+    save_conversion(model, report, tmp_path, description="On made up texts.")
+    again = ConversionReport.from_dict(json.loads((tmp_path / "conversion.json").read_text()))
+    assert str(again) == str(report)
+    card = (tmp_path / "README.md").read_text()
+    assert "| 16 | 1 | 0.5 | 0.500 |" in card
+    assert "On made up texts." in card
+    assert f"({(tmp_path / 'figures' / 'conversion.png').relative_to(tmp_path)})" in card
+    assert (tmp_path / "figures" / "conversion.png").stat().st_size > 5000
 
 
 @pytest.mark.slow

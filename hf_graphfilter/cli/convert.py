@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -68,7 +67,7 @@ def convert(
 
     [dim]hf-graphfilter convert HuggingFaceTB/SmolLM2-135M runs/smollm2-agf -t wiki.txt --budget 3000000[/dim]
     """
-    from ..conversion import Rates, speed
+    from ..conversion import Rates, decoding_speed, save_conversion, speed
     from ..conversion import convert as converted
 
     if sum(map(bool, (text, dataset, images))) != 1:
@@ -113,8 +112,9 @@ def convert(
     save(model, source, output, show=False)
     if timed:
         report.speed = speed(model)
-    (output / "conversion.json").write_text(json.dumps(report.to_dict(), indent=1) + "\n")
-    _card(model, source, output, report)
+        if model.can_generate() and not model.config.is_encoder_decoder:
+            report.decoding = decoding_speed(model)
+    save_conversion(model, report, output, base_model=None if Path(source).is_dir() else source)
     shutil.rmtree(progress, ignore_errors=True)
     for title, (header, *rows) in report.tables().items():
         Console().print(table(header, rows, title=title))
@@ -137,12 +137,3 @@ def _placed(model: Any) -> tuple[Any, bool]:
 
     state = PartialState()
     return model.to(state.device), state.is_main_process
-
-
-def _card(model: Any, source: str, output: Path, report: Any) -> None:
-    from ..checkpoints.card import create_model_card
-
-    what = f"Its attention was replaced and fitted to what it was on {report.tokens:,} tokens; measured on others."
-    description = f"## Conversion\n\n{what}\n\n{report.to_markdown()}"
-    base = None if Path(source).is_dir() else source
-    create_model_card(model, repo_id=str(output), base_model=base, description=description).save(output / "README.md")

@@ -1,8 +1,19 @@
 """Converting pretrained models to filters in the place of attention, with linear time, and measuring what it costs."""
 
 from .call import Rates, convert
+from .card import save_conversion
 from .data import text_batches
 from .report import ConversionReport
-from .speed import Speed, crossover, speed
+from .speed import Speed, crossover, decoding_speed, speed
 
-__all__ = ["ConversionReport", "Rates", "Speed", "convert", "crossover", "speed", "text_batches"]
+__all__ = [
+    "ConversionReport",
+    "Rates",
+    "Speed",
+    "convert",
+    "crossover",
+    "decoding_speed",
+    "save_conversion",
+    "speed",
+    "text_batches",
+]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+import os
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
 
+from ..errors import needs
 from ..training.transfer.report import TransferReport, mean
 from .speed import Speed, crossover
 
@@ -40,7 +43,7 @@ class ConversionReport:
         sensitivity: of ``layers="auto:..."``, how far the outputs move where only this module is a filter.
         tokens: that were used of the ``budget``.
         seconds: of wall-clock time, of this call.
-        speed: what ``speed`` measured, where it was asked.
+        speed, decoding: what ``speed`` and ``decoding_speed`` measured, where it was asked.
     """
 
     before: dict[str, float]
@@ -54,6 +57,7 @@ class ConversionReport:
     budget: int = 0
     seconds: float = 0.0
     speed: list[Speed] = field(default_factory=list)
+    decoding: list[Speed] = field(default_factory=list)
 
     @property
     def error_before(self) -> float:
@@ -98,12 +102,14 @@ class ConversionReport:
         for name, run in self.stages.items():
             held = [error for _, error in run.history]
             stages += [[name, f"{run.history[-1][0]:,}", f"{held[0]:.4g}", f"{min(held):.4g}", run.stopped]]
-        times = [["tokens", "original ms", "converted ms", "converted / original"]]
-        times += [
-            [f"{s.tokens:,}", f"{s.original_ms:.3g}", f"{s.converted_ms:.3g}", f"{s.ratio:.3f}"] for s in self.speed
-        ]
         tables = {"the model": measures, "stages": stages, "by context": contexts, "by layer": layers}
-        return tables | ({"a forward pass": times} if self.speed else {})
+        for title, rows in {"a forward pass": self.speed, "decoding a token after": self.decoding}.items():
+            if rows:
+                tables[title] = [["tokens", "original ms", "converted ms", "converted / original"]]
+                tables[title] += [
+                    [f"{s.tokens:,}", f"{s.original_ms:.3g}", f"{s.converted_ms:.3g}", f"{s.ratio:.3f}"] for s in rows
+                ]
+        return tables
 
     def __str__(self) -> str:
         lines = [f"{self.tokens:,} of {self.budget:,} tokens, {self.seconds:.0f} s"]
@@ -123,3 +129,35 @@ class ConversionReport:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return {**asdict(self), "tokens": self.tokens, "error": self.error, "error_before": self.error_before}
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> Self:
+        """Back from ``to_dict``, as ``conversion.json`` beside a checkpoint holds it."""
+        known = {f.name for f in fields(cls)}
+        kinds = {"measures": Measure, "speed": Speed, "decoding": Speed}
+        values = {k: [kinds[k](**x) for x in v] if k in kinds else v for k, v in content.items() if k in known}
+        return cls(**values | {"stages": {k: TransferReport(**v) for k, v in content["stages"].items()}})
+
+    def save_figure(self, path: str | os.PathLike[str]) -> Path:
+        """Draw the held-out error of each stage over the tokens so far, and the error by context, to ``path`` (PNG).
+
+        Raises:
+            GraphFilterError: matplotlib is not installed.
+        """
+        with needs("plots", "a figure"):
+            from matplotlib.figure import Figure  # not pyplot: no global state, no display
+        axes = (figure := Figure(figsize=(3.5 * (len(self.stages) + 1), 3), layout="constrained")).subplots(
+            1, len(self.stages) + 1
+        )
+        begun = 0
+        for name, ax in zip(self.stages, axes[:-1], strict=True):
+            history = self.stages[name].history
+            ax.plot([begun + tokens for tokens, _ in history], [error for _, error in history], marker=".")
+            begun += history[-1][0]
+            ax.set(title=f"stage: {name}", xlabel="tokens", ylabel="held-out error", yscale="log")
+        axes[-1].bar(list(self.by_context), list(self.by_context.values()))
+        axes[-1].tick_params(axis="x", rotation=45)
+        axes[-1].set(title="by tokens that a token sees", ylabel="relative error")
+        (path := Path(path)).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+        return path

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import inspect
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -15,6 +18,7 @@ from ..errors import GraphFilterError
 from ..patching import unpatch_model
 
 LENGTHS = tuple(2**i for i in range(7, 15))
+CONTEXTS = (100, 1000, 8000)
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class Speed:
     """Of one text of ``tokens`` tokens.
 
     Attributes:
-        original_ms, converted_ms: a forward pass, median.
+        original_ms, converted_ms: a forward pass, or a step of decoding after so many tokens, median.
         ratio: of the two, median of ratios taken side by side.
         original_mb, converted_mb: peak memory beyond the weights, on a GPU; None elsewhere.
     """
@@ -53,19 +57,72 @@ def speed(model: nn.Module, lengths: Iterable[int] = LENGTHS, rounds: int = 5) -
         >>> [row.tokens for row in speed(patch_model(BertModel(BertConfig(num_hidden_layers=1)), "agf"), [64, 1024])]
         [64]
     """
+    chosen, vocabulary = _possible(model, lengths)
+    with _forms(model) as (forms, device):
+        return [_row(forms, n, torch.randint(0, vocabulary, (1, n), device=device), rounds) for n in chosen]
+
+
+@torch.no_grad()
+def decoding_speed(
+    model: nn.Module, contexts: Iterable[int] = CONTEXTS, rounds: int = 3, steps: int = 8
+) -> list[Speed]:
+    """Steps of decoding with a cache of a converted decoder and of a copy with its attention, taken in turn.
+
+    Args:
+        model: converted; a copy is made beside it.
+        contexts: numbers of tokens before; those beyond the positions that the model knows are left out.
+        rounds: of each context.
+        steps: of a round, one token each.
+
+    Raises:
+        GraphFilterError: the model takes no ``input_ids``, or no context is within its positions.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_graphfilter import patch_model
+        >>> model = patch_model(GPT2LMHeadModel(GPT2Config(n_layer=1, vocab_size=100)), "agf")
+        >>> [row.tokens for row in decoding_speed(model, [64, 4096])]
+        [64]
+    """
+    chosen, vocabulary = _possible(model, contexts, steps * rounds + 1)
+    found = []
+    with _forms(model) as (forms, device):
+        for n in chosen:
+            ids = torch.randint(0, vocabulary, (1, n), device=device)
+            decode = {name: _decoder(form, ids) for name, form in forms.items()}
+            found.append(_taken_in_turn(n, decode, ids.is_cuda, rounds, steps))
+    return found
+
+
+def _decoder(form: nn.Module, ids: torch.Tensor) -> Callable[[], object]:
+    """A step after ``ids``; the first is made."""
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(form.forward).parameters else {}
+    cache = form(input_ids=ids, use_cache=True, **last).past_key_values
+    step = lambda: form(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)  # noqa: E731
+    step()
+    return step
+
+
+def _possible(model: nn.Module, lengths: Iterable[int], more: int = 0) -> tuple[list[int], int]:
+    """The lengths within the positions of the model, with so many tokens ``more``, and the size of its vocabulary."""
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     vocabulary, most = getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
-    chosen = [n for n in lengths if most is None or n <= most]
+    chosen = [n for n in lengths if most is None or n + more <= most]
     if vocabulary is None or model.main_input_name != "input_ids" or not chosen:
         raise GraphFilterError(
             f"speed is measured on texts of at most {most} tokens: {type(model).__name__} takes none"
         )
+    return chosen, vocabulary
+
+
+@contextlib.contextmanager
+def _forms(model: nn.Module) -> Iterator[tuple[dict[str, nn.Module], torch.device]]:
+    """The model and a copy with its attention, both in evaluation mode."""
     forms = {"original": unpatch_model(copy.deepcopy(model)).eval(), "converted": model}
-    device = next(model.parameters()).device
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        return [_row(forms, n, torch.randint(0, vocabulary, (1, n), device=device), rounds) for n in chosen]
+        yield forms, next(model.parameters()).device
     finally:
         for module in training:
             module.training = True
@@ -82,25 +139,33 @@ def crossover(rows: Iterable[Speed]) -> int | None:
 
 
 def _row(forms: dict[str, nn.Module], tokens: int, ids: torch.Tensor, rounds: int) -> Speed:
-    times: dict[str, list[float]] = {name: [] for name in forms}
-    peaks: dict[str, float | None] = dict.fromkeys(forms)
     inputs = {"input_ids": ids}
     if getattr(forms["original"].config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = ids[:, :1]
     for form in forms.values():
         form(**inputs)
+    return _taken_in_turn(tokens, {name: partial(form, **inputs) for name, form in forms.items()}, ids.is_cuda, rounds)
+
+
+def _taken_in_turn(
+    tokens: int, calls: dict[str, Callable[[], object]], cuda: bool, rounds: int, times: int = 1
+) -> Speed:
+    """Each of ``calls`` so many ``times`` a round."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    peaks: dict[str, float | None] = dict.fromkeys(calls)
     for _ in range(rounds):
-        for name, form in forms.items():
-            if ids.is_cuda:
+        for name, call in calls.items():
+            if cuda:
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
                 torch.cuda.synchronize()
             begun = time.perf_counter()
-            form(**inputs)
-            if ids.is_cuda:
+            for _ in range(times):
+                call()
+            if cuda:
                 torch.cuda.synchronize()
                 peaks[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
-            times[name].append(1e3 * (time.perf_counter() - begun))
-    ratios = [b / a for a, b in zip(times["original"], times["converted"], strict=True)]
-    of = {name: median(values) for name, values in times.items()}
+            taken[name].append(1e3 * (time.perf_counter() - begun) / times)
+    ratios = [b / a for a, b in zip(taken["original"], taken["converted"], strict=True)]
+    of = {name: median(values) for name, values in taken.items()}
     return Speed(tokens, of["original"], of["converted"], median(ratios), peaks["original"], peaks["converted"])

@@ -139,8 +139,8 @@ class ReplacingFilter(GraphFilter):
             state.update(near_key=key[:, :, -window:], near_value=value[:, :, -window:])
         near, mass = attend_nearby(shift.query, key, value, window, shift.scaling, causal, there)
         if self.config.sinks:
-            new = (x[:, :, -tokens:] for x in (key, value))
-            first, weight = self._attend_sinks(shift, *new, there[:, -tokens:], causal)
+            rows = there[:, -tokens:], key[:, :, -tokens:], value[:, :, -tokens:]
+            first, weight = self._attend_sinks(shift, *rows, causal)
             near = torch.lerp(near, first, torch.sigmoid(weight - mass).to(near.dtype))
             mass = torch.logaddexp(mass, weight)
         if self.switched_off == "far":
@@ -151,14 +151,15 @@ class ReplacingFilter(GraphFilter):
         return torch.lerp(far, near.to(far.dtype), share.to(far.dtype))  # near is narrower under autocast
 
     def _attend_sinks(
-        self, shift: AttentionShift, key: Tensor, value: Tensor, there: Tensor, causal: bool
+        self, shift: AttentionShift, there: Tensor, key: Tensor, value: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor]:
         """Attention to the first tokens, where they are out of the window: of those new here, and of those that
         ``shift.state`` keeps."""
         state, at = shift.state, torch.arange(there.shape[1], device=key.device).expand_as(there)
         if state and "length" in state:
             at = at + state["length"]
-        firsts, queries = (there, at, key, value), at
+        queries = at
+        firsts: tuple[Tensor, ...] = there, at, key, value
         if state is not None:
             if "length" in state:
                 firsts = tuple(torch.cat([state[n], x], x.dim() // 2) for n, x in zip(_SINK, firsts, strict=True))

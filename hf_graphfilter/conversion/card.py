@@ -1,0 +1,40 @@
+"""The model card of a converted checkpoint."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..checkpoints.card import FIGURES, create_model_card
+from .report import ConversionReport
+
+
+def save_conversion(model: nn.Module, report: ConversionReport, folder: str | Path, **card: Any) -> None:
+    """Write what a conversion measured beside its checkpoint: ``conversion.json``, a card with its tables, and, where
+    matplotlib is installed, its curves.
+
+    Args:
+        model: converted.
+        report: what ``convert`` gave.
+        folder: of the checkpoint.
+        card: of ``create_model_card``.
+    """
+    folder, name = Path(folder), f"{FIGURES}/conversion.png"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "conversion.json").write_text(json.dumps(report.to_dict(), indent=1) + "\n")
+    drawn = importlib.util.find_spec("matplotlib") is not None
+    if drawn:
+        report.save_figure(folder / name)
+    parts = [
+        "## Conversion",
+        f"Its attention was replaced and fitted to what it was on {report.tokens:,} tokens; measured on others.",
+        report.to_markdown(),
+        f"![held-out error over the tokens, and by context]({name})" * drawn,
+        card.pop("description", ""),
+    ]
+    description = "\n\n".join(filter(None, parts))
+    create_model_card(model, **{"repo_id": str(folder), **card}, description=description).save(folder / "README.md")
