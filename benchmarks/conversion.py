@@ -6,7 +6,8 @@ WikiText-2 with its perplexity, copying and retrieval from a long context, Flan-
 Hedgehog feature map, a window of 64, adapters trained on the next token) beside ours.
 
 Data and weights are read from --shared (see its READMEs). A case that was interrupted goes on; one that is finished,
-with its model in --runs and its results in benchmarks/results/conversion/NAME.json, is left alone. --list shows them.
+with its model in --runs and its results in benchmarks/results/conversion/NAME.json, is left alone. --list shows them;
+--cards times the finished ones that have a card, and writes model_cards/.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from measure import RESULTS, hardware
@@ -35,7 +36,7 @@ from transformers import (
 )
 
 from hf_graphfilter import convert
-from hf_graphfilter.conversion import text_batches
+from hf_graphfilter.conversion import ConversionReport, decoding_speed, save_conversion, speed, text_batches
 from hf_graphfilter.demo import pretrained_path
 
 ROOT = Path(__file__).parents[1]
@@ -47,6 +48,7 @@ class Task:
 
     name: str
     shared: Path
+    base: ClassVar[str] = ""  # id on the Hub
 
     def model(self) -> nn.Module:
         raise NotImplementedError
@@ -62,6 +64,8 @@ class Task:
 class Reviews(Task):
     """MiniLM on whole film reviews of 256 to 512 tokens."""
 
+    base = "sentence-transformers/all-MiniLM-L6-v2"
+
     def model(self) -> nn.Module:
         return AutoModel.from_pretrained(pretrained_path())
 
@@ -76,6 +80,8 @@ class Reviews(Task):
 class Images(Task):
     """DeiT-Tiny on photographs of twenty classes."""
 
+    base = "facebook/deit-tiny-patch16-224"
+
     def model(self) -> nn.Module:
         return AutoModelForImageClassification.from_pretrained(self.shared / "weights" / "deit-tiny-patch16-224")
 
@@ -89,6 +95,8 @@ class Images(Task):
 
 class Text(Task):
     """SmolLM2-135M on WikiText-2, in windows of 512 tokens."""
+
+    base = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
     def model(self) -> nn.Module:
         return AutoModelForCausalLM.from_pretrained(weights("smollm2"), dtype=torch.float32)
@@ -176,9 +184,9 @@ CASES = {
     "reviews-singularformer-64": Case("reviews", SHORT, {"filter": "singularformer", "r": 128, "window": 64}),
     "reviews-kernelution-64": Case("reviews", SHORT, {"filter": "kernelution", "window": 64}),
     "reviews-agf-64-long": Case("reviews", LONG, {"window": 64}),
-    "images-12": Case("images", LONG, {}),
-    "images-6": Case("images", SHORT, {"layers": slice(6, 12)}),
-    "images-auto": Case("images", SHORT, {"layers": "auto:50%"}),
+    "images-12": Case("images", LONG, {"window": 16}),  # of 197 tokens; the usual 64 would span most of them
+    "images-6": Case("images", SHORT, {"window": 16, "layers": slice(6, 12)}),
+    "images-auto": Case("images", SHORT, {"window": 16, "layers": "auto:50%"}),
     "text-all": Case("text", 3_000_000, ADAPTED),
     "text-half": Case("text", BRIEF, {"layers": "odd", **ADAPTED}),
     "text-auto": Case("text", BRIEF, {"layers": "auto:50%", **ADAPTED}),
@@ -187,6 +195,9 @@ CASES = {
     "text-lolcats": Case("text", BRIEF, LOLCATS),
     "translation-drop": Case("translation", SHORT, {"stack": "encoder", "position_bias": "drop", "window": 64}),
 }
+
+
+CARDS = {"reviews-agf-64": "minilm-reviews", "images-12": "deit-tiny-images", "text-agf": "smollm2-wikitext-2"}
 
 
 def play(name: str, options: argparse.Namespace) -> None:
@@ -222,10 +233,35 @@ def play(name: str, options: argparse.Namespace) -> None:
     print(name, report, {**content["before"]}, {**content["after"]}, sep="\n", flush=True)
 
 
+def write_card(name: str, options: argparse.Namespace) -> None:
+    """From the saved model and the results of a case, which get its speed."""
+    case, file = CASES[name], options.output / f"{name}.json"
+    task, content = TASKS[case.task](case.task, options.shared), json.loads(file.read_text())
+    model = type(task.model()).from_pretrained(options.runs / name / "model").eval()
+    report = ConversionReport.from_dict(content["report"])
+    if model.main_input_name == "input_ids":
+        report.speed = speed(model, rounds=3)
+        if model.can_generate():
+            report.decoding = decoding_speed(model)
+    content["report"] = report.to_dict()
+    file.write_text(json.dumps(content, indent=1) + "\n")
+    rows = [f"| {what} | {content['before'][what]:.4g} | {after:.4g} |" for what, after in content["after"].items()]
+    measured = [f"{content['about']} {content['device']}, torch {content['torch']}, {content['date']}."]
+    measured += (
+        ["\n".join(["| on the test part | original | converted |", "| --- | --- | --- |", *rows])] if rows else []
+    )
+    folder = options.cards / CARDS[name]
+    save_conversion(model, report, folder, repo_id=CARDS[name], base_model=task.base, description="\n\n".join(measured))
+    (folder / "conversion.json").unlink()  # the results, which lie with the others
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
     parser.add_argument("--list", action="store_true", help="the cases, and which are finished")
+    parser.add_argument(
+        "--cards", nargs="?", type=Path, const=ROOT / "model_cards", help="write the cards, into this folder"
+    )
     parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared", help="folder of data/ and weights/")
     parser.add_argument(
         "--runs", type=Path, default=ROOT / "runs" / "conversion", help="folder for models and progress"
@@ -235,8 +271,13 @@ def main() -> None:
     parser.add_argument("--progress", action="store_true", help="show bars")
     options = parser.parse_args()
     for name in options.only:
+        finished = (options.output / f"{name}.json").is_file()
         if options.list:
-            print(name, "finished" if (options.output / f"{name}.json").is_file() else "")
+            print(name, "finished" if finished else "")
+        elif options.cards and name in CARDS and finished:
+            write_card(name, options)
+        elif options.cards:
+            continue
         else:
             play(name, options)
 

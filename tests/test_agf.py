@@ -1,5 +1,7 @@
 """AGF: polynomials, kernels and pure functions against the definition; decoding; what is refused."""
 
+import itertools
+
 import pytest
 import torch
 from models import FAMILIES, output, turn_on
@@ -462,6 +464,29 @@ def test_the_state_has_constant_size():
         sizes.append(sum(t.numel() for t in (*layer.kept.values(), layer.keys, layer.values)))
     assert len(set(sizes)) == 1
     assert cache.get_seq_length() == 25
+
+
+def test_sinks_are_the_first_tokens_that_are_there():
+    """Also where they come one by one, and after padding."""
+    model = turn_on(patch_model(FAMILIES["llama"].build().double(), "agf", window=2, sinks=3))
+    ids = torch.randint(5, 99, (3, 14))
+    mask = torch.ones_like(ids)
+    mask[1, :4], mask[2, :7] = 0, 0
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+
+    def run(ids, part=slice(None), **cache):
+        inputs = {"attention_mask": mask[:, : part.stop], "position_ids": places[:, part]}
+        return model(ids[:, part], **inputs, **cache).last_hidden_state
+
+    whole = run(ids, use_cache=False)
+    for ends in ([*range(15)], [0, 2, 3, 11, 14]):
+        cache = DynamicCache()
+        found = torch.cat([run(ids, slice(*p), past_key_values=cache) for p in itertools.pairwise(ends)], 1)
+        assert torch.allclose(found[mask.bool()], whole[mask.bool()], atol=1e-9)
+    ids[0, 0] += 1
+    changed = run(ids, use_cache=False)
+    assert not torch.equal(changed[0, -1], whole[0, -1]), "the first token is seen from far away"
+    assert torch.equal(changed[1:], whole[1:])
 
 
 def test_the_plain_model_does_not_take_a_cache_without_keys():

@@ -213,6 +213,12 @@ def test_a_case_of_conversion_is_played_once_and_shown(tmp_path, monkeypatch, ca
     assert Tiny.played == 1
     assert capsys.readouterr().out.rstrip().endswith("tiny-2 finished")
     assert (tmp_path / "runs" / "tiny-2" / "model" / "model.safetensors").is_file()
+    monkeypatch.setitem(conversion.CARDS, "tiny-2", "tiny-2")
+    monkeypatch.setattr(sys, "argv", [*command, "--cards", str(tmp_path / "cards")])
+    conversion.main()
+    card = (tmp_path / "cards" / "tiny-2" / "README.md").read_text()
+    assert "| layers | 4 | 4 |" in card
+    assert (tmp_path / "cards" / "tiny-2" / "figures" / "conversion.png").is_file()
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     shown = tables.conversion_tables("tiny")
     assert "**A tiny model.**" in shown

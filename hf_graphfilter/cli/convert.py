@@ -72,6 +72,8 @@ def convert(
 
     if sum(map(bool, (text, dataset, images))) != 1:
         raise GraphFilterError("a conversion needs inputs: one of --text FILE, --dataset NAME and --images DIR")
+    if timed and images:
+        raise GraphFilterError("--speed times models of text, by length: leave it out with --images")
     chosen = layers if layers and layers.startswith("auto") else parse_layers(layers)
     if lr is not None and not 0 < lr < float("inf"):
         raise GraphFilterError(f"--lr must be a positive number, got {lr}")

@@ -40,12 +40,13 @@ class Speed:
 
 
 @torch.no_grad()
-def speed(model: nn.Module, lengths: Iterable[int] = LENGTHS, rounds: int = 5) -> list[Speed]:
+def speed(model: nn.Module, lengths: Iterable[int] | None = None, rounds: int = 5) -> list[Speed]:
     """Forward passes of a converted model of text and of a copy with its attention, taken in turn.
 
     Args:
         model: converted; a copy is made beside it.
-        lengths: numbers of tokens; those beyond the positions that the model knows are left out.
+        lengths: numbers of tokens, 128 to 16,384 if not given; those beyond the positions that the model knows are
+            left out.
         rounds: of each length.
 
     Raises:
@@ -57,20 +58,21 @@ def speed(model: nn.Module, lengths: Iterable[int] = LENGTHS, rounds: int = 5) -
         >>> [row.tokens for row in speed(patch_model(BertModel(BertConfig(num_hidden_layers=1)), "agf"), [64, 1024])]
         [64]
     """
-    chosen, vocabulary = _possible(model, lengths)
+    chosen, vocabulary = _possible(model, lengths, LENGTHS)
     with _forms(model) as (forms, device):
         return [_row(forms, n, torch.randint(0, vocabulary, (1, n), device=device), rounds) for n in chosen]
 
 
 @torch.no_grad()
 def decoding_speed(
-    model: nn.Module, contexts: Iterable[int] = CONTEXTS, rounds: int = 3, steps: int = 8
+    model: nn.Module, contexts: Iterable[int] | None = None, rounds: int = 3, steps: int = 8
 ) -> list[Speed]:
     """Steps of decoding with a cache of a converted decoder and of a copy with its attention, taken in turn.
 
     Args:
         model: converted; a copy is made beside it.
-        contexts: numbers of tokens before; those beyond the positions that the model knows are left out.
+        contexts: numbers of tokens before, 100, 1,000 and 8,000 if not given; those beyond the positions that the model
+            knows are left out.
         rounds: of each context.
         steps: of a round, one token each.
 
@@ -84,7 +86,7 @@ def decoding_speed(
         >>> [row.tokens for row in decoding_speed(model, [64, 4096])]
         [64]
     """
-    chosen, vocabulary = _possible(model, contexts, steps * rounds + 1)
+    chosen, vocabulary = _possible(model, contexts, CONTEXTS, steps * rounds + 1)
     found = []
     with _forms(model) as (forms, device):
         for n in chosen:
@@ -103,11 +105,16 @@ def _decoder(form: nn.Module, ids: torch.Tensor) -> Callable[[], object]:
     return step
 
 
-def _possible(model: nn.Module, lengths: Iterable[int], more: int = 0) -> tuple[list[int], int]:
-    """The lengths within the positions of the model, with so many tokens ``more``, and the size of its vocabulary."""
+def _possible(
+    model: nn.Module, lengths: Iterable[int] | None, usual: Iterable[int], more: int = 0
+) -> tuple[list[int], int]:
+    """The lengths that leave room for ``more`` tokens, or the longest that does if none of the usual ones does; and the
+    size of the vocabulary."""
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     vocabulary, most = getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
-    chosen = [n for n in lengths if most is None or n + more <= most]
+    chosen = [n for n in (usual if lengths is None else lengths) if most is None or n + more <= most]
+    if lengths is None and not chosen and most is not None and most > more:
+        chosen = [most - more]
     if vocabulary is None or model.main_input_name != "input_ids" or not chosen:
         raise GraphFilterError(
             f"speed is measured on texts of at most {most} tokens: {type(model).__name__} takes none"

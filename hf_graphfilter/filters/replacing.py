@@ -156,14 +156,14 @@ class ReplacingFilter(GraphFilter):
         """Attention to the first tokens, where they are out of the window: of those new here, and of those that
         ``shift.state`` keeps."""
         state, at = shift.state, torch.arange(there.shape[1], device=key.device).expand_as(there)
-        if state and "length" in state:
-            at = at + state["length"]
+        if state and "sink_end" in state:
+            at = at + state["sink_end"]
         queries = at
         firsts: tuple[Tensor, ...] = there, at, key, value
         if state is not None:
-            if "length" in state:
+            if "sink_end" in state:
                 firsts = tuple(torch.cat([state[n], x], x.dim() // 2) for n, x in zip(_SINK, firsts, strict=True))
-            state["length"] = at[:, -1:] + 1
+            state["sink_end"] = at[:, -1:] + 1
         firsts = first_there(self.config.sinks, *firsts)
         if state is not None:
             state.update(zip(_SINK, firsts, strict=True))
