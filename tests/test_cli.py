@@ -190,7 +190,7 @@ def test_convert_images(cli, tmp_path):
     for i in range(20):
         Image.new("RGB", (20, 20), (i * 9, 90, 90)).save(tmp_path / "photos" / "cats" / f"{i}.png")
     command = ("convert", tmp_path / "vit", tmp_path / "out", "--images", tmp_path / "photos")
-    done = cli(*command, "--budget", "400", "--batch-tokens", "64", "--holdout", "2")
+    done = cli(*command, "--budget", "400", "--batch-tokens", "64", "--holdout", "2", "-o", "window=2")
     assert done.returncode == 0, done.stderr
     assert "agreement" in done.stdout
 

@@ -255,6 +255,7 @@ class Poisoned(LlamaForCausalLM):
         ({"filter": AGFConfig(), "window": 3}, "go into the AGFConfig object"),
         ({"init": "blend"}, "convert with init='copy'"),
         ({"windows": 2}, "has no option 'windows'"),
+        ({"window": 23}, "longest held-out input has 24 tokens, which a window of 23 spans"),
         ({"stages": {}}, "stages must give shares"),
         ({"stages": {"atention": 1}}, "there is no stage 'atention'.*did you mean 'attention'"),
         ({"stages": {"attention": 0}}, "the share of 'attention' must be a number > 0, got 0"),
@@ -266,7 +267,7 @@ class Poisoned(LlamaForCausalLM):
         ({"precision": "fp16"}, "use 'bf16' or None"),
         ({"evaluations": 0}, "evaluations and rank must be >= 1"),
         ({"data": []}, "yields 0 batches, holdout=2 asks for more"),
-        ({"data": texts(2)}, "yields no batch that is not held out"),
+        ({"data": texts(2), "window": 2}, "yields no batch that is not held out"),
     ],
 )
 def test_bad_arguments(options, message):

@@ -103,7 +103,8 @@ def convert(
 
     Raises:
         GraphFilterError: a budget, share or stage that cannot be; a filter that is not in the place of attention; a
-            model that is patched already; an original that gives NaN. The model is then as it was.
+            model that is patched already; texts that the window spans; an original that gives NaN. The model is then as
+            it was.
 
     Example:
         >>> import torch
@@ -161,6 +162,7 @@ def convert(
                 "precision": precision,
             },
         )
+        run.check_window(config.window)
         with only_filters(model, modules):
             run.attention(filter_groups(modules, rates.attention, rates.attention * rates.coefficients))
             if share is not None:

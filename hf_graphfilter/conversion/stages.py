@@ -143,6 +143,26 @@ class Conversion:
         decoder = batch.get("decoder_input_ids")
         return count + (0 if decoder is None else decoder.numel())
 
+    def check_window(self, window: int) -> None:
+        """That the window does not span all held-out texts.
+
+        Raises:
+            GraphFilterError: it does.
+        """
+        longest = max(map(self._longest, self.held))
+        if window and longest <= window + 1:
+            raise GraphFilterError(
+                f"the longest held-out input has {longest} tokens, which a window of {window} spans, so that the "
+                "filter beyond it would learn nothing: give longer ones, or a smaller window="
+            )
+
+    def _longest(self, batch: Batch) -> int:
+        given = [x for x in batch.values() if isinstance(x, Tensor)]
+        if given[0].dim() != 2:
+            return self.tokens_of_one
+        masks = [batch[k] for k in ("attention_mask", "decoder_attention_mask") if k in batch and batch[k].dim() == 2]
+        return max([int(mask.sum(1).max()) for mask in masks] or [x.shape[1] for x in given if x.dim() == 2])
+
     @cached_property
     def tokens_of_one(self) -> int:
         """That attention sees of an image."""
