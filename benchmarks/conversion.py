@@ -192,6 +192,7 @@ CASES = {
     "text-auto": Case("text", BRIEF, {"layers": "auto:50%", **ADAPTED}),
     "text-agf": Case("text", BRIEF, ADAPTED),
     "text-agf-no-sinks": Case("text", BRIEF, {"sinks": 0, **ADAPTED}),
+    "text-hedgehog-sinks": Case("text", BRIEF, {"filter": "hedgehog", "sinks": 4, **ADAPTED}),
     "text-lolcats": Case("text", BRIEF, LOLCATS),
     "translation-drop": Case("translation", SHORT, {"stack": "encoder", "position_bias": "drop", "window": 64}),
 }

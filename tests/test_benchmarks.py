@@ -222,6 +222,6 @@ def test_a_case_of_conversion_is_played_once_and_shown(tmp_path, monkeypatch, ca
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     shown = tables.conversion_tables("tiny")
     assert "**A tiny model.**" in shown
-    assert "layers 4 → **4**" in shown
+    assert "| original | 4 |" in shown
     assert "window 2; train lora" in shown
     assert tables.conversion_tables("nothing") == "Not run yet."
