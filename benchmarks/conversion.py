@@ -241,7 +241,7 @@ def write_card(name: str, options: argparse.Namespace) -> None:
     model = type(task.model()).from_pretrained(options.runs / name / "model").eval()
     report = ConversionReport.from_dict(content["report"])
     if model.main_input_name == "input_ids":
-        report.speed = speed(model, rounds=3)
+        report.speed = speed(model, [2**i for i in range(7, 13) if 2**i <= model.config.max_position_embeddings], 3)
         if model.can_generate():
             report.decoding = decoding_speed(model)
     content["report"] = report.to_dict()
