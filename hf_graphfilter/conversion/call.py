@@ -111,7 +111,7 @@ def convert(
         >>> from transformers import BertConfig, BertModel
         >>> model = BertModel(BertConfig(num_hidden_layers=1))
         >>> batches = [{"input_ids": torch.randint(0, 1000, (4, 16))} for _ in range(6)]
-        >>> report = convert(model, batches, "agf", budget=200, holdout=2, progress=False)
+        >>> report = convert(model, batches, "agf", window=4, budget=200, holdout=2, progress=False)
         >>> report.error <= report.error_before
         True
 

@@ -22,6 +22,17 @@ def save_conversion(model: nn.Module, report: ConversionReport, folder: str | Pa
         report: what ``convert`` gave.
         folder: of the checkpoint.
         card: of ``create_model_card``.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from transformers import BertConfig, BertModel
+        >>> from hf_graphfilter import convert
+        >>> model, folder = BertModel(BertConfig(num_hidden_layers=1)), tempfile.mkdtemp()
+        >>> batches = [torch.randint(0, 1000, (1, 16)) for _ in range(3)]
+        >>> report = convert(model, batches, window=2, budget=16, evaluations=1, holdout=1, progress=False)
+        >>> save_conversion(model, report, folder, base_model="bert-base-uncased")
+        >>> sorted(file.name for file in Path(folder).iterdir())
+        ['README.md', 'conversion.json', 'figures']
     """
     folder, name = Path(folder), f"{FIGURES}/conversion.png"
     folder.mkdir(parents=True, exist_ok=True)

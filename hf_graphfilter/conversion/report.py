@@ -103,11 +103,12 @@ class ConversionReport:
             held = [error for _, error in run.history]
             stages += [[name, f"{run.history[-1][0]:,}", f"{held[0]:.4g}", f"{min(held):.4g}", run.stopped]]
         tables = {"the model": measures, "stages": stages, "by context": contexts, "by layer": layers}
-        for title, rows in {"a forward pass": self.speed, "decoding a token after": self.decoding}.items():
-            if rows:
-                tables[title] = [["tokens", "original ms", "converted ms", "converted / original"]]
+        timed = {"a forward pass": ("tokens", self.speed), "decoding": ("tokens before", self.decoding)}
+        for title, (tokens, times) in timed.items():
+            if times:
+                tables[title] = [[tokens, "original ms", "converted ms", "converted / original"]]
                 tables[title] += [
-                    [f"{s.tokens:,}", f"{s.original_ms:.3g}", f"{s.converted_ms:.3g}", f"{s.ratio:.3f}"] for s in rows
+                    [f"{s.tokens:,}", f"{s.original_ms:.3g}", f"{s.converted_ms:.3g}", f"{s.ratio:.3f}"] for s in times
                 ]
         return tables
 
@@ -146,9 +147,9 @@ class ConversionReport:
         """
         with needs("plots", "a figure"):
             from matplotlib.figure import Figure  # not pyplot: no global state, no display
-        axes = (figure := Figure(figsize=(3.5 * (len(self.stages) + 1), 3), layout="constrained")).subplots(
-            1, len(self.stages) + 1
-        )
+        parts = len(self.stages) + 1
+        figure = Figure(figsize=(3.5 * parts, 3), layout="constrained")
+        axes = figure.subplots(1, parts)
         begun = 0
         for name, ax in zip(self.stages, axes[:-1], strict=True):
             history = self.stages[name].history
@@ -158,6 +159,7 @@ class ConversionReport:
         axes[-1].bar(list(self.by_context), list(self.by_context.values()))
         axes[-1].tick_params(axis="x", rotation=45)
         axes[-1].set(title="by tokens that a token sees", ylabel="relative error")
-        (path := Path(path)).parent.mkdir(parents=True, exist_ok=True)
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
         return path
