@@ -176,7 +176,7 @@ class Case:
 TASKS = {"reviews": Reviews, "images": Images, "text": Text, "translation": Translation}
 BRIEF, SHORT, LONG = 150_000, 1_000_000, 4_000_000
 ADAPTED = {"train": "lora", "stages": {"attention": 0.5, "logits": 0.5}}
-LOLCATS = {"filter": "hedgehog", "train": "lora", "stages": {"attention": 0.5, "task": 0.5}}
+NEXT_TOKEN = {"train": "lora", "stages": {"attention": 0.5, "task": 0.5}}  # as LoLCATs has it
 CASES = {
     **{f"reviews-agf-{w}": Case("reviews", SHORT, {"window": w}) for w in (0, 4, 16, 32, 64, 128)},
     "reviews-agf-64-no-sinks": Case("reviews", SHORT, {"window": 64, "sinks": 0}),
@@ -193,7 +193,8 @@ CASES = {
     "text-agf": Case("text", BRIEF, ADAPTED),
     "text-agf-no-sinks": Case("text", BRIEF, {"sinks": 0, **ADAPTED}),
     "text-hedgehog-sinks": Case("text", BRIEF, {"filter": "hedgehog", "sinks": 4, **ADAPTED}),
-    "text-lolcats": Case("text", BRIEF, LOLCATS),
+    "text-lolcats": Case("text", BRIEF, {"filter": "hedgehog", **NEXT_TOKEN}),
+    "text-agf-next-token": Case("text", BRIEF, NEXT_TOKEN),
     "translation-drop": Case("translation", SHORT, {"stack": "encoder", "position_bias": "drop", "window": 64}),
 }
 
