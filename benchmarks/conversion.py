@@ -242,9 +242,11 @@ def write_card(name: str, options: argparse.Namespace) -> None:
     model = type(task.model()).from_pretrained(options.runs / name / "model").eval()
     report = ConversionReport.from_dict(content["report"])
     if model.main_input_name == "input_ids":
-        report.speed = speed(model, [2**i for i in range(7, 13) if 2**i <= model.config.max_position_embeddings], 3)
+        report.speed = report.speed or speed(
+            model, [2**i for i in range(7, 13) if 2**i <= model.config.max_position_embeddings], 3
+        )
         if model.can_generate():
-            report.decoding = decoding_speed(model)
+            report.decoding = report.decoding or decoding_speed(model)
     content["report"] = report.to_dict()
     file.write_text(json.dumps(content, indent=1) + "\n")
     rows = [f"| {what} | {content['before'][what]:.4g} | {after:.4g} |" for what, after in content["after"].items()]

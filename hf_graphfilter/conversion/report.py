@@ -155,7 +155,7 @@ class ConversionReport:
             history = self.stages[name].history
             ax.plot([begun + tokens for tokens, _ in history], [error for _, error in history], marker=".")
             begun += history[-1][0]
-            ax.set(title=f"stage: {name}", xlabel="tokens", ylabel="held-out error", yscale="log")
+            ax.set(title=f"stage: {name}", xlabel="tokens", ylabel="held-out error")
         axes[-1].bar(list(self.by_context), list(self.by_context.values()))
         axes[-1].tick_params(axis="x", rotation=45)
         axes[-1].set(title="by tokens that a token sees", ylabel="relative error")

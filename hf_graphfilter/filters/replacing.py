@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import GraphFilterError, shown
 from ..ops.combine import combine
 from ..ops.filled import filled
-from ..ops.window import attend_first, attend_nearby, first_there
+from ..ops.window import attend_few, attend_nearby, first_there
 from ..shift import AttentionShift, ShiftOperator, repeat_heads
 from .base import AttentionSite, Decoding, FilterConfig, GraphFilter
 
@@ -170,7 +170,7 @@ class ReplacingFilter(GraphFilter):
         there, at, key, value = firsts
         distance = queries[:, :, None] - at[:, None]
         away = distance if causal else distance.abs()
-        return attend_first(shift.query, key, value, shift.scaling, (away > self.config.window) & there[:, None])
+        return attend_few(shift.query, key, value, shift.scaling, (away > self.config.window) & there[:, None])
 
 
 def in_dtype_of(layer: nn.Module, x: Tensor) -> Tensor:

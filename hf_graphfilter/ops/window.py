@@ -27,6 +27,9 @@ def attend_nearby(
         the exponentiated scores, (batch, heads, tokens, 1), float32 or wider.
     """
     tokens, past = query.shape[2], key.shape[2] - query.shape[2]
+    if tokens == 1 and causal:  # a step of decoding
+        last = slice(-window - 1, None)
+        return attend_few(query, key[:, :, last], value[:, :, last], scaling, keys[:, None, last])
     block = max(BLOCK, window)
     if not torch.compiler.is_compiling():  # a graph would be bound to the number of tokens
         block, window = max(BLOCK, min(window, tokens)), min(window, key.shape[2] - 1)
@@ -50,7 +53,7 @@ def attend_nearby(
     return out.flatten(2, 3)[:, :, :tokens], mass.flatten(2, 3)[:, :, :tokens]
 
 
-def attend_first(query: Tensor, key: Tensor, value: Tensor, scaling: float, seen: Tensor) -> tuple[Tensor, Tensor]:
+def attend_few(query: Tensor, key: Tensor, value: Tensor, scaling: float, seen: Tensor) -> tuple[Tensor, Tensor]:
     """Attention of every query over a few keys that all share: O(n keys d) time.
 
     Args:
