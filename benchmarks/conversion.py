@@ -199,6 +199,7 @@ CASES = {
 }
 
 
+SHOWN = tuple(2**i for i in range(7, 13))  # lengths that are timed for the cards
 CARDS = {"reviews-agf-64": "minilm-reviews", "images-12": "deit-tiny-images", "text-agf": "smollm2-wikitext-2"}
 
 
@@ -242,18 +243,16 @@ def write_card(name: str, options: argparse.Namespace) -> None:
     model = type(task.model()).from_pretrained(options.runs / name / "model").eval()
     report = ConversionReport.from_dict(content["report"])
     if model.main_input_name == "input_ids":
-        report.speed = report.speed or speed(
-            model, [2**i for i in range(7, 13) if 2**i <= model.config.max_position_embeddings], 3
-        )
+        lengths = [n for n in SHOWN if n <= model.config.max_position_embeddings]
+        report.speed = report.speed or speed(model, lengths, rounds=3)
         if model.can_generate():
             report.decoding = report.decoding or decoding_speed(model)
     content["report"] = report.to_dict()
     file.write_text(json.dumps(content, indent=1) + "\n")
     rows = [f"| {what} | {content['before'][what]:.4g} | {after:.4g} |" for what, after in content["after"].items()]
     measured = [f"{content['about']} {content['device']}, torch {content['torch']}, {content['date']}."]
-    measured += (
-        ["\n".join(["| on the test part | original | converted |", "| --- | --- | --- |", *rows])] if rows else []
-    )
+    if rows:
+        measured += ["\n".join(["| on the test part | original | converted |", "| --- | --- | --- |", *rows])]
     folder = options.cards / CARDS[name]
     save_conversion(model, report, folder, repo_id=CARDS[name], base_model=task.base, description="\n\n".join(measured))
     (folder / "conversion.json").unlink()  # the results, which lie with the others
