@@ -243,7 +243,7 @@ def write_card(name: str, options: argparse.Namespace) -> None:
     model = type(task.model()).from_pretrained(options.runs / name / "model").eval()
     report = ConversionReport.from_dict(content["report"])
     if model.main_input_name == "input_ids":
-        lengths = [n for n in SHOWN if n <= model.config.max_position_embeddings]
+        lengths = [n for n in SHOWN if n <= model.config.max_position_embeddings] or None
         report.speed = report.speed or speed(model, lengths, rounds=3)
         if model.can_generate():
             report.decoding = report.decoding or decoding_speed(model)
