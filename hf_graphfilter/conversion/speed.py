@@ -82,7 +82,8 @@ def decoding_speed(
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> from hf_graphfilter import patch_model
-        >>> model = patch_model(GPT2LMHeadModel(GPT2Config(n_layer=1, vocab_size=100)), "agf")
+        >>> config = GPT2Config(n_layer=1, vocab_size=100, bos_token_id=0, eos_token_id=0)
+        >>> model = patch_model(GPT2LMHeadModel(config), "agf")
         >>> [row.tokens for row in decoding_speed(model, [64, 4096])]
         [64]
     """

@@ -72,7 +72,9 @@ def attend_few(query: Tensor, key: Tensor, value: Tensor, scaling: float, seen: 
 def first_there(count: int, there: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
     """Of ``there``, bool (batch, tokens), and of each of ``rows``, (batch, tokens) or (batch, heads, tokens, features),
     the entries of the first ``count`` tokens that are there; after them, where these are fewer, of others."""
-    places = (~there).to(torch.uint8).argsort(stable=True, dim=-1)[:, :count]
+    tokens = there.shape[1]
+    order = torch.arange(tokens, device=there.device) + tokens * (~there).long()  # a stable sort has no form in ONNX
+    places = order.argsort(-1)[:, :count]
 
     def chosen(x: Tensor) -> Tensor:
         if x.dim() == 2:
