@@ -335,6 +335,8 @@ def test_what_was_measured_is_kept_beside_the_checkpoint(tmp_path):
     save_conversion(model, report, tmp_path, description="On made up texts.")
     again = ConversionReport.from_dict(json.loads((tmp_path / "conversion.json").read_text()))
     assert str(again) == str(report)
+    earlier = {name: value for name, value in report.to_dict().items() if name != "decoding"}
+    assert ConversionReport.from_dict(earlier).decoding == [], "as conversion.json was before"
     card = (tmp_path / "README.md").read_text()
     assert "| 16 | 1 | 0.5 | 0.500 |" in card
     assert "On made up texts." in card

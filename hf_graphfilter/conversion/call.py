@@ -162,9 +162,8 @@ def convert(
                 "precision": precision,
             },
         )
-        run.check_window(config.window)
         with only_filters(model, modules):
-            run.attention(filter_groups(modules, rates.attention, rates.attention * rates.coefficients))
+            run.attention(filter_groups(modules, rates.attention, rates.attention * rates.coefficients), config.window)
             if share is not None:
                 sensitivity = run.sensitivity()
         if share is not None:

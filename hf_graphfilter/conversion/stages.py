@@ -72,10 +72,19 @@ class Conversion:
     ends_in: str
     reports: dict[str, TransferReport] = field(default_factory=dict)
 
-    def attention(self, groups: list[Group]) -> None:
-        """The first stage, if there is one: each layer by itself."""
+    def attention(self, groups: list[Group], window: int) -> None:
+        """The first stage, if there is one: each layer by itself.
+
+        Raises:
+            GraphFilterError: a window of that size spans all held-out inputs.
+        """
         with self.autocast():
-            self.before = filter_errors(self.model, self.modules, self.held)
+            self.before, (_, beyond) = errors_by_context(self.model, self.modules, self.held, [window + 1])
+        if window and all(map(math.isnan, beyond.values())):
+            raise GraphFilterError(
+                f"the longest held-out input has {self._longest(self.held)} tokens, which a window of {window} spans, "
+                "so that the filter beyond it would learn nothing: give longer ones, or a smaller window="
+            )
         if "attention" in self.tokens:
             step = partial(regress, self.model, self.modules)
             measure = lambda: mean(filter_errors(self.model, self.modules, self.held))  # noqa: E731
@@ -143,36 +152,21 @@ class Conversion:
         decoder = batch.get("decoder_input_ids")
         return count + (0 if decoder is None else decoder.numel())
 
-    def check_window(self, window: int) -> None:
-        """That the window does not span all held-out texts.
-
-        Raises:
-            GraphFilterError: it does.
-        """
-        longest = max(map(self._longest, self.held))
-        if window and longest <= window + 1:
-            raise GraphFilterError(
-                f"the longest held-out input has {longest} tokens, which a window of {window} spans, so that the "
-                "filter beyond it would learn nothing: give longer ones, or a smaller window="
-            )
-
-    def _longest(self, batch: Batch) -> int:
-        given = [x for x in batch.values() if isinstance(x, Tensor)]
-        if given[0].dim() != 2:
-            return self.tokens_of_one
-        masks = [batch[k] for k in ("attention_mask", "decoder_attention_mask") if k in batch and batch[k].dim() == 2]
-        return max([int(mask.sum(1).max()) for mask in masks] or [x.shape[1] for x in given if x.dim() == 2])
-
     @cached_property
     def tokens_of_one(self) -> int:
         """That attention sees of an image."""
+        return self._longest(self.held[:1])
+
+    def _longest(self, batches: Iterable[Batch]) -> int:
+        """The most tokens that a token of theirs sees in a converted module."""
         seen: list[int] = []
 
         def observe(name: str, squares: Squares) -> None:
-            seen.append(squares.error.shape[1])
+            seen.append(int(squares.context.max()))
 
         with torch.no_grad(), attending(self.modules, observe):
-            self.model(**self.held[0])
+            for batch in batches:
+                self.model(**batch)
         return max(seen)
 
     @torch.no_grad()

@@ -156,17 +156,14 @@ class ReplacingFilter(GraphFilter):
         """Attention to the first tokens, where they are out of the window: of those new here, and of those that
         ``shift.state`` keeps."""
         state, at = shift.state, torch.arange(there.shape[1], device=key.device).expand_as(there)
-        if state and "sink_end" in state:
-            at = at + state["sink_end"]
-        queries = at
+        earlier = state if state is not None and "sink_end" in state else None
+        queries = at = at if earlier is None else at + earlier["sink_end"]
         firsts: tuple[Tensor, ...] = there, at, key, value
-        if state is not None:
-            if "sink_end" in state:
-                firsts = tuple(torch.cat([state[n], x], x.dim() // 2) for n, x in zip(_SINK, firsts, strict=True))
-            state["sink_end"] = at[:, -1:] + 1
+        if earlier is not None:
+            firsts = tuple(torch.cat([earlier[n], x], x.dim() // 2) for n, x in zip(_SINK, firsts, strict=True))
         firsts = first_there(self.config.sinks, *firsts)
         if state is not None:
-            state.update(zip(_SINK, firsts, strict=True))
+            state.update(zip(_SINK, firsts, strict=True), sink_end=queries[:, -1:] + 1)
         there, at, key, value = firsts
         distance = queries[:, :, None] - at[:, None]
         away = distance if causal else distance.abs()
