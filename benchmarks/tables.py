@@ -594,8 +594,9 @@ def conversion_tables(task: str) -> str:
         error += "".join(f"; {value:.3f} without {part}" for part, value in parts.items())
         what = f"`{case['name']}`: {config['filter']}, window {config['window']}"
         what += f", {config['sinks']} sinks" if config.get("sinks") else ""
-        body.append([what, options, f"{report['tokens']:,}", error, "<br>".join(measures)])
-    header = ["case", "options", "tokens", "relative error of the layers", "the model, held out"]
+        steps = sum(stage["steps"] for stage in report["stages"].values())
+        body.append([what, options, f"{report['tokens']:,}", f"{steps:,}", error, "<br>".join(measures)])
+    header = ["case", "options", "tokens", "steps", "relative error of the layers", "the model, held out"]
     contexts = list(dict.fromkeys(label for case in cases for label in case["report"]["by_context"]))
     rows = [
         [f"`{case['name']}`", *(f"{e:.3f}" if (e := case["report"]["by_context"].get(c)) else "" for c in contexts)]

@@ -16,9 +16,9 @@ from transformers import (
 )
 
 from hf_graphfilter import CoefficientCallback, RegularizerCallback, filter_optimizer, filter_parameters, filter_status
+from hf_graphfilter.memory import begin_peak_memory, peak_memory
 from hf_graphfilter.status import FilterStatus
 from recipes.arguments import RecipeArguments
-from recipes.machine import begin_peak_memory, peak_memory
 
 
 class Clock(TrainerCallback):

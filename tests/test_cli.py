@@ -16,6 +16,7 @@ from transformers import AutoModel, BertForSequenceClassification, BertTokenizer
 import hf_graphfilter
 from hf_graphfilter import filter_status, patch_model
 from hf_graphfilter.cli import main
+from hf_graphfilter.cli.inputs import Images
 from hf_graphfilter.training.transfer import call, run
 
 
@@ -186,9 +187,12 @@ def test_convert_images(cli, tmp_path):
     )
     ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
     ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "vit")
-    (tmp_path / "photos" / "cats").mkdir(parents=True)
-    for i in range(20):
-        Image.new("RGB", (20, 20), (i * 9, 90, 90)).save(tmp_path / "photos" / "cats" / f"{i}.png")
+    for green, animal in enumerate(("cats", "dogs")):
+        (tmp_path / "photos" / animal).mkdir(parents=True)
+        for i in range(20):
+            Image.new("RGB", (20, 20), (i * 9, 90 * green, 90)).save(tmp_path / "photos" / animal / f"{i}.png")
+    first = next(iter(Images(str(tmp_path / "vit"), tmp_path / "photos", 8)))["pixel_values"]
+    assert len(first[:, 1].unique()) == 2, "of one kind, as the folders have it"
     command = ("convert", tmp_path / "vit", tmp_path / "out", "--images", tmp_path / "photos")
     done = cli(*command, "--budget", "400", "--batch-tokens", "64", "--holdout", "2", "-o", "window=2")
     assert done.returncode == 0, done.stderr

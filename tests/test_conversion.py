@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ from hf_graphfilter.conversion import (
     text_batches,
 )
 from hf_graphfilter.conversion.choice import least_sensitive
+from hf_graphfilter.conversion.speed import taken_in_turn
 from hf_graphfilter.filters.attached import filters_of
 from hf_graphfilter.training.transfer.objectives import errors_by_context, filter_errors
 from hf_graphfilter.training.transfer.run import StageRun
@@ -320,24 +322,33 @@ def test_speed_by_length():
         speed(model, [10**6])
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process cannot be forgotten")
+def test_memory_by_length():
+    calls = {"original": lambda: torch.ones(2**24), "converted": lambda: torch.ones(2**25)}  # of 4 bytes
+    row = taken_in_turn(1, calls, torch.device("cpu"), 2)
+    assert row.original_mb == pytest.approx(64, rel=0.1)
+    assert row.converted_mb == pytest.approx(128, rel=0.1)
+
+
 def test_speed_of_decoding():
     model = patch_model(llama(), "agf", window=2, sinks=1).train()
     rows = decoding_speed(model, [8, 20, 64], rounds=2, steps=2)
     assert [row.tokens for row in rows] == [8, 20], "64 and the steps are beyond its positions"
-    assert all(row.ratio > 0 and row.original_mb is None for row in rows)
+    assert all(row.ratio > 0 for row in rows)
     assert model.training
 
 
 def test_what_was_measured_is_kept_beside_the_checkpoint(tmp_path):
     model = llama()
     report = run(model, sinks=1)
-    report.speed, report.decoding = [Speed(8, 1.0, 2.0, 2.0)], [Speed(16, 1.0, 0.5, 0.5)]
+    report.speed, report.decoding = [Speed(8, 1.0, 2.0, 2.0, 900.0, 1200.0)], [Speed(16, 1.0, 0.5, 0.5)]
     save_conversion(model, report, tmp_path, description="On made up texts.")
     again = ConversionReport.from_dict(json.loads((tmp_path / "conversion.json").read_text()))
     assert str(again) == str(report)
     earlier = {name: value for name, value in report.to_dict().items() if name != "decoding"}
     assert ConversionReport.from_dict(earlier).decoding == [], "as conversion.json was before"
     card = (tmp_path / "README.md").read_text()
+    assert "| 8 | 1 | 2 | 2.000 | 900 | 1,200 |" in card
     assert "| 16 | 1 | 0.5 | 0.500 |" in card
     assert "On made up texts." in card
     assert f"({(tmp_path / 'figures' / 'conversion.png').relative_to(tmp_path)})" in card
@@ -367,6 +378,7 @@ def test_texts_come_in_batches_of_like_length(tokenizer):
     assert not any("attention_mask" in batch for batch in windows)
     again = text_batches(tokenizer, written, length=8, tokens=32)
     assert all(a["input_ids"].equal(b["input_ids"]) for a, b in zip(batches, again, strict=True))
+    assert max(batch["input_ids"].numel() for batch in text_batches(tokenizer, written, length=8)) == 8
     for bad, message in (
         ({"texts": ["a b"], "packed": True}, "the texts have 3 tokens, and a window has 8"),
         ({"texts": []}, "no text of two tokens"),

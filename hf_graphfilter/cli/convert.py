@@ -49,8 +49,10 @@ def convert(
         Literal["encoder", "decoder"] | None, typer.Option("--stack", help="Only this one; both if not given.")
     ] = None,
     length: Annotated[int, typer.Option("--length", min=2, help="Most tokens of a text.")] = 512,
-    batch: Annotated[int, typer.Option("--batch-tokens", min=2, help="Tokens of a batch.")] = 4096,
-    holdout: Annotated[int, typer.Option("--holdout", min=1, help="Batches to measure on.")] = 8,
+    batch: Annotated[
+        int | None, typer.Option("--batch-tokens", min=2, help="Tokens of a batch; --length of them if not given.")
+    ] = None,
+    holdout: Annotated[int, typer.Option("--holdout", min=1, help="Batches to measure on.")] = 32,
     lr: Annotated[float | None, typer.Option("--lr", help="Of the first stage.")] = None,
     precision: Annotated[Literal["bf16"] | None, typer.Option("--precision", help="Compute in it.")] = None,
     gradient_checkpointing: Annotated[
@@ -84,7 +86,7 @@ def convert(
     else:
         config = load_config(source)
         size, patch = getattr(config, "image_size", 224), getattr(config, "patch_size", 16)
-        batches = Images(source, images, max(1, batch // (size // patch) ** 2))
+        batches = Images(source, images, max(1, (batch or length) // (size // patch) ** 2))
     model, first = _placed(load(source, auto_class))
     progress = output / PROGRESS
     try:
@@ -123,7 +125,7 @@ def convert(
     Console().print(f"{report.tokens:,} tokens, {report.seconds:.0f} s{report.crossing and f'; {report.crossing}'}")
 
 
-def _batches(source: str, texts: list[str], length: int, tokens: int) -> list[dict[str, Any]]:
+def _batches(source: str, texts: list[str], length: int, tokens: int | None) -> list[dict[str, Any]]:
     from ..conversion.data import text_batches
 
     config = load_config(source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,10 +72,11 @@ class Images:
 
         if not folder.is_dir():
             raise GraphFilterError(f"--images: there is no folder {folder}")
-        files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in IMAGES)
+        files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in IMAGES)  # class after class
         if not files:
             raise GraphFilterError(f"--images: {folder} holds no images ({', '.join(sorted(IMAGES))})")
         self.files = files if count is None else files[:: max(1, len(files) // count)][:count]  # of all subfolders
+        random.Random(0).shuffle(self.files)
         self.batch_size = batch_size
         try:
             self.processor = AutoImageProcessor.from_pretrained(source)

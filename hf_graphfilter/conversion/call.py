@@ -44,7 +44,7 @@ class Rates:
         weights: of the model's own weights, or their adapters.
     """
 
-    attention: float = 1e-2
+    attention: float = 5e-3
     end_to_end: float = 1e-3
     coefficients: float = 3.0
     weights: float = 1e-4
@@ -76,6 +76,7 @@ def convert(
         model: a pretrained transformers model that is not patched, or a ``SentenceTransformer`` around one, in any
             precision, on any device.
         data: batches, gone through again when they end: mappings of model inputs, or tensors, the model's main input.
+            Of one budget, many small ones fit better than few large ones (docs/conversion.md).
         filter: one in the place of attention, by name or as a config. By name it gets the options that fit pretrained
             attention best, ``FilterConfig.for_conversion``, with ``options`` on top.
         budget: tokens of all stages together, without padding; of images, the tokens that attention sees.

@@ -15,7 +15,13 @@ Batches = list[dict[str, torch.Tensor]]
 
 
 def text_batches(
-    tokenizer: Any, texts: Iterable[str], *, length: int = 512, tokens: int = 4096, packed: bool = False, seed: int = 0
+    tokenizer: Any,
+    texts: Iterable[str],
+    *,
+    length: int = 512,
+    tokens: int | None = None,
+    packed: bool = False,
+    seed: int = 0,
 ) -> Batches:
     """Batches of about as many tokens each, in random order.
 
@@ -23,7 +29,8 @@ def text_batches(
         tokenizer: of the model.
         texts: any number.
         length: most tokens of a text; longer ones are cut off.
-        tokens: of a batch, padding included.
+        tokens: of a batch, padding included; ``length`` if not given, since of one budget many small steps fit better
+            than few large ones.
         packed: cut windows of exactly ``length`` tokens out of all texts one after the other, as decoders are trained,
             with the tokenizer's end of text between them. Otherwise texts of like length come together, padded.
         seed: of the order.
@@ -39,6 +46,7 @@ def text_batches(
         >>> max(batch["input_ids"].numel() for batch in batches) <= 1024
         True
     """
+    tokens = length if tokens is None else tokens
     if length < 2 or tokens < length:
         raise GraphFilterError(
             f"a text has at least 2 tokens, and a batch as many as one: got length {length} and {tokens} tokens"

@@ -106,10 +106,15 @@ class ConversionReport:
         timed = {"a forward pass": ("tokens", self.speed), "decoding": ("tokens before", self.decoding)}
         for title, (tokens, times) in timed.items():
             if times:
-                tables[title] = [[tokens, "original ms", "converted ms", "converted / original"]]
-                tables[title] += [
+                header = [tokens, "original ms", "converted ms", "converted / original"]
+                rows = [
                     [f"{s.tokens:,}", f"{s.original_ms:.3g}", f"{s.converted_ms:.3g}", f"{s.ratio:.3f}"] for s in times
                 ]
+                if all(s.original_mb is not None for s in times):
+                    header += ["original MB", "converted MB"]
+                    for row, s in zip(rows, times, strict=True):
+                        row += [f"{s.original_mb:,.0f}", f"{s.converted_mb:,.0f}"]
+                tables[title] = [header, *rows]
         return tables
 
     def __str__(self) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import GraphFilterError
+from ..memory import begin_peak_memory, peak_memory
 from ..patching import unpatch_model
 
 LENGTHS = tuple(2**i for i in range(7, 15))
@@ -28,7 +29,8 @@ class Speed:
     Attributes:
         original_ms, converted_ms: a forward pass, or a step of decoding after so many tokens, median.
         ratio: of the two, median of ratios taken side by side.
-        original_mb, converted_mb: peak memory beyond the weights, on a GPU; None elsewhere.
+        original_mb, converted_mb: peak memory of it beyond what was in use before: of the GPU, or of this process, on
+            Linux; None elsewhere.
     """
 
     tokens: int
@@ -93,7 +95,7 @@ def decoding_speed(
         for n in chosen:
             ids = torch.randint(0, vocabulary, (1, n), device=device)
             decode = {name: _decoder(form, ids) for name, form in forms.items()}
-            found.append(_taken_in_turn(n, decode, ids.is_cuda, rounds, steps))
+            found.append(taken_in_turn(n, decode, device, rounds, steps))
     return found
 
 
@@ -152,28 +154,32 @@ def _row(forms: dict[str, nn.Module], tokens: int, ids: torch.Tensor, rounds: in
         inputs["decoder_input_ids"] = ids[:, :1]
     for form in forms.values():
         form(**inputs)
-    return _taken_in_turn(tokens, {name: partial(form, **inputs) for name, form in forms.items()}, ids.is_cuda, rounds)
+    return taken_in_turn(tokens, {name: partial(form, **inputs) for name, form in forms.items()}, ids.device, rounds)
 
 
-def _taken_in_turn(
-    tokens: int, calls: dict[str, Callable[[], object]], cuda: bool, rounds: int, times: int = 1
+def taken_in_turn(
+    tokens: int, calls: dict[str, Callable[[], object]], device: torch.device, rounds: int, times: int = 1
 ) -> Speed:
     """Each of ``calls`` so many ``times`` a round."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
-    peaks: dict[str, float | None] = dict.fromkeys(calls)
+    used: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            if cuda:
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-                torch.cuda.synchronize()
+            before = begin_peak_memory(device)
+            _finish(device)
             begun = time.perf_counter()
             for _ in range(times):
                 call()
-            if cuda:
-                torch.cuda.synchronize()
-                peaks[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
+            _finish(device)
             taken[name].append(1e3 * (time.perf_counter() - begun) / times)
+            if before is not None:
+                used[name].append(peak_memory(device) - before)
     ratios = [b / a for a, b in zip(taken["original"], taken["converted"], strict=True)]
-    of = {name: median(values) for name, values in taken.items()}
-    return Speed(tokens, of["original"], of["converted"], median(ratios), peaks["original"], peaks["converted"])
+    ms = {name: median(values) for name, values in taken.items()}
+    mb = {name: median(values) if values else None for name, values in used.items()}
+    return Speed(tokens, ms["original"], ms["converted"], median(ratios), mb["original"], mb["converted"])
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

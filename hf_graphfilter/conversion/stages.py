@@ -35,6 +35,7 @@ from ..training.transfer.run import Checkpoint, Group, Stage, StageRun
 from .quality import compare, parts_of
 from .report import ConversionReport, Measure
 
+BETAS = (0.9, 0.95)  # 0.999 would remember more steps than short stages have
 BOUNDS = [2**i for i in range(4, 17)]  # of the numbers of tokens that a token sees
 Step = Callable[[Batch], dict[str, float]]
 P = ParamSpec("P")
@@ -119,7 +120,7 @@ class Conversion:
     ) -> None:
         budget, report = self.tokens[name], TransferReport(before=self.before)
         step, measure = self._in_precision(step), self._in_precision(measure)
-        stage = Stage(name, budget, groups, step, measure, size=self.size, clip=clip, unit="token")
+        stage = Stage(name, budget, groups, step, measure, size=self.size, clip=clip, unit="token", betas=BETAS)
         kept = None
         if self.checkpoint is not None:
             earlier = dict(list(self.tokens.items())[: list(self.tokens).index(name) + 1])

@@ -97,6 +97,7 @@ class Stage:
         size: what a batch takes of the budget.
         clip: largest norm of the gradient.
         unit: of the budget, for the progress bar.
+        betas: of AdamW.
     """
 
     name: str
@@ -108,6 +109,7 @@ class Stage:
     size: Callable[[Batch], int] = lambda batch: 1
     clip: float | None = None
     unit: str = "step"
+    betas: tuple[float, float] = (0.9, 0.999)
 
 
 class StageRun:
@@ -118,7 +120,7 @@ class StageRun:
         self.parameters = {name: p for parameters, _ in stage.groups for name, p in parameters.items()}
         groups = [{"params": [*parameters.values()], "lr": lr, "peak": lr} for parameters, lr in stage.groups]
         share(self.parameters.values())
-        self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0, betas=stage.betas)
         self.step, self.used, self.stale = 0, 0, 0
         self.before = report.history[-1][0] if report.history else 0
         self.best, self.best_state = math.inf, self._state()

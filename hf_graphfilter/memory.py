@@ -1,0 +1,36 @@
+"""Peak memory, of a GPU or of this process."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+
+def begin_peak_memory(device: torch.device) -> float | None:
+    """Forget the peak so far, and give what is in use now, MB; None where the peak cannot be forgotten, which on a CPU
+    needs Linux."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device) / 2**20
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # what the C library keeps would hide what is used next
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+        return peak_memory(device)
+    return None
+
+
+def peak_memory(device: torch.device) -> float:
+    """MB: allocated on the GPU, or else resident in this process, the libraries included."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    with suppress(OSError):
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return int(fields["VmHWM"].split()[0]) / 2**10
+    import resource  # not on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
