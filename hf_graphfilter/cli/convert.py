@@ -69,7 +69,7 @@ def convert(
 
     [dim]hf-graphfilter convert HuggingFaceTB/SmolLM2-135M runs/smollm2-agf -t wiki.txt --budget 3000000[/dim]
     """
-    from ..conversion import Rates, decoding_speed, save_conversion, speed
+    from ..conversion import Rates, save_conversion
     from ..conversion import convert as converted
 
     if sum(map(bool, (text, dataset, images))) != 1:
@@ -115,9 +115,7 @@ def convert(
         return
     save(model, source, output, show=False)
     if timed:
-        report.speed = speed(model)
-        if model.can_generate() and not model.config.is_encoder_decoder:
-            report.decoding = decoding_speed(model)
+        report.time(model)
     save_conversion(model, report, output, base_model=None if Path(source).is_dir() else source)
     shutil.rmtree(progress, ignore_errors=True)
     for title, (header, *rows) in report.tables().items():

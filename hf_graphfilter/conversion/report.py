@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+from torch import nn
+
 from ..errors import needs
 from ..training.transfer.report import TransferReport, mean
-from .speed import Speed, crossover
+from .speed import Speed, crossover, decoding_speed, speed
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class ConversionReport:
         sensitivity: of ``layers="auto:..."``, how far the outputs move where only this module is a filter.
         tokens: that were used of the ``budget``.
         seconds: of wall-clock time, of this call.
-        speed, decoding: what ``speed`` and ``decoding_speed`` measured, where it was asked.
+        speed, decoding: what ``speed`` and ``decoding_speed`` measured, where ``time`` was called.
     """
 
     before: dict[str, float]
@@ -74,6 +77,12 @@ class ConversionReport:
     def __getitem__(self, name: str) -> Measure:
         """The measure of that name."""
         return next(measure for measure in self.measures if measure.name == name)
+
+    def time(self, model: nn.Module, lengths: Iterable[int] | None = None, rounds: int = 5) -> None:
+        """Fill in ``speed`` and, of a decoder, ``decoding``; arguments as of ``conversion.speed``."""
+        self.speed = speed(model, lengths, rounds)
+        if model.can_generate() and not model.config.is_encoder_decoder:  # type: ignore[operator, union-attr]
+            self.decoding = decoding_speed(model)
 
     @property
     def crossing(self) -> str:
