@@ -44,7 +44,7 @@ class Rates:
         weights: of the model's own weights, or their adapters.
     """
 
-    attention: float = 5e-3
+    attention: float = 1e-2
     end_to_end: float = 1e-3
     coefficients: float = 3.0
     weights: float = 1e-4
