@@ -199,7 +199,6 @@ CASES = {
 }
 
 
-SHOWN = tuple(2**i for i in range(7, 14))  # lengths that are timed for the cards
 CARDS = {"reviews-agf-64": "minilm-reviews", "images-12": "deit-tiny-images", "text-agf": "smollm2-wikitext-2"}
 
 
@@ -245,7 +244,7 @@ def write_card(name: str, options: argparse.Namespace) -> None:
     model = type(task.model()).from_pretrained(options.runs / name / "model").eval()
     report = ConversionReport.from_dict(content["report"])
     if model.main_input_name == "input_ids" and not report.speed:
-        report.time(model, SHOWN, rounds=3)
+        report.time(model, rounds=3)
     content["report"] = report.to_dict()
     file.write_text(json.dumps(content, indent=1) + "\n")
     rows = [f"| {what} | {content['before'][what]:.4g} | {after:.4g} |" for what, after in content["after"].items()]

@@ -204,7 +204,8 @@ def test_a_case_of_conversion_is_played_once_and_shown(tmp_path, monkeypatch, ca
             return {"layers": float(len(model.model.layers))}
 
     monkeypatch.setitem(conversion.TASKS, "tiny", Tiny)
-    monkeypatch.setitem(conversion.CASES, "tiny-2", conversion.Case("tiny", 400, {"window": 2, "train": "lora", "holdout": 2}))
+    case = conversion.Case("tiny", 400, {"window": 2, "train": "lora", "holdout": 2})
+    monkeypatch.setitem(conversion.CASES, "tiny-2", case)
     output = tmp_path / "conversion"
     command = ["conversion.py", "--only", "tiny-2", "--runs", str(tmp_path / "runs"), "--output", str(output)]
     for more in ([], [], ["--list"]):
