@@ -160,23 +160,24 @@ def _row(forms: dict[str, nn.Module], tokens: int, ids: torch.Tensor, rounds: in
 def taken_in_turn(
     tokens: int, calls: dict[str, Callable[[], object]], device: torch.device, rounds: int, times: int = 1
 ) -> Speed:
-    """Each of ``calls`` so many ``times`` a round."""
+    """Each of ``calls`` so many ``times`` a round, and once more for its memory: forgetting the peak gives pages back,
+    which a timed call would have to take again."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
-    used: dict[str, list[float]] = {name: [] for name in calls}
+    mb: dict[str, float | None] = dict.fromkeys(calls)
     for _ in range(rounds):
         for name, call in calls.items():
-            before = begin_peak_memory(device)
             _finish(device)
             begun = time.perf_counter()
             for _ in range(times):
                 call()
             _finish(device)
             taken[name].append(1e3 * (time.perf_counter() - begun) / times)
-            if before is not None:
-                used[name].append(peak_memory(device) - before)
+    for name, call in calls.items():
+        if (before := begin_peak_memory(device)) is not None:
+            call()
+            mb[name] = peak_memory(device) - before
     ratios = [b / a for a, b in zip(taken["original"], taken["converted"], strict=True)]
     ms = {name: median(values) for name, values in taken.items()}
-    mb = {name: median(values) if values else None for name, values in used.items()}
     return Speed(tokens, ms["original"], ms["converted"], median(ratios), mb["original"], mb["converted"])
 
 
