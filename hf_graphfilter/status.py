@@ -40,17 +40,18 @@ class FilterStatus(list[FilterRow]):
 
     def _repr_html_(self) -> str:
         """The table in a notebook."""
-        if not self:
-            return "<p>no graph filter</p>"
-        header, rows = self.table()
-        lines = [("th", header), *(("td", row) for row in rows)]
-        body = ("".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) for tag, cells in lines)
-        return "<table>" + "".join(f"<tr>{line}</tr>" for line in body) + "</table>"
+        return html_table(*self.table()) if self else "<p>no graph filter</p>"
 
     def __str__(self) -> str:
         if not self:
             return "no graph filter"
         return text_table(*self.table())
+
+
+def html_table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [("th", header), *(("td", row) for row in rows)]
+    body = ("".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) for tag, cells in lines)
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in body) + "</table>"
 
 
 def text_table(header: list[str], rows: list[list[str]]) -> str:

@@ -49,14 +49,15 @@ class Entry:
             oracle.py.
         everywhere: in every suite, or only where each filter meets each family (test_common.py, test_timm.py).
         quick: whether the suites besides these two run it among the quick tests.
-        common: whether these two do.
+        common: of which families these two run it among the quick tests: ``"all"``, ``"some"``, where another entry
+            asks the same code of all, or ``"none"``.
     """
 
     config: FilterConfig
     formula: Callable
     everywhere: bool = True
     quick: bool = True
-    common: bool = True
+    common: str = "all"
 
     @property
     def replaces(self) -> bool:
@@ -120,14 +121,14 @@ def damped_matrix(A, c, config=None, seen=None):
 ALL = ("w_0", "w_1", "w_K")
 FILTERS = {
     "gfsa": Entry(GFSAConfig(K=4, learn=ALL), gfsa_matrix),
-    "gfsa-default": Entry(GFSAConfig(K=3), gfsa_matrix, everywhere=False),
-    "gfsa-exact": Entry(GFSAConfig(K=3, learn=ALL, approximation="none"), gfsa_matrix, everywhere=False),
-    "third-party": Entry(DampedConfig(), damped_matrix, everywhere=False),
+    "gfsa-default": Entry(GFSAConfig(K=3), gfsa_matrix, everywhere=False, common="some"),
+    "gfsa-exact": Entry(GFSAConfig(K=3, learn=ALL, approximation="none"), gfsa_matrix, everywhere=False, common="some"),
+    "third-party": Entry(DampedConfig(), damped_matrix, everywhere=False, common="some"),
     "agf": Entry(
         AGFConfig(K=4, a=2, b=-1, constrain_theta=False, correction=True, window=2, sinks=1, position_bias="drop"),
         agf_matrix,
     ),
-    "agf-default": Entry(AGFConfig(position_bias="drop"), agf_matrix, everywhere=False),
+    "agf-default": Entry(AGFConfig(position_bias="drop"), agf_matrix, everywhere=False, common="some"),
     "agf-blend": Entry(
         AGFConfig(
             init="blend", K=2, basis="legendre", theta="per_head", correction=True, window=64, position_bias="drop"
@@ -144,10 +145,13 @@ FILTERS = {
     ),
 }
 FILTERS["hedgehog"] = Entry(
-    HedgehogConfig(window=2, position_bias="drop"), oracle.hedgehog_matrix, quick=False, common=False
+    HedgehogConfig(window=2, position_bias="drop"), oracle.hedgehog_matrix, quick=False, common="none"
 )
 FILTERS["linear-attention"] = Entry(
-    LinearAttentionConfig(init="blend", sharpness=3.0, position_bias="drop"), linear_attention_matrix, everywhere=False
+    LinearAttentionConfig(init="blend", sharpness=3.0, position_bias="drop"),
+    linear_attention_matrix,
+    everywhere=False,
+    common="some",
 )
 MENU = {
     "polynomial": Entry(PolynomialConfig(K=4, basis="jacobi", a=1.5, b=0.5), oracle.polynomial_matrix),
@@ -166,7 +170,9 @@ MENU = {
     "value-residual": Entry(ValueResidualConfig(), oracle.value_residual),
     "contranorm": Entry(ContraNormConfig(), oracle.contranorm),
 }  # one among the quick tests of the common tester; test_menu.py asks all of them of some families
-FILTERS |= {name: replace(entry, everywhere=False, common=name == "gated") for name, entry in MENU.items()}
+FILTERS |= {
+    name: replace(entry, everywhere=False, common="all" if name == "gated" else "none") for name, entry in MENU.items()
+}
 for _module in filter(None, os.environ.get("TEST_FILTERS", "").split(",")):
     FILTERS |= importlib.import_module(_module).FILTERS
 
@@ -193,10 +199,25 @@ def filters(where=everywhere, quick=lambda entry: entry.quick):
     return pytest.mark.parametrize("entry", parameters)
 
 
-def combinations(families, where=lambda family, entry: entry.everywhere, quick=lambda family, entry: True):
-    """The same over names of families and filters, as ``family`` and ``entry``; slow unless ``quick``."""
+def common(few):
+    """Whether the common tester asks an entry of a family among the quick tests; ``few`` are those of ``"some"``."""
+    return lambda family, entry: entry.common == "all" or (entry.common == "some" and family in few)
+
+
+def everything(family, entry):
+    return True
+
+
+def combinations(families, where=lambda family, entry: entry.everywhere, quick=everything, values=None):
+    """The same over names of families and filters, as ``family``, or what ``values`` has of its name, and ``entry``;
+    slow unless ``quick``."""
     parameters = [
-        pytest.param(family, entry, id=f"{family}-{name}", marks=() if quick(family, entry) else pytest.mark.slow)
+        pytest.param(
+            values[family] if values else family,
+            entry,
+            id=f"{family}-{name}",
+            marks=() if quick(family, entry) else pytest.mark.slow,
+        )
         for family in families
         for name, entry in FILTERS.items()
         if where(family, entry)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from filters import filters
+from filters import combinations, common, everything, filters
 from models import FAMILIES, TOKENS, output, realigned, turn_on, use
 from oracle import dense_twin
 from transformers import AutoModel, Wav2Vec2Model
@@ -30,18 +30,18 @@ PADDED = [
     if family.kind not in ("vision", "audio", "composite") and name != "whisper"
 ]
 
+ONE_OF_A_KIND = {family.kind: name for name, family in FAMILIES.items()}.values()
 families = pytest.mark.parametrize("family", [pytest.param(f, id=n) for n, f in FAMILIES.items()])
-every_filter = filters(lambda entry: True, quick=lambda entry: entry.common)
 backends = pytest.mark.parametrize("backend", ["sdpa", "eager"])
 
 
-def some(names):
-    return pytest.mark.parametrize("family", [pytest.param(FAMILIES[n], id=n) for n in names])
+def each_filter(names):
+    """Every filter on these families."""
+    return combinations(names, everything, common(ONE_OF_A_KIND), values=FAMILIES)
 
 
 @pytest.mark.feature("Filtering: equal to the original at the start (AGF: as a blend), SDPA and eager")
-@families
-@every_filter
+@each_filter(FAMILIES)
 @backends
 def test_identical_at_the_start(family, entry, backend):
     model, inputs = family.build(backend), family.inputs()
@@ -66,8 +66,7 @@ def test_identical_at_the_start(family, entry, backend):
 
 
 @pytest.mark.feature("Filtering: equal to explicit matrices, SDPA and eager")
-@families
-@every_filter
+@each_filter(FAMILIES)
 @backends
 def test_equals_the_dense_form(family, entry, backend):
     plain, inputs = family.build(backend).double(), family.inputs(torch.float64)
@@ -84,8 +83,7 @@ def test_equals_the_dense_form(family, entry, backend):
 
 
 @pytest.mark.feature("Filtering: gradients equal to those through explicit matrices")
-@families
-@every_filter
+@each_filter(FAMILIES)
 @pytest.mark.parametrize("padding", [0, 3])
 def test_gradients_equal_the_dense_form(family, entry, padding):
     plain, inputs = family.build().double(), family.inputs(torch.float64)
@@ -115,8 +113,7 @@ def test_gradients_equal_the_dense_form(family, entry, padding):
 
 
 @pytest.mark.feature("Filtering: padding changes nothing")
-@some(PADDED)
-@every_filter
+@each_filter(PADDED)
 def test_padding_changes_nothing(family, entry):
     model = turn_on(family.patch(family.build().double(), entry))
     inputs = family.inputs(tokens=TOKENS)
@@ -128,8 +125,7 @@ def test_padding_changes_nothing(family, entry):
 
 
 @pytest.mark.feature("Filtering: causality")
-@some(DECODERS)
-@every_filter
+@each_filter(DECODERS)
 @backends
 def test_a_later_token_never_changes_an_earlier_output(family, entry, backend):
     model, inputs = turn_on(family.patch(family.build(backend).double(), entry)), family.inputs(torch.float64)
@@ -144,8 +140,7 @@ def test_a_later_token_never_changes_an_earlier_output(family, entry, backend):
 
 
 @pytest.mark.feature("Checkpoints: unpatch_model restores everything")
-@families
-@every_filter
+@each_filter(FAMILIES)
 def test_unpatch_restores_everything(family, entry):
     model, inputs = family.build(), family.inputs()
     expected, names = output(model, inputs), list(model.state_dict())
@@ -160,8 +155,7 @@ def test_unpatch_restores_everything(family, entry):
 
 
 @pytest.mark.feature("Checkpoints: save_pretrained and from_pretrained")
-@families
-@every_filter
+@each_filter(FAMILIES)
 def test_save_and_load(family, entry, tmp_path):
     model, inputs = turn_on(family.patch(family.build(), entry)), family.inputs()
     expected = output(model, inputs)
@@ -173,8 +167,7 @@ def test_save_and_load(family, entry, tmp_path):
 
 
 @pytest.mark.feature("Training: bfloat16 weights, float32 coefficients")
-@families
-@every_filter
+@each_filter(FAMILIES)
 def test_half_precision(family, entry):
     def loss_of_precision(model):
         expected = output(model, family.inputs())
@@ -195,8 +188,7 @@ def test_half_precision(family, entry):
     assert all(p.grad.isfinite().all() for p in filter_parameters(model))
 
 
-@families
-@every_filter
+@each_filter(FAMILIES)
 def test_double_patch_is_an_error(family, entry):
     model, inputs = turn_on(family.patch(family.build(), entry)), family.inputs()
     expected = output(model, inputs)
@@ -206,8 +198,7 @@ def test_double_patch_is_an_error(family, entry):
 
 
 @pytest.mark.feature("Routes past the filter: deepcopy and pickle")
-@families
-@every_filter
+@each_filter(FAMILIES)
 def test_deepcopy_and_pickle(family, entry):
     model, inputs = turn_on(family.patch(family.build(), entry)), family.inputs()
     expected = output(model, inputs)

@@ -28,6 +28,7 @@ from hf_graphfilter.conversion import (
     Speed,
     crossover,
     decoding_speed,
+    load_conversion,
     save_conversion,
     speed,
     text_batches,
@@ -224,8 +225,9 @@ def test_a_failure_leaves_the_model_as_it_was():
 
 def test_gradient_checkpointing_changes_no_result():
     plain, again = llama(), llama()
-    first = run(plain, precision="bf16")
-    second = run(again, precision="bf16", gradient_checkpointing=True)
+    few = {"precision": "bf16", "budget": 500, "evaluations": 2}
+    first = run(plain, **few)
+    second = run(again, **few, gradient_checkpointing=True)
     assert not any(getattr(module, "gradient_checkpointing", False) for module in again.modules())
     assert second.after == pytest.approx(first.after, rel=1e-3)
 
@@ -343,10 +345,14 @@ def test_what_was_measured_is_kept_beside_the_checkpoint(tmp_path):
     report = run(model, sinks=1)
     report.speed, report.decoding = [Speed(8, 1.0, 2.0, 2.0, 900.0, 1200.0)], [Speed(16, 1.0, 0.5, 0.5)]
     save_conversion(model, report, tmp_path, description="On made up texts.")
-    again = ConversionReport.from_dict(json.loads((tmp_path / "conversion.json").read_text()))
-    assert str(again) == str(report)
+    assert str(load_conversion(tmp_path)) == str(report)
     earlier = {name: value for name, value in report.to_dict().items() if name != "decoding"}
     assert ConversionReport.from_dict(earlier).decoding == [], "as conversion.json was before"
+    (tmp_path / "conversion.json").write_text('{"stages": 3}')
+    with pytest.raises(GraphFilterError, match="remove it, or convert again"):
+        load_conversion(tmp_path)
+    (tmp_path / "conversion.json").unlink()
+    assert load_conversion(tmp_path) is None
     card = (tmp_path / "README.md").read_text()
     assert "| 8 | 1 | 2 | 2.000 | 900 | 1,200 |" in card
     assert "| 16 | 1 | 0.5 | 0.500 |" in card

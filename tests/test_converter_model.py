@@ -311,7 +311,9 @@ def test_autocast():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's own, where a graph breaks, as at a GRU
-@pytest.mark.parametrize(("backend", "position"), [("eager", "gru"), ("aot_eager", "sinusoidal")])
+@pytest.mark.parametrize(
+    ("backend", "position"), [pytest.param("eager", "gru", marks=pytest.mark.slow), ("aot_eager", "sinusoidal")]
+)
 def test_compile(backend, position):
     model = build(ConverterForSequenceClassification, position_embedding=position, num_hidden_layers=1)
     mask = torch.tensor([PADDED["left"]] * 3)

@@ -23,7 +23,7 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from hf_graphfilter import GraphFilterError, SmoothingCallback, create_model_card, patch_model
+from hf_graphfilter import GraphFilterError, SmoothingCallback, convert, create_model_card, patch_model
 from hf_graphfilter.analysis.report import report
 from hf_graphfilter.cli import app
 
@@ -160,6 +160,19 @@ def checkpoint(folder):
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="w0").save_pretrained(folder)
     return folder
+
+
+def test_what_a_conversion_cost_is_on_the_page(batches, tmp_path):
+    model = bert()
+    cost = convert(model, batches, window=2, budget=40, evaluations=1, holdout=1, progress=False)
+    reported = report(model, batches, bert(), conversion=cost)
+    text = reported.to_html(tmp_path / "report.html").read_text()
+    assert "What did the conversion cost?" in text
+    for name, (header, *_) in cost.tables().items():
+        assert f"<h3>{name}</h3>" in text
+        assert f"<th>{header[-1]}</th>" in text
+    assert reported.to_dict()["conversion"]["error"] == cost.error
+    assert "conversion" in reported.figures()
 
 
 def test_the_verb_writes_a_page_with_numbers_and_figures(tmp_path):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from filters import combinations
+from filters import combinations, common
 from hub_server import TOKEN, Hub
 from models import realigned, turn_on
 from oracle import timm_twin
@@ -53,7 +53,9 @@ SIZES = {"vit-dynamic": (37, 29), "swin-odd": (36, 44)}
 families = pytest.mark.parametrize("family", FAMILIES)
 fused = pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
 MATRIX_FREE = ("vit", "vit-qk-norm", "vit-dynamic", "deit-distilled", "swin", "swin-odd")  # no scores are needed
-honoured = combinations(FAMILIES, lambda family, entry: family in MATRIX_FREE or not entry.replaces)
+honoured = combinations(
+    FAMILIES, lambda family, entry: family in MATRIX_FREE or not entry.replaces, quick=common(("vit", "swin"))
+)
 
 
 def patch(model, family, entry):
@@ -223,9 +225,7 @@ def test_training_with_dropout_and_checkpointing(family):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize(
-    "family", [f if f in ("vit", "swin") else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
-)
+@pytest.mark.parametrize("family", [f if f == "vit" else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])
 @pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["fused", "unfused"])
 def test_compiled_without_a_graph_break(family, fused):
     model, x = turn_on(patch_model(build(family, fused).double())), images(family, torch.float64)

@@ -42,6 +42,7 @@ def report(
     import torch
 
     from ..analysis.report import report as measured
+    from ..conversion import load_conversion
 
     if bool(text) == bool(images):
         raise GraphFilterError("a report needs inputs: either --text FILE or --images DIR")
@@ -52,6 +53,7 @@ def report(
         batches = texts_of(source, text or [], count, length, batch_size)
     else:
         batches = list(Images(source, images, batch_size, count))
+    conversion = load_conversion(source)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load(source, auto_class).to(device)
     reference = load(against, auto_class).to(device) if against else None
@@ -60,7 +62,7 @@ def report(
     def progress(given: Any) -> Any:
         return track(given, "measuring", console=console, transient=True)
 
-    found = measured(model, batches, reference, title=Path(source).name, progress=progress)
+    found = measured(model, batches, reference, title=Path(source).name, conversion=conversion, progress=progress)
     page = found.to_html(output)
     found.save_figures(output.with_suffix(""))
     output.with_suffix(".json").write_text(json.dumps(found.to_dict(), indent=1) + "\n")

@@ -10,7 +10,30 @@ from typing import Any
 from torch import nn
 
 from ..checkpoints.card import FIGURES, create_model_card
+from ..errors import GraphFilterError
 from .report import ConversionReport
+
+CONVERSION_FILE = "conversion.json"
+
+
+def load_conversion(source: str | Path) -> ConversionReport | None:
+    """What ``save_conversion`` wrote beside a checkpoint, in a folder or on the Hub; None where nothing was.
+
+    Raises:
+        GraphFilterError: the file is damaged.
+    """
+    from transformers.utils import cached_file
+
+    missing_is_none = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
+    file = cached_file(str(source), CONVERSION_FILE, **missing_is_none)  # type: ignore[arg-type]
+    if file is None:
+        return None
+    try:
+        return ConversionReport.from_dict(json.loads(Path(file).read_text()))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise GraphFilterError(
+            f"{file} is not what a conversion wrote ({error}): remove it, or convert again"
+        ) from error
 
 
 def save_conversion(model: nn.Module, report: ConversionReport, folder: str | Path, **card: Any) -> None:
@@ -36,7 +59,7 @@ def save_conversion(model: nn.Module, report: ConversionReport, folder: str | Pa
     """
     folder, name = Path(folder), f"{FIGURES}/conversion.png"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "conversion.json").write_text(json.dumps(report.to_dict(), indent=1) + "\n")
+    (folder / CONVERSION_FILE).write_text(json.dumps(report.to_dict(), indent=1) + "\n")
     drawn = importlib.util.find_spec("matplotlib") is not None
     if drawn:
         report.save_figure(folder / name)

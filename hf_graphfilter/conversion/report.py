@@ -6,13 +6,16 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
 from ..errors import needs
 from ..training.transfer.report import TransferReport, mean
 from .speed import Speed, crossover, decoding_speed, speed
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -153,8 +156,8 @@ class ConversionReport:
         values = {k: [kinds[k](**x) for x in v] if k in kinds else v for k, v in content.items() if k in known}
         return cls(**values | {"stages": {k: TransferReport(**v) for k, v in content["stages"].items()}})
 
-    def save_figure(self, path: str | os.PathLike[str]) -> Path:
-        """Draw the held-out error of each stage over the tokens so far, and the error by context, to ``path`` (PNG).
+    def plot(self) -> Figure:
+        """The held-out error of each stage over the tokens so far, and the error by context.
 
         Raises:
             GraphFilterError: matplotlib is not installed.
@@ -173,7 +176,11 @@ class ConversionReport:
         axes[-1].bar(list(self.by_context), list(self.by_context.values()))
         axes[-1].tick_params(axis="x", rotation=45)
         axes[-1].set(title="by tokens that a token sees", ylabel="relative error")
+        return figure
+
+    def save_figure(self, path: str | os.PathLike[str]) -> Path:
+        """Draw what ``plot`` gives to ``path`` (PNG)."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
+        self.plot().savefig(path, dpi=150)
         return path

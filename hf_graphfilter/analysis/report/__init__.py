@@ -12,7 +12,7 @@ from torch import nn
 
 from ...errors import GraphFilterError
 from .drawing import figures
-from .measurements import Measurements, measure
+from .measurements import Conversion, Measurements, measure
 from .page import page
 from .words import sentences
 
@@ -28,11 +28,13 @@ class Report:
         title: of the page.
         measured: of the model.
         reference: of the model that it is compared with, or None.
+        conversion: what ``convert`` measured, of a model that it made, or None.
     """
 
     title: str
     measured: Measurements
     reference: Measurements | None = None
+    conversion: Conversion | None = None
 
     def summary(self) -> list[str]:
         """The findings, a sentence each."""
@@ -40,7 +42,7 @@ class Report:
 
     def figures(self) -> dict[str, Figure]:
         """By name, what the page shows."""
-        return figures(self.measured, self.reference)
+        return figures(self.measured, self.reference, self.conversion)
 
     def to_dict(self) -> dict[str, Any]:
         """All numbers, ready for JSON."""
@@ -53,6 +55,7 @@ class Report:
                 for name, found in models.items()
                 if found
             },
+            **({"conversion": self.conversion.to_dict()} if self.conversion else {}),
         }
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
@@ -61,7 +64,7 @@ class Report:
         Raises:
             GraphFilterError: it cannot be written.
         """
-        return _written(Path(path), page(self.title, self.measured, self.reference))
+        return _written(Path(path), page(self.title, self.measured, self.reference, self.conversion))
 
     def save_figures(self, folder: str | os.PathLike[str], names: Sequence[str] | None = None) -> list[Path]:
         """The figures, or those of some ``names``, as PNG."""
@@ -82,6 +85,7 @@ def report(
     reference: nn.Module | None = None,
     *,
     title: str | None = None,
+    conversion: Conversion | None = None,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Report:
     """Measure a model, and a reference on the same batches: ``smoothing``, ``frequency_response``, ``spectrum`` and
@@ -92,6 +96,7 @@ def report(
         batches: dicts of the model's arguments, or tensors; a list where there is a reference.
         reference: say, the plain model of a patched one.
         title: of the page.
+        conversion: what ``convert`` gave for the model; its tables and curves join the page.
         progress: wraps the batches, as a bar does.
 
     Raises:
@@ -112,7 +117,7 @@ def report(
             f"the reference has {len(other.smoothing.layers())} layers, {type(model).__name__} has "
             f"{len(measured.smoothing.layers())}: they cannot be compared layer by layer"
         )
-    return Report(title or type(model).__name__, measured, other)
+    return Report(title or type(model).__name__, measured, other, conversion)
 
 
 def _written(path: Path, content: str) -> Path:

@@ -9,7 +9,7 @@ import torch
 from ...errors import needs
 from ...status import FilterStatus
 from ..response import plot_curves
-from .measurements import Measurements
+from .measurements import Conversion, Measurements
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,7 +22,7 @@ SHOWN = {
 }
 
 
-def figures(own: Measurements, other: Measurements | None) -> dict[str, Figure]:
+def figures(own: Measurements, other: Measurements | None, conversion: Conversion | None = None) -> dict[str, Figure]:
     drawn = {}
     for name, measured in own.parts().items():
         drawn[name] = measured.plot(other.parts()[name] if other else None, SHOWN[name])
@@ -30,6 +30,8 @@ def figures(own: Measurements, other: Measurements | None) -> dict[str, Figure]:
         drawn["curves"] = plot_curves(own.curves)
     if any(row.coefficients for row in own.status):
         drawn["coefficients"] = heat_maps(own.status)
+    if conversion:
+        drawn["conversion"] = conversion.plot()
     return drawn
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
@@ -16,6 +16,19 @@ from ..smoothing import Smoothing, SmoothingReader
 from ..spectrum import Spectrum, SpectrumReader
 from ..taylor import TaylorError, TaylorReader
 from .costs import Cost, cost_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Conversion(Protocol):
+    """What a page shows of ``conversion.ConversionReport``, which is made of what lies above this package."""
+
+    @property
+    def crossing(self) -> str: ...
+    def tables(self) -> dict[str, list[list[str]]]: ...
+    def plot(self) -> Figure: ...
+    def to_dict(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from ...errors import needs
+from ...status import html_table
 from .drawing import figures
-from .measurements import Measurements
+from .measurements import Conversion, Measurements
 from .words import sentences
 
 if TYPE_CHECKING:
@@ -38,10 +39,11 @@ HEADINGS = {
     "taylor": "How far is GFSA's approximation from a power of A?",
     "curves": "How do the filters answer?",
     "coefficients": "What did the filters learn?",
+    "conversion": "What did the conversion cost?",
 }
 
 
-def page(title: str, own: Measurements, other: Measurements | None) -> str:
+def page(title: str, own: Measurements, other: Measurements | None, conversion: Conversion | None) -> str:
     parts = [f"<h1>{html.escape(title)}</h1>", "<h2>In words</h2><ul>"]
     parts += [f"<li>{html.escape(line)}</li>" for line in sentences(own, other)]
     parts.append("</ul>")
@@ -50,8 +52,12 @@ def page(title: str, own: Measurements, other: Measurements | None) -> str:
     inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     options: Any = dict.fromkeys(inked, INK) | {"svg.fonttype": "none", "svg.hashsalt": title}
     with matplotlib.rc_context(options):
-        for name, figure in figures(own, other).items():
+        for name, figure in figures(own, other, conversion).items():
             parts.append(f"<h2>{HEADINGS[name]}</h2><figure>{svg(figure, name)}</figure>")
+    if conversion:
+        for name, (header, *rows) in conversion.tables().items():
+            parts.append(f"<h3>{html.escape(name)}</h3><div class=scroll>{html_table(header, rows)}</div>")
+        parts.append(f"<p>{conversion.crossing}</p>" * bool(conversion.crossing))
     if own.status:
         parts.append(f"<h2>Filters</h2><div class=scroll>{own.status._repr_html_()}</div>")
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("hf_graphfilter", "torch", "transformers"))
