@@ -595,8 +595,17 @@ def conversion_tables(task: str) -> str:
         what = f"`{case['name']}`: {config['filter']}, window {config['window']}"
         what += f", {config['sinks']} sinks" if config.get("sinks") else ""
         steps = sum(stage["steps"] for stage in report["stages"].values())
-        body.append([what, options, f"{report['tokens']:,}", f"{steps:,}", error, "<br>".join(measures)])
-    header = ["case", "options", "tokens", "steps", "relative error of the layers", "the model, held out"]
+        counts = [f"{n:,}" for n in (report["parameters"], report["tokens"], steps)]
+        body.append([what, options, *counts, error, "<br>".join(measures)])
+    header = [
+        "case",
+        "options",
+        "parameters added",
+        "tokens",
+        "steps",
+        "relative error of the layers",
+        "the model, held out",
+    ]
     contexts = list(dict.fromkeys(label for case in cases for label in case["report"]["by_context"]))
     rows = [
         [f"`{case['name']}`", *(f"{e:.3f}" if (e := case["report"]["by_context"].get(c)) else "" for c in contexts)]

@@ -21,7 +21,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from hf_graphfilter import AGFConfig, GraphFilterError, convert, filter_status, patch_model
+from hf_graphfilter import AGFConfig, GraphFilterError, convert, filter_parameters, filter_status, patch_model
 from hf_graphfilter.conversion import (
     ConversionReport,
     Rates,
@@ -93,6 +93,7 @@ def test_a_decoder_is_converted_and_saved(train, tmp_path):
     assert report.error < 0.9 * report.error_before
     assert list(report.stages) == ["attention", "logits"]
     assert 2000 <= report.tokens < 2000 + 2 * 96
+    assert report.parameters == sum(parameter.numel() for parameter in filter_parameters(model))
     assert report["perplexity"].original == pytest.approx(math.exp(loss_of(llama())), rel=1e-4)
     assert report["perplexity"].converted == pytest.approx(math.exp(loss_of(model)), rel=1e-4)
     assert set(report["divergence"].without) == {"window", "far"}

@@ -180,6 +180,7 @@ def convert(
         unpatch_model(model)
         raise
     report.config, report.sensitivity, report.budget = config.to_dict(), sensitivity, budget
+    report.parameters = sum(p.numel() for graph_filter in modules.values() for p in graph_filter.parameters())
     report.seconds = time.monotonic() - started
     return report
 

@@ -47,6 +47,7 @@ class ConversionReport:
         stages: the run of each stage: tokens, held-out error, why it ended.
         config: of the filter.
         sensitivity: of ``layers="auto:..."``, how far the outputs move where only this module is a filter.
+        parameters: of the filters.
         tokens: that were used of the ``budget``.
         seconds: of wall-clock time, of this call.
         speed, decoding: what ``speed`` and ``decoding_speed`` measured, where ``time`` was called.
@@ -60,6 +61,7 @@ class ConversionReport:
     stages: dict[str, TransferReport]
     config: dict[str, Any] = field(default_factory=dict)
     sensitivity: dict[str, float] = field(default_factory=dict)
+    parameters: int = 0
     budget: int = 0
     seconds: float = 0.0
     speed: list[Speed] = field(default_factory=list)
@@ -130,7 +132,9 @@ class ConversionReport:
         return tables
 
     def __str__(self) -> str:
-        lines = [f"{self.tokens:,} of {self.budget:,} tokens, {self.seconds:.0f} s"]
+        lines = [
+            f"{self.tokens:,} of {self.budget:,} tokens, {self.seconds:.0f} s; {self.parameters:,} parameters added"
+        ]
         for rows in self.tables().values():
             widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
             lines += ["", *("  ".join(f"{x:<{w}}" for x, w in zip(row, widths, strict=True)).rstrip() for row in rows)]
