@@ -180,7 +180,8 @@ NEXT_TOKEN = {"train": "lora", "stages": {"attention": 0.5, "task": 0.5}}  # as 
 CASES = {
     **{f"reviews-agf-{w}": Case("reviews", SHORT, {"window": w}) for w in (0, 4, 16, 32, 64, 128)},
     "reviews-agf-64-no-sinks": Case("reviews", SHORT, {"window": 64, "sinks": 0}),
-    "reviews-hedgehog-64": Case("reviews", SHORT, {"filter": "hedgehog"}),
+    "reviews-hedgehog-64": Case("reviews", SHORT, {"filter": "hedgehog", "sinks": 4}),
+    "reviews-hedgehog-64-no-sinks": Case("reviews", SHORT, {"filter": "hedgehog"}),  # as LoLCATs has it
     "reviews-singularformer-64": Case("reviews", SHORT, {"filter": "singularformer", "r": 128, "window": 64}),
     "reviews-kernelution-64": Case("reviews", SHORT, {"filter": "kernelution", "window": 64}),
     "reviews-agf-64-long": Case("reviews", LONG, {"window": 64}),

@@ -5,11 +5,9 @@ from __future__ import annotations
 import csv
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
@@ -18,6 +16,8 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+
+from hf_graphfilter.memory import begin_peak_memory, peak_memory
 
 RESULTS = Path(__file__).parent / "results"
 FIELDS = [
@@ -147,31 +147,11 @@ def peak_mb(script: str, device: str, *case: object) -> float:
 
 
 def measure(device: str, tiny: Callable[[], object], run: Callable[[], object]) -> None:
-    """The inside of ``peak_mb``: on the CPU, samples the resident memory while ``run`` runs; ``tiny`` before it."""
+    """The inside of ``peak_mb``: beyond what was in use after ``tiny``. On a CPU it needs Linux."""
     tiny()
-    if device == "cuda":
-        base = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        run()
-        print((torch.cuda.max_memory_allocated() - base) / 2**20)
-        return
-    page, done, peak = resource.getpagesize(), threading.Event(), 0
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * page
-
-    base = resident()
-
-    def sample() -> None:
-        nonlocal peak
-        while not done.is_set():
-            peak = max(peak, resident())
-            time.sleep(0.0002)
-
-    sampler = threading.Thread(target=sample)
-    sampler.start()
+    place = torch.device(device)
+    base = begin_peak_memory(place)
+    assert base is not None
     kept = run()  # what the call returns is part of what it needs
-    done.set()
-    sampler.join()
-    print((max(peak, resident()) - base) / 2**20)
+    print(peak_memory(place) - base)
     del kept
