@@ -1,5 +1,6 @@
 """What a classifier is given: tokens of one or two texts, pixels or series, and batches of them."""
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import DataCollatorForLanguageModeling
 
 from hf_graphfilter import GraphFilterError
 from recipes.data import texts_of
+from recipes.machine import is_main_process
 from recipes.models import load_tokenizer, of_symbols, symbols_of
 
 SERIES = "inputs_embeds"  # the name of a model's argument, which the Trainer keeps
@@ -52,7 +54,7 @@ def encoded(data: DatasetDict, tokenizer: Any | None, max_length: int, apart: bo
         both = (tokenizer(batch[name], truncation=True, max_length=max_length)["input_ids"] for name in texts)
         return dict(zip(TOKENS, both, strict=True))
 
-    return data.map(pairs, batched=True, remove_columns=texts)
+    return told(data.map(pairs, batched=True, remove_columns=texts), max_length)
 
 
 def encode(data: DatasetDict, tokenizer: Any, max_length: int) -> DatasetDict:
@@ -62,7 +64,18 @@ def encode(data: DatasetDict, tokenizer: Any, max_length: int) -> DatasetDict:
     def tokens(batch: dict[str, list[str]]) -> Any:
         return tokenizer(*(batch[name] for name in texts), truncation=True, max_length=max_length)
 
-    return data.map(tokens, batched=True, remove_columns=texts)
+    return told(data.map(tokens, batched=True, remove_columns=texts), max_length)
+
+
+def told(data: DatasetDict, max_length: int) -> DatasetDict:
+    """The same, after a word on how many of the texts to train on are cut."""
+    train = data["train"]
+    kept = (train[name] for name in TOKENS if name in train.column_names)
+    full = sum(any(len(ids) >= max_length for ids in row) for row in zip(*kept, strict=True))
+    if full and is_main_process():
+        share = f"{full:,} of {len(train):,} training texts have {max_length} tokens or more"
+        print(f"{share}: what is beyond --max_length {max_length} is cut", file=sys.stderr)
+    return data
 
 
 def statistics(series: list[list[list[float]]]) -> tuple[Tensor, Tensor]:

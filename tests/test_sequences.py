@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset, DatasetDict
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModel, BertConfig, BertModel, DistilBertConfig
@@ -13,7 +14,7 @@ from transformers import AutoModel, BertConfig, BertModel, DistilBertConfig
 from hf_graphfilter import GraphFilterError, filter_status, patch_model
 from recipes import runs, sequences
 from recipes.classifier import POOLINGS, Denoiser, PooledClassifier, pool
-from recipes.inputs import Batches, HiddenBatches, statistics
+from recipes.inputs import Batches, HiddenBatches, statistics, told
 from recipes.models import of_symbols, symbols_of, train_bpe, train_words
 
 SMALL = ["--model", "bert", "--from_scratch", "hidden_size=32", "num_hidden_layers=2", "num_attention_heads=2"]
@@ -383,3 +384,13 @@ def test_pooling_by_hand():
     flat = torch.nn.functional.gelu(torch.tensor([[0.0, -1.0, -3.0, 0.0, 0.0]]))
     torch.testing.assert_close(pool(hidden, there, "flatten", 5), flat)
     assert pool(hidden, torch.zeros_like(there), "mean_max").tolist() == [[0.0, 0.0]]
+
+
+def test_texts_that_are_cut_are_counted(capsys):
+    parts = {"train": Dataset.from_dict({"input_ids": [[1, 2], [1, 2, 3, 4], [5, 6, 7, 8]]})}
+    assert told(DatasetDict(parts), 4)["train"].num_rows == 3
+    assert (
+        "2 of 3 training texts have 4 tokens or more: what is beyond --max_length 4 is cut" in capsys.readouterr().err
+    )
+    told(DatasetDict(parts), 5)
+    assert not capsys.readouterr().err
