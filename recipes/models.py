@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel, PreTrainedTokenizerFas
 
 from hf_graphfilter import GraphFilterError, patch_model
 from hf_graphfilter.console import parse_layers, parse_options
+from hf_graphfilter.conversion.data import knows_words
 from recipes.arguments import FilterArguments, RecipeArguments
 from recipes.errors import line, nearest
 
@@ -34,6 +35,8 @@ def load_tokenizer(args: RecipeArguments, texts: Callable[[], Iterator[str]]) ->
             roberta = "<s>" in json.loads(Path(source, "vocab.json").read_text())
             kind = transformers.RobertaTokenizerFast if roberta else transformers.GPT2TokenizerFast
         tokenizer = kind.from_pretrained(source)
+    if not knows_words(tokenizer):
+        raise GraphFilterError(f"{source} has no tokenizer: name one with --tokenizer, say that of the original model")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -11,6 +11,7 @@ from models import FAMILIES, realigned
 from processes import run_two
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     BertModel,
     BertTokenizer,
     LlamaConfig,
@@ -393,3 +394,12 @@ def test_texts_come_in_batches_of_like_length(tokenizer):
     ):
         with pytest.raises(GraphFilterError, match=message):
             text_batches(tokenizer, **{"length": 8, "tokens": 32, **bad})
+
+
+def test_a_tokenizer_that_was_made_of_nothing_is_refused(tmp_path, transformers_warnings):
+    """transformers makes one of special tokens for a checkpoint that has none: every text would be the same."""
+    FAMILIES["bert"].build().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    transformers_warnings.clear()
+    with pytest.raises(GraphFilterError, match=r"knows 5 special tokens and no words.* load that of the original"):
+        text_batches(tokenizer, ["a text"] * 9)

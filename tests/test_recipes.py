@@ -16,6 +16,7 @@ import torch
 import yaml
 from datasets import Dataset, DatasetDict
 from hub_server import TOKEN, Hub
+from models import FAMILIES
 from scipy import stats
 from sklearn import metrics as sklearn_metrics
 
@@ -539,6 +540,16 @@ def test_what_a_model_cannot_take_is_one_line(argv, message, cola, tmp_path, cap
     found = capsys.readouterr().err.strip().splitlines()[-1]
     assert found.startswith("glue.py: ")
     assert re.search(message, found), found
+
+
+def test_a_checkpoint_without_a_tokenizer_needs_one(cola, tmp_path, capsys, transformers_warnings):
+    """transformers makes one of special tokens, to which all texts are the same."""
+    FAMILIES["bert"].build().save_pretrained(tmp_path / "bert")
+    argv = ["--model", tmp_path / "bert", "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT]
+    with pytest.raises(SystemExit):
+        runs.main(glue.RECIPE, [*map(str, argv)])
+    transformers_warnings.clear()
+    assert "bert has no tokenizer: name one with --tokenizer" in capsys.readouterr().err
 
 
 T5 = ["--model", "t5", "--from_scratch", "num_layers=2", "d_model=32", "num_heads=2", "d_kv=16", "d_ff=64"]

@@ -105,11 +105,16 @@ def _loading(source: str) -> Iterator[None]:
 
 def save(model: Any, source: str, output: Path, show: bool = True) -> None:
     """The checkpoint, and its tokenizer or image processor, so that it is as usable as the source."""
-    from transformers import AutoProcessor
+    from transformers import AutoProcessor, PreTrainedTokenizerBase
+
+    from ..conversion.data import knows_words
 
     model.save_pretrained(output)
     try:
-        AutoProcessor.from_pretrained(source).save_pretrained(output)
+        processor = AutoProcessor.from_pretrained(source)
+        if isinstance(processor, PreTrainedTokenizerBase) and not knows_words(processor):
+            raise ValueError("made of nothing")
+        processor.save_pretrained(output)
     except (OSError, ValueError, ImportError):
         Console(stderr=True).print(f"note: no tokenizer or processor found in {escape(source)}", style="dim")
     if show:

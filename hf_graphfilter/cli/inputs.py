@@ -15,10 +15,14 @@ IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 def tokenizer_of(source: str) -> Any:
     from transformers import AutoTokenizer
 
+    from ..conversion.data import knows_words
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise GraphFilterError(f"{source} has no tokenizer: {error}") from error
+    if not knows_words(tokenizer):
+        raise GraphFilterError(f"{source} has no tokenizer: save the original model's there")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

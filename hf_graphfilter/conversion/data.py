@@ -14,6 +14,12 @@ POOL = 64  # batches whose texts are sorted by length together
 Batches = list[dict[str, torch.Tensor]]
 
 
+def knows_words(tokenizer: Any) -> bool:
+    """Or special tokens alone, as the tokenizer that transformers makes of a checkpoint that has none: every text would
+    be the same to the model."""
+    return len(tokenizer) > len(set(tokenizer.all_special_ids)) + 1  # the mark of a space
+
+
 def text_batches(
     tokenizer: Any,
     texts: Iterable[str],
@@ -36,7 +42,7 @@ def text_batches(
         seed: of the order.
 
     Raises:
-        GraphFilterError: there is no text, or not one window of it.
+        GraphFilterError: there is no text, or not one window of it; the tokenizer knows no words.
 
     Example:
         >>> from hf_graphfilter.demo import load_snippets, pretrained_path
@@ -50,6 +56,11 @@ def text_batches(
     if length < 2 or tokens < length:
         raise GraphFilterError(
             f"a text has at least 2 tokens, and a batch as many as one: got length {length} and {tokens} tokens"
+        )
+    if not knows_words(tokenizer):
+        raise GraphFilterError(
+            f"the tokenizer knows {len(tokenizer)} special tokens and no words, as where a checkpoint has none: load "
+            "that of the original model"
         )
     draw = random.Random(seed)
     if packed:
