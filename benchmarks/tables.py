@@ -763,7 +763,8 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "costs": gallery_costs,
     },
     "docs/conversion.md": {
-        name: partial(conversion_tables, name) for name in ("reviews", "images", "text", "translation")
+        **{name: partial(conversion_tables, name) for name in ("reviews", "images", "text", "translation")},
+        "finetuned": partial(recipe_tables, "converted-"),
     },
     "docs/league.md": {name: partial(league_tables, name) for name in ("depth",)},
     "docs/converter.md": {"scan": scan_table, "imdb": partial(recipe_tables, "sequences-imdb")},
