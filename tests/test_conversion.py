@@ -234,6 +234,12 @@ def test_gradient_checkpointing_changes_no_result():
     assert second.after == pytest.approx(first.after, rel=1e-3)
 
 
+def test_a_small_budget_is_not_spent_on_measuring():
+    few = texts(6)
+    report = run(llama(), few[2:], budget=400, holdout=few[:2], evaluations=20, stages={"attention": 1})
+    assert [tokens for tokens, _ in report.stages["attention"].history] == [0, 192, 384, 480]
+
+
 def test_a_task_stage_reads_labels():
     data = [{**batch, "labels": batch["input_ids"]} for batch in texts()]
     report = run(llama(), data, holdout=data[:2], stages={"attention": 1, "task": 1}, train="all")

@@ -93,7 +93,8 @@ def convert(
         rank: of the adapters.
         precision: ``"bf16"`` computes under autocast.
         gradient_checkpointing: compute activations again in the backward pass, for memory.
-        evaluations: measurements in each stage; the best state is kept.
+        evaluations: measurements in each stage, fewer if they would read more tokens than the stage itself; the best
+            state is kept.
         checkpoint: a directory that keeps the progress at every measurement; the same call goes on from there.
         progress: show a progress bar.
         **options: options of the filter, when it is given by name.

@@ -52,7 +52,7 @@ class Conversion:
         held: batches to measure on.
         batches: of every stage, from the first on.
         tokens: of each stage.
-        evaluations: of each stage.
+        evaluations: of each stage, at most.
         precision: None or "bf16".
         checkpoint: where each stage keeps its progress.
         progress: whether bars are shown.
@@ -126,7 +126,8 @@ class Conversion:
             earlier = dict(list(self.tokens.items())[: list(self.tokens).index(name) + 1])
             kept = Checkpoint(self.checkpoint / name, {**self.settings, "tokens": earlier})
         run = StageRun(stage, report, kept)
-        run.fit(self.batches(), max(1, budget // self.evaluations), None, self.progress)
+        measured = sum(map(self.size, self.held))  # a small budget is not for measuring
+        run.fit(self.batches(), max(1, budget // self.evaluations, measured), None, self.progress)
         self.reports[name] = report
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
