@@ -13,8 +13,8 @@ from tokenizers.trainers import WordLevelTrainer
 from transformers import CONFIG_MAPPING, PreTrainedModel, PreTrainedTokenizerFast, Seq2SeqTrainingArguments, set_seed
 
 from hf_graphfilter import GraphFilterError, patch_model
+from hf_graphfilter.checkpoints.tokenizer import knows_words
 from hf_graphfilter.console import parse_layers, parse_options
-from hf_graphfilter.conversion.data import knows_words
 from recipes.arguments import FilterArguments, RecipeArguments
 from recipes.errors import line, nearest
 

@@ -14,6 +14,8 @@ from transformers import (
     AutoTokenizer,
     BertModel,
     BertTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -348,6 +350,12 @@ def test_speed_of_decoding():
     assert model.training
 
 
+def test_decoding_is_timed_up_to_the_last_position():
+    places = {"n_positions": 16, "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 90}
+    model = patch_model(GPT2LMHeadModel(GPT2Config(**places, bos_token_id=0, eos_token_id=0)), "agf", window=2)
+    assert [row.tokens for row in decoding_speed(model, rounds=2, steps=2)] == [10], "6 places for the steps"
+
+
 def test_what_was_measured_is_kept_beside_the_checkpoint(tmp_path):
     model = llama()
     report = run(model, sinks=1)
@@ -356,6 +364,8 @@ def test_what_was_measured_is_kept_beside_the_checkpoint(tmp_path):
     assert str(load_conversion(tmp_path)) == str(report)
     earlier = {name: value for name, value in report.to_dict().items() if name != "decoding"}
     assert ConversionReport.from_dict(earlier).decoding == [], "as conversion.json was before"
+    uncounted = {name: value for name, value in report.to_dict().items() if name != "parameters"}
+    assert "parameters" not in str(ConversionReport.from_dict(uncounted)), "they are not known to be none"
     (tmp_path / "conversion.json").write_text('{"stages": 3}')
     with pytest.raises(GraphFilterError, match="remove it, or convert again"):
         load_conversion(tmp_path)

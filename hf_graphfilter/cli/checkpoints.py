@@ -107,7 +107,7 @@ def save(model: Any, source: str, output: Path, show: bool = True) -> None:
     """The checkpoint, and its tokenizer or image processor, so that it is as usable as the source."""
     from transformers import AutoProcessor, PreTrainedTokenizerBase
 
-    from ..conversion.data import knows_words
+    from ..checkpoints.tokenizer import knows_words
 
     model.save_pretrained(output)
     try:

@@ -15,7 +15,7 @@ IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 def tokenizer_of(source: str) -> Any:
     from transformers import AutoTokenizer
 
-    from ..conversion.data import knows_words
+    from ..checkpoints.tokenizer import knows_words
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)

@@ -53,9 +53,9 @@ def report(
         batches = texts_of(source, text or [], count, length, batch_size)
     else:
         batches = list(Images(source, images, batch_size, count))
-    conversion = load_conversion(source)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load(source, auto_class).to(device)
+    conversion = load_conversion(source)
     reference = load(against, auto_class).to(device) if against else None
     console = Console(stderr=True)
 

@@ -8,16 +8,11 @@ from typing import Any
 
 import torch
 
+from ..checkpoints.tokenizer import knows_words
 from ..errors import GraphFilterError
 
 POOL = 64  # batches whose texts are sorted by length together
 Batches = list[dict[str, torch.Tensor]]
-
-
-def knows_words(tokenizer: Any) -> bool:
-    """Or special tokens alone, as the tokenizer that transformers makes of a checkpoint that has none: every text would
-    be the same to the model."""
-    return len(tokenizer) > len(set(tokenizer.all_special_ids)) + 1  # the mark of a space
 
 
 def text_batches(

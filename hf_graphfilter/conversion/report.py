@@ -47,7 +47,7 @@ class ConversionReport:
         stages: the run of each stage: tokens, held-out error, why it ended.
         config: of the filter.
         sensitivity: of ``layers="auto:..."``, how far the outputs move where only this module is a filter.
-        parameters: of the filters.
+        parameters: of the filters; 0 in what earlier versions wrote.
         tokens: that were used of the ``budget``.
         seconds: of wall-clock time, of this call.
         speed, decoding: what ``speed`` and ``decoding_speed`` measured, where ``time`` was called.
@@ -132,9 +132,8 @@ class ConversionReport:
         return tables
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.tokens:,} of {self.budget:,} tokens, {self.seconds:.0f} s; {self.parameters:,} parameters added"
-        ]
+        added = f"; {self.parameters:,} parameters added" if self.parameters else ""
+        lines = [f"{self.tokens:,} of {self.budget:,} tokens, {self.seconds:.0f} s{added}"]
         for rows in self.tables().values():
             widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
             lines += ["", *("  ".join(f"{x:<{w}}" for x, w in zip(row, widths, strict=True)).rstrip() for row in rows)]

@@ -89,7 +89,7 @@ def decoding_speed(
         >>> [row.tokens for row in decoding_speed(model, [64, 4096])]
         [64]
     """
-    chosen, vocabulary = _possible(model, contexts, CONTEXTS, steps * rounds + 1)
+    chosen, vocabulary = _possible(model, contexts, CONTEXTS, steps * rounds + 2)  # one to begin with, one for memory
     found = []
     with _forms(model) as (forms, device):
         for n in chosen:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...errors import GraphFilterError
 from .drawing import figures
-from .measurements import Conversion, Measurements, measure
+from .measurements import ConversionCost, Measurements, measure
 from .page import page
 from .words import sentences
 
@@ -34,7 +34,7 @@ class Report:
     title: str
     measured: Measurements
     reference: Measurements | None = None
-    conversion: Conversion | None = None
+    conversion: ConversionCost | None = None
 
     def summary(self) -> list[str]:
         """The findings, a sentence each."""
@@ -85,7 +85,7 @@ def report(
     reference: nn.Module | None = None,
     *,
     title: str | None = None,
-    conversion: Conversion | None = None,
+    conversion: ConversionCost | None = None,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Report:
     """Measure a model, and a reference on the same batches: ``smoothing``, ``frequency_response``, ``spectrum`` and

@@ -9,7 +9,7 @@ import torch
 from ...errors import needs
 from ...status import FilterStatus
 from ..response import plot_curves
-from .measurements import Conversion, Measurements
+from .measurements import ConversionCost, Measurements
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,7 +22,7 @@ SHOWN = {
 }
 
 
-def figures(own: Measurements, other: Measurements | None, conversion: Conversion | None = None) -> dict[str, Figure]:
+def figures(own: Measurements, other: Measurements | None, conversion: ConversionCost | None) -> dict[str, Figure]:
     drawn = {}
     for name, measured in own.parts().items():
         drawn[name] = measured.plot(other.parts()[name] if other else None, SHOWN[name])

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class Conversion(Protocol):
+class ConversionCost(Protocol):
     """What a page shows of ``conversion.ConversionReport``, which is made of what lies above this package."""
 
     @property

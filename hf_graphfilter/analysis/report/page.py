@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import needs
 from ...status import html_table
 from .drawing import figures
-from .measurements import Conversion, Measurements
+from .measurements import ConversionCost, Measurements
 from .words import sentences
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ HEADINGS = {
 }
 
 
-def page(title: str, own: Measurements, other: Measurements | None, conversion: Conversion | None) -> str:
+def page(title: str, own: Measurements, other: Measurements | None, conversion: ConversionCost | None) -> str:
     parts = [f"<h1>{html.escape(title)}</h1>", "<h2>In words</h2><ul>"]
     parts += [f"<li>{html.escape(line)}</li>" for line in sentences(own, other)]
     parts.append("</ul>")
