@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 from tokenizers.trainers import WordLevelTrainer
@@ -93,7 +94,8 @@ def model_config(args: RecipeArguments, **config: Any) -> Any:
     if own := sorted(asked.keys() & config.keys()):
         raise GraphFilterError(f"--from_scratch: {own[0]} is that of the data, leave it out")
     if asked and args.model in CONFIG_MAPPING:
-        made = transformers.AutoConfig.for_model(args.model, **config, **asked)
+        with loading(args.model, "made"):
+            made = transformers.AutoConfig.for_model(args.model, **config, **asked)
         fields = CONFIG_MAPPING[args.model]().to_dict()
     else:
         with loading(args.model):
@@ -107,12 +109,14 @@ def model_config(args: RecipeArguments, **config: Any) -> Any:
 
 
 @contextmanager
-def loading(source: str) -> Iterator[None]:
-    """What transformers says of a model or tokenizer that cannot be loaded, as one line that names it."""
+def loading(source: str, verb: str = "loaded") -> Iterator[None]:
+    """What transformers says of a model or tokenizer that cannot be loaded or made, as one line that names it."""
     try:
         yield
     except GraphFilterError:
         raise
+    except (OSError, ValueError, KeyError, NotImplementedError, AssertionError, StrictDataclassError) as error:
+        raise GraphFilterError(f"{source} cannot be {verb}: {line(error)}") from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise
@@ -120,8 +124,6 @@ def loading(source: str) -> Iterator[None]:
             f"{source} cannot be loaded: its weights, in the report above, have other sizes than this task and these "
             "settings ask for"
         ) from error
-    except (OSError, ValueError, KeyError) as error:
-        raise GraphFilterError(f"{source} cannot be loaded: {line(error)}") from error
 
 
 def build_model(
@@ -139,7 +141,7 @@ def build_model(
         fresh = model_config(args, **config)
         if fresh.is_encoder_decoder and getattr(fresh, "decoder_start_token_id", None) is None:
             fresh.decoder_start_token_id = tokenizer.pad_token_id
-        with loading(args.model):
+        with loading(args.model, "made"):
             model = auto_class.from_config(fresh)
     else:
         with loading(args.model):

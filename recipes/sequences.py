@@ -125,7 +125,8 @@ def fields(args, tokenizer, data, longest):
     if SERIES in columns:
         own["channels"] = len(data["train"][0][SERIES][0])
     table = "max_position_embeddings"
-    known = args.from_scratch and args.model in CONFIG_MAPPING and hasattr(CONFIG_MAPPING[args.model](), table)
+    usual = CONFIG_MAPPING[args.model]() if args.from_scratch and args.model in CONFIG_MAPPING else None
+    known = usual is not None and usual.attribute_map.get(table, table) in usual.to_dict()
     if known and table not in parse_options(args.from_scratch):
         longest += -longest % PADDED_TO
         own[table] = longest + 1 + (tokenizer.pad_token_id if tokenizer else 0)  # where RoBERTa's places begin

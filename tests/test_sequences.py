@@ -207,7 +207,12 @@ def test_self_pretraining_is_carried_over_and_not_repeated(
         ("bbc", ["--max_eval_samples", "0"], "--max_eval_samples 0: at least one row is needed"),
         ("bbc", ["--seeds", "-1"], "--seeds [-1]: a seed is from 0 to"),
         ("bbc", ["--from_scratch", "vocab_size=9"], "--from_scratch: vocab_size is that of the data, leave it out"),
-        ("bbc", ["--from_scratch", "hidden_size=31"], "bert cannot be loaded: The hidden size (31) is not a multiple"),
+        ("bbc", ["--from_scratch", "hidden_size=31"], "bert cannot be made: The hidden size (31) is not a multiple"),
+        (
+            "bbc",
+            ["--model", "funnel", "--from_scratch", SMALL[4]],
+            "funnel cannot be made: This model does not support the setting of",
+        ),
         (
             "bbc",
             ["--model", "t5", "--from_scratch", "d_model=8", "--pooling", "mean"],
