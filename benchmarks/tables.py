@@ -32,7 +32,8 @@ from hf_graphfilter.filters.overview import overview as menu
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))
-from recipes.league.plan import League, by_run  # noqa: E402
+from recipes.league.plan import League  # noqa: E402
+from recipes.league.records import by_run  # noqa: E402
 from recipes.league.standings import comparisons, details, levels, overview, tuning, verdict  # noqa: E402
 from recipes.metrics import LOWER_IS_BETTER  # noqa: E402
 from recipes.summary import PLAIN, by_seed, interval, summary_rows  # noqa: E402

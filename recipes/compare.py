@@ -120,14 +120,16 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
         "variants": content.get("variants", {}) | chosen,  # what earlier commands ran stays in view
         "runs": content["runs"],
     }
+    for run in content["runs"]:
+        variant = run["variant"]
+        if variant in resolved and (changed := settings.differing(run["settings"], identity(resolved[variant]))):
+            raise GraphFilterError(
+                f"{file}: {variant}, seed {run['seed']} was run with other settings ({', '.join(changed)} differ): "
+                "choose another --name, or begin again with --fresh"
+            )
     for seed, variant in itertools.product(values.get("seeds", [1]), chosen):
         known = next((r for r in content["runs"] if (r["variant"], r["seed"]) == (variant, seed)), None)
         tell(console, f"{variant}, seed {seed}" + (": at hand" if known else ""))
-        if known and (changed := settings.differing(known["settings"], identity(resolved[variant]))):
-            raise GraphFilterError(
-                f"{file}: {variant}, seed {seed} was run with other settings ({', '.join(changed)} differ): choose "
-                "another --name, or begin again with --fresh"
-            )
         folder = root / variant.replace(" ", "-").replace("/", "-").replace(",", "") / f"seed-{seed}"
         if known is None:
             record = runs.run_seed(settings, resolved[variant], seed, folder, console)

@@ -17,6 +17,19 @@ class OtherSettingsError(GraphFilterError):
     """What is there was run with other settings."""
 
 
+class RefusedError(GraphFilterError):
+    """What a filter says of a model that it cannot be in, or of inputs that it cannot take."""
+
+
+@contextmanager
+def filtering() -> Iterator[None]:
+    """Around what a filter can refuse: a comparison of many leaves it out there, and stops at any other mistake."""
+    try:
+        yield
+    except GraphFilterError as error:
+        raise RefusedError(str(error)) from error
+
+
 @contextmanager
 def one_line_errors(program: str, command: str = "the same command") -> Iterator[None]:
     """User mistakes and what the machine refuses: one line on stderr, exit code 1; 130 when interrupted."""

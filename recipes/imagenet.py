@@ -38,14 +38,16 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_graphfilter import GraphFilterError, collect_penalties, filter_status
+from hf_graphfilter.training import BlendSchedule, set_blend
 from hf_graphfilter.training.callbacks import coefficient_values
 from hf_graphfilter.training.optimizer import coefficient_ids
 from recipes import image_models, runs
 from recipes.arguments import ImageArguments
+from recipes.errors import filtering
 from recipes.image_data import cut, hold_out, load, loaders
 from recipes.records import write_json
 from recipes.settings import Recipe
-from recipes.training import last_checkpoint, outcome, penalised
+from recipes.training import blended, last_checkpoint, outcome, penalised
 
 TASKS = ("imagenet-1k", "imagenet-100", "cifar10", "tiny-imagenet", "folder")
 # of transformers' models, besides biases and norms; timm's name their own
@@ -87,7 +89,8 @@ def optimizer_of(args: ImageArguments, model: nn.Module) -> torch.optim.Optimize
 
 def logits_of(model: Any, images: Tensor) -> Tensor:
     """A model of timm returns them, one of transformers has them among its outputs."""
-    output = model(images)
+    with filtering():
+        output = model(images)
     return getattr(output, "logits", output)
 
 
@@ -161,6 +164,7 @@ def run(args: ImageArguments) -> dict[str, Any]:
         step_on_epochs=False,
         updates_per_epoch=per_epoch,
     )
+    blend = BlendSchedule() if blended(start) else None
     plain, (model, optimizer, val) = model, accelerator.prepare(model, optimizer, val)
     if average is not None:
         average.to(accelerator.device)
@@ -179,6 +183,8 @@ def run(args: ImageArguments) -> dict[str, Any]:
             for number, (images, target) in enumerate(train):
                 if step >= total or number >= per_epoch * accumulate:
                     break
+                if blend is not None:
+                    set_blend(plain, blend.gate_at(step / total))
                 complete = (number + 1) % accumulate == 0
                 images, target = images.to(accelerator.device), target.to(accelerator.device)
                 if mix is not None:
@@ -206,6 +212,8 @@ def run(args: ImageArguments) -> dict[str, Any]:
                 save_state(accelerator, folder, average, step)
 
     seconds = time.perf_counter() - begun
+    for trained in (plain, average.module if average is not None else plain) if blend is not None else ():
+        set_blend(trained, blend.gate_at(step / total))  # an average of the gates lags behind
     metrics = {f"validation/{k}": v for k, v in evaluate(accelerator, model, val).items()}
     if average is not None:
         metrics |= {f"validation/ema_{k}": v for k, v in evaluate(accelerator, average.module, val).items()}

@@ -76,7 +76,10 @@ class Perplexity(_Metric):
 
     def _compute(self, nll: Any, tokens: Any) -> dict[str, float]:
         total = math.fsum(tokens)
-        return {"perplexity": math.exp(math.fsum(nll) / total) if total else math.nan}
+        try:
+            return {"perplexity": math.exp(math.fsum(nll) / total) if total else math.nan}
+        except OverflowError:  # of a model that diverged
+            return {"perplexity": math.inf}
 
 
 def classification(measures: Iterable[type[evaluate.Metric]], num_labels: int) -> Callable[[Any], dict[str, float]]:

@@ -17,7 +17,7 @@ from hf_graphfilter import GraphFilterError, patch_model
 from hf_graphfilter.checkpoints.tokenizer import knows_words
 from hf_graphfilter.console import parse_layers, parse_options
 from recipes.arguments import FilterArguments, RecipeArguments
-from recipes.errors import line, nearest
+from recipes.errors import filtering, line, nearest
 
 
 def load_tokenizer(args: RecipeArguments, texts: Callable[[], Iterator[str]]) -> Any:
@@ -155,7 +155,8 @@ def build_model(
 def patch(args: FilterArguments, model: Any) -> None:
     """The model with the filter that was asked for."""
     if args.filter != "none":
-        patch_model(model, args.filter, layers=parse_layers(args.layers), **parse_options(args.filter_options))
+        with filtering():
+            patch_model(model, args.filter, layers=parse_layers(args.layers), **parse_options(args.filter_options))
 
 
 def load_model(folder: Path) -> Any:

@@ -1,6 +1,7 @@
 """What a comparison shows: the summary of its runs, its rows as text, the results of others beside it, a figure."""
 
 import dataclasses
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ PLAIN = "plain"
 
 
 def summarise(content: dict[str, Any]) -> dict[str, Any]:
-    """Per variant: the compared metric by seed, and the paired differences to the plain model, of the loss too."""
+    """Per variant: the compared metric by seed, and the paired differences to the plain model, of the loss too; over
+    the seeds on which neither diverged."""
     metrics = {"difference": content["metric"], "loss difference": f"{content['metric'].partition('/')[0]}/loss"}
     summary = {}
     for variant in content["variants"]:
@@ -21,7 +23,8 @@ def summarise(content: dict[str, Any]) -> dict[str, Any]:
         summary[variant] = {"values": {str(seed): value for seed, value in values.items()}}
         for name, metric in metrics.items() if variant != PLAIN else ():
             plain, treated = by_seed(content, PLAIN, metric), by_seed(content, variant, metric)
-            if shared := [seed for seed in treated if seed in plain]:
+            shared = [seed for seed in treated if math.isfinite(plain.get(seed, math.nan) - treated[seed])]
+            if shared:
                 paired = paired_comparison([plain[s] for s in shared], [treated[s] for s in shared])
                 summary[variant][name] = {k: None if v != v else v for k, v in dataclasses.asdict(paired).items()}
     return summary

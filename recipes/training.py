@@ -16,9 +16,12 @@ from transformers import (
 )
 
 from hf_graphfilter import CoefficientCallback, RegularizerCallback, filter_optimizer, filter_parameters, filter_status
+from hf_graphfilter.filters import ReplacingConfig
 from hf_graphfilter.memory import begin_peak_memory, peak_memory
 from hf_graphfilter.status import FilterStatus
+from hf_graphfilter.training import BlendSchedule
 from recipes.arguments import RecipeArguments
+from recipes.errors import filtering
 
 
 class Clock(TrainerCallback):
@@ -62,7 +65,8 @@ def fit(
     trainer.add_callback(clock)
     begin_peak_memory(training.device)
     begun = time.perf_counter()
-    trainer.train(resume_from_checkpoint=last_checkpoint(Path(training.output_dir)))
+    with filtering():
+        trainer.train(resume_from_checkpoint=last_checkpoint(Path(training.output_dir)))
     seconds = time.perf_counter() - begun
     costs = {"peak_mb": round(peak_memory(training.device)), **clock.costs()}
     metrics = {}
@@ -94,6 +98,8 @@ def make_trainer(
         trainer.optimizer_cls_and_kwargs = filter_optimizer(training, args.filter_lr)
     if penalised(filter_status(model)):
         trainer.add_callback(RegularizerCallback())
+    if blended(filter_status(model)):
+        trainer.add_callback(BlendSchedule())
     if training.disable_tqdm:
         trainer.remove_callback(PrinterCallback)
     return trainer
@@ -102,6 +108,11 @@ def make_trainer(
 def penalised(status: FilterStatus) -> bool:
     """Whether a filter declares a loss of its own with a weight."""
     return any(any(row.filter.penalties.values()) for row in status)
+
+
+def blended(status: FilterStatus) -> bool:
+    """Whether a filter starts beside the attention, with a gate at 0 that training must carry to 1."""
+    return any(isinstance(row.filter, ReplacingConfig) and row.filter.init == "blend" for row in status)
 
 
 def outcome(model: Any, start: FilterStatus, metrics: dict[str, float], seconds: float, steps: int) -> dict[str, Any]:

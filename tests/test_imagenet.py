@@ -84,7 +84,9 @@ def vit(tmp_path):
     return tmp_path / "tiny-vit"
 
 
-@pytest.mark.parametrize("options", [["--filter", "none"], [], ["--filter", "agf", "--layers", "-1"]])
+@pytest.mark.parametrize(
+    "options", [["--filter", "none"], [], ["--filter", "agf", "--layers", "-1", "--filter_options", "init=blend"]]
+)
 def test_models_of_transformers(options, data, vit, tmp_path, transformers_warnings):
     more = ["--model", vit, "--img_size", "32", "--model_options", "layer_norm_eps=1e-6", "--pretrained"]
     more += ["--epochs", "6", "--learning_rate", "5e-3", "--ema_decay", "0.5"]
@@ -98,6 +100,8 @@ def test_models_of_transformers(options, data, vit, tmp_path, transformers_warni
     assert model.config.id2label == {0: "blue", 1: "red"}
     assert model.config.layer_norm_eps == 1e-6
     assert len(filter_status(model)) == 0 if "none" in options else 1 if "--layers" in options else 2
+    if "agf" in options:
+        assert (filter_status(model)[0].coefficients["gate"] == 1).all(), "of the average too"
     assert list(ViTImageProcessor.from_pretrained(folder).image_mean) == [0.4] * 3
     card = (folder / "README.md").read_text()
     assert "library_name: transformers" in card

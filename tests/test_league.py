@@ -15,14 +15,17 @@ import torch
 import yaml
 from filelock import FileLock
 from rich.console import Console
+from transformers import BertConfig, BertModel
 
-from hf_graphfilter import GraphFilterError, available_filters
+from hf_graphfilter import GraphFilterError, available_filters, filter_parameters, patch_model
 from hf_graphfilter.filters import get_filter
+from hf_graphfilter.training.optimizer import coefficient_ids
 from recipes import compare
 from recipes.data import held_out
 from recipes.image_data import hold_out
 from recipes.league import figures, play, standings
-from recipes.league.plan import HELD_OUT, LONGER, TUNING_SEED, League, Run, by_run
+from recipes.league.plan import HELD_OUT, LONGER, TUNING_SEED, League
+from recipes.league.records import Run, by_run
 from recipes.settings import identity, read_yaml
 
 ROOT = Path(__file__).parents[1]
@@ -54,7 +57,7 @@ def trained(monkeypatch, tmp_path):
         name = LONGER if values.get("max_steps", 0) > 2500 else values["filter"].replace("none", "plain")
         if name == "neutreno" and recipe == "glue":
             return {"refused": "no layers before"}
-        rate = values["learning_rate"] if name in ("plain", LONGER) else values["filter_lr"]
+        rate = values["learning_rate"] if name in ("plain", LONGER) else values.get("filter_lr")
         good = HELPS.get(name, 0) + 0.01 * (rate in (1e-2, 2e-4, 4e-2)) + 0.001 * ((seed * 7919 + len(name)) % 13) / 13
         if recipe == "glue":
             metrics = {"validation/matthews_correlation": good}
@@ -126,7 +129,7 @@ def test_the_same_command_goes_on(trained):
 def test_a_file_that_changed_under_finished_runs_is_refused(trained):
     played(trained)
     with pytest.raises(
-        GraphFilterError, match=r"gfsa on reviews, seed 0, was run with other settings \(filter_options"
+        GraphFilterError, match=r"gfsa on (reviews|ptb), seed 0, was run with other settings \(filter_options"
     ):
         played(trained, variants={**FILE["variants"], "gfsa": {"filter_options": {"K": 3}}})
     count = len(trained)
@@ -152,14 +155,13 @@ def test_ranks_and_comparisons_are_those_of_the_numbers(trained):
     assert text.endswith("None is worse than plain.")
     details = {row[1]: row for row in standings.details(own, found, own.stages[1])[1]}
     assert details["`gfsa`"][2:4] == ["0.01", "4"]
-    assert details["`gfsa`"][-1] == "1.50"
     assert standings.levels(own, found)[1][1][-1] == "99.69"
     rates = {tuple(row[:2]): row[2:] for row in standings.tuning(own, found)[1]}
     assert rates["reviews", "`plain`"][1].startswith("0.0002: **0.01")
     assert ("reviews", "`neutreno`") not in rates
     assert standings.verdict(own, {}) == "Nothing can be said yet."
     del found[Run("ptb", LONGER, 1, 2.0)]
-    assert standings.verdict(own, found) == f"Not finished yet. {text}"
+    assert standings.verdict(own, found) == f"Not finished yet, 1 of 1 comparisons are. {text}"
     names = [file.name for file in figures.draw(own, found, Path("runs"))]
     assert names == ["league-small-ranks.png", "league-small-critical-difference.png"]
     assert all(Path("runs", n).is_file() for n in names)
@@ -199,8 +201,81 @@ def test_a_run_that_diverged_is_no_number(trained, monkeypatch):
 
     monkeypatch.setattr(play, "train", train)
     own, found = league(), by_run(played(trained))
-    assert not [c for c in standings.comparisons(own, found, own.stages[0]) if c.variant == "gated"]
-    assert [*own.ranks(found, own.stages[0])][-1] == "gated"
+    stage = own.stages[0]
+    gated = [c for c in standings.comparisons(own, found, stage) if c.variant == "gated"]
+    assert [(c.task, c.paired, c.diverged, c.beyond) for c in gated] == [
+        (task, None, 3, False) for task in ("reviews", "ptb")
+    ]
+    assert [*own.ranks(found, stage)][-1] == "gated"
+    rows = {row[0]: row[1:] for row in standings.overview(own, found, stage)[1]}
+    assert rows["gated"][:2] == ["3 diverged", "3 diverged"]
+    assert [row[4] for row in standings.details(own, found, stage)[1] if row[1] == "`gated`"] == ["3 of 3 diverged"] * 2
+    assert next(row for row in standings.tuning(own, found)[1] if row[1] == "`gated`")[3] == "0.01: 1 of 1 diverged"
+
+
+def test_one_seed_that_diverged_is_never_better(trained):
+    own, found = league(), by_run(played(trained))
+    stage = own.stages[1]
+    found[Run("ptb", "gfsa", 4, 1e-2)]["metrics"]["test/loss"] = float("nan")
+    (gfsa,) = standings.comparisons(own, found, stage)
+    assert (gfsa.paired.pairs, gfsa.diverged, gfsa.beyond) == (3, 1, False)
+    assert standings.verdict(own, found).endswith(
+        "None is better than plain. None is worse than plain. Diverged: `gfsa` on ptb, 1 seeds."
+    )
+
+
+def test_nothing_is_claimed_before_its_seeds_are_there_and_all_planned_comparisons_count(trained):
+    own, found = league(), by_run(played(trained))
+    stage = own.stages[0]
+    for seed in stage.seeds:
+        found[Run("reviews", "gfsa", seed, 1e-2)]["metrics"]["validation/matthews_correlation"] += 0.001 * seed
+    whole = {(c.task, c.variant): c for c in standings.comparisons(own, found, stage)}
+    assert len(whole) == 5
+    found = {run: r for run, r in found.items() if run.task == "reviews" or run.seed in (TUNING_SEED, 1, 2)}
+    part = {(c.task, c.variant): c for c in standings.comparisons(own, found, stage)}
+    assert {c.missing for c in part.values() if c.task == "ptb"} == {1}
+    assert not any(c.beyond for c in part.values() if c.task == "ptb")
+    found = {run: r for run, r in found.items() if run.task == "reviews" or run.seed == TUNING_SEED}
+    alone = {(c.task, c.variant): c for c in standings.comparisons(own, found, stage)}
+    assert {task for task, _ in alone} == {"reviews"}
+    smallest = min(alone.values(), key=lambda c: c.p)
+    assert smallest.corrected == pytest.approx(5 * smallest.p), "five are planned"
+    assert {*own.scores(found, stage)} == {"reviews"}
+    assert own.ranks(found, stage) == {"gfsa": 1.0, "plain": 2.0, "gated": 3.0, "neutreno": 4.0}
+    assert len(figures.draw(own, found, Path("runs"))) == 2
+    found = {run: r for run, r in found.items() if run.variant != "gated" or run.seed == TUNING_SEED}
+    assert own.ranks(found, stage) == {}
+    assert figures.draw(own, found, Path("runs")) == []
+    assert [row[0] for row in standings.overview(own, found, stage)[1]][:2] == ["plain", "gfsa"]
+
+
+def test_runs_at_rates_that_are_no_longer_asked_for_are_not_counted(trained):
+    found = by_run(played(trained))
+    own = league(rates={"learning_rate": [1, 2], "filter_lr": [1e-3, 3e-3]})
+    assert standings.values_of(own, found, "ptb", "gfsa", (1, 2, 3)) == {}
+    assert Run("ptb", "gfsa", TUNING_SEED, 3e-3) in [*own.wanted(found)]
+
+
+def test_equal_differences_are_no_certainty():
+    paired, p = standings.tested([0.5, 0.25], [0.6, 0.35])
+    assert paired.sd == pytest.approx(0)
+    assert p == 0.5
+
+
+def test_a_filter_without_coefficients_has_the_rate_of_the_model_tuned(trained):
+    found = by_run(played(trained, variants={"gated": {"tune": "learning_rate"}}))
+    gated = {(seed, v["learning_rate"]) for v, seed, _ in trained if v["filter"] == "gated" and v["task"] == "cola"}
+    assert {rate for seed, rate in gated if seed == TUNING_SEED} == {2e-4, 4e-4}, "times plain's best"
+    assert {run.rate for run in found if run.variant == "gated"} == {1, 2}
+
+
+def test_a_mistake_is_no_refusal(tmp_path, monkeypatch):
+    """Of data that are not there, as of a network that is not: the filter would be out of the task for good."""
+    monkeypatch.chdir(tmp_path)
+    own = League(read_yaml("league/depth.yaml"), "depth", tmp_path / "nowhere")
+    run = Run("ptb, 12 layers", "gfsa", 1, 1e-2)
+    with pytest.raises(GraphFilterError, match="there is no folder"):
+        play.train("language_modeling", own.values(run, {}), 1, tmp_path / "run")
 
 
 def test_an_interrupted_league_keeps_what_is_finished(trained, monkeypatch):
@@ -245,6 +320,8 @@ def test_two_commands_on_one_league(trained, capsys):
         ({"rates": {"learning_rate": [1]}}, "rates needs 'filter_lr', a list, found None"),
         ({"stages": [{"seeds": [0, 1]}]}, "the seeds of a stage are different ones, and none 0"),
         ({"stages": [{"seeds": [1], "best": 2}]}, "the first stage plays all variants"),
+        ({"stages": [{"seeds": [1, 2]}, {"seeds": [2, 3], "best": 1}]}, "with seeds of their own, which chose nothing"),
+        ({"variants": {"gated": {"tune": "weight_decay"}}}, "'gated' tunes one of learning_rate, filter_lr"),
         ({"stages": [{"seeds": [1], "tasks": ["ptp"]}]}, "a stage has no task 'ptp' .did you mean ptb?"),
         ({"tasks": {"ptb": ["language_modeling"]}}, "the task 'ptb' must be given as NAME: VALUE"),
         ({"tasks": {"ptb": {"recipe": "lm", "config": "x"}}}, "the task 'ptb' has no recipe 'lm'; recipes are glue"),
@@ -295,7 +372,12 @@ def test_shipped_leagues_can_be_played(name):
     own.check({})
     if name == "small":
         own_filters = {n for n in available_filters() if get_filter(n).__module__.startswith("hf_graphfilter.")}
-        assert {(overrides or {}).get("filter", v) for v, overrides in own.variants.items()} == own_filters
+        assert {overrides.get("filter", v) for v, overrides in own.variants.items()} == own_filters
+        for variant, overrides in own.variants.items():
+            model = BertModel(BertConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2))
+            patch_model(model, overrides.get("filter", variant), **overrides.get("filter_options", {}))
+            has_rate = any(id(p) in coefficient_ids(model) for p in filter_parameters(model))
+            assert has_rate == (own.tune[variant] == "filter_lr"), f"all runs of tuning {variant} would be the same"
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "recipes" / "results" / "league").glob("*.json")), ids=lambda f: f.stem)

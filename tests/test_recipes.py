@@ -35,6 +35,7 @@ from recipes import (
     runs,
     sequences,
     source_code,
+    summary,
     training,
 )
 from recipes.arguments import RecipeArguments
@@ -615,9 +616,26 @@ def test_compare_pairs_the_seeds_and_goes_on_at_the_first_missing_one(cola, tmp_
     assert f"results: {file}, 3 runs at hand" in out
     assert "finished before" in out, "its folder has the record"
     assert len(json.loads(file.read_text())["runs"]) == 4
-    with pytest.raises(SystemExit):
-        compare.main([*argv, "--learning_rate", "1"])
-    assert "was run with other settings (learning_rate differ)" in capsys.readouterr().err
+    for seeds in ([], ["--seeds", "3"]):
+        with pytest.raises(SystemExit):
+            compare.main([*argv, "--learning_rate", "1", *seeds])
+        assert "seed 1 was run with other settings (learning_rate differ)" in capsys.readouterr().err
+
+
+def test_a_run_that_diverged_is_counted_and_not_compared(asked, monkeypatch):
+    def run(args, training):
+        diverged = args.filter == "gfsa" and training.seed == 2
+        metrics = {"validation/matthews_correlation": training.seed / 10, "validation/loss": 1.0}
+        metrics = dict.fromkeys(metrics, math.nan) if diverged else metrics
+        return {"metrics": metrics, "moved": {}, "coefficients": {}, "filter_parameters": 0}
+
+    monkeypatch.setattr(glue, "RECIPE", dataclasses.replace(glue.RECIPE, run=run))
+    compare.main([*README_COMPARISON, "--seeds", "1", "2", "3"])
+    content = records.read_results(Path("runs/glue/glue-cola.json"))
+    assert {run["seed"] for run in content["runs"]} == {1, 2, 3}
+    assert {content["summary"]["as published"][name]["pairs"] for name in ("difference", "loss difference")} == {2}
+    rows = {row[0]: row[2] for row in summary.summary_rows(content)[1]}
+    assert rows["as published"] == "0.2000 ± 0.1414, 1 of 3 diverged"
 
 
 def test_the_card_says_what_was_measured_and_compared(cola, tmp_path, monkeypatch):

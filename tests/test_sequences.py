@@ -21,6 +21,8 @@ SMALL = ["--model", "bert", "--from_scratch", "hidden_size=32", "num_hidden_laye
 SMALL += ["intermediate_size=64", "max_position_embeddings=32", "--max_length", "16", "--train_tokenizer", "280"]
 SMALL += ["--use_cpu", "--smoke", "--disable_tqdm", "true"]
 
+BLENDED = ["--filter", "singularformer", "--filter_options", "init=blend"]
+
 
 @pytest.fixture
 def documents(tmp_path):
@@ -35,7 +37,7 @@ def documents(tmp_path):
 @pytest.mark.parametrize(
     ("options", "kind"),
     [
-        (["--filter", "singularformer", "--pooling", "mean_max", "--tokenizer", "words"], "PooledClassifier"),
+        ([*BLENDED, "--pooling", "mean_max", "--tokenizer", "words"], "PooledClassifier"),
         (["--filter", "none"], "BertForSequenceClassification"),
     ],
     ids=["pooled", "own head"],
@@ -53,7 +55,11 @@ def test_a_run_trains_saves_and_is_loaded(options, kind, documents, tmp_path, tr
     assert {"ortho_loss", "diagonal_loss"} & {*logged} == ({"ortho_loss", "diagonal_loss"} if filtered else set())
     model = sequences.RECIPE.load(folder)
     assert (type(model).__name__, model.config.id2label) == (kind, {0: "cats", 1: "dogs"})
-    assert len(filter_status(model)) == 2 * filtered
+    status = filter_status(model)
+    assert len(status) == 2 * filtered
+    assert all(bool((row.coefficients["gate"] == 1).all()) for row in status), (
+        "carried from the attention to the filter"
+    )
     card = (folder / "README.md").read_text()
     assert "Trained from scratch on bbc with seed 7" in card
     assert ("from recipes.classifier import PooledClassifier" in card) == filtered

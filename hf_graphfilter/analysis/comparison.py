@@ -73,6 +73,15 @@ def paired_comparison(baseline: Sequence[float], treated: Sequence[float]) -> Pa
 
 
 def mean_and_sd(values: Sequence[float], form: str = ".4f") -> str:
-    """``mean ± standard deviation`` as text; the mean alone for one value."""
-    spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):{form}}{spread}"
+    """``mean ± standard deviation`` as text; the mean alone for one value. Values that are not finite, of runs that
+    diverged, are left out and counted.
+
+    Example:
+        >>> mean_and_sd([0.5, 0.7, float("nan")], ".1f")
+        '0.6 ± 0.1, 1 of 3 diverged'
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    lost = f"{len(values) - len(finite)} of {len(values)} diverged" if len(finite) < len(values) else ""
+    spread = f" ± {statistics.stdev(finite):{form}}" if len(finite) > 1 else ""
+    shown = f"{statistics.mean(finite):{form}}{spread}" if finite else ""
+    return ", ".join(filter(None, (shown, lost)))

@@ -90,10 +90,13 @@ class BlendSchedule(LoggingCallback):
         self.start, self.end, self.shape = start, end, shape
         self.gate = 0.0
 
-    def _set(self, model: nn.Module, state: Any) -> None:
-        done = state.global_step / max(1, state.max_steps)
+    def gate_at(self, done: float) -> float:
+        """The gate after this share of the training, 0 to 1; for a training loop of one's own, with ``set_blend``."""
         rise = min(1.0, max(0.0, (done - self.start) / (self.end - self.start)))
-        self.gate = rise if self.shape == "linear" else 0.5 * (1 - math.cos(math.pi * rise))
+        return rise if self.shape == "linear" else 0.5 * (1 - math.cos(math.pi * rise))
+
+    def _set(self, model: nn.Module, state: Any) -> None:
+        self.gate = self.gate_at(state.global_step / max(1, state.max_steps))
         set_blend(model, self.gate)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

@@ -1,11 +1,13 @@
 """Figures of a league: ranks by task, and which mean ranks can be told apart."""
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
 
 from hf_graphfilter.analysis.results import COLOURS
-from recipes.league.plan import League, Records, Stage
+from recipes.league.plan import League, Stage
+from recipes.league.records import Records, ranked
 from recipes.league.standings import LEVEL, last_stage
 
 
@@ -13,11 +15,11 @@ def plot_ranks(league: League, found: Records, stage: Stage) -> Any:
     """The rank of each variant on each task, and their mean."""
     from matplotlib.figure import Figure
 
-    means = league.ranks(found, stage)
+    means, scores = league.ranks(found, stage), league.scores(found, stage)
     figure = Figure(figsize=(6.4, 0.8 + 0.3 * len(means)), layout="constrained")
     axes = figure.subplots()
-    for colour, task in zip(COLOURS * len(stage.tasks), stage.tasks, strict=False):
-        own = league.ranks(found, Stage((task,), stage.seeds))
+    for colour, (task, means_of_task) in zip(itertools.cycle(COLOURS), scores.items(), strict=False):
+        own = ranked(means_of_task)
         axes.plot([own[v] for v in means], range(len(means)), "o", color=colour, label=task, alpha=0.8)
     axes.plot([*means.values()], range(len(means)), "k|", markersize=16, markeredgewidth=2.5, label="mean")
     axes.set_yticks(range(len(means)), [*means])
@@ -46,7 +48,7 @@ def plot_critical_difference(league: League, found: Records, stage: Stage) -> An
     from matplotlib.figure import Figure
 
     means = [*league.ranks(found, stage).items()]
-    distance = critical_difference(len(means), len(stage.tasks))
+    distance = critical_difference(len(means), len(league.scores(found, stage)))
     figure = Figure(figsize=(7.2, 1.4 + 0.13 * len(means)), layout="constrained")
     axes = figure.subplots()
     bars, last = [], -1
@@ -79,11 +81,12 @@ def plot_critical_difference(league: League, found: Records, stage: Stage) -> An
 
 
 def draw(league: League, found: Records, folder: Path) -> list[Path]:
-    """Both figures of the last stage that has comparisons."""
+    """Both figures of the last stage that has comparisons, once all have played a task of it."""
     stage = last_stage(league, found)
     files = []
+    folder.mkdir(parents=True, exist_ok=True)
     for name, plot in {"ranks": plot_ranks, "critical-difference": plot_critical_difference}.items():
-        if stage is not None:
+        if stage is not None and league.ranks(found, stage):
             files.append(folder / f"league-{league.name}-{name}.png")
             plot(league, found, stage).savefig(files[-1], dpi=110)
     return files

@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from operator import eq, gt
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from hf_graphfilter import GraphFilterError
 from recipes import SCRIPTS, check_extras
 from recipes.errors import OtherSettingsError, nearest
+from recipes.league.records import Records, Run, ranked, value_of
 from recipes.metrics import LOWER_IS_BETTER
 from recipes.settings import Settings, identity
 from recipes.summary import PLAIN
@@ -24,23 +24,11 @@ HELD_OUT = 0.1
 LENGTHS = ("max_steps", "num_train_epochs", "epochs")  # what a budget is given by
 
 
-class Run(NamedTuple):
-    """One training: tuning where the seed is 0."""
-
-    task: str
-    variant: str
-    seed: int
-    rate: float  # of the plain model a factor, of the filter's coefficients the learning rate
-
-
 @dataclass(frozen=True)
 class Stage:
     tasks: tuple[str, ...]
     seeds: tuple[int, ...]
     best: int | None = None
-
-
-Records = dict[Run, dict[str, Any]]
 
 
 class League:
@@ -63,8 +51,12 @@ class League:
             _known(stage, "a stage", {"seeds": list}, "tasks", "best")
         self.content, self.name, self.data, self.longer = content, name, data, content.get("longer")
         self.tasks: dict[str, dict[str, Any]] = content["tasks"]
-        self.variants: dict[str, dict[str, Any]] = content["variants"]
+        self.variants = {name: dict(overrides or {}) for name, overrides in content["variants"].items()}
         self.rates = {key: [float(rate) for rate in rates] for key, rates in content["rates"].items()}
+        self.tune = {name: overrides.pop("tune", "filter_lr") for name, overrides in self.variants.items()}
+        self.tune |= {PLAIN: "learning_rate", LONGER: "learning_rate"}
+        if unknown := [name for name, key in self.tune.items() if key not in self.rates]:
+            raise GraphFilterError(f"the variant {unknown[0]!r} tunes one of {', '.join(self.rates)}")
         if len({len(set(rates)) for rates in self.rates.values()}) != 1:
             raise GraphFilterError(f"the league {name} must give plain and filters as many rates, found {self.rates}")
         self.stages = [
@@ -75,6 +67,8 @@ class League:
                 raise GraphFilterError(f"a stage has no task {unknown[0]!r}{nearest(unknown[0], self.tasks)} to play")
             if TUNING_SEED in stage.seeds or len({*stage.seeds}) < len(stage.seeds):
                 raise GraphFilterError(f"the seeds of a stage are different ones, and none {TUNING_SEED}, the tuning's")
+            if stage.best and any({*stage.seeds} & {*other.seeds} for other in self.stages if other is not stage):
+                raise GraphFilterError("the best of a stage are tested with seeds of their own, which chose nothing")
         if not self.stages or self.stages[0].best is not None:
             raise GraphFilterError("the first stage plays all variants: nothing is known yet of which are the `best`")
 
@@ -119,7 +113,11 @@ class League:
         factor = run.rate if plain else self.tuned(found, run.task, PLAIN) or 1.0
         values["learning_rate"] *= factor
         if not plain:
-            changes = {"filter": run.variant, **(self.variants[run.variant] or {}), "filter_lr": run.rate}
+            changes = {"filter": run.variant, **self.variants[run.variant]}
+            if self.tune[run.variant] == "filter_lr":
+                changes["filter_lr"] = run.rate
+            else:
+                values["learning_rate"] *= run.rate
             values = settings.override(values, changes, f" of the variant {run.variant!r}")
         elif run.variant == LONGER:
             length = next(name for name in LENGTHS if values.get(name))
@@ -148,14 +146,13 @@ class League:
     def score(self, run: Run, record: dict[str, Any]) -> float:
         """Higher is better; of a run that diverged or was refused, minus infinity."""
         metric = self.tuning_metric(run.task) if run.seed == TUNING_SEED else self.metric(run.task)
-        value = record.get("metrics", {}).get(metric, math.nan)
+        value = value_of(record, metric)
         sign = -1 if metric.endswith(LOWER_IS_BETTER) else 1
         return sign * value if math.isfinite(value) else -math.inf
 
     def tuned(self, found: Records, task: str, variant: str) -> float | None:
         """The best rate on validation, when all have been tried."""
-        key = "learning_rate" if variant == PLAIN else "filter_lr"
-        tried = [Run(task, variant, TUNING_SEED, rate) for rate in self.rates[key]]
+        tried = [Run(task, variant, TUNING_SEED, rate) for rate in self.rates[self.tune[variant]]]
         if any(run not in found for run in tried):
             return None
         return max(tried, key=lambda run: self.score(run, found[run])).rate
@@ -165,33 +162,49 @@ class League:
         own = (r.get("refused") for run, r in found.items() if run[:2] == (task, variant))
         return next(filter(None, own), None)
 
-    def ranks(self, found: Records, stage: Stage) -> dict[str, float]:
-        """Mean rank over the tasks of plain and the variants that ran, 1 the best; who is refused comes last."""
-        own: dict[str, dict[str, list[float]]] = {}
-        for run, record in found.items():
-            known = run.task in stage.tasks and run.seed in stage.seeds and run.variant in (PLAIN, *self.variants)
-            if known and "metrics" in record:
-                own.setdefault(run.variant, {}).setdefault(run.task, []).append(self.score(run, record))
-        total = dict.fromkeys(own, 0.0)
+    def runs_of(self, found: Records, task: str, variant: str, seeds: tuple[int, ...]) -> dict[int, dict[str, Any]]:
+        """Seed to record, at the rate that tuning chose: others are of another version of the file, and not counted."""
+        rate = self.tuned(found, task, PLAIN if variant == LONGER else variant)
+        if rate is None:
+            return {}
+        own = {seed: found.get(Run(task, variant, seed, rate), {}) for seed in seeds}
+        return {seed: record for seed, record in own.items() if "metrics" in record}
+
+    def playing(self, found: Records, stage: Stage) -> list[str]:
+        """The variants of a stage."""
+        if stage.best is None:
+            return [*self.variants]
+        before = self.stages[self.stages.index(stage) - 1]
+        return [variant for variant in self.ranks(found, before) if variant != PLAIN][: stage.best]
+
+    def scores(self, found: Records, stage: Stage) -> dict[str, dict[str, float]]:
+        """Task to the mean score of plain and each variant, over the seeds that all have; without tasks that have no
+        such seed yet. Who is refused has minus infinity."""
+        playing, made = [PLAIN, *self.playing(found, stage)], {}
         for task in stage.tasks:
-            means = {variant: fmean(scores.get(task, [-math.inf])) for variant, scores in own.items()}
-            for variant, mean in means.items():
-                above, level = (sum(compared(other, mean) for other in means.values()) for compared in (gt, eq))
-                total[variant] += above + (level + 1) / 2
-        return {variant: rank / len(stage.tasks) for variant, rank in sorted(total.items(), key=lambda x: x[1])}
+            who = [variant for variant in playing if not self.refused(found, task, variant)]
+            own = {variant: self.runs_of(found, task, variant, stage.seeds) for variant in who}
+            if shared := set.intersection(*({*records} for records in own.values())):
+                made[task] = dict.fromkeys(playing, -math.inf) | {
+                    variant: fmean(self.score(Run(task, variant, seed, 0.0), records[seed]) for seed in shared)
+                    for variant, records in own.items()
+                }
+        return made
+
+    def ranks(self, found: Records, stage: Stage) -> dict[str, float]:
+        """Mean rank of plain and the variants over the tasks that all have played, 1 the best."""
+        by_task = [ranked(means) for means in self.scores(found, stage).values()]
+        mean = {variant: fmean(ranks[variant] for ranks in by_task) for variant in (by_task[0] if by_task else ())}
+        return dict(sorted(mean.items(), key=lambda x: x[1]))
 
     def wanted(self, found: Records) -> Iterator[Run]:
         """The runs that can be begun now and are not finished, in order."""
-        before: Stage | None = None
         for stage in self.stages:
-            variants = list(self.variants)
-            if stage.best is not None and before is not None:
-                variants = [variant for variant in self.ranks(found, before) if variant != PLAIN][: stage.best]
+            variants = self.playing(found, stage)
             missing = [run for task in stage.tasks for run in self._of(found, task, variants, stage.seeds)]
             yield from missing
             if missing:
                 return  # the next stage waits
-            before = stage
         if self.longer:
             for task in self.tasks:
                 rate = self.tuned(found, task, PLAIN)
@@ -207,16 +220,10 @@ class League:
         runs = []
         for variant, rate in rates.items():
             if rate is None:
-                key = "learning_rate" if variant == PLAIN else "filter_lr"
-                runs += [Run(task, variant, TUNING_SEED, tried) for tried in self.rates[key]]
+                runs += [Run(task, variant, TUNING_SEED, tried) for tried in self.rates[self.tune[variant]]]
         for seed in seeds:
             runs += [Run(task, variant, seed, rate) for variant, rate in rates.items() if rate is not None]
         yield from (run for run in runs if run not in found)
-
-
-def by_run(content: dict[str, Any]) -> Records:
-    """The records of a results file."""
-    return {Run(*(record[name] for name in Run._fields)): record for record in content["runs"]}
 
 
 def _known(content: Any, what: str, needed: dict[str, type], *others: str) -> None:

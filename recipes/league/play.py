@@ -41,9 +41,10 @@ from rich.console import Console
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.filters import import_filters
 from recipes import SCRIPTS, runs
-from recipes.errors import OtherSettingsError, line
+from recipes.errors import RefusedError, line
 from recipes.league.figures import draw
-from recipes.league.plan import League, Run, by_run
+from recipes.league.plan import League
+from recipes.league.records import Run, by_run
 from recipes.league.standings import show
 from recipes.records import move_aside, read_results, tell, write_json
 from recipes.settings import Settings, read_yaml
@@ -62,9 +63,7 @@ def train(recipe: str, values: dict[str, Any], seed: int, folder: Path) -> dict[
     import_filters(values.get("import", []))
     try:
         return runs.run_seed(settings, values, seed, folder, Console(quiet=True))
-    except GraphFilterError as error:
-        if values["filter"] == "none" or isinstance(error, OtherSettingsError):
-            raise
+    except RefusedError as error:
         return {"refused": line(error)}
 
 

@@ -1,19 +1,21 @@
 """How a league stands: paired differences with corrected p-values, ranks, figures, and a verdict from the numbers."""
 
+import itertools
 import math
-import statistics
 from typing import NamedTuple
 
 from rich.console import Console
 
 from hf_graphfilter.analysis.comparison import PairedComparison, mean_and_sd, paired_comparison
 from hf_graphfilter.console import table
-from recipes.league.plan import LONGER, TUNING_SEED, League, Records, Run, Stage
+from recipes.league.plan import LONGER, TUNING_SEED, League, Stage
+from recipes.league.records import Records, Run, value_of
 from recipes.metrics import LOWER_IS_BETTER
 from recipes.records import tell
 from recipes.summary import PLAIN
 
 LEVEL = 0.05
+ROUNDING = 1e-9  # of scores of 0.1 to 1000: their spread is that of float64
 
 
 class Comparison(NamedTuple):
@@ -21,45 +23,63 @@ class Comparison(NamedTuple):
 
     task: str
     variant: str
-    paired: PairedComparison
-    p: float  # of the paired t-test
-    corrected: float  # by Holm's method, over all comparisons of the stage
+    paired: PairedComparison | None  # where neither diverged; None for less than two pairs
+    p: float  # of the paired t-test; 1 without one
+    corrected: float  # by Holm's method, over all comparisons that the stage plans
     better: bool  # whichever way the metric goes
+    missing: int  # seeds not yet run
+    diverged: int  # seeds on which the variant did, and plain did not
 
     @property
     def beyond(self) -> bool:
-        """Whether the difference stands after the correction."""
-        return self.corrected < LEVEL
+        """Whether the difference stands after the correction; nothing does before its seeds are complete."""
+        return not self.missing and not self.diverged and self.corrected < LEVEL
 
 
 def values_of(league: League, found: Records, task: str, variant: str, seeds: tuple[int, ...]) -> dict[int, float]:
-    """Seed to the metric of the task."""
-    own = {run.seed: record for run, record in found.items() if run[:2] == (task, variant) and run.seed in seeds}
-    return {seed: record["metrics"][league.metric(task)] for seed, record in sorted(own.items()) if "metrics" in record}
+    """Seed to the metric of the task; NaN where a run diverged."""
+    own = league.runs_of(found, task, variant, seeds)
+    return {seed: value_of(record, league.metric(task)) for seed, record in own.items()}
 
 
 def lower_is_better(league: League, task: str) -> bool:
     return league.metric(task).endswith(LOWER_IS_BETTER)
 
 
+def planned(league: League, found: Records, stage: Stage) -> list[tuple[str, str]]:
+    """(task, variant) of every comparison that a stage is to make."""
+    pairs = itertools.product(stage.tasks, league.playing(found, stage))
+    return [(task, variant) for task, variant in pairs if not league.refused(found, task, variant)]
+
+
 def comparisons(league: League, found: Records, stage: Stage) -> list[Comparison]:
-    """Of all pairs that there are so far, at least two of a kind; runs that diverged make none."""
+    """Those that have two pairs of a kind so far, or a run that diverged."""
+    made = []
+    family = planned(league, found, stage)
+    for task, variant in family:
+        plain, own = (values_of(league, found, task, v, stage.seeds) for v in (PLAIN, variant))
+        whole = [seed for seed in own if math.isfinite(plain.get(seed, math.nan))]
+        both = [seed for seed in whole if math.isfinite(own[seed])]
+        diverged, missing = len(whole) - len(both), sum(seed not in own or seed not in plain for seed in stage.seeds)
+        if len(both) >= 2:
+            paired, p = tested([plain[seed] for seed in both], [own[seed] for seed in both])
+            better = (paired.mean < 0) == lower_is_better(league, task)
+            made.append((task, variant, paired, p, better, missing, diverged))
+        elif diverged:
+            made.append((task, variant, None, 1.0, False, missing, diverged))
+    corrected = holm([p for *_, p, _, _, _ in made] + [1.0] * (len(family) - len(made)))
+    return [Comparison(*c[:4], q, *c[4:]) for c, q in zip(made, corrected, strict=False)]
+
+
+def tested(plain: list[float], own: list[float]) -> tuple[PairedComparison, float]:
+    """The differences, and the p-value of the paired t-test; where all are equal it is that of the sign flips, since a
+    spread of nothing is an accident of few seeds and a small test part, and no certainty."""
     from scipy import stats
 
-    made = []
-    for task in stage.tasks:
-        plain = values_of(league, found, task, PLAIN, stage.seeds)
-        for variant in league.variants:
-            own = values_of(league, found, task, variant, stage.seeds)
-            both = [s for s in own if s in plain and math.isfinite(own[s]) and math.isfinite(plain[s])]
-            if len(both) < 2:
-                continue
-            paired = paired_comparison([plain[s] for s in both], [own[s] for s in both])
-            error = paired.sd / math.sqrt(len(both))
-            p = float(2 * stats.t.sf(abs(paired.mean) / error, len(both) - 1)) if error else float(paired.mean == 0)
-            made.append((task, variant, paired, p, (paired.mean < 0) == lower_is_better(league, task)))
-    corrected = holm([p for *_, p, _ in made])
-    return [Comparison(*c[:4], q, c[4]) for c, q in zip(made, corrected, strict=True)]
+    paired = paired_comparison(plain, own)
+    if paired.sd <= ROUNDING * max(map(abs, [*plain, *own])):
+        return paired, paired.p
+    return paired, float(stats.ttest_rel(own, plain).pvalue)
 
 
 def holm(p: list[float]) -> list[float]:
@@ -76,8 +96,10 @@ def holm(p: list[float]) -> list[float]:
 
 
 def last_stage(league: League, found: Records) -> Stage | None:
-    """The last one that has comparisons."""
-    return next((stage for stage in reversed(league.stages) if comparisons(league, found, stage)), None)
+    """The last one with a comparison that has its seeds, or else with any."""
+    made = {stage: comparisons(league, found, stage) for stage in reversed(league.stages)}
+    whole = (stage for stage, own in made.items() if any(not c.missing for c in own))
+    return next(whole, next((stage for stage, own in made.items() if own), None))
 
 
 def verdict(league: League, found: Records) -> str:
@@ -85,18 +107,20 @@ def verdict(league: League, found: Records) -> str:
     stage = last_stage(league, found)
     if stage is None:
         return "Nothing can be said yet."
-    made = comparisons(league, found, stage)
+    made, count = comparisons(league, found, stage), len(planned(league, found, stage))
     sentences = []
     for better, verb in ((True, "better"), (False, "worse")):
-        own = [c for c in made if c.beyond and c.better == better]
         names = "; ".join(
-            f"`{c.variant}` on {c.task} by {abs(c.paired.mean):.3g} ({metric_of(league, c.task)})" for c in own
+            f"`{c.variant}` on {c.task} by {abs(c.paired.mean):.3g} ({metric_of(league, c.task)})"
+            for c in made
+            if c.paired and c.beyond and c.better == better
         )
-        sentences.append(f"{verb.capitalize()} than plain: {names}." if own else f"None is {verb} than plain.")
-    pairs = min(c.paired.pairs for c in made), max(c.paired.pairs for c in made)
-    count = f"{pairs[0]}" if pairs[0] == pairs[1] else f"{pairs[0]} to {pairs[1]}"
-    unfinished = "Not finished yet. " if any(True for _ in league.wanted(found)) else ""
-    about = f"Of {len(made)} comparisons with plain over {count} seeds, Holm-corrected at {LEVEL:.0%}"
+        sentences.append(f"{verb.capitalize()} than plain: {names}." if names else f"None is {verb} than plain.")
+    if lost := "; ".join(f"`{c.variant}` on {c.task}, {c.diverged} seeds" for c in made if c.diverged):
+        sentences.append(f"Diverged: {lost}.")
+    whole = sum(not c.missing for c in made)
+    unfinished = f"Not finished yet, {whole} of {count} comparisons are. " if any(league.wanted(found)) else ""
+    about = f"Of {count} comparisons with plain over {len(stage.seeds)} seeds, Holm-corrected at {LEVEL:.0%}"
     return f"{unfinished}{about}: {' '.join(sentences)}"
 
 
@@ -118,7 +142,7 @@ def overview(league: League, found: Records, stage: Stage) -> tuple[list[str], l
         "mean rank",
     ]
     rows = []
-    for variant in ranks:
+    for variant in (*ranks, *(v for v in (PLAIN, *league.variants) if v not in ranks)):
         cells = []
         for task in tasks:
             if variant == PLAIN:
@@ -128,81 +152,64 @@ def overview(league: League, found: Records, stage: Stage) -> tuple[list[str], l
             else:
                 cells.append("refused" if league.refused(found, task, variant) else "")
         if any(cells):
-            rows.append([variant, *cells, ranks[variant]])
+            rows.append([variant, *cells, ranks.get(variant, "")])
     return header, rows
 
 
 def cell(comparison: Comparison) -> str:
     paired, mark = comparison.paired, "**" if comparison.beyond else ""
-    return f"{mark}{paired.mean:+.3g} [{paired.low:+.3g}, {paired.high:+.3g}]{mark}"
+    shown = f"{mark}{paired.mean:+.3g} [{paired.low:+.3g}, {paired.high:+.3g}]{mark}" if paired else ""
+    lost = f"{comparison.diverged} diverged" if comparison.diverged else ""
+    return ", ".join(filter(None, (shown, lost)))
 
 
 def details(league: League, found: Records, stage: Stage) -> tuple[list[str], list[list[str]]]:
-    """(header, rows): the tuned learning rate, scores, p-values, and what training took of plain's time."""
+    """(header, rows): the tuned learning rate, scores and p-values."""
     made = {(c.task, c.variant): c for c in comparisons(league, found, stage)}
-    header = [
-        "task",
-        "filter",
-        "learning rate",
-        "seeds",
-        "score",
-        "p (t)",
-        "p (Holm)",
-        "p (sign flips)",
-        "time over plain",
-    ]
+    header = ["task", "filter", "learning rate", "seeds", "score", "p (t)", "p (Holm)", "p (sign flips)"]
     rows = []
     for task in stage.tasks:
-        for variant in (PLAIN, *league.variants):
+        for variant in (PLAIN, *league.playing(found, stage)):
             values = values_of(league, found, task, variant, stage.seeds)
             if not values:
                 continue
-            settings = next(r["settings"] for run, r in found.items() if run[:3] == (task, variant, min(values)))
-            rate = settings["learning_rate" if variant == PLAIN else "filter_lr"]
-            row = [task, f"`{variant}`", f"{rate:g}", f"{len(values)}", mean_and_sd([*values.values()], ".4g")]
+            settings = league.runs_of(found, task, variant, stage.seeds)[min(values)]["settings"]
+            rate = f"{settings[league.tune[variant]]:g}"
+            row = [task, f"`{variant}`", rate, f"{len(values)}", mean_and_sd([*values.values()], ".4g")]
             comparison = made.get((task, variant))
-            p = [comparison.p, comparison.corrected, comparison.paired.p] if comparison else []
-            rows.append([*row, *(f"{x:.3g}" for x in p), *[""] * (3 - len(p)), f"{seconds(found, task, variant):.2f}"])
+            p = [comparison.p, comparison.corrected, comparison.paired.p] if comparison and comparison.paired else []
+            rows.append([*row, *(f"{x:.3g}" for x in p), *[""] * (3 - len(p))])
     return header, rows
 
 
 def tuning(league: League, found: Records) -> tuple[list[str], list[list[str]]]:
-    """(header, rows): the validation score of each learning rate, of plain the model's; bold what is kept."""
+    """(header, rows): the validation score of each learning rate, of the filter's coefficients or, of plain and of
+    filters without them, the model's; bold what is kept."""
     rows = []
     for task in league.tasks:
         for variant in (PLAIN, *league.variants):
             best, cells = league.tuned(found, task, variant), []
-            for rate in league.rates["learning_rate" if variant == PLAIN else "filter_lr"]:
+            for rate in league.rates[league.tune[variant]]:
                 run = Run(task, variant, TUNING_SEED, rate)
                 if "metrics" in (record := found.get(run, {})):
-                    own = record["settings"]["learning_rate" if variant == PLAIN else "filter_lr"]
+                    own = record["settings"][league.tune[variant]]
+                    score = mean_and_sd([value_of(record, league.tuning_metric(task))], ".4g")
                     mark = "**" if rate == best else ""
-                    cells.append(f"{own:g}: {mark}{record['metrics'][league.tuning_metric(task)]:.4g}{mark}")
+                    cells.append(f"{own:g}: {mark}{score}{mark}")
             if cells:
                 rows.append([task, f"`{variant}`", *cells, *[""] * (len(league.rates["filter_lr"]) - len(cells))])
     return ["task", "filter", *(f"rate {i}" for i, _ in enumerate(league.rates["filter_lr"], 1))], rows
 
 
-def seconds(found: Records, task: str, variant: str) -> float:
-    """Median of training over plain's; NaN where plain has no run."""
-    taken = {
-        name: [r["train_seconds"] for run, r in found.items() if run[:2] == (task, name) and "metrics" in r]
-        for name in (PLAIN, variant)
-    }
-    return statistics.median(taken[variant]) / statistics.median(taken[PLAIN]) if all(taken.values()) else math.nan
-
-
 def levels(league: League, found: Records) -> tuple[list[str], list[list[str]]]:
     """(header, rows): how far plain was trained, and what it reaches when it is trained on."""
-    rows = []
+    rows, seeds = [], tuple(seed for stage in league.stages for seed in stage.seeds)
     for task in league.tasks:
-        own = {run: r for run, r in found.items() if run.task == task and "metrics" in r}
-        plain = [r for run, r in own.items() if run.variant == PLAIN and run.seed != TUNING_SEED]
+        plain, longer = (values_of(league, found, task, variant, seeds) for variant in (PLAIN, LONGER))
         if plain:
-            longer = [f"{r['metrics'][league.metric(task)]:.4g}" for run, r in own.items() if run.variant == LONGER]
-            score = mean_and_sd([r["metrics"][league.metric(task)] for r in plain], ".4g")
-            steps = f"{plain[0]['steps']:,}"
-            rows.append([task, metric_of(league, task), steps, score, *(longer or [""])])
+            steps = f"{league.runs_of(found, task, PLAIN, seeds)[min(plain)]['steps']:,}"
+            scores = [mean_and_sd([*values.values()], ".4g") if values else "" for values in (plain, longer)]
+            rows.append([task, metric_of(league, task), steps, *scores])
     return ["task", "metric", "steps", "plain", f"plain, {league.longer} times as long"], rows
 
 

@@ -1,0 +1,42 @@
+"""The records of a league's runs, and the numbers in them."""
+
+import math
+from operator import eq, gt
+from typing import Any, NamedTuple
+
+
+class Run(NamedTuple):
+    """One training: tuning where the seed is 0."""
+
+    task: str
+    variant: str
+    seed: int
+    rate: float  # of the model a factor, of the filter's coefficients the learning rate
+
+
+Records = dict[Run, dict[str, Any]]
+
+
+def by_run(content: dict[str, Any]) -> Records:
+    """The records of a results file."""
+    return {Run(*(record[name] for name in Run._fields)): record for record in content["runs"]}
+
+
+def value_of(record: dict[str, Any], metric: str) -> float:
+    """NaN of a run that diverged. Its loss tells too: a class is predicted even where no logit is a number."""
+    metrics = record.get("metrics", {})
+    loss = metrics.get(f"{metric.partition('/')[0]}/loss", 0.0)
+    return metrics.get(metric, math.nan) if math.isfinite(loss) else math.nan
+
+
+def ranked(scores: dict[str, float]) -> dict[str, float]:
+    """Ranks from 1, of the highest score; those that are level share theirs.
+
+    Example:
+        >>> ranked({"a": 0.5, "b": 0.7, "c": 0.5})
+        {'a': 2.5, 'b': 1.0, 'c': 2.5}
+    """
+    counts = {
+        name: [sum(by(other, own) for other in scores.values()) for by in (gt, eq)] for name, own in scores.items()
+    }
+    return {name: above + (level + 1) / 2 for name, (above, level) in counts.items()}
