@@ -454,14 +454,22 @@ def test_parameters_are_where_the_issue_puts_them():
 # -------------------------------------------------------------------------------------------------------- decoding
 
 
-@pytest.mark.feature("Generation: state of constant size", filter="agf", family="gpt2")
-def test_the_state_has_constant_size():
-    model, cache = patch_model(FAMILIES["gpt2"].build(), "agf", window=2), DynamicCache()
+@pytest.mark.parametrize(
+    "family",
+    ["llama", pytest.param("gpt2", marks=pytest.mark.feature("Generation: state of constant size", filter="agf"))],
+)
+def test_the_state_has_constant_size(family):
+    """In memory too: a slice of the keys keeps all of them."""
+    model, cache = patch_model(FAMILIES[family].build(), "agf", window=2, sinks=2), DynamicCache()
     sizes = []
     for tokens in (3, 1, 20, 1):
         model(torch.randint(5, 99, (2, tokens)), past_key_values=cache)
         layer = cache.layers[0]
-        sizes.append(sum(t.numel() for t in (*layer.kept.values(), layer.keys, layer.values)))
+        kept = {
+            t.untyped_storage().data_ptr(): t.untyped_storage()
+            for t in (*layer.kept.values(), layer.keys, layer.values)
+        }
+        sizes.append(sum(storage.nbytes() for storage in kept.values()))
     assert len(set(sizes)) == 1
     assert cache.get_seq_length() == 25
 

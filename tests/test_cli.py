@@ -172,6 +172,9 @@ def test_convert(cli, text, plain, tmp_path, monkeypatch, ctrl_c):
         (("--budget", "0"), "budget must be a number of tokens"),
         (("--images", tmp_path), "one of --text FILE, --dataset NAME and --images DIR"),
         (("--stage", "attention"), "write NAME=VALUE"),
+        (("--stage", "attention=x"), "--stage attention=x: the share is a number"),
+        (("-o", "budget=3"), "--option budget: options are of the filter"),
+        (("--dtype", "bfloat16", "--train", "all"), "load the model in float32"),
         (("--lr", "nan"), "--lr must be a positive number"),
         (("-f", "gfsa"), "is a function of the attention matrix"),
     ):

@@ -1,5 +1,6 @@
 """Conversion: what it changes, measures, keeps on disk, and refuses."""
 
+import copy
 import json
 import math
 import sys
@@ -7,19 +8,26 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.data_loader import prepare_data_loader
 from models import FAMILIES, realigned
 from processes import run_two
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BartModel,
+    BertForPreTraining,
+    BertForQuestionAnswering,
     BertModel,
     BertTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForTokenClassification,
     MistralConfig,
     MistralModel,
+    OPTConfig,
+    OPTForCausalLM,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -37,9 +45,10 @@ from hf_graphfilter.conversion import (
     text_batches,
 )
 from hf_graphfilter.conversion.choice import least_sensitive
+from hf_graphfilter.conversion.quality import compare
 from hf_graphfilter.conversion.speed import taken_in_turn
 from hf_graphfilter.filters.attached import filters_of
-from hf_graphfilter.training.transfer.objectives import errors_by_context, filter_errors
+from hf_graphfilter.training.transfer.objectives import DISTANCES, errors_by_context, filter_errors
 from hf_graphfilter.training.transfer.run import StageRun
 
 LLAMA = LlamaConfig(
@@ -234,6 +243,152 @@ def test_gradient_checkpointing_changes_no_result():
     second = run(again, **few, gradient_checkpointing=True)
     assert not any(getattr(module, "gradient_checkpointing", False) for module in again.modules())
     assert second.after == pytest.approx(first.after, rel=1e-3)
+
+
+def test_gradient_checkpointing_lets_no_layer_drop_out():
+    """Those of BART and OPT look at their own training flag, which checkpointing sets."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 90, "hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 16}
+    model = OPTForCausalLM(OPTConfig(**shape, num_hidden_layers=2, num_attention_heads=2, dropout=0.5)).eval()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # its later name
+    plain = copy.deepcopy(model)
+    few = {"budget": 300, "evaluations": 2}
+    first, second = run(plain, **few), run(model, **few, gradient_checkpointing=True)
+    assert second.stages["logits"].history[0][1] == pytest.approx(first.stages["logits"].history[0][1], rel=1e-3)
+    assert second["divergence"].converted == pytest.approx(first["divergence"].converted, rel=0.05)
+    assert {layer.dropout for layer in model.model.decoder.layers} == {0.5}
+    assert all(layer.gradient_checkpointing for layer in model.model.decoder.layers), "as it was"
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_rows_to_measure_on_are_never_trained_on(prepared):
+    rows = [{"input_ids": ids} for batch in texts(20) for ids in batch["input_ids"]]
+    shown = []
+
+    def collate(picked):
+        shown.append({tuple(row["input_ids"].tolist()) for row in picked})
+        return {"input_ids": torch.stack([row["input_ids"] for row in picked])}
+
+    loader = torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True, collate_fn=collate)
+    if prepared:  # as the Trainer has it
+        loader = prepare_data_loader(loader, device=torch.device("cpu"), num_processes=1, process_index=0)
+    run(bert(), loader, budget=4000, holdout=3)
+    held, trained = set.union(*shown[:3]), set.union(*shown[3:])
+    assert len(held) == 12
+    assert not held & trained
+    assert len(trained) == 68, "all others"
+    batched = torch.utils.data.DataLoader(rows, batch_sampler=[[0, 1]], collate_fn=collate)
+    with pytest.raises(GraphFilterError, match=r"may show the first 3 batches again later \(list\).*give holdout="):
+        run(bert(), batched, holdout=3)
+    run(bert(), batched, holdout=texts(2))
+
+
+def test_progress_is_of_one_model_and_one_set_of_texts(tmp_path):
+    options = {"checkpoint": tmp_path, "budget": 300, "evaluations": 2}
+    run(bert(), **options)
+    other = bert()
+    other.encoder.layer[0].output.dense.weight.data[0] += 1
+    with pytest.raises(GraphFilterError, match=r"progress of another transfer \(model differ"):
+        run(other, **options)
+    assert not list(filters_of(other))
+    with pytest.raises(GraphFilterError, match=r"\(held out differ"):
+        run(bert(), texts(tokens=20), **options)
+
+
+@pytest.mark.parametrize("model_class", [BertForQuestionAnswering, BertForPreTraining, LlamaForTokenClassification])
+def test_models_without_a_language_model_s_head(model_class):
+    torch.manual_seed(0)
+    config = LLAMA if model_class is LlamaForTokenClassification else FAMILIES["bert"].config
+    report = run(model_class(copy.deepcopy(config)), budget=500, evaluations=2)
+    names = {measure.name for measure in report.measures}
+    assert names == ({"agreement", "divergence"} if "Token" in model_class.__name__ else {"cosine", "rank correlation"})
+
+
+def test_models_that_give_nothing_to_compare_are_refused_before_any_work():
+    model = FAMILIES["clip"].build()
+    before = weights(model)
+    with pytest.raises(GraphFilterError, match=r"neither logits nor hidden states.*convert one of its parts"):
+        run(model, [FAMILIES["clip"].inputs() for _ in range(4)])
+    assert weights(model).keys() == before.keys()
+
+
+def test_an_iterator_may_end_before_the_last_stage():
+    report = run(llama(), iter(texts(6)), budget=2000)
+    assert report.stages["attention"].stopped.startswith("the batches ended")
+    assert report.stages["logits"].steps == 0
+
+
+def test_maps_are_compared_class_by_class():
+    torch.manual_seed(0)
+    draw = torch.randn(2, 6, 4, 5)
+    shifted = draw.clone()
+    shifted[:, 2] += 100
+    found = compare(lambda **_: {"logits": shifted}, lambda batch: {"logits": draw}, [{}], False)
+    assert found["agreement"]["converted"] == pytest.approx((draw.argmax(1) == 2).double().mean().item())
+    assert DISTANCES["logits"]({"logits": shifted}, {"logits": draw}, {}) > 1
+
+
+def test_padding_of_each_stack_is_left_out_by_its_own_mask():
+    draw = torch.randn(2, 2, 5, 7)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    batch = {"input_ids": mask, "attention_mask": torch.ones(2, 5), "decoder_input_ids": mask} | {
+        "decoder_attention_mask": mask
+    }
+    wanted, other = draw[0], torch.where(mask[..., None].bool(), draw[0], draw[1])
+    assert DISTANCES["logits"]({"logits": other}, {"logits": wanted}, batch) == pytest.approx(0, abs=1e-6)
+    states = [{f"{stack}_hidden_states": (x,) for stack in ("encoder", "decoder")} for x in (other, wanted)]
+    only_encoder = DISTANCES["hidden"](*states, batch)
+    assert only_encoder == pytest.approx(
+        0.5 * ((other - wanted).square().sum() / wanted.square().sum()).item(), rel=1e-5
+    )
+
+
+def test_stacks_of_different_lengths_are_both_measured_by_context():
+    draw = torch.Generator().manual_seed(1)
+    data = [
+        {
+            "input_ids": torch.randint(3, 90, (2, 40), generator=draw),
+            "decoder_input_ids": torch.randint(3, 90, (2, 20), generator=draw),
+        }
+        for _ in range(6)
+    ]
+    torch.manual_seed(0)
+    report = run(BartModel(FAMILIES["bart"].config), data, budget=500, evaluations=2, window=4)
+    assert {*report.by_context} == {"1 to 16", "17 to 32", "33 to 64"}
+    assert report.tokens >= 500
+
+
+def test_sounds_are_counted_by_the_tokens_that_attention_sees():
+    family = FAMILIES["wav2vec2"]
+    sounds = [{"input_values": torch.randn(2, 2000)} for _ in range(6)]
+    model = family.build()
+    seen = model(**sounds[0], output_hidden_states=True).hidden_states[-1].shape[1]
+    report = run(model, sounds, budget=5 * 2 * seen, stages={"attention": 1}, window=4)
+    assert (report.tokens, report.stages["attention"].steps) == (5 * 2 * seen, 5)
+
+
+@pytest.mark.parametrize("K", [0, 2])
+def test_half_precision_is_measured_as_it_is_saved(K):
+    model = bert().to(torch.bfloat16)
+    report = run(model, K=K)
+    modules = dict(filters_of(model))
+    assert {p.dtype for f in modules.values() for n, p in f.named_parameters() if "theta" not in n} == {torch.bfloat16}
+    with torch.no_grad():
+        for graph_filter in modules.values():
+            graph_filter.float()
+        held = [{**batch, "use_cache": False} for batch in texts()[:2]]
+        assert filter_errors(model, modules, held) == pytest.approx(report.after, rel=1e-6)
+
+
+def test_gradients_under_autocast_are_those_of_the_ordinary_training(monkeypatch):
+    seen = []
+    backward = torch.Tensor.backward
+    monkeypatch.setattr(
+        torch.Tensor, "backward", lambda *a, **k: (seen.append(torch.is_autocast_enabled("cpu")), backward(*a, **k))
+    )
+    run(llama(), precision="bf16", budget=300, evaluations=2)
+    assert seen
+    assert not any(seen), "the trainer of accelerate leaves autocast before"
 
 
 def test_a_small_budget_is_not_spent_on_measuring():

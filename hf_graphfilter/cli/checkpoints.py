@@ -62,7 +62,11 @@ def load_config(source: str, patched: bool = False) -> PreTrainedConfig:
 
 
 def load(
-    source: str, auto_class: str | None, patched: bool = False, make: Callable[[Any], Any] = lambda model: model
+    source: str,
+    auto_class: str | None,
+    patched: bool = False,
+    make: Callable[[Any], Any] = lambda model: model,
+    dtype: str | None = None,
 ) -> Any:
     """``make(model)`` of a checkpoint, tried without the weights first, since these may take long to come."""
     import transformers
@@ -88,7 +92,7 @@ def load(
         finally:
             logging.set_verbosity(verbosity)
     with _loading(source):
-        return make(model_class.from_pretrained(source))
+        return make(model_class.from_pretrained(source, **({"dtype": dtype} if dtype else {})))
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 import sys
 from pathlib import Path
@@ -54,6 +55,10 @@ def convert(
     ] = None,
     holdout: Annotated[int, typer.Option("--holdout", min=1, help="Batches to measure on.")] = 32,
     lr: Annotated[float | None, typer.Option("--lr", help="Of the first stage.")] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option("--dtype", help="Of the weights; the checkpoint's if not given."),
+    ] = None,
     precision: Annotated[Literal["bf16"] | None, typer.Option("--precision", help="Compute in it.")] = None,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Less memory, more time.")
@@ -79,6 +84,11 @@ def convert(
     chosen = layers if layers and layers.startswith("auto") else parse_layers(layers)
     if lr is not None and not 0 < lr < float("inf"):
         raise GraphFilterError(f"--lr must be a positive number, got {lr}")
+    shares, of_filter = parse_options(stages or []), parse_options(options or [])
+    if wrong := [f"{k}={v}" for k, v in shares.items() if not isinstance(v, (int, float))]:
+        raise GraphFilterError(f"--stage {wrong[0]}: the share is a number, for instance attention=0.7")
+    if taken := [name for name in of_filter if name in inspect.signature(converted).parameters]:
+        raise GraphFilterError(f"--option {taken[0]}: options are of the filter; see convert --help for the others")
     check_output(output, source)
     if images is None:
         texts = column_of(dataset, configuration, split, column) if dataset else lines_of(text or [])
@@ -87,7 +97,7 @@ def convert(
         config = load_config(source)
         size, patch = getattr(config, "image_size", 224), getattr(config, "patch_size", 16)
         batches = Images(source, images, max(1, (batch or length) // (size // patch) ** 2))
-    model, first = _placed(load(source, auto_class))
+    model, first = _placed(load(source, auto_class, dtype=dtype))
     progress = output / PROGRESS
     try:
         report = converted(
@@ -95,7 +105,7 @@ def convert(
             batches,
             filter,
             budget=budget,
-            stages={k: float(v) for k, v in parse_options(stages).items()} if stages else None,
+            stages=shares or None,
             train=train,
             layers=chosen,
             stack=stack,
@@ -105,7 +115,7 @@ def convert(
             gradient_checkpointing=gradient_checkpointing,
             checkpoint=progress,
             progress=first,
-            **parse_options(options or []),
+            **of_filter,
         )
     except KeyboardInterrupt:
         kept = f"progress is kept in {progress}, the same command goes on" if progress.is_dir() else "nothing was kept"

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import GraphFilterError, shown
@@ -21,7 +22,7 @@ from ..filters.registry import get_filter, nearest
 from ..hosts import encoder_of, host_of
 from ..patching import patch_model, unpatch_model
 from ..selection import Layers
-from ..training.transfer.batches import repeated, set_aside
+from ..training.transfer.batches import apart, one_pass, repeated, set_aside
 from ..training.transfer.call import only_filters
 from ..training.transfer.run import filter_groups
 from .choice import least_sensitive, parse_share
@@ -85,10 +86,12 @@ def convert(
             original's); ``"task"``: the loss that the model itself gives for batches with labels. If not given, 0.7 of
             ``"attention"`` and 0.3 of ``"logits"``, or of ``"hidden"`` where the model gives no logits.
         train: what the stages after ``"attention"`` train: the ``"filters"``; these and low-rank adapters of the
-            attention's projections, ``"lora"``, which are merged into the weights at the end; or ``"all"`` weights.
+            attention's projections, ``"lora"``, which are merged into the weights at the end (those of a model in half
+            precision round what is merged); or ``"all"`` weights.
         layers, stack: as for ``patch_model``; ``"auto:75%"`` keeps three quarters of the layers as filters and gives
             the others, where the filter costs most, their attention back after the first stage.
-        holdout: batches to measure on: how many to set aside from the start of ``data``, or the batches.
+        holdout: batches to measure on: how many to set aside from the start of ``data``, or the batches. Of a
+            ``DataLoader`` that shuffles, as many rows are set aside.
         rates: learning rates.
         rank: of the adapters.
         precision: ``"bf16"`` computes under autocast.
@@ -134,19 +137,22 @@ def convert(
         raise GraphFilterError(f"{type(model).__name__} does not support gradient checkpointing: leave it out")
     started, labels = time.monotonic(), "task" in shares
     causal = all(site.causal for site in host_of(model).find(model)[0])
+    data, holdout = apart(data, holdout)
     held, skip = set_aside(model, data, holdout, labels)
+    batches = partial(repeated, model, data, skip, labels)
+    fitted_to = {"model": _mark(model.state_dict().values()), "held out": _mark(x for b in held for x in b.values())}
     patch_model(model, config, layers=None if share is not None else layers, stack=stack)  # type: ignore[arg-type]
     sensitivity: dict[str, float] = {}
     try:
         modules = dict(filters_of(model))
         with only_filters(model, modules):
-            ends_in = checked(model, modules, held[0], shares)
+            ends_in = checked(model, modules, held[0], shares, causal)
         shares = shares or {"attention": 0.7, ends_in: 0.3}
         run = Conversion(
             model=model,
             modules=modules,
             held=held,
-            batches=partial(repeated, model, data, skip, labels),
+            batches=one_pass(batches()) if isinstance(data, Iterator) else batches,
             tokens=_tokens(shares, budget),
             evaluations=evaluations,
             precision=precision,
@@ -154,6 +160,7 @@ def convert(
             progress=progress,
             ends_in=ends_in,
             settings={
+                **fitted_to,
                 "filter": config.to_dict(),
                 "modules": sorted(modules),
                 "share": share,
@@ -170,12 +177,15 @@ def convert(
                 sensitivity = run.sensitivity()
         if share is not None:
             run.modules = modules = _keep(model, config, modules, least_sensitive(sensitivity, share))
+        kept_in = [(p, p.dtype) for graph_filter in modules.values() for p in graph_filter.parameters()]
         with only_filters(model, modules), trained(model, modules, train, rank) as weights:
             groups = filter_groups(modules, rates.end_to_end, rates.end_to_end * rates.coefficients)
             if weights.parameters:
                 groups.append((weights.parameters, rates.weights))
             with recomputed(model, gradient_checkpointing):
                 run.end_to_end(groups, weights.original)
+            for parameter, dtype in kept_in:  # half precision rounds what was fitted in float32
+                parameter.data.copy_(parameter.data.to(dtype))
             report = run.measured(weights.original, causal)
     except BaseException:
         unpatch_model(model)
@@ -216,6 +226,15 @@ def _shares(stages: Mapping[str, float] | None, budget: int) -> dict[str, float]
     if list(stages) != sorted(stages, key=STAGES.index):
         raise GraphFilterError(f"stages come in the order {', '.join(STAGES)}, got {', '.join(stages)}")
     return dict(stages)
+
+
+def _mark(values: Iterable[Any]) -> str:
+    """By which a model, or batches, are known again: a hash of some numbers of each tensor."""
+    found = hashlib.sha256()
+    for x in values:
+        if isinstance(x, Tensor):
+            found.update(repr((x.dtype, x.shape, x.detach().flatten()[:: max(1, x.numel() // 16)].tolist())).encode())
+    return found.hexdigest()
 
 
 def _tokens(shares: dict[str, float], budget: int) -> dict[str, int]:

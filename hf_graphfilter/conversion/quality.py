@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..errors import GraphFilterError
 from ..filters import GraphFilter
-from ..training.transfer.objectives import Batch, Original, Outputs
+from ..training.transfer.objectives import Batch, Original, Outputs, logits_of, mask_of, mask_of_logits
 
 LOWER_IS_BETTER = ("perplexity", "divergence")
 
@@ -26,10 +28,12 @@ def compare(model: nn.Module, original: Original, batches: list[Batch], causal: 
     """
     sums: dict[str, Tensor] = {}
     embedded: dict[str, list[Tensor]] = {"original": [], "converted": []}
+    config: Any = getattr(model, "config", None)
+    vocabulary = getattr(config.get_text_config(), "vocab_size", math.inf) if config is not None else math.inf
     for batch in batches:
-        pair = {"original": original(batch), "converted": model(**batch)}
+        pair = {"original": original(batch), "converted": model(**batch, output_hidden_states=True)}
         if "logits" in pair["original"]:
-            for name, value in _of_logits(pair, batch, causal).items():
+            for name, value in _of_logits(pair, batch, vocabulary if causal else math.inf).items():
                 sums[name] = sums.get(name, 0) + value
         else:
             for which, outputs in pair.items():
@@ -47,9 +51,9 @@ def compare(model: nn.Module, original: Original, batches: list[Batch], causal: 
     return found
 
 
-def _of_logits(pair: Mapping[str, Outputs], batch: Batch, causal: bool) -> dict[str, Tensor]:
-    w, f = (outputs["logits"].float() for outputs in pair.values())
-    mask = batch.get("decoder_attention_mask" if "decoder_input_ids" in batch else "attention_mask")
+def _of_logits(pair: Mapping[str, Outputs], batch: Batch, vocabulary: float) -> dict[str, Tensor]:
+    w, f = (logits_of(outputs) for outputs in pair.values())
+    mask = mask_of_logits(batch)
     there = torch.ones(w.shape[:-1], device=w.device) if mask is None or mask.shape != w.shape[:-1] else mask.float()
     likely = w.log_softmax(-1)
     divergence = (likely.exp() * (likely - f.log_softmax(-1))).sum(-1)
@@ -59,7 +63,7 @@ def _of_logits(pair: Mapping[str, Outputs], batch: Batch, causal: bool) -> dict[
         "divergence": (divergence * there).sum(),
     }
     ids = batch.get("input_ids")
-    if causal and ids is not None and w.shape[:-1] == ids.shape:
+    if ids is not None and w.shape[:-1] == ids.shape and w.shape[-1] >= vocabulary:  # of a token, and no class
         shown = there[:, 1:] * there[:, :-1]
         sums["predicted"] = shown.sum()
         for which, logits in (("original", w), ("converted", f)):
@@ -69,9 +73,16 @@ def _of_logits(pair: Mapping[str, Outputs], batch: Batch, causal: bool) -> dict[
 
 
 def _embeddings(outputs: Outputs, batch: Batch) -> Tensor:
-    last = outputs["last_hidden_state"].float()
+    states = outputs.get("hidden_states") or outputs.get("decoder_hidden_states") or [None]
+    last = outputs.get("last_hidden_state", states[-1])
+    if last is None:
+        raise GraphFilterError(
+            f"the model gives neither logits nor hidden states to compare (but {', '.join(outputs)}): convert one of "
+            "its parts by itself"
+        )
+    last = last.float()
     last = last.flatten(2).mT if last.dim() == 4 else last  # of feature maps
-    mask = batch.get("attention_mask")
+    mask = mask_of(batch, "decoder" if "decoder_hidden_states" in outputs else "")
     if mask is None or mask.shape != last.shape[:2]:
         return last.mean(1).cpu()
     there = mask[..., None].float()

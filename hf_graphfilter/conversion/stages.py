@@ -19,10 +19,12 @@ from ..analysis.branches import without
 from ..errors import GraphFilterError
 from ..filters import GraphFilter
 from ..training.transfer.objectives import (
+    DISTANCES,
     Batch,
     Original,
     Squares,
     attending,
+    backward,
     errors_by_context,
     filter_errors,
     fit_end_to_end,
@@ -111,8 +113,7 @@ class Conversion:
 
     def _task(self, batch: Batch) -> dict[str, float]:
         loss = _task_loss(self.model(**batch))
-        if loss.requires_grad:
-            loss.backward()
+        backward(loss)
         return {"loss": loss.item()}
 
     def _fit(
@@ -144,20 +145,30 @@ class Conversion:
         return within
 
     def size(self, batch: Batch) -> int:
-        """Tokens of a batch, without padding."""
-        mask = batch.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.dim() == 2:
-            count = int(mask.sum())
+        """Tokens of a batch, without padding; of images and sounds those that attention sees."""
+        mask, ids = batch.get("attention_mask"), batch.get("input_ids")
+        there = int(mask.sum()) if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        given = ids if ids is not None else next(x for x in batch.values() if isinstance(x, Tensor))
+        if ids is None and given.dim() == 2:  # a sound, and its mask, are longer than its tokens
+            count = round((given.numel() if there is None else there) * self.tokens_of_one / self.numbers_of_one)
+        elif there is not None:
+            count = there
         else:
-            given = next(x for x in batch.values() if isinstance(x, Tensor))
             count = given.numel() if given.dim() == 2 else len(given) * self.tokens_of_one
-        decoder = batch.get("decoder_input_ids")
-        return count + (0 if decoder is None else decoder.numel())
+        decoder, mask = batch.get("decoder_input_ids"), batch.get("decoder_attention_mask")
+        return count + (0 if decoder is None else decoder.numel() if mask is None else int(mask.sum()))
 
     @cached_property
     def tokens_of_one(self) -> int:
-        """That attention sees of an image."""
+        """That attention sees of an image, or of the longest sound of a batch."""
         return self._longest(self.held[:1])
+
+    @cached_property
+    def numbers_of_one(self) -> int:
+        """Of which that sound is made."""
+        mask = self.held[0].get("attention_mask")
+        given = next(x for x in self.held[0].values() if isinstance(x, Tensor))
+        return int(given.shape[-1] if mask is None else mask.sum(-1).max())
 
     def _longest(self, batches: Iterable[Batch]) -> int:
         """The most tokens that a token of theirs sees in a converted module."""
@@ -180,7 +191,9 @@ class Conversion:
     def _measured(self, original: Original, causal: bool) -> ConversionReport:
         after, by_context = errors_by_context(self.model, self.modules, self.held, BOUNDS)
         labels = [f"{low + 1} to {high}" for low, high in itertools.pairwise([0, *BOUNDS])] + [f"over {BOUNDS[-1]}"]
-        contexts = {label: mean(of) for label, of in zip(labels, by_context, strict=True)}
+        # the stacks of a model differ in length
+        seen = ({name: error for name, error in of.items() if not math.isnan(error)} for of in by_context)
+        contexts = {label: mean(of) for label, of in zip(labels, seen, strict=True) if of}
         quality = compare(self.model, original, self.held, causal)
         errors = {"": mean(after)}
         switched: dict[str, dict[str, dict[str, float]]] = {}
@@ -191,7 +204,7 @@ class Conversion:
         return ConversionReport(
             before=self.before,
             after=after,
-            by_context={label: error for label, error in contexts.items() if not math.isnan(error)},
+            by_context=contexts,
             measures=[
                 Measure(name, **of, without={part: found[name]["converted"] for part, found in switched.items()})
                 for name, of in quality.items()
@@ -201,13 +214,16 @@ class Conversion:
         )
 
 
-def checked(model: nn.Module, modules: dict[str, GraphFilter], batch: Batch, stages: Iterable[str]) -> str:
+def checked(
+    model: nn.Module, modules: dict[str, GraphFilter], batch: Batch, stages: Iterable[str], causal: bool
+) -> str:
     """By what the model's outputs are compared, ``"logits"`` or ``"hidden"``; before any long work.
 
     Raises:
-        GraphFilterError: the original gives NaN, or not what one of the stages needs.
+        GraphFilterError: the original gives NaN, or not what one of the stages or the final measures need.
     """
-    outputs = original_of(model, modules)(batch)
+    original = original_of(model, modules)
+    outputs = original(batch)
     last = outputs.get("logits", next(iter(outputs.values())))
     if not last.isfinite().all():
         raise GraphFilterError(
@@ -218,7 +234,12 @@ def checked(model: nn.Module, modules: dict[str, GraphFilter], batch: Batch, sta
         raise GraphFilterError(f"the stage 'logits' needs logits, and {type(model).__name__} gives none: use 'hidden'")
     if "task" in stages:
         _task_loss(outputs)
-    return "logits" if "logits" in outputs else "hidden"
+    ends_in = "logits" if "logits" in outputs else "hidden"
+    with torch.no_grad():  # what would end the last stage after all the others
+        compare(model, original, [batch], causal)
+        for stage in {ends_in, *stages} & {*DISTANCES}:
+            fit_end_to_end(model, original, stage, batch)
+    return ends_in
 
 
 def _task_loss(outputs: Any) -> Tensor:
@@ -234,14 +255,22 @@ def recomputed(model: Any, wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
+    later = hasattr(type(model), "is_activation_checkpointing")  # its later name
+    earlier = model.is_activation_checkpointing if later else model.is_gradient_checkpointing
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # its later name
     enable({"use_reentrant": False})
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    rates = [(layer, k, v) for layer in layers for k, v in vars(layer).items() if "drop" in k and isinstance(v, float)]
     for layer in layers:
         layer.training = True  # its parts are not
+    for layer, name, _ in rates:
+        setattr(layer, name, 0.0)  # BART's layers drop out by themselves
     try:
         yield
     finally:
-        getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
+        if not earlier:
+            getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
         for layer in layers:
             layer.training = False
+        for layer, name, rate in rates:
+            setattr(layer, name, rate)

@@ -106,7 +106,8 @@ class AGF(ReplacingFilter):
             )
         key, value = (repeat_heads(x[:, :, -tokens:], heads) for x in (shift.key, value))
         assert shift.hidden is not None
-        hidden = shift.hidden if self.sigma is None else in_dtype_of(self.sigma, shift.hidden)
+        made_of = self.correct_u if self.sigma is None else self.sigma
+        hidden = shift.hidden if made_of is None else in_dtype_of(made_of, shift.hidden)
         u, v = shift.query, key
         if self.correct_u is not None and self.correct_v is not None:
             u, v = u + self._split(self.correct_u(hidden)), v + self._split(self.correct_v(hidden))

@@ -135,8 +135,9 @@ class ReplacingFilter(GraphFilter):
                 count = count + state["count"]
                 key, value = (torch.cat([state[n], x], 2) for n, x in (("near_key", key), ("near_value", value)))
                 there = torch.cat([state["near"], there], 1)
-            state.update(count=count[:, -1:], near=there[:, -window:])
-            state.update(near_key=key[:, :, -window:], near_value=value[:, :, -window:])
+            kept = {"count": count[:, -1:], "near": there[:, -window:]}
+            kept |= {"near_key": key[:, :, -window:], "near_value": value[:, :, -window:]}
+            state.update({name: x.clone() for name, x in kept.items()})  # a slice would hold the whole context
         near, mass = attend_nearby(shift.query, key, value, window, shift.scaling, causal, there)
         if self.config.sinks:
             rows = there[:, -tokens:], key[:, :, -tokens:], value[:, :, -tokens:]

@@ -191,8 +191,8 @@ class StateLayer(KeyedStateLayer):
         self.announced = False
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            # what other code reads of a cache: batch, heads, features, of zero tokens
-            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+            # what other code reads of a cache: batch, heads, features, of zero tokens; a slice would hold all of them
+            self.keys, self.values = (x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (key_states, value_states))
         self.length += key_states.shape[-2]
         return key_states, value_states
 

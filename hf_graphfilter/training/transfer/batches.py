@@ -3,17 +3,44 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, islice
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset
 
 from ...errors import GraphFilterError
 from .objectives import Batch
 from .processes import process
 
 LABELS = ("labels", "label", "label_ids", "start_positions", "end_positions", "next_sentence_label")
+
+
+def apart(data: Iterable[Any], holdout: int | Iterable[Any]) -> tuple[Iterable[Any], int | Iterable[Any]]:
+    """(data, what to measure on) of a ``DataLoader`` that shuffles, by rows: the batches at the start of one pass come
+    again among all others in the next. All else is left as it is.
+
+    Raises:
+        GraphFilterError: it has no rows that could be told apart.
+    """
+    if not isinstance(holdout, int) or not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset):
+        return data, holdout
+    batched = data.batch_sampler  # accelerate's loaders tell no other sampler
+    if type(batched) is BatchSampler and isinstance(batched.sampler, SequentialSampler):
+        return data, holdout
+    size = getattr(batched, "batch_size", None)
+    if not size or not hasattr(data.dataset, "__len__"):
+        raise GraphFilterError(
+            f"this DataLoader may show the first {holdout} batches again later ({type(batched).__name__}), "
+            "where they would be trained on: give holdout= as batches of other rows"
+        )
+    order = torch.Generator().manual_seed(0)  # the same in all processes, which share the batches
+    rows = torch.randperm(len(data.dataset), generator=order).tolist()
+    options: dict[str, Any] = {"batch_size": size, "collate_fn": data.collate_fn, "num_workers": data.num_workers}
+    held, rest = (Subset(data.dataset, part) for part in (rows[: holdout * size], rows[holdout * size :]))
+    return DataLoader(rest, shuffle=True, generator=order, **options), list(DataLoader(held, **options))
 
 
 def set_aside(
@@ -37,6 +64,13 @@ def repeated(model: nn.Module, dataloader: Iterable[Any], skip: int, labels: boo
             yield inputs_of(model, batch, labels)
         if empty:
             raise GraphFilterError("the dataloader yields no batch that is not held out (or is exhausted)")
+
+
+def one_pass(batches: Iterator[Batch]) -> Callable[[], Iterator[Batch]]:
+    """The same iterator for every stage: those that come after its end have nothing left."""
+    first = next(batches)  # or the error that there is none
+    rest = chain([first], batches)
+    return lambda: rest
 
 
 def inputs_of(model: nn.Module, batch: Any, labels: bool) -> Batch:

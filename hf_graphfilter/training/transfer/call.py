@@ -15,7 +15,7 @@ from torch import nn
 from ...errors import GraphFilterError
 from ...filters import GraphFilter
 from ...filters.attached import filters_of
-from .batches import repeated, set_aside
+from .batches import apart, repeated, set_aside
 from .objectives import DISTANCES, filter_errors, fit_end_to_end, mean_loss, original_of, regress
 from .report import TransferReport, mean
 from .run import Checkpoint, Stage, StageRun, filter_groups
@@ -55,7 +55,8 @@ def transfer_attention(
         end_to_end: ``"hidden"`` (relative squared error, mean over the hidden states of all layers) or ``"logits"``
             (Kullback-Leibler divergence); ``None`` leaves the second stage out.
         end_to_end_steps, end_to_end_lr: of the second stage; ``None`` for a quarter of ``steps``.
-        holdout: batches to measure on: how many to set aside from the start of ``dataloader``, or the batches.
+        holdout: batches to measure on: how many to set aside from the start of ``dataloader``, or the batches. Of a
+            ``DataLoader`` that shuffles, as many rows are set aside.
         eval_every: steps between measurements.
         patience: stop a stage after so many measurements without improvement (of 0.1 %); ``None`` never.
         checkpoint: a directory that keeps the progress at every measurement; a later call with the same settings goes
@@ -89,6 +90,7 @@ def transfer_attention(
     if steps < (end_to_end is None) or eval_every < 1:
         raise GraphFilterError(f"steps and eval_every must be >= 1, got {steps} and {eval_every}")
     modules = dict(filters_of(model, required=True))
+    dataloader, holdout = apart(dataloader, holdout)
     held, skip = set_aside(model, dataloader, holdout)
     started = time.monotonic()
     with only_filters(model, modules):

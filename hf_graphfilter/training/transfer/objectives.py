@@ -34,7 +34,7 @@ class Squares(NamedTuple):
 
 
 Original = Callable[[Batch], Outputs]
-Distance = Callable[[Outputs, Outputs, Tensor | None], Tensor]
+Distance = Callable[[Outputs, Outputs, Batch], Tensor]
 
 
 @contextlib.contextmanager
@@ -77,8 +77,7 @@ def regress(model: nn.Module, modules: dict[str, GraphFilter], batch: Batch) -> 
 
     def observe(name: str, squares: Squares) -> None:
         loss = squares.error.sum() / squares.wanted.sum().clamp(min=1e-12)
-        if loss.requires_grad:
-            loss.backward()
+        backward(loss)
         losses[name] = loss.detach()
 
     with torch.no_grad(), attending(modules, observe, fit=True):
@@ -128,10 +127,32 @@ def original_of(model: nn.Module, modules: dict[str, GraphFilter]) -> Original:
 def fit_end_to_end(model: nn.Module, original: Original, of: str, batch: Batch) -> dict[str, float]:
     """One batch: the model with its filters against the model with its attention."""
     wanted = original(batch)
-    loss = DISTANCES[of](model(**batch, output_hidden_states=True), wanted, batch.get("attention_mask"))
-    if loss.requires_grad:
-        loss.backward()
+    loss = DISTANCES[of](model(**batch, output_hidden_states=True), wanted, batch)
+    backward(loss)
     return {"loss": loss.item()}
+
+
+def backward(loss: Tensor) -> None:
+    """The gradients, if it has any; without autocast, under which backward passes in float32 would be narrowed too."""
+    if loss.requires_grad:
+        with torch.autocast(loss.device.type, enabled=False):
+            loss.backward()
+
+
+def mask_of(batch: Batch, stack: str) -> Tensor | None:
+    """What of the tokens of a stack (``"encoder"``, ``"decoder"``, or ``""``, the only one) is there."""
+    mask: Tensor | None = batch.get("decoder_attention_mask" if stack == "decoder" else "attention_mask")
+    return mask
+
+
+def logits_of(outputs: Outputs) -> Tensor:
+    """(..., classes), float32; those of a map, (batch, classes, height, width), with the classes last."""
+    logits: Tensor = outputs["logits"].float()
+    return logits.movedim(1, -1) if logits.dim() == 4 else logits
+
+
+def mask_of_logits(batch: Batch) -> Tensor | None:
+    return mask_of(batch, "decoder" if "decoder_input_ids" in batch else "")
 
 
 @torch.no_grad()
@@ -139,24 +160,29 @@ def mean_loss(fit: Callable[[Batch], dict[str, float]], batches: list[Batch]) ->
     return sum(fit(batch)["loss"] for batch in batches) / len(batches)
 
 
-def _hidden_distance(output: Outputs, wanted: Outputs, mask: Tensor | None) -> Tensor:
-    names = [f"{stack}hidden_states" for stack in ("", "encoder_", "decoder_")]
-    pairs = [pair for n in names if output.get(n) is not None for pair in zip(output[n], wanted[n], strict=True)]
+def _hidden_distance(output: Outputs, wanted: Outputs, batch: Batch) -> Tensor:
+    pairs = []
+    for stack in ("", "encoder", "decoder"):
+        name = f"{stack}_hidden_states" if stack else "hidden_states"
+        if output.get(name) is not None:
+            pairs += [(f, w, mask_of(batch, stack)) for f, w in zip(output[name], wanted[name], strict=True)]
     if not pairs:
-        raise GraphFilterError("end_to_end='hidden': the model returns no hidden states; use 'logits'")
+        raise GraphFilterError(
+            "the model returns no hidden states to compare: fit its logits instead, or one of its parts by itself"
+        )
     losses = []
-    for f, w in pairs:
+    for f, w, mask in pairs:
         f, w = f.float(), w.float()
         there = mask[..., None].to(f.dtype) if mask is not None and mask.shape == f.shape[:2] else 1
         losses.append(((f - w) * there).square().sum() / (w * there).square().sum().clamp(min=1e-12))
     return torch.stack(losses).mean()
 
 
-def _logits_distance(output: Outputs, wanted: Outputs, mask: Tensor | None) -> Tensor:
+def _logits_distance(output: Outputs, wanted: Outputs, batch: Batch) -> Tensor:
     if "logits" not in output:
         raise GraphFilterError("end_to_end='logits': the model returns no logits; use 'hidden'")
-    f, w = (x["logits"].float().log_softmax(-1) for x in (output, wanted))
-    divergence = (w.exp() * (w - f)).sum(-1)
+    f, w = (logits_of(x).log_softmax(-1) for x in (output, wanted))
+    divergence, mask = (w.exp() * (w - f)).sum(-1), mask_of_logits(batch)
     if mask is not None and mask.shape == divergence.shape:
         return (divergence * mask).sum() / mask.sum()
     return divergence.mean()

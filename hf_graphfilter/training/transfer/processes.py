@@ -29,6 +29,17 @@ def total(number: int) -> int:
     return int(summed)
 
 
+def mean_of(number: float) -> float:
+    """Its mean over the processes; NaN for all where one has NaN, so that all do the same next."""
+    count = process()[1]
+    if count == 1:
+        return number
+    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+    summed = torch.tensor(number, dtype=torch.float64, device=device)
+    distributed.all_reduce(summed)
+    return summed.item() / count
+
+
 def share(parameters: Iterable[nn.Parameter]) -> None:
     """Give all processes those of the first: filters start at random."""
     if process()[1] > 1:

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from ...errors import GraphFilterError
 from ...filters import GraphFilter
 from .objectives import Batch
-from .processes import average_gradients, is_first_process, share, total
+from .processes import average_gradients, is_first_process, mean_of, share, total
 from .report import TransferReport
 
 STATE_FILE, PROGRESS_FILE = "transfer.safetensors", "transfer.json"
@@ -186,7 +186,7 @@ class StageRun:
 
     def _measure(self, error: float | None = None) -> float:
         """The held-out error, if it is not known already."""
-        error = self.stage.measure() if error is None else error
+        error = mean_of(self.stage.measure() if error is None else error)
         self.report.history.append((self.before + self.used, error))
         self.stale = 0 if error < 0.999 * self.best else self.stale + 1
         if error < self.best:
