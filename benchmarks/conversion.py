@@ -198,7 +198,10 @@ CASES = {
     "text-hedgehog-sinks": Case("text", BRIEF, {"filter": "hedgehog", "sinks": 4, **ADAPTED}),
     "text-lolcats": Case("text", BRIEF, {"filter": "hedgehog", **NEXT_TOKEN}),
     "text-agf-next-token": Case("text", BRIEF, NEXT_TOKEN),
-    "translation-drop": Case("translation", SHORT, {"stack": "encoder", "position_bias": "drop", "window": 64}),
+    **{
+        f"translation-{bias}": Case("translation", BRIEF, {"stack": "encoder", "position_bias": bias, "window": 64})
+        for bias in ("drop", "window")
+    },
 }
 
 

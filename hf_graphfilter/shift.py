@@ -139,6 +139,8 @@ class AttentionShift(ShiftOperator):
         mask: that of the attention function, for ``mean``; None where no token is hidden but by ``visible``.
         state: a dict of tensors, batch first, that the filter may fill when decoding; None without a cache.
         earlier: what the filters of earlier layers left, where the filter asks for it (``GraphFilter.reads_earlier``).
+        bias: (batch or 1, heads, query tokens, key tokens), what the module adds to its scores as an argument of its
+            own (T5); None where there is none.
     """
 
     def __init__(
@@ -157,11 +159,12 @@ class AttentionShift(ShiftOperator):
         mask: Tensor | None = None,
         state: dict[str, Tensor] | None = None,
         earlier: EarlierLayers | None = None,
+        bias: Tensor | None = None,
     ):
         self.attend, self.query, self.key, self.past_rows, self.twice = attend, query, key, past_rows, twice
         self.few_rows, self.weights_again = few_rows, weights_again
         self.hidden, self.scaling, self.state = hidden, scaling, state
-        self._earlier, self._mask = earlier, mask
+        self._earlier, self._mask, self.bias = earlier, mask, bias
         self._read_visible = visible
         self._visible: tuple[bool, Tensor | None] | None = None
         self.applications = 0

@@ -11,6 +11,8 @@ from torch.autograd import gradcheck
 from transformers import DynamicCache, MistralConfig, MistralModel
 
 from hf_graphfilter import AGFConfig, GraphFilterError, filter_status, patch_model, set_blend, unpatch_model
+from hf_graphfilter.analysis.branches import without
+from hf_graphfilter.filters.attached import filters_of
 from hf_graphfilter.functional import agf, gfsa, orthogonality_loss
 from hf_graphfilter.ops import spectral
 from hf_graphfilter.ops.polynomials import expand, polynomials, recurrence
@@ -354,6 +356,63 @@ def test_window(causal, n, window):
     torch.testing.assert_close(out, scores.softmax(-1).nan_to_num() @ v)
     seen = near.any(-1, keepdim=True).expand_as(mass)
     torch.testing.assert_close(mass[seen], scores.logsumexp(-1, keepdim=True)[seen])
+
+
+@pytest.mark.parametrize(("n", "window", "causal"), [(3, 5, False), (70, 4, False), (70, 4, True), (100, 40, False)])
+def test_a_bias_is_added_in_the_window(n, window, causal):
+    q, k, v = torch.randn(3, B, H, n, D, dtype=torch.float64)
+    bias = torch.randn(1, H, n, n, dtype=torch.float64, requires_grad=True)
+    keys = torch.ones(B, n, dtype=torch.bool)
+    keys[1, n // 2 :] = False
+    t = torch.arange(n)
+    near = allowed(n, causal, keys) & ((t[:, None] - t).abs() <= window)
+    scores = (q @ k.mT * 0.3 + bias).masked_fill(~near, -torch.inf)
+    expected = scores.softmax(-1).nan_to_num() @ v
+    out, mass = attend_nearby(q, k, v, window, 0.3, causal, keys, bias)
+    torch.testing.assert_close(out, expected)
+    seen = near.any(-1, keepdim=True).expand_as(mass)
+    torch.testing.assert_close(mass[seen], scores.logsumexp(-1, keepdim=True)[seen])
+    torch.testing.assert_close(*(torch.autograd.grad(x[:1].sum(), bias)[0] for x in (out, expected)))
+    if causal:
+        last = attend_nearby(q[:, :, -1:], k, v, window, 0.3, True, keys, bias[:, :, -1:])[0]
+        torch.testing.assert_close(last, out[:, :, -1:])
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(14, 0), (3, 10)])
+def test_the_bias_of_positions_in_the_window(window, sinks):
+    """Window and sinks that see all of a text are the original's attention, padding included."""
+    model = FAMILIES["t5"].build().double()
+    ids = torch.randint(5, 99, (2, 10))
+    mask = torch.ones_like(ids)
+    mask[1, -3:] = 0
+    encoder = model.get_encoder()
+    expected = encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+    options = {"window": window, "sinks": sinks, "stack": "encoder"}
+    patch_model(model, "agf", position_bias="window", **options)
+    modules = [f for _, f in filters_of(model)]
+    with without("far", modules):
+        found = encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+    there = mask.bool()
+    torch.testing.assert_close(found[there], expected[there])
+    patch_model(unpatch_model(model), "agf", position_bias="drop", **options)
+    with without("far", [f for _, f in filters_of(model)]):
+        found = encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+    assert not torch.allclose(found[there], expected[there])
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("t5", {"window": 2}, "keeps none of it for the tokens of a cache.*stack="),
+        ("t5", {"stack": "encoder"}, "position_bias='window' needs a window"),
+        ("beit", {"window": 2}, "has it within its mask or scores.*position_bias='drop'"),
+    ],
+)
+def test_windows_that_cannot_have_the_bias_of_positions(family, options, message):
+    model = FAMILIES[family].build()
+    with pytest.raises(GraphFilterError, match=message):
+        patch_model(model, "agf", position_bias="window", **options)
+    assert not filter_status(model)
 
 
 @pytest.mark.parametrize("causal", [False, True])

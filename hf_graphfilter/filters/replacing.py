@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -138,7 +139,8 @@ class ReplacingFilter(GraphFilter):
             kept = {"count": count[:, -1:], "near": there[:, -window:]}
             kept |= {"near_key": key[:, :, -window:], "near_value": value[:, :, -window:]}
             state.update({name: x.clone() for name, x in kept.items()})  # a slice would hold the whole context
-        near, mass = attend_nearby(shift.query, key, value, window, shift.scaling, causal, there)
+        bias = self._bias(shift)
+        near, mass = attend_nearby(shift.query, key, value, window, shift.scaling, causal, there, bias)
         if self.config.sinks:
             rows = there[:, -tokens:], key[:, :, -tokens:], value[:, :, -tokens:]
             first, weight = self._attend_sinks(shift, *rows, causal)
@@ -150,6 +152,14 @@ class ReplacingFilter(GraphFilter):
             mass - outside(in_dtype_of(outside, hidden)).mT.unsqueeze(-1) - count.clamp(min=1).log()[:, None, :, None]
         )
         return torch.lerp(far, near.to(far.dtype), share.to(far.dtype))  # near is narrower under autocast
+
+    def _bias(self, shift: AttentionShift) -> Tensor | None:
+        """What the window's scores get added."""
+        if self.config.position_bias != "window" or not self.position_bias:
+            return None
+        if shift.bias is None:
+            raise GraphFilterError(f"{self.site_name} was called without the position_bias that its window is to have")
+        return shift.bias
 
     def _attend_sinks(
         self, shift: AttentionShift, there: Tensor, key: Tensor, value: Tensor, causal: bool
@@ -168,7 +178,10 @@ class ReplacingFilter(GraphFilter):
         there, at, key, value = firsts
         distance = queries[:, :, None] - at[:, None]
         away = distance if causal else distance.abs()
-        return attend_few(shift.query, key, value, shift.scaling, (away > self.config.window) & there[:, None])
+        bias = self._bias(shift)
+        if bias is not None:
+            bias = bias.expand(len(at), -1, -1, -1).gather(3, at[:, None, None].expand(-1, *bias.shape[1:3], -1))
+        return attend_few(shift.query, key, value, shift.scaling, (away > self.config.window) & there[:, None], bias)
 
 
 def in_dtype_of(layer: nn.Module, x: Tensor) -> Tensor:
@@ -191,13 +204,13 @@ class ReplacingConfig(FilterConfig):
             decoders most of the attention beyond the window goes there (Xiao et al., Efficient Streaming Language
             Models with Attention Sinks, ICLR 2024). They need a window.
         position_bias: ``"refuse"`` modules with a learned bias of positions (T5), which such a filter cannot honour,
-            or ``"drop"`` it.
+            ``"drop"`` it, or add it in the ``"window"`` and to the sinks alone, in encoders.
     """
 
     init: Literal["copy", "blend"] = "copy"
     window: int = 0
     sinks: int = 0
-    position_bias: Literal["refuse", "drop"] = "refuse"
+    position_bias: Literal["refuse", "drop", "window"] = "refuse"
 
     @property
     def starts_as_original(self) -> bool:
@@ -219,6 +232,8 @@ class ReplacingConfig(FilterConfig):
             )
         if self.sinks and not self.window:
             raise GraphFilterError(f"{type(self).__name__}: sinks are attended to beside a window: give window= too")
+        if self.position_bias == "window" and not self.window:
+            raise GraphFilterError(f"{type(self).__name__}: position_bias='window' needs a window: give window= too")
 
 
 def _name(config: FilterConfig) -> str:
@@ -248,5 +263,12 @@ def _refuse(config: ReplacingConfig, site: AttentionSite, causal_form: bool) -> 
         raise GraphFilterError(
             f"{where} adds a learned bias of positions to its attention scores, and {name} has no scores to add it to; "
             "position_bias='drop' leaves it out of the filter (the model then knows of positions only what other "
-            "layers tell it), or choose other layers with layers="
+            "layers tell it), 'window' out of what is beyond one, or choose other layers with layers="
+        )
+    handed_on = "position_bias" in inspect.signature(type(site.module).forward).parameters
+    if site.position_bias and config.position_bias == "window" and (site.causal or not handed_on):
+        why = "keeps none of it for the tokens of a cache" if site.causal else "has it within its mask or scores"
+        raise GraphFilterError(
+            f"{where} {why}, so that its window cannot have it: use position_bias='drop', or choose other layers with "
+            "layers= or stack="
         )

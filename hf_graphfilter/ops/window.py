@@ -10,7 +10,14 @@ BLOCK = 32  # queries that share one slice of keys
 
 
 def attend_nearby(
-    query: Tensor, key: Tensor, value: Tensor, window: int, scaling: float, causal: bool, keys: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int,
+    scaling: float,
+    causal: bool,
+    keys: Tensor,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every query over the keys at most ``window`` tokens away: O(n (window + BLOCK) d) time.
 
@@ -21,6 +28,7 @@ def attend_nearby(
         scaling: of the scores.
         causal: whether later keys are left out.
         keys: bool (batch, key tokens), True for tokens that are there.
+        bias: (batch or 1, heads, tokens, key tokens), added to the scores.
 
     Returns:
         output, (batch, heads, tokens, value features), zeros where the window is empty; and the logarithm of the sum of
@@ -29,7 +37,8 @@ def attend_nearby(
     tokens, past = query.shape[2], key.shape[2] - query.shape[2]
     if tokens == 1 and causal:  # a step of decoding
         last = slice(-window - 1, None)
-        return attend_few(query, key[:, :, last], value[:, :, last], scaling, keys[:, None, last])
+        near = None if bias is None else bias[..., last]
+        return attend_few(query, key[:, :, last], value[:, :, last], scaling, keys[:, None, last], near)
     block = max(BLOCK, window)
     if not torch.compiler.is_compiling():  # a graph would be bound to the number of tokens
         block, window = max(BLOCK, min(window, tokens)), min(window, key.shape[2] - 1)
@@ -46,6 +55,9 @@ def attend_nearby(
     inside = inside & slices(keys[:, None, :, None]).mT
     queries = functional.pad(query, (0, 0, 0, missing)).unflatten(2, (-1, block))
     scores = (queries @ slices(key).mT * scaling).to(torch.promote_types(query.dtype, torch.float32))
+    if bias is not None:
+        padded = functional.pad(bias, (window - past, after, 0, missing)).unflatten(2, (-1, block))
+        scores = scores + padded.unfold(-1, width, block).diagonal(dim1=2, dim2=4).permute(0, 1, 4, 2, 3)
     scores = scores.masked_fill(~inside, -1e30)
     weights = scores.softmax(-1)
     mass = scores.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()  # logsumexp, without another exp
@@ -53,17 +65,20 @@ def attend_nearby(
     return out.flatten(2, 3)[:, :, :tokens], mass.flatten(2, 3)[:, :, :tokens]
 
 
-def attend_few(query: Tensor, key: Tensor, value: Tensor, scaling: float, seen: Tensor) -> tuple[Tensor, Tensor]:
+def attend_few(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, seen: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention of every query over a few keys that all share: O(n keys d) time.
 
     Args:
-        query, key, value, scaling: as in ``attend_nearby``.
+        query, key, value, scaling, bias: as in ``attend_nearby``.
         seen: bool (batch, query tokens, key tokens).
 
     Returns:
         as ``attend_nearby``; the second is -1e30 where no key is seen.
     """
     scores = (query @ key.mT * scaling).to(torch.promote_types(query.dtype, torch.float32))
+    scores = scores if bias is None else scores + bias
     scores = scores.masked_fill(~seen[:, None], -1e30)
     weights = scores.softmax(-1) * seen[:, None]
     return weights.to(value.dtype) @ value, scores.logsumexp(-1, keepdim=True)

@@ -100,6 +100,7 @@ def graph_filter_attention(
         mask=attention_mask if isinstance(attention_mask, Tensor) else None,
         state=state,
         earlier=earlier,
+        bias=kwargs.get("position_bias"),
     )
     output = apply_filter(shift, value)
     if not shift.applications and implementation == "eager" and _weights_wanted(kwargs):
