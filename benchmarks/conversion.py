@@ -49,6 +49,7 @@ class Task:
     name: str
     shared: Path
     base: ClassVar[str] = ""  # id on the Hub
+    tokenizer: Any = None  # of texts, once data() was called
 
     def model(self) -> nn.Module:
         raise NotImplementedError
@@ -70,11 +71,11 @@ class Reviews(Task):
         return AutoModel.from_pretrained(pretrained_path())
 
     def data(self) -> Iterable[Any]:
-        tokenizer = AutoTokenizer.from_pretrained(pretrained_path())
+        self.tokenizer = AutoTokenizer.from_pretrained(pretrained_path())
         files = sorted((self.shared / "data" / "imdb-subset").rglob("*.txt"))
         texts = [file.read_text(errors="ignore") for file in files]
         long = [text for text in texts if len(text.split()) > 200]
-        return text_batches(tokenizer, long)
+        return text_batches(self.tokenizer, long)
 
 
 class Images(Task):
@@ -126,9 +127,9 @@ class Translation(Task):
         return AutoModelForSeq2SeqLM.from_pretrained(weights("flan-t5-small"))
 
     def data(self) -> Iterable[Any]:
-        tokenizer = AutoTokenizer.from_pretrained(weights("flan-t5-small"))
+        self.tokenizer = AutoTokenizer.from_pretrained(weights("flan-t5-small"))
         files = sorted((self.shared / "data" / "imdb-subset").rglob("*.txt"))
-        batches = text_batches(tokenizer, [f.read_text(errors="ignore") for f in files], length=256)
+        batches = text_batches(self.tokenizer, [f.read_text(errors="ignore") for f in files], length=256)
         for batch in batches:
             batch["decoder_input_ids"] = batch["input_ids"][:, :64]
         return batches
@@ -225,6 +226,8 @@ def play(name: str, options: argparse.Namespace) -> None:
     settings = {"precision": "bf16", "checkpoint": folder / "progress", **usual, **case.options}
     report = convert(model, data, budget=budget, progress=options.progress, **settings)
     model.save_pretrained(folder / "model")
+    if task.tokenizer is not None:
+        task.tokenizer.save_pretrained(folder / "model")
     file.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "name": name,
