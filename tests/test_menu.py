@@ -150,6 +150,7 @@ def test_what_is_no_matrix_has_no_map_and_the_report_leaves_it_out(name):
 
 def test_the_overview_has_a_row_for_each_filter():
     rows = {row[0].strip("`"): row for row in overview()}
+    assert not any("\\" in row[-1] for row in rows.values()), "as TeX has it"
     assert rows.keys() >= {type(entry.config).filter for entry in MENU.values()} | {"gfsa", "agf", "singularformer"}
     for name, row in rows.items():
         assert len(row) == len(HEADER)

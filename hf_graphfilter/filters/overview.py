@@ -46,7 +46,7 @@ def row(name: str, config_class: type[FilterConfig], heads: int, features: int) 
 def _source(citation: str) -> str:
     """Title and year of a BibTeX entry."""
     found = [re.search(rf"^ *{field} *= *{{(.*?)}},?$", citation, re.M | re.S) for field in ("title", "year")]
-    title, year = (" ".join(match[1].replace("{", "").replace("}", "").split()) if match else "" for match in found)
+    title, year = (" ".join(re.sub(r"[{}]|\\(?=[&%$#_])", "", match[1]).split()) if match else "" for match in found)
     return f"{title}, {year}" if title else ""
 
 
