@@ -141,11 +141,16 @@ FILTERS = {
         quick=False,
     ),
     "kernelution": Entry(
-        KernelutionConfig(K=3, kernel="jackson", window=2, sinks=2, position_bias="drop"), digraph_matrix, quick=False
+        KernelutionConfig(K=3, kernel="jackson", window=2, sinks=2, far="beyond", position_bias="drop"),
+        digraph_matrix,
+        quick=False,
     ),
 }
 FILTERS["hedgehog"] = Entry(
-    HedgehogConfig(window=2, position_bias="drop"), oracle.hedgehog_matrix, quick=False, common="none"
+    HedgehogConfig(window=2, sinks=1, far="beyond", position_bias="drop"),
+    oracle.hedgehog_matrix,
+    quick=False,
+    common="none",
 )
 FILTERS["linear-attention"] = Entry(
     LinearAttentionConfig(init="blend", sharpness=3.0, position_bias="drop"),

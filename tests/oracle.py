@@ -89,7 +89,8 @@ def in_the_place_of(A, H, c, config, seen):
         first = there & (there.cumsum(-1) <= config.sinks)
         near = seen.allowed & (((t[:, None] - t).abs() <= config.window) | first)
         scores = seen.scores.masked_fill(~near, -1e30)
-        count = seen.allowed.sum(-1, keepdim=True).clamp(min=1)
+        tokens = seen.allowed & ~near if config.far == "beyond" else seen.allowed
+        count = tokens.sum(-1, keepdim=True).clamp(min=int(config.far == "all"))
         w = seen.weights
         outside = torch.nn.functional.linear(seen.hidden, w["outside.weight"], w["outside.bias"]).mT.unsqueeze(-1)
         share = torch.sigmoid(scores.logsumexp(-1, keepdim=True) - outside - count.log())

@@ -400,6 +400,21 @@ def test_the_bias_of_positions_in_the_window(window, sinks):
     assert not torch.allclose(found[there], expected[there])
 
 
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+@pytest.mark.parametrize(("window", "sinks"), [(16, 0), (2, 16), (5, 12)])
+def test_texts_that_window_and_sinks_span_have_the_original_attention(name, window, sinks):
+    model = FAMILIES[name].build().double()
+    ids, mask = torch.randint(5, 99, (2, 12)), torch.ones(2, 12, dtype=torch.long)
+    mask[1, :4] = 0
+    expected = output(model, {"input_ids": ids, "attention_mask": mask})
+    turn_on(patch_model(model, "agf", window=window, sinks=sinks, far="beyond"))
+    found = output(model, {"input_ids": ids, "attention_mask": mask})
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()])
+    turn_on(patch_model(unpatch_model(model), "agf", window=window, sinks=sinks))
+    again = output(model, {"input_ids": ids, "attention_mask": mask})
+    assert not torch.allclose(again[mask.bool()], expected[mask.bool()])
+
+
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
@@ -533,9 +548,10 @@ def test_the_state_has_constant_size(family):
     assert cache.get_seq_length() == 25
 
 
-def test_sinks_are_the_first_tokens_that_are_there():
+@pytest.mark.parametrize("far", ["all", "beyond"])
+def test_sinks_are_the_first_tokens_that_are_there(far):
     """Also where they come one by one, and after padding."""
-    model = turn_on(patch_model(FAMILIES["llama"].build().double(), "agf", window=2, sinks=3))
+    model = turn_on(patch_model(FAMILIES["llama"].build().double(), "agf", window=2, sinks=3, far=far))
     ids = torch.randint(5, 99, (3, 14))
     mask = torch.ones_like(ids)
     mask[1, :4], mask[2, :7] = 0, 0

@@ -422,8 +422,8 @@ def test_a_run_trains_the_filter_and_records_everything(options, cola, tmp_path)
     elif options[1] == "agf":
         assert found["moved"]["theta_1"] > 0
     else:
-        assert found["moved"]["gate"] == 0
-        assert found["moved"]["sharpness"] > 0.02, "moved by its own loss alone"
+        assert found["moved"]["gate"] == 1, "carried by the recipe"
+        assert found["moved"]["sharpness"] > 0.02
     assert "data" not in found["settings"]
     assert str(tmp_path) not in json.dumps(found), "no path of this machine"
 

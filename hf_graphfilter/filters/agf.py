@@ -148,7 +148,7 @@ class AGFConfig(ReplacingConfig):
         gamma: weight of the orthogonality loss (Eq. 12) that ``OrthogonalityCallback`` adds; the paper's are 1e-1 to
             1e-4.
         correction: learned additions to the projections of U and V, zero at the start; for attention transfer.
-        init, window, sinks, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
+        init, window, sinks, far, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
 
     Example:
         >>> AGFConfig(K=2, basis="chebyshev").to_dict()["theta"]

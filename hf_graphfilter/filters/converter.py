@@ -146,7 +146,7 @@ class SynvolutionConfig(ReplacingConfig):
             are not there.
         hidden: features of the layers of the two networks that make eigenvalues and angles, 1 to 16384; ``None`` for
             the features of the module's input.
-        init, window, sinks, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
+        init, window, sinks, far, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
 
     Example:
         >>> SynvolutionConfig(orders=2, permutation="stride").starts_as_original
@@ -186,7 +186,7 @@ class KernelutionConfig(SynvolutionConfig):
         gamma_kernel: weight of the kernel polynomial loss (Eq. 11) that ``RegularizerCallback`` adds; the paper's eta
             is 0.001 to 0.1.
         per_head, orders, permutation, hidden: as of ``SynvolutionConfig``; ``per_head`` the coefficients too.
-        init, window, sinks, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
+        init, window, sinks, far, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
 
     Example:
         >>> KernelutionConfig(K=3, kernel="jackson").penalties

@@ -94,7 +94,7 @@ class HedgehogConfig(ReplacingConfig):
     """Hedgehog, linear attention with a learned feature map, with linear cost; with ``window=64`` as LoLCATs has it.
 
     Args:
-        init, window, sinks, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
+        init, window, sinks, far, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
 
     Example:
         >>> HedgehogConfig.for_conversion().sinks

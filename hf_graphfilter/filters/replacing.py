@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import GraphFilterError, shown
 from ..ops.combine import combine
 from ..ops.filled import filled
-from ..ops.window import attend_few, attend_nearby, first_there
+from ..ops.window import attend_few, attend_nearby, count_nearby, first_there
 from ..shift import AttentionShift, ShiftOperator, repeat_heads
 from .base import AttentionSite, Decoding, FilterConfig, GraphFilter
 
@@ -123,7 +123,7 @@ class ReplacingFilter(GraphFilter):
         """Softmax attention to the tokens at most ``window`` away and to the first ``sinks``, weighted as if it and the
         filter were parts of one softmax: with ``l`` the logarithm of the summed exponentials of its scores and
         ``outside`` a learned estimate of the mean score, output = s near + (1 - s) far, s = sigmoid(l - outside(X) -
-        log(tokens))."""
+        log(tokens)), the tokens those of the context, or those beyond window and sinks."""
         tokens, state, window = shift.query.shape[2], shift.state, self.config.window
         key, value = (repeat_heads(x[:, :, -tokens:], self.heads) for x in (shift.key, value))
         causal, keys = shift.visible()
@@ -141,16 +141,19 @@ class ReplacingFilter(GraphFilter):
             state.update({name: x.clone() for name, x in kept.items()})  # a slice would hold the whole context
         bias = self._bias(shift)
         near, mass = attend_nearby(shift.query, key, value, window, shift.scaling, causal, there, bias)
+        others = count.clamp(min=1)
+        if self.config.far == "beyond":  # where there are none the filter weighs nothing
+            others = count - count_nearby(there, tokens, window, causal)
         if self.config.sinks:
             rows = there[:, -tokens:], key[:, :, -tokens:], value[:, :, -tokens:]
-            first, weight = self._attend_sinks(shift, *rows, causal)
+            first, weight, seen = self._attend_sinks(shift, *rows, causal)
+            others = others - seen if self.config.far == "beyond" else others
             near = torch.lerp(near, first, torch.sigmoid(weight - mass).to(near.dtype))
             mass = torch.logaddexp(mass, weight)
         if self.switched_off == "far":
             return near.to(far.dtype)
-        share = torch.sigmoid(
-            mass - outside(in_dtype_of(outside, hidden)).mT.unsqueeze(-1) - count.clamp(min=1).log()[:, None, :, None]
-        )
+        estimate = outside(in_dtype_of(outside, hidden)).mT.unsqueeze(-1) + others.clamp(min=0).log()[:, None, :, None]
+        share = torch.sigmoid(mass - estimate)
         return torch.lerp(far, near.to(far.dtype), share.to(far.dtype))  # near is narrower under autocast
 
     def _bias(self, shift: AttentionShift) -> Tensor | None:
@@ -163,9 +166,9 @@ class ReplacingFilter(GraphFilter):
 
     def _attend_sinks(
         self, shift: AttentionShift, there: Tensor, key: Tensor, value: Tensor, causal: bool
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Attention to the first tokens, where they are out of the window: of those new here, and of those that
-        ``shift.state`` keeps."""
+        ``shift.state`` keeps; and how many each query sees."""
         state, at = shift.state, torch.arange(there.shape[1], device=key.device).expand_as(there)
         earlier = state if state is not None and "sink_end" in state else None
         queries = at = at if earlier is None else at + earlier["sink_end"]
@@ -181,7 +184,8 @@ class ReplacingFilter(GraphFilter):
         bias = self._bias(shift)
         if bias is not None:
             bias = bias.expand(len(at), -1, -1, -1).gather(3, at[:, None, None].expand(-1, *bias.shape[1:3], -1))
-        return attend_few(shift.query, key, value, shift.scaling, (away > self.config.window) & there[:, None], bias)
+        seen = (away > self.config.window) & there[:, None]
+        return *attend_few(shift.query, key, value, shift.scaling, seen, bias), seen.sum(-1)
 
 
 def in_dtype_of(layer: nn.Module, x: Tensor) -> Tensor:
@@ -203,6 +207,8 @@ class ReplacingConfig(FilterConfig):
         sinks: so many first tokens of the text are attended to by all others too, at most a thousand: in
             decoders most of the attention beyond the window goes there (Xiao et al., Efficient Streaming Language
             Models with Attention Sinks, ICLR 2024). They need a window.
+        far: what the weight of the filter beside the window goes by: ``"all"`` tokens of the context, or those
+            ``"beyond"`` window and sinks, so that texts that these span have the original attention.
         position_bias: ``"refuse"`` modules with a learned bias of positions (T5), which such a filter cannot honour,
             ``"drop"`` it, or add it in the ``"window"`` and to the sinks alone, in encoders.
     """
@@ -210,6 +216,7 @@ class ReplacingConfig(FilterConfig):
     init: Literal["copy", "blend"] = "copy"
     window: int = 0
     sinks: int = 0
+    far: Literal["all", "beyond"] = "all"
     position_bias: Literal["refuse", "drop", "window"] = "refuse"
 
     @property
@@ -220,7 +227,7 @@ class ReplacingConfig(FilterConfig):
     def for_conversion(cls, **options: Any) -> Self:
         """The config with the options that fit pretrained attention best (docs/conversion.md), ``options`` on top."""
         sinks = 4 if options.get("window", 64) else 0
-        return cls.from_options(**{"window": 64, "sinks": sinks, **options})  # type: ignore[return-value]
+        return cls.from_options(**{"window": 64, "sinks": sinks, "far": "beyond", **options})  # type: ignore[return-value]
 
     def validate(self) -> None:
         if not 0 <= self.window <= WIDEST:

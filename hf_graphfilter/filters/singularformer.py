@@ -99,7 +99,7 @@ class SingularformerConfig(ReplacingConfig):
             have one ``r``, and checkpointing is not reentrant.
         gamma_orthogonal, gamma_diagonal: weights of the orthogonality loss (Eq. 15) and of the diagonal loss (Eq. 16)
             that ``RegularizerCallback`` adds; the paper's are 0.01.
-        init, window, sinks, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
+        init, window, sinks, far, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
 
     Example:
         >>> SingularformerConfig(r=32).penalties

@@ -65,6 +65,14 @@ def attend_nearby(
     return out.flatten(2, 3)[:, :, :tokens], mass.flatten(2, 3)[:, :, :tokens]
 
 
+def count_nearby(keys: Tensor, tokens: int, window: int, causal: bool) -> Tensor:
+    """How many keys each query of ``attend_nearby`` sees in its window, (batch, tokens); ``keys`` as there."""
+    places = torch.arange(tokens, device=keys.device) + keys.shape[1] - tokens
+    upto = functional.pad(keys.long().cumsum(-1), (1, 0))  # among the first so many
+    last = places + 1 if causal else (places + window + 1).clamp(max=keys.shape[1])
+    return upto[:, last] - upto[:, (places - window).clamp(min=0)]
+
+
 def attend_few(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, seen: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
