@@ -10,7 +10,15 @@ from scipy import special
 from torch.autograd import gradcheck
 from transformers import DynamicCache, MistralConfig, MistralModel
 
-from hf_graphfilter import AGFConfig, GraphFilterError, filter_status, patch_model, set_blend, unpatch_model
+from hf_graphfilter import (
+    AGFConfig,
+    GraphFilterError,
+    filter_parameters,
+    filter_status,
+    patch_model,
+    set_blend,
+    unpatch_model,
+)
 from hf_graphfilter.analysis.branches import without
 from hf_graphfilter.filters.attached import filters_of
 from hf_graphfilter.functional import agf, gfsa, orthogonality_loss
@@ -406,13 +414,40 @@ def test_texts_that_window_and_sinks_span_have_the_original_attention(name, wind
     model = FAMILIES[name].build().double()
     ids, mask = torch.randint(5, 99, (2, 12)), torch.ones(2, 12, dtype=torch.long)
     mask[1, :4] = 0
-    expected = output(model, {"input_ids": ids, "attention_mask": mask})
+    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    expected = output(model, inputs)
     turn_on(patch_model(model, "agf", window=window, sinks=sinks, far="beyond"))
-    found = output(model, {"input_ids": ids, "attention_mask": mask})
+    found = output(model, inputs)
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()])
+    if window >= len(ids[0]) - 1:
+        assert torch.equal(found[mask.bool()], expected[mask.bool()]), "by the model's own call"
     turn_on(patch_model(unpatch_model(model), "agf", window=window, sinks=sinks))
-    again = output(model, {"input_ids": ids, "attention_mask": mask})
+    again = output(model, inputs)
     assert not torch.allclose(again[mask.bool()], expected[mask.bool()])
+
+
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_within_the_window_all_gradients_are_those_of_the_original(name):
+    """Those of the filter are zero, and there: DistributedDataParallel waits for them."""
+    model = FAMILIES[name].build().double().train()
+    options = {"stack": "encoder", "position_bias": "window"} if name == "t5" else {}
+    inputs = FAMILIES[name].inputs()
+    gradients = []
+    for patched in (False, True):
+        if patched:
+            turn_on(patch_model(model, "agf", window=64, far="beyond", **options))
+        torch.manual_seed(0)  # for dropout
+        model(**inputs)[0].square().sum().backward()
+        own = {id(p) for p in filter_parameters(model)}
+        trained = [(n, p.grad.clone()) for n, p in model.named_parameters() if id(p) not in own and p.grad is not None]
+        gradients.append(dict(trained))
+        model.zero_grad(set_to_none=False)
+    own = filter_parameters(model)
+    assert own
+    assert all(p.grad is not None for p in own)
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, grad in gradients[0].items():
+        assert torch.equal(gradients[1][name], grad), name
 
 
 @pytest.mark.parametrize(

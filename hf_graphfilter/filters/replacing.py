@@ -107,6 +107,8 @@ class ReplacingFilter(GraphFilter):
             raise GraphFilterError(
                 f"{self.site_name} was called with a cache of past tokens, and {name} {_NO_CAUSAL_FORM}"
             )
+        if self._spans_all(shift):
+            return self._with_zero_gradients(shift(value))
         out = self.filtered(shift, value)
         if shift.state is not None and not shift.state:
             raise GraphFilterError(
@@ -116,6 +118,22 @@ class ReplacingFilter(GraphFilter):
         if self.outside is None or self.switched_off == "window":
             return out
         return self._with_window(out, self.outside, shift, shift.hidden, value)
+
+    def _spans_all(self, shift: AttentionShift) -> bool:
+        """Whether the window leaves nothing to the filter, so that the model's own attention is all, and quicker."""
+        config = self.config
+        if not config.window or config.far != "beyond" or shift.key.shape[2] > config.window + 1:
+            return False
+        same_scores = not self.position_bias or config.position_bias == "window"
+        no_part = self.switched_off is None and shift.state is None
+        return same_scores and no_part and not torch.compiler.is_compiling()  # a graph would be bound to the length
+
+    def _with_zero_gradients(self, out: Tensor) -> Tensor:
+        """``out``, with a gradient for each parameter: DistributedDataParallel waits for all of them."""
+        for parameter in self.parameters() if torch.is_grad_enabled() else ():
+            if parameter.requires_grad:
+                out = out + parameter.flatten()[:0].sum().to(out.dtype)
+        return out
 
     def _with_window(
         self, far: Tensor, outside: nn.Linear, shift: AttentionShift, hidden: Tensor, value: Tensor
@@ -208,7 +226,8 @@ class ReplacingConfig(FilterConfig):
             decoders most of the attention beyond the window goes there (Xiao et al., Efficient Streaming Language
             Models with Attention Sinks, ICLR 2024). They need a window.
         far: what the weight of the filter beside the window goes by: ``"all"`` tokens of the context, or those
-            ``"beyond"`` window and sinks, so that texts that these span have the original attention.
+            ``"beyond"`` window and sinks, so that texts that these span have the original attention; those no longer
+            than the window and one token at its speed too (but in a compiled model, and where a cache is kept).
         position_bias: ``"refuse"`` modules with a learned bias of positions (T5), which such a filter cannot honour,
             ``"drop"`` it, or add it in the ``"window"`` and to the sinks alone, in encoders.
     """
