@@ -100,10 +100,11 @@ def windows(ids: torch.Tensor, length: int, stride: int, pad: int) -> Dataset:
 def sums(logits, labels):
     """(rows, 2): negative log-likelihood and number of tokens, so that no logits are kept."""
     logits = logits[0] if isinstance(logits, tuple) else logits
+    following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)  # so that no logits are copied
     nll = torch.nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100, reduction="none"
+        logits.flatten(0, 1).float(), following.flatten(), ignore_index=-100, reduction="none"
     )
-    counted = labels[:, 1:] != -100
+    counted = following != -100
     return torch.stack([nll.view_as(counted).sum(-1), counted.sum(-1).to(nll)], -1)
 
 
