@@ -595,6 +595,7 @@ def conversion_tables(task: str) -> str:
         error += "".join(f"; {value:.3f} without {part}" for part, value in parts.items())
         what = f"`{case['name']}`: {config['filter']}, window {config['window']}"
         what += f", {config['sinks']} sinks" if config.get("sinks") else ""
+        what += f", far {config.get('far', 'all')}"
         steps = sum(stage["steps"] for stage in report["stages"].values())
         counts = [f"{n:,}" for n in (report["parameters"], report["tokens"], steps)]
         body.append([what, options, *counts, error, "<br>".join(measures)])
