@@ -238,7 +238,7 @@ def test_a_failure_leaves_the_model_as_it_was():
 
 def test_gradient_checkpointing_changes_no_result():
     plain, again = llama(), llama()
-    few = {"precision": "bf16", "budget": 500, "evaluations": 2}
+    few = {"precision": "bf16", "budget": 200, "evaluations": 1}
     first = run(plain, **few)
     second = run(again, **few, gradient_checkpointing=True)
     assert not any(getattr(module, "gradient_checkpointing", False) for module in again.modules())
