@@ -122,11 +122,11 @@ class ReplacingFilter(GraphFilter):
     def _spans_all(self, shift: AttentionShift) -> bool:
         """Whether the window leaves nothing to the filter, so that the model's own attention is all, and quicker."""
         config = self.config
-        if not config.window or config.far != "beyond" or shift.key.shape[2] > config.window + 1:
+        if config.far != "beyond" or torch.compiler.is_compiling():  # a graph would be bound to the number of tokens
             return False
         same_scores = not self.position_bias or config.position_bias == "window"
         no_part = self.switched_off is None and shift.state is None
-        return same_scores and no_part and not torch.compiler.is_compiling()  # a graph would be bound to the length
+        return same_scores and no_part and shift.key.shape[2] <= (config.window and config.window + 1)
 
     def _with_zero_gradients(self, out: Tensor) -> Tensor:
         """``out``, with a gradient for each parameter: DistributedDataParallel waits for all of them."""
