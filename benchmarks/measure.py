@@ -46,7 +46,7 @@ def arguments(description: str, sections: tuple[str, ...], lengths: tuple[int, .
     """The command line of a benchmark, and the fields that all its rows have."""
     parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--only", choices=sections, help="one section")
+    parser.add_argument("--only", choices=sections, help="one part")
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
     parser.add_argument("--seconds", type=float, default=6.0, help="of rounds for each case")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder; one below this is for another machine")

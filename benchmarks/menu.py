@@ -5,10 +5,13 @@ dropout, with each filter of the registry in all layers and its default options,
 a causal form in BERT only. Coefficients are moved off their start, where some filters are quicker.
 
 Both are timed in turn within a round, ratios are taken within a round, and medians over the rounds are reported;
-writes benchmarks/results/menu-DEVICE-steps.csv with percentiles and hardware.
+writes benchmarks/results/menu-DEVICE-steps.csv with percentiles and hardware. ``--only FILTER`` times one of them, and
+keeps the rows of the others.
 """
 
 from __future__ import annotations
+
+import csv
 
 import torch
 from gfsa import bert, gpt2, training_step
@@ -30,13 +33,17 @@ def patched(model: torch.nn.Module, name: str) -> torch.nn.Module:
 
 
 def main() -> None:
-    options, common = arguments(__doc__, ("steps",), ())
+    options, common = arguments(__doc__, available_filters(), ())
     size = {"num_hidden_layers": 1} if options.smoke else {}
+    file = options.output / f"menu-{options.device}-steps.csv"
     table = []
+    if options.only and file.is_file():
+        with file.open() as before:
+            table = [row for row in csv.DictReader(before) if row["form"] != options.only]
     for case, make in SHAPES.items():
         build, batch, n, causal = make(False, options.device, **size)
         plain = training_step(build().to(options.device).train(), batch)
-        for name in available_filters():
+        for name in [options.only] if options.only else available_filters():
             try:
                 step = training_step(patched(build(), name).to(options.device).train(), batch)
             except GraphFilterError as error:
@@ -45,7 +52,7 @@ def main() -> None:
             times = rounds({"plain": plain, name: step}, options.device, options.seconds)
             fields = {**common, "case": case, "n": n, "causal": causal, "pass": "fwd+bwd+AdamW"}
             table += report([row for row in rows(fields, times) if row["form"] != "plain"])
-            write(table, options.output / f"menu-{options.device}-steps.csv")
+            write(table, file)
 
 
 if __name__ == "__main__":

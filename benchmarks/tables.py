@@ -257,7 +257,8 @@ def read(name: str) -> list[dict]:
 
 def where(rows: list[dict]) -> str:
     versions = f"; torch {rows[0]['torch']}, transformers {rows[0]['transformers']}" if "torch" in rows[0] else ""
-    return f"{rows[0]['device']}, {rows[0]['date']}{versions}."
+    dates = sorted({row["date"] for row in rows})
+    return f"{rows[0]['device']}, {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}{versions}."
 
 
 def agf_speed(device: str = "cpu") -> str:
