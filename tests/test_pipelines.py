@@ -38,7 +38,7 @@ GENERATE = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
 CASES = {
     "text-classification": ("bert", BertForSequenceClassification, TEXTS, {"batch_size": 2}),
     "token-classification": ("bert", BertForTokenClassification, TEXTS, {}),
-    "fill-mask": ("bert", BertForMaskedLM, "graph [MASK] attention", {}),
+    "fill-mask": ("bert", BertForMaskedLM, "graph [MASK] attention is a low text", {}),
     "feature-extraction": ("bert", BertModel, TEXTS, {}),
     "text-generation": ("llama", LlamaForCausalLM, TEXTS, GENERATE),
     "text-generation, in batches": ("gpt2", GPT2LMHeadModel, TEXTS, {**GENERATE, "batch_size": 2}),
