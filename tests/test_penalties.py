@@ -250,6 +250,19 @@ def test_it_is_logged_where_the_loss_is(tmp_path):
     assert t.state.log_history[0]["ortho_loss"] == pytest.approx(penalties.losses()["orthogonality"].item())
 
 
+def test_a_filter_that_takes_no_part_has_no_loss():
+    """Within its window, where the text goes through the attention itself; a longer text has one again."""
+    trained, batch = model(window=16, far="beyond").train(), batch_of([4])
+    with collect_penalties(trained) as penalties:
+        loss = trained(**batch).loss
+    assert penalties.losses() == {}
+    (loss + penalties.total()).backward()
+    ids = torch.randint(5, 99, (2, 20))
+    with collect_penalties(trained) as penalties:
+        trained(input_ids=ids)
+    assert penalties.total() > 0
+
+
 def test_a_weight_of_zero_has_no_part_in_the_mean(tmp_path):
     """By hand and by the callback: two of three layers count."""
 

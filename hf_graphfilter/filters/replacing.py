@@ -108,7 +108,7 @@ class ReplacingFilter(GraphFilter):
                 f"{self.site_name} was called with a cache of past tokens, and {name} {_NO_CAUSAL_FORM}"
             )
         if self._spans_all(shift):
-            return self._with_zero_gradients(shift(value))
+            return self.penalised(self._with_zero_gradients(shift(value)))
         out = self.filtered(shift, value)
         if shift.state is not None and not shift.state:
             raise GraphFilterError(
@@ -130,10 +130,9 @@ class ReplacingFilter(GraphFilter):
 
     def _with_zero_gradients(self, out: Tensor) -> Tensor:
         """``out``, with a gradient for each parameter: DistributedDataParallel waits for all of them."""
-        for parameter in self.parameters() if torch.is_grad_enabled() else ():
-            if parameter.requires_grad:
-                out = out + parameter.flatten()[:0].sum().to(out.dtype)
-        return out
+        if not torch.is_grad_enabled():
+            return out
+        return out + sum(p.flatten()[:0].sum().to(out.dtype) for p in self.parameters() if p.requires_grad)
 
     def _with_window(
         self, far: Tensor, outside: nn.Linear, shift: AttentionShift, hidden: Tensor, value: Tensor
@@ -227,7 +226,8 @@ class ReplacingConfig(FilterConfig):
             Models with Attention Sinks, ICLR 2024). They need a window.
         far: what the weight of the filter beside the window goes by: ``"all"`` tokens of the context, or those
             ``"beyond"`` window and sinks, so that texts that these span have the original attention; those no longer
-            than the window and one token at its speed too (but in a compiled model, and where a cache is kept).
+            than the window and one token at its speed (but in a compiled model, and where a cache is kept), and with
+            no loss of the filter's own, as it takes no part.
         position_bias: ``"refuse"`` modules with a learned bias of positions (T5), which such a filter cannot honour,
             ``"drop"`` it, or add it in the ``"window"`` and to the sinks alone, in encoders.
     """

@@ -96,15 +96,18 @@ class Penalties:
     def __init__(self, weights: Weights, options: Options):
         self._weights, self._options = weights, options
         self._seen: dict[str, list[tuple[float, Loss]]] = {}
+        self._called = False
 
     def _record(self, graph_filter: GraphFilter, out: Tensor, losses: dict[str, Loss]) -> Tensor:
         if torch.is_grad_enabled():
+            self._called = True
             for name, weight in _asked(graph_filter, losses, self._weights).items():
                 self._seen.setdefault(name, []).append((weight, losses[name]))
         return out
 
     def losses(self) -> dict[str, Tensor]:
-        """Each loss by name, without its weight: scalars, means over the layers.
+        """Each loss by name, without its weight: scalars, means over the layers. None where no filter took part, since
+        its window spans the text (``far="beyond"``).
 
         Raises:
             GraphFilterError: no training forward pass with gradients. Reentrant gradient checkpointing makes none: use
@@ -115,10 +118,10 @@ class Penalties:
     def total(self) -> Tensor:
         """The sum of the losses times their weights, a scalar to be added to the loss; raises as ``losses`` does."""
         terms = [_mean([weight * loss for weight, loss in pairs]) for pairs in self._computed().values()]
-        return torch.stack([term.to(terms[0].device) for term in terms]).sum()
+        return torch.stack([term.to(terms[0].device) for term in terms]).sum() if terms else torch.zeros(())
 
     def _computed(self) -> dict[str, list[tuple[float, Tensor]]]:
-        if not self._seen:
+        if not self._called:
             raise GraphFilterError(
                 "collect_penalties(model) saw no training forward pass: it needs model.train() and gradients; with "
                 "reentrant gradient checkpointing use use_reentrant=False or RegularizerCallback"
