@@ -1,12 +1,13 @@
 """The common tester: filters x architectures. Whatever is added to the package goes through it."""
 
 import copy
+import dataclasses
 import pickle
 from collections import Counter
 
 import pytest
 import torch
-from filters import combinations, common, everything, filters
+from filters import FILTERS, combinations, common, everything, filters
 from models import FAMILIES, TOKENS, output, realigned, turn_on, use
 from oracle import dense_twin
 from transformers import AutoModel, Wav2Vec2Model
@@ -63,6 +64,24 @@ def test_identical_at_the_start(family, entry, backend):
     if not entry.encoders_only:  # of these, what is no decoder's
         assert len(status) == family.patched // (2 if entry.in_order and family.whole_windows else 1)
     assert {row.backend for row in status} == {backend}
+
+
+@pytest.mark.feature(
+    "Filtering: equal to the original within a window that the filter is weighed beyond, SDPA and eager"
+)
+@combinations(FAMILIES, lambda _, entry: entry.replaces, lambda _, entry: entry is FILTERS["agf"], FAMILIES)
+@backends
+def test_within_the_window_it_is_the_original(family, entry, backend):
+    model, inputs = family.build(backend, use_cache=False), family.inputs()
+    expected = output(model, inputs)
+    within = dataclasses.replace(entry.config, init="copy", window=64, far="beyond", position_bias="refuse")
+    try:
+        family.patch(model, dataclasses.replace(entry, config=within))
+    except GraphFilterError as error:
+        if "bias of positions" not in str(error):
+            raise
+        pytest.skip("has a bias of positions")
+    assert torch.equal(output(turn_on(model), inputs), expected)
 
 
 @pytest.mark.feature("Filtering: equal to explicit matrices, SDPA and eager")
