@@ -190,7 +190,8 @@ CASES = {
     "reviews-agf-64-long": Case("reviews", LONG, {"window": 64}),
     "images-12": Case("images", LONG, {"window": 16}),  # of 197 tokens; the usual 64 would span most of them
     "images-6": Case("images", SHORT, {"window": 16, "layers": slice(6, 12)}),
-    "images-auto": Case("images", LONG, {"window": 16, "layers": "auto:50%"}),
+    "images-auto": Case("images", SHORT, {"window": 16, "layers": "auto:50%"}),
+    "images-auto-long": Case("images", LONG, {"window": 16, "layers": "auto:50%"}),
     "text-all": Case("text", 3_000_000, ADAPTED),
     "text-half": Case("text", BRIEF, {"layers": "odd", **ADAPTED}),
     "text-auto": Case("text", BRIEF, {"layers": "auto:50%", **ADAPTED}),

@@ -16,7 +16,7 @@ import re
 import shutil
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -257,8 +257,13 @@ def read(name: str) -> list[dict]:
 
 def where(rows: list[dict]) -> str:
     versions = f"; torch {rows[0]['torch']}, transformers {rows[0]['transformers']}" if "torch" in rows[0] else ""
-    dates = sorted({row["date"] for row in rows})
-    return f"{rows[0]['device']}, {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}{versions}."
+    return f"{rows[0]['device']}, {days(row['date'] for row in rows)}{versions}."
+
+
+def days(dates: Iterable[str]) -> str:
+    """The first and the last."""
+    ordered = sorted(dates)
+    return " to ".join(dict.fromkeys((ordered[0], ordered[-1])))
 
 
 def agf_speed(device: str = "cpu") -> str:
@@ -566,12 +571,12 @@ def league_tables(name: str) -> str:
     machines = sorted(
         {f"{run['machine']}, torch {run['versions']['torch']}" for run in found.values() if "machine" in run}
     )
-    dates = sorted({run["date"] for run in found.values() if "date" in run})
+    dates = [run["date"] for run in found.values() if "date" in run]
     titles = {tuning: "Tuning, on validation, one seed", levels: "How far plain was trained"}
     for part, title in titles.items():
         header, rows = part(league, found)
         made += [f"*{title}*", markdown_table(header, rows)] if rows else []
-    made += [f"{'; '.join(machines)}. {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."]
+    made += [f"{'; '.join(machines)}. {days(dates)}."]
     return "\n\n".join(filter(None, made))
 
 
@@ -614,8 +619,7 @@ def conversion_tables(task: str) -> str:
         [f"`{case['name']}`", *(f"{e:.3f}" if (e := case["report"]["by_context"].get(c)) else "" for c in contexts)]
         for case in cases
     ]
-    dates = [case["date"] for case in cases]
-    when = " to ".join(dict.fromkeys((min(dates), max(dates))))
+    when = days(case["date"] for case in cases)
     tested = []
     if cases[0]["after"]:
         names = list(cases[0]["after"])
