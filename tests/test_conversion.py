@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -260,8 +261,8 @@ def test_gradient_checkpointing_lets_no_layer_drop_out():
     assert all(layer.gradient_checkpointing for layer in model.model.decoder.layers), "as it was"
 
 
-@pytest.mark.parametrize("prepared", [False, True])
-def test_rows_to_measure_on_are_never_trained_on(prepared):
+@pytest.mark.parametrize("kind", ["shuffling", "prepared", "subset"])
+def test_rows_to_measure_on_are_never_trained_on(kind):
     rows = [{"input_ids": ids} for batch in texts(20) for ids in batch["input_ids"]]
     shown = []
 
@@ -269,14 +270,22 @@ def test_rows_to_measure_on_are_never_trained_on(prepared):
         shown.append({tuple(row["input_ids"].tolist()) for row in picked})
         return {"input_ids": torch.stack([row["input_ids"] for row in picked])}
 
-    loader = torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True, collate_fn=collate)
-    if prepared:  # as the Trainer has it
+    made = partial(torch.utils.data.DataLoader, rows, batch_size=4, collate_fn=collate)
+    if kind == "subset":  # of a cross-validation, say
+        allowed = range(60)
+        loader = made(sampler=torch.utils.data.SubsetRandomSampler(allowed))
+    else:
+        allowed = range(80)
+        loader = made(shuffle=True)
+    if kind == "prepared":  # as the Trainer has it
         loader = prepare_data_loader(loader, device=torch.device("cpu"), num_processes=1, process_index=0)
     run(bert(), loader, budget=3300, holdout=3, evaluations=2)
     held, trained = set.union(*shown[:3]), set.union(*shown[3:])
     assert len(held) == 12
     assert not held & trained
-    assert len(trained) == 68, "all others"
+    assert held | trained == {tuple(rows[i]["input_ids"].tolist()) for i in allowed}, "all that it draws from"
+    with pytest.raises(GraphFilterError, match=r"again later \(WeightedRandomSampler\)"):
+        run(bert(), made(sampler=torch.utils.data.WeightedRandomSampler([1.0] * 80, 80)), holdout=3)
     batched = torch.utils.data.DataLoader(rows, batch_sampler=[[0, 1]], collate_fn=collate)
     with pytest.raises(GraphFilterError, match=r"may show the first 3 batches again later \(list\).*give holdout="):
         run(bert(), batched, holdout=3)

@@ -7,8 +7,8 @@ import signal
 
 import pytest
 import torch
-from models import FAMILIES, output, realigned, turn_on
-from transformers import GPT2LMHeadModel
+from models import FAMILIES, TOKENS, output, realigned, turn_on
+from transformers import GPT2LMHeadModel, T5ForConditionalGeneration
 
 from hf_graphfilter import (
     AGFConfig,
@@ -22,6 +22,9 @@ from hf_graphfilter import (
     transfer_attention,
     unpatch_model,
 )
+from hf_graphfilter.filters.attached import filters_of
+from hf_graphfilter.training.transfer import call
+from hf_graphfilter.training.transfer.objectives import DISTANCES, original_of
 from hf_graphfilter.training.transfer.run import StageRun
 
 AGF = AGFConfig(correction=True, theta="per_head", position_bias="drop")
@@ -246,9 +249,71 @@ def test_progress_that_earlier_code_wrote_goes_on(tmp_path):
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     run(patched(), batches(), checkpoint=tmp_path)
-    with pytest.raises(GraphFilterError, match=r"progress of another transfer \(lr differ\)"):
-        run(patched(), batches(), checkpoint=tmp_path, lr=1e-4)
+    other = patched()
+    other.encoder.layer[0].output.dense.weight.data[0] += 1
+    runs = {
+        "lr": (patched(), batches(), {"lr": 1e-4}),
+        "filters": (patched(config=dataclasses.replace(AGF, basis="chebyshev")), batches(), {}),
+        "model": (other, batches(), {}),
+        "held out": (patched(), batches()[::-1], {}),
+    }
+    for setting, (model, data, options) in runs.items():
+        with pytest.raises(GraphFilterError, match=rf"progress of another transfer \({setting} differ\)"):
+            run(model, data, checkpoint=tmp_path, **options)
     assert json.loads((tmp_path / "transfer.json").read_text())["step"] == 30
+
+
+def test_a_finished_stage_leaves_its_batches_behind(tmp_path, monkeypatch):
+    """An iterator gives each batch once: what comes after an interruption is what would have come."""
+    options = {"holdout": batches(count=2), "steps": 10, "end_to_end": "hidden", "end_to_end_steps": 5, "patience": 1}
+
+    def fit(**more):
+        shown = []
+
+        def data():
+            for batch in batches(count=20):
+                shown.append(batch["input_ids"])
+                yield batch
+
+        report = run(patched(), data(), **options, **more)
+        return report, shown
+
+    expected, whole = fit()
+
+    class Stopped(StageRun):
+        def fit(self, *arguments):
+            if self.stage.name == "end to end":
+                raise Interrupted
+            return super().fit(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(call, "StageRun", Stopped)
+        with pytest.raises(Interrupted):
+            fit(checkpoint=tmp_path)
+    found, shown = fit(checkpoint=tmp_path)
+    assert len(shown) == len(whole)
+    assert found.after == pytest.approx(expected.after, rel=1e-5)
+    assert (found.steps, found.stopped) == (expected.steps, expected.stopped)
+
+
+@pytest.mark.parametrize("of", ["logits", "hidden"])
+def test_tokens_that_labels_leave_out_are_not_counted(of):
+    """The decoder's tokens are made of the labels, and a mask of the encoder's says nothing of them."""
+    model = patched("t5", AGF, T5ForConditionalGeneration)
+    labels = torch.randint(5, 99, (2, TOKENS))
+    labels[0, 3:] = -100
+    batch = {**batches("t5")[0], "labels": labels}
+    del batch["decoder_input_ids"]
+    original = original_of(model, dict(filters_of(model)))
+    wanted, found = original(batch), dict(model(**batch, output_hidden_states=True))
+    distance = DISTANCES[of](found, wanted, batch)
+    at = "logits" if of == "logits" else "decoder_hidden_states"
+    outputs = found[at] if of == "hidden" else (found[at],)
+    for states in outputs:
+        states.data[0, 3:] += torch.randn_like(states[0, 3:])
+    assert torch.equal(DISTANCES[of](found, wanted, batch), distance)
+    outputs[-1].data[1, -1] += torch.randn_like(outputs[-1][1, -1])
+    assert not torch.equal(DISTANCES[of](found, wanted, batch), distance)
 
 
 def test_end_to_end():

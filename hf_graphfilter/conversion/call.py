@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import time
@@ -12,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import GraphFilterError, shown
@@ -24,7 +23,7 @@ from ..patching import patch_model, unpatch_model
 from ..selection import Layers
 from ..training.transfer.batches import apart, one_pass, repeated, set_aside
 from ..training.transfer.call import only_filters
-from ..training.transfer.run import filter_groups
+from ..training.transfer.run import filter_groups, fitted_to
 from .choice import least_sensitive, parse_share
 from .report import ConversionReport
 from .stages import Conversion, checked, recomputed
@@ -140,7 +139,7 @@ def convert(
     data, holdout = apart(data, holdout)
     held, skip = set_aside(model, data, holdout, labels)
     batches = partial(repeated, model, data, skip, labels)
-    fitted_to = {"model": _mark(model.state_dict().values()), "held out": _mark(x for b in held for x in b.values())}
+    fitted = fitted_to(model, held)
     patch_model(model, config, layers=None if share is not None else layers, stack=stack)  # type: ignore[arg-type]
     sensitivity: dict[str, float] = {}
     try:
@@ -160,7 +159,7 @@ def convert(
             progress=progress,
             ends_in=ends_in,
             settings={
-                **fitted_to,
+                **fitted,
                 "filter": config.to_dict(),
                 "modules": sorted(modules),
                 "share": share,
@@ -226,15 +225,6 @@ def _shares(stages: Mapping[str, float] | None, budget: int) -> dict[str, float]
     if list(stages) != sorted(stages, key=STAGES.index):
         raise GraphFilterError(f"stages come in the order {', '.join(STAGES)}, got {', '.join(stages)}")
     return dict(stages)
-
-
-def _mark(values: Iterable[Any]) -> str:
-    """By which a model, or batches, are known again: a hash of some numbers of each tensor."""
-    found = hashlib.sha256()
-    for x in values:
-        if isinstance(x, Tensor):
-            found.update(repr((x.dtype, x.shape, x.detach().flatten()[:: max(1, x.numel() // 16)].tolist())).encode())
-    return found.hexdigest()
 
 
 def _tokens(shares: dict[str, float], budget: int) -> dict[str, int]:

@@ -53,7 +53,7 @@ def compare(model: nn.Module, original: Original, batches: list[Batch], causal: 
 
 def _of_logits(pair: Mapping[str, Outputs], batch: Batch, vocabulary: float) -> dict[str, Tensor]:
     w, f = (logits_of(outputs) for outputs in pair.values())
-    mask = mask_of_logits(batch)
+    mask = mask_of_logits(batch, pair["original"])
     there = torch.ones(w.shape[:-1], device=w.device) if mask is None or mask.shape != w.shape[:-1] else mask.float()
     likely = w.log_softmax(-1)
     divergence = (likely.exp() * (likely - f.log_softmax(-1))).sum(-1)

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+)
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from ...errors import GraphFilterError
 from .objectives import Batch
@@ -30,17 +41,27 @@ def apart(data: Iterable[Any], holdout: int | Iterable[Any]) -> tuple[Iterable[A
     batched = data.batch_sampler  # accelerate's loaders tell no other sampler
     if type(batched) is BatchSampler and isinstance(batched.sampler, SequentialSampler):
         return data, holdout
-    size = getattr(batched, "batch_size", None)
-    if not size or not hasattr(data.dataset, "__len__"):
+    size, of_all = getattr(batched, "batch_size", None), getattr(batched, "batch_sampler", batched)
+    sampler = getattr(of_all, "sampler", of_all)
+    shown = _rows_of(sampler, data.dataset)
+    if not size or shown is None:
         raise GraphFilterError(
-            f"this DataLoader may show the first {holdout} batches again later ({type(batched).__name__}), "
+            f"this DataLoader may show the first {holdout} batches again later ({type(sampler).__name__}), "
             "where they would be trained on: give holdout= as batches of other rows"
         )
     order = torch.Generator().manual_seed(0)  # the same in all processes, which share the batches
-    rows = torch.randperm(len(data.dataset), generator=order).tolist()
+    rows = [shown[i] for i in torch.randperm(len(shown), generator=order).tolist()]
     options: dict[str, Any] = {"batch_size": size, "collate_fn": data.collate_fn, "num_workers": data.num_workers}
     held, rest = (Subset(data.dataset, part) for part in (rows[: holdout * size], rows[holdout * size :]))
     return DataLoader(rest, shuffle=True, generator=order, **options), list(DataLoader(held, **options))
+
+
+def _rows_of(sampler: Sampler[int] | Any, dataset: Any) -> Sequence[int] | None:
+    """What a sampler that shuffles draws from; None of one that goes by weights, or by a rule of its own."""
+    if isinstance(sampler, SubsetRandomSampler):
+        return sampler.indices
+    whole = isinstance(sampler, (RandomSampler, DistributedSampler, LengthGroupedSampler))
+    return range(len(dataset)) if whole and hasattr(dataset, "__len__") else None
 
 
 def set_aside(

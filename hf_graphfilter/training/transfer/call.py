@@ -18,7 +18,7 @@ from ...filters.attached import filters_of
 from .batches import apart, repeated, set_aside
 from .objectives import DISTANCES, filter_errors, fit_end_to_end, mean_loss, original_of, regress
 from .report import TransferReport, mean
-from .run import Checkpoint, Stage, StageRun, filter_groups
+from .run import Checkpoint, Stage, StageRun, filter_groups, fitted_to
 
 
 def transfer_attention(
@@ -97,6 +97,7 @@ def transfer_attention(
         report = TransferReport(before=filter_errors(model, modules, held))
         _refuse_equal(model, modules, report.before)
         settings = {"steps": steps, "lr": lr, "coefficient_lr": coefficient_lr, "modules": sorted(modules)}
+        settings |= {**fitted_to(model, held), "filters": [f.config.to_dict() for f in modules.values()]}
         stages, groups = [], filter_groups(modules, lr, coefficient_lr)
         if steps:
             fit_batch, measure = partial(regress, model, modules), lambda: mean(filter_errors(model, modules, held))

@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -142,6 +142,8 @@ def backward(loss: Tensor) -> None:
 def mask_of(batch: Batch, stack: str) -> Tensor | None:
     """What of the tokens of a stack (``"encoder"``, ``"decoder"``, or ``""``, the only one) is there."""
     mask: Tensor | None = batch.get("decoder_attention_mask" if stack == "decoder" else "attention_mask")
+    if stack == "decoder" and mask is None and "labels" in batch and "decoder_input_ids" not in batch:
+        return cast(Tensor, batch["labels"]) != -100  # of which the model makes its decoder's tokens
     return mask
 
 
@@ -151,8 +153,9 @@ def logits_of(outputs: Outputs) -> Tensor:
     return logits.movedim(1, -1) if logits.dim() == 4 else logits
 
 
-def mask_of_logits(batch: Batch) -> Tensor | None:
-    return mask_of(batch, "decoder" if "decoder_input_ids" in batch else "")
+def mask_of_logits(batch: Batch, outputs: Outputs) -> Tensor | None:
+    by_decoder = "labels" in batch and "encoder_last_hidden_state" in outputs
+    return mask_of(batch, "decoder" if by_decoder or "decoder_input_ids" in batch else "")
 
 
 @torch.no_grad()
@@ -182,9 +185,9 @@ def _logits_distance(output: Outputs, wanted: Outputs, batch: Batch) -> Tensor:
     if "logits" not in output:
         raise GraphFilterError("end_to_end='logits': the model returns no logits; use 'hidden'")
     f, w = (logits_of(x).log_softmax(-1) for x in (output, wanted))
-    divergence, mask = (w.exp() * (w - f)).sum(-1), mask_of_logits(batch)
+    divergence, mask = (w.exp() * (w - f)).sum(-1), mask_of_logits(batch, output)
     if mask is not None and mask.shape == divergence.shape:
-        return (divergence * mask).sum() / mask.sum()
+        return (divergence * mask).sum() / mask.sum().clamp(min=1)
     return divergence.mean()
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,6 +22,7 @@ from tqdm.auto import tqdm
 
 from ...errors import GraphFilterError
 from ...filters import GraphFilter
+from ...filters.attached import CHILD
 from .objectives import Batch
 from .processes import average_gradients, is_first_process, mean_of, share, total
 from .report import TransferReport
@@ -55,14 +57,29 @@ class Checkpoint:
         if not file.is_file():
             return None
         progress: dict[str, Any] = json.loads(file.read_text())
-        if progress["settings"] != self.settings:
-            changed = [k for k in self.settings if progress["settings"].get(k) != self.settings[k]]
+        changed = [k for k, v in progress["settings"].items() if v != self.settings.get(k)]  # earlier code has less
+        if changed:
             raise GraphFilterError(
-                f"{self.directory} holds the progress of another transfer ({', '.join(changed) or 'settings'} differ): "
+                f"{self.directory} holds the progress of another transfer ({', '.join(changed)} differ): "
                 "use its settings to go on with it, or another directory"
             )
         self.finished = progress["finished"]
         return progress
+
+
+def marked(values: Iterable[Any]) -> str:
+    """By which a model, or batches, are known again: a hash of some numbers of each tensor."""
+    found = hashlib.sha256()
+    for x in values:
+        if isinstance(x, Tensor):
+            found.update(repr((x.dtype, x.shape, x.detach().flatten()[:: max(1, x.numel() // 16)].tolist())).encode())
+    return found.hexdigest()
+
+
+def fitted_to(model: nn.Module, held: list[Batch]) -> dict[str, str]:
+    """Settings that name the weights besides the filters', and the batches that are measured on."""
+    weights = (x for name, x in model.state_dict().items() if f".{CHILD}." not in name)
+    return {"model": marked(weights), "held out": marked(x for batch in held for x in batch.values())}
 
 
 Group = tuple[dict[str, nn.Parameter], float]  # parameters by name, and their peak learning rate
@@ -127,10 +144,10 @@ class StageRun:
 
     def fit(self, batches: Iterator[Batch], eval_every: int, patience: int | None, progress: bool) -> None:
         if self.checkpoint is not None and self._restore(self.checkpoint):
+            next(islice(batches, self.step, self.step), None)  # those it has seen; the next stage may go on in them
             if self.stage.name in self.checkpoint.finished:
                 self.report.steps += self.step
                 return
-            next(islice(batches, self.step, self.step), None)
         else:
             self._measure(self.stage.start)
         shown = {"desc": self.stage.name, "unit": f" {self.stage.unit}s", "disable": not progress}
@@ -216,6 +233,7 @@ class StageRun:
             "best": self.best,
             "stale": self.stale,
             "history": self.report.history,
+            "stopped": self.report.stopped,
             "before": self.report.before,
         }
         self.checkpoint.write(self.stage.name, finished, progress, tensors)
@@ -232,6 +250,8 @@ class StageRun:
             return finished
         tensors = load_file(checkpoint.directory / STATE_FILE)
         self.report.before, self.report.history = progress["before"], [tuple(pair) for pair in progress["history"]]
+        if finished:
+            self.report.stopped = progress.get("stopped", self.report.stopped)
         self.step, self.best, self.stale = progress["step"], progress["best"], progress["stale"]
         self.used, self.before = progress.get("used", self.step), progress.get("before_it", progress["earlier_steps"])
         self.best_state = {k: tensors[f"best.{k}"] for k in self.parameters}
