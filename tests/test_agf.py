@@ -25,7 +25,7 @@ from hf_graphfilter.functional import agf, gfsa, orthogonality_loss
 from hf_graphfilter.ops import spectral
 from hf_graphfilter.ops.polynomials import expand, polynomials, recurrence
 from hf_graphfilter.ops.visibility import visibility
-from hf_graphfilter.ops.window import attend_nearby
+from hf_graphfilter.ops.window import attend_few, attend_nearby
 
 B, H, N, D, DV = 2, 3, 11, 6, 5
 PARAMETERS = [("jacobi", a, b) for a, b in ((2.0, -1.0), (1.5, 2.0), (2.0, -1.5), (1.0, 0.0), (1.0, 1.0))]
@@ -364,6 +364,17 @@ def test_window(causal, n, window):
     torch.testing.assert_close(out, scores.softmax(-1).nan_to_num() @ v)
     seen = near.any(-1, keepdim=True).expand_as(mass)
     torch.testing.assert_close(mass[seen], scores.logsumexp(-1, keepdim=True)[seen])
+
+
+def test_scores_that_half_precision_cannot_hold_before_they_are_scaled():
+    """q k of 40 x 40 x 64 is above 65,504, what float16 ends at; scaled it is an eighth."""
+    q, k, v = torch.full((1, 1, 6, 64), 40.0), torch.full((1, 1, 6, 64), 40.0), torch.randn(1, 1, 6, 64)
+    keys = torch.ones(1, 6, dtype=torch.bool)
+    for causal in (False, True):
+        wide = attend_nearby(q, k, v, 2, 64**-0.5, causal, keys)[0]
+        half = attend_nearby(q.half(), k.half(), v.half(), 2, 64**-0.5, causal, keys)[0]
+        torch.testing.assert_close(half.float(), wide, rtol=2e-3, atol=2e-3)
+        assert attend_few(q.half(), k.half(), v.half(), 64**-0.5, keys[:, None])[0].isfinite().all()
 
 
 @pytest.mark.parametrize(("n", "window", "causal"), [(3, 5, False), (70, 4, False), (70, 4, True), (100, 40, False)])

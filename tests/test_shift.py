@@ -5,9 +5,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
-from models import FAMILIES, output
+from models import FAMILIES, output, turn_on
 from torch.autograd import gradcheck
-from transformers import Gemma2Config, Gemma2Model, GptOssConfig, GptOssModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    Gemma2Config,
+    Gemma2Model,
+    GptOssConfig,
+    GptOssModel,
+    MistralConfig,
+    MistralModel,
+)
+from transformers.masking_utils import flash_attention_mask
 
 from hf_graphfilter import (
     AttentionShift,
@@ -327,6 +337,55 @@ def test_soft_capping_is_passed_on_or_refused():
     unpatch_model(model)
     with pytest.raises(GraphFilterError, match=r"softcap=2\.0.*'sdpa' attention drops"):
         patch_model(model)
+
+
+VARLEN = "varlen"  # stands for FlashAttention, which is told of packed sequences and windows without a mask
+
+
+def varlen(module, query, key, value, attention_mask, scaling=None, sliding_window=None, cu_seq_lens_q=None, **_):
+    assert attention_mask is None
+    places = torch.arange(query.shape[2])
+    sequence = (places[:, None] >= cu_seq_lens_q[1:]).sum(-1) if cu_seq_lens_q is not None else places * 0
+    distance = places[:, None] - places
+    seen = (distance >= 0) & (sequence[:, None] == sequence) & (distance < (sliding_window or len(places)))
+    groups = query.shape[1] // key.shape[1]
+    keys, values = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    return F.scaled_dot_product_attention(query, keys, values, seen, scale=scaling).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(VARLEN, varlen)
+AttentionMaskInterface.register(VARLEN, flash_attention_mask)
+
+
+@pytest.mark.parametrize("name", ["agf", "hedgehog", "centered", "attnscale", "contranorm"])
+def test_packed_sequences_without_a_mask_are_refused(name):
+    model = patch_model(FAMILIES["llama"].build(VARLEN), name)
+    ids = torch.randint(5, 99, (1, 7))
+    positions, ends = torch.tensor([[0, 1, 2, 0, 1, 2, 3]]), torch.tensor([0, 3, 7])
+    output(model, {"input_ids": ids})
+    for packed in ({"position_ids": positions, "cu_seq_lens_q": ends}, {"position_ids": positions}):
+        with pytest.raises(GraphFilterError, match=r"'varlen' attention is told of packed sequences without a mask"):
+            model(input_ids=ids, use_cache=False, **packed)
+
+
+def test_a_sliding_window_without_a_mask_is_refused_by_filters_that_look_at_the_mask():
+    config = MistralConfig(
+        vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=8, sliding_window=3
+    )
+    config._attn_implementation = VARLEN
+    model = patch_model(MistralModel(config).eval(), "centered")
+    model(input_ids=torch.randint(5, 99, (1, 3)), use_cache=False)
+    with pytest.raises(GraphFilterError, match=r"told of a sliding window of 3 tokens without a mask.*'centered'"):
+        model(input_ids=torch.randint(5, 99, (1, 4)), use_cache=False)
+
+
+def test_a_filter_of_the_operator_alone_keeps_packed_sequences_apart():
+    model = turn_on(patch_model(FAMILIES["llama"].build(VARLEN), GFSAConfig(K=3)))
+    ids = torch.randint(5, 99, (1, 7))
+    packed = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]]), "cu_seq_lens_q": torch.tensor([0, 3, 7])}
+    found = output(model, {"input_ids": ids, "use_cache": False, **packed})
+    apart = [output(model, {"input_ids": part, "use_cache": False}) for part in (ids[:, :3], ids[:, 3:])]
+    torch.testing.assert_close(found, torch.cat(apart, 1))
 
 
 def test_memory_is_linear_in_tokens():

@@ -53,8 +53,8 @@ def attend_nearby(
     distance = torch.arange(width, device=key.device) - torch.arange(block, device=key.device)[:, None]
     inside = (distance >= 0) & (distance <= (window if causal else 2 * window))
     inside = inside & slices(keys[:, None, :, None]).mT
-    queries = functional.pad(query, (0, 0, 0, missing)).unflatten(2, (-1, block))
-    scores = (queries @ slices(key).mT * scaling).to(torch.promote_types(query.dtype, torch.float32))
+    queries = functional.pad(query * scaling, (0, 0, 0, missing)).unflatten(2, (-1, block))  # float16 ends at 65,504
+    scores = (queries @ slices(key).mT).to(torch.promote_types(query.dtype, torch.float32))
     if bias is not None:
         padded = functional.pad(bias, (window - past, after, 0, missing)).unflatten(2, (-1, block))
         scores = scores + padded.unfold(-1, width, block).diagonal(dim1=2, dim2=4).permute(0, 1, 4, 2, 3)
@@ -85,7 +85,7 @@ def attend_few(
     Returns:
         as ``attend_nearby``; the second is -1e30 where no key is seen.
     """
-    scores = (query @ key.mT * scaling).to(torch.promote_types(query.dtype, torch.float32))
+    scores = ((query * scaling) @ key.mT).to(torch.promote_types(query.dtype, torch.float32))
     scores = scores if bias is None else scores + bias
     scores = scores.masked_fill(~seen[:, None], -1e30)
     weights = scores.softmax(-1) * seen[:, None]

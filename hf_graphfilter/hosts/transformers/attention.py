@@ -31,6 +31,7 @@ SERVING = (
     "transformers serve"
 )
 _ENGINES = ("vllm", "sglang")  # what their transformers backends write into the configs they find
+_MASKED = ("sdpa", "eager")  # whose masks say all that there is to say
 _UNHONOURED = {"s_aux", "sinks", "softcap", "cache"}
 
 
@@ -79,6 +80,8 @@ def graph_filter_attention(
         return bool(getattr(module, "is_causal", True) if given is None else given) and implementation != "eager"
 
     def visible() -> tuple[bool, Tensor | None]:
+        if implementation not in _MASKED:
+            _refuse_untold(module, implementation, key.shape[2], attention_mask, **kwargs)
         biased, declared = graph_filter.position_bias, declared_causal(module)
         return visibility(attention_mask, causal(), query.shape[2], biased, declared)
 
@@ -202,6 +205,35 @@ def attention_function(module_class: Any, implementation: str) -> Callable[..., 
 @functools.cache
 def honours_softcap(attend: Callable[..., Any]) -> bool:
     return "softcap" in inspect.signature(attend).parameters
+
+
+def _refuse_untold(
+    module: Any,
+    implementation: str,
+    tokens: int,
+    mask: Tensor | None,
+    *,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    **_: Any,
+) -> None:
+    """What FlashAttention is told of by other arguments than a mask."""
+    packed = cu_seq_lens_q is not None
+    if mask is None and position_ids is not None and position_ids.dim() == 2 and len(position_ids) == 1:
+        increasing = (position_ids.diff() > 0).all()  # by which FlashAttention itself knows packed sequences
+        if torch.compiler.is_compiling():
+            torch._assert_async(increasing, "packed sequences in a graph whose filter sees no mask of them")
+        else:
+            packed = packed or not increasing
+    window = sliding_window if sliding_window is not None and sliding_window < tokens else None
+    if packed or window is not None:
+        what = "packed sequences" if packed else f"a sliding window of {window} tokens"
+        raise GraphFilterError(
+            f"{_site(module)}: {implementation!r} attention is told of {what} without a mask, and "
+            f"{module.graph_filter.config.filter!r} looks at the mask: load the model with attn_implementation='sdpa', "
+            "or leave these modules out with layers="
+        )
 
 
 def _refuse_unhonoured(
