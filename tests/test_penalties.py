@@ -12,6 +12,7 @@ from test_trainer import Toy, state
 from transformers import (
     BartForConditionalGeneration,
     BertForSequenceClassification,
+    EarlyStoppingCallback,
     GPT2LMHeadModel,
     Trainer,
     TrainerCallback,
@@ -64,7 +65,7 @@ def batch_of(rows, causal=False):
 
 def train(path, patched, *, gamma=GAMMA, data=None, callbacks=(), compute_loss_func=None, **options):
     """SGD with rate 1: the change of the parameters is minus the gradient."""
-    options = {"max_steps": 1, "per_device_train_batch_size": 8, "logging_steps": 1, **options}
+    options = {"max_steps": 1, "per_device_train_batch_size": 8, "logging_steps": 1, "save_strategy": "no", **options}
     args = TrainingArguments(
         output_dir=str(path),
         optim="sgd",
@@ -75,7 +76,6 @@ def train(path, patched, *, gamma=GAMMA, data=None, callbacks=(), compute_loss_f
         disable_tqdm=True,
         use_cpu=True,
         dataloader_pin_memory=False,
-        save_strategy="no",
         train_sampling_strategy="sequential",
         **options,
     )
@@ -397,6 +397,25 @@ def test_ddp_on_two_processes(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------- the blend
+
+
+def test_the_best_of_a_blend_is_without_attention(tmp_path):
+    """The loss is made to rise from step to step, so that the first checkpoint would win."""
+    steps = {"save_strategy": "steps", "eval_strategy": "steps", "save_steps": 2, "eval_steps": 2, "max_steps": 10}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "rising", "greater_is_better": False}
+    seen = []
+
+    class Rising(TrainerCallback):
+        def on_evaluate(self, args, state, control, metrics, **kwargs):
+            metrics["eval_rising"] = float(state.global_step)
+            seen.append(state.best_metric)
+
+    callbacks = [Rising(), EarlyStoppingCallback(2), BlendSchedule(end=0.6)]
+    patched = model(init="blend")
+    _, t = train(tmp_path, patched, gamma=None, callbacks=callbacks, **steps, **best)
+    assert seen == [None, None, None, 6.0, 6.0], "the gate is 1 after 6 steps of 10"
+    assert t.state.best_model_checkpoint.endswith("checkpoint-6")
+    assert filter_status(patched)[0].coefficients["gate"][0] == 1
 
 
 def test_blend_schedule(tmp_path):

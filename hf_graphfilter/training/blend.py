@@ -75,6 +75,9 @@ class BlendSchedule(LoggingCallback):
         start, end: fractions of the training between which the gate rises; it is 1 after ``end``.
         shape: ``"linear"`` or ``"cosine"``.
 
+    With ``load_best_model_at_end`` (and early stopping) only checkpoints whose gate is 1 compete: an earlier one is
+    partly attention still.
+
     Raises:
         GraphFilterError: when training begins on a model without blended layers.
 
@@ -104,6 +107,8 @@ class BlendSchedule(LoggingCallback):
         self._set(model, state)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if self.gate < 1:  # what was measured before this step
+            state.best_metric = state.best_global_step = state.best_model_checkpoint = None
         self._set(model, state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
