@@ -56,7 +56,7 @@ def trained(monkeypatch, tmp_path):
         seen.append((values, seed, folder))
         name = LONGER if values.get("max_steps", 0) > 2500 else values["filter"].replace("none", "plain")
         if name == "neutreno" and recipe == "glue":
-            return {"refused": "no layers before"}
+            return {"refused": "no layers before", "settings": identity(values)}
         rate = values["learning_rate"] if name in ("plain", LONGER) else values.get("filter_lr")
         good = HELPS.get(name, 0) + 0.01 * (rate in (1e-2, 2e-4, 4e-2)) + 0.001 * ((seed * 7919 + len(name)) % 13) / 13
         if recipe == "glue":
@@ -112,6 +112,18 @@ def test_a_refused_filter_is_left_out_of_the_task_and_said(trained, capsys):
     header, rows = standings.overview(own, by_run(content), own.stages[0])
     assert header == ["", "reviews, matthews correlation ↑", "ptb, perplexity ↓", "mean rank"]
     assert next(row for row in rows if row[0] == "neutreno")[1] == "refused"
+
+
+def test_a_refusal_is_forgotten_when_what_was_refused_changes(trained):
+    one_task = {"tasks": {"reviews": FILE["tasks"]["reviews"]}, "stages": FILE["stages"][:1], "longer": None}
+    played(trained, **one_task)
+    count = len(trained)
+    played(trained, **one_task)
+    assert len(trained) == count
+    again = played(trained, **one_task, variants={**FILE["variants"], "neutreno": {"layers": "even"}})
+    asked = [v for v, *_ in trained[count:]]
+    assert {(v["task"], v["filter"], v["layers"]) for v in asked} == {("cola", "neutreno", "even")}
+    assert [r["settings"]["layers"] for r in again["runs"] if "refused" in r] == ["even"] * len(asked)
 
 
 def test_the_same_command_goes_on(trained):
@@ -222,6 +234,14 @@ def test_one_seed_that_diverged_is_never_better(trained):
     assert standings.verdict(own, found).endswith(
         "None is better than plain. None is worse than plain. Diverged: `gfsa` on ptb, 1 seeds."
     )
+
+
+def test_nothing_is_claimed_where_plain_diverged(trained):
+    own, found = league(), by_run(played(trained))
+    found[Run("ptb", "plain", 4, 2.0)]["metrics"]["test/loss"] = float("nan")
+    (gfsa,) = standings.comparisons(own, found, own.stages[1])
+    assert (gfsa.paired.pairs, gfsa.diverged, gfsa.unpaired, gfsa.beyond) == (3, 0, 1, False)
+    assert standings.verdict(own, found).endswith("Diverged: plain on ptb, 1 seeds.")
 
 
 def test_nothing_is_claimed_before_its_seeds_are_there_and_all_planned_comparisons_count(trained):

@@ -128,14 +128,17 @@ class League:
         return values
 
     def check(self, found: Records) -> None:
-        """That every run can be, and that finished ones had these settings."""
+        """That every run can be, and that finished ones had these settings; refusals of others are forgotten."""
         for task, variant in itertools.product(self.tasks, [PLAIN, *self.variants]):
             self.settings[task].check(self.values(Run(task, variant, 1, 1.0), found))
-        for run, record in found.items():
-            if run.task not in self.tasks or run.variant not in (PLAIN, LONGER, *self.variants) or "refused" in record:
+        for run, record in [*found.items()]:
+            if run.task not in self.tasks or run.variant not in (PLAIN, LONGER, *self.variants):
                 continue  # of another version of the file: kept, and not counted
             now = identity(self.values(run, found))
-            if changed := self.settings[run.task].differing(record["settings"], now):
+            changed = self.settings[run.task].differing(record.get("settings", {}), now)
+            if changed and "refused" in record:
+                del found[run]
+            elif changed:
                 raise OtherSettingsError(
                     f"{run.variant} on {run.task}, seed {run.seed}, was run with other settings "
                     f"({', '.join(changed)} differ): give the file another name, or begin again with --fresh"

@@ -47,7 +47,7 @@ from recipes.league.plan import League
 from recipes.league.records import Run, by_run
 from recipes.league.standings import show
 from recipes.records import move_aside, read_results, tell, write_json
-from recipes.settings import Settings, read_yaml
+from recipes.settings import Settings, identity, read_yaml
 
 
 def begin(threads: int) -> None:
@@ -64,7 +64,7 @@ def train(recipe: str, values: dict[str, Any], seed: int, folder: Path) -> dict[
     try:
         return runs.run_seed(settings, values, seed, folder, Console(quiet=True))
     except RefusedError as error:
-        return {"refused": line(error)}
+        return {"refused": line(error), "settings": identity(values)}
 
 
 def play(league: League, file: Path, root: Path, workers: int, console: Console) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def play(league: League, file: Path, root: Path, workers: int, console: Console)
     found = by_run(content)
     league.check(found)
     tell(console, f"results: {file}, {len(found) or 'no'} runs at hand")
-    content = {"name": league.name, "league": league.content, "runs": content["runs"]}
+    content = {"name": league.name, "league": league.content, "runs": [*found.values()]}
     running: dict[Future[dict[str, Any]], Run] = {}
     threads = os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     context = multiprocessing.get_context("spawn")

@@ -29,11 +29,12 @@ class Comparison(NamedTuple):
     better: bool  # whichever way the metric goes
     missing: int  # seeds not yet run
     diverged: int  # seeds on which the variant did, and plain did not
+    unpaired: int  # seeds on which plain did
 
     @property
     def beyond(self) -> bool:
         """Whether the difference stands after the correction; nothing does before its seeds are complete."""
-        return not self.missing and not self.diverged and self.corrected < LEVEL
+        return not (self.missing or self.diverged or self.unpaired) and self.corrected < LEVEL
 
 
 def values_of(league: League, found: Records, task: str, variant: str, seeds: tuple[int, ...]) -> dict[int, float]:
@@ -53,21 +54,22 @@ def planned(league: League, found: Records, stage: Stage) -> list[tuple[str, str
 
 
 def comparisons(league: League, found: Records, stage: Stage) -> list[Comparison]:
-    """Those that have two pairs of a kind so far, or a run that diverged."""
+    """Those that have two pairs so far, or a run that diverged."""
     made = []
     family = planned(league, found, stage)
     for task, variant in family:
         plain, own = (values_of(league, found, task, v, stage.seeds) for v in (PLAIN, variant))
         whole = [seed for seed in own if math.isfinite(plain.get(seed, math.nan))]
         both = [seed for seed in whole if math.isfinite(own[seed])]
-        diverged, missing = len(whole) - len(both), sum(seed not in own or seed not in plain for seed in stage.seeds)
+        missing = sum(seed not in own or seed not in plain for seed in stage.seeds)
+        lost = missing, len(whole) - len(both), sum(map(math.isnan, plain.values()))
         if len(both) >= 2:
             paired, p = tested([plain[seed] for seed in both], [own[seed] for seed in both])
             better = (paired.mean < 0) == lower_is_better(league, task)
-            made.append((task, variant, paired, p, better, missing, diverged))
-        elif diverged:
-            made.append((task, variant, None, 1.0, False, missing, diverged))
-    corrected = holm([p for *_, p, _, _, _ in made] + [1.0] * (len(family) - len(made)))
+            made.append((task, variant, paired, p, better, *lost))
+        elif any(lost[1:]):
+            made.append((task, variant, None, 1.0, False, *lost))
+    corrected = holm([p for _, _, _, p, *_ in made] + [1.0] * (len(family) - len(made)))
     return [Comparison(*c[:4], q, *c[4:]) for c, q in zip(made, corrected, strict=False)]
 
 
@@ -116,8 +118,10 @@ def verdict(league: League, found: Records) -> str:
             if c.paired and c.beyond and c.better == better
         )
         sentences.append(f"{verb.capitalize()} than plain: {names}." if names else f"None is {verb} than plain.")
-    if lost := "; ".join(f"`{c.variant}` on {c.task}, {c.diverged} seeds" for c in made if c.diverged):
-        sentences.append(f"Diverged: {lost}.")
+    lost = [f"`{c.variant}` on {c.task}, {c.diverged} seeds" for c in made if c.diverged]
+    lost += dict.fromkeys(f"plain on {c.task}, {c.unpaired} seeds" for c in made if c.unpaired)
+    if lost:
+        sentences.append(f"Diverged: {'; '.join(lost)}.")
     whole = sum(not c.missing for c in made)
     unfinished = f"Not finished yet, {whole} of {count} comparisons are. " if any(league.wanted(found)) else ""
     about = f"Of {count} comparisons with plain over {len(stage.seeds)} seeds, Holm-corrected at {LEVEL:.0%}"
