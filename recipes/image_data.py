@@ -102,6 +102,17 @@ def cut(data: Any, limit: int | None) -> Any:
     return Part(data, torch.randperm(len(data), generator=torch.Generator().manual_seed(0))[:limit].tolist())
 
 
+def batch_of_device(args: ImageArguments, devices: int) -> int:
+    """Images at a time on one device: of a step, some or all, so that steps are of as many as was asked for."""
+    size = max(1, min(args.device_batch_size, args.batch_size // devices))
+    if args.batch_size % (size * devices):
+        raise GraphFilterError(
+            f"--batch_size {args.batch_size} cannot be made of {size} images at a time on {devices} "
+            f"device{'s' if devices > 1 else ''}: give a --device_batch_size that divides it"
+        )
+    return size
+
+
 def loaders(
     args: ImageArguments, accelerator: Accelerator, config: dict[str, Any], train: Any, val: Any
 ) -> tuple[Any, Any]:
@@ -110,7 +121,7 @@ def loaders(
     both = {name: config[name] for name in ("input_size", "mean", "std")}
     both |= {"num_workers": args.workers, "persistent_workers": args.workers > 0, "use_prefetcher": False}
     both["pin_memory"] = accelerator.device.type == "cuda"
-    if len(train) < (size := args.device_batch_size):
+    if len(train) < (size := batch_of_device(args, accelerator.num_processes)):
         raise GraphFilterError(f"{len(train)} training images are less than --device_batch_size {size}")
     training = create_loader(
         train,

@@ -147,7 +147,7 @@ def run(args: ImageArguments) -> dict[str, Any]:
     mixing = {"mixup_alpha": args.mixup, "cutmix_alpha": args.cutmix, "label_smoothing": args.smoothing}
     mix = Mixup(**mixing, num_classes=len(classes)) if args.mixup or args.cutmix else None
     loss_of = SoftTargetCrossEntropy() if mix else nn.CrossEntropyLoss(label_smoothing=args.smoothing)
-    accumulate = max(1, args.batch_size // (args.device_batch_size * accelerator.num_processes))
+    accumulate = args.batch_size // (train.batch_size * accelerator.num_processes)
     per_epoch = max(1, len(train) // accumulate)
     epochs = math.ceil(args.max_steps / per_epoch) if args.max_steps else math.ceil(args.epochs)
     total = args.max_steps or round(args.epochs * per_epoch)

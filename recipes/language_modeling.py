@@ -58,6 +58,10 @@ def load(task: str, folder: str | None) -> DatasetDict:
                 parts[part] = table_of(read_rows(file), {"text": ("text",)}, file)
     if "validation" not in parts:
         at = len(parts["train"]) - max(1, len(parts["train"]) // 20)
+        if at < 1:
+            raise GraphFilterError(
+                f"{len(parts['train'])} lines leave nothing to validate on: give a validation part too"
+            )
         parts["validation"] = parts["train"].select(range(at, len(parts["train"])))
         parts["train"] = parts["train"].select(range(at))
     return DatasetDict(parts)

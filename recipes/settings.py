@@ -2,6 +2,8 @@
 
 import argparse
 import dataclasses
+import functools
+import hashlib
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -29,7 +31,9 @@ INCIDENTAL = (
     | {"logging_strategy", "save_strategy", "save_steps", "save_total_limit", "push_to_hub", "hub_model_id"}
     | {"hub_token", "hub_private_repo", "hub_revision", "dataloader_num_workers", "dataloader_pin_memory", "use_cpu"}
     | {"per_device_eval_batch_size", "eval_accumulation_steps", "eval_batch_size", "workers", "import"}
+    | {"restore_callback_states_from_checkpoint"}
 )
+OWN_DATA = ("text", "texts", "folder")  # tasks that are what their data are
 OPTIONS_OF = {"filter_options": "filter", "from_scratch": "model"}
 # of the recipes that have such flags
 DEFAULTS = {
@@ -39,6 +43,7 @@ DEFAULTS = {
     "eval_strategy": "epoch",
     "save_strategy": "epoch",
     "save_total_limit": 1,
+    "restore_callback_states_from_checkpoint": True,  # how long early stopping has waited
     "dataloader_pin_memory": torch.cuda.is_available(),
 }
 SMOKE = {
@@ -198,7 +203,8 @@ class Settings:
     def differing(self, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
         """Names of the settings in which two runs differ; one that was not given has its default."""
         a, b = self.defaults | a, self.defaults | b
-        return sorted(k for k in {*a, *b} - INCIDENTAL if a.get(k) != b.get(k))
+        ignored = INCIDENTAL - {"data"} if "data" in a and "data" in b else INCIDENTAL  # earlier records have none
+        return sorted(k for k in {*a, *b} - ignored if a.get(k) != b.get(k))
 
     def _known_task(self, task: str) -> None:
         if task not in self.recipe.metrics and not self.recipe.known(task):
@@ -216,7 +222,19 @@ def identity(values: dict[str, Any]) -> dict[str, Any]:
     """The settings on which the outcome of a run depends; of a local folder, its name."""
     own = {k: list(v) if isinstance(v, tuple) else v for k, v in sorted(values.items()) if v is not None}
     own |= {k: Path(own[k]).name for k in ("model", "tokenizer", "checkpoint") if k in own and Path(own[k]).exists()}
-    return {k: v for k, v in own.items() if k not in INCIDENTAL and k != "seed"}
+    kept = {k: v for k, v in own.items() if k not in INCIDENTAL and k != "seed"}
+    if own.get("task") in OWN_DATA and "data" in own:
+        kept["data"] = mark_of(str(own["data"]))
+    return kept
+
+
+@functools.cache
+def mark_of(data: str) -> str:
+    """By which a file or folder is known again, wherever it lies: a hash of the names and sizes of what it holds."""
+    path = Path(data)
+    files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
+    sizes = [f"{file.relative_to(path)} {file.stat().st_size}" for file in files if file.is_file()]
+    return hashlib.sha256("\n".join(sizes).encode()).hexdigest()[:16]
 
 
 def read_yaml(name: str) -> dict[str, Any]:

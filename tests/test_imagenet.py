@@ -163,6 +163,12 @@ def test_colours_are_learned_with_averaged_weights_and_accumulation(data, tmp_pa
     assert "validation/ema_accuracy" in found["metrics"]
 
 
+def test_steps_are_of_as_many_images_as_asked_for(data, tmp_path):
+    """The default of a device, 128, is more."""
+    found = run(data, tmp_path / "run", "--batch_size", "4", "--device_batch_size", "128", "--epochs", "1")
+    assert found["steps"] == 8
+
+
 def test_an_interrupted_run_goes_on(data, tmp_path, monkeypatch):
     whole = run(data, tmp_path / "whole", "--mixup", "0.8")
     original = imagenet.save_state
@@ -244,7 +250,8 @@ def test_images_that_cannot_be_read_are_skipped_and_counted_or_an_error(data, tm
         (None, ["--model_options", "dephth=2"], "timm cannot make vit_tiny_patch16_224"),
         (None, ["--model", "vit_tinny_patch16_224"], r"timm cannot make vit_tinny_patch16_224 (did you mean vit_tiny"),
         (None, ["--precision", "int4"], "use no, bf16 or fp16"),
-        (None, ["--device_batch_size", "64"], "are less than --device_batch_size"),
+        (None, ["--batch_size", "64", "--device_batch_size", "64"], "are less than --device_batch_size"),
+        (None, ["--device_batch_size", "3"], "--batch_size 8 cannot be made of 3 images at a time on 1 device"),
         (None, ["--model", "resnet18", "--model_options", "block_args=null"], "has no self-attention to patch"),
     ],
 )

@@ -503,6 +503,53 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint(cola, tmp_path, monkeypa
         assert record(tmp_path / "broken")[name] == record(tmp_path / "whole")[name]
 
 
+def test_a_run_that_goes_on_has_waited_as_long_for_an_improvement(cola, tmp_path, monkeypatch, transformers_warnings):
+    """Nothing improves at a learning rate of 0: three measurements after the first it ends."""
+    saving = ["--save_strategy", "steps", "--save_steps", "1", "--eval_strategy", "steps", "--eval_steps", "1"]
+    saving += ["--early_stopping_patience", "3", "--metric_for_best_model", "loss", "--load_best_model_at_end"]
+    argv = [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT, *saving]
+    argv = [*map(str, argv), "--max_steps", "9", "--learning_rate", "0", "--filter", "none"]
+
+    class Stop(training.Clock):
+        def on_step_begin(self, args, state, control, **kwargs):
+            super().on_step_begin(args, state, control, **kwargs)
+            if state.global_step == 3:
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "Clock", Stop)
+        with pytest.raises(SystemExit):
+            runs.main(glue.RECIPE, argv)
+    runs.main(glue.RECIPE, argv)
+    transformers_warnings.clear()  # of times on this file system, when an old checkpoint is deleted
+    assert record(tmp_path / "run")["steps"] == 4
+
+
+def test_texts_of_one_s_own_are_the_task(monkeypatch, tmp_path, capsys):
+    """Of all other tasks it says nothing where the data lie."""
+    made, seen = {}, []
+
+    def run(args, training):
+        seen.append(args.data)
+        return {"metrics": {"validation/perplexity": 9.0}, "moved": {}, "coefficients": {}, "filter_parameters": 0}
+
+    recipe = dataclasses.replace(language_modeling.RECIPE, run=run)
+    monkeypatch.chdir(tmp_path)
+    for name, words in (("a", "one two three"), ("b", "four five six seven"), ("moved/a", "one two three")):
+        made[name] = tmp_path / "texts" / name
+        made[name].mkdir(parents=True)
+        (made[name] / "train.txt").write_text(words)
+    argv = [*DECODER, "--task", "text", "--filter", "none", "--save_strategy", "no", "--data"]
+    for name in ("a", "a", "moved/a"):
+        runs.main(recipe, [*argv, str(made[name])])
+    assert seen == [str(made["a"])]
+    with pytest.raises(SystemExit):
+        runs.main(recipe, [*argv, str(made["b"])])
+    assert "holds a run with other settings (data differ)" in capsys.readouterr().err
+    with pytest.raises(GraphFilterError, match="1 lines leave nothing to validate on"):
+        language_modeling.load.__wrapped__("text", str(made["a"]))
+
+
 def test_a_full_disk_is_one_line_and_leaves_no_record(cola, tmp_path, monkeypatch, capsys):
     def full(self, *_, **__):
         raise OSError(28, "No space left on device")
