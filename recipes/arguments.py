@@ -102,8 +102,8 @@ class ImageArguments(FilterArguments):
     mixup: float = 0.8
     cutmix: float = 1.0
     smoothing: float = 0.1
-    repeated_augmentation: int = HfArg(default=3, help="Times an image is seen in an epoch; 0 for off.")
-    crop_scale: float = HfArg(default=0.08, help="Smallest part of an image that a crop keeps; 1: no crops and flips.")
+    repeated_augmentation: int = HfArg(default=3, help="Times an image is seen, on several devices; 0: off.")
+    crop_scale: float = HfArg(default=0.08, help="Smallest part of an image that a crop keeps; 1: no augmentation.")
     interpolation: str = "bicubic"
     ema_decay: float = HfArg(default=0.0, help="Of an average of the weights that is evaluated too; 0: none.")
     precision: str = HfArg(default="no", help="no, bf16 or fp16.")

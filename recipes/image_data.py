@@ -1,7 +1,10 @@
 """The images of the image recipe: folders or the Hub, and timm's loaders."""
 
+import bisect
 import copy
-import multiprocessing
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +22,14 @@ HUB = {"imagenet-1k": ("hfds/ILSVRC/imagenet-1k", 1000), "imagenet-100": ("hfds/
 
 
 class Images(ImageDataset):
-    """A folder of images in which files that cannot be read are skipped and counted, or are an error."""
+    """A folder of images in which files that cannot be read are an error, or skipped and counted: the next one that is
+    ``among`` stands for them."""
 
     def __init__(self, root: Path, bad_images: str, class_map: Any = ""):
         super().__init__(str(root), class_map=class_map)
         self.bad_images = bad_images
-        self.skipped = multiprocessing.Value("i", 0)  # over the processes of the loader
+        self.bad = torch.zeros(len(self), dtype=torch.bool).share_memory_()  # over the processes of the loader
+        self.among: Sequence[int] = range(len(self))
 
     def __getitem__(self, index: int) -> Any:
         file, target, *_ = self.reader[index]
@@ -37,13 +42,10 @@ class Images(ImageDataset):
                 raise GraphFilterError(
                     f"{name} cannot be read as an image; --bad_images skip leaves such out"
                 ) from error
-            with self.skipped.get_lock():
-                self.skipped.value += 1
-                if self.skipped.value > max(10, len(self) // 10):
-                    raise GraphFilterError(
-                        f"more than a tenth of the images cannot be read, {name} the last"
-                    ) from error
-            return self[(index + 1) % len(self)]
+            self.bad[index] = True
+            if self.bad.sum() > min(max(10, len(self) // 10), len(self.among) - 1):
+                raise GraphFilterError(f"more than a tenth of the images cannot be read, {name} the last") from error
+            return self[self.among[bisect.bisect(self.among, index) % len(self.among)]]
         return (image if self.transform is None else self.transform(image)), target
 
 
@@ -92,7 +94,9 @@ class Part(Subset[Any]):
 def hold_out(train: Any, share: float) -> tuple[Any, Any]:
     """(the rest of the training images, the share of them to evaluate on), each with a transform of its own."""
     kept, out = held_out(len(train), share)
-    return Part(train, kept), Part(copy.copy(train), out)
+    other = copy.copy(train)
+    train.among, other.among = kept, out
+    return Part(train, kept), Part(other, out)
 
 
 def cut(data: Any, limit: int | None) -> Any:
@@ -113,6 +117,18 @@ def batch_of_device(args: ImageArguments, devices: int) -> int:
     return size
 
 
+def _keep_a_bit(transform: Any) -> None:
+    """timm's posterising asks for no bit at its strongest, which Pillow 13 refuses: one at least."""
+    for part in getattr(transform, "transforms", ()):
+        for op in itertools.chain(getattr(part, "ops", ()), *getattr(part, "policy", ())):
+            if op.name.startswith("Posterize"):
+                op.level_fn = functools.partial(_bits, op.level_fn)
+
+
+def _bits(of: Callable[..., tuple[int]], level: float, params: Any) -> tuple[int]:
+    return (max(1, *of(level, params)),)
+
+
 def loaders(
     args: ImageArguments, accelerator: Accelerator, config: dict[str, Any], train: Any, val: Any
 ) -> tuple[Any, Any]:
@@ -121,8 +137,13 @@ def loaders(
     both = {name: config[name] for name in ("input_size", "mean", "std")}
     both |= {"num_workers": args.workers, "persistent_workers": args.workers > 0, "use_prefetcher": False}
     both["pin_memory"] = accelerator.device.type == "cuda"
-    if len(train) < (size := batch_of_device(args, accelerator.num_processes)):
-        raise GraphFilterError(f"{len(train)} training images are less than --device_batch_size {size}")
+    size = batch_of_device(args, accelerator.num_processes)
+    if len(train) < args.batch_size:
+        raise GraphFilterError(f"{len(train)} training images are less than a step's: give a smaller --batch_size")
+    if (args.mixup or args.cutmix) and size % 2:
+        raise GraphFilterError(
+            f"--mixup and --cutmix take images by pairs, and {size} at a time are odd: give an even --device_batch_size"
+        )
     training = create_loader(
         train,
         batch_size=size,
@@ -138,5 +159,6 @@ def loaders(
         distributed=several,
         **both,
     )
+    _keep_a_bit(training.dataset.transform)
     crop = {"crop_pct": config["crop_pct"], "interpolation": config["interpolation"]}
     return training, create_loader(val, batch_size=args.eval_batch_size, **crop, **both)

@@ -2,8 +2,10 @@
 
     python recipes/imagenet.py --config imagenet/deit-s-12.yaml --data IMAGENET --seeds 1
     accelerate launch recipes/imagenet.py --config imagenet/deit-s-12.yaml --data IMAGENET --precision bf16 --compile
-    python recipes/imagenet.py --model deit_tiny_patch16_224 --pretrained --task folder --data my/images --epochs 5
-    python recipes/imagenet.py --model facebook/deit-tiny-patch16-224 --pretrained --drop_path 0 --task folder --data X
+    python recipes/imagenet.py --model deit_tiny_patch16_224 --pretrained --task folder --data IMAGES \
+        --epochs 5 --warmup_epochs 1 --batch_size 128
+    python recipes/imagenet.py --model facebook/deit-tiny-patch16-224 --pretrained --drop_path 0 --task folder \
+        --data IMAGES
 
 Tasks: imagenet-1k, imagenet-100, cifar10, tiny-imagenet, and folder. Data comes from --data, a folder with one folder
 of images a class in train and in val (or validation, test), or for the first two from the Hub. Models are timm's by
@@ -151,6 +153,10 @@ def run(args: ImageArguments) -> dict[str, Any]:
     per_epoch = max(1, len(train) // accumulate)
     epochs = math.ceil(args.max_steps / per_epoch) if args.max_steps else math.ceil(args.epochs)
     total = args.max_steps or round(args.epochs * per_epoch)
+    if epochs <= round(args.warmup_epochs) > 0:
+        raise GraphFilterError(
+            f"--warmup_epochs {args.warmup_epochs:g} leaves the learning rate rising to the end, after {epochs} epochs"
+        )
 
     optimizer = optimizer_of(args, model)
     start = filter_status(model)
@@ -188,7 +194,7 @@ def run(args: ImageArguments) -> dict[str, Any]:
                 complete = (number + 1) % accumulate == 0
                 images, target = images.to(accelerator.device), target.to(accelerator.device)
                 if mix is not None:
-                    images, target = mix(images, target) if len(images) % 2 == 0 else mix(images[:-1], target[:-1])
+                    images, target = mix(images, target)
                 with nullcontext() if complete else accelerator.no_sync(model):
                     asked = collect_penalties(plain) if penalised(start) else nullcontext()
                     with accelerator.autocast(), asked as penalties:
@@ -220,8 +226,8 @@ def run(args: ImageArguments) -> dict[str, Any]:
     if args.save_strategy != "no" and accelerator.is_main_process:
         image_models.save(args, average.module if average is not None else plain, folder)
     accelerator.end_training()
-    skipped = [getattr(getattr(d, "dataset", d), "skipped", None) for d in (train_data, val_data)]
-    skipped = {id(n): n.value for n in skipped if n}  # held out images are counted with the others
+    bad = [getattr(getattr(d, "dataset", d), "bad", None) for d in (train_data, val_data)]
+    skipped = {id(n): int(n.sum()) for n in bad if n is not None}  # held out images are counted with the others
     return {**outcome(plain, start, metrics, seconds, step), "skipped_images": sum(skipped.values())}
 
 

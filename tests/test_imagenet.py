@@ -1,6 +1,7 @@
 """The image recipe, on small images made here."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -233,10 +234,43 @@ def test_plain_and_filter_are_compared_over_the_same_seeds(data, tmp_path):
 def test_images_that_cannot_be_read_are_skipped_and_counted_or_an_error(data, tmp_path, capsys):
     (data / "train" / "red" / "3.png").write_bytes(b"no image")
     found = run(data, tmp_path / "run", "--save_strategy", "no")
-    assert found["skipped_images"] == 2, "once an epoch"
+    assert found["skipped_images"] == 1, "however often it was asked for"
     with pytest.raises(SystemExit):
         run(data, tmp_path / "strict", "--bad_images", "error")
     assert "red/3.png cannot be read as an image; --bad_images skip" in capsys.readouterr().err
+
+
+def test_what_stands_for_a_bad_image_is_of_its_part(data):
+    images = image_data.Images(data / "train", "skip")
+    kept, out = image_data.hold_out(images, 0.25)
+    broken = next(i for i in kept.indices if i + 1 in out.indices)
+    Path(images.filename(broken, absolute=True)).write_bytes(b"no image")
+    for _ in range(20):  # epochs
+        found = kept[kept.indices.index(broken)][0].tobytes()
+    assert found in [image.tobytes() for image, _ in (kept[i] for i in range(len(kept)))]
+    assert found not in [image.tobytes() for image, _ in (out[i] for i in range(len(out)))]
+    assert int(images.bad.sum()) == 1
+    for i in kept.indices:
+        Path(images.filename(i, absolute=True)).write_bytes(b"no image")
+    with pytest.raises(GraphFilterError, match="more than a tenth of the images cannot be read"):
+        [kept[i] for i in range(len(kept))]
+
+
+def test_the_usual_augmentation_of_many_images(data, tmp_path):
+    """Among them the strongest posterising."""
+    images, others = (image_data.Images(data / part, "error") for part in ("train", "val"))
+    settings = Settings(imagenet.RECIPE)
+    values, _ = settings.parse([*MODEL, *SHORT, "--data", str(data), "--auto_augment", "rand-m10-mstd0.5-inc1-n8"])
+    (args,) = settings.arguments(values)
+    config = {
+        "input_size": (3, 32, 32),
+        "mean": (0.5,) * 3,
+        "std": (0.5,) * 3,
+        "crop_pct": 1.0,
+        "interpolation": "bicubic",
+    }
+    train, _ = image_data.loaders(args, imagenet.accelerator_of(args), config, images, others)
+    assert all(batch.isfinite().all() for _ in range(12) for batch, _ in train)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +284,14 @@ def test_images_that_cannot_be_read_are_skipped_and_counted_or_an_error(data, tm
         (None, ["--model_options", "dephth=2"], "timm cannot make vit_tiny_patch16_224"),
         (None, ["--model", "vit_tinny_patch16_224"], r"timm cannot make vit_tinny_patch16_224 (did you mean vit_tiny"),
         (None, ["--precision", "int4"], "use no, bf16 or fp16"),
-        (None, ["--batch_size", "64", "--device_batch_size", "64"], "are less than --device_batch_size"),
+        (None, ["--batch_size", "64", "--device_batch_size", "64"], "are less than a step's"),
+        (None, ["--batch_size", "64"], "training images are less than a step's: give a smaller --batch_size"),
+        (None, ["--device_batch_size", "1", "--mixup", "0.8"], "and 1 at a time are odd"),
+        (
+            None,
+            ["--warmup_epochs", "2"],
+            "--warmup_epochs 2 leaves the learning rate rising to the end",
+        ),
         (None, ["--device_batch_size", "3"], "--batch_size 8 cannot be made of 3 images at a time on 1 device"),
         (None, ["--model", "resnet18", "--model_options", "block_args=null"], "has no self-attention to patch"),
     ],
