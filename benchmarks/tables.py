@@ -12,6 +12,7 @@ import csv
 import dataclasses
 import itertools
 import json
+import math
 import re
 import shutil
 import statistics
@@ -729,7 +730,8 @@ def mean_over_tasks(contents: list[dict]) -> str:
             for content in contents:
                 metric = content["metric"] if which == "metric" else f"{content['metric'].partition('/')[0]}/loss"
                 plain, treated = (by_seed(content, v, metric) for v in (PLAIN, variant))
-                by_task.append({seed: treated[seed] - plain[seed] for seed in treated if seed in plain})
+                pairs = {seed: treated[seed] - plain.get(seed, math.nan) for seed in treated}
+                by_task.append({seed: pair for seed, pair in pairs.items() if math.isfinite(pair)})
             seeds = sorted(set.intersection(*(set(differences) for differences in by_task)))
             means = [statistics.mean(differences[seed] for differences in by_task) for seed in seeds]
             paired = paired_comparison([0.0] * len(means), means)

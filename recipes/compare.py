@@ -115,7 +115,7 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
         "name": file.stem,
         **compared,
         "model": options.model_name or content.get("model") or Path(values["model"]).name,
-        "metric": recipe.metric(values["task"]),
+        "metric": recipe.metric(values["task"], bool(values.get("held_out"))),
         "sweep": options.sweep is not None,
         "variants": content.get("variants", {}) | chosen,  # what earlier commands ran stays in view
         "runs": content["runs"],

@@ -50,13 +50,14 @@ def tsv_rows(file: Path, header: Sequence[str] | None = None) -> Iterator[dict[s
 
 
 def named_rows(rows: Iterable[list[str]], header: Sequence[str] | None, source: object) -> Iterator[dict[str, Any]]:
-    """Rows by the names of the columns: of the ``header``, which they then fit, or of the first row."""
+    """Rows by the names of the columns: of the ``header``, which they then fit, or of the first row, of which they may
+    lack some."""
     rows = iter(rows)
     names = list(header or next(rows, []))
     for number, cells in enumerate(rows, 1):
-        if header and len(cells) != len(header):
-            raise GraphFilterError(f"{source}: row {number} has {len(cells)} columns, {len(header)} were expected")
-        yield dict(itertools.zip_longest(names, cells[: len(names)]))
+        if len(cells) > len(names) or (header and len(cells) < len(names)):
+            raise GraphFilterError(f"{source}: row {number} has {len(cells)} columns, {len(names)} were expected")
+        yield dict(itertools.zip_longest(names, cells))
 
 
 def first_file(folder: Path, names: Sequence[str]) -> Path:

@@ -7,7 +7,8 @@ Tasks: wikitext-2, wikitext-103, ptb; text, with --data a folder of train, valid
 field text); or any data set of the Hub with a column text, as OWNER/NAME or OWNER/NAME:CONFIG.
 
 The score is the perplexity a token of the tokenizer, by a sliding window: each window of --max_length tokens scores its
-last --stride tokens (the first one all of its own), so every token counts once, with max_length - stride before it.
+last --stride tokens (the first one all of its own), so every token counts once, with max_length - stride before it
+(where these are equal, the first of each window has no score).
 """
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ def own_settings(args: SequenceArguments, training: Seq2SeqTrainingArguments) ->
     options: dict[str, Any] = {"output_dir": str(Path(training.output_dir, FOLDER))}
     options |= {"num_train_epochs": args.pretrain_epochs, "max_steps": training.max_steps if args.smoke else -1}
     options |= {"eval_strategy": "no", "load_best_model_at_end": False, "metric_for_best_model": None}
+    options |= {"remove_unused_columns": False}  # the second text of a pair, which its collator makes a row of
     options |= {"label_smoothing_factor": 0.0, "learning_rate": args.pretrain_lr or training.learning_rate}
     if training.save_strategy == "best":
         options["save_strategy"] = "epoch"

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,13 @@ from recipes.errors import line
 
 RECORD = "record.json"
 RESULTS = Path(__file__).parent / "results"  # shipped: what the tables of the documents are written from
+
+
+def value_of(record: dict[str, Any], metric: str) -> float:
+    """NaN of a run that diverged. Its loss tells too: a class is predicted even where no logit is a number."""
+    metrics = record.get("metrics", {})
+    loss = metrics.get(f"{metric.partition('/')[0]}/loss", 0.0)
+    return metrics.get(metric, math.nan) if math.isfinite(loss) else math.nan
 
 
 def own_results(values: dict[str, Any]) -> Path:

@@ -18,7 +18,7 @@ from recipes import SCRIPTS
 from recipes.errors import OtherSettingsError, one_line_errors
 from recipes.hub import create_repository, push, write_card
 from recipes.machine import is_main_process, machine_name
-from recipes.records import RECORD, write_json
+from recipes.records import RECORD, value_of, write_json
 from recipes.settings import Recipe, Settings, identity
 
 
@@ -80,7 +80,7 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         records = [run_seed(settings, values, seed, folder / f"seed-{seed}", console) for seed in seeds]
         if is_main_process():
             names = [n for n in records[0]["metrics"] if not n.endswith("loss")]
-            rows = [[n, mean_and_sd([r["metrics"][n] for r in records])] for n in names]
+            rows = [[n, mean_and_sd([value_of(r, n) for r in records])] for n in names]
             title = f"{values['model']} on {values['task']}, {values.get('filter', 'gfsa')}, {len(records)} seeds"
             console.print(table(["metric", "value"], rows, title=title))
             if values.get("push_to_hub"):

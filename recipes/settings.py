@@ -73,8 +73,10 @@ class Recipe:
     load: Callable[[Path], Any] = load_model  # a saved checkpoint
     check: Callable[..., None] = lambda *arguments: None  # refuses settings before anything is read or written
 
-    def metric(self, task: str) -> str:
-        return self.metrics.get(task) or self.metrics["*"]
+    def metric(self, task: str, held_out: bool = False) -> str:
+        """Of the validation part where this is ``held_out`` of the training part, and nothing else is measured."""
+        metric = self.metrics.get(task) or self.metrics["*"]
+        return f"validation/{metric.partition('/')[2]}" if held_out else metric
 
 
 class Settings:

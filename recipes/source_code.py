@@ -88,12 +88,14 @@ def clones(root: Path) -> tuple[DatasetDict, str]:
                 )
     split = "official"
     if not official:
-        names = sorted(functions)
+        texts = {name: " ".join(functions[name].split()) for name in sorted(functions)}  # some have several names
+        names = [*dict.fromkeys(texts.values())]
         random.Random(0).shuffle(names)
-        home = {name: (i >= 0.6 * len(names)) + (i >= 0.7 * len(names)) for i, name in enumerate(names)}
+        place = {text: (i >= 0.6 * len(names)) + (i >= 0.7 * len(names)) for i, text in enumerate(names)}
+        home = {name: place[text] for name, text in texts.items()}
         within = [[p for p in pairs["test"] if home[p[0]] == home[p[1]] == k] for k in range(3)]
         pairs = dict(zip(FILES, within, strict=True))
-        split = "60/10/30 of the functions of the official test part"
+        split = "60/10/30 of the functions of the official test part, equal ones together"
     parts = {}
     for part, lines in pairs.items():
         rows = [{"text_a": functions[a], "text_b": functions[b], "label": int(y)} for a, b, y in lines]

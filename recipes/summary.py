@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_graphfilter.analysis.comparison import mean_and_sd, paired_comparison
 from hf_graphfilter.console import table
+from recipes.records import value_of
 from recipes.settings import Settings
 
 PLAIN = "plain"
@@ -31,8 +32,8 @@ def summarise(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_seed(content: dict[str, Any], variant: str, metric: str) -> dict[int, float]:
-    """The metric of the runs of a variant, by seed."""
-    return dict(sorted((r["seed"], r["metrics"][metric]) for r in content["runs"] if r["variant"] == variant))
+    """The metric of the runs of a variant, by seed; NaN where one diverged."""
+    return dict(sorted((r["seed"], value_of(r, metric)) for r in content["runs"] if r["variant"] == variant))
 
 
 def summary_rows(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

@@ -282,15 +282,19 @@ def test_an_empty_part_and_a_missing_folder_are_errors(tmp_path):
 
 
 def test_clones_are_split_by_function(tmp_path):
-    names = [str(i) for i in range(40)]
-    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"func": f"f{n}\u2028", "idx": n}) for n in names))
+    names = [str(i) for i in range(60)]  # the last twenty are others' texts again, but for white space
+    texts = [f"f{int(n) % 40}{' ' if int(n) < 40 else '  '}()\u2028" for n in names]
+    lines = [json.dumps({"func": text, "idx": n}) for n, text in zip(names, texts, strict=True)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
     pairs = [(a, b, (int(a) + int(b)) % 2) for a, b in itertools.combinations(names, 2)]
     (tmp_path / "test.txt").write_text("".join(f"{a}\t{b}\t{y}\n" for a, b, y in pairs))
     data, split = source_code.load.__wrapped__("clone", str(tmp_path))
-    functions = {part: {*rows["text_a"], *rows["text_b"]} for part, rows in data.items()}
+    functions = {
+        part: {" ".join(text.split()) for text in (*rows["text_a"], *rows["text_b"])} for part, rows in data.items()
+    }
     assert not any(functions[a] & functions[b] for a, b in itertools.combinations(functions, 2))
     assert [len(f) for f in functions.values()] == [24, 4, 12]
-    assert split == "60/10/30 of the functions of the official test part"
+    assert split == "60/10/30 of the functions of the official test part, equal ones together"
     (tmp_path / "test.txt").write_text("0\t99\t1\n")
     with pytest.raises(GraphFilterError, match=r"test\.txt: line 1 is not two functions of data\.jsonl"):
         source_code.load.__wrapped__("clone", str(tmp_path))
@@ -683,6 +687,40 @@ def test_a_run_that_diverged_is_counted_and_not_compared(asked, monkeypatch):
     assert {content["summary"]["as published"][name]["pairs"] for name in ("difference", "loss difference")} == {2}
     rows = {row[0]: row[2] for row in summary.summary_rows(content)[1]}
     assert rows["as published"] == "0.2000 ± 0.1414, 1 of 3 diverged"
+
+
+def test_a_loss_that_is_no_number_is_a_run_that_diverged(asked, monkeypatch, capsys):
+    """Of logits that are none the first class is the largest, so that some are right."""
+
+    def run(args, training):
+        loss = math.nan if args.filter == "gfsa" and training.seed == 2 else 1.0
+        metrics = {"validation/matthews_correlation": 0.9, "validation/loss": loss}
+        return {"metrics": metrics, "moved": {}, "coefficients": {}, "filter_parameters": 0}
+
+    monkeypatch.setattr(glue, "RECIPE", dataclasses.replace(glue.RECIPE, run=run))
+    compare.main([*README_COMPARISON, "--seeds", "1", "2", "3"])
+    content = records.read_results(Path("runs/glue/glue-cola.json"))
+    assert {content["summary"]["as published"][name]["pairs"] for name in ("difference", "loss difference")} == {2}
+    rows = {row[0]: row[2] for row in summary.summary_rows(content)[1]}
+    assert rows["as published"] == "0.9000 ± 0.0000, 1 of 3 diverged"
+    capsys.readouterr()
+    runs.main(glue.RECIPE, [*README_COMPARISON[1:], "2", "--output_dir", "runs/by-itself"])
+    assert "1 of 2 diverged" in capsys.readouterr().out
+
+
+def test_a_comparison_on_what_is_held_out_of_training(monkeypatch, tmp_path):
+    """There the part that the task is compared by, test, is not measured."""
+
+    def run(args, training):
+        metrics = {"validation/f1": training.seed / 10, "validation/loss": 1.0}
+        return {"metrics": metrics, "moved": {}, "coefficients": {}, "filter_parameters": 0}
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(source_code, "RECIPE", dataclasses.replace(source_code.RECIPE, run=run))
+    compare.main(["code", "--config", "code/small.yaml", "--task", "clone", "--seeds", "1", "--held_out", "0.2"])
+    content = records.read_results(Path("runs/code/code-clone.json"))
+    assert content["metric"] == "validation/f1"
+    assert content["summary"]["plain"]["values"] == {"1": 0.1}
 
 
 def test_the_card_says_what_was_measured_and_compared(cola, tmp_path, monkeypatch):

@@ -252,6 +252,7 @@ BAD = {  # task, files beside those of WHOLE (nothing: a folder that is not ther
     "quotes": ("ag-news", both("{}.csv", ['"1","a","b']), "train.csv cannot be read as csv"),
     "columns": ("texts", {"x.csv": ["words,label", "x,1"]}, "x.csv has no column text or sentence .*words, label"),
     "short row": ("texts", {"x.csv": ["text,label", "x"]}, "x.csv: row 1 has 1 columns, 2 were expected"),
+    "comma": ("texts", {"x.csv": ["text,label", "well, no,1"]}, "x.csv: row 1 has 3 columns, 2 were expected"),
     "empty row": ("texts", {"x.csv": ["text,label", '"",1']}, "x.csv: row 1 has an empty document"),
     "one label": ("texts", {"x.csv": ["text,label", "x,1"]}, "x.csv must hold two classes at least"),
     "no rows": ("texts", {"x.json": "[]"}, "x.json holds no rows"),

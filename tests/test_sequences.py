@@ -148,12 +148,19 @@ def test_every_kind_of_input_is_denoised_trained_and_loaded(task, options, tasks
         torch.testing.assert_close(model.mean, torch.tensor([7.0, 7.0]), atol=2, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["tokens", pytest.param("series", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["tokens", "pairs", pytest.param("series", marks=pytest.mark.slow)])
 def test_self_pretraining_is_carried_over_and_not_repeated(
     kind, tasks, tmp_path, monkeypatch, capsys, transformers_warnings
 ):
-    task = {"tokens": "listops", "series": "BasicMotions"}[kind]
-    seen = {}
+    task = {"tokens": "listops", "pairs": "retrieval", "series": "BasicMotions"}[kind]
+    seen, hide = {}, HiddenBatches.__call__
+
+    def count(self, rows):
+        hidden = hide(self, rows)
+        assert len(next(iter(hidden.values()))) == len(rows) * (1 + (kind == "pairs")), "both texts of a pair"
+        return hidden
+
+    monkeypatch.setattr(HiddenBatches, "__call__", count)
     original = sequences.fit
 
     def fit(args, training, model, *rest, **options):

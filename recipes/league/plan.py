@@ -13,8 +13,9 @@ from typing import Any
 from hf_graphfilter import GraphFilterError
 from recipes import SCRIPTS, check_extras
 from recipes.errors import OtherSettingsError, nearest
-from recipes.league.records import Records, Run, ranked, value_of
+from recipes.league.records import Records, Run, ranked
 from recipes.metrics import LOWER_IS_BETTER
+from recipes.records import value_of
 from recipes.settings import Settings, identity
 from recipes.summary import PLAIN
 
@@ -88,7 +89,7 @@ class League:
         return self.settings[task].recipe.metric(self.task_of(task))
 
     def tuning_metric(self, task: str) -> str:
-        return f"validation/{self.metric(task).partition('/')[2]}"
+        return self.settings[task].recipe.metric(self.task_of(task), held_out=True)
 
     def task_of(self, task: str) -> str:
         """As its recipe calls it."""

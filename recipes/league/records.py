@@ -1,6 +1,5 @@
 """The records of a league's runs, and the numbers in them."""
 
-import math
 from operator import eq, gt
 from typing import Any, NamedTuple
 
@@ -20,13 +19,6 @@ Records = dict[Run, dict[str, Any]]
 def by_run(content: dict[str, Any]) -> Records:
     """The records of a results file."""
     return {Run(*(record[name] for name in Run._fields)): record for record in content["runs"]}
-
-
-def value_of(record: dict[str, Any], metric: str) -> float:
-    """NaN of a run that diverged. Its loss tells too: a class is predicted even where no logit is a number."""
-    metrics = record.get("metrics", {})
-    loss = metrics.get(f"{metric.partition('/')[0]}/loss", 0.0)
-    return metrics.get(metric, math.nan) if math.isfinite(loss) else math.nan
 
 
 def ranked(scores: dict[str, float]) -> dict[str, float]:

@@ -9,9 +9,9 @@ from rich.console import Console
 from hf_graphfilter.analysis.comparison import PairedComparison, mean_and_sd, paired_comparison
 from hf_graphfilter.console import table
 from recipes.league.plan import LONGER, TUNING_SEED, League, Stage
-from recipes.league.records import Records, Run, value_of
+from recipes.league.records import Records, Run
 from recipes.metrics import LOWER_IS_BETTER
-from recipes.records import tell
+from recipes.records import tell, value_of
 from recipes.summary import PLAIN
 
 LEVEL = 0.05
