@@ -89,7 +89,7 @@ def texts(rows=3, tokens=9, family="bert"):
     batch = {"input_ids": torch.randint(5, 50, (rows, tokens)), "attention_mask": torch.ones(rows, tokens).long()}
     batch["attention_mask"][1, 6:] = 0
     if family == "t5":
-        batch["decoder_input_ids"] = torch.randint(5, 50, (rows, 4))
+        batch["decoder_input_ids"] = torch.randint(5, 50, (rows, tokens))  # as many, of which the mask says nothing
     return batch
 
 

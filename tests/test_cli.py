@@ -95,7 +95,7 @@ def test_transfer(cli, text, agf, tmp_path):
     done = cli("transfer", agf, tmp_path / "fitted", "--text", text, *SHORT)
     assert done.returncode == 0, done.stderr
     assert "4 steps" in done.stdout
-    assert not (tmp_path / "fitted" / "transfer").exists(), "the progress"
+    assert not (tmp_path / "fitted" / ".transfer").exists(), "the progress"
     model = BertForSequenceClassification.from_pretrained(tmp_path / "fitted")
     assert filter_status(model)[0].filter.correction
 
@@ -121,10 +121,10 @@ def test_an_interrupted_transfer_says_that_it_goes_on(cli, text, agf, tmp_path, 
         patch.setattr(run.StageRun, "_advance", interrupt)
         done = cli(*command)
     assert done.returncode == 130
-    assert f"progress is kept in {fitted / 'transfer'}, the same command goes on" in done.stderr
-    assert json.loads((fitted / "transfer" / "transfer.json").read_text())["step"] == 3
+    assert f"progress is kept in {fitted / '.transfer'}, the same command goes on" in done.stderr
+    assert json.loads((fitted / ".transfer" / "transfer.json").read_text())["step"] == 3
     assert cli(*command).returncode == 0
-    assert not (fitted / "transfer").exists()
+    assert not (fitted / ".transfer").exists()
 
 
 def test_convert(cli, text, plain, tmp_path, monkeypatch, ctrl_c):
@@ -133,6 +133,10 @@ def test_convert(cli, text, plain, tmp_path, monkeypatch, ctrl_c):
     short = ("--text", text, "--budget", "2000", "--length", "16", "--batch-tokens", "64", "--holdout", "2")
     short += ("--stage", "attention=1", "--stage", "hidden=1", "-o", "window=2")
     advance, out = run.StageRun._advance, tmp_path / "converted"
+    own = [out / name / "mine" for name in ("conversion", ".conversion")]
+    for file in own:  # whatever it is, it is not the progress
+        file.parent.mkdir(parents=True)
+        file.touch()
 
     def interrupt(self, *arguments):
         if self.step == 7:
@@ -143,7 +147,7 @@ def test_convert(cli, text, plain, tmp_path, monkeypatch, ctrl_c):
         patch.setattr(run.StageRun, "_advance", interrupt)
         done = cli("convert", plain, out, *short)
     assert done.returncode == 130
-    assert f"progress is kept in {out / 'conversion'}, the same command goes on" in done.stderr
+    assert f"progress is kept in {out / '.conversion'}, the same command goes on" in done.stderr
     done = cli("convert", plain, out, *short, "--layers", "auto:67%")
     assert done.returncode == 1
     assert "progress of another transfer (share differ)" in done.stderr
@@ -152,7 +156,8 @@ def test_convert(cli, text, plain, tmp_path, monkeypatch, ctrl_c):
     assert "converted / original" in done.stdout
     assert "faster than the original" in done.stdout
     assert "without far" in done.stdout
-    assert not (out / "conversion").exists()
+    assert sorted(out.glob(".conversion/**/*")) == own[1:]
+    assert own[0].exists()
     assert json.loads((out / "conversion.json").read_text())["budget"] == 2000
     model = BertForSequenceClassification.from_pretrained(out)
     assert {row.filter.window for row in filter_status(model)} == {2}

@@ -21,7 +21,6 @@ from ..ops.explicit import matrix_of
 from ..shift import AttentionShift, ShiftOperator
 
 ENTRIES = 1 << 24  # of attention matrices held at a time: 64 MB in float32
-MASKS = {"encoder": ("attention_mask",), "decoder": ("decoder_attention_mask", "attention_mask")}
 
 
 @dataclass(frozen=True)
@@ -186,6 +185,7 @@ class _Observer:
 
     def __init__(self, model: nn.Module, sites: list[AttentionSite], readers: list[Reader]):
         self.model, self.sites, self.readers = model, sites, readers
+        self.has_encoder = any(site.stack == "encoder" for site in sites)
         self.sequences = self.tokens = 0
 
     def begin(self, batch: Any) -> None:
@@ -250,10 +250,10 @@ class _Observer:
     def _there(self, stack: str, batch: int, tokens: int, device: torch.device) -> Tensor:
         """Which tokens are no padding, by the batch's mask where it is of this shape."""
         given = self.batch if isinstance(self.batch, Mapping) else {}
-        for name in MASKS[stack]:
-            mask = given.get(name)
-            if isinstance(mask, Tensor) and mask.shape == (batch, tokens):
-                return mask.to(device).bool()
+        of_decoder = stack == "decoder" and self.has_encoder
+        mask = given.get("decoder_attention_mask" if of_decoder else "attention_mask")
+        if isinstance(mask, Tensor) and mask.shape == (batch, tokens):
+            return mask.to(device).bool()
         return torch.ones(batch, tokens, dtype=torch.bool, device=device)
 
 

@@ -44,6 +44,17 @@ def check_output(output: Path, source: str | None = None) -> None:
         raise GraphFilterError(f"cannot write to {output}: {there}: {error.strerror}") from error
 
 
+def remove_progress(folder: Path) -> None:
+    """What an interrupted fit would have gone on from, and nothing else that may lie there."""
+    from ..training.transfer.run import PROGRESS_FILE, STATE_FILE
+
+    for place in (*folder.glob("*/"), folder):  # a folder a stage
+        for name in (STATE_FILE, PROGRESS_FILE):
+            (place / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            place.rmdir()
+
+
 def load_config(source: str, patched: bool = False) -> PreTrainedConfig:
     import transformers
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,10 +12,10 @@ from rich.console import Console
 
 from ..console import parse_layers, parse_options, table
 from ..errors import GraphFilterError
-from .checkpoints import AutoClass, Output, Source, check_output, load, load_config, save
+from .checkpoints import AutoClass, Output, Source, check_output, load, load_config, remove_progress, save
 from .inputs import Images, column_of, lines_of, read_by_decoder, tokenizer_of
 
-PROGRESS = "conversion"
+PROGRESS = ".conversion"
 
 
 def convert(
@@ -127,7 +126,7 @@ def convert(
     if timed:
         report.time(model)
     save_conversion(model, report, output, base_model=None if Path(source).is_dir() else source)
-    shutil.rmtree(progress, ignore_errors=True)
+    remove_progress(progress)
     for title, (header, *rows) in report.tables().items():
         Console().print(table(header, rows, title=title))
     Console().print(f"{report.tokens:,} tokens, {report.seconds:.0f} s{report.crossing and f'; {report.crossing}'}")

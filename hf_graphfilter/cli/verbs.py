@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,7 +14,7 @@ from rich.markup import escape
 
 from ..console import parse_layers, parse_options, table
 from ..errors import GraphFilterError
-from .checkpoints import AutoClass, Output, Source, check_output, load, load_config, save, show_status
+from .checkpoints import AutoClass, Output, Source, check_output, load, load_config, remove_progress, save, show_status
 from .inputs import tokenizer_of
 
 
@@ -103,7 +102,7 @@ def transfer(
         )
     model = load(source, auto_class, patched=True)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    progress = output / "transfer"
+    progress = output / ".transfer"
     try:
         report = transfer_attention(
             model,
@@ -121,7 +120,7 @@ def transfer(
         print(f"hf-graphfilter: interrupted: {kept}", file=sys.stderr)
         raise typer.Exit(130) from None
     save(model, source, output, show=False)
-    shutil.rmtree(progress, ignore_errors=True)  # none is kept of a fit that became non-finite
+    remove_progress(progress)  # none is kept of a fit that became non-finite
     Console().print(escape(str(report)))
 
 
