@@ -1,7 +1,9 @@
 """Decoding with caches: the same as without, whatever the cache and the way to decode."""
 
 import contextlib
+import copy
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -12,8 +14,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
     BartForConditionalGeneration,
     Cache,
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
     DynamicCache,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
@@ -283,6 +291,57 @@ def test_sliding_window_cache(entry):
     ids = torch.randint(5, 99, (2, 6))
     cached, plain = (model.generate(ids, **OPTIONS, use_cache=c) for c in (True, False))
     assert torch.equal(cached, plain)
+
+
+SMALL = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+def stepwise(model, ids, past=None):
+    """Logits by a cache, and at once."""
+    found = []
+    with torch.no_grad():
+        for begin, end in itertools.pairwise((0, 4, 5, 6, 9)):
+            step = model(input_ids=ids[:, begin:end], past_key_values=past, use_cache=True)
+            past = step.past_key_values
+            found.append(step.logits)
+        return torch.cat(found, 1), model(input_ids=ids, use_cache=False).logits
+
+
+@DECODING
+def test_a_cache_by_its_earlier_name(entry):
+    """GPT-NeoX's attention is handed ``layer_past``."""
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(**SMALL)).double().eval()
+    found, expected = stepwise(turn_on(patch_model(model, entry.config)), torch.randint(5, 99, (2, 9)))
+    assert torch.allclose(found, expected, atol=1e-10)
+
+
+@DECODING
+@pytest.mark.parametrize("static", [False, True])
+def test_attention_that_is_computed_twice_a_pass_is_right_or_refused(entry, static):
+    """By DiffLlama, of two parts of the values: of past tokens a filter cannot tell the one from the other."""
+    model = DiffLlamaForCausalLM(DiffLlamaConfig(**SMALL, num_key_value_heads=2)).double().eval()
+    model, ids = turn_on(patch_model(model, entry.config)), torch.randint(5, 99, (2, 9))
+    if not static:
+        assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids, use_cache=False).logits), "no past yet"
+    cache = StaticCache(config=model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
+    with pytest.raises(GraphFilterError, match=r"computes attention several times in a pass|use a DynamicCache"):
+        stepwise(model, ids, past=cache)
+
+
+@DECODING
+def test_a_layer_whose_keys_others_read_keeps_them(entry):
+    config = Gemma4TextConfig(
+        **{**SMALL, "num_hidden_layers": 4},
+        **{"num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8, "sliding_window": 32, "pad_token_id": 0},
+        **{"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
+        **{"vocab_size_per_layer_input": 99, "hidden_size_per_layer_input": 8},
+    )
+    model, ids = Gemma4ForCausalLM(config).double().eval(), torch.randint(5, 99, (2, 9))
+    patched = turn_on(patch_model(copy.deepcopy(model), entry.config, layers=[1]))
+    found, expected = stepwise(patched, ids)
+    assert torch.allclose(found, expected, atol=1e-10)
+    with pytest.raises(GraphFilterError, match=r"keys and values of an earlier layer.*leave it out with layers="):
+        stepwise(turn_on(patch_model(model, entry.config, layers=[3])), ids)
 
 
 @pytest.mark.feature("Generation: a cache filled by the plain model", family="llama")

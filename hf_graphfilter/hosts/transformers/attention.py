@@ -91,7 +91,12 @@ def graph_filter_attention(
     def few_rows() -> Tensor | None:
         return _sdpa_rows(query, key, attention_mask, **kwargs) if attend is sdpa_attention_forward else None
 
-    rows, state = (None, None) if past is None else cache.recall(past, module, key)
+    rows, state = (None, None) if past is None else cache.recall(past, module, query, key)
+    if past is None and graph_filter.decoding != "rows" and key.shape[2] != query.shape[2]:
+        raise GraphFilterError(
+            f"{_site(module)}: {query.shape[2]} query tokens see {key.shape[2]} key tokens, of whose past "
+            f"{graph_filter.config.filter!r} was told nothing: use_cache=False, as its model has a cache of its own"
+        )
     scaling = kwargs.get("scaling")
     shift = AttentionShift(
         *(apply, query, key, rows, twice if attend is sdpa_attention_forward else None),

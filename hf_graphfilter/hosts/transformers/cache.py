@@ -1,215 +1,25 @@
-"""Decoding with a key/value cache: what a filter remembers lives on the cache layer itself.
-
-A polynomial of ``S`` needs the past rows of every signal that ``S`` was applied to, beside keys and values: O(n d)
-memory and work a token. A filter in the singular value domain needs a state of constant size, and no keys and values.
-On the layer, beam search and batch selection treat all of it as they treat keys and values.
+"""Decoding with a key/value cache: what a filter remembers lives on the cache layer itself, of a kind of
+``cache_layers``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache, StaticLayer
+from transformers import cache_utils
+from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 
 from ...errors import GraphFilterError
 from ...shift import PastRows
+from .cache_layers import FILTERED, STATEFUL, FilteredStaticLayer, SignalRows, StateLayer
 
 ARGUMENT = "graph_filter_cache"
-ROOM = 16  # rows are kept in tensors with room for a sixteenth more, and for as many tokens at least
-
-if TYPE_CHECKING:
-    _Layer = DynamicLayer
-else:
-    _Layer = object
-
-
-class _Keeping(_Layer):
-    """Mixin for a cache layer: further tensors, batch first, by name."""
-
-    kept: dict[Any, Tensor]
-
-    def forget(self) -> None:
-        self.kept = {}
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.kept = {name: change(tensor) for name, tensor in self.kept.items()}
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
-        self._each(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self._each(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._each(lambda tensor: tensor[indices, ...])
-
-    def offload(self) -> None:
-        super().offload()
-        self._each(lambda tensor: tensor.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        super().prefetch()
-        self._each(lambda tensor: tensor.to(self.device, non_blocking=True))
-
-
-class SignalRows(_Keeping):
-    """Keeps signal rows (batch, heads, tokens, features) by application number, in tensors with room for more."""
-
-    ends: dict[int, int]  # how many rows of each tensor are in use
-
-    def forget(self) -> None:
-        super().forget()
-        self.ends = {}
-
-    def rows(self, application: int) -> Tensor:
-        return self.kept[application][:, :, : self.ends[application]]
-
-    def append(self, application: int, signal: Tensor, keys: int) -> Tensor:
-        """The last ``keys`` rows, with ``signal`` at their end."""
-        kept, tokens = self.kept.get(application), signal.shape[2]
-        if kept is None:
-            self.kept[application], self.ends[application] = signal, tokens
-        elif _in_place(kept):
-            past = self.rows(application)
-            if kept.shape[2] < past.shape[2] + tokens:
-                past = past[:, :, -keys:]
-                batch, heads, length, features = past.shape
-                room = kept.new_empty(batch, heads, length + max(length // ROOM, tokens, ROOM), features)
-                room[:, :, :length] = past
-                self.kept[application] = kept = room
-            end = past.shape[2] + tokens
-            kept[:, :, past.shape[2] : end] = signal
-            self.ends[application] = end
-        else:
-            rows = torch.cat([self.rows(application), signal], dim=2)[:, :, -keys:]
-            self.kept[application], self.ends[application] = rows, rows.shape[2]
-        return self.rows(application)[:, :, -keys:]
-
-    def reset(self) -> None:
-        super().reset()
-        if self.get_seq_length():  # transformers up to 5.17 keeps the tokens, as zeros
-            self._each(torch.zeros_like)
-        else:
-            self.forget()
-
-    def crop(self, *args: Any, **kwargs: Any) -> None:
-        before = self.get_seq_length()
-        super().crop(*args, **kwargs)
-        removed = before - self.get_seq_length()
-        self.ends = {application: end - removed for application, end in self.ends.items()}
-
-
-def _in_place(kept: Tensor) -> bool:
-    """Whether rows may be written to a tensor that is there: not if autograd may have saved it, and a compiled step
-    would be bound to the number of rows."""
-    return (
-        not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and kept.is_inference() == torch.is_inference_mode_enabled()
-    )
-
-
-class FilteredDynamicLayer(SignalRows, DynamicLayer):
-    """A ``DynamicLayer`` that also keeps signal rows."""
-
-
-class FilteredSlidingWindowLayer(SignalRows, DynamicSlidingWindowLayer):
-    """A ``DynamicSlidingWindowLayer`` that also keeps signal rows."""
-
-
-class FilteredStaticLayer(_Keeping, StaticLayer):
-    """A ``StaticLayer`` that also keeps signal rows, in tensors of its full length that are changed in place: the
-    ``PastRows`` of every forward with it."""
-
-    begun: frozenset[int] = frozenset()  # applications that have seen the first token since the last reset
-
-    def reset(self) -> None:
-        super().reset()
-        self._each(Tensor.zero_)
-        self.begun = frozenset()
-
-    def extend(self, application: int, signal: Tensor) -> Tensor:
-        batch, heads, tokens, features = signal.shape
-        if application not in self.begun:
-            if int(self.cumulative_length) != tokens:
-                raise GraphFilterError(
-                    f"the static cache holds {int(self.cumulative_length)} tokens but the filter has seen {tokens} of "
-                    "them: it was filled by an unpatched model; start with a new cache, or reset() this one"
-                )
-            self.begun |= {application}
-        if application not in self.kept:
-            self.kept[application] = signal.new_zeros(batch, heads, self.max_cache_len, features)
-            if not torch.compiler.is_compiling():
-                torch._dynamo.mark_static_address(self.kept[application])  # as transformers does for keys and values
-        return self.kept[application].index_copy_(2, self._newest(tokens), signal)
-
-    def newest(self, value: Tensor, tokens: int) -> Tensor:
-        return value.index_select(2, self._newest(tokens))
-
-    def _newest(self, tokens: int) -> Tensor:
-        """Positions of the newest tokens, after ``update``."""
-        return torch.arange(tokens, device=self.device) + (self.cumulative_length - tokens)
-
-
-class KeyedStateLayer(_Keeping, DynamicLayer):
-    """A ``DynamicLayer`` that also keeps a filter's state, for a filter that is blended with attention."""
-
-    is_croppable = False
-
-    def reset(self) -> None:
-        self.keys = self.values = None
-        self.is_initialized = False
-        self.forget()
-
-    def crop(self, *args: Any, **kwargs: Any) -> None:
-        if (args or tuple(kwargs.values()))[0] in (0, self.get_seq_length()):
-            return
-        raise GraphFilterError(
-            "this graph filter keeps one state for all past tokens and cannot take the last ones out again (crop): "
-            "assisted decoding does not work with it; start with a new cache"
-        )
-
-
-class StateLayer(KeyedStateLayer):
-    """Keeps a filter's state and the number of tokens, no keys and values: constant size."""
-
-    length = 0
-    announced = False  # by ``announce``, before every update: a module without the filter would see no past
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.announced:
-            raise GraphFilterError(
-                "this cache was filled through a graph filter and holds no keys and values for a module without it: "
-                "start with a new cache"
-            )
-        self.announced = False
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            # what other code reads of a cache: batch, heads, features, of zero tokens; a slice would hold all of them
-            self.keys, self.values = (x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (key_states, value_states))
-        self.length += key_states.shape[-2]
-        return key_states, value_states
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def reset(self) -> None:
-        super().reset()
-        self.length = 0
-
-
-_FILTERED: dict[type, type] = {
-    DynamicLayer: FilteredDynamicLayer,
-    DynamicSlidingWindowLayer: FilteredSlidingWindowLayer,
-    StaticLayer: FilteredStaticLayer,
-}
-_STATEFUL: dict[str, type[KeyedStateLayer]] = {"state": StateLayer, "state and keys": KeyedStateLayer}
+_DUMMY: Any = getattr(cache_utils, "DummyLayer", ())  # of later releases
+_SHARED = (
+    "reads the keys and values of an earlier layer, and has no place in the cache for what its filter remembers: leave "
+    "it out with layers=, or use use_cache=False"
+)
 
 
 class _Rows:
@@ -234,14 +44,18 @@ def announce(past: Any, module: Any) -> None:
     kind = module.graph_filter.decoding
     if kind == "rows":
         return
+    if getattr(module.config, "num_kv_shared_layers", 0):  # later layers may read its keys
+        kind = "state and keys"
     layers, index = _layers(past), module.layer_idx
     create = getattr(_self_attention(past), "layer_class_to_replicate", None)
     while create is not None and len(layers) <= index:
         layers.append(create())
     layer = layers[index] if index < len(layers) else None
     if type(layer) is DynamicLayer and not layer.get_seq_length():
-        layer = layers[index] = _with_memory(layer, _STATEFUL[kind])
-    if type(layer) is not _STATEFUL[kind]:
+        layer = layers[index] = _with_memory(layer, STATEFUL[kind])
+    if isinstance(layer, _DUMMY):
+        raise GraphFilterError(f"{module.graph_filter.site_name} {_SHARED}")
+    if type(layer) is not STATEFUL[kind]:
         filled = isinstance(layer, DynamicLayer) and layer.get_seq_length()
         raise GraphFilterError(
             f"decoding through this graph filter keeps a state in the cache, and {type(past).__name__} "
@@ -252,7 +66,7 @@ def announce(past: Any, module: Any) -> None:
         layer.announced = True
 
 
-def recall(past: Any, module: Any, key: Tensor) -> tuple[PastRows | None, dict[str, Tensor] | None]:
+def recall(past: Any, module: Any, query: Tensor, key: Tensor) -> tuple[PastRows | None, dict[str, Tensor] | None]:
     """What the filter of ``module`` remembers in the cache ``past``: (rows of signals, state), None what it does not
     use.
 
@@ -261,19 +75,22 @@ def recall(past: Any, module: Any, key: Tensor) -> tuple[PastRows | None, dict[s
     """
     layers = _layers(past)
     layer = layers[module.layer_idx] if layers else None
+    asking = module.graph_filter.site_name, query.shape[2], key.device
     if module.graph_filter.decoding != "rows":
-        return None, layer.kept  # type: ignore[union-attr]
-    if type(layer) in _FILTERED:
-        layer = layers[module.layer_idx] = _with_memory(layer, _FILTERED[type(layer)])
+        return None, layer.kept if layer.asked(*asking) else None  # type: ignore[union-attr]
+    if type(layer) in FILTERED:
+        layer = layers[module.layer_idx] = _with_memory(layer, FILTERED[type(layer)])
     if isinstance(layer, FilteredStaticLayer):
         return layer, None
+    if isinstance(layer, _DUMMY):
+        raise GraphFilterError(f"{module.graph_filter.site_name} {_SHARED}")
     if not isinstance(layer, SignalRows):
         raise GraphFilterError(
             f"decoding through a graph filter keeps rows of S(V) in the cache, and {type(past).__name__} "
             f"({type(layer).__name__}) cannot hold them: use a DynamicCache (the default), a StaticCache without "
             "sliding windows, or use_cache=False"
         )
-    return _Rows(layer, key.shape[2]), None
+    return _Rows(layer, key.shape[2]) if layer.asked(*asking) else None, None
 
 
 def _with_memory(layer: Any, layer_class: type) -> Any:
