@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -22,17 +23,23 @@ def when_imported(name: str, react: Callable[[], object]) -> None:
 class _Once(importlib.abc.MetaPathFinder):
     def __init__(self, name: str, react: Callable[[], object]):
         self.name, self.react = name, react
+        self.asking = threading.local()  # the other finders, for the spec
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != self.name:
+        if name != self.name or vars(self.asking):
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self.asking.now = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            del self.asking.now
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                execute(module)
+                execute(module)  # who only asks for the spec, or is interrupted here, comes again
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
                 self.react()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]

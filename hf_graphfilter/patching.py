@@ -189,6 +189,9 @@ def _build(config: FilterConfig, site: AttentionSite) -> GraphFilter:
     graph_filter.train(site.module.training)
     # a module of a model on meta may hold tensors that are not
     to_be_loaded = any(t.is_meta for t in (like, *graph_filter.parameters(), *graph_filter.buffers()))
+    for tensor in graph_filter.coefficient_tensors().values():  # made in the default dtype, which may be half
+        if tensor.is_floating_point() and tensor.element_size() < 4:
+            tensor.data = tensor.data.float()
     if not to_be_loaded:
         return graph_filter.to(device=like.device, dtype=dtype)
     # buffers that are not saved, and that reset_parameters may not set, are to have the values of __init__

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import importlib.util
 import json
 import pkgutil
 import subprocess
@@ -12,12 +13,33 @@ import pytest
 import torch
 
 import hf_graphfilter
+from hf_graphfilter._on_import import when_imported
 
 
 def run(code):
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_reactions_to_an_import_outlive_questions_and_interruptions(tmp_path, monkeypatch):
+    """As ``find_spec("transformers.modeling_utils")``, or Ctrl-C in a notebook while it is imported."""
+    file, seen = tmp_path / "slowly_imported.py", []
+    file.write_text("raise KeyboardInterrupt")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    when_imported("slowly_imported", lambda: seen.append(sys.modules["slowly_imported"].done))
+    assert importlib.util.find_spec("slowly_imported").origin == str(file)
+    with pytest.raises(KeyboardInterrupt):
+        importlib.import_module("slowly_imported")
+    assert not seen
+    file.write_text("done = True  # now")
+    importlib.invalidate_caches()
+    importlib.import_module("slowly_imported")
+    assert seen == [True]
+    importlib.reload(sys.modules["slowly_imported"])
+    assert seen == [True], "once"
+    del sys.modules["slowly_imported"]
 
 
 def test_import_is_light():

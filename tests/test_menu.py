@@ -7,7 +7,7 @@ import test_common
 import torch
 from filters import FILTERS, MENU
 from models import FAMILIES
-from transformers import BertConfig, BertModel, SwinConfig, SwinModel
+from transformers import BertConfig, BertModel, Gemma3ForCausalLM, Gemma3TextConfig, SwinConfig, SwinModel
 
 from hf_graphfilter import GraphFilterError, patch_model
 from hf_graphfilter.analysis import attention_maps, response_curves
@@ -134,6 +134,17 @@ def test_the_first_layer_must_be_among_the_chosen(name):
     patch_model(patch_model(model, name, layers=[0]), name, layers=[2])  # it may be there already
     with pytest.raises(GraphFilterError, match="attends within windows"):
         patch_model(SwinModel(SwinConfig(embed_dim=8, depths=[2], num_heads=[2], image_size=16, patch_size=2)), name)
+
+
+def test_a_first_layer_with_another_cache_is_said():
+    """Of layers with and without a sliding window, once this has left tokens behind."""
+    sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4}
+    config = Gemma3TextConfig(**sizes, **heads, layer_types=["sliding_attention", "full_attention"], pad_token_id=0)
+    model = patch_model(Gemma3ForCausalLM(config).eval(), "value-residual")
+    past = model(torch.randint(5, 99, (1, 6)), use_cache=True).past_key_values
+    with pytest.raises(GraphFilterError, match=r"cache holds 7 tokens, and 4 in the first layer.*use_cache=False"):
+        model(torch.randint(5, 99, (1, 1)), past_key_values=past)
 
 
 @pytest.mark.parametrize("name", [name for name, entry in MENU.items() if not entry.config.module.linear])

@@ -10,6 +10,8 @@ import pytest
 import torch
 from models import FAMILIES, assert_equal_in_float32, output, realigned, turn_on
 from transformers import (
+    AutoConfig,
+    AutoModel,
     BloomConfig,
     BloomModel,
     CLIPConfig,
@@ -22,6 +24,7 @@ from hf_graphfilter import (
     GFSAConfig,
     GraphFilter,
     GraphFilterError,
+    filter_parameters,
     filter_status,
     patch_model,
     register_filter,
@@ -81,6 +84,36 @@ def test_models_that_share_a_config_stay_apart(tmp_path):
     assert not hasattr(config, "graph_filter")
     other.save_pretrained(tmp_path)
     assert not filter_status(type(other).from_pretrained(tmp_path))
+
+
+def test_models_that_share_a_patched_config_stay_apart(tmp_path):
+    patch_model(FAMILIES["bert"].build(), layers=[0]).save_pretrained(tmp_path / "first")
+    config = AutoConfig.from_pretrained(tmp_path / "first")
+    less, same, more = (FAMILIES["bert"].model_class(config) for _ in range(3))
+    unpatch_model(less)
+    patch_model(more, layers=[1])
+    for model, count in ((less, 0), (same, 1), (more, 2)):
+        model.save_pretrained(tmp_path / str(count))
+        assert len(filter_status(type(model).from_pretrained(tmp_path / str(count)))) == count
+    unpatch_model(more).save_pretrained(tmp_path / "plain")
+    assert not filter_status(type(more).from_pretrained(tmp_path / "plain"))
+
+
+def test_a_part_of_a_patched_model_is_saved_with_its_record_or_not_at_all(tmp_path):
+    model = patch_model(FAMILIES["clip"].build())
+    with pytest.raises(GraphFilterError, match=r"CLIPTextModel holds no record of the filter.*save the model"):
+        model.text_model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    unpatch_model(model)
+    patch_model(model.text_model).save_pretrained(tmp_path)
+    assert filter_status(type(model.text_model).from_pretrained(tmp_path))
+
+
+def test_coefficients_are_float32_in_a_model_made_in_half_precision(tmp_path):
+    patch_model(FAMILIES["bert"].build()).save_pretrained(tmp_path)
+    made = AutoModel.from_config(AutoConfig.from_pretrained(tmp_path), dtype=torch.bfloat16)
+    assert {p.dtype for p in filter_parameters(made)} == {torch.float32}
+    assert made.embeddings.word_embeddings.weight.dtype == torch.bfloat16
 
 
 def test_two_filters_in_one_model(tmp_path):

@@ -1,7 +1,6 @@
 """Patched checkpoints of transformers: what ``PreTrainedModel`` must do more when it saves and loads.
 
-The first import of ``transformers.modeling_utils`` imports this file, whose end installs it. It does nothing for models
-without a filter.
+The first import of ``transformers.modeling_utils`` imports this file, whose end installs it. Others are as before.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -264,12 +263,38 @@ def _refuse_lost_filters(original: Callable[..., Any]) -> Callable[..., Any]:
     return _load_from_state_dict
 
 
+def _refuse_unrecorded(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What is saved is the model's config: a record in that of a model around it, or of a part, would be lost."""
+
+    @functools.wraps(original)
+    def save_pretrained(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        saved = {id(config) for config in _with_parts(self.config) if hasattr(config, CHILD)}
+        parts = ((f"{n}." if n else "", m) for n, m in self.named_modules() if isinstance(m, PreTrainedModel))
+        recorded = tuple(name for name, part in parts if id(part.config) in saved)
+        for name, _ in filters_of(self):
+            if not f"{name}.".startswith(recorded):
+                raise GraphFilterError(
+                    f"the config of this {type(self).__name__} holds no record of the filter at {name}: save the model "
+                    "that was patched, a part of this one or around it, or patch this whole one with layers="
+                )
+        return original(self, *args, **kwargs)
+
+    return save_pretrained
+
+
+def _with_parts(config: Any) -> Iterator[PreTrainedConfig]:
+    if isinstance(config, PreTrainedConfig):
+        yield config
+        yield from (c for part in vars(config).values() for c in _with_parts(part))
+
+
 _WRAPS: dict[str, Callable[[Any], Any]] = {
     "_check_and_adjust_attn_implementation": _resolve_implementation,
     "post_init": _patch_after_init,
     "_initialize_weights": _initialise_filters,
     "_load_pretrained_model": _load_by_record,
     "_load_from_state_dict": _refuse_lost_filters,
+    "save_pretrained": _refuse_unrecorded,
 }
 
 install()

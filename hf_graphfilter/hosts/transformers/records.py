@@ -40,7 +40,7 @@ def write_record(model: Any, record: dict[str, Any] | None) -> None:
     if record is None:
         _forget_record(model)
         return
-    if read_record(model) is None:
+    if read_record(model) is not record and _SHARED_CONFIG not in vars(model):
         _own_config(model)
     config = model.config
     setattr(config, CHILD, record)
@@ -74,13 +74,20 @@ def _swap_config(model: nn.Module, old: PreTrainedConfig, new: PreTrainedConfig)
 
 
 def _forget_record(model: PreTrainedModel) -> None:
-    """Undo ``write_record``: the config is again the object that it was, with what was changed in it since."""
+    """Undo ``write_record``: the config is again the object that it was, with what was changed in it since; or another,
+    where that came with a record, which is for the other models that were built from it."""
     for part in (m for m in model.modules() if isinstance(m, PreTrainedModel)):
         for names in ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"):
             setattr(part, names, {name for name in getattr(part, names) or () if CHILD not in name})
         own = part.config
         left = {k: v for k, v in vars(own).items() if k not in (CHILD, "attn_implementation")}
         shared, before = vars(part).pop(_SHARED_CONFIG, (own, vars(own)))
+        if CHILD in before:
+            plain = copy.copy(own)
+            for key in (CHILD, "attn_implementation"):
+                vars(plain).pop(key, None)
+            _swap_config(model, own, plain)
+            continue
         for key in before.keys() - left.keys():
             vars(shared).pop(key, None)
         if shared is not own:  # which stays, with its record, that of models that were built from it

@@ -19,7 +19,7 @@ from ..base import locate, looks_like_attention
 from .attention import attention_function, backend, declared_causal, honours_softcap
 
 _HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
-_HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
+_HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
 _CROSS_NAME = re.compile(r"cross|enc(oder)?_?dec|^encoder_att|^x_att", re.I)
 
 
