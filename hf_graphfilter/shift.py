@@ -248,7 +248,8 @@ class AttentionShift(ShiftOperator):
     def visible(self) -> tuple[bool, Tensor | None]:
         """(causal, keys): which tokens the mask leaves, see ``ops.visibility``; read once, as it may be n x n."""
         if self._visible is None:
-            self._visible = self._read_visible()
+            causal, keys = self._read_visible()
+            self._visible = causal, None if keys is None else keys.expand(self.query.shape[0], -1)
         return self._visible
 
     @property
@@ -269,6 +270,7 @@ class AttentionShift(ShiftOperator):
             visible=self.visible,
             mask=self._mask,
             earlier=earlier,
+            bias=self.bias,
         )
 
     def dense(self) -> DenseShift:

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from models import FAMILIES, output, turn_on
+from models import FAMILIES, TOKENS, output, turn_on
 from oracle import expansion, spectral_matrix
 from scipy import special
 from torch.autograd import gradcheck
@@ -13,6 +13,7 @@ from transformers import DynamicCache, MistralConfig, MistralModel
 from hf_graphfilter import (
     AGFConfig,
     GraphFilterError,
+    collect_penalties,
     filter_parameters,
     filter_status,
     patch_model,
@@ -364,6 +365,28 @@ def test_window(causal, n, window):
     torch.testing.assert_close(out, scores.softmax(-1).nan_to_num() @ v)
     seen = near.any(-1, keepdim=True).expand_as(mass)
     torch.testing.assert_close(mass[seen], scores.logsumexp(-1, keepdim=True)[seen])
+
+
+def penalties_of(model, inputs):
+    if not dict(filters_of(model)).popitem()[1].config.penalties:
+        return []
+    with collect_penalties(model.train()) as penalties:
+        model(**inputs)
+    return penalties.losses().values()
+
+
+@pytest.mark.parametrize("name", ["agf", "hedgehog", "singularformer", "kernelution"])
+def test_a_mask_for_all_texts(name, monkeypatch):
+    """Of batch size 1, over texts that are more than a block of numbers."""
+    monkeypatch.setattr(spectral.blocks, "BLOCK", 64)
+    model, inputs = patch_model(FAMILIES["bert"].build(), name), FAMILIES["bert"].inputs(batch=3)
+    inputs["attention_mask"][:, -2:] = 0
+    expected = output(model, inputs)[:, :-2]
+    whole = inputs["attention_mask"].bool()[:1, None, None].expand(1, 1, TOKENS, TOKENS)
+    found = output(model, {**inputs, "attention_mask": whole})[:, :-2]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for loss in penalties_of(model, {**inputs, "attention_mask": whole}):
+        assert loss.isfinite()
 
 
 def test_scores_that_half_precision_cannot_hold_before_they_are_scaled():

@@ -288,6 +288,15 @@ def test_losses_of_parts_of_a_batch_sum_to_that_of_the_batch():
     torch.testing.assert_close(sum(parts), whole)
 
 
+@pytest.mark.parametrize(("classes", "labels"), [(1, torch.randn(3)), (2, torch.tensor([[0.0, 1], [1, 1], [0, 0]]))])
+def test_losses_of_parts_that_are_means_of_their_own(classes, labels):
+    """Of numbers and of several labels at once: transformers divides these by what it is given."""
+    model, ids = build(ConverterForSequenceClassification, eta=0.3, num_labels=classes).train(), tokens()
+    whole, count = model(ids, labels=labels).loss, torch.tensor(labels.numel())
+    parts = [model(ids[i : i + 1], labels=labels[i : i + 1], num_items_in_batch=count).loss for i in range(3)]
+    torch.testing.assert_close(sum(parts), whole)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("position", ["gru", "absolute", "sinusoidal"])
 def test_half_precision(dtype, position):

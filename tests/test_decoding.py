@@ -344,6 +344,22 @@ def test_a_layer_whose_keys_others_read_keeps_them(entry):
         stepwise(turn_on(patch_model(model, entry.config, layers=[3])), ids)
 
 
+@WITH_SCORES
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_sliding_window_that_is_gone_back_in(entry, grad):
+    """As an assistant's cache: what was proposed is taken out again, and earlier tokens come back into the window."""
+    model = turn_on(patch_model(MistralForCausalLM(MISTRAL).eval().double(), entry.config))
+    ids, junk = torch.randint(5, 99, (2, 20)), torch.randint(5, 99, (2, 4))
+    with torch.set_grad_enabled(grad):
+        expected, cache = model(ids, use_cache=False).logits[:, -6:], DynamicCache(config=model.config)
+        cache.activate_past_recording()
+        for part in (ids[:, :10], *ids[:, 10:14].split(1, 1), *junk.split(1, 1)):
+            model(part, past_key_values=cache)
+        cache.crop(-4)
+        found = torch.cat([model(part, past_key_values=cache).logits for part in (ids[:, 14:15], ids[:, 15:])], 1)
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.feature("Generation: a cache filled by the plain model", family="llama")
 @DECODING
 def test_a_cache_from_the_plain_model_is_refused(entry, refuses):

@@ -7,7 +7,16 @@ import test_common
 import torch
 from filters import FILTERS, MENU
 from models import FAMILIES
-from transformers import BertConfig, BertModel, Gemma3ForCausalLM, Gemma3TextConfig, SwinConfig, SwinModel
+from transformers import (
+    BertConfig,
+    BertModel,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Qwen2Config,
+    Qwen2Model,
+    SwinConfig,
+    SwinModel,
+)
 
 from hf_graphfilter import GraphFilterError, patch_model
 from hf_graphfilter.analysis import attention_maps, response_curves
@@ -92,6 +101,7 @@ def test_pagerank_is_what_its_name_says():
         ("polynomial", {"K": 13, "basis": "bernstein"}, "K=13 is too high for the bernstein basis"),
         ("polynomial", {"a": 1.0}, "a and b are of the Jacobi basis, and basis is 'chebyshev'"),
         ("polynomial", {"basis": "jacobi", "a": -1.0, "b": -1.0, "K": 2}, "no step k=2"),
+        ("polynomial", {"basis": "jacobi", "a": -1.0, "b": -1.0, "K": 1}, "the first Jacobi polynomial is constant"),
         ("ppr", {"alpha": 1.0}, "alpha must lie between 0 and 1, got 1.0"),
         ("ppr", {"kernel": "heat", "t": 0.0}, "t must be > 0, got 0.0"),
         ("arma", {"bound": 1.0}, "bound must lie between 0 and 1, got 1.0"),
@@ -102,6 +112,33 @@ def test_pagerank_is_what_its_name_says():
 def test_bad_options(name, options, message):
     with pytest.raises(GraphFilterError, match=message.replace("(", r"\(")):
         patch_model(bert(), name, **options)
+
+
+@pytest.mark.parametrize("name", ["attnscale", "centered", "featscale"])
+def test_means_over_more_than_float16_can_add_up(name):
+    """3,000 values of 30, in a sliding window, where the mask is applied as a matrix."""
+    sizes = {"vocab_size": 50, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "sliding_window": 2500}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "layer_types": ["sliding_attention"]}
+    model = Qwen2Model(Qwen2Config(**sizes, **heads, use_sliding_window=True)).half().eval()
+    with torch.no_grad():
+        model.layers[0].self_attn.v_proj.bias.fill_(30.0)
+        ids = torch.randint(0, 50, (1, 3000))
+        expected = model(ids, use_cache=False).last_hidden_state
+        assert torch.equal(patch_model(model, name)(ids, use_cache=False).last_hidden_state, expected)
+
+
+@pytest.mark.parametrize("name", ["attnscale", "centered", "featscale", "contranorm"])
+def test_the_mask_of_timm_s_shifted_windows_is_honoured(name):
+    swin = pytest.importorskip("timm.models.swin_transformer").SwinTransformer
+    sizes = {"img_size": 16, "patch_size": 2, "window_size": 4, "embed_dim": 8, "depths": (2,), "num_heads": (2,)}
+    model, images = swin(**sizes, num_classes=3).eval(), torch.randn(2, 3, 16, 16)
+    expected = model(images)
+    assert torch.equal(patch_model(model, name)(images), expected)
+    seen, shifted = [], model.layers[0].blocks[1].attn
+    shifted.graph_filter.register_forward_pre_hook(lambda _, given: seen.append(given[0].seen()))
+    model(images)
+    assert torch.equal(seen[0][:4, 0], model.layers[0].blocks[1].attn_mask == 0), "four windows an image"
+    assert torch.equal(seen[0][4:], seen[0][:4])
 
 
 def test_the_highest_orders_are_those_that_float32_can_add_up():

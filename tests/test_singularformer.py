@@ -125,6 +125,16 @@ def test_half_precision(dtype):
     assert (found - exact).norm() <= 8 * torch.finfo(dtype).eps * exact.norm()
 
 
+def test_the_core_is_wide_under_autocast():
+    """40 x 40 x 64 is more than float16 holds; scaled it is an eighth."""
+    q, v, scores = torch.full((1, 1, 6, 64), 40.0), torch.randn(1, 1, 6, 64), torch.randn(1, 6, 4)
+    with torch.autocast("cpu", torch.float16):
+        out, core = singularformer(q.half(), q.half(), v.half(), scores)
+    assert core.dtype == torch.float32
+    assert out.isfinite().all()
+    torch.testing.assert_close(core, torch.full_like(core, 1600 * 64 / 8), rtol=2e-3, atol=0)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

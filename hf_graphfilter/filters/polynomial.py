@@ -101,6 +101,11 @@ class PolynomialConfig(FilterConfig):
         check_counts(self, K=LARGEST_ORDER)
         if self.basis != "jacobi" and (self.a, self.b) != (None, None):
             raise GraphFilterError(f"PolynomialConfig: a and b are of the Jacobi basis, and basis is {self.basis!r}")
+        if self.basis != "bernstein" and not recurrence(self.basis, *self.parameters)[0][0]:
+            raise GraphFilterError(
+                f"PolynomialConfig: with a={self.a} and b={self.b} the first Jacobi polynomial is constant, "
+                "and the filter starts as A: choose others, whose sum is not -2"
+            )
         lost = max(sum(map(abs, row)) for row in monomials(self.basis, *self.parameters)) * 2.0**-24
         if not lost <= 2.0**-7:  # what bfloat16 resolves
             raise GraphFilterError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..errors import GraphFilterError
@@ -127,7 +128,9 @@ def singularformer(
         together = gather @ x.transpose(1, 2).flatten(2)
         return repeat_heads(together.unflatten(-1, (x.shape[1], -1)).transpose(1, 2), heads)
 
-    core = spectral.wide(pooled(query)) @ spectral.wide(pooled(key)).mT * (features**-0.5 if scale is None else scale)
+    with torch.autocast(query.device.type, enabled=False):  # half precision may not hold the scores
+        scaled = spectral.wide(pooled(query)) * (features**-0.5 if scale is None else scale)
+        core = scaled @ spectral.wide(pooled(key)).mT
     if previous is not None:
         core = core + previous
     inner = core.softmax(-1).to(value.dtype) @ pooled(value)

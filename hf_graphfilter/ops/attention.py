@@ -235,8 +235,12 @@ def _random_masks(shape: tuple[int, ...], dropout: float) -> Tensor:
     """Which entries stay: 16 random bits each, from the default generator."""
     count = torch.Size(shape).numel()
     bits = torch.empty((count + 3) // 4, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)[:count]
-    return (bits >= round(dropout * 2**16) - 2**15).view(shape)
+    return (bits >= _of_bits(dropout) - 2**15).view(shape)
 
 
 def _dropped(matrix: Tensor, keep: Tensor, dropout: float) -> Tensor:
-    return (matrix * keep).mul_(1 / (1 - round(dropout * 2**16) / 2**16))
+    return (matrix * keep).mul_(1 / (1 - _of_bits(dropout) / 2**16))
+
+
+def _of_bits(dropout: float) -> int:
+    return min(round(dropout * 2**16), 2**16 - 1)

@@ -74,8 +74,10 @@ def average(signal: Tensor, causal: bool, keys: Tensor | None) -> Tensor:
 
 def average_of_seen(signal: Tensor, seen: Tensor) -> Tensor:
     """The same for what each query sees, bool (batch or 1, 1, queries, keys), of any structure."""
-    weights = seen.to(signal.dtype)
-    return weights @ signal / weights.sum(-1, keepdim=True).clamp(min=1)
+    wide = signal.float() if signal.element_size() < 4 else signal
+    weights = seen.to(wide.dtype)
+    with torch.autocast(signal.device.type, enabled=False):
+        return (weights @ wide / weights.sum(-1, keepdim=True).clamp(min=1)).to(signal.dtype)
 
 
 def seen_by_mask(mask: Tensor | None) -> Tensor:

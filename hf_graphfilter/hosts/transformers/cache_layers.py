@@ -99,7 +99,7 @@ class SignalRows(_Keeping):
         elif _in_place(kept):
             past = self.rows(application)
             if kept.shape[2] < past.shape[2] + tokens:
-                past = past[:, :, -keys:]
+                past = self._seen(past, keys)
                 batch, heads, length, features = past.shape
                 room = kept.new_empty(batch, heads, length + max(length // ROOM, tokens, ROOM), features)
                 room[:, :, :length] = past
@@ -108,9 +108,13 @@ class SignalRows(_Keeping):
             kept[:, :, past.shape[2] : end] = signal
             self.ends[application] = end
         else:
-            rows = torch.cat([self.rows(application), signal], dim=2)[:, :, -keys:]
+            rows = self._seen(torch.cat([self.rows(application), signal], dim=2), keys)
             self.kept[application], self.ends[application] = rows, rows.shape[2]
         return self.rows(application)[:, :, -keys:]
+
+    def _seen(self, rows: Tensor, keys: int) -> Tensor:
+        """Those that a window leaves; all while the layer itself keeps all, to go back to (``crop``)."""
+        return rows if getattr(self, "record_past", False) else rows[:, :, -keys:]
 
     def reset(self) -> None:
         super().reset()
@@ -123,7 +127,7 @@ class SignalRows(_Keeping):
         before = self.get_seq_length()
         super().crop(*args, **kwargs)
         removed, self.seen = before - self.get_seq_length(), -1
-        self.ends = {application: end - removed for application, end in self.ends.items()}
+        self.ends = {application: max(end - removed, 0) for application, end in self.ends.items()}
 
 
 def _in_place(kept: Tensor) -> bool:

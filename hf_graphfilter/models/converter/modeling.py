@@ -106,15 +106,15 @@ class ConverterPreTrainedModel(PreTrainedModel):
         else:
             super()._init_weights(module)
 
-    def _objective(
-        self, task: Tensor, penalty: Tensor | None, labels: Tensor, num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
+    def _objective(self, task: Tensor, penalty: Tensor | None, labels: Tensor, count: Any = None) -> Tensor:
         """Eq. 14, from the loss of the task. Where that is a part of the loss of a batch, the sum over some of its
-        ``num_items_in_batch`` labels divided by their number, so is the penalty."""
+        ``count`` labels divided by their number, so is the penalty."""
         if penalty is None:
             return task
-        if num_items_in_batch is not None:
-            penalty = penalty * ((labels != -100).sum() / num_items_in_batch).to(penalty.device)
+        if count is not None:
+            share = ((labels != -100).sum() / count).to(penalty.device)
+            whole = self.config.problem_type not in ("regression", "multi_label_classification")  # else it is a mean
+            penalty, task = penalty * share, task if whole else task * share.to(task.device)
         return (1 - self.config.eta) * task + self.config.eta * penalty.to(task.device)
 
 
