@@ -63,7 +63,7 @@ def batch_of(rows, causal=False):
     return {k: torch.stack([torch.as_tensor(data[i][k]) for i in rows]) for k in data[0]}
 
 
-def train(path, patched, *, gamma=GAMMA, data=None, callbacks=(), compute_loss_func=None, **options):
+def train(path, patched, *, gamma=GAMMA, data=None, callbacks=(), compute_loss_func=None, trainer=Trainer, **options):
     """SGD with rate 1: the change of the parameters is minus the gradient."""
     options = {"max_steps": 1, "per_device_train_batch_size": 8, "logging_steps": 1, "save_strategy": "no", **options}
     args = TrainingArguments(
@@ -80,7 +80,7 @@ def train(path, patched, *, gamma=GAMMA, data=None, callbacks=(), compute_loss_f
         **options,
     )
     added = [] if gamma is None else [OrthogonalityCallback(gamma)]
-    t = Trainer(
+    t = trainer(
         patched,
         args,
         train_dataset=data or Padded(),
@@ -138,6 +138,24 @@ def test_the_callback_adds_the_same_gradient(tmp_path):
 def test_the_weight_of_the_config(tmp_path):
     found, _ = train(tmp_path, model(gamma=0.25), gamma=None, callbacks=[OrthogonalityCallback()])
     assert_equal(found, by_hand(model(), batch_of(range(8)), gamma=0.25))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_passes_without_gradients_are_not_counted(tmp_path, checkpointing):
+    """As a loss makes them that looks up what the model itself, with dropout, would say."""
+
+    def prepared():
+        return checkpointed(model(), False) if checkpointing else model()
+
+    class Asking(Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            with torch.no_grad():
+                model(**inputs)
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    expected, _ = train(tmp_path, prepared())
+    found, _ = train(tmp_path, prepared(), trainer=Asking)
+    assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

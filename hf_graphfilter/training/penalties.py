@@ -63,7 +63,7 @@ class RegularizerCallback(LoggingCallback):
             raise GraphFilterError(f"{name}: torch.nn.DataParallel is not supported; use torchrun (DDP)")
         if args.deepspeed:
             raise GraphFilterError(f"{name}: DeepSpeed scales the loss where a callback cannot see it; use DDP or FSDP")
-        self.added = _Added(self.weights, self.options)
+        self.added = _Added(self.weights, self.options, _runs_again(model))
         for graph_filter in filters:
             graph_filter.recorder = self.added
 
@@ -219,12 +219,19 @@ def _accumulated(steps: int, step: int, dataloader: Any) -> int:
     return batches % steps or steps if step % updates == updates - 1 else steps
 
 
+def _runs_again(model: nn.Module) -> bool:
+    """Whether layers are checkpointed so that their forward pass, the first time, has no gradients."""
+    functions = [getattr(m, "_gradient_checkpointing_func", None) for m in model.modules()]
+    return any(f is not None and getattr(f, "keywords", {}).get("use_reentrant", True) for f in functions)
+
+
 class _Added:
     """The recorder of all filters of a model while it trains: adds the gradients, and sums up what is logged."""
 
-    def __init__(self, weights: Weights, options: Options):
-        self.weights, self.options, self.scale = weights, options, 1.0
+    def __init__(self, weights: Weights, options: Options, reentrant: bool = False):
+        self.weights, self.options, self.scale, self.reentrant = weights, options, 1.0, reentrant
         self.applications = Counter[str]()  # of each loss in the last forward pass
+        self.others = Counter[str]()  # without gradients, for what compute_loss looks up, say
         self.backward_began = False
         self.sums: dict[str, Tensor] = {}
         self.counts = Counter[str]()
@@ -233,8 +240,9 @@ class _Added:
         weights = _asked(graph_filter, losses, self.weights)
         if torch._C._current_graph_task_id() == -1:  # checkpointing runs a layer again, during the backward pass
             if self.backward_began:
-                self.applications, self.backward_began = Counter(), False
-            self.applications.update(weights.keys())
+                self.applications, self.others, self.backward_began = Counter(), Counter(), False
+            counted = self.applications if torch.is_grad_enabled() or self.reentrant else self.others
+            counted.update(weights.keys())
         if torch.is_grad_enabled():
             for name, weight in weights.items():
                 loss = losses[name](**self.options.get(name, {}))
@@ -258,5 +266,6 @@ class _AddGradient(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         name, weight, added = ctx.rest
         added.record(name, ctx.loss)
-        share = torch.full_like(ctx.loss, weight * added.scale / added.applications[name])
+        count = added.applications[name] or added.others[name]  # of a checkpointing that the model does not know of
+        share = torch.full_like(ctx.loss, weight * added.scale / count)
         return grad, share, None, None, None
