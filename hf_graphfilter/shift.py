@@ -209,7 +209,7 @@ class AttentionShift(ShiftOperator):
     def mean(self, signal: Tensor) -> Tensor:
         structure, tokens, keys = self._structure(), self.query.shape[2], signal.shape[2]
         if structure is None:
-            return average_of_seen(signal, seen_by_mask(self._mask))
+            return average_of_seen(signal, seen_by_mask(self._mask, len(signal)))
         means = average(signal, *structure)
         if not structure[0]:
             return means.expand(-1, -1, tokens, -1)
@@ -219,7 +219,7 @@ class AttentionShift(ShiftOperator):
         """Which keys each query sees, bool (batch or 1, 1, queries or 1, keys); None for all."""
         structure, tokens, keys = self._structure(), self.query.shape[2], self.key.shape[2]
         if structure is None:
-            return seen_by_mask(self._mask)
+            return seen_by_mask(self._mask, len(self.query))
         causal, there = structure
         seen = None if there is None else there[:, None, None]
         if not causal:
@@ -230,7 +230,7 @@ class AttentionShift(ShiftOperator):
 
     def _structure(self) -> tuple[bool, Tensor | None] | None:
         """``visible()``; None where the mask must be applied as a matrix, as in a graph, which cannot look into it."""
-        by_queries = self._mask is not None and self._mask.dim() == 4
+        by_queries = self._mask is not None and self._mask.dim() > 2
         if by_queries and torch.compiler.is_compiling():
             return None
         try:

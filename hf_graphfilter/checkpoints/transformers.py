@@ -1,6 +1,6 @@
 """Patched checkpoints of transformers: what ``PreTrainedModel`` must do more when it saves and loads.
 
-The first import of ``transformers.modeling_utils`` imports this file, whose end installs it. Others are as before.
+The first import of ``transformers.modeling_utils`` imports this file, whose end installs it; for patched models only.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def _refuse_unrecorded(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def save_pretrained(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        saved = {id(config) for config in _with_parts(self.config) if hasattr(config, CHILD)}
+        saved = {id(config) for config in _with_parts(self.config) if getattr(config, CHILD, None)}
         parts = ((f"{n}." if n else "", m) for n, m in self.named_modules() if isinstance(m, PreTrainedModel))
         recorded = tuple(name for name, part in parts if id(part.config) in saved)
         for name, _ in filters_of(self):

@@ -150,7 +150,7 @@ def _forward(original: Callable[..., Tensor], module: Any, x: Tensor, *args: Any
         hidden=x,
         scaling=module.scale,
         visible=lambda: _visible(module, mask, causal, x.shape[1]),
-        mask=mask if mask is None or mask.dim() != 3 else mask[:, None].repeat(len(x) // len(mask), 1, 1, 1),
+        mask=mask,
     )
     output = graph_filter(shift, value).transpose(1, 2).flatten(2)
     return module.proj_drop(module.proj(output))  # type: ignore[no-any-return]

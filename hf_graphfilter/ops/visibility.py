@@ -80,10 +80,14 @@ def average_of_seen(signal: Tensor, seen: Tensor) -> Tensor:
         return (weights @ wide / weights.sum(-1, keepdim=True).clamp(min=1)).to(signal.dtype)
 
 
-def seen_by_mask(mask: Tensor | None) -> Tensor:
-    """Where a mask of queries by keys, bool or additive, lets through."""
+def seen_by_mask(mask: Tensor | None, batch: int) -> Tensor:
+    """Where a mask of queries by keys, bool or additive, lets through.
+
+    One of three dimensions, (windows, queries, keys), holds for the windows of every image in turn.
+    """
     assert mask is not None
-    return mask if mask.dtype == torch.bool else mask > _FORBIDDEN_BY_BIAS
+    seen = mask if mask.dtype == torch.bool else mask > _FORBIDDEN_BY_BIAS
+    return seen[:, None].repeat(batch // len(seen), 1, 1, 1) if seen.dim() == 3 else seen
 
 
 def _reduce(mask: Tensor, queries: int, biased: bool) -> tuple[bool, Tensor | None]:

@@ -33,11 +33,11 @@ class _Keeping(_Layer):
     """Mixin for a cache layer: further tensors, batch first, by name."""
 
     kept: dict[Any, Tensor]
-    seen = -1  # how many tokens it had when the filter last asked
-    shared = False  # the filter asked twice for the same ones: of what it keeps, some is of the other time
+    asked_at = -1  # how many tokens it had when the filter last asked
+    asked_twice = False  # the filter asked again for the same ones: of what it keeps, some is of the other time
 
     def forget(self) -> None:
-        self.kept, self.seen, self.shared = {}, -1, False
+        self.kept, self.asked_at, self.asked_twice = {}, -1, False
 
     def asked(self, site: str, queries: int, device: torch.device) -> bool:
         """Whether the filter can go by this layer.
@@ -49,11 +49,11 @@ class _Keeping(_Layer):
             return True
         self._each(lambda tensor: tensor.to(device))  # from where ``offload`` has put it
         tokens = self.get_seq_length()
-        self.shared = self.shared or tokens == self.seen
-        self.seen = tokens
-        if self.shared and tokens > queries:
+        self.asked_twice = self.asked_twice or tokens == self.asked_at
+        self.asked_at = tokens
+        if self.asked_twice and tokens > queries:
             raise GraphFilterError(f"{site}: {TWICE}")
-        return not self.shared
+        return not self.asked_twice
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
         self.kept = {name: change(tensor) for name, tensor in self.kept.items()}
@@ -99,7 +99,7 @@ class SignalRows(_Keeping):
         elif _in_place(kept):
             past = self.rows(application)
             if kept.shape[2] < past.shape[2] + tokens:
-                past = self._seen(past, keys)
+                past = self._in_window(past, keys)
                 batch, heads, length, features = past.shape
                 room = kept.new_empty(batch, heads, length + max(length // ROOM, tokens, ROOM), features)
                 room[:, :, :length] = past
@@ -108,11 +108,11 @@ class SignalRows(_Keeping):
             kept[:, :, past.shape[2] : end] = signal
             self.ends[application] = end
         else:
-            rows = self._seen(torch.cat([self.rows(application), signal], dim=2), keys)
+            rows = self._in_window(torch.cat([self.rows(application), signal], dim=2), keys)
             self.kept[application], self.ends[application] = rows, rows.shape[2]
         return self.rows(application)[:, :, -keys:]
 
-    def _seen(self, rows: Tensor, keys: int) -> Tensor:
+    def _in_window(self, rows: Tensor, keys: int) -> Tensor:
         """Those that a window leaves; all while the layer itself keeps all, to go back to (``crop``)."""
         return rows if getattr(self, "record_past", False) else rows[:, :, -keys:]
 
@@ -126,7 +126,7 @@ class SignalRows(_Keeping):
     def crop(self, *args: Any, **kwargs: Any) -> None:
         before = self.get_seq_length()
         super().crop(*args, **kwargs)
-        removed, self.seen = before - self.get_seq_length(), -1
+        removed, self.asked_at = before - self.get_seq_length(), -1
         self.ends = {application: max(end - removed, 0) for application, end in self.ends.items()}
 
 
