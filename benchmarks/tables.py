@@ -36,7 +36,7 @@ sys.path.append(str(ROOT))
 from recipes.league.plan import League  # noqa: E402
 from recipes.league.records import by_run  # noqa: E402
 from recipes.league.standings import comparisons, details, levels, overview, tuning, verdict  # noqa: E402
-from recipes.metrics import LOWER_IS_BETTER  # noqa: E402
+from recipes.records import lower_is_better  # noqa: E402
 from recipes.summary import PLAIN, by_seed, interval, summary_rows  # noqa: E402
 
 RECIPES = ROOT / "recipes" / "results"
@@ -705,7 +705,7 @@ def recipe_tables(*names: str) -> str:
     parts = []
     for content in contents:
         run = content["runs"][0]
-        notes = [f"metric: {content['metric']}" + (", lower is better" * content["metric"].endswith(LOWER_IS_BETTER))]
+        notes = [f"metric: {content['metric']}" + (", lower is better" * lower_is_better(content["metric"]))]
         notes += [f"split: {run['split']}; rows: {run['rows']}".replace("'", "")] if "split" in run else []
         if content["name"].startswith("lra-") and content["task"] != "image":
             notes += [f"at most {run['settings']['max_length']:,} tokens"]

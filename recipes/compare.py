@@ -37,8 +37,7 @@ from recipes import SCRIPTS, check_extras, records, runs
 from recipes.errors import one_line_errors
 from recipes.league import play
 from recipes.machine import is_main_process
-from recipes.metrics import LOWER_IS_BETTER
-from recipes.records import move_aside, tell
+from recipes.records import lower_is_better, move_aside, tell
 from recipes.settings import Recipe, Settings, identity
 from recipes.summary import PLAIN, beside, plot_sweep, summarise, summary_rows
 
@@ -159,7 +158,7 @@ def show(content: dict[str, Any], console: Console) -> None:
     for variant, summary in content["summary"].items():
         if "difference" in summary:
             tell(console, f"{variant} - plain, {content['metric']}: {PairedComparison(**summary['difference'])}")
-    if content["metric"].endswith(LOWER_IS_BETTER):
+    if lower_is_better(content["metric"]):
         tell(console, "lower is better")
 
 

@@ -9,8 +9,6 @@ import evaluate
 from scipy import stats
 from sklearn import metrics as sklearn_metrics
 
-LOWER_IS_BETTER = ("perplexity",)
-
 
 class _Metric(evaluate.Metric):
     """Base: kept in memory, so that nothing is written to a cache."""

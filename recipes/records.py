@@ -23,6 +23,10 @@ def value_of(record: dict[str, Any], metric: str) -> float:
     return metrics.get(metric, math.nan) if math.isfinite(loss) else math.nan
 
 
+def lower_is_better(metric: str) -> bool:
+    return metric.endswith("perplexity")
+
+
 def own_results(values: dict[str, Any]) -> Path:
     """Where comparisons go: beside the folders of the runs."""
     return Path(values["output_dir"]).parent

@@ -209,6 +209,11 @@ def common(few):
     return lambda family, entry: entry.common == "all" or (entry.common == "some" and family in few)
 
 
+def by_axis(few):
+    """Quick: GFSA of every family and every filter of ``few``, for what hardly depends on the two together."""
+    return lambda family, entry: entry is FILTERS["gfsa"] or (entry.quick and entry.common == "all" and family in few)
+
+
 def everything(family, entry):
     return True
 

@@ -206,6 +206,7 @@ FAMILIES = {
         3,
     ),
 }
+ONE_OF_A_KIND = tuple({family.kind: name for name, family in FAMILIES.items()}.values())
 
 
 def use(model, implementation):

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 import torch
-from filters import FILTERS, combinations, common, everything, filters
-from models import FAMILIES, TOKENS, output, realigned, turn_on, use
+from filters import FILTERS, by_axis, combinations, common, everything, filters
+from models import FAMILIES, ONE_OF_A_KIND, TOKENS, output, realigned, turn_on, use
 from oracle import dense_twin
 from transformers import AutoModel, Wav2Vec2Model
 
@@ -31,14 +31,13 @@ PADDED = [
     if family.kind not in ("vision", "audio", "composite") and name != "whisper"
 ]
 
-ONE_OF_A_KIND = {family.kind: name for name, family in FAMILIES.items()}.values()
 families = pytest.mark.parametrize("family", [pytest.param(f, id=n) for n, f in FAMILIES.items()])
 backends = pytest.mark.parametrize("backend", ["sdpa", "eager"])
 
 
-def each_filter(names):
+def each_filter(names, quick=common):
     """Every filter on these families."""
-    return combinations(names, everything, common(ONE_OF_A_KIND), values=FAMILIES)
+    return combinations(names, everything, quick(ONE_OF_A_KIND), values=FAMILIES)
 
 
 @pytest.mark.feature("Filtering: equal to the original at the start (AGF: as a blend), SDPA and eager")
@@ -159,7 +158,7 @@ def test_a_later_token_never_changes_an_earlier_output(family, entry, backend):
 
 
 @pytest.mark.feature("Checkpoints: unpatch_model restores everything")
-@each_filter(FAMILIES)
+@each_filter(FAMILIES, quick=by_axis)
 def test_unpatch_restores_everything(family, entry):
     model, inputs = family.build(), family.inputs()
     expected, names = output(model, inputs), list(model.state_dict())
@@ -186,7 +185,7 @@ def test_save_and_load(family, entry, tmp_path):
 
 
 @pytest.mark.feature("Training: bfloat16 weights, float32 coefficients")
-@each_filter(FAMILIES)
+@each_filter(FAMILIES, quick=by_axis)
 def test_half_precision(family, entry):
     def loss_of_precision(model):
         expected = output(model, family.inputs())
@@ -207,7 +206,7 @@ def test_half_precision(family, entry):
     assert all(p.grad.isfinite().all() for p in filter_parameters(model))
 
 
-@each_filter(FAMILIES)
+@each_filter(FAMILIES, quick=by_axis)
 def test_double_patch_is_an_error(family, entry):
     model, inputs = turn_on(family.patch(family.build(), entry)), family.inputs()
     expected = output(model, inputs)
@@ -217,7 +216,7 @@ def test_double_patch_is_an_error(family, entry):
 
 
 @pytest.mark.feature("Routes past the filter: deepcopy and pickle")
-@each_filter(FAMILIES)
+@each_filter(FAMILIES, quick=by_axis)
 def test_deepcopy_and_pickle(family, entry):
     model, inputs = turn_on(family.patch(family.build(), entry)), family.inputs()
     expected = output(model, inputs)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from filters import combinations, filters
+from filters import FILTERS, combinations, filters
 from models import FAMILIES, TORCH_2_11, assert_equal_in_float32, output, turn_on
 
 from hf_graphfilter import SynvolutionConfig
@@ -10,14 +10,12 @@ from hf_graphfilter import SynvolutionConfig
 ENCODERS = ("bert", "roberta", "distilbert", "electra", "deit", "vit")
 
 
-def exported(*decoders):
-    """Every filter in the encoders; in decoders those with scores."""
+def exported(*decoders, quick):
+    """Every filter in the encoders, in decoders those with scores; of BERT quick."""
     return combinations(
         (*ENCODERS, *decoders),
         lambda family, entry: entry.everywhere and (family in ENCODERS or not entry.replaces),
-        lambda family, entry: (
-            entry.quick and family == "bert" and not (entry.replaces and entry.config.starts_as_original)
-        ),
+        lambda family, entry: family == "bert" and entry in map(FILTERS.get, quick),
     )
 
 
@@ -32,7 +30,7 @@ def patched(family, entry, dtype=torch.float64):
 
 
 @pytest.mark.feature("Compiling and exporting: torch.export, any batch and length")
-@exported("gpt2", "llama")
+@exported("gpt2", "llama", quick=("gfsa", "agf"))
 def test_export(family, entry):
     model, inputs, others = patched(family, entry)
     auto = torch.export.Dim.AUTO
@@ -53,7 +51,7 @@ def test_export_of_a_causal_filter_is_refused(entry, refuses):
 
 @pytest.mark.feature("Compiling and exporting: ONNX, run by onnxruntime")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of the exporter
-@exported("gpt2")
+@exported("gpt2", quick=("gfsa",))
 def test_onnx(family, entry, tmp_path, record_property):
     if TORCH_2_11 and not entry.replaces:
         pytest.skip("its exporter does not decompose a product with a number")

@@ -54,10 +54,10 @@ def test_import_is_light():
 
 
 ORDERS = {
-    "us first": "import hf_graphfilter, transformers",
     "models first": "import transformers.modeling_utils, hf_graphfilter",
 }
 MORE_ORDERS = {
+    "us first": "import hf_graphfilter, transformers",
     "a part of a model": "import hf_graphfilter.models.converter.layers",
     "from within": "import hf_graphfilter.hosts.transformers.cache",
     "transformers first": "import transformers, hf_graphfilter",

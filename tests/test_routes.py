@@ -128,7 +128,7 @@ def test_the_filter_stays(route, family, entry, tmp_path, transformers_warnings)
     transformers_warnings.clear()
 
 
-@filters()
+@filters(quick=lambda entry: entry is FILTERS["gfsa"])
 @pytest.mark.feature("Routes past the filter: patched and unpatched after torch.compile", family="bert")
 def test_a_compiled_model_notices_the_patch(entry):
     model, inputs = FAMILIES["bert"].build().double(), FAMILIES["bert"].inputs()

@@ -314,7 +314,7 @@ def test_its_gradients_where_layers_share_their_weights():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at tensors that it goes on with
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled(checkpointing, transformers_warnings):
     model, inputs = residual()
     expected = gradients(model.train(), inputs)

@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from filters import FILTERS, filters
-from models import FAMILIES, checkpointed, output, turn_on
+from filters import FILTERS, by_axis, combinations
+from models import FAMILIES, ONE_OF_A_KIND, checkpointed, output, turn_on
 from transformers import set_seed
 
 from hf_graphfilter import GraphFilter, filter_parameters, parameter_groups
 
-families = pytest.mark.parametrize("family", FAMILIES)
+each = combinations(FAMILIES, quick=by_axis(ONE_OF_A_KIND))
 
 
 def patched(family, entry):
@@ -24,8 +24,7 @@ def coefficients(model):
 
 
 @pytest.mark.feature("Training: autocast in bfloat16 and float16")
-@families
-@filters()
+@each
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(family, entry, dtype):
     plain, model, inputs = patched(family, entry)
@@ -45,8 +44,7 @@ def test_autocast(family, entry, dtype):
 
 
 @pytest.mark.feature("Training: bfloat16 weights, float32 coefficients")
-@families
-@filters()
+@each
 def test_a_step_with_weights_in_bfloat16(family, entry):
     """A step of 1e-4 on a coefficient near 1 would be lost in bfloat16."""
     _, model, _ = patched(family, entry)
@@ -69,8 +67,7 @@ def test_coefficients_that_were_float64_come_back_to_float32(dtype):
 
 
 @pytest.mark.feature("Training: gradient checkpointing, reentrant and not")
-@families
-@filters()
+@each
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing(family, entry, reentrant, transformers_warnings):
     plain, model, inputs = patched(family, entry)

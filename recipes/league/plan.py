@@ -14,8 +14,7 @@ from hf_graphfilter import GraphFilterError
 from recipes import SCRIPTS, check_extras
 from recipes.errors import OtherSettingsError, nearest
 from recipes.league.records import Records, Run, ranked
-from recipes.metrics import LOWER_IS_BETTER
-from recipes.records import value_of
+from recipes.records import lower_is_better, value_of
 from recipes.settings import Settings, identity
 from recipes.summary import PLAIN
 
@@ -151,7 +150,7 @@ class League:
         """Higher is better; of a run that diverged or was refused, minus infinity."""
         metric = self.tuning_metric(run.task) if run.seed == TUNING_SEED else self.metric(run.task)
         value = value_of(record, metric)
-        sign = -1 if metric.endswith(LOWER_IS_BETTER) else 1
+        sign = -1 if lower_is_better(metric) else 1
         return sign * value if math.isfinite(value) else -math.inf
 
     def tuned(self, found: Records, task: str, variant: str) -> float | None:

@@ -10,8 +10,7 @@ from hf_graphfilter.analysis.comparison import PairedComparison, mean_and_sd, pa
 from hf_graphfilter.console import table
 from recipes.league.plan import LONGER, TUNING_SEED, League, Stage
 from recipes.league.records import Records, Run
-from recipes.metrics import LOWER_IS_BETTER
-from recipes.records import tell, value_of
+from recipes.records import lower_is_better, tell, value_of
 from recipes.summary import PLAIN
 
 LEVEL = 0.05
@@ -43,10 +42,6 @@ def values_of(league: League, found: Records, task: str, variant: str, seeds: tu
     return {seed: value_of(record, league.metric(task)) for seed, record in own.items()}
 
 
-def lower_is_better(league: League, task: str) -> bool:
-    return league.metric(task).endswith(LOWER_IS_BETTER)
-
-
 def planned(league: League, found: Records, stage: Stage) -> list[tuple[str, str]]:
     """(task, variant) of every comparison that a stage is to make."""
     pairs = itertools.product(stage.tasks, league.playing(found, stage))
@@ -65,7 +60,7 @@ def comparisons(league: League, found: Records, stage: Stage) -> list[Comparison
         lost = missing, len(whole) - len(both), sum(map(math.isnan, plain.values()))
         if len(both) >= 2:
             paired, p = tested([plain[seed] for seed in both], [own[seed] for seed in both])
-            better = (paired.mean < 0) == lower_is_better(league, task)
+            better = (paired.mean < 0) == lower_is_better(league.metric(task))
             made.append((task, variant, paired, p, better, *lost))
         elif any(lost[1:]):
             made.append((task, variant, None, 1.0, False, *lost))
@@ -142,7 +137,7 @@ def overview(league: League, found: Records, stage: Stage) -> tuple[list[str], l
     tasks = [task for task in stage.tasks if values_of(league, found, task, PLAIN, stage.seeds)]
     header = [
         "",
-        *(f"{t}, {metric_of(league, t)} {'↓' if lower_is_better(league, t) else '↑'}" for t in tasks),
+        *(f"{t}, {metric_of(league, t)} {'↓' if lower_is_better(league.metric(t)) else '↑'}" for t in tasks),
         "mean rank",
     ]
     rows = []
