@@ -22,6 +22,7 @@ from hf_graphfilter.hosts.transformers import find
 
 SECONDS = 180
 FILTER = FILTERS["gfsa"]
+DECODED = {"GFSA": FILTER, "AGF": FILTERS["agf"]}  # rows of each token in the cache, a state
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Verdict:
     patched: int = 0
     reached: int = 0
     backends: list[str] = field(default_factory=list)
+    decoding: list[str] = field(default_factory=list)  # filters with which a cache gives what a whole pass does
     left_out: list[str] = field(default_factory=list)  # why other attention modules are
 
 
@@ -128,6 +130,7 @@ def _check(verdict: Verdict) -> None:
     patched, expected = filtered[backend]
     trains(patched, models[backend][1])
     saves(patched, models[backend][1], expected)
+    decodes(verdict, *models[backend][:2])
 
 
 def compare(verdict: Verdict, models: dict, filtered: dict) -> None:
@@ -164,6 +167,35 @@ def saves(model: nn.Module, given: dict, expected: list) -> None:
         raise Wrong("loaded again it has other filters")
     if (far := distance(outputs(loaded, given), expected)) > 1e-5:
         raise Wrong(f"loaded again it differs by {far:.1e}")
+
+
+def decodes(verdict: Verdict, plain: nn.Module, given: dict) -> None:
+    """Each filter, by the cache that the model itself decodes with."""
+    try:
+        if distance(*last_token(plain, given)) > 1e-6:
+            return
+    except Exception:  # it keeps no cache, or needs more than the inputs made here
+        return
+    for name, entry in DECODED.items():
+        try:
+            far = distance(*last_token(turn_on(patch_model(copy.deepcopy(plain), entry.config)), given))
+        except GraphFilterError:
+            continue
+        if far > 1e-4:
+            raise Wrong(f"{name}: a token decoded with the cache differs by {far:.1e} from that of a whole pass")
+        verdict.decoding.append(name)
+
+
+@torch.no_grad()
+def last_token(model: nn.Module, given: dict) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The outputs of the last token, decoded in three passes and in one."""
+    name = "decoder_input_ids" if "decoder_input_ids" in given else "input_ids"
+    output, past = None, None
+    for ids in given[name].split([given[name].shape[1] - 2, 1, 1], dim=1):
+        output = model(**{**given, name: ids, "past_key_values": past, "use_cache": True})
+        past = output["past_key_values"]
+    whole = model(**{**given, "use_cache": False})
+    return [floats(output)[0][:, -1]], [floats(whole)[0][:, -1]]
 
 
 def backend_of(model: nn.Module) -> str:

@@ -27,9 +27,11 @@ INTRODUCTIONS = {
 A tiny random model of every architecture, made from its config class alone (tests/coverage), is patched with GFSA and
 compared in float64: identical at the start; with the filter on equal to explicit matrices, on SDPA and eager attention
 (to each other where the matrices do not give the plain model's output); finite gradients of every coefficient; the
-same again after saving and loading. Inputs are the main input and what has no default: of multimodal models the text
-part, so "run" may be less than "patched"; their vision towers have rows of their own. The families of the common
-tester (README) are tested there besides, with every filter. Written by `python tests/coverage/write.py`.
+same again after saving and loading. "Decoding" names the filters with which tokens that are decoded with the cache are
+those of a whole pass, where this holds of the unpatched model and the inputs made here. Inputs are the main input and
+what has no default: of multimodal models the text part, so "run" may be less than "patched"; their vision towers have
+rows of their own. The families of the common tester (README) are tested there besides, with every filter. Written by
+`python tests/coverage/write.py`.
 """,
     "timm": """# Models of timm
 
@@ -105,15 +107,18 @@ def page(library: str, verdicts: list[Verdict]) -> str:
             v.patched,
             v.reached,
             ", ".join(v.backends),
+            *([", ".join(v.decoding)] if library == "transformers" else []),
             escaped("; ".join(filter(None, [*v.left_out, v.reason]))),
         ]
         for v in of(verdicts, "verified")
     ]
     reasons = ["architecture", "reason"]
+    decoding = ["decoding"] if library == "transformers" else []
+    header = ["architecture", "patched modules", "run", "attention", *decoding, "left out"]
     return TEXT.format(
         introduction=INTRODUCTIONS[library],
         summary=summary,
-        verified=markdown_table(["architecture", "patched modules", "run", "attention", "left out"], rows),
+        verified=markdown_table(header, rows),
         refused=markdown_table(reasons, [[v.architecture, why(v)] for v in refused]),
         absent=markdown_table(reasons, [[v.architecture, why(v)] for v in of(verdicts, "not built")]),
     )
