@@ -244,6 +244,16 @@ def test_a_patched_part_of_a_model_is_not_lost(load, tmp_path, transformers_warn
     transformers_warnings.clear()
 
 
+def test_a_part_that_was_unpatched_by_itself_is_not_recorded_as_patched(tmp_path):
+    model = patch_model(BertForSequenceClassification(BERT.config))
+    unpatch_model(model.bert)
+    with pytest.raises(GraphFilterError, match=r"records a filter at bert\..*taken out of a part .* patch it again"):
+        model.save_pretrained(tmp_path)
+    model = patch_model(unpatch_model(patch_model(model, layers=lambda index, name: index == 1)), "gfsa")
+    model.save_pretrained(tmp_path)
+    assert len(filter_status(BertForSequenceClassification.from_pretrained(tmp_path))) == len(filter_status(model))
+
+
 def test_missing_coefficients_are_refused(checkpoint, transformers_warnings):
     file = checkpoint / "model.safetensors"
     tensors = load_file(file)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from ..filters.attached import CHILD, filters_of
 from ..hosts import host_of
 from ..hosts.base import check_values
 from ..hosts.transformers.attention import IMPLEMENTATION, graph_filter_attention
-from ..hosts.transformers.records import read_record
+from ..hosts.transformers.records import check_recorded, read_record
 from ..hosts.transformers.sites import relative_name
 from ..patching import STARTED, apply_record, check_resolved, resolve
 from ..records import read_groups
@@ -264,28 +264,12 @@ def _refuse_lost_filters(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_unrecorded(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What is saved is the model's config: a record in that of a model around it, or of a part, would be lost."""
-
     @functools.wraps(original)
     def save_pretrained(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        saved = {id(config) for config in _with_parts(self.config) if getattr(config, CHILD, None)}
-        parts = ((f"{n}." if n else "", m) for n, m in self.named_modules() if isinstance(m, PreTrainedModel))
-        recorded = tuple(name for name, part in parts if id(part.config) in saved)
-        for name, _ in filters_of(self):
-            if not f"{name}.".startswith(recorded):
-                raise GraphFilterError(
-                    f"the config of this {type(self).__name__} holds no record of the filter at {name}: save the model "
-                    "that was patched, a part of this one or around it, or patch this whole one with layers="
-                )
+        check_recorded(self)
         return original(self, *args, **kwargs)
 
     return save_pretrained
-
-
-def _with_parts(config: Any) -> Iterator[PreTrainedConfig]:
-    if isinstance(config, PreTrainedConfig):
-        yield config
-        yield from (c for part in vars(config).values() for c in _with_parts(part))
 
 
 _WRAPS: dict[str, Callable[[Any], Any]] = {

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ...errors import GraphFilterError
 from ...filters.attached import CHILD, filters_of
 from .attention import IMPLEMENTATION
+from .sites import relative_name
 
 _SHARED_CONFIG = "_graph_filter_shared_config"
 _TAGS = "_graph_filter_tags"
@@ -55,6 +57,35 @@ def write_record(model: Any, record: dict[str, Any] | None) -> None:
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *coefficients}
     if getattr(config, "quantization_config", None) is not None:  # quantizers leave what is named here as it is
         model._keep_in_fp32_modules = {*(model._keep_in_fp32_modules or ()), rf".*\.{CHILD}"}
+
+
+def check_recorded(model: PreTrainedModel) -> None:
+    """Refuse to save what could not be loaded: the record goes with the config that is saved, and the patch may be that
+    of a model around this one or of a part, which may be unpatched by itself as well."""
+    saved = {id(config) for config in _with_parts(model.config) if getattr(config, CHILD, None)}
+    parts = {f"{n}." if n else "": m for n, m in model.named_modules() if isinstance(m, PreTrainedModel)}
+    recorded = {prefix: part for prefix, part in parts.items() if id(part.config) in saved}
+    for name, _ in filters_of(model):
+        if not f"{name}.".startswith(tuple(recorded)):
+            raise GraphFilterError(
+                f"the config of this {type(model).__name__} holds no record of the filter at {name}: save the model "
+                "that was patched, a part of this one or around it, or patch this whole one with layers="
+            )
+    for prefix, part in recorded.items():
+        modules = {relative_name(part, name): (name, module) for name, module in part.named_modules()}
+        for named in (named for group in getattr(part.config, CHILD)["filters"] for named in group["modules"]):
+            name, module = modules.get(named, ("", None))
+            if module is not None and CHILD not in module._modules:
+                raise GraphFilterError(
+                    f"the config of this {type(model).__name__} records a filter at {prefix}{name}, taken out of a "
+                    "part alone: unpatch the model that was patched, and patch it again with layers="
+                )
+
+
+def _with_parts(config: Any) -> Iterator[PreTrainedConfig]:
+    if isinstance(config, PreTrainedConfig):
+        yield config
+        yield from (c for part in vars(config).values() for c in _with_parts(part))
 
 
 def _own_config(model: PreTrainedModel) -> None:
