@@ -30,12 +30,15 @@ def run_program(
         imports: modules that register filters, or paths of their files; imported together with transformers' models.
 
     Raises:
-        GraphFilterError: there is no such program.
+        GraphFilterError: there is no such program, or it does not start.
     """
     command = command_line(program, arguments, module=module)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(command[0], command, environment(os.environ, imports))
+    try:
+        os.execve(command[0], command, environment(os.environ, imports))
+    except OSError as error:
+        raise GraphFilterError(f"{command[0]} does not start: {error.strerror}; is it a program?") from error
 
 
 def command_line(program: str, arguments: Sequence[str] = (), *, module: bool = False) -> list[str]:

@@ -141,18 +141,31 @@ def test_gradients_at_every_block_size(causal, block, monkeypatch):
         assert gradcheck(lambda *x, keys=keys: agf(*x, mask=keys, causal=causal), (*inputs, theta), fast_mode=True)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_second_derivatives_are_refused(causal):
+    inputs = projections(grad=True)
+    (gradient,) = torch.autograd.grad(
+        agf(*inputs, torch.ones(2), causal=causal).square().sum(), inputs[2], create_graph=True
+    )
+    with pytest.raises(GraphFilterError, match="this filter has first derivatives only"):
+        gradient.square().sum().backward()
+
+
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("varied", range(5))
-def test_vmap_over_any_of_the_inputs(varied):
+def test_vmap_over_any_of_the_inputs(varied, causal):
     inputs = [*projections(), torch.randn(3, dtype=torch.float64)]
     members = torch.stack([inputs[varied], -inputs[varied]])
 
     def filtered(member):
-        return agf(*inputs[:varied], member, *inputs[varied + 1 :])
+        return agf(*inputs[:varied], member, *inputs[varied + 1 :], causal=causal)
 
     expected = torch.stack([filtered(member) for member in members])
     torch.testing.assert_close(torch.func.vmap(filtered)(members), expected)
     gradient = torch.func.grad(lambda x: torch.func.vmap(filtered)(x).square().sum())(members)
     torch.testing.assert_close(gradient, torch.func.grad(lambda x: sum(filtered(m).square().sum() for m in x))(members))
+    by_member = torch.func.vmap(torch.func.grad(lambda x: filtered(x).square().sum()))(members)
+    torch.testing.assert_close(by_member, gradient)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -304,9 +317,9 @@ def test_functional_gfsa_is_equation_5():
         expected = (c[0] * eye + c[1] * A + c[2] * (A + 3 * (A @ A - A))) @ v
         found = gfsa(q, k, v, w_0, w_1, w_K, 4, causal=causal, mask=keys)
         torch.testing.assert_close(found, expected)
-    exact = gfsa(q, k, v, 0.125, 1.0, 0.25, 3, approximation="none")
+    exact = gfsa(q, k, v, 0.1, 1.0, 0.25, 3, approximation="none")
     A = (q @ k.mT * D**-0.5).softmax(-1)
-    torch.testing.assert_close(exact, 0.125 * v + A @ v + 0.25 * (A @ A @ A @ v))
+    torch.testing.assert_close(exact, 0.1 * v + A @ v + 0.25 * (A @ A @ A @ v))
     grouped = gfsa(q[:, :2], k[:, :1], v[:, :1], 0.1, 1.0, 0.2, 3)
     repeated = gfsa(q[:, :2], k[:, :1].expand(-1, 2, -1, -1), v[:, :1].expand(-1, 2, -1, -1), 0.1, 1.0, 0.2, 3)
     torch.testing.assert_close(grouped, repeated)
@@ -339,8 +352,20 @@ def test_orthogonality_loss_is_equation_11(norm):
             r"theta is \(K\+1,\) or \(heads, K\+1\) with 3 heads, got \(2, 3\)",
         ),
         (lambda t: agf(t, t, t, t, torch.ones(2), mask=torch.ones(2, 9)), r"mask is \(batch, tokens\), here \(2, 4\)"),
+        (lambda t: agf(t, t, t, t, torch.ones(2), mask=torch.zeros(2, 4)), "mask .* is bool, .* got torch.float32"),
+        (
+            lambda t: agf(t, t, t.long(), t, torch.ones(2)),
+            "agf: v must be real .* numbers, got torch.int64",
+        ),
+        (lambda t: agf(t, t, t.double(), t, torch.ones(2)), "all float64 or none of them is, .* torch.float64 and"),
         (lambda t: agf(t, t, t, t, torch.ones(3), a=1.0, b=-3.0), "a=1, b=-3: its denominator"),
         (lambda t: gfsa(t, t, t, 0, 1, 0, 0), "K must be an integer >= 1"),
+        (lambda t: gfsa(t, t, t, 0, 1, 0, 2.5), r"K must be an integer >= 1, got 2\.5"),
+        (lambda t: gfsa(t, t, t, 0, 1, 0, 2, approximation="exact"), "'taylor' or 'none', got 'exact'"),
+        (lambda t: gfsa(t, t, t, 0, 1, 0, 2, mask=torch.ones(4, 4).bool()), r"mask\[None, None\] has; got \(4, 4\)"),
+        (lambda t: gfsa(t, t, t, 0, 1, 0, 2, mask=torch.ones(1, 2, 4, 4).bool()), r"got \(1, 2, 4, 4\)"),
+        (lambda t: gfsa(t, t, t, 0, 1, 0, 2, mask=torch.zeros(2, 4)), "is bool, .* got torch.float32"),
+        (lambda t: gfsa(t, t, t, 0, 1, 0, 2, mask=torch.ones(1, 1, 4, 4).long()), "of queries by keys is bool or"),
         (lambda t: gfsa(t, t[:, :, :2], t[:, :, :2], 0, 1, 0, 2), "A must be square"),
         (lambda t: gfsa(t, t, t, 0, 1, torch.ones(2), 2), r"w_K is a number or a tensor \(3,\), got shape \(2,\)"),
         (lambda t: orthogonality_loss(t, t, norm="l2"), "norm='l2': use 'mean_abs', 'frobenius' or 'off_diagonal'"),

@@ -326,6 +326,7 @@ def test_autocast():
 def test_compile(backend, position):
     model = build(ConverterForSequenceClassification, position_embedding=position, num_hidden_layers=1)
     mask = torch.tensor([PADDED["left"]] * 3)
+    build(position_embedding="gru")  # a class that had a module there has been seen
     torch.compiler.reset()
     compiled = torch.compile(model, backend=backend, fullgraph=position != "gru")
     torch.testing.assert_close(compiled(tokens(), attention_mask=mask).logits, model(tokens(), mask).logits)

@@ -516,6 +516,11 @@ def test_all_failures_are_named():
         check_filter("gfsa", only=["speed"])
 
 
+def test_whatever_the_state_of_autograd():
+    with torch.no_grad():
+        assert not check_filter("gfsa", only=["gradients"]).failures
+
+
 class EncodersOnly(SeesAll):
     def __init__(self, config, site):
         if site.causal:

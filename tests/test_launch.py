@@ -14,7 +14,7 @@ from models import FAMILIES, turn_on
 
 from hf_graphfilter import GraphFilterError, export_remote_code, filter_status, patch_model
 from hf_graphfilter.filters import import_filters
-from hf_graphfilter.launch import IMPORTS, command_line, environment
+from hf_graphfilter.launch import IMPORTS, command_line, environment, run_program
 
 PROGRAM = """
 import json, multiprocessing, os, signal, subprocess, sys
@@ -97,6 +97,14 @@ def test_what_a_program_is(tmp_path, monkeypatch):
         command_line("")
     with pytest.raises(GraphFilterError, match="no program 'lm_evil': it is neither a file nor a command"):
         command_line("lm_evil")
+
+
+def test_a_program_that_does_not_start(tmp_path, monkeypatch):
+    (tmp_path / "train").write_text("no first line that names an interpreter")
+    (tmp_path / "train").chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(GraphFilterError, match="train does not start: Exec format error"):
+        run_program("train")
 
 
 def test_environment_is_added_to(tmp_path, monkeypatch):
@@ -269,6 +277,7 @@ def change(folder, **entries):
             r"the auto_map of its config.json is no dict but \['their.Model",
         ),
         (lambda f: change(f, model_type=[]), r"transformers \S+ cannot read "),
+        (lambda f: change(f, hidden_size="wide"), r"transformers \S+ cannot read .*hidden_size"),
     ],
 )
 def test_remote_code_is_refused_by_name(damage, message, tmp_path):

@@ -10,6 +10,8 @@ from models import FAMILIES
 from transformers import (
     BertConfig,
     BertModel,
+    DeepseekV3Config,
+    DeepseekV3Model,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Qwen2Config,
@@ -99,6 +101,7 @@ def test_pagerank_is_what_its_name_says():
         ("polynomial", {"K": 0}, "K must be 1 to 1000, got 0"),
         ("polynomial", {"K": 15, "basis": "chebyshev"}, "K=15 is too high for the chebyshev basis"),
         ("polynomial", {"K": 13, "basis": "bernstein"}, "K=13 is too high for the bernstein basis"),
+        ("polynomial", {"K": 1000, "basis": "bernstein"}, "K=1000 is too high for the bernstein basis"),
         ("polynomial", {"a": 1.0}, "a and b are of the Jacobi basis, and basis is 'chebyshev'"),
         ("polynomial", {"basis": "jacobi", "a": -1.0, "b": -1.0, "K": 2}, "no step k=2"),
         ("polynomial", {"basis": "jacobi", "a": -1.0, "b": -1.0, "K": 1}, "the first Jacobi polynomial is constant"),
@@ -139,6 +142,35 @@ def test_the_mask_of_timm_s_shifted_windows_is_honoured(name):
     model(images)
     assert torch.equal(seen[0][:4, 0], model.layers[0].blocks[1].attn_mask == 0), "four windows an image"
     assert torch.equal(seen[0][4:], seen[0][:4])
+
+
+def test_a_time_of_diffusion_that_float32_cannot_hold():
+    model, ids = bert(), torch.arange(8).view(1, 8)
+    expected = model(ids).last_hidden_state
+    assert torch.equal(patch_model(model, "ppr", kernel="heat", t=1e-46)(ids).last_hidden_state, expected)
+
+
+def test_coefficients_of_a_basis_are_not_rounded_by_autocast():
+    model = patch_model(bert(), "polynomial", K=10, basis="bernstein")
+    (_, graph_filter), *_ = filters_of(model)
+    torch.nn.init.normal_(graph_filter.theta)
+    expected = graph_filter.series(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(graph_filter.series(torch.float32), expected)
+
+
+@pytest.mark.parametrize("name", MENU)
+def test_values_narrower_than_queries(name):
+    """Multi-head latent attention."""
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 8, "q_lora_rank": 8}
+    widths = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 6, "first_k_dense_replace": 2}
+    model, ids = DeepseekV3Model(DeepseekV3Config(**sizes, **heads, **widths)).eval(), torch.arange(14).view(2, 7)
+    with torch.no_grad():
+        expected = model(ids).last_hidden_state
+        found = patch_model(model, MENU[name].config)(ids).last_hidden_state
+        assert found.shape == expected.shape
+        assert torch.equal(found, expected) or not MENU[name].config.starts_as_original
 
 
 def test_the_highest_orders_are_those_that_float32_can_add_up():

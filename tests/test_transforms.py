@@ -45,7 +45,7 @@ def test_functional_call_and_grad(family, entry):
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @combinations(
     ("bert", "deit", "gpt2", "llama"),
-    lambda family, entry: entry.everywhere and (family in ("bert", "deit") or not entry.replaces),
+    lambda family, entry: entry.everywhere,
 )
 def test_vmap(family, entry):
     model, inputs = patched(family, entry)
@@ -54,6 +54,21 @@ def test_vmap(family, entry):
     found = vmap(lambda p: functional_call(model, p, (), inputs).last_hidden_state)(parameters)
     for result, member in zip(found, (model, other), strict=True):
         torch.testing.assert_close(result, output(member, inputs), atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.feature("Transforms of PyTorch: torch.func.vmap over gradients, one for each example")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@combinations(("bert", "gpt2"), lambda family, entry: entry.everywhere)
+def test_gradients_by_example(family, entry):
+    model, inputs = patched(family, entry)
+    parameters = {k: v.detach() for k, v in model.named_parameters()}
+    inputs.pop("attention_mask", None)  # transformers reads its values
+    examples = {k: torch.stack([v, v.roll(1, -1)]) for k, v in inputs.items()}
+    found = vmap(grad(lambda p, one: loss(model, p, one)), (None, 0))(parameters, examples)
+    for i in range(2):
+        expected = grad(lambda p, one: loss(model, p, one))(parameters, {k: v[i] for k, v in examples.items()})
+        for key, gradient in expected.items():
+            torch.testing.assert_close(found[key][i], gradient, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.feature("Transforms of PyTorch: DataParallel (replicas, without GPUs)")

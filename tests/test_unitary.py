@@ -6,6 +6,8 @@ from typing import get_args
 import pytest
 import torch
 from torch.autograd import gradcheck
+from torch.autograd.functional import hessian
+from torch.func import grad, vmap
 
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.functional import Kernel, gibbs_damping, kernel_polynomial_loss, kernelution, synvolution, unitary
@@ -95,6 +97,20 @@ def test_gradients(n, dtype):
     eigenvalues = torch.rand(2, n, dtype=torch.float64, requires_grad=True)
     w = torch.randn(3, dtype=torch.float64, requires_grad=True)
     assert gradcheck(lambda *t: kernelution(*t, kernel="jackson"), [x, eigenvalues, w, *factors])
+
+
+def test_gradients_by_example_and_no_second_ones():
+    x, factors = signal(6, 2, dtype=torch.float64), [t[:2].contiguous() for t in angles(6).values()]
+
+    def loss(x, *factors):
+        return unitary(x[None], *(t[None] for t in factors)).real.square().sum()
+
+    examples = [x, *factors]
+    found = vmap(grad(loss, 1))(*examples)
+    for i, gradient in enumerate(found):
+        torch.testing.assert_close(gradient, grad(loss, 1)(*(t[i] for t in examples)))
+    with pytest.raises(GraphFilterError, match="this filter has first derivatives only"):
+        hessian(lambda f: loss(x[0], f, *(t[0] for t in factors[1:])), factors[0][0])
 
 
 def test_gradients_across_blocks_and_where_a_rotation_is_none():

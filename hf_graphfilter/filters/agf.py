@@ -93,7 +93,7 @@ class AGF(ReplacingFilter):
         return by_order if self.gate is None else {**by_order, "gate": self.gate}
 
     def singular_response(self, values: Tensor) -> Tensor:
-        """``sum_k theta_k T_k(sigma)`` (Eq. 10)."""
+        """``sum_k theta_k T_k(sigma)`` (Eq. 9)."""
         theta = self.effective_theta.detach().to(values.device)
         return expand(values.view(1, 1, -1, 1).expand(1, self.heads, -1, 1), theta, self.steps)[0, :, :, 0]
 

@@ -53,7 +53,7 @@ class AttentionSite:
         group: path of the stack; layers are counted within it.
         index: number of the layer in its stack, from 0.
         hidden_size: features of what the module is called with; None where it does not pass that on.
-        head_dim: features of a query head.
+        head_dim, value_dim: features of a query head, and of a value head (fewer in latent attention).
         position_bias: whether the module adds a learned bias of positions to its scores (T5).
         sliding_window: tokens that a token sees, None for all.
         in_windows: whether it attends within windows of an image, whose tokens are in another order in another layer.
@@ -76,6 +76,10 @@ class AttentionSite:
     in_windows: bool = False
     other_scores: str = ""
     stack_module: nn.Module | None = None
+    value_dim: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
 
 
 class GraphFilter(nn.Module):
@@ -268,11 +272,8 @@ class FilterConfig:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> FilterConfig:
         """The config that ``to_dict`` wrote; unknown filters, versions, fields and wrong types are errors by name."""
-        if (
-            not isinstance(data, dict)
-            or not isinstance(data.get("filter"), str)
-            or not all(isinstance(key, str) for key in data)
-        ):
+        named = isinstance(data, dict) and isinstance(data.get("filter"), str)
+        if not named or not all(isinstance(key, str) for key in data):
             raise GraphFilterError(f"a filter config is a dict of options with a key 'filter', got {shown(data)}")
         options = dict(data)
         config_class: type[FilterConfig] = get_filter(options.pop("filter"))

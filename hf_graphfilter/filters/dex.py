@@ -32,7 +32,7 @@ class Dex(PerHead):
     weight: Tensor
 
     def shape(self, name: str, site: AttentionSite) -> tuple[int, ...]:
-        return () if name == "strength" else (site.head_dim, site.head_dim)
+        return () if name == "strength" else (site.value_dim, site.value_dim)
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.strength)

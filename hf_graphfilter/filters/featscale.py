@@ -27,7 +27,7 @@ class FeatScale(PerHead):
     high: Tensor
 
     def shape(self, name: str, site: AttentionSite) -> tuple[int, ...]:
-        return (site.head_dim,)
+        return (site.value_dim,)
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
         """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""

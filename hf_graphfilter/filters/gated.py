@@ -47,7 +47,7 @@ class Gated(PerHead):
 
     def shape(self, name: str, site: AttentionSite) -> tuple[int, ...]:
         assert site.hidden_size is not None
-        return (site.head_dim if self.config.gate == "element" else 1, site.hidden_size)
+        return (site.value_dim if self.config.gate == "element" else 1, site.hidden_size)
 
     def coefficient_names(self) -> set[str]:
         return set()

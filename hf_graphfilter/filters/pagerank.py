@@ -53,7 +53,9 @@ class Diffusion(PowerSeries):
     def series(self, dtype: torch.dtype) -> Tensor:
         k, pace = torch.arange(self.config.K + 1, device=self.g.device), self.pace[:, None].to(dtype)
         if self.config.kernel == "heat":
-            c = (k * pace.log() - pace - torch.lgamma(k.to(dtype) + 1)).exp()
+            # of t, which float32 may not hold
+            logarithm = (self.rate + math.log(self.config.t))[:, None].to(dtype)
+            c = (k * logarithm - pace - torch.lgamma(k.to(dtype) + 1)).exp()
         else:
             c = pace * (1 - pace) ** k
         return self.g[:, None].to(dtype) * (c - (k == 1).to(c.dtype))

@@ -57,7 +57,8 @@ class Polynomial(PowerSeries):
     def series(self, dtype: torch.dtype) -> Tensor:
         if self.config.basis == "monomial":
             return self.learned.to(dtype)
-        return self.learned.to(dtype) @ torch.tensor(self.rows, dtype=dtype, device=self.theta.device)
+        rows = torch.tensor(self.rows, dtype=dtype, device=self.theta.device)
+        return (self.learned.to(dtype)[..., None] * rows).sum(-2)  # autocast would round a product of matrices
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
         """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
@@ -106,11 +107,11 @@ class PolynomialConfig(FilterConfig):
                 f"PolynomialConfig: with a={self.a} and b={self.b} the first Jacobi polynomial is constant, "
                 "and the filter starts as A: choose others, whose sum is not -2"
             )
-        lost = max(sum(map(abs, row)) for row in monomials(self.basis, *self.parameters)) * 2.0**-24
-        if not lost <= 2.0**-7:  # what bfloat16 resolves
+        terms = max(sum(map(abs, row)) for row in monomials(self.basis, *self.parameters))
+        if not terms <= 2**17:  # of which float32 resolves 2^-24, bfloat16 2^-7 of their sum
             raise GraphFilterError(
-                f"PolynomialConfig: K={self.K} is too high for the {self.basis} basis, whose polynomials float32 would "
-                f"know to {lost:.1g} of their size only: choose a smaller K, or basis='monomial'"
+                f"PolynomialConfig: K={self.K} is too high for the {self.basis} basis, whose terms cancel to less than "
+                "float32 resolves: choose a smaller K, or basis='monomial'"
             )
 
     @property

@@ -107,8 +107,9 @@ class FromFirstLayerConfig(FilterConfig):
                     "choose layers with the first among them"
                 )
             for site in others:
-                if (site.heads, site.head_dim) != (first.heads, first.head_dim):
+                if (site.heads, site.value_dim) != (first.heads, first.value_dim):
                     raise GraphFilterError(
-                        f"{self.filter!r} reads the values of the first layer, {first.heads} heads of {first.head_dim} "
-                        f"features, and {site.name} has {site.heads} of {site.head_dim}: choose layers of one shape"
+                        f"{self.filter!r} reads the values of the first layer, {first.heads} heads of "
+                        f"{first.value_dim} features, and {site.name} has {site.heads} of {site.value_dim}: choose "
+                        "layers of one shape"
                     )

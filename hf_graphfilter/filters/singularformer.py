@@ -95,8 +95,8 @@ class SingularformerConfig(ReplacingConfig):
         r: pseudo tokens, the size of the core; ``None`` for the features of a head, as in the paper. It may exceed the
             tokens and the hidden size, where more of them bring nothing but cost.
         temperature: divides the scores before both softmaxes, > 0; smaller ones make sharper pseudo tokens.
-        residual: add the scores of the core of the layer before, as Realformer (Eq. 18). All filters of a stack then
-            have one ``r``, and checkpointing is not reentrant.
+        residual: add the scores of the core of the layer before, as Realformer (text after Eq. 14). All filters of a
+            stack then have one ``r``, and checkpointing is not reentrant.
         gamma_orthogonal, gamma_diagonal: weights of the orthogonality loss (Eq. 15) and of the diagonal loss (Eq. 16)
             that ``RegularizerCallback`` adds; the paper's are 0.01.
         init, window, sinks, far, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.

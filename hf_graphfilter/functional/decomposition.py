@@ -43,7 +43,8 @@ def agf(
         (batch, heads, tokens, value features), dtype of ``value``. The softmaxes are float32 or wider.
 
     Raises:
-        GraphFilterError: shapes that do not fit, an unknown basis, a, b and k with a vanishing denominator.
+        GraphFilterError: shapes that do not fit, tensors that are not real floating-point numbers, an unknown basis, a,
+            b and k with a vanishing denominator.
 
     Example:
         >>> import torch
@@ -61,6 +62,12 @@ def agf(
     if theta.dim() not in (1, 2) or theta.shape[-1] < 1 or (theta.dim() == 2 and theta.shape[0] != u.shape[1]):
         raise GraphFilterError(
             f"agf: theta is (K+1,) or (heads, K+1) with {u.shape[1]} heads, got {tuple(theta.shape)}"
+        )
+    real("agf", u=u, sigma=sigma, v=v, value=value, theta=theta)
+    if len({x.dtype == torch.float64 for x in (u, sigma, v, value)}) > 1:
+        raise GraphFilterError(
+            f"agf: u, sigma, v and value are all float64 or none of them is, got {u.dtype}, {sigma.dtype}, {v.dtype} "
+            f"and {value.dtype}"
         )
     keys = present(mask, u)
     left = spectral.Left(u, sigma, spectral.wide(theta), recurrence(basis, theta.shape[-1] - 1, a, b))
@@ -107,7 +114,7 @@ def singularformer(
         >>> out.shape, core.shape
         (torch.Size([1, 2, 5, 4]), torch.Size([1, 2, 3, 3]))
 
-    Source: Wu et al., Singularformer (IJCAI 2023), Eq. 8-14 and 18.
+    Source: Wu et al., Singularformer (IJCAI 2023), Eq. 8-14 and the text after them.
     """
     batch, heads, features = _check(query, key, value, scores)
     r = scores.shape[-1]

@@ -93,9 +93,11 @@ def real(name: str, **tensors: Tensor | None) -> None:
 
 
 def present(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """A mask of tokens as bool, checked against (batch, heads, tokens, features)."""
+    """A mask of tokens, of bool or integers, as bool, checked against (batch, heads, tokens, features)."""
     if mask is not None and mask.shape != (like.shape[0], like.shape[2]):
         raise GraphFilterError(
             f"mask is (batch, tokens), here ({like.shape[0]}, {like.shape[2]}), got {tuple(mask.shape)}"
         )
+    if mask is not None and (mask.is_floating_point() or mask.is_complex()):
+        raise GraphFilterError(f"mask (batch, tokens) is bool, True for tokens that are there, got {mask.dtype}")
     return None if mask is None else mask.bool()

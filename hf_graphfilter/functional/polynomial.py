@@ -12,6 +12,7 @@ from ..errors import GraphFilterError
 from ..ops.attention import on_plain_cpu
 from ..ops.combine import combine
 from ..shift import AttentionShift, ShiftOperator, repeat_heads
+from .losses import present
 
 
 def gfsa(
@@ -36,7 +37,8 @@ def gfsa(
         key, value: (batch, heads or key heads, tokens, features).
         w_0, w_1, w_K: numbers, or tensors (heads,).
         K: order, >= 1.
-        mask: as in ``scaled_dot_product_attention``: bool (True for visible) or additive, or (batch, tokens) bool.
+        mask: bool (batch, tokens), True for tokens that are there; or as in ``scaled_dot_product_attention``, with four
+            dimensions: bool (True for visible) or additive, broadcast to (batch, heads, queries, keys).
         causal: whether a token sees only earlier ones; not together with a mask of queries by keys.
         scale: of the scores; features ** -0.5 by default.
         dropout: probability, drawn anew in each application of A.
@@ -46,7 +48,8 @@ def gfsa(
         (batch, heads, tokens, features), dtype of ``value``.
 
     Raises:
-        GraphFilterError: K < 1, other numbers of queries and keys, coefficients of another shape.
+        GraphFilterError: K < 1, an unknown approximation, other numbers of queries and keys, a mask or coefficients
+            of another shape.
 
     Example:
         >>> import torch
@@ -56,8 +59,10 @@ def gfsa(
 
     Source: Choi et al., GFSA (NeurIPS 2024), Eq. 4-6.
     """
-    if K < 1:
-        raise GraphFilterError(f"gfsa: K must be an integer >= 1, got {K}")
+    if not isinstance(K, int) or isinstance(K, bool) or K < 1:
+        raise GraphFilterError(f"gfsa: K must be an integer >= 1, got {K!r}")
+    if approximation not in ("taylor", "none"):
+        raise GraphFilterError(f"gfsa: approximation is 'taylor' or 'none', got {approximation!r}")
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if not query.dim() == key.dim() == value.dim() == 4 or key.shape[:3] != value.shape[:3]:
         raise GraphFilterError(f"gfsa: query, key and value are (batch, heads, tokens, features), got {shapes}")
@@ -66,7 +71,7 @@ def gfsa(
     if query.shape[1] % key.shape[1]:
         raise GraphFilterError(f"gfsa: the heads of the query must be a multiple of those of the key; got {shapes}")
     heads = query.shape[1]
-    keys = mask[:, None, None, :] if mask is not None and mask.dim() == 2 else mask
+    keys = _visible(mask, query)
     if causal and keys is not None:
         tokens = query.shape[2]
         earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
@@ -108,9 +113,28 @@ def known_zero(coefficient: Tensor) -> bool:
     return on_plain_cpu(coefficient) and not any(coefficient.flatten().tolist())  # no operation: they are a few numbers
 
 
+def _visible(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """What ``scaled_dot_product_attention`` takes."""
+    if mask is None:
+        return None
+    batch, heads, tokens, _ = query.shape
+    if mask.shape == (batch, tokens) and (there := present(mask, query)) is not None:
+        return there[:, None, None, :]
+    sizes = zip(mask.shape, (batch, heads, tokens, tokens), strict=False)
+    if mask.dim() != 4 or any(size not in (1, whole) for size, whole in sizes):
+        raise GraphFilterError(
+            f"gfsa: mask is (batch, tokens), here ({batch}, {tokens}), or of queries by keys with four dimensions, as "
+            f"mask[None, None] has; got {tuple(mask.shape)}"
+        )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise GraphFilterError(f"gfsa: a mask of queries by keys is bool or floating-point numbers, got {mask.dtype}")
+    return mask
+
+
 def _coefficient(c: Any, like: Tensor, heads: int, name: str) -> Tensor:
-    c = torch.as_tensor(c, device=like.device)
-    c = c if c.is_floating_point() else c.float()
+    wide = torch.promote_types(like.dtype, torch.float32)
+    c = torch.as_tensor(c, device=like.device, dtype=None if isinstance(c, Tensor) else wide)
+    c = c if c.is_floating_point() else c.to(wide)
     if c.dim() > 1 or (c.dim() == 1 and c.shape[0] not in (1, heads)):
         raise GraphFilterError(f"gfsa: {name} is a number or a tensor ({heads},), got shape {tuple(c.shape)}")
     return c.expand(heads)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .givens import BLOCK, lower_factor, unit, upper_factor
+from .gradients import first_order
 
 PART = 1 << 18  # numbers that matrix products on the CPU take at once
 
@@ -134,7 +135,7 @@ class _Transform(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return (*_Gradients.apply(grad, *ctx.saved_tensors, *ctx.flags), None, None)
+        return (*first_order(_backward, grad, *ctx.saved_tensors, *ctx.flags), None, None)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
@@ -145,22 +146,6 @@ class _Transform(torch.autograd.Function):
         ]
         out = _Transform.apply(*tensors, *inputs[6:])
         return out.view(info.batch_size, out.shape[0] // info.batch_size, *out.shape[1:]), 0
-
-
-class _Gradients(torch.autograd.Function):
-    """For ``torch.func``, in whose eyes the gradients need gradients."""
-
-    @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, ...]:
-        return _backward(*inputs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:  # type: ignore[override]
-        raise RuntimeError("a product of Givens rotations has no second derivatives here")
 
 
 class _Signal:

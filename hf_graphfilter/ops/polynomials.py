@@ -94,7 +94,7 @@ def monomials(basis: str, K: int, a: float = 1.0, b: float = 1.0) -> list[list[f
     """
     if basis == "bernstein":
         return [
-            [0.0] * k + [float(math.comb(K, k) * math.comb(K - k, j) * (-1) ** j) for j in range(K - k + 1)]
+            [0] * k + [math.comb(K, k) * math.comb(K - k, j) * (-1) ** j for j in range(K - k + 1)]
             for k in range(K + 1)
         ]
     before, current = [0.0] * (K + 1), [1.0] + [0.0] * K

@@ -65,7 +65,8 @@ def check_filter(
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
+        devices = range(torch.cuda.device_count())
+        with torch.enable_grad(), torch.random.fork_rng(devices), tempfile.TemporaryDirectory() as folder:
             trial = Trial(config, formula, Path(folder))
             for check in CHECKS:
                 if stopped:

@@ -77,8 +77,9 @@ def check_recorded(model: PreTrainedModel) -> None:
             name, module = modules.get(named, ("", None))
             if module is not None and CHILD not in module._modules:
                 raise GraphFilterError(
-                    f"the config of this {type(model).__name__} records a filter at {prefix}{name}, taken out of a "
-                    "part alone: unpatch the model that was patched, and patch it again with layers="
+                    f"the config of this {type(model).__name__} records a filter at {prefix}{name}, which is there no "
+                    "more (its module was exchanged, or a part unpatched by itself): unpatch the model that was "
+                    "patched, and patch it again with layers="
                 )
 
 

@@ -119,6 +119,7 @@ def _shape(module: Any) -> dict[str, Any]:
     return {
         "hidden_size": inputs if passes_on else None,
         "head_dim": head_dim or (inputs or 0) // (_heads(module) or 1),
+        "value_dim": getattr(module, "v_head_dim", 0),
         "sliding_window": getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)),
         "in_windows": any(getattr(part, "window_size", None) for part in module.modules()),
     }

@@ -43,7 +43,8 @@ class ConverterEmbeddings(nn.Module):
         features, self.kind = config.embedding_size or config.hidden_size, config.position_embedding
         self.dropout = config.embedding_dropout
         self.word_embeddings = nn.Embedding(config.vocab_size, features)
-        self.position: nn.Module | None = None
+        self.position: nn.Module | None
+        self.register_module("position", None)  # compilers look where another model of this class has its own
         if self.kind == "gru":
             self.position = nn.GRU(features, features, 2, batch_first=True, dropout=config.position_dropout)
         elif self.kind == "absolute":

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..gradients import first_order, one_by_one
 from ..polynomials import Recurrence
-from .blocks import blocks, hide, no_past, one_by_one, wide
+from .blocks import blocks, hide, no_past, wide
 from .factors import Left
 
 
@@ -65,26 +66,41 @@ class _All(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        u, sigma, theta, v, value, keys, masses, means = ctx.saved_tensors
-        left = Left(u, sigma, theta, ctx.steps)
-        grads = left.room()
-        grad_v, grad_value = torch.empty_like(v), torch.empty_like(value)
-        for group in blocks(v):
-            across = torch.zeros_like(means[group[0][:2]])
-            for at in group:
-                g = grad[at]
-                rows = left.backward(at, wide(g @ means[at[:2]].to(g.dtype).mT), grads)
-                across += rows.to(g.dtype).mT @ g
-            for at in group:
-                present = None if keys is None else keys[at[0], at[2]]
-                logits, signal = hide(wide(v[at]), value[at], present)
-                weights = (logits - masses[at[:2]][:, :, None]).exp_()
-                by_feature = (across * means[at[:2]]).sum(-1)[:, :, None]
-                toward = across.to(value.dtype)
-                by_value = weights.to(value.dtype) @ toward
-                by_v = weights.mul_(signal @ toward.mT - by_feature)
-                if present is not None:
-                    for x in (by_v, by_value):
-                        x.masked_fill_(~present[:, None, :, None], 0.0)
-                grad_v[at], grad_value[at] = by_v, by_value
-        return *grads[:3], None, grad_v, grad_value, None
+        by_u, by_sigma, by_theta, by_v, by_value = first_order(_gradients, grad, ctx.steps, *ctx.saved_tensors)
+        return by_u, by_sigma, by_theta, None, by_v, by_value, None
+
+
+def _gradients(
+    grad: Tensor,
+    steps: Recurrence,
+    u: Tensor,
+    sigma: Tensor | None,
+    theta: Tensor,
+    v: Tensor,
+    value: Tensor,
+    keys: Tensor | None,
+    masses: Tensor,
+    means: Tensor,
+) -> tuple[Tensor | None, ...]:
+    left = Left(u, sigma, theta, steps)
+    grads = left.room()
+    grad_v, grad_value = torch.empty_like(v), torch.empty_like(value)
+    for group in blocks(v):
+        across = torch.zeros_like(means[group[0][:2]])
+        for at in group:
+            g = grad[at]
+            rows = left.backward(at, wide(g @ means[at[:2]].to(g.dtype).mT), grads)
+            across += rows.to(g.dtype).mT @ g
+        for at in group:
+            present = None if keys is None else keys[at[0], at[2]]
+            logits, signal = hide(wide(v[at]), value[at], present)
+            weights = (logits - masses[at[:2]][:, :, None]).exp_()
+            by_feature = (across * means[at[:2]]).sum(-1)[:, :, None]
+            toward = across.to(value.dtype)
+            by_value = weights.to(value.dtype) @ toward
+            by_v = weights.mul_(signal @ toward.mT - by_feature)
+            if present is not None:
+                for x in (by_v, by_value):
+                    x.masked_fill_(~present[:, None, :, None], 0.0)
+            grad_v[at], grad_value[at] = by_v, by_value
+    return *grads[:3], grad_v, grad_value

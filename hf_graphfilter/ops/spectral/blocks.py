@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,12 +75,3 @@ def hide(v: Tensor, value: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]
 def absent(dtype: torch.dtype) -> float:
     """The logit of a token that is not there, in the range of ``dtype``."""
     return max(NEVER, torch.finfo(dtype).min / 2)
-
-
-def one_by_one(function: Any, size: int, in_dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The rule of ``torch.func.vmap``: blocks are written one after the other, and so are the members of a batch."""
-    members = [
-        function.apply(*(x.select(d, i) if isinstance(d, int) else x for x, d in zip(inputs, in_dims, strict=True)))
-        for i in range(size)
-    ]
-    return tuple(torch.stack(x) for x in zip(*members, strict=True)), (0,) * len(members[0])

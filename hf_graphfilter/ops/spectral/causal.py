@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ...errors import GraphFilterError
+from ..gradients import first_order, one_by_one, under_vmap
 from ..polynomials import Recurrence
 from ..triton import filter_causal as by_kernel
-from .blocks import NEVER, CausalState, absent, blocks, hide, no_past, one_by_one, wide
+from .blocks import NEVER, CausalState, absent, blocks, hide, no_past, wide
 from .factors import Left
 
 CHUNK = 64  # tokens that are taken together
@@ -68,6 +69,10 @@ def _underflows(v: Tensor, keys: Tensor | None) -> bool:
 
     Its logarithm is at least the smallest logit of the chunk, and the chunk's at most the largest plus log(CHUNK).
     """
+    if not v.numel():
+        return False
+    if not torch.compiler.is_compiling() and under_vmap():
+        return True  # the stable form, for whatever values
     if keys is None:
         chunks = v[:, :, : v.shape[2] // CHUNK * CHUNK].unflatten(2, (-1, CHUNK))
         parts = [chunks] if chunks.numel() else []
@@ -163,35 +168,51 @@ class _Causal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        u, sigma, theta, v, value, mass, mean, *states = ctx.saved_tensors
-        left = Left(u, sigma, theta, ctx.steps)
-        grads, grad_v, grad_value = left.room(), torch.empty_like(v), torch.empty_like(value)
-        for group in reversed(blocks(v, CHUNK)):
-            # what later tokens ask of earlier ones, relative to the mass in between; last column: of the mass itself
-            asked = torch.nn.functional.pad(torch.zeros_like(mean[group[0][:2]]), (0, 1))
-            for at in reversed(group):
-                first = at is group[0]
-                block_mean = mean[at[:2]] if first else states.pop()
-                block_mass = mass[at[:2]] if first else states.pop()
-                signal, toward = _split(wide(value[at])), _split(wide(grad[at]))
-                c = _chunks(_split(wide(v[at]), NEVER), block_mass)
-                before = _scan(c.decay.mT, (c.weights * c.after).mT @ signal, block_mean)[0]
-                pairs = (toward @ signal.mT).tril_()
-                grad_w = (pairs @ c.weights).add_((toward @ before.mT).mul_(c.past)).mul_(c.inverse)
-                rows = _split(left.backward(at, grad_w.flatten(2, 3)[:, :, : v[at].shape[2]], grads))
-                queries = rows * c.inverse
-                returned = (rows * grad_w).mul_(c.inverse)  # what the running mass takes back
-                adding = torch.cat([(queries * c.past).mT @ toward, (returned * c.past).sum(-2).unsqueeze(-1)], -1)
-                later, asked = _scan(c.decay.mT.flip(2), adding.flip(2), asked)
-                later, later_returned = later.flip(2)[..., :-1], later.flip(2)[..., -1:].mT
-                scores = (queries @ c.weights.mT).tril_()
-                by_value = (scores.mT @ toward).add_((c.weights * c.after) @ later)
-                by_v = (pairs.mT @ queries).add_((signal @ later.mT).sub_(later_returned).mul_(c.after))
-                # from the end: earlier terms can be larger by many orders of magnitude
-                by_v.sub_(returned.flip(-2).cumsum(-2).flip(-2)).mul_(c.weights)
-                for whole, gradient in ((grad_v, by_v), (grad_value, by_value)):
-                    whole[at] = gradient.flatten(2, 3)[:, :, : v[at].shape[2]]
-        return *grads[:3], None, grad_v, grad_value, None, None
+        by_u, by_sigma, by_theta, by_v, by_value = first_order(_gradients, grad, ctx.steps, *ctx.saved_tensors)
+        return by_u, by_sigma, by_theta, None, by_v, by_value, None, None
+
+
+def _gradients(
+    grad: Tensor,
+    steps: Recurrence,
+    u: Tensor,
+    sigma: Tensor | None,
+    theta: Tensor,
+    v: Tensor,
+    value: Tensor,
+    mass: Tensor,
+    mean: Tensor,
+    *past: Tensor,
+) -> tuple[Tensor | None, ...]:
+    states = list(past)
+    left = Left(u, sigma, theta, steps)
+    grads, grad_v, grad_value = left.room(), torch.empty_like(v), torch.empty_like(value)
+    for group in reversed(blocks(v, CHUNK)):
+        # what later tokens ask of earlier ones, relative to the mass in between; last column: of the mass itself
+        asked = torch.nn.functional.pad(torch.zeros_like(mean[group[0][:2]]), (0, 1))
+        for at in reversed(group):
+            first = at is group[0]
+            block_mean = mean[at[:2]] if first else states.pop()
+            block_mass = mass[at[:2]] if first else states.pop()
+            signal, toward = _split(wide(value[at])), _split(wide(grad[at]))
+            c = _chunks(_split(wide(v[at]), NEVER), block_mass)
+            before = _scan(c.decay.mT, (c.weights * c.after).mT @ signal, block_mean)[0]
+            pairs = (toward @ signal.mT).tril_()
+            grad_w = (pairs @ c.weights).add_((toward @ before.mT).mul_(c.past)).mul_(c.inverse)
+            rows = _split(left.backward(at, grad_w.flatten(2, 3)[:, :, : v[at].shape[2]], grads))
+            queries = rows * c.inverse
+            returned = (rows * grad_w).mul_(c.inverse)  # what the running mass takes back
+            adding = torch.cat([(queries * c.past).mT @ toward, (returned * c.past).sum(-2).unsqueeze(-1)], -1)
+            later, asked = _scan(c.decay.mT.flip(2), adding.flip(2), asked)
+            later, later_returned = later.flip(2)[..., :-1], later.flip(2)[..., -1:].mT
+            scores = (queries @ c.weights.mT).tril_()
+            by_value = (scores.mT @ toward).add_((c.weights * c.after) @ later)
+            by_v = (pairs.mT @ queries).add_((signal @ later.mT).sub_(later_returned).mul_(c.after))
+            # from the end: earlier terms can be larger by many orders of magnitude
+            by_v.sub_(returned.flip(-2).cumsum(-2).flip(-2)).mul_(c.weights)
+            for whole, gradient in ((grad_v, by_v), (grad_value, by_value)):
+                whole[at] = gradient.flatten(2, 3)[:, :, : v[at].shape[2]]
+    return *grads[:3], grad_v, grad_value
 
 
 def _stable_causal(w: Tensor, v: Tensor, value: Tensor, state: CausalState) -> tuple[Tensor, CausalState]:

@@ -1,0 +1,59 @@
+"""Backward passes written by hand, as functions of their own in the eyes of autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import GraphFilterError
+
+Tensors = tuple[Tensor | None, ...]
+
+
+def first_order(backward: Callable[..., Tensors], *inputs: Any) -> Tensors:
+    """``backward(*inputs)``, gradients that must not be differentiated again; to be called in ``backward``.
+
+    ``torch.func`` keeps the graph of every backward pass, so that ``once_differentiable`` would refuse its first
+    derivatives too; and without either, what is computed in place or from saved results has wrong second ones.
+    """
+    return _FirstOrder.apply(backward, *inputs)  # type: ignore[no-any-return]
+
+
+def one_by_one(function: Any, size: int, in_dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The rule of ``torch.func.vmap``: blocks are written one after the other, and so are the members of a batch."""
+    members = [
+        function.apply(*(x.select(d, i) if isinstance(d, int) else x for x, d in zip(inputs, in_dims, strict=True)))
+        for i in range(size)
+    ]
+    stacked = tuple(None if x[0] is None else torch.stack(x) for x in zip(*members, strict=True))
+    return stacked, tuple(None if x is None else 0 for x in stacked)
+
+
+def under_vmap() -> bool:
+    """Whether ``torch.func.vmap`` looks on, which cannot branch on the values of a tensor."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
+
+
+class _FirstOrder(torch.autograd.Function):
+    @staticmethod
+    def forward(backward: Callable[..., Tensors], *inputs: Any) -> Tensors:
+        return backward(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:  # type: ignore[override]
+        raise GraphFilterError(
+            "this filter has first derivatives only, and those of its gradients were asked for (create_graph=True, "
+            "torch.func.hessian): use the formula with explicit matrices, or a filter of the attention matrix"
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, ...]:
+        return one_by_one(_FirstOrder, info.batch_size, in_dims, inputs)
