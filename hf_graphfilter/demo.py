@@ -205,6 +205,7 @@ def _fine_tune(
 
 def _summary(runs: list[dict[str, Any]], model: nn.Module, rows: int, K: int, filter_lr: float) -> dict[str, Any]:
     gain = paired_comparison(*([r["pearson"] for r in runs if r["variant"] == v] for v in VARIANTS))
+    interval = {"low": gain.low, "high": gain.high} if gain.pairs > 1 else {"low": None, "high": None}
     return {
         "date": date.today().isoformat(),
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
@@ -212,7 +213,7 @@ def _summary(runs: list[dict[str, Any]], model: nn.Module, rows: int, K: int, fi
         "settings": {"train_rows": rows, "test_rows": TEST_ROWS, "K": K, "filter_lr": filter_lr, "lr": LR, "epochs": 1},
         "runs": runs,
         "added_parameters": {"plain": 0, "gfsa": sum(p.numel() for p in filter_parameters(model))},
-        "difference": {"pearson": gain.mean, "low": gain.low, "high": gain.high, "seeds": gain.pairs},
+        "difference": {"pearson": gain.mean, **interval, "seeds": gain.pairs},
         "verdict": f"Paired difference in r: {gain}.",
     }
 

@@ -231,7 +231,7 @@ class AttentionShift(ShiftOperator):
     def _structure(self) -> tuple[bool, Tensor | None] | None:
         """``visible()``; None where the mask must be applied as a matrix, as in a graph, which cannot look into it."""
         by_queries = self._mask is not None and self._mask.dim() > 2
-        if by_queries and torch.compiler.is_compiling():
+        if by_queries and (torch.compiler.is_compiling() or torch.jit.is_tracing()):
             return None
         try:
             return self.visible()

@@ -12,19 +12,28 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertModel,
+    CLIPConfig,
+    CLIPModel,
+    CLIPVisionConfig,
     GPT2Config,
+    GPT2LMHeadModel,
     GPT2Model,
     LlamaConfig,
     LlamaModel,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     SwinConfig,
     SwinModel,
     T5Config,
+    T5ForConditionalGeneration,
     T5Model,
     ViTConfig,
     ViTModel,
+    Wav2Vec2Config,
+    Wav2Vec2Model,
 )
 
-from hf_graphfilter import FilterConfig, GraphFilter, GraphFilterError, patch_model, register_filter
+from hf_graphfilter import FilterConfig, GraphFilter, GraphFilterError, filter_status, patch_model, register_filter
 from hf_graphfilter.analysis import (
     attention_correlation,
     attention_maps,
@@ -37,8 +46,10 @@ from hf_graphfilter.analysis import (
     taylor_error,
 )
 from hf_graphfilter.analysis.observing import Layer, Reader, observe
+from hf_graphfilter.analysis.plots import plot_coefficients
 from hf_graphfilter.analysis.report import report
-from hf_graphfilter.analysis.response import plot_curves
+from hf_graphfilter.analysis.report.drawing import heat_maps
+from hf_graphfilter.analysis.response import gain, on_grid, plot_curves
 from hf_graphfilter.filters.attached import filters_of
 
 
@@ -253,6 +264,9 @@ def broken(model):
         (lambda m: m, [], "there are no batches"),
         (lambda m: m, [{"input_ids": torch.zeros(1, 0).long()}], "a batch holds no tokens"),
         (lambda m: m, [{"input_ids": torch.ones(1, 1).long()}], "no text has two tokens|no text of two"),
+        (lambda m: m, torch.ones(2, 4).long(), "put this one into a list"),
+        (lambda m: m, [{"input_ids": torch.ones(1, 600).long()}], r"BertModel does not run on input_ids \(1, 600\): "),
+        (lambda m: m, [texts() | {"attention_mask": torch.eye(3, 7).long()}], r"BertModel does not run on"),
         (lambda m: m, [["text"]], "a batch is a dict of the model's arguments or a tensor, got list"),
         (broken, [texts()], "layer encoder 0 gives numbers that are not finite"),
     ],
@@ -266,6 +280,84 @@ def test_all_padding_is_one_sentence():
     batch = texts() | {"attention_mask": torch.zeros(3, 9).long()}
     with pytest.raises(GraphFilterError, match=r"no batches with a token|no text"):
         spectrum(build("bert"), [batch])
+
+
+class There(Reader):
+    """How many tokens of each row are no padding, as the layers are told."""
+
+    def __init__(self):
+        self.found = {}
+
+    def tokens(self, layer, tokens, there):
+        self.found[str(layer)] = there.sum(1).tolist()
+
+
+def counted(model, batch):
+    reader = There()
+    observe(model, [batch], [reader])
+    return reader.found
+
+
+VISION = {"image_size": 8, "patch_size": 4, **SIZES}
+
+
+def test_padding_of_texts_beside_images():
+    text = LlamaConfig(vocab_size=50, pad_token_id=0, num_key_value_heads=2, **SIZES)
+    options = {"image_token_index": 49, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
+    model = LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=CLIPVisionConfig(**VISION), text_config=text, **options)
+    )
+    ids = torch.tensor([[49] * 5 + [1, 2, 0, 0]])
+    found = counted(model, {"input_ids": ids, "attention_mask": ids != 0, "pixel_values": torch.randn(1, 3, 8, 8)})
+    assert (found["encoder 1"], found["decoder -1"], found["decoder 1"]) == ([5], [7], [7])
+
+
+def test_two_towers_are_two_stacks():
+    special = {"eos_token_id": 3, "bos_token_id": 1, "pad_token_id": 0}
+    text = {"vocab_size": 50, "max_position_embeddings": 16, **special, **SIZES}
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=VISION | {"num_hidden_layers": 3}, projection_dim=8))
+    ids = torch.tensor([[1, 5, 6, 7, 3], [1, 5, 3, 0, 0]])  # as many tokens as the image has
+    batch = {"input_ids": ids, "attention_mask": ids != 0, "pixel_values": torch.randn(2, 3, 8, 8)}
+    found = counted(model, batch)
+    assert found["text_model.encoder.layers 1"] == [5, 3]
+    assert found["vision_model.encoder.layers 2"] == [5, 5]
+    assert ("vision_model.encoder.layers", 0) in {(x.stack, x.index) for x, q in smoothing(model, [batch]).bands}
+    with pytest.raises(GraphFilterError, match=r"vision_model\.\S+ and text_model\.\S+ has no one attention"):
+        attention_correlation(model, model, [batch])
+
+
+def test_masks_of_other_shapes():
+    model, batch = build("bert"), texts()
+    whole = batch["attention_mask"][:, None, None].bool() & torch.ones(9, 1).bool()
+    expected = counted(model, batch)
+    assert counted(model, batch | {"attention_mask": whole}) == expected
+    torch.manual_seed(0)
+    config = Wav2Vec2Config(conv_dim=(8,), conv_stride=(4,), conv_kernel=(4,), num_feat_extract_layers=1, **SIZES)
+    sounds = {"input_values": torch.randn(2, 64), "attention_mask": torch.arange(64) < torch.tensor([[64], [32]])}
+    assert counted(Wav2Vec2Model(config).eval(), sounds)["encoder 1"] == [16, 8]
+    encoder_decoder = T5ForConditionalGeneration(build("t5").config)
+    encoder_decoder.config.decoder_start_token_id = 0
+    labels = torch.tensor([[5, 6, 7, -100], [5, 6, 7, 8], [5, -100, -100, -100]])
+    found = counted(encoder_decoder, texts() | {"labels": labels})
+    assert (found["encoder 1"], found["decoder 1"]) == (expected["encoder 1"], [3, 4, 1])
+    vit = ViTModel(ViTConfig(**VISION))
+    vit.forward, plain = lambda pixel_values, attention_mask: plain(pixel_values), vit.forward
+    with pytest.raises(GraphFilterError, match=r"mask \(2, 9\) hides tokens, and no layer of ViTModel has as many"):
+        counted(vit, {"pixel_values": torch.randn(2, 3, 8, 8), "attention_mask": torch.eye(2, 9).long()})
+
+
+@pytest.mark.parametrize("tokens", [3, 5, 8, 9, 64, 65])
+def test_the_gain_lies_at_its_frequency(tokens):
+    """Of the mean of a token and the one before, |cos(pi f)|."""
+    mean = (torch.eye(tokens) + torch.eye(tokens).roll(1, 0)).double() / 2
+    found, at = on_grid(gain(mean[None])[0], tokens), torch.linspace(0, 0.5, 33, dtype=torch.float64)
+    known = torch.arange(tokens // 2 + 1) / tokens
+    for frequency in known:
+        nearest = (at - frequency).abs().argmin()
+        bound = 0.5 * torch.pi / tokens + torch.pi / 64  # a straight line between two, and the distance on the grid
+        assert abs(found[nearest] - torch.cos(torch.pi * frequency)) < bound
+    assert (at[found.argmax()], len(found)) == (0, 33)
+    assert found[16].item() == pytest.approx(0.5**0.5, abs=0.5 * torch.pi / tokens)
 
 
 def test_windows_and_images_are_read():
@@ -328,7 +420,7 @@ def test_a_filter_that_reads_more_than_attention_has_no_curve_and_a_report():
 @pytest.mark.parametrize("images", [False, True])
 def test_batches_are_cut_by_the_tokens_of_their_own(images, monkeypatch):
     """Of texts by their length, whatever was longer before; of images by what a module has seen."""
-    monkeypatch.setattr("hf_graphfilter.analysis.observing.ENTRIES", 4 * 9**2 * 2)  # two sequences of nine tokens
+    monkeypatch.setattr("hf_graphfilter.batches.ENTRIES", 4 * 9**2 * 2)  # two sequences of nine tokens
     rows = []
 
     class Rows(Reader):
@@ -364,8 +456,31 @@ def test_branches_are_switched_off_one_at_a_time():
     assert branch_report(model, lambda m: 2.0)[1].change == 0
     with pytest.raises(GraphFilterError, match="give no loss"):
         branch_report(model, [texts()])
+    with pytest.raises(GraphFilterError, match="a tensor has no labels"):
+        branch_report(model, [texts()["input_ids"]])
     with pytest.raises(GraphFilterError, match=r"agf.* no parts"):
         branch_report(patch_model(build("bert"), "agf"), [batch])
+
+
+def test_a_mean_loss_does_not_depend_on_the_batches(transformers_warnings):
+    torch.manual_seed(0)
+    model = patch_model(GPT2LMHeadModel(build("gpt2").config).double(), "gfsa", w_K=0.3)
+    labels = texts()["input_ids"].clone()
+    labels[0, 3:] = labels[1, 2:] = -100
+    rows = [{"input_ids": x[None], "labels": y[None]} for x, y in zip(texts()["input_ids"], labels, strict=True)]
+    whole = branch_report(model, [{"input_ids": texts()["input_ids"], "labels": labels}])
+    for one, other in zip(whole, branch_report(model, rows), strict=True):
+        assert one.value == pytest.approx(other.value, rel=1e-5)  # transformers takes it in float32
+    transformers_warnings.clear()  # of the loss of a GPT-2
+
+
+def test_coefficients_of_several_numbers_a_head_are_drawn_as_their_mean(tmp_path):
+    model = patch_model(build("bert"), "featscale")
+    drawn = [axes.images[0].get_array() for axes in heat_maps(filter_status(model)).axes if axes.images]
+    assert {values.shape for values in drawn} == {(2, 4)}
+    assert plot_coefficients(model, tmp_path / "plot.png").is_file()
+    with pytest.raises(GraphFilterError, match="gated: a filter of weights alone"):
+        plot_coefficients(patch_model(build("bert"), "gated"), tmp_path / "plot.png")
 
 
 def test_results_are_rows_json_and_figures(tmp_path):
@@ -380,6 +495,12 @@ def test_results_are_rows_json_and_figures(tmp_path):
     assert results[0][-1, "cosine"] is results[0].bands[Layer("encoder", 1), "cosine"]
     with pytest.raises(GraphFilterError, match="has no 'cosines' of layer encoder 0; it has"):
         results[0][0, "cosines"]
+    with pytest.raises(GraphFilterError, match="has no 'cosine' of layer encoder -100"):
+        results[0][-100, "cosine"]
+    with pytest.raises(GraphFilterError, match="has no 'cosines'; it has cosine"):
+        results[0].plot(quantities=["cosine", "cosines"])
+    with pytest.raises(GraphFilterError, match="most=0: measure a text at least"):
+        taylor_error(build("bert"), [texts()], most=0)
 
 
 def test_a_number_is_a_layer_of_the_encoder_where_there_are_both():

@@ -86,4 +86,5 @@ def test_inductor(family, entry):
     family = FAMILIES[family]
     model, inputs = turn_on(family.patch(family.build().double(), entry)), family.inputs(torch.float64)
     torch.compiler.reset()
-    torch.testing.assert_close(output(torch.compile(model), inputs), output(model, inputs), atol=1e-8, rtol=1e-8)
+    # the coefficients are float32, and Inductor's tanh of them rounds in its own way
+    torch.testing.assert_close(output(torch.compile(model), inputs), output(model, inputs), atol=1e-6, rtol=1e-6)

@@ -5,7 +5,7 @@ import torch
 from filters import FILTERS, combinations, filters
 from models import FAMILIES, TORCH_2_11, assert_equal_in_float32, output, turn_on
 
-from hf_graphfilter import SynvolutionConfig
+from hf_graphfilter import GraphFilterError, SynvolutionConfig
 
 ENCODERS = ("bert", "roberta", "distilbert", "electra", "deit", "vit")
 
@@ -81,3 +81,35 @@ def test_onnx(family, entry, tmp_path, record_property):
     with torch.no_grad():
         expected = output(model, inputs)
     assert_equal_in_float32(torch.from_numpy(session.run(None, feed)[0]), expected, model, inputs)
+
+
+@pytest.mark.feature("Compiling and exporting: torch.jit.trace, with and without padding")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+@filters()
+@pytest.mark.parametrize("family", ["bert"])
+def test_traced_without_padding_and_run_with(family, entry, transformers_warnings):
+    model, inputs, _ = patched(family, entry)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    model.config.return_dict = False
+    with torch.no_grad():
+        traced = torch.jit.trace(model, (ids, torch.ones_like(mask)), check_trace=False)
+        torch.testing.assert_close(traced(ids, mask)[0], model(ids, mask)[0], atol=1e-9, rtol=1e-9)
+    transformers_warnings.clear()  # a tracer reads every attribute
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+@filters(lambda entry: entry.replaces)
+def test_the_exporter_of_torchscript_is_refused(entry, tmp_path):
+    pytest.importorskip("onnx")
+    model, inputs, _ = patched("bert", entry, torch.float32)
+
+    class States(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids):
+            return self.model(ids).last_hidden_state
+
+    with pytest.raises(GraphFilterError, match=r"dynamo=True\) only|complex numbers"):
+        torch.onnx.export(States(), (inputs["input_ids"],), str(tmp_path / "model.onnx"), dynamo=False)

@@ -1,5 +1,6 @@
 """Save, load, push: whole checkpoints through transformers' own verbs, and the filter-only file."""
 
+import copy
 import json
 import math
 import shutil
@@ -23,6 +24,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     BertForSequenceClassification,
+    LlamaForCausalLM,
     T5EncoderModel,
     T5ForConditionalGeneration,
     TrainingArguments,
@@ -34,6 +36,7 @@ from hf_graphfilter import (
     GraphFilter,
     GraphFilterError,
     create_model_card,
+    drop_blend,
     filter_parameters,
     filter_status,
     load_filter,
@@ -247,13 +250,41 @@ def test_a_patched_part_of_a_model_is_not_lost(load, tmp_path, transformers_warn
 def test_a_part_that_was_unpatched_by_itself_is_not_recorded_as_patched(tmp_path):
     model = patch_model(BertForSequenceClassification(BERT.config))
     unpatch_model(model.bert)
-    with pytest.raises(
-        GraphFilterError, match=r"a filter at bert\..*a part unpatched by itself.* patch it again"
-    ):
+    with pytest.raises(GraphFilterError, match=r"a filter at bert\..*a part unpatched by itself.* patch it again"):
         model.save_pretrained(tmp_path)
     model = patch_model(unpatch_model(patch_model(model, layers=lambda index, name: index == 1)), "gfsa")
     model.save_pretrained(tmp_path)
     assert len(filter_status(BertForSequenceClassification.from_pretrained(tmp_path))) == len(filter_status(model))
+
+
+@pytest.mark.parametrize("change", [lambda layers: layers[:2], lambda layers: [layers[2], layers[0], layers[2]]])
+def test_layers_that_were_taken_out_or_moved_are_saved_with_their_filters(change, tmp_path):
+    family = FAMILIES["llama"]
+    model = patch_model(turn_on(patch_model(LlamaForCausalLM(family.config), "gfsa", layers=[2])), "agf", layers=[0, 1])
+    layers = [copy.deepcopy(layer) for layer in change(model.model.layers)]
+    model.model.layers, model.config.num_hidden_layers = torch.nn.ModuleList(layers), len(layers)
+    for i, layer in enumerate(layers):
+        layer.self_attn.layer_idx = i
+    model.save_pretrained(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    assert [row.filter for row in filter_status(loaded)] == [row.filter for row in filter_status(model)]
+    assert torch.equal(loaded(**family.inputs()).logits, model.eval()(**family.inputs()).logits)
+
+
+def test_what_a_part_was_patched_with_is_said(tmp_path):
+    model = BertForSequenceClassification(BERT.config)
+    turn_on(patch_model(model.bert, "agf"))
+    before = copy.deepcopy(model.state_dict())
+    save_filter(patch_model(BertForSequenceClassification(BERT.config), "gfsa"), tmp_path)
+    for call in (lambda: load_filter(model, tmp_path), lambda: save_filter(model, tmp_path), lambda: drop_blend(model)):
+        with pytest.raises(GraphFilterError, match=r"a part of it was patched by itself|has no blended layer"):
+            call()
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    blended = BertForSequenceClassification(BERT.config)
+    patch_model(blended.bert, "agf", init="blend")
+    with pytest.raises(GraphFilterError, match="hand in that part"):
+        drop_blend(blended, force=True)
 
 
 def test_missing_coefficients_are_refused(checkpoint, transformers_warnings):

@@ -210,6 +210,17 @@ def test_all_linear_layers_leave_the_weights_of_a_filter_alone(base, ids, tmp_pa
     torch.testing.assert_close(logits(model.merge_and_unload(), ids), expected, atol=1e-9, rtol=1e-9)
 
 
+def test_the_weights_of_a_filter_beneath_adapters_are_saved_as_they_are(base, ids, tmp_path):
+    model = turn_on(adapted(base, FILTERS["agf"].config, target_modules="all-linear", modules_to_save=None))
+    assert any("lora" in n for n, _ in model.named_parameters() if "graph_filter" in n)
+    model.save_pretrained(tmp_path / "adapter")
+    save_filter(model, tmp_path / "filter")
+    again = peft.PeftModel.from_pretrained(load_filter(copy.deepcopy(base), tmp_path / "filter"), tmp_path / "adapter")
+    torch.testing.assert_close(logits(again, ids), logits(model, ids))
+    load_filter(again, tmp_path / "filter")
+    torch.testing.assert_close(logits(again, ids), logits(model, ids))
+
+
 @pytest.mark.feature("PEFT: prepare_model_for_kbit_training", filter="gfsa", family="llama")
 def test_prepared_for_training_on_quantized_weights(base, ids):
     patched = peft.prepare_model_for_kbit_training(patch_model(copy.deepcopy(base)), use_gradient_checkpointing=True)

@@ -135,6 +135,37 @@ def test_the_callback_adds_the_same_gradient(tmp_path):
     assert all(graph_filter.recorder is None for _, graph_filter in filters_of(t.model))
 
 
+class Interrupted(Trainer):
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        if self.state.global_step == 1 and not hasattr(self, "interrupted"):
+            self.interrupted = True
+            raise KeyboardInterrupt
+        return loss
+
+
+def test_nothing_is_added_after_an_interruption(tmp_path):
+    patched, batch = model(), batch_of(range(8))
+    trainers = []
+
+    class Kept(Interrupted):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            trainers.append(self)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, patched, trainer=Kept, max_steps=3)
+    assert all(graph_filter.recorder is None for _, graph_filter in filters_of(patched))
+    (trainer,), before = trainers, state(patched)
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert "ortho_loss" in trainer.state.log_history[0], "the same Trainer goes on with it"
+    assert all(graph_filter.recorder is None for _, graph_filter in filters_of(patched))
+    assert not torch.equal(state(patched)["classifier.weight"], before["classifier.weight"])
+    assert trainer.training_step(patched.train(), batch).isfinite(), "the Trainer's own again"
+    assert trainer.training_step.__func__ is Trainer.training_step
+
+
 def test_the_weight_of_the_config(tmp_path):
     found, _ = train(tmp_path, model(gamma=0.25), gamma=None, callbacks=[OrthogonalityCallback()])
     assert_equal(found, by_hand(model(), batch_of(range(8)), gamma=0.25))

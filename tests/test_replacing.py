@@ -8,7 +8,7 @@ import torch
 from linear_attention import LinearAttentionConfig
 from models import FAMILIES, output, turn_on
 from test_penalties import train
-from transformers import BertForSequenceClassification, BertModel
+from transformers import BertForSequenceClassification, BertModel, SiglipVisionConfig, SiglipVisionModel
 
 from hf_graphfilter import (
     BlendSchedule,
@@ -140,3 +140,14 @@ def test_a_layer_reads_the_mask_once(name, monkeypatch):
     with torch.inference_mode():
         model(**inputs)
     assert len(readings) == 3
+
+
+@pytest.mark.parametrize("name", ["agf", "singularformer", "hedgehog", "kernelution"])
+def test_modules_that_keep_their_input_to_themselves_are_refused_when_patched(name):
+    """SigLIP's attention takes any keyword argument and hands none on."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = SiglipVisionModel(SiglipVisionConfig(image_size=8, patch_size=4, **sizes))
+    with pytest.raises(GraphFilterError, match="does not hand its input on"):
+        patch_model(model, name)
+    assert not filter_status(model)
+    assert patch_model(model, "gfsa")(torch.randn(1, 3, 8, 8)).last_hidden_state.isfinite().all()

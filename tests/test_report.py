@@ -110,9 +110,11 @@ def test_a_card_has_findings_and_three_figures(reported, tmp_path):
 
 
 def test_what_cannot_be_reported_is_one_sentence(reported, batches, tmp_path):
-    with pytest.raises(GraphFilterError, match="the reference has 4 layers, BertModel has 3"):
+    with pytest.raises(GraphFilterError, match=r"has 3 layers of the encoder, BertModel has 2 layers of the"):
         report(bert(), batches, bert(3))
     (tmp_path / "file").write_text("")
+    with pytest.raises(GraphFilterError, match="has no figure 'smooting'; it has smoothing, "):
+        reported.save_figures(tmp_path, ["smooting"])
     with pytest.raises(GraphFilterError, match="cannot be written"):
         reported.to_html(tmp_path / "file" / "report.html")
 
@@ -152,6 +154,14 @@ def test_a_browser_shows_every_figure(width, reported, tmp_path):
 
 def invoke(*arguments):
     return CliRunner().invoke(app, ["report", *map(str, arguments)], catch_exceptions=False)
+
+
+def test_what_is_in_the_way_is_said_first(tmp_path):
+    (tmp_path / "texts").write_text("w1 w2")
+    for output in ("texts.html", "folder.html"):
+        (tmp_path / "folder.html").mkdir(exist_ok=True)
+        with pytest.raises(GraphFilterError, match=r"(texts|folder\.html) is in the way"):
+            invoke(tmp_path / "nowhere", "--text", tmp_path / "texts", "--output", tmp_path / output)
 
 
 def checkpoint(folder):

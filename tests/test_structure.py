@@ -17,7 +17,7 @@ FLOORS = [
     {"filters"},
     {"models"},
     {"hosts"},
-    {"records", "selection", "status", "patching"},
+    {"records", "selection", "status", "patching", "batches"},
     {"checkpoints", "remote_code"},
     {"training", "analysis"},
     {"testing", "conversion"},

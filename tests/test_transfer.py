@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 from models import FAMILIES, TOKENS, output, realigned, turn_on
-from transformers import GPT2LMHeadModel, T5ForConditionalGeneration
+from transformers import BartForConditionalGeneration, GPT2LMHeadModel, T5ForConditionalGeneration
 
 from hf_graphfilter import (
     AGFConfig,
@@ -320,6 +320,32 @@ def test_tokens_that_labels_leave_out_are_not_counted(of):
     assert torch.equal(DISTANCES[of](found, wanted, batch), distance)
     outputs[-1].data[1, -1] += torch.randn_like(outputs[-1][1, -1])
     assert not torch.equal(DISTANCES[of](found, wanted, batch), distance)
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_the_decoder_reads_what_the_model_makes_of_labels(name):
+    kinds = {"t5": T5ForConditionalGeneration, "bart": BartForConditionalGeneration}
+    model, seen = patched(name, AGF, kinds[name]), []
+    embed = model.get_decoder().embed_tokens
+    labels = torch.full((2, 4), 7)
+    labels[1, 2:] = -100
+    data = [{k: v for k, v in b.items() if not k.startswith("decoder")} | {"labels": labels} for b in batches(name)]
+    model.eval()(**data[0])
+    wanted = model.prepare_decoder_input_ids_from_labels(labels=labels)
+    embed.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    transfer_attention(model, data, steps=1, holdout=2, progress=False)
+    assert any(x.shape == wanted.shape and torch.equal(x, wanted) for x in seen)
+    assert all(torch.equal(x, wanted) for x in seen if x.shape == wanted.shape)
+
+
+def test_what_the_second_stage_lacks_is_said_before_the_first():
+    model = patched()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(GraphFilterError, match="returns no logits; use 'hidden'"):
+        transfer_attention(model, batches(), steps=4, holdout=2, end_to_end="logits", progress=False)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    with pytest.raises(GraphFilterError, match=r"BertModel does not run on input_ids \(1, 900\)"):
+        transfer_attention(model, [{"input_ids": torch.ones(1, 900).long()}] * 3, steps=1, holdout=1, progress=False)
 
 
 def test_end_to_end():

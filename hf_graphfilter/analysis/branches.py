@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..batches import moved
 from ..errors import GraphFilterError
 from ..filters import GraphFilter
 from ..filters.attached import filters_of
+from ..hosts import unwrapped
 from .observing import back_to_training
 
 Measure = Callable[[nn.Module], float]
@@ -82,14 +84,26 @@ def _mean_loss(batches: list[Any]) -> Measure:
         device = next(model.parameters()).device
         with torch.no_grad():
             for batch in batches:
-                given = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
+                given = moved(batch, device)
+                if not isinstance(given, dict):
+                    raise GraphFilterError("a tensor has no labels: hand in dicts, or a function of the model")
                 loss = getattr(model(**given), "loss", None)
                 if loss is None:
                     raise GraphFilterError("the batches give no loss: hand in labels, or a function of the model")
-                rows = len(next(x for x in given.values() if isinstance(x, Tensor)))
-                total, count = total + float(loss) * rows, count + rows
+                if terms := _terms(model, given):
+                    total, count = total + float(loss) * terms, count + terms
         if not count:
             raise GraphFilterError("there are no batches to measure on")
         return total / count
 
     return measure
+
+
+def _terms(model: nn.Module, batch: dict[str, Any]) -> int:
+    """Of how many terms a batch's loss is the mean: labels of tokens that count, or sequences."""
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() < 2:
+        return len(next(x for x in batch.values() if isinstance(x, Tensor)))
+    inner: Any = unwrapped(model)
+    shifted = hasattr(inner, "can_generate") and inner.can_generate() and not inner.config.is_encoder_decoder
+    return int((labels[..., 1:] if shifted else labels).ne(-100).sum())

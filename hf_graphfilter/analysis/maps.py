@@ -63,7 +63,8 @@ def rollout(maps: dict[Layer, Tensor], stack: str | None = None) -> Tensor:
     over the layers of ``(I + mean over heads) / 2`` (Abnar and Zuidema, 2020). A filter may make entries negative."""
     layers = [layer for layer in maps if stack in (None, layer.stack)]
     if len({layer.stack for layer in layers}) != 1:
-        raise GraphFilterError("rollout follows one stack of layers: name it, stack='encoder' or 'decoder'")
+        stacks = ", ".join(repr(name) for name in dict.fromkeys(layer.stack for layer in maps))
+        raise GraphFilterError(f"rollout follows one stack of layers: name it with stack=, of {stacks}")
     whole = None
     for layer in sorted(layers, key=lambda layer: layer.index):
         mean = maps[layer].mean(0)
@@ -107,7 +108,10 @@ def attention_correlation(model: nn.Module, other: nn.Module, batches: Iterable[
 
 
 def summarised(maps: dict[Layer, Tensor]) -> Tensor:
-    stack = "encoder" if any(layer.stack == "encoder" for layer in maps) else "decoder"
+    stacks = list(dict.fromkeys(layer.stack for layer in maps))
+    if len(stacks) > 1 and "encoder" not in stacks:
+        raise GraphFilterError(f"a model of {' and '.join(stacks)} has no one attention: hand in one of its parts")
+    stack = "encoder" if "encoder" in stacks else stacks[0]
     return torch.stack([matrix.amax(0) for layer, matrix in maps.items() if layer.stack == stack]).mean(0)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..batches import Padding, moved, parts, running
 from ..earlier import EarlierLayers
 from ..errors import GraphFilterError
 from ..filters import AttentionSite, FilterConfig, GraphFilter
@@ -19,8 +20,6 @@ from ..filters.attached import CHILD, active_filter
 from ..hosts import host_of, unwrapped
 from ..ops.explicit import matrix_of
 from ..shift import AttentionShift, ShiftOperator
-
-ENTRIES = 1 << 24  # of attention matrices held at a time: 64 MB in float32
 
 
 @dataclass(frozen=True)
@@ -140,8 +139,8 @@ def observe(
         progress: wraps the batches, as a bar does.
 
     Raises:
-        GraphFilterError: the model has no self-attention that can be read, no batch has two tokens of one text, or a
-            layer gives numbers that are not finite.
+        GraphFilterError: the model has no self-attention that can be read or does not run on a batch, no batch has two
+            tokens of one text, a mask fits no layer, or a layer gives numbers that are not finite.
     """
     readers = list(readers)
     model = unwrapped(model)
@@ -152,6 +151,8 @@ def observe(
         raise GraphFilterError(
             f"{type(model).__name__} has no self-attention that can be read; attention found: {names}"
         )
+    if isinstance(batches, (Tensor, Mapping)):
+        raise GraphFilterError("batches is a list or an iterator of batches: put this one into a list")
     watch = _Observer(model, sites, readers)
     plain = [site for site in sites if CHILD not in site.module._modules]
     training = [module for module in model.modules() if module.training]
@@ -166,9 +167,11 @@ def observe(
         watch.look(undo)
         undo.enter_context(torch.no_grad())
         for batch in progress(batches):
-            for part in _parts(moved(batch, device), heads, lambda: watch.tokens):
+            for part in parts(moved(batch, device), heads, lambda: watch.tokens):
                 watch.begin(part)
-                outputs = model(**part) if isinstance(part, Mapping) else model(part)
+                with running(model, part):
+                    outputs = model(**part) if isinstance(part, Mapping) else model(part)
+                watch.padding.check()
                 for reader in readers:
                     reader.outputs(outputs, part)
     if not watch.sequences:
@@ -184,12 +187,11 @@ class _Observer:
     """The hooks, and what they must know of the batch that is running."""
 
     def __init__(self, model: nn.Module, sites: list[AttentionSite], readers: list[Reader]):
-        self.model, self.sites, self.readers = model, sites, readers
-        self.has_encoder = any(site.stack == "encoder" for site in sites)
+        self.model, self.sites, self.readers, self.stacks = model, sites, readers, stacks_of(sites)
         self.sequences = self.tokens = 0
 
     def begin(self, batch: Any) -> None:
-        self.batch = batch
+        self.padding = Padding(self.model, self.sites, batch)
         self.calls: Counter[str] = Counter()
         self.layers: Counter[str] = Counter()
 
@@ -199,102 +201,76 @@ class _Observer:
             graph_filter = active_filter(site.module)
             undo.callback(graph_filter.register_forward_pre_hook(self._before).remove)
             undo.callback(graph_filter.register_forward_hook(self._after(site, graph_filter)).remove)
-        for name, stack in layer_modules(self.sites).items():
+        for name, site in layer_modules(self.sites).items():
             module = self.model.get_submodule(name)
-            undo.callback(module.register_forward_pre_hook(self._given(stack), with_kwargs=True).remove)
-            undo.callback(module.register_forward_hook(self._gave(stack)).remove)
+            undo.callback(module.register_forward_pre_hook(self._given(site), with_kwargs=True).remove)
+            undo.callback(module.register_forward_hook(self._gave(site)).remove)
 
     def _before(self, graph_filter: Any, given: tuple[AttentionShift, Tensor]) -> None:
         self.earlier = given[0].earlier.copy() if graph_filter.reads_earlier else None
 
     def _after(self, site: AttentionSite, graph_filter: GraphFilter) -> Callable[..., None]:
+        stack = self.stacks[site.name]
+
         def hook(module: nn.Module, given: tuple[AttentionShift, Tensor], output: Tensor) -> None:
             shift, value = given
-            layer = Layer(site.stack, self.calls[site.stack])
-            self.calls[site.stack] += 1
+            layer = Layer(stack, self.calls[stack])
+            self.calls[stack] += 1
             self.tokens = max(self.tokens, value.shape[2])
             kept = None if isinstance(graph_filter, _Watch) else graph_filter
-            there = self._there(site.stack, value.shape[0], value.shape[2], value.device)
+            there = self.padding.there(site, value.shape[0], value.shape[2], value.device)
             call = Call(layer, shift, value, kept, there, self.earlier)
             for reader in self.readers:
                 reader.attention(call)
 
         return hook
 
-    def _given(self, stack: str) -> Callable[..., None]:
+    def _given(self, site: AttentionSite) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not self.layers[stack]:
-                self._tell(Layer(stack, -1), args[0] if args else kwargs.get("hidden_states"))
+            if not self.layers[self.stacks[site.name]]:
+                self._tell(site, -1, args[0] if args else kwargs.get("hidden_states"))
 
         return hook
 
-    def _gave(self, stack: str) -> Callable[..., None]:
+    def _gave(self, site: AttentionSite) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self._tell(Layer(stack, self.layers[stack]), output)
+            stack = self.stacks[site.name]
+            self._tell(site, self.layers[stack], output)
             self.layers[stack] += 1
 
         return hook
 
-    def _tell(self, layer: Layer, given: Any) -> None:
+    def _tell(self, site: AttentionSite, index: int, given: Any) -> None:
         tokens = given[0] if isinstance(given, (tuple, list)) else given
         if not isinstance(tokens, Tensor) or tokens.dim() not in (3, 4):
             return
         tokens = wide(tokens.flatten(1, -2))  # images of windows are (batch, height, width, features)
-        there = self._there(layer.stack, tokens.shape[0], tokens.shape[1], tokens.device)
+        layer, there = (
+            Layer(self.stacks[site.name], index),
+            self.padding.there(site, tokens.shape[0], tokens.shape[1], tokens.device),
+        )
         if not tokens[there].isfinite().all():
             raise GraphFilterError(f"layer {layer} gives numbers that are not finite (NaN or infinity)")
         self.sequences += int(there.any(1).sum())
         for reader in self.readers:
             reader.tokens(layer, tokens, there)
 
-    def _there(self, stack: str, batch: int, tokens: int, device: torch.device) -> Tensor:
-        """Which tokens are no padding, by the batch's mask where it is of this shape."""
-        given = self.batch if isinstance(self.batch, Mapping) else {}
-        of_decoder = stack == "decoder" and self.has_encoder
-        mask = given.get("decoder_attention_mask" if of_decoder else "attention_mask")
-        if isinstance(mask, Tensor) and mask.shape == (batch, tokens):
-            return mask.to(device).bool()
-        return torch.ones(batch, tokens, dtype=torch.bool, device=device)
+
+def stacks_of(sites: list[AttentionSite]) -> dict[str, str]:
+    """By the name of a site that of its stack: ``"encoder"``, ``"decoder"``, or the path where models of several kinds
+    have one (the towers of CLIP)."""
+    kinds: dict[str, set[type]] = {}
+    for site in sites:
+        kinds.setdefault(site.stack, set()).add(type(getattr(site.module, "config", None)))
+    return {site.name: site.stack if len(kinds[site.stack]) == 1 else site.group for site in sites}
 
 
-def layer_modules(sites: list[AttentionSite]) -> dict[str, str]:
-    """Name of the module that is the layer of each site, and its stack: the largest numbered one around it alone."""
+def layer_modules(sites: list[AttentionSite]) -> dict[str, AttentionSite]:
+    """Name of the module that is the layer of each site: the largest numbered one around it alone."""
     layers = {}
     for site in sites:
         parts = site.name.split(".")
         around = [".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit()]
         alone = [name for name in around if sum(other.name.startswith(f"{name}.") for other in sites) == 1]
-        layers[alone[0] if alone else site.name] = site.stack
+        layers[alone[0] if alone else site.name] = site
     return layers
-
-
-def moved(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
-    raise GraphFilterError(f"a batch is a dict of the model's arguments or a tensor, got {type(batch).__name__}")
-
-
-def _parts(batch: Any, heads: int, seen: Callable[[], int]) -> Iterator[Any]:
-    """The batch in pieces of so many sequences that the matrices of one layer fit into memory; whole for 0 heads.
-
-    Of how many tokens an image is made is known when a module has ``seen`` one: the first piece is one sequence then.
-    """
-    tensors = [batch] if isinstance(batch, Tensor) else [x for x in batch.values() if isinstance(x, Tensor) and x.dim()]
-    if not tensors or not tensors[0].numel():
-        raise GraphFilterError("a batch holds no tokens")
-    rows, start = len(tensors[0]), 0
-    longest = max((x.shape[1] for x in tensors if x.dim() in (2, 3)), default=0)
-    images = any(x.dim() == 4 for x in tensors)
-    while start < rows:
-        count = rows
-        if heads:
-            tokens = max(longest, seen()) if images else longest  # other texts' lengths do not cut this one
-            count = max(1, ENTRIES // (heads * tokens**2)) if tokens else 1
-        part = slice(start, start + count)
-        start += count
-        if isinstance(batch, Tensor):
-            yield batch[part]
-        else:
-            yield {k: x[part] if isinstance(x, Tensor) and x.dim() and len(x) == rows else x for k, x in batch.items()}

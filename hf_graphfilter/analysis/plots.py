@@ -5,20 +5,25 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
-from ..errors import needs
+from ..errors import GraphFilterError, needs
 from ..filters.attached import filters_of
 from ..status import filter_status
+
+
+def by_head(coefficient: Tensor) -> Tensor:
+    """(heads, ...) or a number to (heads,) or (1,): the mean of what a head has; real."""
+    return coefficient.reshape(*coefficient.shape[:1], -1).real.float().mean(-1).reshape(-1)
 
 
 def plot_coefficients(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     """Draw every learned coefficient over the layers, one dot a head and a line through the means, to ``path`` (PNG).
 
-    Where nothing is learned, the fixed coefficients are drawn.
+    Where nothing is learned, the fixed coefficients are drawn; of several numbers a head their mean.
 
     Raises:
-        GraphFilterError: the model is not patched, or matplotlib is not installed.
+        GraphFilterError: the model is not patched, its filters have no coefficients, or matplotlib is not installed.
     """
     learned = {name for _, f in filters_of(model, required=True) for name in f.learned_coefficients()}
     rows = filter_status(model)
@@ -26,9 +31,12 @@ def plot_coefficients(model: nn.Module, path: str | os.PathLike[str]) -> Path:
         from matplotlib.figure import Figure  # not pyplot: no global state, no display
     recorded = dict.fromkeys(name for row in rows for name in row.coefficients)
     names = [name for name in recorded if name in learned] or list(recorded)
+    if not names:
+        kinds = ", ".join(dict.fromkeys(f.config.filter for _, f in filters_of(model)))
+        raise GraphFilterError(f"{kinds}: a filter of weights alone, which has no coefficients to draw")
     figure = Figure(figsize=(7, 2.6 * len(names)), layout="constrained")
     for axes, name in zip(figure.subplots(len(names), 1, squeeze=False)[:, 0], names, strict=True):
-        points = [(i, row.coefficients[name].flatten()) for i, row in enumerate(rows) if name in row.coefficients]
+        points = [(i, by_head(row.coefficients[name])) for i, row in enumerate(rows) if name in row.coefficients]
         for layer, values in points:
             axes.scatter([layer] * len(values), values, s=14, alpha=0.5, color="tab:blue")
         axes.plot([i for i, _ in points], [v.mean() for _, v in points], color="tab:red", marker="o", label="mean")

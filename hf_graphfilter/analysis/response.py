@@ -55,8 +55,7 @@ class ResponseReader(BandReader[FrequencyResponse]):
                 if name == "gain":
                     ratio = curve[:, 1:].mean(1) / curve[:, 0].clamp(min=1e-30)
                     self.samples[call.layer, "high_to_low"].add(ratio.mean())
-                between = torch.nn.functional.interpolate(curve[None], POINTS, mode="linear", align_corners=True)
-                self.samples[call.layer, name].add(between.mean((0, 1)))
+                self.samples[call.layer, name].add(on_grid(curve.mean(0), matrix.shape[-1]))
 
 
 def frequency_response(model: nn.Module, batches: Iterable[Any], **options: Any) -> FrequencyResponse:
@@ -88,6 +87,15 @@ def gain(matrix: Tensor) -> Tensor:
     tokens = matrix.shape[-1]
     transformed = torch.fft.fft(torch.fft.ifft(matrix, dim=-1), dim=-2)  # F H F^-1, but for the order of columns
     return transformed.diagonal(dim1=-2, dim2=-1)[:, : tokens // 2 + 1].abs()
+
+
+def on_grid(curve: Tensor, tokens: int) -> Tensor:
+    """A gain by frequency, of ``tokens`` tokens, at ``POINTS`` frequencies from 0 to half a cycle a token."""
+    if tokens % 2:  # the next frequency lies as far beyond the half, and mirrors the last
+        curve = torch.cat([curve, curve[-1:]])
+    at = torch.linspace(0, 0.5 * tokens, POINTS, dtype=curve.dtype, device=curve.device)
+    below = at.long().clamp(max=len(curve) - 2)
+    return curve[below].lerp(curve[below + 1], at - below)
 
 
 class _Scaled(ShiftOperator):

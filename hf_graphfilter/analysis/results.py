@@ -57,7 +57,8 @@ class Measured:
         layer, quantity = key
         if isinstance(layer, int):
             stack = self.layers()[-1].stack  # of both, the encoder
-            layer = self.layers(stack)[layer] if layer < 0 else Layer(stack, layer)
+            known_layers = self.layers(stack)
+            layer = known_layers[layer] if -len(known_layers) <= layer < 0 else Layer(stack, layer)
         if (layer, quantity) not in self.bands:
             known = ", ".join(dict.fromkeys(name for _, name in self.bands))
             raise GraphFilterError(f"{type(self).__name__} has no {quantity!r} of layer {layer}; it has {known}")
@@ -97,6 +98,8 @@ class Measured:
         with needs("plots", "a figure"):
             from matplotlib.figure import Figure
         there = dict.fromkeys(name for _, name in self.bands)
+        if unknown := [name for name in quantities or () if name not in there]:
+            raise GraphFilterError(f"{type(self).__name__} has no {unknown[0]!r}; it has {', '.join(there)}")
         names = [name for name in quantities or self.quantities if name in there] or [*there]
         stacks = list(dict.fromkeys(layer.stack for layer in self.layers()))
         figure = Figure(figsize=(5.2 * len(stacks), 3.2 * len(names)), layout="constrained")

@@ -34,6 +34,8 @@ class TaylorReader(BandReader[TaylorError]):
     def __init__(self, orders: Sequence[int] = (2, 3, 4, 5, 10), most: int = 64) -> None:
         if not orders or min(orders) < 2:
             raise GraphFilterError(f"orders={list(orders)}: name some, from 2 on")
+        if most < 1:
+            raise GraphFilterError(f"most={most}: measure a text at least")
         self.orders, self.most = sorted(set(orders)), most
         super().__init__()
 

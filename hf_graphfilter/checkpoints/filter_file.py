@@ -20,7 +20,7 @@ from ..errors import GraphFilterError, shown
 from ..filters import GraphFilter
 from ..filters.attached import filters_of, patched_modules, read_whole
 from ..hosts import Host, encoder_of, host_of, unwrapped
-from ..hosts.base import check_values
+from ..hosts.base import check_values, own_record
 from ..patching import apply_record, resolve
 from ..records import read_groups
 
@@ -40,17 +40,18 @@ def save_filter(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
         The directory.
 
     Raises:
-        GraphFilterError: the model is not patched, or ``directory`` is no path.
+        GraphFilterError: the model is not patched, or a part of it by itself, or ``directory`` is no path.
         OSError: the directory cannot be written.
     """
     model, directory = unwrapped(model), Path(_path(directory))
     host = host_of(model)
+    record = own_record(host, model) if patched_modules(model) else {}
     tensors = _coefficients(host, model, lambda f: read_whole(f, nn.Module.state_dict))
     if torch.distributed.is_initialized() and torch.distributed.get_rank():
         return directory
     directory.mkdir(parents=True, exist_ok=True)
     save_file({k: t.contiguous() for k, t in tensors.items()}, directory / WEIGHTS_FILE)
-    description = {**host.read_record(model), "base": _base(host, model)}  # type: ignore[dict-item]
+    description = {**record, "base": _base(host, model)}
     (directory / CONFIG_FILE).write_text(json.dumps(description, indent=2) + "\n")
     return directory
 
@@ -79,7 +80,7 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
     if base != own:
         raise GraphFilterError(f"{source} does not fit {type(model).__name__}: {_difference(base, own)}")
     record = {key: value for key, value in description.items() if key != "base"}
-    current = host.read_record(model)
+    current = own_record(host, model) if patched_modules(model, required=False) else None
     if current is not None and current["filters"] != record["filters"]:
         raise GraphFilterError(
             f"{type(model).__name__} is patched with {_names(current)}, {source} holds {_names(record)}; call "
@@ -175,8 +176,15 @@ def _coefficients(
     return {
         f"{host.relative_name(model, name)}.{key}": tensor
         for name, graph_filter in filters_of(model, required=True)
-        for key, tensor in read(graph_filter).items()
+        for key, tensor in _without_adapters(read(graph_filter)).items()
     }
+
+
+def _without_adapters(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What PEFT has put adapters on (``target_modules="all-linear"``) as it was: these have files of their own."""
+    adapted = {owner for owner, marker, _ in (key.rpartition("base_layer.") for key in tensors) if marker}
+    base = {key.replace("base_layer.", ""): tensor for key, tensor in tensors.items() if "base_layer." in key}
+    return {key: tensor for key, tensor in tensors.items() if not key.startswith(tuple(adapted))} | base
 
 
 def _base(host: Host, model: nn.Module) -> dict[str, Any]:

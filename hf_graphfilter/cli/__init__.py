@@ -106,7 +106,7 @@ _CALLS = {
 
 def _spoken(message: str) -> str:
     """A message of the Python API in the words of the command line."""
-    called = rf"\b(call )?({'|'.join(_CALLS)})\b(\([^()]*\))?"
+    called = rf"(?<![/\\.\w-])(call )?({'|'.join(_CALLS)})(?![/\\\w-]|\.\w)(\([^()]*\))?"
     message = re.sub(called, lambda m: f"{'run ' if m[1] else ''}hf-graphfilter {_CALLS[m[2]]}", message)
     message = re.sub(
         r"\b(layers|stack|holdout|train|precision)=(?=([\w'\"\[(])?)",

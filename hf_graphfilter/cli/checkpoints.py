@@ -82,6 +82,8 @@ def load(
     """``make(model)`` of a checkpoint, tried without the weights first, since these may take long to come."""
     import transformers
     from accelerate import init_empty_weights
+    from transformers import PreTrainedModel
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
     from transformers.utils import logging
 
     config = load_config(source, patched)
@@ -89,7 +91,7 @@ def load(
         named = config.architectures if isinstance(config.architectures, list) else []
         auto_class = next((a for a in named if isinstance(a, str) and hasattr(transformers, a)), "AutoModel")
     model_class: Any = getattr(transformers, auto_class, None)
-    if not hasattr(model_class, "from_pretrained"):
+    if not {PreTrainedModel, _BaseAutoModelClass} & {*getattr(model_class, "__mro__", ())}:
         raise GraphFilterError(f"transformers has no model class {auto_class!r}")
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # loading warns again

@@ -123,10 +123,12 @@ def convert(
     if not first:
         return
     save(model, source, output, show=False)
+    base = None if Path(source).is_dir() else source
+    save_conversion(model, report, output, base_model=base)
+    remove_progress(progress)
     if timed:
         report.time(model)
-    save_conversion(model, report, output, base_model=None if Path(source).is_dir() else source)
-    remove_progress(progress)
+        save_conversion(model, report, output, base_model=base)
     for title, (header, *rows) in report.tables().items():
         Console().print(table(header, rows, title=title))
     Console().print(f"{report.tokens:,} tokens, {report.seconds:.0f} s{report.crossing and f'; {report.crossing}'}")

@@ -49,6 +49,9 @@ def report(
     if output.suffix.lower() not in (".html", ".htm"):
         raise GraphFilterError(f"--output {output}: name a page, NAME.html")
     check_output(output.parent)
+    for path, there in ((output, output.is_dir()), (output.with_suffix(""), output.with_suffix("").is_file())):
+        if there:  # the figures go into a folder of the page's name
+            raise GraphFilterError(f"--output {output}: {path} is in the way")
     if images is None:
         batches = texts_of(source, text or [], count, length, batch_size)
     else:

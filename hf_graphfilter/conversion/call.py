@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..batches import running
 from ..errors import GraphFilterError, shown
 from ..filters import FilterConfig, GraphFilter, ReplacingConfig, as_config
 from ..filters.attached import filters_of
@@ -144,7 +145,7 @@ def convert(
     sensitivity: dict[str, float] = {}
     try:
         modules = dict(filters_of(model))
-        with only_filters(model, modules):
+        with only_filters(model, modules), running(model, held[0]):
             ends_in = checked(model, modules, held[0], shares, causal)
         shares = shares or {"attention": 0.7, ends_in: 0.3}
         run = Conversion(

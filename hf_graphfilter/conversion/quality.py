@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..batches import mask_of
 from ..errors import GraphFilterError
 from ..filters import GraphFilter
-from ..training.transfer.objectives import Batch, Original, Outputs, logits_of, mask_of, mask_of_logits
+from ..training.transfer.objectives import Batch, Original, Outputs, logits_of, mask_of_logits
 
 LOWER_IS_BETTER = ("perplexity", "divergence")
 

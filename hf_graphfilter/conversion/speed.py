@@ -19,6 +19,7 @@ from ..memory import begin_peak_memory, peak_memory
 from ..patching import unpatch_model
 
 LENGTHS = tuple(2**i for i in range(7, 15))
+UNBOUNDED = 4096
 CONTEXTS = (100, 1000, 8000)
 
 
@@ -48,7 +49,7 @@ def speed(model: nn.Module, lengths: Iterable[int] | None = None, rounds: int = 
     Args:
         model: converted; a copy is made beside it.
         lengths: numbers of tokens, 128 to 16,384 if not given; those beyond the positions that the model knows are
-            left out.
+            left out, and beyond 4,096 where it knows none.
         rounds: of each length.
 
     Raises:
@@ -115,6 +116,8 @@ def _possible(
     size of the vocabulary."""
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     vocabulary, most = getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
+    if most is None and lengths is None:  # no positions (T5): what the original makes of 16,384 tokens is no use
+        most = UNBOUNDED
     chosen = [n for n in (usual if lengths is None else lengths) if most is None or n + more <= most]
     if lengths is None and not chosen and most is not None and most > more:
         chosen = [most - more]

@@ -101,12 +101,12 @@ class ReplacingFilter(GraphFilter):
             raise GraphFilterError(
                 f"{self.site_name}: {name} is made of the model's projections and its input, not of an attention matrix"
             )
+        if torch.jit.is_tracing() and torch.onnx.is_in_onnx_export():  # of TorchScript, which loses what blocks write
+            raise GraphFilterError(f"{self.site_name}: {name} is exported by torch.onnx.export(..., dynamo=True) only")
         if not self.causal_form and shift.visible()[0]:
             raise GraphFilterError(f"{self.site_name}: the attention mask is causal, and {name} {_NO_CAUSAL_FORM}")
         if not self.causal_form and shift.state is not None:
-            raise GraphFilterError(
-                f"{self.site_name} was called with a cache of past tokens, and {name} {_NO_CAUSAL_FORM}"
-            )
+            raise GraphFilterError(f"{self.site_name} got a cache of past tokens, and {name} {_NO_CAUSAL_FORM}")
         if self._spans_all(shift):
             return self.penalised(self._with_zero_gradients(shift(value)))
         out = self.filtered(shift, value)

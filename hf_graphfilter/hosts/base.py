@@ -54,6 +54,20 @@ class Host(Protocol):
         """The sites by the relative names that their modules have in checkpoints, where these differ."""
 
 
+def own_record(host: Host, model: nn.Module) -> dict[str, Any]:
+    """The record of a patched model.
+
+    Raises:
+        GraphFilterError: it has none, since a part of it was patched by itself.
+    """
+    if (record := host.read_record(model)) is None:
+        raise GraphFilterError(
+            f"{type(model).__name__} has no record of its filters, since a part of it was patched by itself: hand in "
+            "that part"
+        )
+    return record
+
+
 def check_values(read: Mapping[str, Tensor], wanted: Mapping[str, Tensor], source: object) -> None:
     """Refuse what no training ends with, before it is loaded: another shape than the filter's, other numbers than
     floating point where the filter has these (or is not there), and such that are not finite in float32.

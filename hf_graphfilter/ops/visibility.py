@@ -49,7 +49,7 @@ def visibility(
         )
     if mask.dim() == 2:
         return causal, mask.bool()
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return declared_causal, _expect(mask, declared_causal, queries, biased)
     if mask.is_inference():  # no version tells whether it was changed
         return _reduce(mask, queries, biased)

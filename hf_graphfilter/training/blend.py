@@ -12,6 +12,7 @@ from ..errors import GraphFilterError
 from ..filters import FilterConfig, ReplacingConfig, ReplacingFilter, available_filters, get_filter
 from ..filters.attached import filters_of
 from ..hosts import host_of, unwrapped
+from ..hosts.base import own_record
 from .callbacks import LoggingCallback
 
 M = TypeVar("M", bound=nn.Module)
@@ -46,7 +47,7 @@ def drop_blend(model: M, *, force: bool = False) -> M:
         force: also where a gate is not 1, which changes the outputs.
 
     Raises:
-        GraphFilterError: no blended layer, or a gate that is not 1.
+        GraphFilterError: no blended layer, a gate that is not 1, or layers of a part that was patched by itself.
     """
     whole, model = model, unwrapped(model, running=False)  # type: ignore[assignment]
     host, layers = host_of(model), _blended(model)
@@ -57,11 +58,12 @@ def drop_blend(model: M, *, force: bool = False) -> M:
                 f"{layer.site_name}: its gate is {layer.gate.min().item():.3g}, not 1, so that dropping the attention "
                 "would change the model; let BlendSchedule carry it to 1, or pass force=True"
             )
-    record: Any = host.read_record(model)
+    record = own_record(host, model)
     configs = [FilterConfig.from_dict(group["config"]) for group in record["filters"]]
     kept = [replace(config, init="copy") if isinstance(config, ReplacingConfig) else config for config in configs]
-    groups = [{**group, "config": config.to_dict()} for group, config in zip(record["filters"], kept, strict=True)]
-    host.write_record(model, {**record, "filters": groups})
+    # in place: the config of a model around this one holds this one's
+    record["filters"] = [{**g, "config": config.to_dict()} for g, config in zip(record["filters"], kept, strict=True)]
+    host.write_record(model, record)
     for layer in layers:
         layer.gate = None
         layer.config = replace(layer.config, init="copy")

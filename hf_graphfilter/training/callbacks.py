@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_callback import CallbackHandler, TrainerState
 
 from ..filters.attached import filters_of, read_whole
+
+C = TypeVar("C")
+
+
+def caller(kind: type[C]) -> C | None:
+    """The nearest object of a class whose method called, which the Trainer does not tell its callbacks."""
+    frame = inspect.currentframe()
+    while frame is not None and not isinstance(frame.f_locals.get("self"), kind):
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]
 
 
 class LoggingCallback(TrainerCallback):
@@ -30,11 +40,8 @@ class LoggingCallback(TrainerCallback):
         raise NotImplementedError
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        frame = inspect.currentframe()
-        while frame is not None and not isinstance(frame.f_locals.get("self"), CallbackHandler):
-            frame = frame.f_back
-        if frame is not None:
-            callbacks = frame.f_locals["self"].callbacks
+        if handler := caller(CallbackHandler):
+            callbacks = handler.callbacks
             callbacks.remove(self)
             callbacks.insert(0, self)
             self.logged: dict[str, float] = {}

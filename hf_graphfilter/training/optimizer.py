@@ -6,6 +6,7 @@ about 0.01 of where it began, and the filter does almost nothing. Weight decay w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,8 @@ def parameter_groups(
         >>> [g["lr"] for g in optimizer.param_groups]
         [2e-05, 2e-05, 0.01]
     """
+    if not 0 <= filter_lr < math.inf:
+        raise GraphFilterError(f"filter_lr must be a finite learning rate >= 0, got {filter_lr}")
     if not any(True for _ in filter_parameters(model)):
         raise GraphFilterError(
             f"{type(model).__name__} has no filter parameters: patch it first, with learn= not empty"

@@ -11,20 +11,20 @@ from __future__ import annotations
 import math
 import numbers
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.training_args import ParallelMode
 
 from ..errors import GraphFilterError, shown
 from ..filters import GraphFilter
 from ..filters.attached import filters_of
 from ..filters.base import Loss
-from .callbacks import LoggingCallback
+from .callbacks import LoggingCallback, caller
 
 LOGGED = {"orthogonality": "ortho_loss"}  # its name since the first release; others are NAME_loss
 Weights = Mapping[str, float]
@@ -64,8 +64,12 @@ class RegularizerCallback(LoggingCallback):
         if args.deepspeed:
             raise GraphFilterError(f"{name}: DeepSpeed scales the loss where a callback cannot see it; use DDP or FSDP")
         self.added = _Added(self.weights, self.options, _runs_again(model))
-        for graph_filter in filters:
-            graph_filter.recorder = self.added
+        if trainer := caller(Trainer):
+            step = trainer.training_step
+            inner = step.inner if isinstance(step, _Step) else step  # of a training that was interrupted
+            trainer.training_step = _Step(inner, filters, self.added)  # type: ignore[method-assign]
+        else:
+            record(filters, self.added)
 
     def on_step_begin(
         self,
@@ -86,8 +90,29 @@ class RegularizerCallback(LoggingCallback):
         return {LOGGED.get(name, f"{name}_loss"): total.item() / counts[name] for name, total in sums.items()}
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        for graph_filter in penalised_filters(model, self.weights, self.options):
-            graph_filter.recorder = None
+        trainer = caller(Trainer)
+        if trainer and isinstance(trainer.training_step, _Step):
+            trainer.training_step = trainer.training_step.inner  # type: ignore[method-assign]
+        record(penalised_filters(model, self.weights, self.options), None)
+
+
+class _Step:
+    """A Trainer's ``training_step`` with the losses of the filters, which nothing sees outside, whatever ends it."""
+
+    def __init__(self, inner: Callable[..., Tensor], filters: list[GraphFilter], added: _Added):
+        self.inner, self.filters, self.added = inner, filters, added
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        record(self.filters, self.added)
+        try:
+            return self.inner(*args, **kwargs)
+        finally:
+            record(self.filters, None)
+
+
+def record(filters: Iterable[GraphFilter], recorder: Any) -> None:
+    for graph_filter in filters:
+        graph_filter.recorder = recorder
 
 
 class Penalties:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ...errors import GraphFilterError
+from ..observing import Layer
 from .drawing import figures
 from .measurements import ConversionCost, Measurements, measure
 from .page import page
@@ -68,8 +70,10 @@ class Report:
 
     def save_figures(self, folder: str | os.PathLike[str], names: Sequence[str] | None = None) -> list[Path]:
         """The figures, or those of some ``names``, as PNG."""
-        files = []
-        for name, figure in self.figures().items():
+        files, figures = [], self.figures()
+        if unknown := [name for name in names or () if name not in figures]:
+            raise GraphFilterError(f"the report has no figure {unknown[0]!r}; it has {', '.join(figures)}")
+        for name, figure in figures.items():
             if names is not None and name not in names:
                 continue
             file = Path(folder, f"{name}.png")
@@ -113,11 +117,16 @@ def report(
     measured = measure(model, batches, progress)
     other = None if reference is None else measure(reference, batches, progress)
     if other and measured.smoothing.layers() != other.smoothing.layers():
+        theirs, own = (_counted(found.smoothing.layers()) for found in (other, measured))
         raise GraphFilterError(
-            f"the reference has {len(other.smoothing.layers())} layers, {type(model).__name__} has "
-            f"{len(measured.smoothing.layers())}: they cannot be compared layer by layer"
+            f"the reference has {theirs}, {type(model).__name__} has {own}: they cannot be compared layer by layer"
         )
     return Report(title or type(model).__name__, measured, other, conversion)
+
+
+def _counted(layers: list[Layer]) -> str:
+    stacks = Counter(layer.stack for layer in layers if layer.index >= 0)
+    return " and ".join(f"{count} layers of the {stack}" for stack, count in stacks.items())
 
 
 def _written(path: Path, content: str) -> Path:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...batches import moved
 from ...filters.attached import filters_of
-from ..observing import back_to_training, moved
+from ..observing import back_to_training
 
 RUNS = 3
 

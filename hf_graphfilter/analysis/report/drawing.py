@@ -8,6 +8,7 @@ import torch
 
 from ...errors import needs
 from ...status import FilterStatus
+from ..plots import by_head
 from ..response import plot_curves
 from .measurements import ConversionCost, Measurements
 
@@ -36,18 +37,19 @@ def figures(own: Measurements, other: Measurements | None, conversion: Conversio
 
 
 def heat_maps(status: FilterStatus) -> Figure:
-    """A map for each coefficient: modules over heads, red above 0 and blue below, white at 0."""
+    """A map for each coefficient (of several numbers a head, their mean): modules over heads, red above 0 and blue
+    below, white at 0."""
     with needs("plots", "a figure"):
         from matplotlib.figure import Figure
     names = list(dict.fromkeys(name for row in status for name in row.coefficients))
-    heads = max(value.numel() for row in status for value in row.coefficients.values())
+    heads = max(len(by_head(value)) for row in status for value in row.coefficients.values())
     size = 1.6 + 0.22 * len(status)
     figure = Figure(figsize=(6.2, size * len(names)), layout="constrained")
     for axes, name in zip(figure.subplots(len(names), 1, squeeze=False)[:, 0], names, strict=True):
         values = torch.full((len(status), heads), torch.nan)
         for i, row in enumerate(status):
             if (value := row.coefficients.get(name)) is not None:
-                values[i, : value.numel()] = value.flatten().real.float()
+                values[i, : len(by_head(value))] = by_head(value)
         limit = values.nan_to_num().abs().max().item() or 1.0
         image = axes.imshow(values.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
         axes.set(xlabel="head", ylabel="patched module", title=name)

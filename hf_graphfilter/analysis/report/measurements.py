@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
+from ...hosts import unwrapped
 from ...status import FilterStatus, filter_status
 from ..observing import observe
 from ..response import Curve, FrequencyResponse, ResponseReader, response_curves
@@ -60,4 +61,4 @@ def measure(model: nn.Module, batches: Iterable[Any], progress: Callable[..., It
     smooth, response, spectrum, taylor = readers
     results = smooth.result(model), response.result(model), spectrum.result(model), taylor.result(model)
     status = filter_status(model)
-    return Measurements(*results, cost_of(model, first[0]), status, response_curves(model) if status else {})
+    return Measurements(*results, cost_of(unwrapped(model), first[0]), status, response_curves(model) if status else {})

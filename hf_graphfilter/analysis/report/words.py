@@ -38,7 +38,8 @@ def sentences(own: Measurements, other: Measurements | None) -> list[str]:
         if calls := [layer for layer in own.response.layers(stack) if (layer, name) in own.response.bands]:
             lines.append(
                 f"Gain of self-attention off frequency 0, of that at 0{where}: {both('response', calls[0], name)} in "
-                f"the first layer, {both('response', calls[-1], name)} in the last."
+                f"{'the first layer' if calls[0].index == 0 else calls[0]}, {both('response', calls[-1], name)} in "
+                f"{'the last' if calls[-1].index == last.index else calls[-1]}."
             )
     largest = max(own.taylor.bands.items(), key=lambda item: item[1].mean.item() / int(item[0][1][2:]))
     (layer, name), band = largest

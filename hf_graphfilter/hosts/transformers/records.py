@@ -10,7 +10,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import GraphFilterError
-from ...filters.attached import CHILD, filters_of
+from ...filters import FilterConfig
+from ...filters.attached import CHILD, active_filter, filters_of, patched_modules
 from .attention import IMPLEMENTATION
 from .sites import relative_name
 
@@ -61,7 +62,8 @@ def write_record(model: Any, record: dict[str, Any] | None) -> None:
 
 def check_recorded(model: PreTrainedModel) -> None:
     """Refuse to save what could not be loaded: the record goes with the config that is saved, and the patch may be that
-    of a model around this one or of a part, which may be unpatched by itself as well."""
+    of a model around this one or of a part, which may be unpatched by itself as well. Layers that were taken out or
+    put in since, with their filters, are written into the record."""
     saved = {id(config) for config in _with_parts(model.config) if getattr(config, CHILD, None)}
     parts = {f"{n}." if n else "": m for n, m in model.named_modules() if isinstance(m, PreTrainedModel)}
     recorded = {prefix: part for prefix, part in parts.items() if id(part.config) in saved}
@@ -71,6 +73,7 @@ def check_recorded(model: PreTrainedModel) -> None:
                 f"the config of this {type(model).__name__} holds no record of the filter at {name}: save the model "
                 "that was patched, a part of this one or around it, or patch this whole one with layers="
             )
+    settled: set[int] = set()
     for prefix, part in recorded.items():
         modules = {relative_name(part, name): (name, module) for name, module in part.named_modules()}
         for named in (named for group in getattr(part.config, CHILD)["filters"] for named in group["modules"]):
@@ -81,6 +84,23 @@ def check_recorded(model: PreTrainedModel) -> None:
                     "more (its module was exchanged, or a part unpatched by itself): unpatch the model that was "
                     "patched, and patch it again with layers="
                 )
+        if id(part.config) not in settled:  # parts share the config of what is around them
+            settled.add(id(part.config))
+            _settle(part, [p for p, other in recorded.items() if id(other.config) != id(part.config)], prefix)
+
+
+def _settle(part: PreTrainedModel, others: list[str], prefix: str) -> None:
+    """Write the filters that are there into the record, if their modules have not the names that it gives; those below
+    the prefixes of ``others`` have records of their own."""
+    record, groups = getattr(part.config, CHILD), {}  # type: ignore[var-annotated]
+    named = {name: FilterConfig.from_dict(g["config"]) for g in record["filters"] for name in g["modules"]}
+    own = [(n, m) for n, m in patched_modules(part, required=False) if not f"{prefix}{n}.".startswith(tuple(others))]
+    here = {relative_name(part, name): active_filter(module).config for name, module in own}
+    if not here or here == named:
+        return
+    for name, config in here.items():
+        groups.setdefault(repr(config), {"config": config.to_dict(), "modules": []})["modules"].append(name)
+    setattr(part.config, CHILD, {**record, "filters": list(groups.values())})
 
 
 def _with_parts(config: Any) -> Iterator[PreTrainedConfig]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dis
+import functools
 import inspect
 import re
 from collections import Counter
@@ -106,7 +108,18 @@ def _stack_module(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def _takes_any_keyword(module: nn.Module) -> bool:
-    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(type(module).forward).parameters.values())
+    return _hands_on(type(module).forward)
+
+
+@functools.cache
+def _hands_on(forward: Any) -> bool:
+    """Whether a function takes any keyword argument, and does something with those it has no name for."""
+    rest = next((p.name for p in inspect.signature(forward).parameters.values() if p.kind is p.VAR_KEYWORD), None)
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    if rest is None or code is None:
+        return rest is not None
+    names = (x.argval if isinstance(x.argval, tuple) else (x.argval,) for x in dis.get_instructions(code))
+    return any(rest in of_one for of_one in names)
 
 
 def _shape(module: Any) -> dict[str, Any]:

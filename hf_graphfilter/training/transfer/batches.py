@@ -101,8 +101,23 @@ def inputs_of(model: nn.Module, batch: Any, labels: bool) -> Batch:
     if not isinstance(batch, Mapping):
         raise GraphFilterError(f"a batch must be a mapping of model inputs or a tensor, got {type(batch).__name__}")
     kept = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items() if labels or k not in LABELS}
+    if "labels" in batch and "labels" not in kept:
+        kept |= _read_by_decoder(model, kept, batch["labels"])
     if not kept:
         raise GraphFilterError(f"a batch holds {list(batch) or 'nothing'} and no input of the model")
     if "use_cache" in inspect.signature(model.forward).parameters:
         kept["use_cache"] = False
     return kept
+
+
+def _read_by_decoder(model: nn.Module, kept: Batch, labels: Any) -> Batch:
+    """What an encoder-decoder makes of labels for its decoder to read, where it is given nothing else to."""
+    config = getattr(model, "config", None)
+    given = any(name.startswith("decoder_input") for name in kept)
+    if given or not isinstance(labels, Tensor) or not getattr(config, "is_encoder_decoder", False):
+        return {}
+    shifted: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if shifted is None:
+        raise GraphFilterError(f"the batches of {type(model).__name__} need decoder_input_ids beside input_ids")
+    labels = labels.to(next(model.parameters()).device)
+    return {"decoder_input_ids": shifted(labels=labels), "decoder_attention_mask": (labels != -100).long()} | kept

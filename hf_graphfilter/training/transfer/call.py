@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ...batches import running
 from ...errors import GraphFilterError
 from ...filters import GraphFilter
 from ...filters.attached import filters_of
@@ -94,7 +95,8 @@ def transfer_attention(
     held, skip = set_aside(model, dataloader, holdout)
     started = time.monotonic()
     with only_filters(model, modules):
-        report = TransferReport(before=filter_errors(model, modules, held))
+        with running(model, held[0]):
+            report = TransferReport(before=filter_errors(model, modules, held))
         _refuse_equal(model, modules, report.before)
         settings = {"steps": steps, "lr": lr, "coefficient_lr": coefficient_lr, "modules": sorted(modules)}
         settings |= {**fitted_to(model, held), "filters": [f.config.to_dict() for f in modules.values()]}
@@ -109,6 +111,8 @@ def transfer_attention(
             settings |= {"end_to_end": end_to_end, "end_to_end_steps": more, "end_to_end_lr": end_to_end_lr}
             groups = filter_groups(modules, end_to_end_lr, end_to_end_lr * coefficient_lr / lr)
             fit = partial(fit_end_to_end, model, original_of(model, modules), end_to_end)
+            with torch.no_grad():
+                fit(held[0])  # what it lacks is said before the first stage
             stages += [Stage("end to end", more, groups, fit, partial(mean_loss, fit, held))]
         kept = Checkpoint(checkpoint, settings) if checkpoint is not None else None
         for stage in stages:

@@ -6,11 +6,12 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ...batches import mask_of
 from ...errors import GraphFilterError
 from ...filters import GraphFilter
 from ...shift import AttentionShift
@@ -137,14 +138,6 @@ def backward(loss: Tensor) -> None:
     if loss.requires_grad:
         with torch.autocast(loss.device.type, enabled=False):
             loss.backward()
-
-
-def mask_of(batch: Batch, stack: str) -> Tensor | None:
-    """What of the tokens of a stack (``"encoder"``, ``"decoder"``, or ``""``, the only one) is there."""
-    mask: Tensor | None = batch.get("decoder_attention_mask" if stack == "decoder" else "attention_mask")
-    if stack == "decoder" and mask is None and "labels" in batch and "decoder_input_ids" not in batch:
-        return cast(Tensor, batch["labels"]) != -100  # of which the model makes its decoder's tokens
-    return mask
 
 
 def logits_of(outputs: Outputs) -> Tensor:
