@@ -182,6 +182,7 @@ NEXT_TOKEN = {"train": "lora", "stages": {"attention": 0.5, "task": 0.5}}  # as 
 CASES = {
     **{f"reviews-agf-{w}": Case("reviews", SHORT, {"window": w}) for w in (0, 4, 16, 32, 64, 128)},
     "reviews-agf-128-attention": Case("reviews", HALF_HOUR, {"window": 128, "stages": {"attention": 1}}),
+    "reviews-auto-128": Case("reviews", HALF_HOUR, {"window": 128, "layers": "auto:83%"}),  # five of six layers
     "reviews-agf-64-no-sinks": Case("reviews", SHORT, {"window": 64, "sinks": 0}),
     "reviews-hedgehog-64": Case("reviews", SHORT, {"filter": "hedgehog", "sinks": 4}),
     "reviews-hedgehog-64-no-sinks": Case("reviews", SHORT, {"filter": "hedgehog"}),  # as LoLCATs has it

@@ -120,4 +120,5 @@ def _read_by_decoder(model: nn.Module, kept: Batch, labels: Any) -> Batch:
     if shifted is None:
         raise GraphFilterError(f"the batches of {type(model).__name__} need decoder_input_ids beside input_ids")
     labels = labels.to(next(model.parameters()).device)
-    return {"decoder_input_ids": shifted(labels=labels), "decoder_attention_mask": (labels != -100).long()} | kept
+    made = {"decoder_input_ids": shifted(labels=labels), "decoder_attention_mask": (labels != -100).long()}
+    return {name: x for name, x in made.items() if name in inspect.signature(model.forward).parameters} | kept
