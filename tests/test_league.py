@@ -276,6 +276,16 @@ def test_runs_at_rates_that_are_no_longer_asked_for_are_not_counted(trained):
     assert Run("ptb", "gfsa", TUNING_SEED, 3e-3) in [*own.wanted(found)]
 
 
+def test_of_equal_rates_the_one_of_the_lower_loss_is_taken(trained):
+    found = by_run(played(trained))
+    rates = league().rates[league().tune["gfsa"]]
+    for rate, loss in zip(rates, (3.0, 2.0, 4.0), strict=False):
+        metrics = found[Run("reviews", "gfsa", TUNING_SEED, rate)]["metrics"]
+        metrics |= {"validation/matthews_correlation": 0.4, "held_out/matthews_correlation": 0.4}
+        metrics |= {"validation/loss": loss, "held_out/loss": loss}
+    assert league().tuned(found, "reviews", "gfsa") == rates[1]
+
+
 def test_equal_differences_are_no_certainty():
     paired, p = standings.tested([0.5, 0.25], [0.6, 0.35])
     assert paired.sd == pytest.approx(0)

@@ -154,11 +154,13 @@ class League:
         return sign * value if math.isfinite(value) else -math.inf
 
     def tuned(self, found: Records, task: str, variant: str) -> float | None:
-        """The best rate on validation, when all have been tried."""
+        """The best rate on validation, when all have been tried; of equal ones (accuracy over few examples) that of the
+        lowest loss."""
         tried = [Run(task, variant, TUNING_SEED, rate) for rate in self.rates[self.tune[variant]]]
         if any(run not in found for run in tried):
             return None
-        return max(tried, key=lambda run: self.score(run, found[run])).rate
+        loss = f"{self.tuning_metric(task).rpartition('/')[0]}/loss"
+        return max(tried, key=lambda run: (self.score(run, found[run]), -value_of(found[run], loss))).rate
 
     def refused(self, found: Records, task: str, variant: str) -> str | None:
         """Why a filter is left out of a task."""
