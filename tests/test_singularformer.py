@@ -211,7 +211,7 @@ def test_a_causal_mask_is_refused_when_it_comes():
 
 def test_a_cache_is_refused():
     model = patch_model(FAMILIES["bert"].build(), "singularformer")
-    with pytest.raises(GraphFilterError, match="called with a cache of past tokens, and SINGULARFORMER"):
+    with pytest.raises(GraphFilterError, match="got a cache of past tokens, and SINGULARFORMER"):
         model(**FAMILIES["bert"].inputs(), past_key_values=DynamicCache(), use_cache=True)
 
 

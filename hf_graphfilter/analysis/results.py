@@ -98,7 +98,7 @@ class Measured:
         with needs("plots", "a figure"):
             from matplotlib.figure import Figure
         there = dict.fromkeys(name for _, name in self.bands)
-        if unknown := [name for name in quantities or () if name not in there]:
+        if unknown := [name for name in quantities or () if name not in {**there, **self.quantities}]:
             raise GraphFilterError(f"{type(self).__name__} has no {unknown[0]!r}; it has {', '.join(there)}")
         names = [name for name in quantities or self.quantities if name in there] or [*there]
         stacks = list(dict.fromkeys(layer.stack for layer in self.layers()))
