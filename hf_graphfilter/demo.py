@@ -113,6 +113,7 @@ def run_demo(
         raise GraphFilterError(f"the demo needs seeds >= 1 and rows >= 32, got seeds={seeds}, rows={rows}")
     for module in ("scipy", "matplotlib"):
         require(module, "demo", "the demo")
+    filter_optimizer(quiet_arguments(Path(output), 1), filter_lr)  # said before plain is trained
     output, started, console = Path(output), time.perf_counter(), Console()
     source = pretrained_path()
     tokenizer = AutoTokenizer.from_pretrained(source)

@@ -353,6 +353,7 @@ def test_auto_class(cli, plain, tmp_path, transformers_warnings):
         (["filters", "gsfa"], 1, "did you mean 'gfsa'?"),
         (["--import", "nothing.there", "filters"], 1, "cannot import filters from 'nothing.there'"),
         (["demo", "--seeds", "0"], 2, "--seeds"),
+        (["demo", "--filter-lr", "-1"], 1, "filter_lr must be a finite learning rate >= 0, got -1"),
         (["frobnicate"], 2, "No such command"),
     ],
 )

@@ -35,6 +35,9 @@ def parameter_groups(
     Returns:
         Groups of the parameters that require gradients; every one is in exactly one group, none is empty.
 
+    Raises:
+        GraphFilterError: a rate that is none, a model without filter parameters, or with all of them frozen.
+
     Example:
         >>> import torch
         >>> from transformers import BertConfig, BertModel
@@ -44,8 +47,7 @@ def parameter_groups(
         >>> [g["lr"] for g in optimizer.param_groups]
         [2e-05, 2e-05, 0.01]
     """
-    if not 0 <= filter_lr < math.inf:
-        raise GraphFilterError(f"filter_lr must be a finite learning rate >= 0, got {filter_lr}")
+    _check_rate(filter_lr)
     if not any(True for _ in filter_parameters(model)):
         raise GraphFilterError(
             f"{type(model).__name__} has no filter parameters: patch it first, with learn= not empty"
@@ -67,6 +69,11 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
+def _check_rate(filter_lr: float) -> None:
+    if not 0 <= filter_lr < math.inf:
+        raise GraphFilterError(f"filter_lr must be a finite learning rate >= 0, got {filter_lr}")
+
+
 def coefficient_ids(model: nn.Module) -> set[int]:
     """``id`` of the parameters that are coefficients of a filter; its weights (``sigma`` of AGF ...) are not."""
     return {id(p) for _, graph_filter in filters_of(model) for p in graph_filter.coefficient_tensors().values()}
@@ -77,9 +84,14 @@ def filter_optimizer(args: TrainingArguments, filter_lr: float = FILTER_LR) -> t
 
     The Trainer builds it itself, after the model is wrapped, and its schedule scales every group.
 
+    Raises:
+        GraphFilterError: a rate that is none; when the Trainer builds it, those of ``parameter_groups``.
+
     Example:
         ``Trainer(model, args, optimizer_cls_and_kwargs=filter_optimizer(args, filter_lr=1e-2))``
     """
+
+    _check_rate(filter_lr)
 
     def factory() -> Callable[..., torch.optim.Optimizer]:
         def build(model: nn.Module, **_: Any) -> torch.optim.Optimizer:
