@@ -16,6 +16,8 @@ from transformers import (
     Gemma3TextConfig,
     Qwen2Config,
     Qwen2Model,
+    StableLmConfig,
+    StableLmModel,
     SwinConfig,
     SwinModel,
 )
@@ -192,6 +194,14 @@ def test_a_layer_that_the_first_did_not_run_before_says_so(name):
     model.encoder.layer[0].forward = lambda hidden_states, *_, **__: hidden_states  # as if dropped
     with pytest.raises(GraphFilterError, match="did not run before it"):
         model(torch.arange(10).view(2, 5))
+
+
+@pytest.mark.parametrize("name", ["neutreno", "value-residual"])
+def test_layers_that_hand_nothing_on_are_refused_when_patched(name):
+    model = StableLmModel(StableLmConfig(**SIZES))
+    with pytest.raises(GraphFilterError, match="the layers of this model hand nothing on to each other besides the"):
+        patch_model(model, name)
+    assert not filters_of(model)
 
 
 @pytest.mark.parametrize("name", ["neutreno", "value-residual"])
