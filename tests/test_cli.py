@@ -12,6 +12,7 @@ import pytest
 import torch
 from models import FAMILIES, output
 from transformers import AutoModel, BertForSequenceClassification, BertTokenizer, PreTrainedModel
+from transformers.utils import logging
 
 import hf_graphfilter
 from hf_graphfilter import filter_status, patch_model
@@ -34,7 +35,9 @@ def cli(monkeypatch, capfd):
         stdout, stderr = capfd.readouterr()
         return SimpleNamespace(returncode=done.value.code or 0, stdout=stdout, stderr=stderr)
 
-    return run
+    verbosity = logging.get_verbosity()
+    yield run
+    logging.set_verbosity(verbosity)  # the demo has a quiet process of its own
 
 
 def test_as_a_module():
