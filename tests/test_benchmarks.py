@@ -172,8 +172,9 @@ def test_steps_by_length_add_the_losses_that_filters_declare():
 @pytest.mark.slow
 def test_ratios_of_several_machines_stand_side_by_side(tmp_path, monkeypatch):
     import tables
+    from pages import sources
 
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(sources, "RESULTS", tmp_path)
     common = {"date": "2026-01-01"}
     written([row("gfsa", 1, 1, 1, 1.25, **common)], tmp_path / "decoding-cpu.csv")
     assert tables.machines_tables() == "Measured on one machine so far."
@@ -186,6 +187,7 @@ def test_ratios_of_several_machines_stand_side_by_side(tmp_path, monkeypatch):
 def test_a_case_of_conversion_is_played_once_and_shown(tmp_path, monkeypatch, capsys):
     import conversion
     import tables
+    from pages import sources
     from test_conversion import llama, texts
 
     class Tiny(conversion.Task):
@@ -220,7 +222,7 @@ def test_a_case_of_conversion_is_played_once_and_shown(tmp_path, monkeypatch, ca
     card = (tmp_path / "cards" / "tiny-2" / "README.md").read_text()
     assert "| layers | 4 | 4 |" in card
     assert (tmp_path / "cards" / "tiny-2" / "figures" / "conversion.png").is_file()
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(sources, "RESULTS", tmp_path)
     shown = tables.conversion_tables("tiny")
     assert "**A tiny model.**" in shown
     assert "| original | 4 |" in shown

@@ -1,0 +1,76 @@
+"""Conversions, from benchmarks/conversion.py."""
+
+import json
+
+from hf_graphfilter.checkpoints.card import markdown_table
+from pages import sources
+from pages.sources import days
+
+
+def conversion_tables(task: str) -> str:
+    """The cases of a task beside each other, and their errors by context."""
+    cases = [json.loads(file.read_text()) for file in sorted((sources.RESULTS / "conversion").glob("*.json"))]
+    cases = [case for case in cases if case["task"] == task]
+    if not cases:
+        return "Not run yet."
+    body = []
+    for case in cases:
+        report = case["report"]
+        parts = report["errors_without"]
+        measures = [
+            f"{m['name']} {m['original']:.4g} → **{m['converted']:.4g}**"
+            + "".join(f", {value:.4g} without {part}" for part, value in m["without"].items())
+            for m in report["measures"]
+        ]
+        options = "; ".join(f"{name} {value}" for name, value in case["options"].items())
+        config = report["config"]
+        error = f"{report['error_before']:.3f} → **{report['error']:.3f}**"
+        error += "".join(f"; {value:.3f} without {part}" for part, value in parts.items())
+        what = f"`{case['name']}`: {config['filter']}, window {config['window']}"
+        what += f", {config['sinks']} sinks" if config.get("sinks") else ""
+        what += f", far {config.get('far', 'all')}"
+        steps = sum(stage["steps"] for stage in report["stages"].values())
+        counts = [f"{n:,}" for n in (report["parameters"], report["tokens"], steps)]
+        body.append([what, options, *counts, error, "<br>".join(measures)])
+    header = [
+        "case",
+        "options",
+        "parameters added",
+        "tokens",
+        "steps",
+        "relative error of the layers",
+        "the model, held out",
+    ]
+    contexts = list(dict.fromkeys(label for case in cases for label in case["report"]["by_context"]))
+    rows = [
+        [f"`{case['name']}`", *(f"{e:.3f}" if (e := case["report"]["by_context"].get(c)) else "" for c in contexts)]
+        for case in cases
+    ]
+    when = days(case["date"] for case in cases)
+    tested = []
+    if cases[0]["after"]:
+        names = list(cases[0]["after"])
+        cells = [["original", *(f"{cases[0]['before'][name]:.4g}" for name in names)]]
+        cells += [[f"`{case['name']}`", *(f"{case['after'][name]:.4g}" for name in names)] for case in cases]
+        tested = ["*On the test part*", markdown_table(["", *names], cells)]
+    timed = []
+    for title, key in (("A forward pass, of one text", "speed"), ("Decoding, a token", "decoding")):
+        found = {case["name"]: case["report"][key] for case in cases if case["report"].get(key)}
+        if found:
+            counts = sorted({row["tokens"] for rows in found.values() for row in rows})
+            cells = [
+                [f"`{name}`", *(f"{by[n]['ratio']:.2f}" if n in by else "" for n in counts)]
+                for name, by in ((name, {row["tokens"]: row for row in rows}) for name, rows in found.items())
+            ]
+            timed += [f"*{title}: time over the original's, by the number of tokens*"]
+            timed += [markdown_table(["case", *(f"{n:,}" for n in counts)], cells)]
+    return "\n\n".join(
+        [
+            f"**{cases[0]['about']}** {cases[0]['device']}, torch {cases[0]['torch']}, {when}.",
+            markdown_table(header, body),
+            *tested,
+            "*Relative error by the number of tokens that a token sees*",
+            markdown_table(["case", *contexts], rows),
+            *timed,
+        ]
+    )

@@ -1,0 +1,42 @@
+"""What the analysis finds in real weights, from benchmarks/gallery.py."""
+
+from hf_graphfilter.checkpoints.card import markdown_table
+from pages.sources import read, where
+
+GALLERY = {  # quantity: (column, of what it is shown)
+    "cosine": ("cosine of two tokens", ".2f"),
+    "high_frequency": ("energy off the mean token", ".2f"),
+    "effective_rank": ("effective rank", ".0f"),
+    "stable_rank": ("stable rank", ".1f"),
+    "high_to_low": ("gain off frequency 0", ".2f"),
+}
+
+
+def gallery(section: str) -> str:
+    """From before the first layer (of gains: in it) to the last, with the largest or smallest between them."""
+    rows = read(f"gallery-cpu-{section}")
+    curves: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for row in sorted(rows, key=lambda row: int(row["layer"])):
+        quantities = curves.setdefault((row["model"], row["stack"]), {})
+        quantities.setdefault(row["quantity"], []).append(float(row["mean"]))
+    names = [name for name, _ in curves]
+    body = []
+    for (name, stack), found in curves.items():
+        cells = [name + (f", {stack}" if names.count(name) > 1 else ""), str(len(found["K=3"]))]
+        for quantity, (_, form) in GALLERY.items():
+            values = found[quantity]
+            furthest = max(values, key=lambda x: abs(x - values[0]))
+            between = "" if furthest in (values[0], values[-1]) else f"{furthest:{form}} … "
+            cells.append(f"{values[0]:{form}} … {between}{values[-1]:{form}}")
+        for K in (3, 10):
+            shares = [value / (2 * K) for value in found[f"K={K}"]]
+            cells.append(f"{min(shares):.0%} to {max(shares):.0%}")
+        body.append(cells)
+    header = ["model", "layers", *(title for title, _ in GALLERY.values()), "E_3 of its bound", "E_10 of its bound"]
+    return f"{rows[0]['samples']} {rows[0]['data']}. {where(rows)}\n\n{markdown_table(header, body)}"
+
+
+def gallery_costs() -> str:
+    rows = read("gallery-cpu-costs")
+    body = [[row["case"], row["seconds"], f"{int(row['peak_mb']):,}"] for row in rows]
+    return f"{where(rows)}\n\n{markdown_table(['a report of', 's', 'peak MB'], body)}"

@@ -1,0 +1,36 @@
+"""Leagues, from recipes/compare.py league."""
+
+import json
+from pathlib import Path
+
+from hf_graphfilter.checkpoints.card import markdown_table
+from pages.sources import RECIPES, days
+from recipes.league.plan import League
+from recipes.league.records import by_run
+from recipes.league.standings import comparisons, details, levels, overview, tuning, verdict
+
+
+def league_tables(name: str) -> str:
+    """The verdict, the tables of each stage, and how far plain was trained."""
+    content = json.loads((RECIPES / "league" / f"{name}.json").read_text())
+    league, found = League(content["league"], name, Path()), by_run(content)
+    made = [f"**{verdict(league, found)}**"]
+    for number, stage in enumerate(league.stages, 1):
+        if comparisons(league, found, stage):
+            title = f"Stage {number}, seeds {min(stage.seeds)} to {max(stage.seeds)}" if len(league.stages) > 1 else ""
+            made += [f"*{title}*" if title else "", markdown_table(*overview(league, found, stage))]
+            made += folded("in detail", *details(league, found, stage))
+    machines = sorted(
+        {f"{run['machine']}, torch {run['versions']['torch']}" for run in found.values() if "machine" in run}
+    )
+    dates = [run["date"] for run in found.values() if "date" in run]
+    header, rows = levels(league, found)
+    made += ["*How far plain was trained*", markdown_table(header, rows)] if rows else []
+    made += folded("tuning, on validation, one seed", *tuning(league, found))
+    made += [f"{'; '.join(machines)}. {days(dates)}."]
+    return "\n\n".join(filter(None, made))
+
+
+def folded(title: str, header: list[str], rows: list[list[str]]) -> list[str]:
+    """A table that is shown when its title is clicked."""
+    return [f"<details><summary>{title}</summary>", markdown_table(header, rows), "</details>"] if rows else []

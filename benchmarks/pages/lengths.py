@@ -1,0 +1,192 @@
+"""Time and memory by length: AGF and the other linear filters."""
+
+from agf import growth
+
+from hf_graphfilter.checkpoints.card import markdown_table
+from pages import sources
+from pages.sources import over_plain, read, where, with_memory
+
+
+def agf_speed(device: str = "cpu") -> str:
+    timed, peaks = read(f"agf-{device}-attention"), read(f"agf-{device}-memory")
+    for row in timed:
+        row |= {"n": int(row["n"]), "causal": row["causal"] == "True", "median_ms": float(row["median_ms"])}
+    memory = {(int(r["n"]), r["causal"] == "True", r["pass"], r["form"]): r["peak_mb"] for r in peaks}
+    parts, body = [], []
+    for causal in (False, True):
+        for which in ("fwd", "fwd+bwd"):
+            cases: dict[int, dict[str, dict]] = {}
+            for row in timed:
+                if (row["causal"], row["pass"]) == (causal, which):
+                    cases.setdefault(row["n"], {})[row["form"]] = row
+            for n, forms in cases.items():
+                plain, agf = forms.get("plain"), forms["agf"]
+                body.append(
+                    [
+                        "causal" if causal else "full",
+                        which,
+                        n,
+                        f"{plain['median_ms']:,.1f}" if plain else "",
+                        f"{agf['median_ms']:,.1f}",
+                        f"**{float(agf['ratio_to_plain']):.3f}**" if plain else "",
+                        " / ".join(
+                            memory.get((n, causal, which, form), "-")
+                            for form in (("plain", "agf") if plain else ("agf",))
+                        ),
+                    ]
+                )
+            faster = [n for n, f in cases.items() if "plain" in f and float(f["agf"]["ratio_to_plain"]) < 1]
+            parts.append(
+                f"- {'causal' if causal else 'every token sees all'}, {which}: time grows as "
+                f"n^{growth(timed, causal, which):.2f} between 4k and 64k; the faster one from n = {min(faster)} on "
+                f"(of the lengths measured)."
+            )
+    header = ["mask", "pass", "n", "SDPA ms", "AGF ms", "AGF / SDPA", "peak MB (SDPA / AGF)"]
+    caption = (
+        "One sequence, 12 heads of 64 features, K = 3, random inputs. Times are medians in ms; ratios are medians of "
+        f"ratios taken side by side; memory is the peak over the inputs. {where(timed)}"
+    )
+    layers = read(f"agf-{device}-layers")
+    by_case: dict[tuple[str, str], dict[str, dict]] = {}
+    for row in layers:
+        by_case.setdefault((row["case"], row["n"]), {})[row["form"]] = row
+    layer_body = []
+    for (case, n), forms in by_case.items():
+        agf, ortho = (float(forms[f]["median_ms"]) for f in ("agf", "agf+ortho"))
+        ratio = forms["agf"]["ratio_to_plain"]
+        layer_body.append([case, n, f"{agf:,.0f}", ratio, f"{ortho:,.0f}", f"**{ortho / agf - 1:+.1%}**"])
+    layer_table = markdown_table(
+        ["module, forward and backward", "n", "AGF ms", "AGF / plain", "with orthogonality loss", "it adds"], layer_body
+    )
+    decoding: dict[str, dict[str, dict]] = {}
+    for row in read(f"agf-{device}-decoding"):
+        decoding.setdefault(row["n"], {})[row["form"]] = row
+    decoding_table = markdown_table(
+        ["context", "plain ms a token", "AGF ms a token"],
+        [[f"{int(n):,}", f["plain"]["median_ms"], f["agf"]["median_ms"]] for n, f in decoding.items()],
+    )
+    batches = read(f"agf-{device}-batch")
+    return "\n\n".join(
+        [
+            caption,
+            "\n".join(parts),
+            markdown_table(header, body),
+            "In batches, 12 heads of 64 features, K = 3: over the same formula in plain PyTorch operations with "
+            f"autograd, and over SDPA. {where(batches)}",
+            batch_table(batches),
+            f"Whole attention modules in training, 4,096 tokens a batch. {where(layers)}",
+            layer_table,
+            f"One more token after a context (GPT-2 shape, 4 layers, d 256). {where(read(f'agf-{device}-decoding'))}",
+            decoding_table,
+        ]
+    )
+
+
+def batch_table(rows: list[dict]) -> str:
+    cases: dict[tuple[str, str, str], dict[tuple[str, str], dict]] = {}
+    for row in rows:
+        cases.setdefault((row["case"], row["causal"], row["n"]), {})[row["pass"], row["form"]] = row
+    body = []
+    for (case, causal, n), by_form in cases.items():
+        batch, over = case.removeprefix("batch of ").split(", over ")
+        cells = []
+        for which in ("fwd", "fwd+bwd"):
+            plain, agf = (by_form[which, form] for form in ("plain", "agf"))
+            times = (f"{float(x['median_ms']):,.1f}" for x in (plain, agf))
+            cells += [*times, f"**{agf['ratio_to_plain']}**"]
+        body.append([over, "causal" if causal == "True" else "full", f"{batch} x {n}", *cells])
+    header = ["over", "mask", "batch x n", "fwd ms", "AGF ms", "ratio", "fwd+bwd ms", "AGF ms", "ratio"]
+    return markdown_table(header, body)
+
+
+LINEAR = {"plain": "SDPA", "agf": "AGF", "singularformer": "Singularformer", "synvolution": "Synvolution"}
+
+
+SYSTEMS = {
+    "plain": "plain (SDPA)",
+    "gfsa": "GFSA",
+    "agf": "AGF",
+    "singularformer": "Singularformer",
+    "kernelution": "Kernelution",
+    "converter, gru": "Converter, GRU",
+    "converter, sinusoidal": "Converter, sinusoids",
+}
+
+
+def linear_tables() -> str:
+    parts = []
+    peaks = {(row["n"], row["pass"], row["form"]): row["peak_mb"] for row in read("linear-cpu-memory")}
+    captions = {
+        "attention": "One sequence, 12 heads of 64 features, r = 64, K = 3, random inputs, what the filters project "
+        "from the input given. Medians in ms; ratios are medians of ratios taken side by side; memory is the peak over "
+        "the inputs.",
+        "batch": "The same with about 4,096 tokens a batch.",
+    }
+    for section, caption in captions.items():
+        rows = read(f"linear-cpu-{section}")
+        cases: dict[tuple[str, str], dict[str, dict]] = {}
+        for row in rows:
+            cases.setdefault((row["pass"], row["n"]), {})[row["form"]] = row
+        body, names = [], [form for form in LINEAR if any(row["form"] == form for row in rows)]
+        for (which, n), forms in cases.items():
+            ms = {form: float(row["median_ms"]) for form, row in forms.items()}
+            times = [f"{ms[form]:,.1f}" if form in ms else "" for form in names]
+            memory = " / ".join(peaks.get((n, which, form), "-") for form in names)
+            over = [f"**{forms[form]['ratio_to_plain']}**" if "plain" in ms else "" for form in names[1:]]
+            body.append([which, f"{int(n):,}", *times, *over, *([memory] if section == "attention" else [])])
+        header = ["pass", "n", *(LINEAR[form] for form in names), *(f"{LINEAR[form]} / SDPA" for form in names[1:])]
+        parts += [f"{caption} {where(rows)}", markdown_table(header + ["peak MB"] * (section == "attention"), body)]
+        if section == "attention":
+            timed = [{**row, "n": int(row["n"]), "causal": False, "median_ms": float(row["median_ms"])} for row in rows]
+            exponents = (
+                f"{LINEAR[form]}: n^{growth(timed, False, 'fwd', form):.2f} forward, "
+                f"n^{growth(timed, False, 'fwd+bwd', form):.2f} forward and backward"
+                for form in names[1:]
+            )
+            parts.append(f"Time between 4k and 64k tokens grows as: {'; '.join(exponents)}.")
+    return "\n\n".join(parts)
+
+
+def growth_tables() -> str:
+    """Whole training steps by length: time, memory, time over plain; and the same tokens in batches."""
+    steps = with_memory(read("sequences-cpu-steps"), sources.RESULTS / "sequences-cpu-memory.csv")
+    batches = read("sequences-cpu-batch")
+    timed = [{**row, "n": int(row["n"]), "causal": False, "median_ms": float(row["median_ms"])} for row in steps]
+    exponents = {form: f"n^{growth(timed, False, steps[0]['pass'], form):.2f}" for form in SYSTEMS}
+    return "\n\n".join(
+        [
+            f"One sequence a step: seconds, peak MB, **time over plain's**. {where(steps)}",
+            by_length(steps, {"time from 4k on": exponents}),
+            f"16,384 tokens a step: seconds, **time over plain's**. {where(batches)}",
+            by_length(batches, {}),
+        ]
+    )
+
+
+def by_length(rows: list[dict], more: dict[str, dict[str, str]]) -> str:
+    """A line a system and a column a length, and ``more`` columns by system."""
+    cells: dict[tuple[str, str], str] = {}
+    for row in rows:
+        cell = [f"{float(row['median_ms']) / 1e3:#.3g} s"]
+        cell += [f"{float(row['peak_mb']):,.0f} MB"] if row["peak_mb"] else []
+        cell += [f"**{over_plain(row):.3f}**"] if row["ratio_to_plain"] and row["form"] != "plain" else []
+        cells[row["form"], row["n"]] = ", ".join(cell)
+    lengths = list(dict.fromkeys(row["n"] for row in rows))
+    body = [
+        [name, *(cells.get((form, n), "") for n in lengths), *(column[form] for column in more.values())]
+        for form, name in SYSTEMS.items()
+    ]
+    return markdown_table(["", *(f"{int(n):,}" for n in lengths), *more], body)
+
+
+def scan_table() -> str:
+    rows = read("synvolution-cpu")
+    cases: dict[tuple[str, str, str], dict[str, dict]] = {}
+    for row in rows:
+        cases.setdefault((row["case"], row["pass"], row["n"]), {})[row["form"]] = row
+    body = []
+    for (case, which, n), forms in cases.items():
+        times = [forms[form]["median_ms"] for form in ("plain", "blocks")]
+        body.append([case, which, f"{int(n):,}", *times, f"**{forms['blocks']['ratio_to_plain']}**"])
+    header = ["", "pass", "n", "parallel scan of Algorithm 1 ms", "blocks ms", "ratio"]
+    return f"One sequence; medians, and of ratios taken side by side. {where(rows)}\n\n{markdown_table(header, body)}"

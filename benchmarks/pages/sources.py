@@ -1,0 +1,40 @@
+"""What the pages read, and how they tell of it."""
+
+import csv
+from collections.abc import Iterable
+from pathlib import Path
+
+from measure import RESULTS
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "recipes" / "results"
+CARD = ROOT / "model_cards" / "minilm-movie-snippets"
+
+
+def read(name: str) -> list[dict]:
+    """Rows of a results file; none where it has not been measured on this kind of device."""
+    file = RESULTS / f"{name}.csv"
+    return list(csv.DictReader(file.open())) if file.is_file() else []
+
+
+def where(rows: list[dict]) -> str:
+    versions = f"; torch {rows[0]['torch']}, transformers {rows[0]['transformers']}" if "torch" in rows[0] else ""
+    return f"{rows[0]['device']}, {days(row['date'] for row in rows)}{versions}."
+
+
+def days(dates: Iterable[str]) -> str:
+    """The first and the last."""
+    ordered = sorted(dates)
+    return " to ".join(dict.fromkeys((ordered[0], ordered[-1])))
+
+
+def over_plain(row: dict) -> float:
+    return float(row["ratio_to_plain"])
+
+
+def with_memory(rows: list[dict], file: Path) -> list[dict]:
+    def key(row: dict) -> tuple:
+        return row["n"], row["causal"], row["pass"], row["form"]
+
+    peaks = {key(row): row["peak_mb"] for row in read(file.stem)}
+    return [{**row, "peak_mb": peaks.get(key(row), "-")} for row in rows]

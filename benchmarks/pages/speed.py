@@ -1,0 +1,169 @@
+"""Time and memory of GFSA, of the menu and of the routes."""
+
+import csv
+import itertools
+
+from hf_graphfilter.checkpoints.card import markdown_table
+from pages import sources
+from pages.sources import over_plain, read, where, with_memory
+
+
+def bench_tables() -> str:
+    parts = []
+    for file in sorted(sources.RESULTS.glob("gfsa-*.csv"), reverse=True):
+        section = file.stem.split("-")[2]
+        if section == "memory":
+            continue  # a column of the attention table
+        rows = list(csv.DictReader(file.open()))
+        if section == "attention":
+            rows = with_memory(rows, file.with_name(file.name.replace("attention", "memory")))
+        caption, table = SECTIONS[section]
+        parts += [f"{caption} {where(rows)}", table(rows)]
+    return "\n\n".join(parts)
+
+
+def start_table(rows: list[dict]) -> str:
+    body = [[row["case"], {"plain": "without", "gfsa": "with"}[row["form"]], row["median_ms"]] for row in rows]
+    body[-1][1] = ""
+    return markdown_table(["", "hf_graphfilter", "ms"], body)
+
+
+def step_table(rows: list[dict]) -> str:
+    cases = {}
+    for row in rows:
+        cases.setdefault(row["case"], {})[row["form"]] = row
+    body = [
+        [
+            case,
+            forms["plain"]["n"],
+            *(f"{float(forms[f]['median_ms']):,.0f}" for f in ("plain", "gfsa")),
+            f"**{forms['gfsa']['ratio_to_plain']}**",
+        ]
+        for case, forms in cases.items()
+    ]
+    return markdown_table(["step", "n", "plain ms", "GFSA ms", "ratio"], body)
+
+
+def attention_table(rows: list[dict]) -> str:
+    cases = {}
+    for row in rows:
+        cases.setdefault((int(row["n"]), row["causal"] == "True", row["pass"]), {})[row["form"]] = row
+    body = []
+    for (n, causal, which), forms in sorted(cases.items(), key=lambda item: (item[0][1], item[0][0], item[0][2])):
+        plain, gfsa, dense = (forms[f] for f in ("plain", "gfsa", "dense"))
+        faster = float(dense["median_ms"]) / float(gfsa["median_ms"])
+        body.append(
+            [
+                "causal" if causal else "full",
+                n,
+                which,
+                *(f"{float(f['median_ms']):,.1f}" for f in (plain, gfsa, dense)),
+                f"**{gfsa['ratio_to_plain']}**",
+                f"{faster:.1f}x",
+                " / ".join(f["peak_mb"] for f in (plain, gfsa, dense)),
+            ]
+        )
+    header = ["mask", "n", "pass", "SDPA", "GFSA", "dense A²", "GFSA / SDPA", "faster than dense", "peak MB (three)"]
+    return markdown_table(header, body)
+
+
+SECTIONS = {
+    "steps": ("Whole training steps (forward, backward, AdamW), patched over plain.", step_table),
+    "attention": (
+        "Attention alone, 12 heads of 64 features, about 4,096 tokens a batch, K = 3. Times are medians in ms; ratios "
+        "are medians of ratios taken side by side; memory is the peak over the inputs, in MB.",
+        attention_table,
+    ),
+    "start": ("The import in a fresh process, and patching.", start_table),
+}
+
+
+def decoding_table() -> str:
+    rows, body = read("decoding-cpu"), {}
+    for row in rows:
+        body.setdefault(int(row["n"]), {})[row["case"].split()[2], row["form"]] = row
+    forms = [("dynamic", "plain"), ("dynamic", "gfsa"), ("static", "plain"), ("static", "gfsa")]
+    cells = []
+    for n, by_form in body.items():
+        plain, gfsa, static_plain, static_gfsa = (f"{float(by_form[form]['median_ms']):,.0f}" for form in forms)
+        ratio, static_ratio = (f"**{by_form[form]['ratio_to_plain']}**" for form in forms[1::2])
+        cells.append([f"{n:,}", plain, gfsa, ratio, static_plain, static_gfsa, static_ratio])
+    header = ["context", "dynamic cache: plain ms", "GFSA ms", "ratio", "static cache: plain ms", "GFSA ms", "ratio"]
+    return (
+        "One token of GPT-2's shape (12 layers, d 768), K = 3, with w_K = 0.1; medians in ms, and of the ratios. "
+        f"{where(rows)}\n\n{markdown_table(header, cells)}"
+    )
+
+
+def overhead_table() -> str:
+    rows = read("overhead-cpu")
+    packages = list(dict.fromkeys(row["package"] for row in rows))
+    cells = {(row["package"], row["form"]): row for row in rows}
+    header = ["microseconds a layer beyond the plain model", *packages]
+    forms = {"route": "a filter that only applies S", "gfsa": "GFSA", "agf": "AGF"}
+    body = [[text, *(cells[package, form]["overhead"] for package in packages)] for form, text in forms.items()]
+    held = [cells[package, "agf, after a training step"]["held_mb"] for package in packages]
+    body.append(["MB held after a training step of four AGF layers, 8 x 512 tokens", *held])
+    return f"By commit of the package. {where(rows)}\n\n{markdown_table(header, body)}"
+
+
+SIDE_BY_SIDE = {
+    "gfsa-*-steps": "Whole training steps",
+    "gfsa-*-attention": "Attention alone",
+    "decoding-*": "One token",
+    "agf-*-attention": "AGF in the place of attention",
+}
+
+
+def machines_tables() -> str:
+    """Ratios to the plain form on every machine: results stand in RESULTS, or in a folder below it for another one."""
+    parts = []
+    for name, caption in SIDE_BY_SIDE.items():
+        files = [*sorted(sources.RESULTS.glob(f"{name}.csv")), *sorted(sources.RESULTS.glob(f"*/{name}.csv"))]
+        by_machine = {}
+        for file in files:
+            rows = list(csv.DictReader(file.read_text().splitlines()))
+            ratios = {
+                tuple(row[key] for key in ("case", "n", "causal", "pass", "form")): row["ratio_to_plain"]
+                for row in rows
+                if row["form"] in ("gfsa", "agf", "kernel") and row["ratio_to_plain"]
+            }
+            by_machine[where(rows)] = ratios
+        if len(by_machine) < 2:
+            continue
+        body = [
+            [case, n, "causal" if causal == "True" else "full", which, form]
+            + [machine.get((case, n, causal, which, form), "") for machine in by_machine.values()]
+            for case, n, causal, which, form in dict.fromkeys(itertools.chain(*by_machine.values()))
+        ]
+        header = ["case", "n", "mask", "pass", "form", *(f"machine {i}" for i in range(1, len(by_machine) + 1))]
+        machines = " ".join(f"Machine {i}: {text}" for i, text in enumerate(by_machine, 1))
+        parts += [f"{caption}, time over plain. {machines}", markdown_table(header, body)]
+    return "\n\n".join(parts) or "Measured on one machine so far."
+
+
+def vision_table() -> str:
+    rows = list(csv.DictReader((sources.RESULTS / "vision-cpu-throughput.csv").open()))
+    pairs = [(a, b) for a, b in itertools.pairwise(rows) if a["form"] == "plain" and b["form"] == "gfsa"]
+    header = ["model", "K", "pass", "batch", "plain images/s", "GFSA images/s", "ratio", "GFLOPs", "parameters"]
+    body = [
+        [
+            *(b["model"], b["K"], b["pass"], b["batch"], a["images_per_s"], b["images_per_s"]),
+            *(f"**{b['ratio_to_plain']}**", f"{a['gflops']} → {b['gflops']}", f"{int(a['parameters']):,}"),
+        ]
+        for a, b in pairs
+    ]
+    first = rows[0]
+    where = f"{first['device']}, {first['date']}; torch {first['torch']}, timm {first['timm']}."
+    return f"{where}\n\n{markdown_table(header, body)}"
+
+
+def menu_steps() -> str:
+    """Time over plain's, a column a shape."""
+    steps = read("menu-cpu-steps")
+    found = {(row["form"], row["case"]): f"**{over_plain(row):.2f}**" for row in steps}
+    shapes = list(dict.fromkeys(row["case"] for row in steps))
+    names = dict.fromkeys(row["form"] for row in steps)
+    names = sorted(names, key=lambda name: float(found.get((name, shapes[0]), "**9**")[2:-2]))
+    body = [[f"`{name}`", *(found.get((name, shape), "") for shape in shapes)] for name in names]
+    return f"{where(steps)}\n\n{markdown_table(['filter', *shapes], body)}"

@@ -1,0 +1,65 @@
+"""What recipes/compare.py measured."""
+
+import dataclasses
+import json
+import math
+import statistics
+
+from hf_graphfilter.analysis.comparison import paired_comparison
+from hf_graphfilter.checkpoints.card import markdown_table
+from pages.sources import RECIPES, read
+from recipes.records import lower_is_better
+from recipes.summary import PLAIN, by_seed, interval, summary_rows
+
+
+def recipe_tables(*names: str) -> str:
+    """What recipes/compare.py measured, a table a task, and the mean over the tasks of a family of models."""
+    files = [file for name in names for file in sorted(RECIPES.glob(f"{name}*.json"))]
+    contents = [json.loads(file.read_text()) for file in files]
+    parts = []
+    for content in contents:
+        run = content["runs"][0]
+        notes = [f"metric: {content['metric']}" + (", lower is better" * lower_is_better(content["metric"]))]
+        notes += [f"split: {run['split']}; rows: {run['rows']}".replace("'", "")] if "split" in run else []
+        if content["name"].startswith("lra-") and content["task"] != "image":
+            notes += [f"at most {run['settings']['max_length']:,} tokens"]
+        notes += [f"{run['settings']['num_train_epochs']:g} epochs"] if content["name"].startswith("lra-") else []
+        notes += [f"{run['date']}, {run['machine']}, torch {run['versions']['torch']}"]
+        title = f"**{content['model']} on {content['task']}**" + (" (sweep)" if content["sweep"] else "")
+        parts += [f"{title}. {'; '.join(notes)}.", markdown_table(*summary_rows(content))]
+        if content["sweep"]:
+            parts += [f"![{content['metric']} over the sweep](results/{content['name']}.png)"]
+    plain = [c for c in contents if not c["sweep"]]
+    mean = [mean_over_tasks(plain)] if len(plain) > 1 and names == ("glue",) else []
+    return "\n\n".join(mean + parts)
+
+
+def mean_over_tasks(contents: list[dict]) -> str:
+    """Per variant: the difference to the plain model, mean over the tasks for every seed, then paired over seeds."""
+    rows = []
+    for variant in [v for v in contents[0]["variants"] if v != PLAIN]:
+        cells = [variant]
+        for which in ("metric", "loss"):
+            by_task = []
+            for content in contents:
+                metric = content["metric"] if which == "metric" else f"{content['metric'].partition('/')[0]}/loss"
+                plain, treated = (by_seed(content, v, metric) for v in (PLAIN, variant))
+                pairs = {seed: treated[seed] - plain.get(seed, math.nan) for seed in treated}
+                by_task.append({seed: pair for seed, pair in pairs.items() if math.isfinite(pair)})
+            seeds = sorted(set.intersection(*(set(differences) for differences in by_task)))
+            means = [statistics.mean(differences[seed] for differences in by_task) for seed in seeds]
+            paired = paired_comparison([0.0] * len(means), means)
+            cells += [interval(dataclasses.asdict(paired)), f"{paired.p:.3f}"]
+        rows.append([*cells, len(seeds)])
+    tasks = ", ".join(content["task"] for content in contents)
+    header = ["variant", "metric, against plain", "p", "loss, against plain", "p", "seeds"]
+    return f"**{contents[0]['model']}, mean over {tasks}**\n\n{markdown_table(header, rows)}"
+
+
+def listops_table() -> str:
+    rows = read("listops")
+    lengths = list(dict.fromkeys(row["lengths"] for row in rows))
+    rules = dict.fromkeys(row["rule"] for row in rows)
+    found = {(row["rule"], row["lengths"]): row["accuracy"] for row in rows}
+    body = [[rule, *(found[rule, name] for name in lengths)] for rule in rules]
+    return markdown_table(["answer", *lengths], body)
