@@ -38,7 +38,7 @@ from recipes.errors import one_line_errors
 from recipes.league import play
 from recipes.machine import is_main_process
 from recipes.records import lower_is_better, move_aside, tell
-from recipes.settings import Recipe, Settings, identity
+from recipes.settings import Recipe, Settings
 from recipes.summary import PLAIN, beside, plot_sweep, summarise, summary_rows
 
 
@@ -56,6 +56,8 @@ def variants_of(
     if sweep is not None:
         axes = dict(axis.partition("=")[::2] for axis in sweep) or sections["sweep"]
         axes = {k: v.split(",") if isinstance(v, str) else [str(x) for x in v] for k, v in axes.items()}
+        if "seeds" in axes:
+            raise GraphFilterError("--sweep varies settings, all of them with the same seeds: give these with --seeds")
         if not axes or not all(all(v) for v in axes.values()):
             raise GraphFilterError("--sweep needs axes, K=2,3,4 layers=all,even, or a `sweep` in the YAML file")
         if values.get("filter") == "none":
@@ -121,7 +123,9 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
     }
     for run in content["runs"]:
         variant = run["variant"]
-        if variant in resolved and (changed := settings.differing(run["settings"], identity(resolved[variant]))):
+        if variant in resolved and (
+            changed := settings.differing(run["settings"], settings.identity(resolved[variant]))
+        ):
             raise GraphFilterError(
                 f"{file}: {variant}, seed {run['seed']} was run with other settings ({', '.join(changed)} differ): "
                 "choose another --name, or begin again with --fresh"

@@ -102,6 +102,9 @@ def table_of(rows: list[dict[str, Any]], columns: dict[str, Sequence[str]], sour
         if any(row.get(c) is None for c in chosen.values()):
             there = sum(value is not None for value in row.values())
             raise GraphFilterError(f"{source}: row {number} has {there} columns, {len(rows[0])} were expected")
+        for name, c in chosen.items():
+            if name.startswith("text") and not isinstance(row[c], str):
+                raise GraphFilterError(f"{source}: row {number} has {row[c]!r} as {c}, a text was expected")
     return Dataset.from_dict({name: [row[c] for row in rows] for name, c in chosen.items()})
 
 

@@ -146,6 +146,7 @@ RECIPE = Recipe(
         "max_length": 128,
     },
     description=__doc__,
+    folders={name: task.folder for name, task in TASKS.items()},
 )
 
 if __name__ == "__main__":

@@ -155,8 +155,9 @@ def build_model(
 def patch(args: FilterArguments, model: Any) -> None:
     """The model with the filter that was asked for."""
     if args.filter != "none":
+        layers, options = parse_layers(args.layers), parse_options(args.filter_options)
         with filtering():
-            patch_model(model, args.filter, layers=parse_layers(args.layers), **parse_options(args.filter_options))
+            patch_model(model, args.filter, layers=layers, **options)
 
 
 def load_model(folder: Path) -> Any:

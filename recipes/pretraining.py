@@ -67,10 +67,12 @@ def pretrain(
         collator = HiddenBatches(tokenizer, args.mask_ratio)
         given = {"train_dataset": rows, "data_collator": collator, "processing_class": tokenizer}
         trainer = make_trainer(args, own_settings(args, training), denoiser, **given)
-        trained = trainer.train(resume_from_checkpoint=last_checkpoint(folder))
+        begun = last_checkpoint(folder)
+        trained = trainer.train(resume_from_checkpoint=begun)
         trainer.save_model()
         record = {"objective": args.pretrain, "mask_ratio": args.mask_ratio, "epochs": round(trainer.state.epoch, 2)}
-        record |= {"loss": round(trained.training_loss, 4), "seconds": round(trained.metrics["train_runtime"], 1)}
+        record |= {"seconds": round(trained.metrics["train_runtime"], 1)}
+        record |= {} if begun else {"loss": round(trained.training_loss, 4)}  # else of the steps since then alone
         if is_main_process():
             write_json(folder / RECORD, record)
     own = model.state_dict()

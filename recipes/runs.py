@@ -12,14 +12,15 @@ import datasets
 import yaml
 from rich.console import Console
 
+from hf_graphfilter import GraphFilterError
 from hf_graphfilter.analysis.comparison import mean_and_sd
 from hf_graphfilter.console import table
 from recipes import SCRIPTS
 from recipes.errors import OtherSettingsError, one_line_errors
-from recipes.hub import create_repository, push, write_card
+from recipes.hub import CARD, create_repository, push, write_card
 from recipes.machine import is_main_process, machine_name
 from recipes.records import RECORD, value_of, write_json
-from recipes.settings import Recipe, Settings, identity
+from recipes.settings import Recipe, Settings
 
 
 def run_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Path, console: Console) -> dict[str, Any]:
@@ -28,8 +29,10 @@ def run_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Path
     finished = json.loads(file.read_text()) if file.is_file() else None
     kept = ("checkpoint-*", "*/checkpoint-*", f"*/{RECORD}")  # self-pretraining has a folder of its own
     begun = config.is_file() and any(any(folder.glob(pattern)) for pattern in kept)
-    before = finished["settings"] if finished else identity(yaml.safe_load(config.read_text())) if begun else None
-    if before is not None and (changed := settings.differing(before, identity(values))):
+    before = (
+        finished["settings"] if finished else settings.identity(yaml.safe_load(config.read_text())) if begun else None
+    )
+    if before is not None and (changed := settings.differing(before, settings.identity(values))):
         raise OtherSettingsError(
             f"{folder} holds a run with other settings ({', '.join(changed)} differ): choose another --output_dir, or "
             "delete it"
@@ -48,7 +51,7 @@ def run_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Path
         "task": values["task"],
         "seed": seed,
         **settings.recipe.run(*arguments),
-        "settings": identity(values),
+        "settings": settings.identity(values),
         "date": date.today().isoformat(),
         "machine": machine_name(arguments[-1]),
         "versions": {n: metadata.version(n) for n in ("torch", "transformers", "hf_graphfilter")},
@@ -74,9 +77,15 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         settings = Settings(recipe)
         values, _ = settings.parse(sys.argv[1:] if argv is None else argv)
         folder = Path(values["output_dir"])
+        seeds = values.get("seeds", [1])
+        for own in (folder / f"seed-{seed}" for seed in seeds):
+            if values.get("save_strategy") != "no" and (own / RECORD).is_file() and not (own / CARD).is_file():
+                raise GraphFilterError(
+                    f"{own} was run with --save_strategy no and has no checkpoint: delete it to train it again, choose "
+                    "another --output_dir, or ask for --save_strategy no"
+                )
         if values.get("push_to_hub") and is_main_process():
             values["hub_model_id"] = create_repository(values)
-        seeds = values.get("seeds", [1])
         records = [run_seed(settings, values, seed, folder / f"seed-{seed}", console) for seed in seeds]
         if is_main_process():
             names = [n for n in records[0]["metrics"] if not n.endswith("loss")]

@@ -2,8 +2,6 @@
 
 import argparse
 import dataclasses
-import functools
-import hashlib
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -14,26 +12,20 @@ from typing import Any
 import torch
 import yaml
 from transformers import HfArgumentParser, Seq2SeqTrainingArguments
+from transformers.hf_argparser import string_to_bool
 
 from hf_graphfilter import GraphFilterError
-from hf_graphfilter.console import parse_options
+from hf_graphfilter.console import parse_layers, parse_options
 from hf_graphfilter.filters import get_filter, import_filters
 from hf_graphfilter.filters.registry import UnknownFilterError
 from recipes import machine
 from recipes.arguments import RecipeArguments
 from recipes.errors import nearest
+from recipes.identity import INCIDENTAL, differing, identity
 from recipes.models import load_model
+from recipes.records import lower_is_better
 
 CONFIGS = Path(__file__).parent / "configs"
-# these do not change what a run learns: a finished run is the same run whatever they are
-INCIDENTAL = (
-    {"output_dir", "seeds", "data", "report_to", "run_name", "project", "disable_tqdm", "log_level", "logging_steps"}
-    | {"logging_strategy", "save_strategy", "save_steps", "save_total_limit", "push_to_hub", "hub_model_id"}
-    | {"hub_token", "hub_private_repo", "hub_revision", "dataloader_num_workers", "dataloader_pin_memory", "use_cpu"}
-    | {"per_device_eval_batch_size", "eval_accumulation_steps", "eval_batch_size", "workers", "import"}
-    | {"restore_callback_states_from_checkpoint"}
-)
-OWN_DATA = ("text", "texts", "folder")  # tasks that are what their data are
 OPTIONS_OF = {"filter_options": "filter", "from_scratch": "model"}
 # of the recipes that have such flags
 DEFAULTS = {
@@ -68,6 +60,7 @@ class Recipe:
     defaults: dict[str, Any]  # settings under those of a YAML file and the flags
     description: str  # for --help
     known: Callable[[str], bool] = lambda task: False  # whether a task that is not in metrics is one (any text, say)
+    folders: dict[str, str] = field(default_factory=dict)  # below --data, in which tasks are looked for
     arguments: tuple[type, ...] = (RecipeArguments, Seq2SeqTrainingArguments)  # the last has output_dir and seed
     smoke: dict[str, Any] = field(default_factory=dict)  # settings of --smoke, besides the general ones
     load: Callable[[Path], Any] = load_model  # a saved checkpoint
@@ -92,6 +85,7 @@ class Settings:
         for action in self.parser._actions:  # of some flags two, --x and --no_x
             action.default, action.required = argparse.SUPPRESS, False
         fields = [f for arguments in recipe.arguments for f in dataclasses.fields(arguments)]
+        self.own = {f.name for f in dataclasses.fields(recipe.arguments[0])}
         self.defaults = {
             f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
             for f in fields
@@ -108,6 +102,10 @@ class Settings:
         config = given.pop("config", None)
         file = read_yaml(config) if config else {}
         sections = {key: file.pop(key, None) or {} for key in ("tasks", "variants", "sweep")}
+        for key, section in sections.items():
+            kind = list if key == "sweep" else dict
+            if not isinstance(section, dict) or not all(isinstance(v or kind(), kind) for v in section.values()):
+                raise GraphFilterError(f"`{key}` in {config} must hold, by names, a {kind.__name__} each: {section!r}")
         for task in sections["tasks"]:
             self._known_task(task)
         values = self.override({}, self._own(DEFAULTS) | self.recipe.defaults)
@@ -139,17 +137,17 @@ class Settings:
     def override(self, values: dict[str, Any], changes: dict[str, Any], where: str = "") -> dict[str, Any]:
         """``values`` with ``changes`` on top; options of a filter and fields of a model are added to those
         below, unless it is another."""
-        merged = dict(values)
+        merged, before = dict(values), self.defaults | values
         for key, value in changes.items():
             if key not in self.actions or key == "config":
                 raise GraphFilterError(f"unknown setting {key!r}{where}{nearest(key, self.actions)}")
             value = self._typed(key, value, where)
             if owner := OPTIONS_OF.get(key):
-                same = changes.get(owner, values.get(owner)) == values.get(owner)
+                same = changes.get(owner, before.get(owner)) == before.get(owner)
                 below = parse_options(values.get(key) or []) if same else {}
                 value = _option_texts(below | parse_options(value))
             merged[key] = value
-        if "filter" in changes and changes["filter"] != values.get("filter") and "filter_options" not in changes:
+        if "filter" in changes and changes["filter"] != before["filter"] and "filter_options" not in changes:
             merged["filter_options"] = []
         return merged
 
@@ -158,16 +156,26 @@ class Settings:
         action = self.actions[key]
         if isinstance(value, dict) and action.nargs == "+":
             return _option_texts(value)
+        if action.nargs == "+" and isinstance(value, (str, int, float)):
+            value = [value]
         try:
+            if value is None and self.defaults.get(key) is not None:
+                raise ValueError
+            if isinstance(value, (list, dict)) and action.nargs != "+" and key in self.own and key != "layers":
+                raise ValueError
+            if key in self.own and action.type is str and isinstance(value, (int, float)):
+                return str(value)
             if isinstance(value, list) and action.nargs == "+":
                 return [action.type(str(v)) if action.type else v for v in value]
+            if isinstance(value, str) and action.type is string_to_bool:
+                return string_to_bool(value)
             if isinstance(value, (str, int)) and not isinstance(value, bool) and action.type in (int, float):
                 return action.type(value)
             if action.type is float and not isinstance(value, float) and value is not None:
                 raise ValueError
             if key == "layers" and isinstance(value, (list, int)):
                 return ",".join(map(str, value if isinstance(value, list) else [value]))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
             raise GraphFilterError(f"the setting {key!r}{where} cannot be {value!r}") from error
         return value
 
@@ -179,6 +187,7 @@ class Settings:
             except UnknownFilterError as error:
                 raise GraphFilterError(f"{error}: --import MODULE; --filter none is the plain model") from error
             config.from_options(**parse_options(values.get("filter_options", [])))
+            parse_layers(values.get("layers", "all"))
         seeds = values.get("seeds", [1])
         if not seeds or len(set(seeds)) < len(seeds):
             raise GraphFilterError(f"--seeds {seeds}: name each seed once, at least one")
@@ -188,13 +197,18 @@ class Settings:
             raise GraphFilterError("--push_to_hub pushes one checkpoint: name one seed with --seeds")
         if values.get("push_to_hub") and values.get("save_strategy") == "no":
             raise GraphFilterError("--push_to_hub needs a saved checkpoint, but save_strategy is 'no'")
-        if values.get("early_stopping_patience") is not None and values.get("eval_strategy") == "no":
-            raise GraphFilterError("--early_stopping_patience needs --eval_strategy epoch or steps")
+        if values.get("early_stopping_patience") is not None:
+            if values.get("eval_strategy") == "no":
+                raise GraphFilterError("--early_stopping_patience needs --eval_strategy epoch or steps")
+            if not values.get("metric_for_best_model") and not values.get("load_best_model_at_end"):
+                raise GraphFilterError("--early_stopping_patience needs --metric_for_best_model, loss or another")
         self.recipe.check(*self.arguments(values))
 
     def arguments(self, values: dict[str, Any]) -> tuple[Any, ...]:
         """An instance of each of the recipe's dataclasses."""
         values = {k: v for k, v in values.items() if k != "import"}
+        if lower_is_better(values.get("metric_for_best_model") or ""):
+            values.setdefault("greater_is_better", False)  # the Trainer knows this of losses alone
         if values.get("bf16") and not machine.accelerated():
             values["use_cpu"] = True  # the Trainer takes bf16 on a CPU only where this is said
         try:
@@ -204,9 +218,11 @@ class Settings:
 
     def differing(self, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
         """Names of the settings in which two runs differ; one that was not given has its default."""
-        a, b = self.defaults | a, self.defaults | b
-        ignored = INCIDENTAL - {"data"} if "data" in a and "data" in b else INCIDENTAL  # earlier records have none
-        return sorted(k for k in {*a, *b} - ignored if a.get(k) != b.get(k))
+        return differing(self.defaults | a, self.defaults | b)
+
+    def identity(self, values: dict[str, Any]) -> dict[str, Any]:
+        """By which a run is known again."""
+        return identity(values, self.recipe.folders.get(values["task"], ""))
 
     def _known_task(self, task: str) -> None:
         if task not in self.recipe.metrics and not self.recipe.known(task):
@@ -218,25 +234,6 @@ class Settings:
 
 def _option_texts(options: dict[str, Any]) -> list[str]:
     return [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in options.items()]
-
-
-def identity(values: dict[str, Any]) -> dict[str, Any]:
-    """The settings on which the outcome of a run depends; of a local folder, its name."""
-    own = {k: list(v) if isinstance(v, tuple) else v for k, v in sorted(values.items()) if v is not None}
-    own |= {k: Path(own[k]).name for k in ("model", "tokenizer", "checkpoint") if k in own and Path(own[k]).exists()}
-    kept = {k: v for k, v in own.items() if k not in INCIDENTAL and k != "seed"}
-    if own.get("task") in OWN_DATA and "data" in own:
-        kept["data"] = mark_of(str(own["data"]))
-    return kept
-
-
-@functools.cache
-def mark_of(data: str) -> str:
-    """By which a file or folder is known again, wherever it lies: a hash of the names and sizes of what it holds."""
-    path = Path(data)
-    files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
-    sizes = [f"{file.relative_to(path)} {file.stat().st_size}" for file in files if file.is_file()]
-    return hashlib.sha256("\n".join(sizes).encode()).hexdigest()[:16]
 
 
 def read_yaml(name: str) -> dict[str, Any]:

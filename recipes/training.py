@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from datasets import DatasetDict
 from transformers import (
     EarlyStoppingCallback,
@@ -14,8 +15,16 @@ from transformers import (
     Trainer,
     TrainerCallback,
 )
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from hf_graphfilter import CoefficientCallback, RegularizerCallback, filter_optimizer, filter_parameters, filter_status
+from hf_graphfilter import (
+    CoefficientCallback,
+    GraphFilterError,
+    RegularizerCallback,
+    filter_optimizer,
+    filter_parameters,
+    filter_status,
+)
 from hf_graphfilter.filters import ReplacingConfig
 from hf_graphfilter.memory import begin_peak_memory, peak_memory
 from hf_graphfilter.status import FilterStatus
@@ -65,8 +74,13 @@ def fit(
     trainer.add_callback(clock)
     begin_peak_memory(training.device)
     begun = time.perf_counter()
-    with filtering():
-        trainer.train(resume_from_checkpoint=last_checkpoint(Path(training.output_dir)))
+    try:
+        with filtering():
+            trainer.train(resume_from_checkpoint=last_checkpoint(Path(training.output_dir)))
+    except KeyError as error:
+        if "metric_for_best_model" not in str(error):
+            raise
+        raise GraphFilterError(f"--metric_for_best_model: {error.args[0]}") from error
     seconds = time.perf_counter() - begun
     costs = {"peak_mb": round(peak_memory(training.device)), **clock.costs()}
     metrics = {}
@@ -92,6 +106,8 @@ def make_trainer(
 ) -> Trainer:
     """An ordinary Trainer, with the filter in an optimizer group of its own, its coefficients logged and its losses."""
     trainer = trainer_class(model=model, args=training, **options)
+    order = trainer._get_train_sampler
+    trainer._get_train_sampler = lambda *rows: of_its_own(order(*rows), training)
     if any(True for _ in filter_parameters(model)):
         trainer.add_callback(CoefficientCallback())
         # an attribute, since Seq2SeqTrainer does not take the argument
@@ -103,6 +119,25 @@ def make_trainer(
     if training.disable_tqdm:
         trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+class Order(LengthGroupedSampler):
+    """Rows of like lengths together, in an order of the seed and the epoch, whatever else is drawn: with the common
+    generator a model with more dropout has another order from its second epoch on."""
+
+    def __init__(self, like: LengthGroupedSampler, seed: int):
+        super().__init__(like.batch_size, lengths=like.lengths, generator=torch.Generator())
+        self.seed = seed
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.generator.manual_seed(self.seed + epoch)
+
+
+def of_its_own(sampler: Any, training: Seq2SeqTrainingArguments) -> Any:
+    """The Trainer's sampler, with a generator of its own where it has none."""
+    seed = training.seed if training.data_seed is None else training.data_seed
+    return Order(sampler, seed) if isinstance(sampler, LengthGroupedSampler) else sampler
 
 
 def penalised(status: FilterStatus) -> bool:

@@ -22,11 +22,12 @@ from hf_graphfilter.filters import get_filter
 from hf_graphfilter.training.optimizer import coefficient_ids
 from recipes import compare
 from recipes.data import held_out
+from recipes.identity import identity
 from recipes.image_data import hold_out
 from recipes.league import figures, play, standings
 from recipes.league.plan import HELD_OUT, LONGER, TUNING_SEED, League
 from recipes.league.records import Run, by_run
-from recipes.settings import identity, read_yaml
+from recipes.settings import read_yaml
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -286,6 +287,45 @@ def test_of_equal_rates_the_one_of_the_lower_loss_is_taken(trained):
     assert league().tuned(found, "reviews", "gfsa") == rates[1]
 
 
+def test_what_can_claim_nothing_spares_the_others_no_correction(trained):
+    variants = {"gfsa": None, "xsa": None}
+    own, found = league(variants=variants), by_run(played(trained, variants=variants))
+    metric = own.metric("reviews")
+    for seed in (1, 2, 3):
+        plain = found[Run("reviews", "plain", seed, 2.0)]["metrics"][metric]
+        for variant, more in (("gfsa", 0.1 + 0.01 * seed), ("xsa", 0.2 + 1e-5 * seed)):
+            found[Run("reviews", variant, seed, 1e-2)]["metrics"][metric] = plain + more
+    del found[Run("reviews", "xsa", 3, 1e-2)]
+    found = {run: record for run, record in found.items() if run.task == "reviews"}
+    gfsa, xsa = standings.comparisons(own, found, own.stages[0])
+    assert xsa.p < gfsa.p
+    assert xsa.missing
+    assert gfsa.corrected == pytest.approx(4 * gfsa.p), "two variants on two tasks are planned"
+
+
+def test_plain_trained_longer_is_shown_whatever_the_seeds(trained):
+    stages = [{"seeds": [11, 12, 13]}]
+    own, found = league(stages=stages), by_run(played(trained, stages=stages))
+    assert {run.seed for run in found if run.variant == LONGER} == {11}
+    assert all(row[-1] for row in standings.levels(own, found)[1])
+    tasks = {"ptb": {**FILE["tasks"]["ptb"], "settings": {"max_steps": -1, "num_train_epochs": 2}}}
+    own = league(tasks=tasks, stages=[{"seeds": [1]}])
+    values = own.values(Run("ptb", LONGER, 1, 1), {})
+    assert (values["max_steps"], values["num_train_epochs"]) == (-1, 6)
+
+
+def test_a_part_to_tune_on_is_asked_for(trained, monkeypatch):
+    whole = play.train
+
+    def train(*arguments):
+        record = whole(*arguments)
+        return {**record, "metrics": {k: v for k, v in record["metrics"].items() if k.startswith("test")}}
+
+    monkeypatch.setattr(play, "train", train)
+    with pytest.raises(GraphFilterError, match="the task 'ptb' has no validation part to measure perplexity on"):
+        played(trained, tasks={"ptb": FILE["tasks"]["ptb"]}, stages=[{"seeds": [1]}])
+
+
 def test_equal_differences_are_no_certainty():
     paired, p = standings.tested([0.5, 0.25], [0.6, 0.35])
     assert paired.sd == pytest.approx(0)
@@ -359,6 +399,10 @@ def test_two_commands_on_one_league(trained, capsys):
             {"tasks": {"ptp": {**FILE["tasks"]["ptb"]}}, "stages": [{"seeds": [1]}]},
             "has no task 'ptp' .did you mean ptb?",
         ),
+        ({"variants": {"gfsa": 3}}, "variants are given as NAME: VALUE, rates as numbers"),
+        ({"variants": {"gfsa": {"layers": "evn"}}}, "--layers 'evn': use all, even"),
+        ({"rates": {"learning_rate": ["a"], "filter_lr": [1]}}, "variants are given as NAME: VALUE, rates as numbers"),
+        ({"stages": [{"seeds": [1], "tasks": 3}]}, "a stage has a list of `tasks` and a number, `best`"),
         ({"variants": {"gfsb": None}}, "unknown filter 'gfsb' .did you mean 'gfsa'"),
         ({"variants": {"gfsa": {"filter_optoins": {}}}}, "unknown setting 'filter_optoins' of the variant 'gfsa'"),
     ],

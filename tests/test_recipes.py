@@ -19,6 +19,7 @@ from hub_server import TOKEN, Hub
 from models import FAMILIES
 from scipy import stats
 from sklearn import metrics as sklearn_metrics
+from transformers import BertConfig, BertModel, Seq2SeqTrainingArguments
 
 import recipes
 from hf_graphfilter import GraphFilterError, filter_status
@@ -41,7 +42,7 @@ from recipes import (
 from recipes.arguments import RecipeArguments
 from recipes.data import cut
 from recipes.models import train_bpe
-from recipes.settings import CONFIGS, Settings, identity
+from recipes.settings import CONFIGS, Settings
 
 ROOT = Path(__file__).parents[1]
 
@@ -163,6 +164,8 @@ def test_the_settings_of_the_papers(recipe, config, task, expected):
         (["--task", "cola", "--seeds", "1", "2", "--push_to_hub"], "name one seed"),
         (["--task", "cola", "--push_to_hub", "--save_strategy", "no"], "needs a saved checkpoint"),
         (["--task", "cola", "--early_stopping_patience", "2", "--eval_strategy", "no"], "needs --eval_strategy"),
+        (["--task", "cola", "--early_stopping_patience", "2"], "needs --metric_for_best_model, loss or another"),
+        (["--task", "cola", "--layers", "evn"], "--layers 'evn': use all, even"),
         ([], "no task given"),
     ],
 )
@@ -177,7 +180,14 @@ def test_wrong_flags_are_one_clear_error(argv, message):
         ("leraning_rate: 1", r"unknown setting 'leraning_rate' in .*\(did you mean learning_rate\?\)"),
         ("learning_rate: fast", "the setting 'learning_rate' in .* cannot be 'fast'"),
         ("learning_rate: [1]", "the setting 'learning_rate' in .* cannot be"),
+        ("learning_rate: null", "the setting 'learning_rate' in .* cannot be None"),
+        ("filter: null", "the setting 'filter' in .* cannot be None"),
+        ("filter: [gfsa]", "the setting 'filter' in .* cannot be"),
+        ("smoke: perhaps", "the setting 'smoke' in .* cannot be 'perhaps'"),
         ("tasks: {colla: {}}", "no task 'colla'"),
+        ("tasks: {cola: 3}", "`tasks` in .* must hold, by names, a dict each"),
+        ("variants: [a, b]", "`variants` in .* must hold, by names, a dict each"),
+        ("sweep: {K: 3}", "`sweep` in .* must hold, by names, a list each"),
         ("tasks: {cola: {epochs: 3}}", "unknown setting 'epochs' in .*, task cola"),
         ("- a", "must hold settings"),
         ("a: [", "is no YAML"),
@@ -187,6 +197,25 @@ def test_wrong_files_are_one_clear_error(text, message, tmp_path):
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(GraphFilterError, match=message):
         parse("glue", "--config", tmp_path / "a.yaml", "--task", "cola", "--model", "m", "--use_cpu")
+
+
+def test_settings_of_a_file_are_read_as_flags(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("model: 7\nseeds: 3\nsmoke: 'no'\nfilter_options: {K: 5}\nmetric_for_best_model: perplexity\n")
+    for flags, options in (
+        ([], ["K=5"]),
+        (["--filter", "gfsa"], ["K=5"]),  # which it is by default
+        (["--filter", "gfsa", "--filter_options", "w_K=0.1"], ["K=5", "w_K=0.1"]),
+        (["--filter", "agf"], []),
+    ):
+        values, _ = parse("glue", "--config", file, "--task", "rte", "--use_cpu", *flags)
+        assert values["filter_options"] == options
+    assert (values["model"], values["seeds"], values["smoke"]) == ("7", [3], False)
+    settings = Settings(glue.RECIPE)
+    assert settings.arguments(values)[-1].greater_is_better is False, "of a perplexity"
+    sweep = compare.variants_of(settings, values, {"sweep": {}, "variants": {}}, ["full_determinism=false,true"])
+    made = [settings.override(values, overrides).get("full_determinism") for overrides in sweep.values()]
+    assert made == [None, False, True]
 
 
 OWN_FILTER = """
@@ -549,9 +578,60 @@ def test_texts_of_one_s_own_are_the_task(monkeypatch, tmp_path, capsys):
     assert seen == [str(made["a"])]
     with pytest.raises(SystemExit):
         runs.main(recipe, [*argv, str(made["b"])])
-    assert "holds a run with other settings (data differ)" in capsys.readouterr().err
+    assert "holds a run with other settings (the files of data differ)" in capsys.readouterr().err
     with pytest.raises(GraphFilterError, match="1 lines leave nothing to validate on"):
         language_modeling.load.__wrapped__("text", str(made["a"]))
+
+
+def test_files_of_the_same_name_are_told_apart(tmp_path):
+    """Models that lie in folders of one name, and data of one size."""
+    for which in ("a", "b", "copied/a"):
+        (tmp_path / which / "model").mkdir(parents=True)
+        (tmp_path / which / "model" / "model.safetensors").write_text(which[-1])
+        (tmp_path / which / "model" / "README.md").write_text(which)
+        (tmp_path / which / "data" / "CoLA").mkdir(parents=True)
+        (tmp_path / which / "data" / "CoLA" / "dev.tsv").write_text(which[-1])
+        (tmp_path / which / "data" / "others.tsv").write_text(which)
+
+    def of(model, data):
+        return settings.identity(
+            {"task": "cola", "model": tmp_path / model / "model", "data": tmp_path / data / "data"}
+        )
+
+    settings = Settings(glue.RECIPE)
+    assert of("a", "a")["model"] == "model"
+    assert settings.differing(of("a", "a"), of("copied/a", "copied/a")) == []
+    assert settings.differing(of("a", "a"), of("b", "a")) == ["the files of model"]
+    assert settings.differing(of("a", "a"), of("a", "b")) == ["the files of data"]
+    earlier = {name: value for name, value in of("a", "a").items() if name != "contents"}
+    assert settings.differing(earlier, of("b", "b")) == []
+
+
+def test_rows_of_like_lengths_come_in_the_order_of_seed_and_epoch(tmp_path):
+    """Whatever a model draws between; later epochs have orders of their own."""
+    rows = Dataset.from_dict({"input_ids": [[1] * (1 + i % 7) for i in range(40)]})
+    orders = []
+    for drawn in (0, 3):
+        options = {"train_sampling_strategy": "group_by_length", "report_to": "none", "use_cpu": True}
+        arguments = Seq2SeqTrainingArguments(tmp_path, per_device_train_batch_size=4, seed=3, **options)
+        model = BertModel(BertConfig(vocab_size=4, hidden_size=4, num_attention_heads=1, num_hidden_layers=1))
+        loader = training.make_trainer(None, arguments, model, train_dataset=rows).get_train_dataloader()
+        for epoch in (0, 1):
+            loader.set_epoch(epoch)
+            torch.rand(drawn)
+            orders.append([*loader.batch_sampler])
+    assert orders[0] == orders[2]
+    assert orders[1] == orders[3]
+    assert orders[0] != orders[1]
+
+
+def test_a_run_that_kept_no_checkpoint_has_none_to_save_or_push(asked, capsys):
+    argv = ["--model", "m", "--task", "cola", "--use_cpu"]
+    runs.main(glue.RECIPE, [*argv, "--save_strategy", "no"])
+    for more in ([], ["--push_to_hub"]):
+        with pytest.raises(SystemExit):
+            runs.main(glue.RECIPE, [*argv, *more])
+        assert "was run with --save_strategy no and has no checkpoint" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_one_line_and_leaves_no_record(cola, tmp_path, monkeypatch, capsys):
@@ -808,7 +888,7 @@ def test_shipped_results_have_the_settings_of_the_configurations(monkeypatch):
         only = [*content["variants"]][1:] if flags else None
         for variant, overrides in compare.variants_of(settings, values, sections, only=only).items():
             found = next(run["settings"] for run in content["runs"] if run["variant"] == variant)
-            resolved = identity(settings.override(values, overrides))
+            resolved = settings.identity(settings.override(values, overrides))
             copies = {"model", "tokenizer"} if "converted" in file.stem else {"model"}
             assert {*settings.differing(found, resolved)} <= copies, "a local copy has another name"
 
@@ -866,6 +946,7 @@ def test_sweep_over_an_option_and_a_setting_draws_a_figure(cola, tmp_path):
         (["--sweep", "K=2", "--filter", "none"], "--sweep varies a filter"),
         (["--filter", "none"], "nothing to compare"),
         (["--push_to_hub"], "a comparison pushes nothing"),
+        (["--sweep", "seeds=1,2"], "with the same seeds: give these with --seeds"),
     ],
 )
 def test_wrong_comparisons_are_one_line(argv, message, capsys):

@@ -15,7 +15,7 @@ from recipes import SCRIPTS, check_extras
 from recipes.errors import OtherSettingsError, nearest
 from recipes.league.records import Records, Run, ranked
 from recipes.records import lower_is_better, value_of
-from recipes.settings import Settings, identity
+from recipes.settings import Settings
 from recipes.summary import PLAIN
 
 TUNING_SEED = 0
@@ -49,10 +49,15 @@ class League:
             _known(about, f"the task {task!r}", {"recipe": str, "config": str}, "task", "data", "settings")
         for stage in content["stages"]:
             _known(stage, "a stage", {"seeds": list}, "tasks", "best")
+            if not isinstance(stage.get("tasks", []), list) or not isinstance(stage.get("best", 1), int):
+                raise GraphFilterError(f"a stage has a list of `tasks` and a number, `best`, found {stage!r}")
         self.content, self.name, self.data, self.longer = content, name, data, content.get("longer")
         self.tasks: dict[str, dict[str, Any]] = content["tasks"]
-        self.variants = {name: dict(overrides or {}) for name, overrides in content["variants"].items()}
-        self.rates = {key: [float(rate) for rate in rates] for key, rates in content["rates"].items()}
+        try:
+            self.variants = {name: dict(overrides or {}) for name, overrides in content["variants"].items()}
+            self.rates = {key: [float(rate) for rate in rates] for key, rates in content["rates"].items()}
+        except (TypeError, ValueError) as error:
+            raise GraphFilterError(f"variants are given as NAME: VALUE, rates as numbers: {error}") from error
         self.tune = {name: overrides.pop("tune", "filter_lr") for name, overrides in self.variants.items()}
         self.tune |= {PLAIN: "learning_rate", LONGER: "learning_rate"}
         if unknown := [name for name, key in self.tune.items() if key not in self.rates]:
@@ -103,7 +108,9 @@ class League:
             if "data" in about:
                 argv += ["--data", str(self.data / about["data"])]
             values, _ = self.settings[task].parse([*argv, "--filter", "none"])
-            found[task] = self.settings[task].override(values, about.get("settings", {}), f" of the task {task!r}")
+            values = self.settings[task].override(values, about.get("settings", {}), f" of the task {task!r}")
+            defaults = self.settings[task].defaults
+            found[task] = {name: defaults[name] for name in ("learning_rate", *LENGTHS) if name in defaults} | values
         return found
 
     def values(self, run: Run, found: Records) -> dict[str, Any]:
@@ -120,7 +127,7 @@ class League:
                 values["learning_rate"] *= run.rate
             values = settings.override(values, changes, f" of the variant {run.variant!r}")
         elif run.variant == LONGER:
-            length = next(name for name in LENGTHS if values.get(name))
+            length = next(name for name in LENGTHS if (values.get(name) or 0) > 0)
             values[length] = type(values[length])(values[length] * self.longer)
         if run.seed == TUNING_SEED and self.metric(run.task) == self.tuning_metric(run.task):
             values["held_out"] = HELD_OUT
@@ -134,7 +141,7 @@ class League:
         for run, record in [*found.items()]:
             if run.task not in self.tasks or run.variant not in (PLAIN, LONGER, *self.variants):
                 continue  # of another version of the file: kept, and not counted
-            now = identity(self.values(run, found))
+            now = self.settings[run.task].identity(self.values(run, found))
             changed = self.settings[run.task].differing(record.get("settings", {}), now)
             if changed and "refused" in record:
                 del found[run]
@@ -146,12 +153,22 @@ class League:
 
     # ------------------------------------------------------------------------------------------- what is to be run
 
+    def value(self, run: Run, record: dict[str, Any]) -> float:
+        """What a run is compared by; NaN of one that diverged or was refused."""
+        metric = self.metric_of(run)
+        part, _, name = metric.partition("/")
+        if (measured := record.get("metrics")) and not any(key.startswith(f"{part}/") for key in measured):
+            raise GraphFilterError(f"the task {run.task!r} has no {part} part to measure {name} on: give it one")
+        return value_of(record, metric)
+
     def score(self, run: Run, record: dict[str, Any]) -> float:
         """Higher is better; of a run that diverged or was refused, minus infinity."""
-        metric = self.tuning_metric(run.task) if run.seed == TUNING_SEED else self.metric(run.task)
-        value = value_of(record, metric)
-        sign = -1 if lower_is_better(metric) else 1
+        value = self.value(run, record)
+        sign = -1 if lower_is_better(self.metric_of(run)) else 1
         return sign * value if math.isfinite(value) else -math.inf
+
+    def metric_of(self, run: Run) -> str:
+        return self.tuning_metric(run.task) if run.seed == TUNING_SEED else self.metric(run.task)
 
     def tuned(self, found: Records, task: str, variant: str) -> float | None:
         """The best rate on validation, when all have been tried; of equal ones (accuracy over few examples) that of the
@@ -213,7 +230,7 @@ class League:
         if self.longer:
             for task in self.tasks:
                 rate = self.tuned(found, task, PLAIN)
-                if rate is not None and (run := Run(task, LONGER, 1, rate)) not in found:
+                if rate is not None and (run := Run(task, LONGER, self.stages[0].seeds[0], rate)) not in found:
                     yield run
 
     def _of(self, found: Records, task: str, variants: list[str], seeds: tuple[int, ...]) -> Iterator[Run]:

@@ -47,7 +47,7 @@ from recipes.league.plan import League
 from recipes.league.records import Run, by_run
 from recipes.league.standings import show
 from recipes.records import move_aside, read_results, tell, write_json
-from recipes.settings import Settings, identity, read_yaml
+from recipes.settings import Settings, read_yaml
 
 
 def begin(threads: int) -> None:
@@ -64,7 +64,7 @@ def train(recipe: str, values: dict[str, Any], seed: int, folder: Path) -> dict[
     try:
         return runs.run_seed(settings, values, seed, folder, Console(quiet=True))
     except RefusedError as error:
-        return {"refused": line(error), "settings": identity(values)}
+        return {"refused": line(error), "settings": settings.identity(values)}
 
 
 def play(league: League, file: Path, root: Path, workers: int, console: Console) -> dict[str, Any]:
@@ -112,10 +112,8 @@ def told(league: League, run: Run, record: dict[str, Any], count: int) -> str:
     of = f"{run.task}, {run.variant}, rate {run.rate:g}, {f'seed {run.seed}' if run.seed else 'tuning'}"
     if "refused" in record:
         return f"{count}: {of}: refused: {record['refused']}"
-    score = league.score(run, record)
-    return (
-        f"{count}: {of}: {f'{abs(score):.4f}' if math.isfinite(score) else 'diverged'}, {record['train_seconds']:.0f} s"
-    )
+    value = league.value(run, record)
+    return f"{count}: {of}: {f'{value:.4f}' if math.isfinite(value) else 'diverged'}, {record['train_seconds']:.0f} s"
 
 
 def arguments() -> argparse.ArgumentParser:

@@ -64,7 +64,8 @@ def comparisons(league: League, found: Records, stage: Stage) -> list[Comparison
             made.append((task, variant, paired, p, better, *lost))
         elif any(lost[1:]):
             made.append((task, variant, None, 1.0, False, *lost))
-    corrected = holm([p for _, _, _, p, *_ in made] + [1.0] * (len(family) - len(made)))
+    whole = [1.0 if any(lost) else p for _, _, _, p, _, *lost in made]  # the others claim nothing, and take no step
+    corrected = holm(whole + [1.0] * (len(family) - len(made)))
     return [Comparison(*c[:4], q, *c[4:]) for c, q in zip(made, corrected, strict=False)]
 
 
