@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
+import numbers
 from collections.abc import Iterator
+from typing import Any
 
 LONGEST = 1000  # characters of a message
 _PART = 120  # and of a value within it
@@ -33,6 +36,19 @@ def shown(value: object) -> str:
         return _shortened(repr(value), _PART)
     except Exception:  # an integer of 5,000 digits, a dict nested 1,000 times, an object's own mistake
         return f"<{type(value).__name__} without a repr>"
+
+
+def is_number(value: Any, most: float = math.inf, *, whole: bool = False) -> bool:
+    """Whether an argument is a finite number from 0 to ``most``; text is none, as which YAML reads 1e-2.
+
+    Example:
+        >>> is_number(0.5, 1), is_number("1e-2"), is_number(2.5, whole=True)
+        (True, False, False)
+    """
+    value = value.item() if hasattr(value, "item") and getattr(value, "size", None) else value
+    if not isinstance(value, numbers.Integral if whole else numbers.Real) or isinstance(value, bool):
+        return False
+    return 0 <= float(value) <= most and float(value) < math.inf
 
 
 def _shortened(text: str, most: int) -> str:

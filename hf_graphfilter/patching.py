@@ -168,10 +168,13 @@ def check_resolved(
     if whole and absent:
         here = [host.relative_name(model, site.name) for site in host.find(model)[0]]
         nearest = difflib.get_close_matches(absent[0], here, 1, cutoff=0)
+        numbers = {name: [int(part) for part in name.split(".") if part.isdigit()] for name in (*absent, *here)}
+        fewer = all(numbers[name] > max(numbers[other] for other in here) for name in absent) if here else False
+        mend = "all of the layers that were patched" if fewer else "the release of the library that wrote it"
         raise GraphFilterError(
             f"the record of the graph filter names {len(absent)} of {len(names)} modules that are no self-attention of "
-            f"{type(model).__name__} ({shown(absent[0])}, nearest here {nearest}): load it with the release of the "
-            "library that wrote it, or patch the model anew and save it"
+            f"{type(model).__name__} ({shown(absent[0])}, nearest here {nearest}): load it with {mend}, or patch the "
+            "model anew and save it"
         )
     by_site = {site.name: name for name, site in sites.items()}
     if len(by_site) < len(sites):

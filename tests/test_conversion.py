@@ -444,6 +444,9 @@ class Poisoned(LlamaForCausalLM):
         ({"train": "everything"}, "use 'filters', 'lora', 'all'"),
         ({"precision": "fp16"}, "use 'bf16' or None"),
         ({"evaluations": 0}, "evaluations and rank must be >= 1"),
+        ({"rates": {"atention": 1e-3}}, "rates are numbers > 0 by the names of Rates, attention, end_to_end"),
+        ({"rates": {"attention": "1e-2"}}, "rates are numbers > 0 by the names of Rates"),
+        ({"rates": 1e-2}, "rates are numbers > 0 by the names of Rates"),
         ({"data": []}, "yields 0 batches, holdout=2 asks for more"),
         ({"data": texts(2), "window": 2}, "yields no batch that is not held out"),
     ],
@@ -583,3 +586,5 @@ def test_a_tokenizer_that_was_made_of_nothing_is_refused(tmp_path, transformers_
     transformers_warnings.clear()
     with pytest.raises(GraphFilterError, match=r"knows 5 special tokens and no words.* load that of the original"):
         text_batches(tokenizer, ["a text"] * 9)
+    with pytest.raises(GraphFilterError, match="texts are a list of them, got one text, 'a text'"):
+        text_batches(tokenizer, "a text")

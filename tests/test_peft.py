@@ -185,6 +185,13 @@ def test_nothing_is_silently_unfiltered(base, tmp_path):
         peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
     with pytest.raises(GraphFilterError, match="hold a graph filter"):
         copy.deepcopy(base).load_state_dict(patch_model(copy.deepcopy(base)).state_dict(), strict=False)
+    other = patch_model(copy.deepcopy(base), "xsa")
+    with pytest.raises(GraphFilterError, match=r"those of another filter, with w_0 \(4,\), .* has alpha \(4,\)"):
+        other.load_state_dict(patch_model(copy.deepcopy(base)).state_dict(), strict=False)
+    for name, K in (("polynomial", 2), ("gfsa", 3)):
+        weights = patch_model(copy.deepcopy(base), name, K=K).state_dict()
+        with pytest.raises(GraphFilterError, match=r"has theta \(4, 4\): patch it as it was"):
+            patch_model(copy.deepcopy(base), "polynomial", K=3).load_state_dict(weights, strict=False)
     without = peft.get_peft_model(copy.deepcopy(base), lora(modules_to_save=None))
     with pytest.raises(GraphFilterError, match=r"patch the base model first, .*modules_to_save"):
         patch_model(without)

@@ -30,6 +30,7 @@ from hf_graphfilter import (
     save_filter,
     unpatch_model,
 )
+from hf_graphfilter.cli.checkpoints import save
 
 SENTENCE = "graph filter attention smooth token high low frequency layer paper learn model text word deep is a"
 WORDS = SENTENCE.split()
@@ -119,6 +120,26 @@ def test_sentence_transformers(entry, tmp_path, transformers_warnings):
     assert all(p.grad is not None for n, p in encoder.named_parameters() if "graph_filter" in n)
     encoder.save(str(tmp_path / "encoder"))
     again = SentenceTransformer(str(tmp_path / "encoder"), device="cpu")
+    torch.testing.assert_close(again.encode(TEXTS), encoder.encode(TEXTS))
+    transformers_warnings.clear()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_the_command_line_keeps_the_modules_of_sentence_transformers(tmp_path, transformers_warnings):
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    FAMILIES["bert"].build().save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    encoder = sentence_transformers.SentenceTransformer(str(tmp_path / "model"), device="cpu")
+    modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
+    first = modules.Pooling(encoder[0].get_embedding_dimension(), pooling_mode="cls")
+    encoder = sentence_transformers.SentenceTransformer(modules=[encoder[0], first, modules.Normalize()], device="cpu")
+    encoder.max_seq_length = 7
+    encoder.save(str(tmp_path / "encoder"))
+    model = patch_model(BertModel.from_pretrained(tmp_path / "encoder"))
+    save(model, str(tmp_path / "encoder"), tmp_path / "patched")
+    again = sentence_transformers.SentenceTransformer(str(tmp_path / "patched"), device="cpu")
+    assert len(filter_status(again[0].auto_model)) == 3
+    assert again.max_seq_length == 7
     torch.testing.assert_close(again.encode(TEXTS), encoder.encode(TEXTS))
     transformers_warnings.clear()
 

@@ -146,6 +146,12 @@ def right(record):
     return record["filters"][0]["modules"]
 
 
+def test_a_model_with_fewer_layers_than_were_patched_is_named_so(tmp_path):
+    patch_model(FAMILIES["bert"].build()).save_pretrained(tmp_path)
+    with pytest.raises(GraphFilterError, match=r"load it with all of the layers that were patched, or patch"):
+        AutoModel.from_pretrained(tmp_path, num_hidden_layers=2)
+
+
 @pytest.mark.parametrize("release", ["this", "first"])
 @pytest.mark.parametrize("coefficients", [True, False])
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The page about a model: what it says and shows, in a browser too; its verb; and the callback."""
 
+import copy
 import json
 import re
 import shutil
@@ -240,3 +241,9 @@ def test_the_callback_logs_by_layer_at_its_steps(tmp_path, batches):
     assert [*logged] == [1, 4]
     assert {name.partition("/")[0] for name in logged[1]} >= {"cosine", "high_frequency", "effective_rank", "loss"}
     assert 1 <= logged[4]["effective_rank/encoder/0"] <= 12
+
+
+def test_a_model_that_is_patched_in_part_has_the_stacks_of_its_base(batches):
+    plain = BertModel(BertConfig(vocab_size=50, **SIZES))
+    model = patch_model(copy.deepcopy(plain), layers=[0])
+    report(model, batches, plain)

@@ -17,13 +17,17 @@ from transformers import (
 )
 
 from hf_graphfilter import (
+    BlendSchedule,
     CoefficientCallback,
     GraphFilterError,
+    OrthogonalityCallback,
+    SmoothingCallback,
     filter_optimizer,
     filter_parameters,
     filter_status,
     parameter_groups,
     patch_model,
+    set_blend,
 )
 
 
@@ -95,6 +99,23 @@ def test_groups_cover_every_parameter_once():
     assert [len(g["params"]) for g in parameter_groups(m, lr=1e-3)] == [3]
     with pytest.raises(GraphFilterError, match="has no filter parameters"):
         parameter_groups(FAMILIES["bert"].build(), lr=1e-3)
+
+
+@pytest.mark.parametrize("rate", ["1e-2", None, -1, float("inf"), True])
+def test_a_rate_that_is_none_is_said_at_once(rate, tmp_path):
+    """YAML reads 1e-2 as text."""
+    args = TrainingArguments(tmp_path, report_to="none", use_cpu=True)
+    for call, name in (
+        (lambda: filter_optimizer(args, rate), "filter_lr must be a finite"),
+        (lambda: parameter_groups(model(), 1e-3, filter_lr=rate), "filter_lr must be a finite"),
+        (lambda: parameter_groups(model(), rate), "lr must be a finite"),
+        (lambda: set_blend(model(), rate), "the gate of a blend is between"),
+        (lambda: BlendSchedule(end=rate), "0 <= start < end <= 1"),
+        (lambda: OrthogonalityCallback("x" if rate is None else rate), "gamma must be >= 0"),
+        (lambda: SmoothingCallback([], every=rate), "every is a number of steps"),
+    ):
+        with pytest.raises(GraphFilterError, match=name):
+            call()
 
 
 @pytest.mark.feature("Training: Trainer, resumed bit for bit", filter="gfsa", family="bert")

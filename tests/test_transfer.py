@@ -157,8 +157,14 @@ def test_bad_data(data, message):
 def test_bad_arguments():
     with pytest.raises(GraphFilterError, match="has no graph filter"):
         run(FAMILIES["bert"].build(), batches())
-    with pytest.raises(GraphFilterError, match="steps and eval_every must be >= 1"):
+    with pytest.raises(GraphFilterError, match="must be whole numbers >= 1, got 0"):
         run(patched(), batches(), steps=0)
+    for options in ({"steps": 2.5}, {"steps": "3"}, {"eval_every": 0}, {"end_to_end_steps": -1}):
+        with pytest.raises(GraphFilterError, match="steps, end_to_end_steps and eval_every must be whole numbers"):
+            run(patched(), batches(), **options)
+    for rate in ("1e-2", -1, 0, None, float("nan")):
+        with pytest.raises(GraphFilterError, match="lr must be a finite learning rate > 0"):
+            run(patched(), batches(), lr=rate)
     only_second = run(patched(), batches(), steps=0, end_to_end="hidden", end_to_end_steps=3)
     assert only_second.steps == 3
     with pytest.raises(GraphFilterError, match="end_to_end='probabilities': use 'hidden', 'logits' or None"):

@@ -18,6 +18,7 @@ from ..errors import GraphFilterError
 from ..filters import AttentionSite, FilterConfig, GraphFilter
 from ..filters.attached import CHILD, active_filter
 from ..hosts import host_of, unwrapped
+from ..hosts.transformers.attention import BASE_CONFIG
 from ..ops.explicit import matrix_of
 from ..shift import AttentionShift, ShiftOperator
 
@@ -261,7 +262,8 @@ def stacks_of(sites: list[AttentionSite]) -> dict[str, str]:
     have one (the towers of CLIP)."""
     kinds: dict[str, set[type]] = {}
     for site in sites:
-        kinds.setdefault(site.stack, set()).add(type(getattr(site.module, "config", None)))
+        config = getattr(site.module, "config", None)
+        kinds.setdefault(site.stack, set()).add(type(getattr(config, BASE_CONFIG, config)))  # a patched one has its own
     return {site.name: site.stack if len(kinds[site.stack]) == 1 else site.group for site in sites}
 
 

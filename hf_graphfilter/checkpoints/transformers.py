@@ -226,11 +226,10 @@ def _check_coefficients(model: PreTrainedModel, info: Any, path: Any) -> None:
             f"{len(lost) - 1} more): {advice}"
         )
     missing = {k for k in info.missing_keys if marker in k}
-    expected: dict[str, set[str]] = {}  # by the copies that PEFT keeps for its adapters, which come one by one
+    expected: dict[str, set[str]] = {}
     for key in model.state_dict() if missing else ():
         if marker in key:
-            copied = re.match(r"original_module\.|modules_to_save\.[^.]+\.", key.partition(marker)[2])
-            expected.setdefault(copied[0] if copied else "", set()).add(key)
+            expected.setdefault(_copy_of(key.partition(marker)[2]), set()).add(key)
     for keys in expected.values():
         if lacking := keys & missing if unexpected or not keys <= missing else set():
             raise GraphFilterError(
@@ -239,24 +238,40 @@ def _check_coefficients(model: PreTrainedModel, info: Any, path: Any) -> None:
             )
 
 
+def _copy_of(name: str) -> str:
+    """Of the copies that PEFT keeps for its adapters, which come one by one, the one that a name is in."""
+    found = re.match(r"original_module\.|modules_to_save\.[^.]+\.", name)
+    return found[0] if found else ""
+
+
 def _refuse_lost_filters(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``load_state_dict`` of weights with a filter into a model without one: torch's strict=False, and PEFT, drop them
-    in silence."""
+    """``load_state_dict`` of weights with a filter into a model without it: torch's strict=False, and PEFT, drop them
+    in silence, and the optimizer's state, which the Trainer resumes, would be that of other parameters."""
 
     @functools.wraps(original)
     def _load_from_state_dict(self: PreTrainedModel, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        given: dict[tuple[str, str], dict[str, torch.Size]] = {}
         for key in state_dict:
-            owner, marker, _ = key.removeprefix(prefix).partition(f".{CHILD}.")
+            owner, marker, name = key.removeprefix(prefix).partition(f".{CHILD}.")
             if not marker or not key.startswith(prefix):
                 continue
+            given.setdefault((owner, _copy_of(name)), {})[name] = getattr(state_dict[key], "shape", torch.Size())
+        for (owner, copied), shapes in given.items():
             try:
                 module = self.get_submodule(owner)
             except AttributeError:
                 continue  # weights of another model, which torch reports
-            if CHILD not in module._modules:
+            if (graph_filter := module._modules.get(CHILD)) is None:
                 raise GraphFilterError(
                     f"the weights hold a graph filter at {owner}, and this {type(self).__name__} has none there: patch "
                     "it first as it was when they were saved, with patch_model or load_filter"
+                )
+            own = {k: v.shape for k, v in graph_filter.state_dict().items() if _copy_of(k) == copied}
+            if any(k not in own or (own[k].numel() and own[k] != shapes[k]) for k in shapes):  # 0: ZeRO-3's
+                there, here = (", ".join(f"{k} {tuple(v)}" for k, v in sorted(x.items())) for x in (shapes, own))
+                raise GraphFilterError(
+                    f"the weights at {owner} are those of another filter, with {there}, and that of this "
+                    f"{type(self).__name__} has {here or 'no such copy'}: patch it as it was when they were saved"
                 )
         original(self, state_dict, prefix, *args, **kwargs)
 

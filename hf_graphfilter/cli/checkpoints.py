@@ -134,9 +134,31 @@ def save(model: Any, source: str, output: Path, show: bool = True) -> None:
         processor.save_pretrained(output)
     except (OSError, ValueError, ImportError):
         Console(stderr=True).print(f"note: no tokenizer or processor found in {escape(source)}", style="dim")
+    save_modules(source, output)
     if show:
         show_status(model)
     Console().print(f"saved to {escape(str(output))}")
+
+
+def save_modules(source: str, output: Path) -> None:
+    """What makes a checkpoint one of sentence-transformers: its list of modules, these and its settings."""
+    import json
+    import shutil
+
+    from huggingface_hub import snapshot_download
+    from transformers.utils import cached_file
+
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    if (listed := cached_file(source, "modules.json", **quiet)) is None:
+        return
+    names = ["modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"]
+    folders = [module["path"] for module in json.loads(Path(listed).read_text()) if module["path"]]
+    patterns = [*names, *(f"{folder}/*" for folder in folders)]
+    root = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=patterns))
+    for pattern in patterns:
+        for file in root.glob(pattern):
+            (output / file.relative_to(root)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, output / file.relative_to(root))
 
 
 def show_status(model: Any) -> None:

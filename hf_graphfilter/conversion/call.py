@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..batches import running
-from ..errors import GraphFilterError, shown
+from ..errors import GraphFilterError, is_number, shown
 from ..filters import FilterConfig, GraphFilter, ReplacingConfig, as_config
 from ..filters.attached import filters_of
 from ..filters.registry import get_filter, nearest
@@ -62,7 +62,7 @@ def convert(
     layers: Layers | str = None,
     stack: Literal["encoder", "decoder"] | None = None,
     holdout: int | Iterable[Any] = 8,
-    rates: Rates = Rates(),
+    rates: Rates | Mapping[str, float] = Rates(),
     rank: int = 8,
     precision: Literal["bf16"] | None = None,
     gradient_checkpointing: bool = False,
@@ -92,7 +92,7 @@ def convert(
             the others, where the filter costs most, their attention back after the first stage.
         holdout: batches to measure on: how many to set aside from the start of ``data``, or the batches. Of a
             ``DataLoader`` that shuffles, as many rows are set aside.
-        rates: learning rates.
+        rates: learning rates, those of ``Rates`` that are to be others: ``{"attention": 2e-2}``.
         rank: of the adapters.
         precision: ``"bf16"`` computes under autocast.
         gradient_checkpointing: compute activations again in the backward pass, for memory.
@@ -123,6 +123,7 @@ def convert(
     Source: attention transfer and low-rank adaptation after it are those of Zhang et al., LoLCATs (2024).
     """
     config, shares, share = _config(filter, options), _shares(stages, budget), parse_share(layers)
+    rates = _rates(rates)
     _check(evaluations, rank, precision, train)
     model = encoder_of(model)
     if not isinstance(model, PreTrainedModel):
@@ -208,6 +209,14 @@ def _config(filter: str | FilterConfig, options: dict[str, Any]) -> ReplacingCon
     if config.init == "blend":
         raise GraphFilterError("init='blend' would leave attention in the model: convert with init='copy'")
     return config
+
+
+def _rates(given: Any) -> Rates:
+    known = [field.name for field in fields(Rates)]
+    own = asdict(given) if isinstance(given, Rates) else given
+    if not isinstance(own, Mapping) or not all(name in known and is_number(own[name]) and own[name] for name in own):
+        raise GraphFilterError(f"rates are numbers > 0 by the names of Rates, {', '.join(known)}; got {shown(given)}")
+    return Rates(**own)
 
 
 def _shares(stages: Mapping[str, float] | None, budget: int) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..checkpoints.tokenizer import knows_words
-from ..errors import GraphFilterError
+from ..errors import GraphFilterError, shown
 
 POOL = 64  # batches whose texts are sorted by length together
 Batches = list[dict[str, torch.Tensor]]
@@ -47,6 +47,8 @@ def text_batches(
         >>> max(batch["input_ids"].numel() for batch in batches) <= 1024
         True
     """
+    if isinstance(texts, str):
+        raise GraphFilterError(f"texts are a list of them, got one text, {shown(texts)}")
     tokens = length if tokens is None else tokens
     if length < 2 or tokens < length:
         raise GraphFilterError(

@@ -291,8 +291,8 @@ class FilterConfig:
         known = fields.options(cls)
         for option in options:
             if option not in known:
+                close = nearest(option, (*known, "layers", "stack"))  # those of patch_model
                 raise GraphFilterError(
-                    f"{cls.__name__} has no option {shown(option)}{nearest(option, known)}; its options are "
-                    f"{', '.join(known) or 'none'}"
+                    f"{cls.__name__} has no option {shown(option)}{close}; its options are {', '.join(known) or 'none'}"
                 )
         return cls(**options)

@@ -44,8 +44,7 @@ def visibility(
         return causal, None
     if not isinstance(mask, Tensor):
         raise GraphFilterError(
-            f"a {type(mask).__name__} cannot be read by a linear-time filter; load the model with "
-            "attn_implementation='sdpa'"
+            f"a {type(mask).__name__} cannot be read by this filter; load the model with attn_implementation='sdpa'"
         )
     if mask.dim() == 2:
         return causal, mask.bool()

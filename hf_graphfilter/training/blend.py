@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 
-from ..errors import GraphFilterError
+from ..errors import GraphFilterError, is_number
 from ..filters import FilterConfig, ReplacingConfig, ReplacingFilter, available_filters, get_filter
 from ..filters.attached import filters_of
 from ..hosts import host_of, unwrapped
@@ -31,7 +31,7 @@ def set_blend(model: M, gate: float) -> M:
         >>> filter_status(set_blend(model, 0.5))[0].coefficients["gate"][:2]
         tensor([0.5000, 0.5000])
     """
-    if not 0 <= gate <= 1:
+    if not is_number(gate, 1):
         raise GraphFilterError(f"the gate of a blend is between 0 and 1, got {gate!r}")
     for layer in _blended(model):
         assert layer.gate is not None
@@ -88,7 +88,7 @@ class BlendSchedule(LoggingCallback):
     """
 
     def __init__(self, start: float = 0.0, end: float = 0.5, shape: Literal["linear", "cosine"] = "linear"):
-        if not 0 <= start < end <= 1:
+        if not (is_number(start) and is_number(end, 1) and start < end):
             raise GraphFilterError(f"BlendSchedule: 0 <= start < end <= 1, got start={start!r}, end={end!r}")
         if shape not in ("linear", "cosine"):
             raise GraphFilterError(f"BlendSchedule: shape={shape!r}: use 'linear' or 'cosine'")

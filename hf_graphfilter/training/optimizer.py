@@ -6,7 +6,6 @@ about 0.01 of where it began, and the filter does almost nothing. Weight decay w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from ..errors import GraphFilterError
+from ..errors import GraphFilterError, is_number, shown
 from ..filters.attached import filters_of
 from ..status import filter_parameters
 
@@ -47,7 +46,7 @@ def parameter_groups(
         >>> [g["lr"] for g in optimizer.param_groups]
         [2e-05, 2e-05, 0.01]
     """
-    _check_rate(filter_lr)
+    _check_rates(lr=lr, filter_lr=filter_lr)
     if not any(True for _ in filter_parameters(model)):
         raise GraphFilterError(
             f"{type(model).__name__} has no filter parameters: patch it first, with learn= not empty"
@@ -69,9 +68,10 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-def _check_rate(filter_lr: float) -> None:
-    if not 0 <= filter_lr < math.inf:
-        raise GraphFilterError(f"filter_lr must be a finite learning rate >= 0, got {filter_lr}")
+def _check_rates(**rates: float) -> None:
+    for name, rate in rates.items():
+        if not is_number(rate):
+            raise GraphFilterError(f"{name} must be a finite learning rate >= 0, got {shown(rate)}")
 
 
 def coefficient_ids(model: nn.Module) -> set[int]:
@@ -91,7 +91,7 @@ def filter_optimizer(args: TrainingArguments, filter_lr: float = FILTER_LR) -> t
         ``Trainer(model, args, optimizer_cls_and_kwargs=filter_optimizer(args, filter_lr=1e-2))``
     """
 
-    _check_rate(filter_lr)
+    _check_rates(filter_lr=filter_lr)
 
     def factory() -> Callable[..., torch.optim.Optimizer]:
         def build(model: nn.Module, **_: Any) -> torch.optim.Optimizer:

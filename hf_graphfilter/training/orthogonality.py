@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from torch import nn
 
-from ..errors import GraphFilterError
+from ..errors import GraphFilterError, is_number
 from ..functional import Norm
 from .penalties import RegularizerCallback
 
@@ -26,7 +26,7 @@ class OrthogonalityCallback(RegularizerCallback):
     """
 
     def __init__(self, gamma: float | None = None, norm: Norm = "mean_abs"):
-        if gamma is not None and not gamma >= 0:
+        if gamma is not None and not is_number(gamma):
             raise GraphFilterError(f"OrthogonalityCallback: gamma must be >= 0, got {gamma!r}")
         if norm not in ("mean_abs", "frobenius"):
             raise GraphFilterError(f"OrthogonalityCallback: norm={norm!r}: use 'mean_abs' or 'frobenius'")

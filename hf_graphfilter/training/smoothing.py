@@ -10,6 +10,7 @@ from torch import nn
 from ..analysis.observing import observe
 from ..analysis.smoothing import SmoothingReader
 from ..analysis.spectrum import SpectrumReader
+from ..errors import GraphFilterError, is_number, shown
 from .callbacks import LoggingCallback
 
 LOGGED = "cosine", "high_frequency", "effective_rank"
@@ -34,6 +35,8 @@ class SmoothingCallback(LoggingCallback):
     console: ClassVar[bool] = False
 
     def __init__(self, batches: Iterable[Any], every: int = 500):
+        if not is_number(every, whole=True) or not every:
+            raise GraphFilterError(f"SmoothingCallback: every is a number of steps, 1 or more, got {shown(every)}")
         self.batches, self.every = list(batches), every
         self.due = 0  # the step from which on the next log measures
 

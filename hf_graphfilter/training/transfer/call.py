@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...batches import running
-from ...errors import GraphFilterError
+from ...errors import GraphFilterError, is_number, shown
 from ...filters import GraphFilter
 from ...filters.attached import filters_of
 from .batches import apart, repeated, set_aside
@@ -88,8 +88,15 @@ def transfer_attention(
 
     Source: the regression is that of "attention transfer" in Zhang et al., LoLCATs (2024), here for AGF.
     """
-    if steps < (end_to_end is None) or eval_every < 1:
-        raise GraphFilterError(f"steps and eval_every must be >= 1, got {steps} and {eval_every}")
+    counts = (steps, eval_every, 1 if end_to_end_steps is None else end_to_end_steps)
+    if not all(is_number(count, whole=True) for count in counts) or steps < (end_to_end is None) or not all(counts[1:]):
+        raise GraphFilterError(
+            f"steps, end_to_end_steps and eval_every must be whole numbers >= 1, got {steps!r}, {end_to_end_steps!r} "
+            f"and {eval_every!r}"
+        )
+    for name, rate in {"lr": lr, "coefficient_lr": coefficient_lr, "end_to_end_lr": end_to_end_lr}.items():
+        if not is_number(rate) or not rate:
+            raise GraphFilterError(f"{name} must be a finite learning rate > 0, got {shown(rate)}")
     modules = dict(filters_of(model, required=True))
     dataloader, holdout = apart(dataloader, holdout)
     held, skip = set_aside(model, dataloader, holdout)
