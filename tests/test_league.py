@@ -307,7 +307,10 @@ def test_plain_trained_longer_is_shown_whatever_the_seeds(trained):
     stages = [{"seeds": [11, 12, 13]}]
     own, found = league(stages=stages), by_run(played(trained, stages=stages))
     assert {run.seed for run in found if run.variant == LONGER} == {11}
-    assert all(row[-1] for row in standings.levels(own, found)[1])
+    header, rows = standings.levels(own, found)
+    assert header[-1] == "plain, 3 times as long"
+    assert all(row[-1] for row in rows)
+    assert standings.levels(league(longer=None), by_run(played(trained)))[0][-1] == "plain"
     tasks = {"ptb": {**FILE["tasks"]["ptb"], "settings": {"max_steps": -1, "num_train_epochs": 2}}}
     own = league(tasks=tasks, stages=[{"seeds": [1]}])
     values = own.values(Run("ptb", LONGER, 1, 1), {})
@@ -439,7 +442,7 @@ def test_held_out_images_have_a_transform_of_their_own():
     assert sorted([x for x, _ in train] + [x for x, _ in val]) == [*range(10)]
 
 
-@pytest.mark.parametrize("name", ["small", "depth"])
+@pytest.mark.parametrize("name", ["small", "depth", "control"])
 def test_shipped_leagues_can_be_played(name):
     content = read_yaml(f"league/{name}.yaml")
     own = League(content, name, DATA)

@@ -208,9 +208,10 @@ def levels(league: League, found: Records) -> tuple[list[str], list[list[str]]]:
         plain, longer = (values_of(league, found, task, variant, seeds) for variant in (PLAIN, LONGER))
         if plain:
             steps = f"{league.runs_of(found, task, PLAIN, seeds)[min(plain)]['steps']:,}"
-            scores = [mean_and_sd([*values.values()], ".4g") if values else "" for values in (plain, longer)]
+            shown = (plain, longer) if league.longer else (plain,)
+            scores = [mean_and_sd([*values.values()], ".4g") if values else "" for values in shown]
             rows.append([task, metric_of(league, task), steps, *scores])
-    return ["task", "metric", "steps", "plain", f"plain, {league.longer} times as long"], rows
+    return ["task", "metric", "steps", "plain", *[f"plain, {league.longer} times as long"] * bool(league.longer)], rows
 
 
 def show(league: League, found: Records, console: Console) -> None:
