@@ -166,6 +166,10 @@ def test_ranks_and_comparisons_are_those_of_the_numbers(trained):
         "Of 1 comparisons with plain over 4 seeds, Holm-corrected at 5%: Better than plain: `gfsa` on ptb"
     )
     assert text.endswith("None is worse than plain.")
+    _, rows = standings.between(own, found, own.stages[0])
+    assert [row[0] for row in rows] == ["`gated` - `gfsa`", "`neutreno` - `gfsa`", "`neutreno` - `gated`"]
+    assert rows[0][2] == "+0.3 [+0.3, +0.3], 3", "a difference, its interval, three seeds"
+    assert rows[1][1] == "", "refused"
     details = {row[1]: row for row in standings.details(own, found, own.stages[1])[1]}
     assert details["`gfsa`"][2:4] == ["0.01", "4"]
     assert standings.levels(own, found)[1][1][-1] == "99.69"

@@ -7,7 +7,9 @@ from hf_graphfilter.checkpoints.card import markdown_table
 from pages.sources import RECIPES, days
 from recipes.league.plan import League
 from recipes.league.records import by_run
-from recipes.league.standings import comparisons, details, levels, overview, tuning, verdict
+from recipes.league.standings import between, comparisons, details, levels, overview, tuning, verdict
+
+FEW = 4  # filters, which are shown two by two
 
 
 def league_tables(name: str) -> str:
@@ -20,6 +22,10 @@ def league_tables(name: str) -> str:
             title = f"Stage {number}, seeds {min(stage.seeds)} to {max(stage.seeds)}" if len(league.stages) > 1 else ""
             made += [f"*{title}*" if title else "", markdown_table(*overview(league, found, stage))]
             made += folded("in detail", *details(league, found, stage))
+            if len(league.playing(found, stage)) <= FEW:
+                made += folded(
+                    "filters among each other, not corrected for their number", *between(league, found, stage)
+                )
     machines = sorted(
         {f"{run['machine']}, torch {run['versions']['torch']}" for run in found.values() if "machine" in run}
     )

@@ -182,6 +182,23 @@ def details(league: League, found: Records, stage: Stage) -> tuple[list[str], li
     return header, rows
 
 
+def between(league: League, found: Records, stage: Stage) -> tuple[list[str], list[list[str]]]:
+    """(header, rows): of every two filters, the second's differences to the first, with intervals as they are."""
+    rows = []
+    for first, second in itertools.combinations(league.playing(found, stage), 2):
+        cells = []
+        for task in stage.tasks:
+            a, b = (values_of(league, found, task, variant, stage.seeds) for variant in (first, second))
+            both = [seed for seed in a if seed in b and math.isfinite(a[seed] + b[seed])]
+            paired = (
+                paired_comparison([a[seed] for seed in both], [b[seed] for seed in both]) if len(both) > 1 else None
+            )
+            cells.append(f"{paired.mean:+.3g} [{paired.low:+.3g}, {paired.high:+.3g}], {len(both)}" if paired else "")
+        if any(cells):
+            rows.append([f"`{second}` - `{first}`", *cells])
+    return ["difference, 95 % interval, seeds", *stage.tasks], rows
+
+
 def tuning(league: League, found: Records) -> tuple[list[str], list[list[str]]]:
     """(header, rows): the validation score of each learning rate, of the filter's coefficients or, of plain and of
     filters without them, the model's; bold what is kept."""
