@@ -5,12 +5,14 @@ from typing import get_args
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.autograd import gradcheck
 from torch.autograd.functional import hessian
 from torch.func import grad, vmap
 
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.functional import Kernel, gibbs_damping, kernel_polynomial_loss, kernelution, synvolution, unitary
+from hf_graphfilter.ops.givens import lower_factor
 
 KERNELS = get_args(Kernel)
 FACTORS = ("lower", "upper", "phase")
@@ -133,6 +135,18 @@ def test_compiled():
     torch.compiler.reset()
     found = torch.autograd.grad(torch.compile(loss, backend="aot_eager")(*inputs), inputs)
     torch.testing.assert_close(found, torch.autograd.grad(loss(*inputs), inputs))
+
+
+def test_one_graph_for_lengths_of_more_than_a_block(monkeypatch):
+    """Those of which all blocks are full among them."""
+    monkeypatch.setattr("hf_graphfilter.ops.givens.BLOCK", 4)  # of which graphs are made in less time
+    torch.compiler.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(lower_factor, backend=counter, dynamic=True)
+    for n in (6, 4, 7, 11):
+        rotations = angles(n)["lower"]
+        torch.testing.assert_close(compiled(rotations), lower_factor(rotations))
+    assert counter.frame_count == 1
 
 
 def test_four_orders_are_the_fourier_transform_of_eight_points():

@@ -46,18 +46,14 @@ def upper_factor(angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rotations(gamma: Tensor) -> Tensor:
-    """(batch, n) to (batch, n, 2, 2)."""
+    """(batch, n) to (batch, blocks, BLOCK, 2, 2): a rotation by nothing comes first, one at least last."""
+    gamma = pad(gamma, (1, 1 + -(gamma.shape[1] + 2) % BLOCK))  # cells of them would bind a graph to their number
     c, s = gamma.cos(), gamma.sin()
-    return torch.stack([c, -s, s, c], -1).unflatten(-1, (2, 2))
+    return torch.stack([c, -s, s, c], -1).unflatten(-1, (2, 2)).unflatten(1, (-1, BLOCK))
 
 
-def _products(cells: Tensor) -> Tensor:
-    """By doubling, without any division. One rotation by nothing comes first, one at least last."""
-    batch, n = cells.shape[:2]
-    nothing = torch.eye(2, dtype=cells.dtype, device=cells.device).expand(batch, 1, 2, 2)
-    products = torch.cat([nothing, cells, nothing.expand(-1, 1 + -(n + 2) % BLOCK, -1, -1)], 1).unflatten(
-        1, (-1, BLOCK)
-    )
+def _products(products: Tensor) -> Tensor:
+    """Those of each block, by doubling, without any division."""
     while products.shape[2] > 1:
         first, second = products[:, :, ::2], products[:, :, 1::2]
         above = pad(first[..., :-1, :], (0, first.shape[-1] - 1))
