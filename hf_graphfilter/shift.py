@@ -209,7 +209,7 @@ class AttentionShift(ShiftOperator):
     def mean(self, signal: Tensor) -> Tensor:
         structure, tokens, keys = self._structure(), self.query.shape[2], signal.shape[2]
         if structure is None:
-            return average_of_seen(signal, seen_by_mask(self._mask, len(signal)))
+            return average_of_seen(signal, seen_by_mask(self._mask, signal.shape[0]))
         means = average(signal, *structure)
         if not structure[0]:
             return means.expand(-1, -1, tokens, -1)
@@ -219,7 +219,7 @@ class AttentionShift(ShiftOperator):
         """Which keys each query sees, bool (batch or 1, 1, queries or 1, keys); None for all."""
         structure, tokens, keys = self._structure(), self.query.shape[2], self.key.shape[2]
         if structure is None:
-            return seen_by_mask(self._mask, len(self.query))
+            return seen_by_mask(self._mask, self.query.shape[0])
         causal, there = structure
         seen = None if there is None else there[:, None, None]
         if not causal:

@@ -200,7 +200,7 @@ class ReplacingFilter(GraphFilter):
         away = distance if causal else distance.abs()
         bias = self._bias(shift)
         if bias is not None:
-            bias = bias.expand(len(at), -1, -1, -1).gather(3, at[:, None, None].expand(-1, *bias.shape[1:3], -1))
+            bias = bias.expand(at.shape[0], -1, -1, -1).gather(3, at[:, None, None].expand(-1, *bias.shape[1:3], -1))
         seen = (away > self.config.window) & there[:, None]
         return *attend_few(shift.query, key, value, shift.scaling, seen, bias), seen.sum(-1)
 

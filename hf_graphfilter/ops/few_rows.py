@@ -17,9 +17,9 @@ FEW = 16  # query tokens, those of assisted decoding too; with more, two calls a
 def can_form_rows(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
     """Whether ``form_rows`` is the faster form here: a decoding step on the CPU, without gradients."""
     return (
-        query.shape[2] <= FEW
+        on_plain_cpu(query)  # first: a graph would be bound to the number of tokens
+        and query.shape[2] <= FEW
         and (query.shape[2] == 1 or mask is not None)  # several without a mask are causal, which SDPA has rules for
-        and on_plain_cpu(query)
         and query.dtype == key.dtype
         and query.dtype in (torch.float32, torch.float64)
         and query.shape[0] == key.shape[0]

@@ -86,7 +86,7 @@ def seen_by_mask(mask: Tensor | None, batch: int) -> Tensor:
     """
     assert mask is not None
     seen = mask if mask.dtype == torch.bool else mask > _FORBIDDEN_BY_BIAS
-    return seen[:, None].repeat(batch // len(seen), 1, 1, 1) if seen.dim() == 3 else seen
+    return seen[:, None].repeat(batch // seen.shape[0], 1, 1, 1) if seen.dim() == 3 else seen
 
 
 def _reduce(mask: Tensor, queries: int, biased: bool) -> tuple[bool, Tensor | None]:
