@@ -246,3 +246,17 @@ def test_a_model_of_timm():
     expected = model(images)
     assert len(filter_status(model)) == 2
     torch.testing.assert_close(model.merge_and_unload()(images), expected, atol=1e-9, rtol=1e-9)
+
+
+def test_filters_around_a_projection_of_timm_with_lora(tmp_path):
+    """A patched model saved below adapters; its filters loaded where there are adapters, and patched there."""
+    timm = pytest.importorskip("timm")
+    plain = timm.create_model("vit_tiny_patch16_224", depth=2, embed_dim=48, num_classes=7)
+    config = peft.LoraConfig(target_modules=["qkv"])
+    model = turn_on(peft.get_peft_model(patch_model(copy.deepcopy(plain), K=3), config))
+    save_filter(model, tmp_path)
+    again = load_filter(peft.inject_adapter_in_model(config, copy.deepcopy(plain)), tmp_path)
+    for own, other in zip(filter_parameters(again), filter_parameters(model), strict=True):
+        assert torch.equal(own, other)
+    load_filter(copy.deepcopy(plain), tmp_path)
+    assert len(filter_status(patch_model(peft.inject_adapter_in_model(config, plain)))) == 2

@@ -82,7 +82,7 @@ def _refusal(module: Any) -> str | None:
         if _class_name(module) == "timm.models.cait.ClassAttn":
             return "class attention: one query, A is not square"
         return "a form of attention that is not honoured" if looks_like_attention(module) else ""
-    if not isinstance(module.qkv, nn.Linear):
+    if getattr(module, "qkv", None) is None:  # of any class: adapters and quantizers put theirs in its place
         return "separate projections of query, key and value"
     if getattr(module, "q_bias", None) is not None:
         return "biases outside its qkv projection"
