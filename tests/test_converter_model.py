@@ -120,6 +120,55 @@ def test_embeddings_equal_their_definition():
         torch.testing.assert_close(part(words, None), expected)
 
 
+def adapted(model):
+    peft = pytest.importorskip("peft")
+    return peft.inject_adapter_in_model(
+        peft.LoraConfig(target_modules=["value_real"], modules_to_save=["position"]), model
+    )
+
+
+def with_lora_on_positions(model):
+    peft = pytest.importorskip("peft")
+    return peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["position"]), model)
+
+
+def compiled(model):
+    model.embeddings.position = torch.compile(model.embeddings.position, backend="eager")
+    return model
+
+
+def quantized(model):
+    return torch.ao.quantization.quantize_dynamic(model, {nn.GRU})
+
+
+@pytest.mark.filterwarnings("ignore:.*quantiz:DeprecationWarning", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize(
+    ("position", "change", "tolerance"),
+    [
+        ("gru", adapted, 0),
+        ("gru", compiled, 1e-6),
+        ("gru", quantized, 2e-2),
+        ("absolute", adapted, 0),
+        ("absolute", with_lora_on_positions, 0),
+    ],
+)
+def test_positions_by_a_module_put_in_the_place_of_theirs(position, change, tolerance):
+    """By the embeddings, whose norm would hide what the positions are."""
+    model = build(position_embedding=position)
+    embeds = torch.randn(3, TOKENS, 16)
+    expected = model.embeddings._positions(embeds, None)
+    found = change(model).eval().embeddings._positions(embeds, None)
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gru_whose_weights_are_offloaded(dtype):
+    cpu_offload = pytest.importorskip("accelerate").cpu_offload
+    model = build().to(dtype)
+    expected = model(tokens()).last_hidden_state
+    torch.testing.assert_close(cpu_offload(model)(tokens()).last_hidden_state, expected, atol=0.02, rtol=0)
+
+
 PADDED = {"right": [1, 1, 1, 1, 0, 0, 0], "left": [0, 0, 0, 1, 1, 1, 1], "holes": [0, 1, 1, 0, 1, 0, 1]}
 
 
@@ -437,7 +486,7 @@ def test_pairs_that_cannot_be():
         model(ids, input_ids_2=ids[:2])
 
 
-@pytest.mark.parametrize("pooling", ["mean", "max", "mean_max"])
+@pytest.mark.parametrize("pooling", ["mean", "max", "mean_max", "cls"])
 def test_a_sequence_without_visible_tokens_is_nothing(pooling):
     mask = torch.ones(3, TOKENS)
     mask[1] = 0

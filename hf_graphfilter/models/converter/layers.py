@@ -41,7 +41,7 @@ class ConverterEmbeddings(nn.Module):
     def __init__(self, config: ConverterConfig):
         super().__init__()
         features, self.kind = config.embedding_size or config.hidden_size, config.position_embedding
-        self.dropout = config.embedding_dropout
+        self.dropout, self.max_positions = config.embedding_dropout, config.max_position_embeddings
         self.word_embeddings = nn.Embedding(config.vocab_size, features)
         self.position: nn.Module | None
         self.register_module("position", None)  # compilers look where another model of this class has its own
@@ -59,7 +59,8 @@ class ConverterEmbeddings(nn.Module):
 
     def _positions(self, embeds: Tensor, mask: Tensor | None) -> Tensor:
         tokens, features = embeds.shape[1:]
-        if isinstance(self.position, nn.GRU):
+        if self.kind == "gru":  # by what was asked for: adapters and quantizers put modules of their own in its place
+            assert self.position is not None
             return recurrent(self.position, embeds, mask)
         if self.kind == "none":
             return torch.zeros_like(embeds)
@@ -67,27 +68,32 @@ class ConverterEmbeddings(nn.Module):
             positions = torch.arange(tokens, device=embeds.device).unsqueeze(0)
         else:
             positions = (mask.cumsum(1) - 1).clamp(min=0)
-        if not isinstance(self.position, nn.Embedding):
+        if self.kind == "sinusoidal":
             return sinusoidal(positions, features)
-        if tokens > self.position.num_embeddings:
+        assert self.position is not None
+        if tokens > self.max_positions:
             raise GraphFilterError(
-                f"{tokens} tokens, and max_position_embeddings is {self.position.num_embeddings}: truncate the input, "
+                f"{tokens} tokens, and max_position_embeddings is {self.max_positions}: truncate the input, "
                 "or make the model with another position_embedding"
             )
         return self.position(positions)
 
 
-def recurrent(gru: nn.GRU, embeds: Tensor, mask: Tensor | None) -> Tensor:
+def recurrent(gru: nn.Module, embeds: Tensor, mask: Tensor | None) -> Tensor:
     """The outputs of a GRU in float32 or wider. It runs forwards, so that tokens moved to the front see no padding."""
     x = wide(embeds)
     if mask is not None:
         to_front = (~mask).byte().argsort(dim=1, stable=True)
         x = _taken(x, to_front)
     with torch.autocast(x.device.type, enabled=False):
-        if gru.weight_hh_l0.dtype == x.dtype:
+        weights = dict(gru.named_parameters())  # none of a quantized one
+        offloaded = [weight.dtype for weight in weights.values() if weight.is_meta]
+        if offloaded:  # the module itself fetches them, and is left in its dtype
+            x = gru(x.to(offloaded[0]))[0].to(x.dtype)
+        elif all(weight.dtype == x.dtype for weight in weights.values()):
             x = gru(x)[0]
         else:
-            x = functional_call(gru, {name: weight.to(x.dtype) for name, weight in gru.named_parameters()}, x)[0]
+            x = functional_call(gru, {name: weight.to(x.dtype) for name, weight in weights.items()}, x)[0]
     return x if mask is None else _taken(x, to_front.argsort(1))
 
 
@@ -185,7 +191,10 @@ def visible(attention_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
 def pooled(x: Tensor, mask: Tensor | None, pooling: str) -> Tensor:
     """One vector for each sequence: (batch, tokens, features) to (batch, features), twice as many for "mean_max"."""
     if pooling == "cls":
-        return x[:, 0] if mask is None else x[torch.arange(len(x), device=x.device), mask.byte().argmax(1)]
+        if mask is None:
+            return x[:, 0]
+        first = mask.byte().argmax(1)[:, None, None].expand(-1, 1, x.shape[2])
+        return x.gather(1, first).squeeze(1) * mask.any(1, keepdim=True)
     if pooling == "mean_max":
         return torch.cat([pooled(x, mask, "mean"), pooled(x, mask, "max")], -1)
     if mask is None:
