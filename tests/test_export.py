@@ -103,14 +103,22 @@ def test_onnx(family, entry, tmp_path, record_property):
 @pytest.mark.feature("Compiling and exporting: torch.jit.trace, with and without padding")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 @filters()
+@pytest.mark.parametrize("gradients", [False, True], ids=["evaluated", "with_gradients"])
 @pytest.mark.parametrize("family", ["bert"])
-def test_traced_without_padding_and_run_with(family, entry, transformers_warnings):
-    model, inputs, _ = patched(family, entry)
+def test_traced_without_padding_saved_and_run_with(family, gradients, entry, tmp_path, transformers_warnings):
+    model, inputs, others = patched(family, entry)
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     model.config.return_dict = False
-    with torch.no_grad():
-        traced = torch.jit.trace(model, (ids, torch.ones_like(mask)), check_trace=False)
-        torch.testing.assert_close(traced(ids, mask)[0], model(ids, mask)[0], atol=1e-9, rtol=1e-9)
+    with torch.set_grad_enabled(gradients):
+        torch.jit.trace(model, (ids, torch.ones_like(mask))).save(tmp_path / "model.pt")
+        traced = torch.jit.load(tmp_path / "model.pt")
+        for given in ((ids, mask), tuple(others.values())):
+            torch.testing.assert_close(traced(*given)[0], model(*given)[0], atol=1e-9, rtol=1e-9)
+    if gradients:
+        for run in (traced, model):
+            run(ids, mask)[0].square().sum().backward()
+        for own, other in zip(traced.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, other.grad, atol=1e-9, rtol=1e-9)
     transformers_warnings.clear()  # a tracer reads every attribute
 
 

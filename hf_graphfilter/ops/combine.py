@@ -16,7 +16,7 @@ def combine(terms: list[tuple[Tensor, Tensor]]) -> Tensor:
     bit.
     """
     coefficients, signals = zip(*terms, strict=True)
-    if torch.compiler.is_compiling():  # the compiler fuses them itself
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # a compiler fuses them itself, a trace keeps no others
         out = sum(per_head(c, x) * x for c, x in terms)
         return out.to(signals[0].dtype)  # type: ignore[union-attr]
     apply = _Combine.apply if torch.is_grad_enabled() else _Combine.forward  # the latter without autograd's overhead

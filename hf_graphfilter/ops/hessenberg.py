@@ -38,7 +38,8 @@ def transform(x: Tensor, lower: Tensor, upper: Tensor, scale: Tensor, *, forward
     first, between, last = (unit(phase)[:, : x.shape[1]].to(scale.dtype) for phase in (first, between + before, after))
     if forward != back:
         scale = scale * (last if forward else last.conj_physical())
-    return _Transform.apply(x, r_lower, r_upper, first, between, scale, forward, back)
+    run = _transform if torch.jit.is_tracing() else _Transform.apply  # a trace keeps operators
+    return run(x, r_lower, r_upper, first, between, scale, forward, back)
 
 
 TENSORS = "Tensor lower, Tensor upper, Tensor first, Tensor between, Tensor scale"
@@ -146,6 +147,9 @@ class _Transform(torch.autograd.Function):
         ]
         out = _Transform.apply(*tensors, *inputs[6:])
         return out.view(info.batch_size, out.shape[0] // info.batch_size, *out.shape[1:]), 0
+
+
+_transform.register_autograd(_Transform.backward, setup_context=_Transform.setup_context)  # where it is called itself
 
 
 class _Signal:

@@ -25,6 +25,10 @@ def filter_all(left: Left, v: Tensor, value: Tensor, keys: Tensor | None) -> Ten
     Returns:
         (batch, heads, tokens, value features), dtype of ``value``.
     """
+    if torch.jit.is_tracing():  # which keeps operations of PyTorch only, and blocks for the number of tokens it saw
+        logits, signal = hide(wide(v), value, keys)
+        mean = logits.softmax(-2).to(value.dtype).mT @ signal
+        return left.rows().to(value.dtype) @ mean
     return _All.apply(*left, v, value, keys)[0]
 
 

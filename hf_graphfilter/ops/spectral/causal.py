@@ -71,7 +71,7 @@ def _underflows(v: Tensor, keys: Tensor | None) -> bool:
     """
     if not v.numel():
         return False
-    if not torch.compiler.is_compiling() and under_vmap():
+    if torch.jit.is_tracing() or (not torch.compiler.is_compiling() and under_vmap()):
         return True  # the stable form, for whatever values
     if keys is None:
         chunks = v[:, :, : v.shape[2] // CHUNK * CHUNK].unflatten(2, (-1, CHUNK))

@@ -18,7 +18,7 @@ FASTER: dict[tuple[Kernel, str], int] = {}
 
 def chosen(kernel: Kernel, x: Tensor) -> bool:
     """Whether ``kernel`` is to be used for x (batch, heads, tokens, features), which it must be able to take."""
-    if torch.compiler.is_compiling() or not (x.is_cuda or interpreted()):
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not (x.is_cuda or interpreted()):
         return False
     switch = os.environ.get(SWITCH, "")
     if switch not in ("", "1") or not _installed() or torch._C._are_functorch_transforms_active():
