@@ -6,6 +6,7 @@ All take a mask (batch, tokens), bool, or None. Masked tokens, wherever they are
 from __future__ import annotations
 
 import math
+import warnings
 
 import torch
 from torch import Tensor, nn
@@ -203,6 +204,18 @@ def pooled(x: Tensor, mask: Tensor | None, pooling: str) -> Tensor:
     if pooling == "max":
         return x.masked_fill(~there, torch.finfo(x.dtype).min).amax(1) * there.any(1)
     return (wide(x) * there).sum(1).div(there.sum(1).clamp(min=1)).to(x.dtype)
+
+
+def say_what_labels_would_add(penalty: Tensor | None, labels: Tensor | None, eta: float) -> None:
+    """A warning where the loss is computed by others, who may not know of the penalty of the layers."""
+    if penalty is None or labels is not None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    warnings.warn(
+        f"eta={eta} asks for the kernel polynomial loss, and this model in training got no labels (the Trainer keeps "
+        "them for label_smoothing_factor and compute_loss_func): add eta * outputs.kernel_polynomial_loss to the loss "
+        "that is minimised, or set eta=0",
+        stacklevel=3,
+    )
 
 
 class ClassificationHead(nn.Module):

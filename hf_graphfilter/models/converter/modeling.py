@@ -30,6 +30,7 @@ from .layers import (
     ScaleNorm,
     check,
     pooled,
+    say_what_labels_would_add,
     visible,
     wide,
 )
@@ -229,6 +230,7 @@ class ConverterForSequenceClassification(ConverterPreTrainedModel):
         if len({len(x) for x in features}) > 1:
             raise GraphFilterError(f"the sequences of a pair: {len(features[0])} first ones, {len(features[1])} second")
         logits, penalty, loss = self.classifier(features), encoded[0].kernel_polynomial_loss, None
+        say_what_labels_would_add(penalty, labels, self.config.eta)
         if labels is not None:
             task = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
             loss = self._objective(task, penalty, labels, kwargs.get("num_items_in_batch"))
@@ -283,16 +285,12 @@ class ConverterForMaskedLM(ConverterPreTrainedModel):
         **kwargs: Any,
     ) -> ConverterMaskedLMOutput:
         out = self.converter(input_ids, attention_mask, inputs_embeds, **{**kwargs, "return_dict": True})
-        logits, loss = self.head(out.last_hidden_state), None
+        logits, penalty, loss = self.head(out.last_hidden_state), out.kernel_polynomial_loss, None
+        say_what_labels_would_add(penalty, labels, self.config.eta)
         if labels is not None:
             task = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-            loss = self._objective(task, out.kernel_polynomial_loss, labels, kwargs.get("num_items_in_batch"))
-        return ConverterMaskedLMOutput(
-            loss=loss,
-            logits=logits,
-            hidden_states=out.hidden_states,
-            kernel_polynomial_loss=out.kernel_polynomial_loss,
-        )
+            loss = self._objective(task, penalty, labels, kwargs.get("num_items_in_batch"))
+        return ConverterMaskedLMOutput(loss, logits, out.hidden_states, kernel_polynomial_loss=penalty)
 
 
 AutoModel.register(ConverterConfig, ConverterModel, exist_ok=True)
