@@ -392,6 +392,17 @@ def test_compile(backend, position):
     torch.testing.assert_close(compiled(tokens(), attention_mask=mask).logits, model(tokens(), mask).logits)
 
 
+def test_exported_for_any_batch():
+    model = build(ConverterForSequenceClassification, position_embedding="none", num_hidden_layers=1, pooling="cls")
+    mask = torch.tensor([PADDED["left"]])
+    given = {"input_ids": tokens(), "attention_mask": mask.expand(3, -1)}
+    sizes = {key: {0: torch.export.Dim.DYNAMIC} for key in given}
+    with torch.no_grad():
+        program = torch.export.export(model, (), given, dynamic_shapes=sizes).module()
+        other = {"input_ids": tokens(5), "attention_mask": mask.expand(5, -1)}
+        torch.testing.assert_close(program(**other).logits, model(**other).logits)
+
+
 def test_the_plain_trainer_trains_it(tmp_path):
     labels = torch.arange(64) % 2
     data = [

@@ -227,8 +227,9 @@ class ConverterForSequenceClassification(ConverterPreTrainedModel):
             out = self.converter(ids, mask, embeds, **{**kwargs, "return_dict": True})
             encoded.append(out)
             features.append(pooled(out.last_hidden_state, visible(mask, out.last_hidden_state), self.config.pooling))
-        if len({len(x) for x in features}) > 1:
-            raise GraphFilterError(f"the sequences of a pair: {len(features[0])} first ones, {len(features[1])} second")
+        batches = [x.shape[0] for x in features]  # len() would bind a graph to their number
+        if batches[0] != batches[-1]:
+            raise GraphFilterError(f"the sequences of a pair: {batches[0]} first ones, {batches[1]} second")
         logits, penalty, loss = self.classifier(features), encoded[0].kernel_polynomial_loss, None
         say_what_labels_would_add(penalty, labels, self.config.eta)
         if labels is not None:
