@@ -44,7 +44,19 @@ def test_export(family, entry):
 FREE = torch.export.Dim.DYNAMIC  # an error where a size becomes a constant, or is bounded on one side
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("gfsa", 12), ("gfsa", 20), ("attnscale", 20), ("contranorm", 12)])
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        *(("gfsa", 12), ("gfsa", 20), ("attnscale", 20), ("contranorm", 12)),
+        *(
+            ("agf", 20),
+            *(
+                pytest.param(name, tokens, marks=pytest.mark.slow)
+                for name, tokens in (("hedgehog", 40), ("kernelution", 12))
+            ),
+        ),
+    ],
+)
 def test_one_example_serves_any_batch_and_length(name, tokens):
     family = FAMILIES["bert"]
     model = turn_on(family.patch(family.build(num_hidden_layers=1), FILTERS[name])).double()
@@ -52,7 +64,7 @@ def test_one_example_serves_any_batch_and_length(name, tokens):
     with torch.no_grad():
         sizes = {k: {0: FREE, 1: FREE} for k in inputs}
         program = torch.export.export(model, (), inputs, dynamic_shapes=sizes).module()
-        for batch, length in ((1, 5), (3, 16), (4, 17), (3, 33)):
+        for batch, length in ((1, 5), (3, 16), (4, 17), (2, 31), (5, 32), (3, 33)):
             given = family.inputs(batch=batch, tokens=length)
             given["attention_mask"][-1, -2:] = 0
             torch.testing.assert_close(output(program, given), output(model, given), atol=1e-9, rtol=1e-9)

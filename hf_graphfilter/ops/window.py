@@ -43,6 +43,8 @@ def attend_nearby(
     if not torch.compiler.is_compiling():  # a graph would be bound to the number of tokens
         block, window = max(BLOCK, min(window, tokens)), min(window, key.shape[2] - 1)
     missing = -tokens % block
+    if torch.compiler.is_exporting():  # two blocks at least, and some of it padding: the same graph for any length
+        missing = 2 * block - tokens % block
     after = missing if causal else window + missing
     width = block + (window if causal else 2 * window)
 
