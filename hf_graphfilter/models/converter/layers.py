@@ -206,16 +206,19 @@ def pooled(x: Tensor, mask: Tensor | None, pooling: str) -> Tensor:
     return (wide(x) * there).sum(1).div(there.sum(1).clamp(min=1)).to(x.dtype)
 
 
-def say_what_labels_would_add(penalty: Tensor | None, labels: Tensor | None, eta: float) -> None:
-    """A warning where the loss is computed by others, who may not know of the penalty of the layers."""
-    if penalty is None or labels is not None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return
-    warnings.warn(
-        f"eta={eta} asks for the kernel polynomial loss, and this model in training got no labels (the Trainer keeps "
-        "them for label_smoothing_factor and compute_loss_func): add eta * outputs.kernel_polynomial_loss to the loss "
-        "that is minimised, or set eta=0",
-        stacklevel=3,
-    )
+def say_what_labels_would_add(logits: Tensor, penalty: Tensor | None, labels: Tensor | None, eta: float) -> None:
+    """A warning where a loss that others compute is minimised: they may not know of the penalty of the layers."""
+
+    def say(gradient: Tensor) -> None:
+        warnings.warn(
+            f"eta={eta} asks for the kernel polynomial loss, and this model in training got no labels (the Trainer "
+            "keeps them for label_smoothing_factor and compute_loss_func): add eta * outputs.kernel_polynomial_loss to "
+            "the loss that is minimised, or set eta=0",
+            stacklevel=2,
+        )
+
+    if penalty is not None and labels is None and logits.requires_grad and not torch.compiler.is_compiling():
+        logits.register_hook(say)
 
 
 class ClassificationHead(nn.Module):

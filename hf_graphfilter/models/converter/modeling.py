@@ -231,7 +231,7 @@ class ConverterForSequenceClassification(ConverterPreTrainedModel):
         if batches[0] != batches[-1]:
             raise GraphFilterError(f"the sequences of a pair: {batches[0]} first ones, {batches[1]} second")
         logits, penalty, loss = self.classifier(features), encoded[0].kernel_polynomial_loss, None
-        say_what_labels_would_add(penalty, labels, self.config.eta)
+        say_what_labels_would_add(logits, penalty, labels, self.config.eta)
         if labels is not None:
             task = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
             loss = self._objective(task, penalty, labels, kwargs.get("num_items_in_batch"))
@@ -287,7 +287,7 @@ class ConverterForMaskedLM(ConverterPreTrainedModel):
     ) -> ConverterMaskedLMOutput:
         out = self.converter(input_ids, attention_mask, inputs_embeds, **{**kwargs, "return_dict": True})
         logits, penalty, loss = self.head(out.last_hidden_state), out.kernel_polynomial_loss, None
-        say_what_labels_would_add(penalty, labels, self.config.eta)
+        say_what_labels_would_add(logits, penalty, labels, self.config.eta)
         if labels is not None:
             task = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
             loss = self._objective(task, penalty, labels, kwargs.get("num_items_in_batch"))
