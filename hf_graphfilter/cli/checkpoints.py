@@ -152,7 +152,8 @@ def save_modules(source: str, output: Path) -> None:
     if (listed := cached_file(source, "modules.json", **quiet)) is None:
         return
     names = ["modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"]
-    folders = [module["path"] for module in json.loads(Path(listed).read_text()) if module["path"]]
+    folders = [module["path"] for module in json.loads(Path(listed).read_text())]
+    folders = [name for name in folders if name and Path(name).name == name]  # none that leads elsewhere
     patterns = [*names, *(f"{folder}/*" for folder in folders)]
     root = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=patterns))
     for pattern in patterns:
