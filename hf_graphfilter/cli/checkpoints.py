@@ -153,7 +153,7 @@ def save_modules(source: str, output: Path) -> None:
         return
     names = ["modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"]
     folders = [module["path"] for module in json.loads(Path(listed).read_text())]
-    folders = [name for name in folders if name and Path(name).name == name]  # none that leads elsewhere
+    folders = [name for name in folders if name.strip(".") and Path(name).name == name]  # none leads elsewhere
     patterns = [*names, *(f"{folder}/*" for folder in folders)]
     root = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=patterns))
     for pattern in patterns:
