@@ -46,9 +46,9 @@ def is_number(value: Any, most: float = math.inf, *, whole: bool = False) -> boo
         (True, False, False)
     """
     value = value.item() if hasattr(value, "item") and getattr(value, "size", None) else value
-    if not isinstance(value, numbers.Integral if whole else numbers.Real) or isinstance(value, bool):
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= float(value) <= most:
         return False
-    return 0 <= float(value) <= most and float(value) < math.inf
+    return float(value) < math.inf and (not whole or float(value).is_integer())
 
 
 def _shortened(text: str, most: int) -> str:

@@ -14,8 +14,6 @@ from recipes import records
 from recipes.errors import NETWORK_ERRORS, line
 from recipes.settings import Settings
 
-CARD = "README.md"  # written when the checkpoint is, after it
-
 
 def write_card(settings: Settings, folder: Path, record: dict[str, Any], values: dict[str, Any]) -> None:
     """The model card of a saved run: its metrics, and how its setting compared with the plain model."""
@@ -40,7 +38,7 @@ def write_card(settings: Settings, folder: Path, record: dict[str, Any], values:
         data = ModelCardData(library_name=host.LIBRARY, eval_results=results, model_name=title, base_model=base)
         text = f"# {title}\n\nThe plain {type(model).__name__}.\n\n{description}\n"
         card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}")
-    card.save(folder / CARD)
+    card.save(folder / "README.md")
 
 
 def compared(settings: Settings, record: dict[str, Any], values: dict[str, Any]) -> str:

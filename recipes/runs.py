@@ -17,10 +17,12 @@ from hf_graphfilter.analysis.comparison import mean_and_sd
 from hf_graphfilter.console import table
 from recipes import SCRIPTS
 from recipes.errors import OtherSettingsError, one_line_errors
-from recipes.hub import CARD, create_repository, push, write_card
+from recipes.hub import create_repository, push, write_card
 from recipes.machine import is_main_process, machine_name
 from recipes.records import RECORD, value_of, write_json
 from recipes.settings import Recipe, Settings
+
+BEGUN = "begun.json"  # by which an unfinished run is known again, its data as they were
 
 
 def run_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Path, console: Console) -> dict[str, Any]:
@@ -29,9 +31,12 @@ def run_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Path
     finished = json.loads(file.read_text()) if file.is_file() else None
     kept = ("checkpoint-*", "*/checkpoint-*", f"*/{RECORD}")  # self-pretraining has a folder of its own
     begun = config.is_file() and any(any(folder.glob(pattern)) for pattern in kept)
-    before = (
-        finished["settings"] if finished else settings.identity(yaml.safe_load(config.read_text())) if begun else None
-    )
+    before = finished["settings"] if finished else None
+    if before is None and begun:  # earlier versions wrote the configuration alone
+        start = folder / BEGUN
+        before = (
+            json.loads(start.read_text()) if start.is_file() else settings.identity(yaml.safe_load(config.read_text()))
+        )
     if before is not None and (changed := settings.differing(before, settings.identity(values))):
         raise OtherSettingsError(
             f"{folder} holds a run with other settings ({', '.join(changed)} differ): choose another --output_dir, or "
@@ -45,6 +50,7 @@ def run_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Path
     if is_main_process():
         folder.mkdir(parents=True, exist_ok=True)
         config.write_text(yaml.safe_dump({k: v for k, v in run_values.items() if v is not None}))
+        write_json(folder / BEGUN, settings.identity(values))
     arguments = settings.arguments(run_values)
     record = {
         "recipe": settings.recipe.name,
@@ -58,9 +64,16 @@ def run_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Path
     }
     if is_main_process():
         write_json(file, record)
+        (folder / BEGUN).unlink()
         if values.get("save_strategy") != "no":
             write_card(settings, folder, record, values)
     return record
+
+
+def kept_in(folder: Path) -> bool:
+    """Whether a finished run was to keep its checkpoint."""
+    config = folder / "config.yaml"
+    return not config.is_file() or yaml.safe_load(config.read_text()).get("save_strategy") != "no"
 
 
 def quiet() -> None:
@@ -79,7 +92,7 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         folder = Path(values["output_dir"])
         seeds = values.get("seeds", [1])
         for own in (folder / f"seed-{seed}" for seed in seeds):
-            if values.get("save_strategy") != "no" and (own / RECORD).is_file() and not (own / CARD).is_file():
+            if values.get("save_strategy") != "no" and (own / RECORD).is_file() and not kept_in(own):
                 raise GraphFilterError(
                     f"{own} was run with --save_strategy no and has no checkpoint: delete it to train it again, choose "
                     "another --output_dir, or ask for --save_strategy no"

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,7 +86,8 @@ class Settings:
         for action in self.parser._actions:  # of some flags two, --x and --no_x
             action.default, action.required = argparse.SUPPRESS, False
         fields = [f for arguments in recipe.arguments for f in dataclasses.fields(arguments)]
-        self.own = {f.name for f in dataclasses.fields(recipe.arguments[0])}
+        self.own = typing.get_type_hints(recipe.arguments[0])
+        self.optional = {name for name, hint in self.own.items() if type(None) in typing.get_args(hint)}
         self.defaults = {
             f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
             for f in fields
@@ -103,9 +105,9 @@ class Settings:
         file = read_yaml(config) if config else {}
         sections = {key: file.pop(key, None) or {} for key in ("tasks", "variants", "sweep")}
         for key, section in sections.items():
-            kind = list if key == "sweep" else dict
-            if not isinstance(section, dict) or not all(isinstance(v or kind(), kind) for v in section.values()):
-                raise GraphFilterError(f"`{key}` in {config} must hold, by names, a {kind.__name__} each: {section!r}")
+            kind, said = ((list, str), "list") if key == "sweep" else (dict, "dict")
+            if not isinstance(section, dict) or not all(v is None or isinstance(v, kind) for v in section.values()):
+                raise GraphFilterError(f"`{key}` in {config} must hold, by names, a {said} each: {section!r}")
         for task in sections["tasks"]:
             self._known_task(task)
         values = self.override({}, self._own(DEFAULTS) | self.recipe.defaults)
@@ -159,11 +161,14 @@ class Settings:
         if action.nargs == "+" and isinstance(value, (str, int, float)):
             value = [value]
         try:
-            if value is None and self.defaults.get(key) is not None:
+            if value is None and self.defaults.get(key) is not None and key not in self.optional:
                 raise ValueError
+            nothing = value is False or (value is None and self.defaults.get(key))
+            if nothing and key in self.own and action.type is str:
+                return "" if key in self.optional else "no"  # as which YAML reads no
             if isinstance(value, (list, dict)) and action.nargs != "+" and key in self.own and key != "layers":
                 raise ValueError
-            if key in self.own and action.type is str and isinstance(value, (int, float)):
+            if key in self.own and action.type is str and type(value) in (int, float):
                 return str(value)
             if isinstance(value, list) and action.nargs == "+":
                 return [action.type(str(v)) if action.type else v for v in value]

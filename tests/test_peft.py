@@ -177,6 +177,12 @@ def test_the_verbs_work_through_the_wrapper(base, ids, tmp_path):
             verb(without)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_a_state_with_entries_that_are_no_tensors_is_loaded(base):
+    quantized = torch.ao.quantization.quantize_dynamic(patch_model(copy.deepcopy(base), "agf"), {torch.nn.Linear})
+    assert quantized.load_state_dict(quantized.state_dict()).missing_keys == []
+
+
 def test_nothing_is_silently_unfiltered(base, tmp_path):
     model = adapted(base)
     model.save_pretrained(tmp_path / "adapter")

@@ -41,6 +41,7 @@ from recipes import (
 )
 from recipes.arguments import RecipeArguments
 from recipes.data import cut
+from recipes.identity import mark_of
 from recipes.models import train_bpe
 from recipes.settings import CONFIGS, Settings
 
@@ -211,6 +212,12 @@ def test_settings_of_a_file_are_read_as_flags(tmp_path):
         values, _ = parse("glue", "--config", file, "--task", "rte", "--use_cpu", *flags)
         assert values["filter_options"] == options
     assert (values["model"], values["seeds"], values["smoke"]) == ("7", [3], False)
+    images = Settings(imagenet.RECIPE)
+    for key, given, read in (
+        *(("auto_augment", None, ""), ("auto_augment", False, ""), ("precision", False, "no")),
+        *(("save_strategy", False, "no"), ("max_grad_norm", None, None)),
+    ):
+        assert images.override({}, {key: given}) == {key: read}
     settings = Settings(glue.RECIPE)
     assert settings.arguments(values)[-1].greater_is_better is False, "of a perplexity"
     sweep = compare.variants_of(settings, values, {"sweep": {}, "variants": {}}, ["full_determinism=false,true"])
@@ -578,7 +585,7 @@ def test_texts_of_one_s_own_are_the_task(monkeypatch, tmp_path, capsys):
     assert seen == [str(made["a"])]
     with pytest.raises(SystemExit):
         runs.main(recipe, [*argv, str(made["b"])])
-    assert "holds a run with other settings (the files of data differ)" in capsys.readouterr().err
+    assert "holds a run with other settings (data, the files of data differ)" in capsys.readouterr().err
     with pytest.raises(GraphFilterError, match="1 lines leave nothing to validate on"):
         language_modeling.load.__wrapped__("text", str(made["a"]))
 
@@ -603,8 +610,37 @@ def test_files_of_the_same_name_are_told_apart(tmp_path):
     assert settings.differing(of("a", "a"), of("copied/a", "copied/a")) == []
     assert settings.differing(of("a", "a"), of("b", "a")) == ["the files of model"]
     assert settings.differing(of("a", "a"), of("a", "b")) == ["the files of data"]
+    (tmp_path / "a" / "data" / "CoLA" / ".DS_Store").write_text("stray")
+    (tmp_path / "a" / "data" / "CoLA" / "NOTES.md").write_text("stray")
+    before = of("copied/a", "copied/a")
+    mark_of.cache_clear()
+    assert settings.differing(before, of("a", "a")) == []
     earlier = {name: value for name, value in of("a", "a").items() if name != "contents"}
     assert settings.differing(earlier, of("b", "b")) == []
+    texts = [settings.identity({"task": "texts", "data": tmp_path / which}) for which in ("a", "copied/a")]
+    assert settings.differing({"task": "texts", "data": texts[0]["data"]}, texts[1]) == ["data"], "an earlier record"
+
+
+def test_the_data_of_an_interrupted_run_are_known_again(asked, cola, monkeypatch, capsys):
+    def stopped(args, training):
+        Path(training.output_dir, "checkpoint-1").mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    argv = ["--model", "m", "--task", "cola", "--data", str(cola), "--use_cpu", "--save_strategy", "no"]
+    with pytest.raises(SystemExit):
+        runs.main(dataclasses.replace(glue.RECIPE, run=stopped), argv)
+    train = cola / "CoLA" / "train.tsv"
+    before = train.read_text()
+    train.write_text(before.replace("cat", "cow"))
+    mark_of.cache_clear()
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        runs.main(glue.RECIPE, argv)
+    assert "other settings (the files of data differ)" in capsys.readouterr().err
+    train.write_text(before)
+    mark_of.cache_clear()
+    runs.main(glue.RECIPE, argv)
+    assert [*Path("runs/glue/cola-gfsa/seed-1").glob("*.json")] == [Path("runs/glue/cola-gfsa/seed-1/record.json")]
 
 
 def test_rows_of_like_lengths_come_in_the_order_of_seed_and_epoch(tmp_path):

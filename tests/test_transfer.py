@@ -157,14 +157,17 @@ def test_bad_data(data, message):
 def test_bad_arguments():
     with pytest.raises(GraphFilterError, match="has no graph filter"):
         run(FAMILIES["bert"].build(), batches())
-    with pytest.raises(GraphFilterError, match="must be whole numbers >= 1, got 0"):
+    with pytest.raises(GraphFilterError, match="steps must be a whole number >= 1, got 0"):
         run(patched(), batches(), steps=0)
-    for options in ({"steps": 2.5}, {"steps": "3"}, {"eval_every": 0}, {"end_to_end_steps": -1}):
-        with pytest.raises(GraphFilterError, match="steps, end_to_end_steps and eval_every must be whole numbers"):
+    second = {"end_to_end": "hidden", "end_to_end_steps": -1}
+    for options in ({"steps": 2.5}, {"steps": "3"}, {"eval_every": 0}, {"eval_every": "9"}, second):
+        with pytest.raises(GraphFilterError, match=f"{[*options][-1]} must be a "):
             run(patched(), batches(), **options)
-    for rate in ("1e-2", -1, 0, None, float("nan")):
-        with pytest.raises(GraphFilterError, match="lr must be a finite learning rate > 0"):
+    for rate in ("1e-2", -1, None, float("nan")):
+        with pytest.raises(GraphFilterError, match="lr must be a finite learning rate >= 0"):
             run(patched(), batches(), lr=rate)
+    legal = {"steps": 2.0, "coefficient_lr": 0, "eval_every": float("inf"), "end_to_end_lr": None}
+    assert run(patched(), batches(), **legal).steps == 2
     only_second = run(patched(), batches(), steps=0, end_to_end="hidden", end_to_end_steps=3)
     assert only_second.steps == 3
     with pytest.raises(GraphFilterError, match="end_to_end='probabilities': use 'hidden', 'logits' or None"):

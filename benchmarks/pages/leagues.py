@@ -4,12 +4,16 @@ import json
 from pathlib import Path
 
 from hf_graphfilter.checkpoints.card import markdown_table
-from pages.sources import RECIPES, days
+from pages.sources import RECIPES, ROOT, days
 from recipes.league.plan import League
 from recipes.league.records import by_run
 from recipes.league.standings import between, comparisons, details, levels, overview, tuning, verdict
 
 FEW = 4  # filters, which are shown two by two
+FIGURES = {  # by compare.py league --figures docs/figures
+    "ranks": "the rank of each filter on each task, and the mean",
+    "critical-difference": "mean ranks; those that a bar joins cannot be told apart",
+}
 
 
 def league_tables(name: str) -> str:
@@ -30,6 +34,9 @@ def league_tables(name: str) -> str:
         {f"{run['machine']}, torch {run['versions']['torch']}" for run in found.values() if "machine" in run}
     )
     dates = [run["date"] for run in found.values() if "date" in run]
+    for kind, title in FIGURES.items():
+        file = f"figures/league-{name}-{kind}.png"
+        made += [f"![{title}]({file})"] if (ROOT / "docs" / file).is_file() else []
     header, rows = levels(league, found)
     made += ["*How far plain was trained*", markdown_table(header, rows)] if rows else []
     made += folded("tuning, on validation, one seed", *tuning(league, found))

@@ -250,12 +250,12 @@ def _refuse_lost_filters(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def _load_from_state_dict(self: PreTrainedModel, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        given: dict[tuple[str, str], dict[str, torch.Size]] = {}
+        given: dict[tuple[str, str], dict[str, Any]] = {}
         for key in state_dict:
             owner, marker, name = key.removeprefix(prefix).partition(f".{CHILD}.")
             if not marker or not key.startswith(prefix):
                 continue
-            given.setdefault((owner, _copy_of(name)), {})[name] = getattr(state_dict[key], "shape", torch.Size())
+            given.setdefault((owner, _copy_of(name)), {})[name] = getattr(state_dict[key], "shape", ())
         for (owner, copied), shapes in given.items():
             try:
                 module = self.get_submodule(owner)
@@ -266,8 +266,9 @@ def _refuse_lost_filters(original: Callable[..., Any]) -> Callable[..., Any]:
                     f"the weights hold a graph filter at {owner}, and this {type(self).__name__} has none there: patch "
                     "it first as it was when they were saved, with patch_model or load_filter"
                 )
-            own = {k: v.shape for k, v in graph_filter.state_dict().items() if _copy_of(k) == copied}
-            if any(k not in own or (own[k].numel() and own[k] != shapes[k]) for k in shapes):  # 0: ZeRO-3's
+            own = {k: getattr(v, "shape", ()) for k, v in graph_filter.state_dict().items() if _copy_of(k) == copied}
+            whole = not any(type(m).__name__ == "FullyShardedDataParallel" for m in self.modules())  # else in pieces
+            if whole and any(own.get(k) not in (shapes[k], (0,)) for k in shapes):  # (0,): ZeRO-3's
                 there, here = (", ".join(f"{k} {tuple(v)}" for k, v in sorted(x.items())) for x in (shapes, own))
                 raise GraphFilterError(
                     f"the weights at {owner} are those of another filter, with {there}, and that of this "

@@ -151,13 +151,13 @@ def save_modules(source: str, output: Path) -> None:
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     if (listed := cached_file(source, "modules.json", **quiet)) is None:
         return
-    names = ["modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"]
+    names = ["modules.json", "sentence_*_config.json", "config_sentence_transformers.json"]
     folders = [module["path"] for module in json.loads(Path(listed).read_text())]
     folders = [name for name in folders if name.strip(".") and Path(name).name == name]  # none leads elsewhere
     patterns = [*names, *(f"{folder}/*" for folder in folders)]
     root = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=patterns))
     for pattern in patterns:
-        for file in root.glob(pattern):
+        for file in (file for file in root.glob(pattern) if file.is_file()):
             (output / file.relative_to(root)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, output / file.relative_to(root))
 

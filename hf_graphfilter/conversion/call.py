@@ -214,8 +214,8 @@ def _config(filter: str | FilterConfig, options: dict[str, Any]) -> ReplacingCon
 def _rates(given: Any) -> Rates:
     known = [field.name for field in fields(Rates)]
     own = asdict(given) if isinstance(given, Rates) else given
-    if not isinstance(own, Mapping) or not all(name in known and is_number(own[name]) and own[name] for name in own):
-        raise GraphFilterError(f"rates are numbers > 0 by the names of Rates, {', '.join(known)}; got {shown(given)}")
+    if not isinstance(own, Mapping) or not all(name in known and is_number(own[name]) for name in own):
+        raise GraphFilterError(f"rates are numbers >= 0 by the names of Rates, {', '.join(known)}; got {shown(given)}")
     return Rates(**own)
 
 

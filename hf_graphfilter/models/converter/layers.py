@@ -72,9 +72,9 @@ class ConverterEmbeddings(nn.Module):
         if self.kind == "sinusoidal":
             return sinusoidal(positions, features)
         assert self.position is not None
-        if tokens > self.max_positions:
+        if tokens > (most := getattr(self.position, "num_embeddings", self.max_positions)):
             raise GraphFilterError(
-                f"{tokens} tokens, and max_position_embeddings is {self.max_positions}: truncate the input, "
+                f"{tokens} tokens, and max_position_embeddings is {most}: truncate the input, "
                 "or make the model with another position_embedding"
             )
         return self.position(positions)
@@ -212,8 +212,8 @@ def say_what_labels_would_add(logits: Tensor, penalty: Tensor | None, labels: Te
     def say(gradient: Tensor) -> None:
         warnings.warn(
             f"eta={eta} asks for the kernel polynomial loss, and this model in training got no labels (the Trainer "
-            "keeps them for label_smoothing_factor and compute_loss_func): add eta * outputs.kernel_polynomial_loss to "
-            "the loss that is minimised, or set eta=0",
+            "keeps them for label_smoothing_factor and compute_loss_func): if it is not there already, add eta * "
+            "outputs.kernel_polynomial_loss to the loss that is minimised, or set eta=0",
             stacklevel=2,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -88,15 +89,17 @@ def transfer_attention(
 
     Source: the regression is that of "attention transfer" in Zhang et al., LoLCATs (2024), here for AGF.
     """
-    counts = (steps, eval_every, 1 if end_to_end_steps is None else end_to_end_steps)
-    if not all(is_number(count, whole=True) for count in counts) or steps < (end_to_end is None) or not all(counts[1:]):
-        raise GraphFilterError(
-            f"steps, end_to_end_steps and eval_every must be whole numbers >= 1, got {steps!r}, {end_to_end_steps!r} "
-            f"and {eval_every!r}"
-        )
-    for name, rate in {"lr": lr, "coefficient_lr": coefficient_lr, "end_to_end_lr": end_to_end_lr}.items():
-        if not is_number(rate) or not rate:
-            raise GraphFilterError(f"{name} must be a finite learning rate > 0, got {shown(rate)}")
+    second = end_to_end is not None
+    if not is_number(steps, whole=True) or steps < (not second):
+        raise GraphFilterError(f"steps must be a whole number >= 1, got {shown(steps)}")
+    if second and end_to_end_steps is not None and not is_number(end_to_end_steps, whole=True):
+        raise GraphFilterError(f"end_to_end_steps must be a whole number >= 0, got {shown(end_to_end_steps)}")
+    if eval_every != math.inf and (not is_number(eval_every) or eval_every < 1):
+        raise GraphFilterError(f"eval_every must be a number of steps >= 1, got {shown(eval_every)}")
+    rates = {"lr": lr, "coefficient_lr": coefficient_lr} | ({"end_to_end_lr": end_to_end_lr} if second else {})
+    for name, rate in rates.items():
+        if not is_number(rate) or (second and name == "lr" and not rate):  # the second stage's are multiples of it
+            raise GraphFilterError(f"{name} must be a finite learning rate >= 0, got {shown(rate)}")
     modules = dict(filters_of(model, required=True))
     dataloader, holdout = apart(dataloader, holdout)
     held, skip = set_aside(model, dataloader, holdout)
