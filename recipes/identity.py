@@ -37,7 +37,7 @@ def identity(values: dict[str, Any], folder: str = "") -> dict[str, Any]:
         if name in own and os.path.exists(own[name]):
             kept[name] = Path(own[name]).name
             marks[name] = mark_of(str(own[name]), model=True)
-    if "data" in own:
+    if "data" in own and os.path.exists(own["data"]):
         data = Path(own["data"], folder) if Path(own["data"], folder).is_dir() else Path(own["data"])
         marks["data"] = mark_of(str(data))
         if own.get("task") in OWN_DATA:

@@ -178,7 +178,7 @@ def test_ranks_and_comparisons_are_those_of_the_numbers(trained):
     assert ("reviews", "`neutreno`") not in rates
     assert standings.verdict(own, {}) == "Nothing can be said yet."
     del found[Run("ptb", LONGER, 1, 2.0)]
-    assert standings.verdict(own, found) == f"Not finished yet, 1 of 1 comparisons are. {text}"
+    assert standings.verdict(own, found) == f"Not finished yet, but these comparisons are. {text}"
     names = [file.name for file in figures.draw(own, found, Path("runs"))]
     assert names == ["league-small-ranks.png", "league-small-critical-difference.png"]
     assert all(Path("runs", n).is_file() for n in names)

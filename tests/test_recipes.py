@@ -615,6 +615,7 @@ def test_files_of_the_same_name_are_told_apart(tmp_path):
     before = of("copied/a", "copied/a")
     mark_of.cache_clear()
     assert settings.differing(before, of("a", "a")) == []
+    assert "contents" not in settings.identity({"task": "cola", "model": "m", "data": tmp_path / "elsewhere"})
     earlier = {name: value for name, value in of("a", "a").items() if name != "contents"}
     assert settings.differing(earlier, of("b", "b")) == []
     texts = [settings.identity({"task": "texts", "data": tmp_path / which}) for which in ("a", "copied/a")]

@@ -119,7 +119,8 @@ def verdict(league: League, found: Records) -> str:
     if lost:
         sentences.append(f"Diverged: {'; '.join(lost)}.")
     whole = sum(not c.missing for c in made)
-    unfinished = f"Not finished yet, {whole} of {count} comparisons are. " if any(league.wanted(found)) else ""
+    done = "but these comparisons are" if whole == count else f"{whole} of {count} comparisons are"
+    unfinished = f"Not finished yet, {done}. " if any(league.wanted(found)) else ""
     about = f"Of {count} comparisons with plain over {len(stage.seeds)} seeds, Holm-corrected at {LEVEL:.0%}"
     return f"{unfinished}{about}: {' '.join(sentences)}"
 
