@@ -168,8 +168,8 @@ def check_resolved(
     if whole and absent:
         here = [host.relative_name(model, site.name) for site in host.find(model)[0]]
         nearest = difflib.get_close_matches(absent[0], here, 1, cutoff=0)
-        numbers = {name: [int(part) for part in name.split(".") if part.isdigit()] for name in (*absent, *here)}
-        fewer = all(numbers[name] > max(numbers[other] for other in here) for name in absent) if here else False
+        layers = {name: [int(part) for part in name.split(".") if part.isdigit()] for name in (*absent, *here)}
+        fewer = bool(here) and min(layers[name] for name in absent) > max(layers[name] for name in here)
         mend = "all of the layers that were patched" if fewer else "the release of the library that wrote it"
         raise GraphFilterError(
             f"the record of the graph filter names {len(absent)} of {len(names)} modules that are no self-attention of "

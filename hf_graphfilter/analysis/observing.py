@@ -18,7 +18,6 @@ from ..errors import GraphFilterError
 from ..filters import AttentionSite, FilterConfig, GraphFilter
 from ..filters.attached import CHILD, active_filter
 from ..hosts import host_of, unwrapped
-from ..hosts.transformers.attention import BASE_CONFIG
 from ..ops.explicit import matrix_of
 from ..shift import AttentionShift, ShiftOperator
 
@@ -188,7 +187,7 @@ class _Observer:
     """The hooks, and what they must know of the batch that is running."""
 
     def __init__(self, model: nn.Module, sites: list[AttentionSite], readers: list[Reader]):
-        self.model, self.sites, self.readers, self.stacks = model, sites, readers, stacks_of(sites)
+        self.model, self.sites, self.readers, self.stacks = model, sites, readers, stacks_of(model, sites)
         self.sequences = self.tokens = 0
 
     def begin(self, batch: Any) -> None:
@@ -257,13 +256,12 @@ class _Observer:
             reader.tokens(layer, tokens, there)
 
 
-def stacks_of(sites: list[AttentionSite]) -> dict[str, str]:
+def stacks_of(model: nn.Module, sites: list[AttentionSite]) -> dict[str, str]:
     """By the name of a site that of its stack: ``"encoder"``, ``"decoder"``, or the path where models of several kinds
     have one (the towers of CLIP)."""
     kinds: dict[str, set[type]] = {}
     for site in sites:
-        config = getattr(site.module, "config", None)
-        kinds.setdefault(site.stack, set()).add(type(getattr(config, BASE_CONFIG, config)))  # a patched one has its own
+        kinds.setdefault(site.stack, set()).add(host_of(model).kind(site.module))
     return {site.name: site.stack if len(kinds[site.stack]) == 1 else site.group for site in sites}
 
 

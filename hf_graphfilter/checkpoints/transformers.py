@@ -267,8 +267,8 @@ def _refuse_lost_filters(original: Callable[..., Any]) -> Callable[..., Any]:
                     "it first as it was when they were saved, with patch_model or load_filter"
                 )
             own = {k: getattr(v, "shape", ()) for k, v in graph_filter.state_dict().items() if _copy_of(k) == copied}
-            whole = not any(type(m).__name__ == "FullyShardedDataParallel" for m in self.modules())  # else in pieces
-            if whole and any(own.get(k) not in (shapes[k], (0,)) for k in shapes):  # (0,): ZeRO-3's
+            other = any(own.get(k) not in (shapes[k], (0,)) for k in shapes)  # (0,): ZeRO-3's
+            if other and not any(type(m).__name__ == "FullyShardedDataParallel" for m in self.modules()):  # in pieces
                 there, here = (", ".join(f"{k} {tuple(v)}" for k, v in sorted(x.items())) for x in (shapes, own))
                 raise GraphFilterError(
                     f"the weights at {owner} are those of another filter, with {there}, and that of this "

@@ -29,6 +29,9 @@ class Host(Protocol):
     def backend(self, module: nn.Module) -> str:
         """Name of the attention implementation behind a patched module."""
 
+    def kind(self, module: nn.Module) -> type:
+        """The same for all attention modules of one model; the parts of a larger one (the towers of CLIP) differ."""
+
     def read_record(self, model: nn.Module) -> dict[str, Any] | None:
         """What ``write_record`` left."""
 

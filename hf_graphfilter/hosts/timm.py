@@ -219,6 +219,10 @@ def backend(module: Any) -> str:
     return "sdpa" if getattr(module, "fused_attn", False) else "eager"
 
 
+def kind(module: Any) -> type:
+    return type(None)  # a model has one stack
+
+
 def relative_name(model: nn.Module, name: str) -> str:
     return name
 

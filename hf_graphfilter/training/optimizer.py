@@ -46,7 +46,7 @@ def parameter_groups(
         >>> [g["lr"] for g in optimizer.param_groups]
         [2e-05, 2e-05, 0.01]
     """
-    _check_rates(lr=lr, filter_lr=filter_lr)
+    check_rates(lr=lr, filter_lr=filter_lr)
     if not any(True for _ in filter_parameters(model)):
         raise GraphFilterError(
             f"{type(model).__name__} has no filter parameters: patch it first, with learn= not empty"
@@ -68,7 +68,7 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-def _check_rates(**rates: float) -> None:
+def check_rates(**rates: float) -> None:
     for name, rate in rates.items():
         if not is_number(rate):
             raise GraphFilterError(f"{name} must be a finite learning rate >= 0, got {shown(rate)}")
@@ -91,7 +91,7 @@ def filter_optimizer(args: TrainingArguments, filter_lr: float = FILTER_LR) -> t
         ``Trainer(model, args, optimizer_cls_and_kwargs=filter_optimizer(args, filter_lr=1e-2))``
     """
 
-    _check_rates(filter_lr=filter_lr)
+    check_rates(filter_lr=filter_lr)
 
     def factory() -> Callable[..., torch.optim.Optimizer]:
         def build(model: nn.Module, **_: Any) -> torch.optim.Optimizer:

@@ -10,7 +10,7 @@ masks, ``set_attn_implementation`` and the model's code stay as they are.
 
 import transformers.modeling_utils  # noqa: F401  # imports checkpoints.transformers, which needs the modules below whole
 
-from .attention import backend
+from .attention import backend, kind
 from .cards import base_model, model_type, pipeline_tag, usage
 from .records import read_record, write_record
 from .routing import attach, detach
@@ -22,6 +22,7 @@ __all__ = [
     "LIBRARY",
     "attach",
     "backend",
+    "kind",
     "base_model",
     "detach",
     "find",

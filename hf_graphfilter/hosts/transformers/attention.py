@@ -176,6 +176,12 @@ def backend(module: Any) -> str:
     return getattr(module.config, BASE_CONFIG, module.config)._attn_implementation or "eager"
 
 
+def kind(module: Any) -> type:
+    """By the config; a patched module has one of its own, made of its model's."""
+    config = getattr(module, "config", None)
+    return type(getattr(config, BASE_CONFIG, config))
+
+
 def field(config: Any, name: str) -> Any:
     """An attribute of a config past its ``__getattribute__``, which takes microseconds; a compiler reads it once."""
     return getattr(config, name) if torch.compiler.is_compiling() else object.__getattribute__(config, name)

@@ -17,6 +17,7 @@ from ...batches import running
 from ...errors import GraphFilterError, is_number, shown
 from ...filters import GraphFilter
 from ...filters.attached import filters_of
+from ..optimizer import check_rates
 from .batches import apart, repeated, set_aside
 from .objectives import DISTANCES, filter_errors, fit_end_to_end, mean_loss, original_of, regress
 from .report import TransferReport, mean
@@ -96,10 +97,11 @@ def transfer_attention(
         raise GraphFilterError(f"end_to_end_steps must be a whole number >= 0, got {shown(end_to_end_steps)}")
     if eval_every != math.inf and (not is_number(eval_every) or eval_every < 1):
         raise GraphFilterError(f"eval_every must be a number of steps >= 1, got {shown(eval_every)}")
-    rates = {"lr": lr, "coefficient_lr": coefficient_lr} | ({"end_to_end_lr": end_to_end_lr} if second else {})
-    for name, rate in rates.items():
-        if not is_number(rate) or (second and name == "lr" and not rate):  # the second stage's are multiples of it
-            raise GraphFilterError(f"{name} must be a finite learning rate >= 0, got {shown(rate)}")
+    check_rates(lr=lr, coefficient_lr=coefficient_lr)
+    if second:
+        check_rates(end_to_end_lr=end_to_end_lr)
+        if not lr:  # of which the coefficients' rate there is a multiple
+            raise GraphFilterError("lr must be > 0 where a second stage follows, got 0")
     modules = dict(filters_of(model, required=True))
     dataloader, holdout = apart(dataloader, holdout)
     held, skip = set_aside(model, dataloader, holdout)
