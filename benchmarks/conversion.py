@@ -24,8 +24,8 @@ from typing import Any, ClassVar
 
 import torch
 from measure import RESULTS, hardware
+from real import TinyImages, perplexity, weights, wikitext
 from torch import nn
-from transfer import TinyImages, perplexity, weights, wikitext
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,

@@ -2,10 +2,12 @@
 
 pretrained: MiniLM-L6, DeiT-Tiny, SmolLM2-135M and Flan-T5-small as they are. minilm: fine-tuned on movie-review
 snippets, plain and with GFSA; and pretrained with AGF in the place of attention, fitted to it. deit: 24 thin layers
-from scratch on CIFAR-10, plain and with GFSA. costs: time and peak memory of reports.
+from scratch on CIFAR-10, plain and with GFSA. language: GPT-2 of 12 narrow layers from scratch on PTB, plain and
+with all coefficients of GFSA learned, three seeds each: models of docs/league.md. costs: time and peak memory of a
+report.
 
-Texts are film reviews, cut at 128 tokens; images those of Tiny ImageNet or CIFAR-10. Data and weights are read from
---shared and from HF_GRAPHFILTER_WEIGHTS (see --shared's READMEs). What --runs does not hold yet is trained (half an
+Texts are film reviews, cut at 128 tokens, or PTB; images those of Tiny ImageNet or CIFAR-10. Data and weights are read
+from --shared and from HF_GRAPHFILTER_WEIGHTS (see --shared's READMEs). What --runs does not hold yet is trained (an
 hour on one core). Figures go to docs/figures, numbers to benchmarks/results/gallery-DEVICE-SECTION.csv.
 """
 
@@ -26,8 +28,9 @@ from typing import Any
 import torch
 from measure import RESULTS, hardware, write
 from PIL import Image
+from real import reviews, weights
 from torch import nn
-from transfer import AGF, fitted, reviews, weights
+from transfer import AGF, fitted
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -130,12 +133,34 @@ def deit(options: argparse.Namespace) -> Found:
     return found
 
 
-def trained(options: argparse.Namespace, recipe: str, name: str, argv: list[str]) -> Path:
-    """The checkpoint of a recipe with seed 1, trained now if it is not there."""
+def language(options: argparse.Namespace) -> Found:
+    data = options.shared / "data" / "ptb"
+    common = ["--config", "language_modeling/deep.yaml", "--task", "ptb", "--data", str(data), "--use_cpu"]
+    common += ["--save_strategy", "epoch"]
+    kinds = {"plain": ["--filter", "none"], "with GFSA": []}
+    folders = {
+        f"{name}, seed {seed}": trained(options, "language_modeling", f"gpt2-12-{name}", [*common, *flags], seed)
+        for (name, flags), seed in itertools.product(kinds.items(), (1, 2, 3))
+    }
+    tokenizer = AutoTokenizer.from_pretrained(folders["plain, seed 1"])
+    ids = tokenizer((data / "ptb.test.txt").read_text(), return_tensors="pt")["input_ids"][0]
+    windows = some(list(ids[: len(ids) // 64 * 64].view(-1, 1, 64)), COUNT)
+    batches = [{"input_ids": torch.cat(windows)}]
+    models = {name: AutoModelForCausalLM.from_pretrained(folder) for name, folder in folders.items()}
+    found = {name: measure(model.to(options.device), batches) for name, model in models.items()}
+    first = {name: found[f"{name}, seed 1"] for name in kinds}
+    draw(options, "gpt2-12", depth(first))
+    draw(options, "gpt2-12-gain", gains(first, list(first)))
+    draw(options, "gpt2-12-curves", plot_curves(first["with GFSA"].curves))
+    return found
+
+
+def trained(options: argparse.Namespace, recipe: str, name: str, argv: list[str], seed: int = 1) -> Path:
+    """The checkpoint of a recipe, trained now if it is not there."""
     output = options.runs / name.replace(" ", "-")
-    command = [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), *argv, "--seeds", "1", "--output_dir"]
+    command = [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), *argv, "--seeds", str(seed), "--output_dir"]
     subprocess.run([*command, str(output)], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    return output / "seed-1"
+    return output / f"seed-{seed}"
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
@@ -291,8 +316,9 @@ DATA = {
     "pretrained": "film reviews of at most 128 tokens, or images of Tiny ImageNet",
     "minilm": "film reviews of at most 128 tokens",
     "deit": "test images of CIFAR-10, 65 tokens",
+    "language": "windows of 64 tokens of PTB's test part",
 }
-SECTIONS = {"pretrained": pretrained, "minilm": minilm, "deit": deit}
+SECTIONS = {"pretrained": pretrained, "minilm": minilm, "deit": deit, "language": language}
 
 
 def main() -> None:

@@ -16,17 +16,16 @@ from __future__ import annotations
 import argparse
 import csv
 import itertools
-import math
-import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
 import torch
 import transformers
 from measure import RESULTS, hardware
+from real import TinyImages, perplexity, reviews, weights, wikitext
 from torch import Tensor, nn
 from transformers import (
     AutoModel,
@@ -60,12 +59,6 @@ LR, COEFFICIENT_LR = 1e-2, 3e-2
 FIELDS = ["date", "device", "section", "task", "variant", "stage", "seed", "metric", "value", "steps", "seconds"]
 
 
-def weights(name: str) -> Path:
-    """Folder of real weights that were made on this machine."""
-    folder = Path(os.environ.get("HF_GRAPHFILTER_WEIGHTS", Path.home() / ".cache" / "hf-graphfilter-weights"))
-    return folder / name
-
-
 class Table:
     """A CSV file that is complete after every row."""
 
@@ -97,22 +90,6 @@ class Table:
 
 
 # ---------------------------------------------------------------------------------------------------- an encoder
-
-
-def reviews(options: argparse.Namespace, tokenizer: object, tokens: int = 128, batch: int = 8) -> list[dict]:
-    """Batches of real text, whole windows of film reviews."""
-    files = sorted((options.shared / "data" / "imdb-subset").rglob("*.txt"))
-    random.Random(0).shuffle(files)
-    windows = []
-    for file in files:
-        ids = tokenizer(file.read_text(errors="ignore"), truncation=True, max_length=512)["input_ids"][1:-1]
-        size = tokens - 2
-        windows += [
-            [tokenizer.cls_token_id, *ids[i : i + size], tokenizer.sep_token_id]
-            for i in range(0, len(ids) - size + 1, size)
-        ]
-    random.Random(1).shuffle(windows)
-    return [{"input_ids": part} for part in torch.tensor(windows).split(batch)]
 
 
 ABLATION = {
@@ -276,20 +253,6 @@ def finetune(options: argparse.Namespace) -> None:
 # ------------------------------------------------------------------------------------------------ causal models
 
 
-def wikitext(options: argparse.Namespace, tokenizer: object, part: str, tokens: int, batch: int) -> list[Tensor]:
-    text = (options.shared / "data" / "wikitext-2" / f"{part}.txt").read_text()
-    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
-    return list(ids[: len(ids) // tokens * tokens].view(-1, tokens).split(batch))
-
-
-@torch.no_grad()
-def perplexity(model: nn.Module, batches: list[Tensor]) -> float:
-    """Over separate windows: every token but the first of its window is predicted."""
-    model.eval()
-    losses = [model(ids.to(model.device), labels=ids.to(model.device), use_cache=False).loss.item() for ids in batches]
-    return math.exp(sum(losses) / len(losses))
-
-
 def fit(model: nn.Module, batches: list[Tensor], steps: int, lr: float, groups: list | None = None) -> None:
     """Language modelling; AdamW, warm-up and cosine."""
     optimizer = torch.optim.AdamW(groups or model.parameters(), lr=lr, weight_decay=0.01)
@@ -418,47 +381,6 @@ def smollm2(options: argparse.Namespace) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- vision
-
-
-class TinyImages:
-    """Twenty classes of Tiny ImageNet, which the thousand of a pretrained head hold too."""
-
-    def __init__(self, shared: Path, label_of: dict[int, str]):
-        from torchvision import transforms
-        from torchvision.datasets import ImageFolder
-
-        data = shared / "data" / "tiny-imagenet-subset"
-        names = dict(line.split("\t") for line in (data / "classes.txt").read_text().splitlines())
-        known = {
-            label.split(",")[0].lower(): i for i, label in label_of.items()
-        }  # ties of a name are to its first words
-        prepare = transforms.Compose(
-            [
-                transforms.Resize(224),
-                transforms.ToTensor(),
-                transforms.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
-            ]
-        )
-        self.parts = {part: ImageFolder(data / part, prepare) for part in ("train", "val")}
-        self.classes = torch.tensor([known[names[wnid].split(",")[0].lower()] for wnid in self.parts["train"].classes])
-
-    def batches(self, part: str, size: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        images = self.parts[part]
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0)).tolist()
-        for i in range(0, min(len(order), size * count), size):
-            pairs = [images[j] for j in order[i : i + size]]
-            yield torch.stack([p for p, _ in pairs]), self.classes[[c for _, c in pairs]]
-
-    @torch.no_grad()
-    def accuracy(self, model: nn.Module, count: int = 500) -> float:
-        """Of these twenty, on so many images."""
-        model.eval()
-        right = [
-            model(x.to(model.device)).logits.cpu()[:, self.classes].argmax(-1)
-            == (y[:, None] == self.classes).int().argmax(-1)
-            for x, y in self.batches("val", 50, count // 50)
-        ]
-        return torch.cat(right).float().mean().item()
 
 
 def deit(options: argparse.Namespace) -> None:

@@ -358,6 +358,7 @@ def test_evaluation_costs_nothing(tmp_path, monkeypatch):
         (lambda: OrthogonalityCallback(gamma=-1.0), "gamma must be >= 0, got -1.0"),
         (lambda: RegularizerCallback({"diagonal": math.nan}), "the weight of diagonal must be a number >= 0, got nan"),
         (lambda: RegularizerCallback({"diagonal": "1"}), "the weight of diagonal must be a number >= 0, got '1'"),
+        (lambda: RegularizerCallback({"diagonal": True}), "the weight of diagonal must be a number >= 0, got True"),
         (
             lambda: collect_penalties(model(), {"orthogonality": -1.0}).__enter__(),
             "collect_penalties: the weight of or",

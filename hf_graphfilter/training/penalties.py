@@ -8,8 +8,6 @@ under DDP. Without callback or ``collect_penalties`` no loss is computed, and no
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import ParallelMode
 
-from ..errors import GraphFilterError, shown
+from ..errors import GraphFilterError, is_number, shown
 from ..filters import GraphFilter
 from ..filters.attached import filters_of
 from ..filters.base import Loss
@@ -219,7 +217,7 @@ def penalised_filters(model: nn.Module, weights: Weights, options: Options) -> l
 
 def _checked(where: str, weights: Weights | None) -> Weights:
     for name, weight in (weights or {}).items():
-        if not isinstance(weight, numbers.Real) or not 0 <= weight < math.inf:
+        if not is_number(weight):
             raise GraphFilterError(f"{where}: the weight of {name} must be a number >= 0, got {shown(weight)}")
     return weights or {}
 
