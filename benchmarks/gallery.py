@@ -259,9 +259,15 @@ def taylor(found: Found) -> Any:
 
 
 def numbers(common: dict[str, str], found: Found) -> list[dict[str, Any]]:
-    """All that is one number a layer."""
+    """All that is one number a layer, and what filters make of the values 0 and 1 of A, over the heads."""
     rows = []
     for name, measured in found.items():
+        stack = measured.smoothing.layers()[0].stack
+        for (layer, curve), at in itertools.product(enumerate(measured.curves.values()), (0, 1)):
+            heads = curve.response[:, (curve.at - at).abs().argmin()]
+            about = {"model": name, "stack": stack, "layer": layer, "layers": len(measured.curves)}
+            about |= {"quantity": f"response at {at}", "mean": f"{heads.mean():.5g}", "sd": f"{heads.std():.5g}"}
+            rows.append({**common, **about, "samples": len(heads)})
         for part in measured.parts().values():
             for row in part.rows():
                 if "at" not in row:

@@ -61,7 +61,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "scratch": partial(recipe_tables, "sequences-bbc", "sequences-20newsgroups"),
     },
     "docs/analysis.md": {
-        **{section: partial(gallery, section) for section in ("pretrained", "minilm", "deit")},
+        **{section: partial(gallery, section) for section in ("pretrained", "minilm", "deit", "language")},
         "costs": gallery_costs,
     },
     "docs/conversion.md": {

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_graphfilter import patch_model
 from hf_graphfilter.filters.attached import filters_of
 
 ROOT = Path(__file__).parents[1]
@@ -123,7 +124,7 @@ def test_the_gallery_draws_and_writes_what_is_measured():
     t5 = T5Model(T5Config(vocab_size=50, d_model=32, num_layers=2, num_heads=4, d_kv=8, d_ff=48))
     models = {
         "plain": BertModel(BertConfig(vocab_size=50, **sizes)),
-        "gfsa": BertModel(BertConfig(vocab_size=50, **sizes)),
+        "gfsa": patch_model(BertModel(BertConfig(vocab_size=50, **sizes)), "gfsa", w_0=-0.25, w_K=0.1),
     }
     alike = {name: gallery.measure(model, batches) for name, model in models.items()}
     found = {"BERT": alike["plain"], "T5": gallery.measure(t5, both)}
@@ -137,6 +138,10 @@ def test_the_gallery_draws_and_writes_what_is_measured():
     cosines = [row for row in rows if (row["model"], row["quantity"]) == ("BERT", "cosine")]
     assert [(row["layer"], row["layers"]) for row in cosines] == [(-1, 3), (0, 3), (1, 3), (2, 3)]
     assert float(cosines[0]["mean"]) == pytest.approx(found["BERT"].smoothing[-1 - 3, "cosine"].mean.item(), rel=1e-4)
+    responses = [row for row in gallery.numbers({}, alike) if row["quantity"].startswith("response")]
+    assert [row["layer"] for row in responses] == [0, 0, 1, 1, 2, 2]
+    assert [float(row["mean"]) for row in responses] == pytest.approx([-0.25, 0.85] * 3)
+    assert {(row["model"], row["stack"], row["samples"]) for row in responses} == {("gfsa", "encoder", 4)}
 
 
 @pytest.mark.parametrize(
