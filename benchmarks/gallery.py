@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from measure import RESULTS, hardware, write
 from PIL import Image
-from real import reviews, weights
+from real import reviews, weights, windows
 from torch import nn
 from transfer import AGF, fitted
 from transformers import (
@@ -143,9 +143,7 @@ def language(options: argparse.Namespace) -> Found:
         for (name, flags), seed in itertools.product(kinds.items(), (1, 2, 3))
     }
     tokenizer = AutoTokenizer.from_pretrained(folders["plain, seed 1"])
-    ids = tokenizer((data / "ptb.test.txt").read_text(), return_tensors="pt")["input_ids"][0]
-    windows = some(list(ids[: len(ids) // 64 * 64].view(-1, 1, 64)), COUNT)
-    batches = [{"input_ids": torch.cat(windows)}]
+    batches = [{"input_ids": torch.stack(some(list(windows(tokenizer, data / "ptb.test.txt", 64)), COUNT))}]
     models = {name: AutoModelForCausalLM.from_pretrained(folder) for name, folder in folders.items()}
     found = {name: measure(model.to(options.device), batches) for name, model in models.items()}
     first = {name: found[f"{name}, seed 1"] for name in kinds}
@@ -259,7 +257,7 @@ def taylor(found: Found) -> Any:
 
 
 def numbers(common: dict[str, str], found: Found) -> list[dict[str, Any]]:
-    """All that is one number a layer, and what filters make of the values 0 and 1 of A, over the heads."""
+    """All that is one number a layer, and what filters make of 0 and 1 of A, by layer (models of one stack)."""
     rows = []
     for name, measured in found.items():
         stack = measured.smoothing.layers()[0].stack

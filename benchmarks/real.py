@@ -35,10 +35,14 @@ def reviews(options: argparse.Namespace, tokenizer: object, tokens: int = 128, b
     return [{"input_ids": part} for part in torch.tensor(windows).split(batch)]
 
 
+def windows(tokenizer: object, file: Path, tokens: int) -> Tensor:
+    """(windows, tokens): a text cut into pieces, the rest left out."""
+    ids = torch.tensor(tokenizer(file.read_text(), verbose=False)["input_ids"])
+    return ids[: len(ids) // tokens * tokens].view(-1, tokens)
+
+
 def wikitext(options: argparse.Namespace, tokenizer: object, part: str, tokens: int, batch: int) -> list[Tensor]:
-    text = (options.shared / "data" / "wikitext-2" / f"{part}.txt").read_text()
-    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
-    return list(ids[: len(ids) // tokens * tokens].view(-1, tokens).split(batch))
+    return list(windows(tokenizer, options.shared / "data" / "wikitext-2" / f"{part}.txt", tokens).split(batch))
 
 
 @torch.no_grad()
