@@ -4,10 +4,11 @@ dependency is missing."""
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import math
 import numbers
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 LONGEST = 1000  # characters of a message
@@ -36,6 +37,18 @@ def shown(value: object) -> str:
         return _shortened(repr(value), _PART)
     except Exception:  # an integer of 5,000 digits, a dict nested 1,000 times, an object's own mistake
         return f"<{type(value).__name__} without a repr>"
+
+
+def nearest(word: object, known: Iterable[str], prefix: str = "") -> str:
+    """The known word that was meant, if one is near: the end of a message, after ``prefix`` as users write it.
+
+    Example:
+        >>> nearest("gsfa", ["agf", "gfsa"]), nearest("converter", ["agf", "gfsa"])
+        (" (did you mean 'gfsa'?)", '')
+    """
+    by_lower = {k.lower(): k for k in known}
+    match = difflib.get_close_matches(str(word).lower(), by_lower, n=1, cutoff=0.5)
+    return f" (did you mean {prefix + by_lower[match[0]]!r}?)" if match else ""
 
 
 def is_number(value: Any, most: float = math.inf, *, whole: bool = False) -> bool:

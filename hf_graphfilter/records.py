@@ -27,6 +27,14 @@ def extended(
     return {**written, "imports": imports} if imports else written
 
 
+def grouped(configs: Iterable[tuple[str, FilterConfig]]) -> list[dict[str, Any]]:
+    """The ``filters`` of a record, of each module's name and the filter there."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name, config in configs:
+        groups.setdefault(repr(config), {"config": config.to_dict(), "modules": []})["modules"].append(name)
+    return [*groups.values()]
+
+
 def read_groups(record: Any, source: str, part: str = "") -> list[tuple[FilterConfig, list[str]]]:
     """(config, names of the modules) of a record; ``source`` and ``part`` say in errors where it was read."""
     if not isinstance(record, dict) or record.get("version") != RECORD_VERSION:

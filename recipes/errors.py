@@ -1,8 +1,7 @@
 """What goes wrong for a user, as one line."""
 
-import difflib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from huggingface_hub.errors import HfHubHTTPError
@@ -53,9 +52,3 @@ def one_line_errors(program: str, command: str = "the same command") -> Iterator
 
 def line(error: BaseException) -> str:
     return " ".join(str(error).split())[:400] or type(error).__name__
-
-
-def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """``" (did you mean ...?)"``, or nothing."""
-    close = difflib.get_close_matches(name, list(known), 1, cutoff=0.5)
-    return f" (did you mean {prefix}{close[0]}?)" if close else ""

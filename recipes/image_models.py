@@ -11,8 +11,9 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassi
 
 from hf_graphfilter import GraphFilterError, load_timm_model
 from hf_graphfilter.console import parse_options
+from hf_graphfilter.errors import nearest
 from recipes.arguments import ImageArguments
-from recipes.errors import line, nearest
+from recipes.errors import line
 from recipes.models import load_model, loading, patch
 
 INTERPOLATION = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}

@@ -16,8 +16,9 @@ from transformers import CONFIG_MAPPING, PreTrainedModel, PreTrainedTokenizerFas
 from hf_graphfilter import GraphFilterError, patch_model
 from hf_graphfilter.checkpoints.tokenizer import knows_words
 from hf_graphfilter.console import parse_layers, parse_options
+from hf_graphfilter.errors import nearest
 from recipes.arguments import FilterArguments, RecipeArguments
-from recipes.errors import filtering, line, nearest
+from recipes.errors import filtering, line
 
 
 def load_tokenizer(args: RecipeArguments, texts: Callable[[], Iterator[str]]) -> Any:

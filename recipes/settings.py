@@ -17,11 +17,11 @@ from transformers.hf_argparser import string_to_bool
 
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.console import parse_layers, parse_options
+from hf_graphfilter.errors import nearest
 from hf_graphfilter.filters import get_filter, import_filters
 from hf_graphfilter.filters.registry import UnknownFilterError
 from recipes import machine
 from recipes.arguments import RecipeArguments
-from recipes.errors import nearest
 from recipes.identity import INCIDENTAL, differing, identity
 from recipes.models import load_model
 from recipes.records import lower_is_better

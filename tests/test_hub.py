@@ -525,6 +525,12 @@ def test_card(tmp_path):
         assert part in again.text
     with pytest.raises(GraphFilterError, match="no graph filter to describe"):
         create_model_card(BERT.build())
+    part = BertForSequenceClassification(BERT.config)
+    patch_model(part.bert, "agf", window=4, layers=[1])
+    written = create_model_card(part).text.partition("```json\n")[2].partition("\n```")[0]
+    [there] = json.loads(written)["filters"]
+    assert there["modules"] == ["bert.encoder.layer.1.attention.self"]
+    assert FilterConfig.from_dict(there["config"]) == filter_status(part)[0].filter
 
 
 def test_a_card_keeps_what_is_recorded(tmp_path):

@@ -282,7 +282,7 @@ def test_the_usual_augmentation_of_many_images(data, tmp_path):
         (None, ["--model_options", "img_size=64"], "use --img_size"),
         (None, ["--img_size", "30"], "--img_size 30: vit_tiny_patch16_224 cuts images into patches of 8 pixels"),
         (None, ["--model_options", "dephth=2"], "timm cannot make vit_tiny_patch16_224"),
-        (None, ["--model", "vit_tinny_patch16_224"], r"timm cannot make vit_tinny_patch16_224 (did you mean vit_tiny"),
+        (None, ["--model", "vit_tinny_patch16_224"], r"timm cannot make vit_tinny_patch16_224 (did you mean 'vit_tiny"),
         (None, ["--precision", "int4"], "use no, bf16 or fp16"),
         (None, ["--batch_size", "64", "--device_batch_size", "64"], "are less than a step's"),
         (None, ["--batch_size", "64"], "training images are less than a step's: give a smaller --batch_size"),

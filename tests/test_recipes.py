@@ -154,13 +154,16 @@ def test_the_settings_of_the_papers(recipe, config, task, expected):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--task", "colla"], r"no task 'colla' \(did you mean cola\?\)"),
+        (["--task", "colla"], r"no task 'colla' \(did you mean 'cola'\?\)"),
         (["--task", "cola", "--filter", "gsfa"], r"unknown filter 'gsfa' \(did you mean 'gfsa'\?\).*--import MODULE"),
         (
             ["--task", "cola", "--learnin_rate", "1"],
-            r"unknown argument --learnin_rate \(did you mean --learning_rate\?",
+            r"unknown argument --learnin_rate \(did you mean '--learning_rate'\?",
         ),
-        (["--task", "cola", "--config", "glue/bart.yaml"], r"no configuration glue/bart.yaml \(did you mean glue/bert"),
+        (
+            ["--task", "cola", "--config", "glue/bart.yaml"],
+            r"no configuration glue/bart.yaml \(did you mean 'glue/bert",
+        ),
         (["--task", "cola", "--seeds", "1", "1"], "name each seed once"),
         (["--task", "cola", "--seeds", "1", "2", "--push_to_hub"], "name one seed"),
         (["--task", "cola", "--push_to_hub", "--save_strategy", "no"], "needs a saved checkpoint"),
@@ -178,7 +181,7 @@ def test_wrong_flags_are_one_clear_error(argv, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("leraning_rate: 1", r"unknown setting 'leraning_rate' in .*\(did you mean learning_rate\?\)"),
+        ("leraning_rate: 1", r"unknown setting 'leraning_rate' in .*\(did you mean 'learning_rate'\?\)"),
         ("learning_rate: fast", "the setting 'learning_rate' in .* cannot be 'fast'"),
         ("learning_rate: [1]", "the setting 'learning_rate' in .* cannot be"),
         ("learning_rate: null", "the setting 'learning_rate' in .* cannot be None"),
@@ -690,7 +693,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_record(cola, tmp_path, monkeypatc
     [
         (
             ["--model", "roberta", "--from_scratch", "hiden_size=3"],
-            r"no field 'hiden_size' \(did you mean hidden_size\?\)",
+            r"no field 'hiden_size' \(did you mean 'hidden_size'\?\)",
         ),
         (["--filter_options", "k=3"], "GFSAConfig has no option 'k'"),
         (["--layers", "7"], "7 is out of range"),

@@ -313,7 +313,7 @@ BAD = {  # task, files beside those of WHOLE (nothing: a folder that is not ther
         {"BasicMotions_TEST.ts": ts("7:a", dimensions="@dimensions 1")},
         "TEST.ts: row 1 has 1 channels, 2 were expected",
     ),
-    "no task": ("bcc", {}, "there is no task bcc \\(did you mean bbc\\?\\)"),
+    "no task": ("bcc", {}, "there is no task bcc \\(did you mean 'bbc'\\?\\)"),
 }
 
 

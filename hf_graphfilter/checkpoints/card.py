@@ -21,6 +21,7 @@ from ..filters import available_filters
 from ..filters.build import foreign_modules
 from ..filters.overview import summary
 from ..hosts import Host, encoder_of, host_of, unwrapped
+from ..records import grouped
 from ..status import filter_parameters, filter_status
 
 TEMPLATE = Path(__file__).parents[1] / "data" / "model_card.md"
@@ -184,6 +185,7 @@ def create_model_card(
     modules = foreign_modules(row.filter for row in status)
     packages = dict.fromkeys(["hf_graphfilter", library, "transformers", "torch"])
     coefficients = [values for row in status for values in row.coefficients.values()]
+    record = host.read_record(inner) or {"filters": grouped((row.module, row.filter) for row in status)}
     fields = {
         "title": name,
         "model_class": type(inner).__name__,
@@ -197,7 +199,7 @@ def create_model_card(
         "coefficient_table": markdown_table(*status.table()) if coefficients else "",
         "per_head": any(values.numel() > 1 for values in coefficients),
         "added_parameters": sum(p.numel() for p in filter_parameters(inner)),
-        "configuration": json.dumps(host.read_record(inner), indent=2),
+        "configuration": json.dumps(record, indent=2),
         "versions": ", ".join(f"{package} {metadata.version(package)}" for package in packages),
         "citation": "\n\n".join(dict.fromkeys(c.citation for c in configs.values() if c.citation)),
     }

@@ -15,10 +15,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..batches import running
-from ..errors import GraphFilterError, is_number, shown
+from ..errors import GraphFilterError, is_number, nearest, shown
 from ..filters import FilterConfig, GraphFilter, ReplacingConfig, as_config
 from ..filters.attached import filters_of
-from ..filters.registry import get_filter, nearest
+from ..filters.registry import get_filter
 from ..hosts import encoder_of, host_of
 from ..patching import patch_model, unpatch_model
 from ..selection import Layers

@@ -30,10 +30,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ..errors import GraphFilterError, shown
+from ..errors import GraphFilterError, nearest, shown
 from ..shift import ShiftOperator
 from . import fields
-from .registry import get_filter, nearest
+from .registry import get_filter
 
 LARGEST_ORDER = 1000  # of a polynomial, whose cost grows with it; the papers use 2 to 10
 Decoding = Literal["rows", "state", "state and keys"]

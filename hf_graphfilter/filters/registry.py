@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ..errors import GraphFilterError, shown
+from ..errors import GraphFilterError, nearest, shown
 
 CONFIG_CLASSES: dict[str, type[Any]] = {}  # by registered name; ``register_filter`` adds to it
 
@@ -79,10 +78,3 @@ def import_filters(modules: Sequence[str]) -> None:
                 f"cannot import filters from {name!r}: the name {path.stem!r} is taken by {there or 'Python'}; rename "
                 "the file"
             )
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """``" (did you mean ...?)"``, or nothing."""
-    by_lower = {k.lower(): k for k in known}
-    match = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.5)
-    return f" (did you mean {by_lower[match[0]]!r}?)" if match else ""

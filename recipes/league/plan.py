@@ -11,8 +11,9 @@ from statistics import fmean
 from typing import Any
 
 from hf_graphfilter import GraphFilterError
+from hf_graphfilter.errors import nearest
 from recipes import SCRIPTS, check_extras
-from recipes.errors import OtherSettingsError, nearest
+from recipes.errors import OtherSettingsError
 from recipes.league.records import Records, Run, ranked
 from recipes.records import lower_is_better, value_of
 from recipes.settings import Settings
@@ -253,7 +254,7 @@ def _known(content: Any, what: str, needed: dict[str, type], *others: str) -> No
     if not isinstance(content, dict):
         raise GraphFilterError(f"{what} must be given as NAME: VALUE, found {content!r}")
     if unknown := [key for key in content if key not in (*needed, *others)]:
-        raise GraphFilterError(f"{what} has no {unknown[0]!r}{nearest(str(unknown[0]), (*needed, *others))}")
+        raise GraphFilterError(f"{what} has no {unknown[0]!r}{nearest(unknown[0], (*needed, *others))}")
     for key, kind in needed.items():
         if not isinstance(content.get(key), kind) or not content[key]:
             raise GraphFilterError(f"{what} needs {key!r}, a {kind.__name__}, found {content.get(key)!r}")

@@ -15,7 +15,7 @@ from datasets import Dataset, DatasetDict, concatenate_datasets
 from sklearn.model_selection import StratifiedKFold, train_test_split
 
 from hf_graphfilter import GraphFilterError
-from recipes.errors import nearest
+from hf_graphfilter.errors import nearest
 from recipes.sequence_tasks import fasta, lra, series, texts
 from recipes.sequence_tasks.task import Loaded, Task
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...errors import GraphFilterError
 from ...filters import FilterConfig
 from ...filters.attached import CHILD, active_filter, filters_of, patched_modules
+from ...records import grouped
 from .attention import IMPLEMENTATION
 from .sites import relative_name
 
@@ -92,15 +93,12 @@ def check_recorded(model: PreTrainedModel) -> None:
 def _settle(part: PreTrainedModel, others: list[str], prefix: str) -> None:
     """Write the filters that are there into the record, if their modules have not the names that it gives; those below
     the prefixes of ``others`` have records of their own."""
-    record, groups = getattr(part.config, CHILD), {}  # type: ignore[var-annotated]
+    record = getattr(part.config, CHILD)
     named = {name: FilterConfig.from_dict(g["config"]) for g in record["filters"] for name in g["modules"]}
     own = [(n, m) for n, m in patched_modules(part, required=False) if not f"{prefix}{n}.".startswith(tuple(others))]
     here = {relative_name(part, name): active_filter(module).config for name, module in own}
-    if not here or here == named:
-        return
-    for name, config in here.items():
-        groups.setdefault(repr(config), {"config": config.to_dict(), "modules": []})["modules"].append(name)
-    setattr(part.config, CHILD, {**record, "filters": list(groups.values())})
+    if here and here != named:
+        setattr(part.config, CHILD, {**record, "filters": grouped(here.items())})
 
 
 def _with_parts(config: Any) -> Iterator[PreTrainedConfig]:
