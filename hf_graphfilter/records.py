@@ -22,7 +22,7 @@ def extended(
     """``record`` (or a new one) with one filter more."""
     before = record or {"filters": []}
     imports = sorted({*_imports(before), *foreign_modules([config])})
-    groups = [*before["filters"], {"config": config.to_dict(), "modules": [*names]}]
+    groups = [*before["filters"], *grouped((name, config) for name in names)]
     written = {"version": RECORD_VERSION, "model": model_class, "filters": groups}
     return {**written, "imports": imports} if imports else written
 

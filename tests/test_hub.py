@@ -525,12 +525,15 @@ def test_card(tmp_path):
         assert part in again.text
     with pytest.raises(GraphFilterError, match="no graph filter to describe"):
         create_model_card(BERT.build())
-    part = BertForSequenceClassification(BERT.config)
-    patch_model(part.bert, "agf", window=4, layers=[1])
-    written = create_model_card(part).text.partition("```json\n")[2].partition("\n```")[0]
+
+
+def test_a_card_of_a_model_whose_part_was_patched_by_itself_shows_its_filter():
+    model = BertForSequenceClassification(BERT.config)
+    patch_model(model.bert, "agf", window=4, layers=[1])
+    written = create_model_card(model).text.partition("```json\n")[2].partition("\n```")[0]
     [there] = json.loads(written)["filters"]
     assert there["modules"] == ["bert.encoder.layer.1.attention.self"]
-    assert FilterConfig.from_dict(there["config"]) == filter_status(part)[0].filter
+    assert FilterConfig.from_dict(there["config"]) == filter_status(model)[0].filter
 
 
 def test_a_card_keeps_what_is_recorded(tmp_path):

@@ -185,6 +185,7 @@ def create_model_card(
     modules = foreign_modules(row.filter for row in status)
     packages = dict.fromkeys(["hf_graphfilter", library, "transformers", "torch"])
     coefficients = [values for row in status for values in row.coefficients.values()]
+    # a model whose parts were patched by themselves has no record of its own
     record = host.read_record(inner) or {"filters": grouped((row.module, row.filter) for row in status)}
     fields = {
         "title": name,
