@@ -113,6 +113,10 @@ def test_a_refused_filter_is_left_out_of_the_task_and_said(trained, capsys):
     header, rows = standings.overview(own, by_run(content), own.stages[0])
     assert header == ["", "reviews, matthews correlation ↑", "ptb, perplexity ↓", "mean rank"]
     assert next(row for row in rows if row[0] == "neutreno")[1] == "refused"
+    stages = [FILE["stages"][0], {"seeds": [4, 5, 6, 7], "best": 1}]
+    own, found = league(stages=stages), by_run(played(trained, stages=stages))
+    rows = standings.overview(own, found, own.stages[1])[1]
+    assert {row[0] for row in rows} == {"plain", "gfsa"}, "who does not play a stage is not shown in it"
 
 
 def test_a_refusal_is_forgotten_when_what_was_refused_changes(trained):

@@ -143,7 +143,7 @@ def overview(league: League, found: Records, stage: Stage) -> tuple[list[str], l
         "mean rank",
     ]
     rows = []
-    for variant in (*ranks, *(v for v in (PLAIN, *league.variants) if v not in ranks)):
+    for variant in (*ranks, *(v for v in (PLAIN, *league.playing(found, stage)) if v not in ranks)):
         cells = []
         for task in tasks:
             if variant == PLAIN:
