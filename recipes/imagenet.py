@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 from safetensors.torch import load_model, save_model
 from timm.data import Mixup
@@ -61,6 +62,7 @@ def accelerator_of(args: ImageArguments) -> Accelerator:
     if args.precision not in ("no", "bf16", "fp16"):
         raise GraphFilterError(f"--precision {args.precision!r}: use no, bf16 or fp16")
     tracking = {"log_with": None if args.report_to == "none" else args.report_to, "project_dir": args.output_dir}
+    AcceleratorState._reset_state()  # as the Trainer does: a run before may have had another precision
     accelerator = Accelerator(mixed_precision=args.precision, cpu=args.use_cpu, **tracking)
     if tracking["log_with"]:
         accelerator.init_trackers("hf_graphfilter")

@@ -201,6 +201,14 @@ def test_two_processes_share_the_work(data, tmp_path):
     assert len(filter_status(load_timm_model(tmp_path / "run" / "seed-1"))) == 2
 
 
+def test_runs_of_one_process_have_each_their_precision():
+    settings = Settings(imagenet.RECIPE)
+    for precision in ("bf16", "no"):
+        values, _ = settings.parse([*MODEL, *SHORT, "--precision", precision])
+        (args,) = settings.arguments(values)
+        assert imagenet.accelerator_of(args).mixed_precision == precision
+
+
 def test_the_filter_has_a_learning_rate_of_its_own(data):
     settings = Settings(imagenet.RECIPE)
     for more in ([], ["--layer_decay", "0.5"]):
