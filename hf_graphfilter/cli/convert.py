@@ -13,7 +13,7 @@ from rich.console import Console
 from ..console import parse_layers, parse_options, table
 from ..errors import GraphFilterError
 from .checkpoints import AutoClass, Output, Source, check_output, load, load_config, remove_progress, save
-from .inputs import Images, column_of, lines_of, read_by_decoder, tokenizer_of
+from .inputs import Images, column_of, lines_of, positive_rate, read_by_decoder, tokenizer_of
 
 PROGRESS = ".conversion"
 
@@ -53,7 +53,7 @@ def convert(
         int | None, typer.Option("--batch-tokens", min=2, help="Tokens of a batch; --length of them if not given.")
     ] = None,
     holdout: Annotated[int, typer.Option("--holdout", min=1, help="Batches to measure on.")] = 32,
-    lr: Annotated[float | None, typer.Option("--lr", help="Of the first stage.")] = None,
+    lr: Annotated[float | None, typer.Option("--lr", callback=positive_rate, help="Of the first stage.")] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option("--dtype", help="Of the weights; the checkpoint's if not given."),
@@ -81,8 +81,6 @@ def convert(
     if timed and images:
         raise GraphFilterError("--speed times models of text, by length: leave it out with --images")
     chosen = layers if layers and layers.startswith("auto") else parse_layers(layers)
-    if lr is not None and not 0 < lr < float("inf"):
-        raise GraphFilterError(f"--lr must be a positive number, got {lr}")
     shares, of_filter = parse_options(stages or []), parse_options(options or [])
     if wrong := [f"{k}={v}" for k, v in shares.items() if not isinstance(v, (int, float))]:
         raise GraphFilterError(f"--stage {wrong[0]}: the share is a number, for instance attention=0.7")

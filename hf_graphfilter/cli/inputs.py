@@ -1,4 +1,4 @@
-"""What models are run on: texts and images, read for the model of a checkpoint."""
+"""What the verbs read: texts and images, for the model of a checkpoint, and a learning rate."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from typing import Any
 from ..errors import GraphFilterError, needs
 
 IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
+
+
+def positive_rate(lr: float | None) -> float | None:
+    if lr is not None and not 0 < lr < float("inf"):
+        raise GraphFilterError(f"--lr must be a positive number, got {lr}")
+    return lr
 
 
 def tokenizer_of(source: str) -> Any:

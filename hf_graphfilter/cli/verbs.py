@@ -15,7 +15,7 @@ from rich.markup import escape
 from ..console import parse_layers, parse_options, table
 from ..errors import GraphFilterError
 from .checkpoints import AutoClass, Output, Source, check_output, load, load_config, remove_progress, save, show_status
-from .inputs import tokenizer_of
+from .inputs import positive_rate, tokenizer_of
 
 
 def patch(
@@ -71,7 +71,7 @@ def transfer(
     steps: Annotated[int, typer.Option(min=1, help="Batches of the regression.")] = 1000,
     length: Annotated[int, typer.Option(min=8, help="Tokens of a window of text.")] = 128,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows in a batch.")] = 8,
-    lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3,
+    lr: Annotated[float, typer.Option(callback=positive_rate, help="Learning rate.")] = 3e-3,
     end_to_end: Annotated[
         Literal["hidden", "logits"] | None, typer.Option(help="A second stage, against these of the model.")
     ] = None,
@@ -85,8 +85,6 @@ def transfer(
 
     from ..training import transfer_attention
 
-    if not 0 < lr < float("inf"):
-        raise GraphFilterError(f"--lr must be a positive number, got {lr}")
     check_output(output, source)
     load_config(source, patched=True)
     tokenizer, files = tokenizer_of(source), [file.read_text(errors="replace") for file in text]
