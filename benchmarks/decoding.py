@@ -14,6 +14,7 @@ from measure import arguments, report, rounds, rows, write
 from transformers import DynamicCache, GPT2Config, GPT2Model, StaticCache
 
 from hf_graphfilter import filter_parameters, patch_model
+from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
 
 CONTEXTS = (128, 512, 1024, 2048, 4096, 8192)
 FILLED = 64  # tokens that are really run
@@ -34,7 +35,7 @@ def filled(model: GPT2Model, length: int, kind: str, device: str) -> DynamicCach
     """What a context of this length leaves behind."""
     config = model.config
     cache = DynamicCache() if kind == "dynamic" else StaticCache(config=config, max_cache_len=length + MOST)
-    model(torch.randint(0, 1000, (1, FILLED), device=device), past_key_values=cache)
+    model(torch.randint(0, 1000, (1, FILLED), device=device), **{CACHE: cache})
     times = -(-length // FILLED)
     for layer in cache.layers:
         kept = getattr(layer, "kept", {})
@@ -57,7 +58,7 @@ def repeated(x: torch.Tensor, times: int, length: int) -> torch.Tensor:
 
 def one_token(model: GPT2Model, cache: DynamicCache | StaticCache, device: str) -> Callable[[], object]:
     token = torch.ones(1, 1, dtype=torch.long, device=device)
-    return lambda: model(token, past_key_values=cache)
+    return lambda: model(token, **{CACHE: cache})
 
 
 def replayed(step: Callable[[], object]) -> Callable[[], object]:

@@ -100,11 +100,11 @@ def feature(request, record_property):
 
 @pytest.fixture
 def refuses(record_property):
-    """``pytest.raises`` for what the package refuses; docs/compatibility.md quotes it."""
+    """``pytest.raises`` for what the package (or transformers) refuses; docs/compatibility.md quotes it."""
 
     @contextmanager
-    def refused(match):
-        with pytest.raises(GraphFilterError, match=match) as caught:
+    def refused(match, error=GraphFilterError):
+        with pytest.raises(error, match=match) as caught:
             yield
         record_property("refused", str(caught.value))
 

@@ -29,6 +29,7 @@ from hf_graphfilter import (
     save_filter,
 )
 from hf_graphfilter.filters.attached import filters_of
+from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
 
 ZERO3 = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -124,7 +125,7 @@ def tensor_parallel(name, folder, rank):
         torch.testing.assert_close(parameter.grad, expected.grad, atol=1e-6, rtol=1e-6)
     ids = inputs["input_ids"]
     first = model(ids[:, :5], use_cache=True)
-    second = model(ids[:, 5:], past_key_values=first.past_key_values).last_hidden_state
+    second = model(ids[:, 5:], **{CACHE: first[CACHE]}).last_hidden_state
     torch.testing.assert_close(second, output(reference, {"input_ids": ids})[:, 5:], atol=1e-9, rtol=1e-9)
 
 

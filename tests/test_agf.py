@@ -23,6 +23,7 @@ from hf_graphfilter import (
 from hf_graphfilter.analysis.branches import without
 from hf_graphfilter.filters.attached import filters_of
 from hf_graphfilter.functional import agf, gfsa, orthogonality_loss
+from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
 from hf_graphfilter.ops import spectral
 from hf_graphfilter.ops.polynomials import expand, polynomials, recurrence
 from hf_graphfilter.ops.visibility import visibility
@@ -632,7 +633,7 @@ def test_the_state_has_constant_size(family):
     model, cache = patch_model(FAMILIES[family].build(), "agf", window=2, sinks=2), DynamicCache()
     sizes = []
     for tokens in (3, 1, 20, 1):
-        model(torch.randint(5, 99, (2, tokens)), past_key_values=cache)
+        model(torch.randint(5, 99, (2, tokens)), **{CACHE: cache})
         layer = cache.layers[0]
         kept = {
             t.untyped_storage().data_ptr(): t.untyped_storage()
@@ -659,7 +660,7 @@ def test_sinks_are_the_first_tokens_that_are_there(far):
     whole = run(ids, use_cache=False)
     for ends in ([*range(15)], [0, 2, 3, 11, 14]):
         cache = DynamicCache()
-        found = torch.cat([run(ids, slice(*p), past_key_values=cache) for p in itertools.pairwise(ends)], 1)
+        found = torch.cat([run(ids, slice(*p), **{CACHE: cache}) for p in itertools.pairwise(ends)], 1)
         assert torch.allclose(found[mask.bool()], whole[mask.bool()], atol=1e-9)
     ids[0, 0] += 1
     changed = run(ids, use_cache=False)
@@ -669,9 +670,9 @@ def test_sinks_are_the_first_tokens_that_are_there(far):
 
 def test_the_plain_model_does_not_take_a_cache_without_keys():
     model, ids = patch_model(FAMILIES["llama"].build(), "agf"), FAMILIES["llama"].inputs()["input_ids"]
-    cache = model(ids[:, :5], use_cache=True).past_key_values
+    cache = model(ids[:, :5], use_cache=True)[CACHE]
     with pytest.raises(GraphFilterError, match="holds no keys and values for a module without it"):
-        unpatch_model(model)(ids[:, 5:], past_key_values=cache)
+        unpatch_model(model)(ids[:, 5:], **{CACHE: cache})
 
 
 def test_some_layers_agf_and_some_gfsa_decode_together():
@@ -679,7 +680,7 @@ def test_some_layers_agf_and_some_gfsa_decode_together():
     model = turn_on(patch_model(patch_model(family.build().double(), "agf", layers=[0]), "gfsa", layers=[2]))
     ids = family.inputs()["input_ids"]
     expected, cache = output(model, {"input_ids": ids}), DynamicCache()
-    found = [model(ids[:, a:b], past_key_values=cache).last_hidden_state for a, b in ((0, 5), (5, 6), (6, 9))]
+    found = [model(ids[:, a:b], **{CACHE: cache}).last_hidden_state for a, b in ((0, 5), (5, 6), (6, 9))]
     torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-9, rtol=1e-9)
 
 

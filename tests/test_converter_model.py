@@ -492,7 +492,7 @@ def test_inputs_that_cannot_be():
         model(ids[:, :4], attention_mask=torch.ones(3, 7))
     with pytest.raises(GraphFilterError, match="either input_ids or inputs_embeds"):
         model()
-    for name in ("encoder_hidden_states", "past_key_values", "position_ids"):
+    for name in ("encoder_hidden_states", "cache", "past_key_values", "position_ids"):
         with pytest.raises(GraphFilterError, match=f"leave out {name}"):
             model(ids[:, :4], **{name: ids})
     for bad in ({"input_ids": ids[0]}, {"input_ids": ids[:, :0]}, {"inputs_embeds": torch.zeros(3, 4, 16) + 0j}):

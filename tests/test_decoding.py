@@ -33,6 +33,7 @@ from transformers.cache_utils import QuantizedLayer
 from transformers.models.llama.modeling_llama import eager_attention_forward as llama_eager_attention
 
 from hf_graphfilter import DenseShift, GraphFilterError, filter_parameters, patch_model
+from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
 from hf_graphfilter.ops.few_rows import form_rows
 
 GENERATORS = {
@@ -136,13 +137,14 @@ def test_a_smaller_model_proposes_tokens(entry, refuses, transformers_warnings):
     with torch.no_grad():
         next(filter_parameters(assistant)).add_(0.5)  # another filter: some proposals are refused
     expected = model.generate(**inputs, **OPTIONS)
-    with contextlib.nullcontext() if entry.keeps_rows else refuses(NO_CROP):
+    refusal = rf"{NO_CROP}|requires a cache that can be cropped"  # transformers 5.24 asks the cache itself
+    with contextlib.nullcontext() if entry.keeps_rows else refuses(refusal, ValueError):
         assert torch.equal(model.generate(**inputs, **OPTIONS, assistant_model=assistant), expected)
     transformers_warnings.clear()
 
 
 def steps(model, ids, cache):
-    found = [model(ids[:, a:b], past_key_values=cache).last_hidden_state for a, b in ((0, 4), (4, 7), (7, 8), (8, 9))]
+    found = [model(ids[:, a:b], **{CACHE: cache}).last_hidden_state for a, b in ((0, 4), (4, 7), (7, 8), (8, 9))]
     return torch.cat(found, 1)
 
 
@@ -167,8 +169,8 @@ def test_a_step_with_a_static_cache_is_compiled_once(entry):
     counter = CompileCounterWithBackend("aot_eager")
     step = torch.compile(model, backend=counter, fullgraph=True)
     with torch.no_grad():
-        model(ids[:, :4], past_key_values=cache)
-        found = [step(ids[:, i : i + 1], past_key_values=cache).last_hidden_state for i in range(4, 9)]
+        model(ids[:, :4], **{CACHE: cache})
+        found = [step(ids[:, i : i + 1], **{CACHE: cache}).last_hidden_state for i in range(4, 9)]
     torch.testing.assert_close(torch.cat(found, 1), expected[:, 4:], atol=1e-9, rtol=1e-9)
     assert counter.frame_count == 1
 
@@ -183,7 +185,7 @@ def test_cached_logits(entry, configured):
     assert cache.get_seq_length() == 9
     if entry.keeps_rows:
         cache.crop(-3)
-        again = model(ids[:, 6:], past_key_values=cache).last_hidden_state
+        again = model(ids[:, 6:], **{CACHE: cache}).last_hidden_state
         torch.testing.assert_close(again, expected[:, 6:], atol=1e-9, rtol=1e-9)
     else:
         with pytest.raises(GraphFilterError, match=NO_CROP):
@@ -191,7 +193,7 @@ def test_cached_logits(entry, configured):
         cache.crop(0)
     cache.reset()
     if cache.get_seq_length() == 0:  # transformers 5.17 keeps the tokens and zeroes them
-        torch.testing.assert_close(model(ids, past_key_values=cache).last_hidden_state, expected, atol=1e-9, rtol=1e-9)
+        torch.testing.assert_close(model(ids, **{CACHE: cache}).last_hidden_state, expected, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
@@ -202,9 +204,9 @@ def test_many_tokens(mode, entry):
     ids, cache = torch.randint(5, 99, (2, 60)), DynamicCache(config=model.config)
     expected = output(model, {"input_ids": ids})
     with torch.inference_mode():
-        found = [model(ids[:, :4], past_key_values=cache).last_hidden_state]
+        found = [model(ids[:, :4], **{CACHE: cache}).last_hidden_state]
     with mode():
-        found += [model(ids[:, i : i + 1], past_key_values=cache).last_hidden_state for i in range(4, 60)]
+        found += [model(ids[:, i : i + 1], **{CACHE: cache}).last_hidden_state for i in range(4, 60)]
         torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-9, rtol=1e-9)
 
 
@@ -301,8 +303,8 @@ def stepwise(model, ids, past=None):
     found = []
     with torch.no_grad():
         for begin, end in itertools.pairwise((0, 4, 5, 6, 9)):
-            step = model(input_ids=ids[:, begin:end], past_key_values=past, use_cache=True)
-            past = step.past_key_values
+            step = model(input_ids=ids[:, begin:end], **{CACHE: past}, use_cache=True)
+            past = step[CACHE]
             found.append(step.logits)
         return torch.cat(found, 1), model(input_ids=ids, use_cache=False).logits
 
@@ -313,6 +315,16 @@ def test_a_cache_by_its_earlier_name(entry):
     model = GPTNeoXForCausalLM(GPTNeoXConfig(**SMALL)).double().eval()
     found, expected = stepwise(turn_on(patch_model(model, entry.config)), torch.randint(5, 99, (2, 9)))
     assert torch.allclose(found, expected, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
+def test_a_cache_by_the_name_that_callers_used_before_transformers_5_24():
+    model = turn_on(patch_model(FAMILIES["llama"].build().double(), "gfsa"))
+    ids = torch.randint(5, 99, (2, 9))
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        found = [model(part, past_key_values=cache).last_hidden_state for part in ids.split([5, 1, 3], 1)]
+        torch.testing.assert_close(torch.cat(found, 1), model(ids, use_cache=False).last_hidden_state)
 
 
 @DECODING
@@ -354,9 +366,9 @@ def test_a_sliding_window_that_is_gone_back_in(entry, grad):
         expected, cache = model(ids, use_cache=False).logits[:, -6:], DynamicCache(config=model.config)
         cache.activate_past_recording()
         for part in (ids[:, :10], *ids[:, 10:14].split(1, 1), *junk.split(1, 1)):
-            model(part, past_key_values=cache)
+            model(part, **{CACHE: cache})
         cache.crop(-4)
-        found = torch.cat([model(part, past_key_values=cache).logits for part in (ids[:, 14:15], ids[:, 15:])], 1)
+        found = torch.cat([model(part, **{CACHE: cache}).logits for part in (ids[:, 14:15], ids[:, 15:])], 1)
     torch.testing.assert_close(found, expected)
 
 
@@ -364,22 +376,22 @@ def test_a_sliding_window_that_is_gone_back_in(entry, grad):
 @DECODING
 def test_a_cache_from_the_plain_model_is_refused(entry, refuses):
     model, ids = FAMILIES["llama"].build(), FAMILIES["llama"].inputs()["input_ids"]
-    cache = model(ids[:, :5], use_cache=True).past_key_values
+    cache = model(ids[:, :5], use_cache=True)[CACHE]
     patch_model(model, entry.config)
     with refuses("holds 9 tokens but the filter has seen 4.*unpatched model" if entry.keeps_rows else "filled without"):
-        model(ids[:, 5:], past_key_values=cache)
+        model(ids[:, 5:], **{CACHE: cache})
     if not entry.keeps_rows:
         return
     static, plain = StaticCache(config=model.config, max_cache_len=16), FAMILIES["llama"].build()
-    plain(ids[:, :5], past_key_values=static)
+    plain(ids[:, :5], **{CACHE: static})
     with pytest.raises(GraphFilterError, match=r"static cache holds 9 tokens but the filter has seen 4.*unpatched"):
-        model(ids[:, 5:], past_key_values=static)
+        model(ids[:, 5:], **{CACHE: static})
     static.reset()
-    model(ids, past_key_values=static)
+    model(ids, **{CACHE: static})
     static.reset()  # the rows are there now, of another text
-    plain(ids[:, :5], past_key_values=static)
+    plain(ids[:, :5], **{CACHE: static})
     with pytest.raises(GraphFilterError, match=r"static cache holds 9 tokens but the filter has seen 4.*unpatched"):
-        model(ids[:, 5:], past_key_values=static)
+        model(ids[:, 5:], **{CACHE: static})
 
 
 class Rounded(QuantizedLayer):
@@ -397,11 +409,9 @@ class Rounded(QuantizedLayer):
 def test_a_quantized_cache_is_refused(entry, refuses):
     model, ids = patch_model(FAMILIES["llama"].build(), entry.config), FAMILIES["llama"].inputs()["input_ids"]
     cache = Cache(layers=[Rounded() for _ in range(3)])
-    FAMILIES["llama"].build()(
-        ids, past_key_values=Cache(layers=[Rounded() for _ in range(3)])
-    )  # the plain model takes it
+    FAMILIES["llama"].build()(ids, **{CACHE: Cache(layers=[Rounded() for _ in range(3)])})  # the plain model takes it
     with refuses(r"Cache \(Rounded\).* use a DynamicCache"):
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
 
 
 @pytest.mark.feature("Generation: static cache with sliding windows", family="llama")
@@ -409,4 +419,4 @@ def test_a_quantized_cache_is_refused(entry, refuses):
 def test_a_static_cache_with_sliding_windows_is_refused(entry, refuses):
     model = patch_model(MistralForCausalLM(MISTRAL).eval(), entry.config)
     with refuses(r"StaticCache \(StaticSlidingWindowLayer\) cannot hold them: use a DynamicCache"):
-        model(torch.randint(5, 99, (2, 6)), past_key_values=StaticCache(config=model.config, max_cache_len=16))
+        model(torch.randint(5, 99, (2, 6)), **{CACHE: StaticCache(config=model.config, max_cache_len=16)})

@@ -30,6 +30,7 @@ from hf_graphfilter.filters.attached import filters_of
 from hf_graphfilter.filters.overview import HEADER, overview
 from hf_graphfilter.filters.polynomial import PolynomialConfig
 from hf_graphfilter.filters.registry import get_filter
+from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
 from hf_graphfilter.testing import check_filter
 
 SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
@@ -221,9 +222,9 @@ def test_a_first_layer_with_another_cache_is_said():
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4}
     config = Gemma3TextConfig(**sizes, **heads, layer_types=["sliding_attention", "full_attention"], pad_token_id=0)
     model = patch_model(Gemma3ForCausalLM(config).eval(), "value-residual")
-    past = model(torch.randint(5, 99, (1, 6)), use_cache=True).past_key_values
+    past = model(torch.randint(5, 99, (1, 6)), use_cache=True)[CACHE]
     with pytest.raises(GraphFilterError, match=r"cache holds 7 tokens, and 4 in the first layer.*use_cache=False"):
-        model(torch.randint(5, 99, (1, 1)), past_key_values=past)
+        model(torch.randint(5, 99, (1, 1)), **{CACHE: past})
 
 
 @pytest.mark.parametrize("name", [name for name, entry in MENU.items() if not entry.config.module.linear])

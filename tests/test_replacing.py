@@ -27,6 +27,7 @@ from hf_graphfilter import (
     set_blend,
     transfer_attention,
 )
+from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
 from hf_graphfilter.ops import visibility
 
 FILE = Path(__file__).parent / "linear_attention.py"
@@ -101,7 +102,7 @@ def test_decoding_keeps_a_state(name, init):
     model, ids = turn_on(build(name, init=init)), FAMILIES[name].inputs()["input_ids"]
     whole = model(ids, use_cache=False).last_hidden_state
     first = model(ids[:, :5], use_cache=True)
-    rest = model(ids[:, 5:], past_key_values=first.past_key_values).last_hidden_state
+    rest = model(ids[:, 5:], **{CACHE: first[CACHE]}).last_hidden_state
     torch.testing.assert_close(torch.cat([first.last_hidden_state, rest], 1), whole)
 
 

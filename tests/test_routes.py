@@ -8,6 +8,7 @@ from filters import FILTERS, filters
 from models import FAMILIES, assert_equal_in_float32, output, turn_on
 from safetensors.torch import save_file
 from transformers import AttentionInterface, AutoConfig, AutoModel
+from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_graphfilter import GraphFilterError, filter_status, patch_model, unpatch_model
@@ -79,7 +80,7 @@ def offloaded(model, folder):
 
 
 def adapters_added(model, folder):
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", MIN_PEFT_VERSION)
     targets = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "graph_filter" not in n]
     model.add_adapter(peft.LoraConfig(target_modules=targets))
     return model.eval()

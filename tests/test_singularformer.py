@@ -27,6 +27,7 @@ from hf_graphfilter import (
 )
 from hf_graphfilter.filters.attached import filters_of
 from hf_graphfilter.functional import diagonal_loss, orthogonality_loss, singularformer
+from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
 
 B, H, N, D, R = 2, 4, 9, 5, 3
 MASK = torch.arange(N) < torch.tensor([[N], [6]])
@@ -212,7 +213,7 @@ def test_a_causal_mask_is_refused_when_it_comes():
 def test_a_cache_is_refused():
     model = patch_model(FAMILIES["bert"].build(), "singularformer")
     with pytest.raises(GraphFilterError, match="got a cache of past tokens, and SINGULARFORMER"):
-        model(**FAMILIES["bert"].inputs(), past_key_values=DynamicCache(), use_cache=True)
+        model(**FAMILIES["bert"].inputs(), **{CACHE: DynamicCache()}, use_cache=True)
 
 
 def test_new_parameters_and_r():

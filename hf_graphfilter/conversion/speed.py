@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import GraphFilterError
+from ..hosts.transformers.cache import NAME as CACHE
 from ..memory import begin_peak_memory, peak_memory
 from ..patching import unpatch_model
 
@@ -103,8 +104,8 @@ def decoding_speed(
 def _decoder(form: nn.Module, ids: torch.Tensor) -> Callable[[], object]:
     """A step after ``ids``; the first is made."""
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(form.forward).parameters else {}
-    cache = form(input_ids=ids, use_cache=True, **last).past_key_values
-    step = lambda: form(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)  # noqa: E731
+    cache = form(input_ids=ids, use_cache=True, **last)[CACHE]
+    step = lambda: form(input_ids=ids[:, :1], **{CACHE: cache}, use_cache=True)  # noqa: E731
     step()
     return step
 

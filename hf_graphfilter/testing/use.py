@@ -17,6 +17,7 @@ from ..errors import GraphFilterError
 from ..filters import AttentionSite, GraphFilter
 from ..filters.attached import filters_of
 from ..filters.build import build_filter
+from ..hosts.transformers.cache import NAME as CACHE
 from ..patching import unpatch_model
 from ..shift import AttentionShift, DenseShift, repeat_heads
 from ..status import filter_parameters
@@ -156,9 +157,9 @@ def _cached_decoding(trial: Trial, family: Family) -> None:
         past, start, pieces = None, 0, []
         for end in ends:
             with torch.no_grad():
-                step = model(**others, **{name: ids[:, start:end]}, past_key_values=past, use_cache=True)
+                step = model(**others, **{name: ids[:, start:end]}, **{CACHE: past}, use_cache=True)
             pieces.append(step.last_hidden_state)
-            past, start = step.past_key_values, end
+            past, start = step[CACHE], end
         equal(torch.cat(pieces, 1), expected, f"decoding {how} with a cache differs from decoding without")
 
 

@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from hf_graphfilter import FilterConfig, GraphFilter, GraphFilterError, filter_parameters, filter_status, patch_model
 from hf_graphfilter.hosts.transformers import find
+from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
 
 SECONDS = 180
 FILTER = FILTERS["gfsa"]
@@ -200,8 +201,8 @@ def last_token(model: nn.Module, given: dict) -> tuple[list[torch.Tensor], list[
     name = "decoder_input_ids" if "decoder_input_ids" in given else "input_ids"
     output, past = None, None
     for ids in given[name].split([given[name].shape[1] - 2, 1, 1], dim=1):
-        output = model(**{**given, name: ids, "past_key_values": past, "use_cache": True})
-        past = output["past_key_values"]
+        output = model(**{**given, name: ids, CACHE: past, "use_cache": True})
+        past = output[CACHE]
     whole = model(**{**given, "use_cache": False})
     return [floats(output)[0][:, -1]], [floats(whole)[0][:, -1]]
 
@@ -221,7 +222,7 @@ def floats(output: object) -> list[torch.Tensor]:
     if isinstance(output, torch.Tensor):
         return [output] if output.is_floating_point() else []
     if hasattr(output, "items"):
-        output = [value for key, value in output.items() if "past_key_values" not in key]
+        output = [value for key, value in output.items() if CACHE not in key]
     return [x for part in output for x in floats(part)] if isinstance(output, (list, tuple)) else []
 
 

@@ -9,12 +9,16 @@ from typing import Any
 from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ...errors import GraphFilterError
 from ...shift import PastRows
 from .cache_layers import FILTERED, STATEFUL, FilteredStaticLayer, SignalRows, StateLayer
 
 ARGUMENT = "graph_filter_cache"
+# what models and their outputs call a cache; transformers 5.24 gave it a new name
+NAME = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+NAMES = {NAME, "past_key_values", "layer_past"}  # modules may still be handed one by an earlier name
 _DUMMY: Any = getattr(cache_utils, "DummyLayer", ())  # of later releases
 _SHARED = (
     "reads the keys and values of an earlier layer, and has no place in the cache for what its filter remembers: leave "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -38,7 +37,7 @@ def attach(site: AttentionSite, graph_filter: GraphFilter) -> None:
     parameters = inspect.signature(type(module).forward).parameters
     names, open_ended = list(parameters)[1:], any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     stack = site.stack_module if graph_filter.reads_earlier else None
-    if (open_ended and _name_of_cache(names)) or graph_filter.reads_hidden or stack is not None:
+    if (open_ended and cache.NAMES & set(names)) or graph_filter.reads_hidden or stack is not None:
         module.register_forward_pre_hook(_PassOn(names, stack), with_kwargs=True)
     if stack is not None and not _hooks(stack, _BeginPass):
         stack.register_forward_pre_hook(_BeginPass(), with_kwargs=True)
@@ -77,7 +76,6 @@ class _PassOn:
 
     def __init__(self, names: list[str], stack: nn.Module | None):
         self.positions = {name: i for i, name in enumerate(names)}  # of arguments that may be given without a name
-        self.cache = _name_of_cache(names) or "past_key_values"
         self.stack = stack  # begins the passes that the module takes part in
 
     def _given(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,7 +85,7 @@ class _PassOn:
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        past = self._given(self.cache, args, kwargs)
+        past = next((found for name in cache.NAMES if (found := self._given(name, args, kwargs)) is not None), None)
         reads_hidden = module.graph_filter.reads_hidden
         if past is None and not reads_hidden:
             return None
@@ -107,10 +105,6 @@ class _BeginPass:
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return args, {**kwargs, EARLIER: EarlierLayers()}
-
-
-def _name_of_cache(names: Iterable[str]) -> str | None:
-    return next((name for name in ("past_key_values", "layer_past") if name in names), None)
 
 
 def _hooks(module: Any, kind: type) -> dict[int, Any]:

@@ -161,7 +161,7 @@ class ConverterModel(ConverterPreTrainedModel):
             raise GraphFilterError("Converter has no attention matrices to give: leave out output_attentions")
         if (input_ids is None) == (inputs_embeds is None):
             raise GraphFilterError("Converter takes either input_ids or inputs_embeds")
-        for name in ("encoder_hidden_states", "past_key_values", "position_ids"):
+        for name in ("encoder_hidden_states", "cache", "past_key_values", "position_ids"):
             if kwargs.get(name) is not None:
                 raise GraphFilterError(f"Converter is an encoder whose tokens are in order: leave out {name}")
         embeds = self.embeddings.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
