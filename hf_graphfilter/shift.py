@@ -215,18 +215,19 @@ class AttentionShift(ShiftOperator):
             return means.expand(-1, -1, tokens, -1)
         return means if keys == tokens else self._check_past(keys).newest(means, tokens)
 
-    def seen(self) -> Tensor | None:
-        """Which keys each query sees, bool (batch or 1, 1, queries or 1, keys); None for all."""
+    def seen(self) -> tuple[Tensor | None, bool]:
+        """As SDPA takes it: which keys each query sees, bool (batch or 1, 1, queries or 1, keys), None for all, and
+        whether, without a matrix, these are all up to its own place."""
         structure, tokens, keys = self._structure(), self.query.shape[2], self.key.shape[2]
         if structure is None:
-            return seen_by_mask(self._mask, self.query.shape[0])
+            return seen_by_mask(self._mask, self.query.shape[0]), False
         causal, there = structure
         seen = None if there is None else there[:, None, None]
-        if not causal:
-            return seen
+        if not causal or (seen is None and keys == tokens):
+            return seen, causal
         places = torch.arange(keys, device=self.key.device).view(1, 1, -1, 1)
         earlier = places.mT <= (places if keys == tokens else self._check_past(keys).newest(places, tokens))
-        return earlier if seen is None else earlier & seen
+        return (earlier if seen is None else earlier & seen), False
 
     def _structure(self) -> tuple[bool, Tensor | None] | None:
         """``visible()``; None where the mask must be applied as a matrix, as in a graph, which cannot look into it."""

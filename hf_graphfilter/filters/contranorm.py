@@ -39,7 +39,9 @@ class ContraNorm(PerHead):
         """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         out = shift(value)
         rows = shift.all_rows(out)
-        alike = scaled_dot_product_attention(out, rows, rows, shift.seen(), scale=1 / self.config.temperature)
+        seen, causal = shift.seen()
+        like = {"is_causal": causal, "scale": 1 / self.config.temperature}
+        alike = scaled_dot_product_attention(out, rows, rows, seen, **like)
         return combine([(torch.ones_like(self.s), out), (self.s, out - alike)])
 
 

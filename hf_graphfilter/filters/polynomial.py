@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import GraphFilterError
 from ..functional.polynomial import known_zero
 from ..ops.combine import combine
-from ..ops.polynomials import applied, monomials, recurrence
+from ..ops.polynomials import applied, highest_order, itself, monomials, recurrence
 from ..shift import ShiftOperator
 from .base import LARGEST_ORDER, AttentionSite, FilterConfig
 from .build import register_filter
@@ -102,16 +102,12 @@ class PolynomialConfig(FilterConfig):
         check_counts(self, K=LARGEST_ORDER)
         if self.basis != "jacobi" and (self.a, self.b) != (None, None):
             raise GraphFilterError(f"PolynomialConfig: a and b are of the Jacobi basis, and basis is {self.basis!r}")
-        if self.basis != "bernstein" and not recurrence(self.basis, *self.parameters)[0][0]:
-            raise GraphFilterError(
-                f"PolynomialConfig: with a={self.a} and b={self.b} the first Jacobi polynomial is constant, "
-                "and the filter starts as A: choose others, whose sum is not -2"
-            )
-        terms = max(sum(map(abs, row)) for row in monomials(self.basis, *self.parameters))
-        if not terms <= 2**17:  # of which float32 resolves 2^-24, bfloat16 2^-7 of their sum
+        self.start()  # raises where a basis has no A
+        highest = highest_order(self.basis, *self.parameters)
+        if highest < self.K:
             raise GraphFilterError(
                 f"PolynomialConfig: K={self.K} is too high for the {self.basis} basis, whose terms cancel to less than "
-                "float32 resolves: choose a smaller K, or basis='monomial'"
+                f"float32 resolves from K={highest + 1} on: choose a smaller K, or basis='monomial'"
             )
 
     @property
@@ -120,7 +116,4 @@ class PolynomialConfig(FilterConfig):
 
     def start(self) -> list[float]:
         """``theta_0 ... theta_K`` of A itself."""
-        if self.basis == "bernstein":
-            return [k / self.K for k in range(self.K + 1)]
-        scale, constant, _ = recurrence(self.basis, *self.parameters)[0]
-        return [-constant / scale, 1 / scale] + [0.0] * (self.K - 1)
+        return itself(self.basis, *self.parameters)

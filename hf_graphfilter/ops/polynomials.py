@@ -107,6 +107,38 @@ def monomials(basis: str, K: int, a: float = 1.0, b: float = 1.0) -> list[list[f
     return rows
 
 
+def itself(basis: str, K: int, a: float = 1.0, b: float = 1.0) -> list[float]:
+    """The coefficients of ``T_0 ... T_K`` whose sum is x itself, K >= 1; arguments, errors as of ``monomials``.
+
+    Example:
+        >>> itself("bernstein", 2)
+        [0.0, 0.5, 1.0]
+    """
+    if basis == "bernstein":
+        return [k / K for k in range(K + 1)]
+    scale, constant, _ = recurrence(basis, K, a, b)[0]
+    if not scale:
+        raise GraphFilterError(
+            f"with a={a:g} and b={b:g} the first Jacobi polynomial is constant, and the filter starts as A: choose "
+            "others, whose sum is not -2"
+        )
+    return [-constant / scale, 1 / scale] + [0.0] * (K - 1)
+
+
+def highest_order(basis: str, K: int, a: float = 1.0, b: float = 1.0) -> int:
+    """The highest order up to K whose ``T_k`` do not cancel, on [0, 1], to less than float32 resolves (2^-24; bfloat16
+    2^-7 of their sum); arguments, errors as of ``monomials``.
+
+    Example:
+        >>> highest_order("chebyshev", 100)
+        14
+    """
+    if basis == "monomial":
+        return K
+    terms = (max(sum(map(abs, row)) for row in monomials(basis, k, a, b)) for k in range(1, K + 1))
+    return next((k for k, largest in enumerate(terms) if not largest <= 2**17), K)
+
+
 def polynomials(x: Tensor, steps: Recurrence) -> Iterator[Tensor]:
     """``T_0(x), T_1(x), ... T_K(x)`` one after the other, each of the shape and dtype of ``x``.
 
