@@ -215,8 +215,11 @@ def test_the_start_is_the_attention_call_itself_bit_for_bit(causal):
     torch.testing.assert_close(filtered(twice), filtered(None))
 
 
-def test_combine():
+@pytest.mark.parametrize("by_tokens", [True, False], ids=["by-tokens", "by-heads"])
+def test_combine(by_tokens):
     coefficients, signals = tensors(H, grad=True), tensors(B, H, N, D, grad=True)
+    if by_tokens:  # in memory, as projections leave them
+        signals = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in signals]
     expected = sum(c.view(-1, 1, 1) * x for c, x in zip(coefficients, signals, strict=True))
     torch.testing.assert_close(combine(list(zip(coefficients, signals, strict=True))), expected)
     assert gradcheck(lambda *t: combine(list(zip(t[:3], t[3:], strict=True))), (*coefficients, *signals))
@@ -225,7 +228,8 @@ def test_combine():
 def test_combine_keeps_small_coefficients_in_half_precision():
     one, small = torch.ones(H), torch.full((H,), 1e-3)
     x = torch.ones(B, H, N, D, dtype=torch.bfloat16)
-    assert torch.equal(combine([(one, x), (-one, x), (small, x)]), torch.full_like(x, 1e-3))
+    for stored in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
+        assert torch.equal(combine([(one, stored), (-one, stored), (small, stored)]), torch.full_like(x, 1e-3))
 
 
 SITE = AttentionSite("self", torch.nn.Identity(), H, False, "encoder", "", 0)
