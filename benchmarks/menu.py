@@ -1,12 +1,13 @@
 """What each filter costs in training: ``python benchmarks/menu.py`` (on the GPU where there is one).
 
-Whole training steps (forward, backward, AdamW) of BERT-base at 128 tokens and of GPT-2 at 1,024, without attention
-dropout, with each filter of the registry in all layers and its default options, beside the plain model; filters without
-a causal form in BERT only. Coefficients are moved off their start, where some filters are quicker.
+Whole training steps (forward, backward, AdamW) of BERT-base at 128 tokens, of GPT-2 at 1,024 and of the narrow language
+models of docs/league.md, without attention dropout, with each filter of the registry in all layers and its default
+options, beside the plain model; filters without a causal form in BERT only. Coefficients are moved off their start,
+where some filters are quicker.
 
 Both are timed in turn within a round, ratios are taken within a round, and medians over the rounds are reported;
-writes benchmarks/results/menu-DEVICE-steps.csv with percentiles and hardware. ``--only FILTER`` times one of them, and
-keeps the rows of the others.
+writes benchmarks/results/menu-DEVICE-steps.csv with percentiles and hardware. ``--only FILTER`` or ``--only SHAPE``
+times one of them, and keeps the rows of the others.
 """
 
 from __future__ import annotations
@@ -16,11 +17,22 @@ import csv
 import torch
 from gfsa import bert, gpt2, training_step
 from measure import arguments, report, rounds, rows, write
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_graphfilter import GraphFilterError, available_filters, patch_model
 from hf_graphfilter.filters.attached import filters_of
 
-SHAPES = {"BERT-base, 8 x 128": bert, "GPT-2, 1 x 1,024": gpt2}
+
+def narrow(dropout: bool, device: str, **size: int) -> tuple:
+    """The 12 layers of recipes/configs/language_modeling/deep.yaml."""
+    sizes = {"vocab_size": 2048, "n_embd": 32, "n_head": 2, "n_positions": 64, **size}
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.1 if dropout else 0.0}
+    config = GPT2Config(**sizes, **off, activation_function="gelu_pytorch_tanh")
+    ids = torch.randint(0, 2048, (32, 64), device=device)
+    return lambda: GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}, 64, True
+
+
+SHAPES = {"BERT-base, 8 x 128": bert, "GPT-2, 1 x 1,024": gpt2, "GPT-2 of 32 features, 32 x 64": narrow}
 
 
 def patched(model: torch.nn.Module, name: str) -> torch.nn.Module:
@@ -33,17 +45,18 @@ def patched(model: torch.nn.Module, name: str) -> torch.nn.Module:
 
 
 def main() -> None:
-    options, common = arguments(__doc__, available_filters(), ())
+    filters = available_filters()
+    options, common = arguments(__doc__, (*SHAPES, *filters), ())
     size = {"num_hidden_layers": 1} if options.smoke else {}
     file = options.output / f"menu-{options.device}-steps.csv"
     table = []
     if options.only and file.is_file():
         with file.open() as before:
-            table = [row for row in csv.DictReader(before) if row["form"] != options.only]
-    for case, make in SHAPES.items():
-        build, batch, n, causal = make(False, options.device, **size)
+            table = [row for row in csv.DictReader(before) if options.only not in (row["form"], row["case"])]
+    for case in [options.only] if options.only in SHAPES else SHAPES:
+        build, batch, n, causal = SHAPES[case](False, options.device, **size)
         plain = training_step(build().to(options.device).train(), batch)
-        for name in [options.only] if options.only else available_filters():
+        for name in [options.only] if options.only in filters else filters:
             try:
                 step = training_step(patched(build(), name).to(options.device).train(), batch)
             except GraphFilterError as error:
