@@ -19,8 +19,8 @@ RESULTS = Path(__file__).parent / "results"  # shipped: what the tables of the d
 def value_of(record: dict[str, Any], metric: str) -> float:
     """NaN of a run that diverged. Its loss tells too: a class is predicted even where no logit is a number."""
     metrics = record.get("metrics", {})
-    loss = metrics.get(f"{metric.partition('/')[0]}/loss", 0.0)
-    return metrics.get(metric, math.nan) if math.isfinite(loss) else math.nan
+    value, loss = metrics.get(metric, math.nan), metrics.get(f"{metric.partition('/')[0]}/loss", 0.0)
+    return value if math.isfinite(value) and math.isfinite(loss) else math.nan
 
 
 def lower_is_better(metric: str) -> bool:

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -245,9 +246,10 @@ def test_one_seed_that_diverged_is_never_better(trained):
     )
 
 
-def test_nothing_is_claimed_where_plain_diverged(trained):
+@pytest.mark.parametrize("diverged", [{"test/loss": math.nan}, {"test/loss": 800.0, "test/perplexity": math.inf}])
+def test_nothing_is_claimed_where_plain_diverged(trained, diverged):
     own, found = league(), by_run(played(trained))
-    found[Run("ptb", "plain", 4, 2.0)]["metrics"]["test/loss"] = float("nan")
+    found[Run("ptb", "plain", 4, 2.0)]["metrics"] |= diverged
     (gfsa,) = standings.comparisons(own, found, own.stages[1])
     assert (gfsa.paired.pairs, gfsa.diverged, gfsa.unpaired, gfsa.beyond) == (3, 0, 1, False)
     assert standings.verdict(own, found).endswith("Diverged: plain on ptb, 1 seeds.")
@@ -319,6 +321,7 @@ def test_plain_trained_longer_is_shown_whatever_the_seeds(trained):
     assert header[-1] == "plain, 3 times as long"
     assert all(row[-1] for row in rows)
     assert standings.levels(league(longer=None), by_run(played(trained)))[0][-1] == "plain"
+    league(stages=stages, longer=None).check(found)  # they are kept, and not counted
     tasks = {"ptb": {**FILE["tasks"]["ptb"], "settings": {"max_steps": -1, "num_train_epochs": 2}}}
     own = league(tasks=tasks, stages=[{"seeds": [1]}])
     values = own.values(Run("ptb", LONGER, 1, 1), {})
@@ -399,6 +402,8 @@ def test_two_commands_on_one_league(trained, capsys):
         ({"task": {}}, "the league small has no 'task' .did you mean 'tasks'?"),
         ({"rates": {"learning_rate": [1], "filter_lr": [1, 2]}}, "must give plain and filters as many rates"),
         ({"rates": {"learning_rate": [1]}}, "rates needs 'filter_lr', a list, found None"),
+        ({"longer": 1}, "`longer` is how many times as long, above 1: 1"),
+        ({"longer": "4"}, "`longer` is how many times as long, above 1: '4'"),
         ({"stages": [{"seeds": [0, 1]}]}, "the seeds of a stage are different ones, and none 0"),
         ({"stages": [{"seeds": [1], "best": 2}]}, "the first stage plays all variants"),
         ({"stages": [{"seeds": [1, 2]}, {"seeds": [2, 3], "best": 1}]}, "with seeds of their own, which chose nothing"),

@@ -1,12 +1,14 @@
 """The menu of filters: what holds for each, beside the common tester."""
 
 import math
+from functools import partial
 
 import pytest
 import test_common
 import torch
 from filters import FILTERS, MENU
-from models import FAMILIES
+from models import FAMILIES, output, turn_on
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     BertConfig,
     BertModel,
@@ -21,6 +23,7 @@ from transformers import (
     SwinConfig,
     SwinModel,
 )
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel, Qwen2VLVisionConfig
 
 from hf_graphfilter import GraphFilterError, patch_model
 from hf_graphfilter.analysis import attention_maps, response_curves
@@ -102,12 +105,13 @@ def test_pagerank_is_what_its_name_says():
     ("name", "options", "message"),
     [
         ("polynomial", {"K": 0}, "K must be 1 to 1000, got 0"),
-        ("polynomial", {"K": 15, "basis": "chebyshev"}, "K=15 is too high for the chebyshev basis, .* from K=15 on"),
+        ("polynomial", {"K": 15, "basis": "chebyshev"}, "K=15 is too high for the chebyshev basis, .* K <= 14, or"),
         ("polynomial", {"K": 13, "basis": "bernstein"}, "K=13 is too high for the bernstein basis"),
-        ("polynomial", {"K": 1000, "basis": "bernstein"}, "K=1000 is too high for the bernstein basis, .* from K=13"),
+        ("polynomial", {"K": 1000, "basis": "bernstein"}, "K=1000 is too high for the bernstein basis, .* K <= 12"),
         ("polynomial", {"a": 1.0}, "a and b are of the Jacobi basis, and basis is 'chebyshev'"),
         ("polynomial", {"basis": "jacobi", "a": -1.0, "b": -1.0, "K": 2}, "no step k=2"),
         ("polynomial", {"basis": "jacobi", "a": -1.0, "b": -1.0, "K": 1}, "the first Jacobi polynomial is constant"),
+        ("polynomial", {"basis": "jacobi", "a": 2e5, "b": 2e5, "K": 1}, "choose a and b nearer to 0"),
         ("ppr", {"alpha": 1.0}, "alpha must lie between 0 and 1, got 1.0"),
         ("ppr", {"kernel": "heat", "t": 0.0}, "t must be > 0, got 0.0"),
         ("arma", {"bound": 1.0}, "bound must lie between 0 and 1, got 1.0"),
@@ -221,9 +225,50 @@ def test_the_first_layer_must_be_among_the_chosen(name):
     with pytest.raises(GraphFilterError, match=r"the first one chosen is encoder\.layer\.1\.attention\.self"):
         patch_model(model, name, layers=[1, 2])
     assert not list(filters_of(model))
-    patch_model(patch_model(model, name, layers=[0]), name, layers=[2])  # it may be there already
+    patch_model(patch_model(model, name, layers=[0, 1]), name, layers=[2])  # it may be there already
     with pytest.raises(GraphFilterError, match="attends within windows"):
         patch_model(SwinModel(SwinConfig(embed_dim=8, depths=[2], num_heads=[2], image_size=16, patch_size=2)), name)
+
+
+def test_the_first_layer_alone_is_no_filter_of_neutreno():
+    model = bert()
+    with pytest.raises(GraphFilterError, match=r"layer\.0\.attention\.self is the first layer.* nothing would change"):
+        patch_model(model, "neutreno", layers=[0])
+    assert not list(filters_of(model))
+
+
+def two_images():
+    """A vision tower whose modules apply attention image by image, and what it is called with: 8 and 16 patches."""
+    sizes = {"depth": 3, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "in_channels": 3, "patch_size": 4}
+    torch.manual_seed(0)
+    model = Qwen2VisionTransformerPretrainedModel(Qwen2VLVisionConfig(**sizes)).eval()
+    return model, torch.randn(24, 3 * 2 * 4 * 4), torch.tensor([[1, 2, 4], [1, 4, 4]])
+
+
+@pytest.mark.parametrize("name", ["neutreno", "value-residual"])
+def test_each_image_reads_its_own_first_layer(name):
+    model, patches, grid = two_images()
+    turn_on(patch_model(model, name))
+    both = model(patches, grid_thw=grid).last_hidden_state
+    alone = [model(part, grid_thw=grid[i : i + 1]).last_hidden_state for i, part in enumerate(patches.split([8, 16]))]
+    torch.testing.assert_close(both, torch.cat(alone))
+
+
+def test_an_input_that_is_not_a_row_a_token_is_said():
+    model, patches, grid = two_images()
+    patch_model(model, "gated")
+    with pytest.raises(GraphFilterError, match=r"'gated' reads a row of the module's input .* shape \(24, 32\)"):
+        model(patches, grid_thw=grid)
+
+
+@pytest.mark.parametrize("name", ["neutreno", "value-residual"])
+def test_shared_weights_that_are_checkpointed_are_said(name):
+    model = turn_on(patch_model(FAMILIES["albert"].build(), name)).train()
+    group = model.encoder.albert_layer_groups[0]
+    group.forward = partial(checkpoint, group.forward, use_reentrant=False)
+    out = output(model, FAMILIES["albert"].inputs())
+    with pytest.raises(GraphFilterError, match="applied 3 times in one forward pass, with gradient checkpointing"):
+        out.sum().backward()
 
 
 def test_a_first_layer_with_another_cache_is_said():
@@ -233,7 +278,7 @@ def test_a_first_layer_with_another_cache_is_said():
     config = Gemma3TextConfig(**sizes, **heads, layer_types=["sliding_attention", "full_attention"], pad_token_id=0)
     model = patch_model(Gemma3ForCausalLM(config).eval(), "value-residual")
     past = model(torch.randint(5, 99, (1, 6)), use_cache=True)[CACHE]
-    with pytest.raises(GraphFilterError, match=r"cache holds 7 tokens, and 4 in the first layer.*use_cache=False"):
+    with pytest.raises(GraphFilterError, match=r"first layer, of 4 tokens, beside its own of 7.*use_cache=False"):
         model(torch.randint(5, 99, (1, 1)), **{CACHE: past})
 
 

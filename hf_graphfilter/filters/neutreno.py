@@ -5,13 +5,16 @@ Source: Nguyen et al., "Mitigating Over-smoothing in Transformers via Regularize
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..errors import GraphFilterError
 from ..ops.combine import combine
 from ..shift import AttentionShift
+from .base import AttentionSite
 from .build import register_filter
 from .series import FromFirstLayer, FromFirstLayerConfig
 
@@ -46,3 +49,14 @@ class NeuTRENOConfig(FromFirstLayerConfig):
     citation = CITATION
     formula = "A V + alpha (V_0 - V)"
     cost = "1 application of A"
+
+    def check_sites(self, sites: Sequence[AttentionSite]) -> None:
+        super().check_sites(sites)
+        for site in sites:
+            alone = not any(other is not site and other.group == site.group for other in sites)
+            layers = site.stack_module.modules() if alone and site.stack_module is not None else ()
+            if sum(type(layer) is type(site.module) for layer in layers) > 1:  # one may be all, with shared weights
+                raise GraphFilterError(
+                    f"{site.name} is the first layer, whose values 'neutreno' hands to the others, so that nothing "
+                    "would change: choose later layers beside it"
+                )

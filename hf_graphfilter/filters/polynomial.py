@@ -77,7 +77,7 @@ class PolynomialConfig(FilterConfig):
     """A polynomial of the attention matrix, sum_k theta_k T_k(A); it starts as A.
 
     Args:
-        K: order, >= 1: so many applications of A; at most 1000 of monomials, 12 to 15 of others, which cancel.
+        K: order, the applications of A; 1 to 1000 of monomials, at most 12 to 15 of others, of Jacobi by a and b.
         basis: ``"monomial"``, ``"chebyshev"``, ``"legendre"``, ``"jacobi"`` or ``"bernstein"``.
         a, b: of the Jacobi basis, 1 by default; no other basis has any.
         theta: what is learned is ``"free"``, or bounded by 1 with ``"tanh"``.
@@ -105,9 +105,10 @@ class PolynomialConfig(FilterConfig):
         self.start()  # raises where a basis has no A
         highest = highest_order(self.basis, *self.parameters)
         if highest < self.K:
+            other = f"K <= {highest}, or basis='monomial'" if highest else "a and b nearer to 0"
             raise GraphFilterError(
                 f"PolynomialConfig: K={self.K} is too high for the {self.basis} basis, whose terms cancel to less than "
-                f"float32 resolves from K={highest + 1} on: choose a smaller K, or basis='monomial'"
+                f"float32 resolves: choose {other}"
             )
 
     @property

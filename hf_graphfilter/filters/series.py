@@ -83,15 +83,21 @@ class FromFirstLayer(PerHead):
     def first(self, shift: AttentionShift, values: Tensor) -> Tensor:
         """The first layer's ``values``; left for the others by the first layer itself."""
         left = shift.earlier.left_before(self.site_name)
-        if not left:
-            if not self.is_first:
-                raise GraphFilterError(
-                    f"{self.site_name}: {self.config.filter!r} reads the values of the first layer, which did not run "
-                    "before it; train without dropping layers (layerdrop=0), or choose another filter"
-                )
-            shift.earlier.leave(self.site_name, values)
-            return values
-        return left[0]
+        if not left and not self.is_first:
+            raise GraphFilterError(
+                f"{self.site_name}: {self.config.filter!r} reads the values of the first layer, which did not run "
+                "before it; train without dropping layers (layerdrop=0), or choose another filter"
+            )
+        first = left[0] if left else values
+        if self.is_first:  # each time, where layers share their weights: checkpointing then finds its several places
+            shift.earlier.leave(self.site_name, first)
+        if first.shape[2] != values.shape[2]:
+            raise GraphFilterError(
+                f"{self.site_name}: {self.config.filter!r} reads the values of the first layer, of {first.shape[2]} "
+                f"tokens, beside its own of {values.shape[2]}: where only some layers have a sliding window, use "
+                "use_cache=False; where layers see different pieces of an image, choose another filter"
+            )
+        return first
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..errors import GraphFilterError
 from ..shift import AttentionShift
 from .build import register_filter
 from .series import FromFirstLayer, FromFirstLayerConfig
@@ -33,11 +32,6 @@ class ValueResidual(FromFirstLayer):
     def forward(self, shift: AttentionShift, value: Tensor) -> Tensor:  # type: ignore[override]
         """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         first, groups = self.first(shift, value), value.shape[1]
-        if first.shape[2] != value.shape[2]:
-            raise GraphFilterError(
-                f"{self.site_name}: the cache holds {value.shape[2]} tokens, and {first.shape[2]} in the first layer, "
-                "whose values 'value-residual' reads: where only some layers have a sliding window, use use_cache=False"
-            )
         own, other = (c.view(groups, -1).mean(1).to(value.dtype).view(-1, 1, 1) for c in (self.l_1, self.l_2))
         return shift(value + own * value + other * first)
 

@@ -63,6 +63,8 @@ class League:
         self.tune |= {PLAIN: "learning_rate", LONGER: "learning_rate"}
         if unknown := [name for name, key in self.tune.items() if key not in self.rates]:
             raise GraphFilterError(f"the variant {unknown[0]!r} tunes one of {', '.join(self.rates)}")
+        if self.longer is not None and not (isinstance(self.longer, int | float) and self.longer > 1):
+            raise GraphFilterError(f"the league {name}: `longer` is how many times as long, above 1: {self.longer!r}")
         if len({len(set(rates)) for rates in self.rates.values()}) != 1:
             raise GraphFilterError(f"the league {name} must give plain and filters as many rates, found {self.rates}")
         self.stages = [
@@ -140,7 +142,7 @@ class League:
         for task, variant in itertools.product(self.tasks, [PLAIN, *self.variants]):
             self.settings[task].check(self.values(Run(task, variant, 1, 1.0), found))
         for run, record in [*found.items()]:
-            if run.task not in self.tasks or run.variant not in (PLAIN, LONGER, *self.variants):
+            if run.task not in self.tasks or run.variant not in (PLAIN, *[LONGER] * bool(self.longer), *self.variants):
                 continue  # of another version of the file: kept, and not counted
             now = self.settings[run.task].identity(self.values(run, found))
             changed = self.settings[run.task].differing(record.get("settings", {}), now)
@@ -182,8 +184,7 @@ class League:
 
     def refused(self, found: Records, task: str, variant: str) -> str | None:
         """Why a filter is left out of a task."""
-        own = (r.get("refused") for run, r in found.items() if run[:2] == (task, variant))
-        return next(filter(None, own), None)
+        return next((r["refused"] for run, r in found.items() if run[:2] == (task, variant) and "refused" in r), None)
 
     def runs_of(self, found: Records, task: str, variant: str, seeds: tuple[int, ...]) -> dict[int, dict[str, Any]]:
         """Seed to record, at the rate that tuning chose: others are of another version of the file, and not counted."""
@@ -228,11 +229,10 @@ class League:
             yield from missing
             if missing:
                 return  # the next stage waits
-        if self.longer:
-            for task in self.tasks:
-                rate = self.tuned(found, task, PLAIN)
-                if rate is not None and (run := Run(task, LONGER, self.stages[0].seeds[0], rate)) not in found:
-                    yield run
+        for task in self.tasks if self.longer else ():
+            rate = self.tuned(found, task, PLAIN)
+            if rate is not None and (run := Run(task, LONGER, self.stages[0].seeds[0], rate)) not in found:
+                yield run
 
     def _of(self, found: Records, task: str, variants: list[str], seeds: tuple[int, ...]) -> Iterator[Run]:
         """Of one task: plain's tuning, then that of the filters, which have its learning rate, then seed by seed."""

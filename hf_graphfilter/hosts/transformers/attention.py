@@ -62,6 +62,14 @@ def graph_filter_attention(
             f"{graph_filter.config.filter!r} reads with these options: it was called by itself, or its model does not "
             "hand keyword arguments on to its layers"
         )
+    if earlier is not None:
+        earlier.begin_call(graph_filter.site_name)
+    if hidden is not None and (hidden.dim() != 3 or hidden.shape[:2] != (query.shape[0], query.shape[2])):
+        raise GraphFilterError(
+            f"{_site(module)}: {graph_filter.config.filter!r} reads a row of the module's input for each query token, "
+            f"({query.shape[0]}, {query.shape[2]}, features), and it has the shape {tuple(hidden.shape)}: leave it out "
+            "with layers=, or choose another filter"
+        )
     implementation = field(field(module.config, BASE_CONFIG), CHOSEN) or "eager"
     attend = attention_function(type(module), implementation)
     if implementation in _ENGINES or implementation == IMPLEMENTATION or not _UNHONOURED.isdisjoint(kwargs):

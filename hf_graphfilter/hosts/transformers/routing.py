@@ -72,7 +72,8 @@ def _rebuild(base: Any) -> Any:
 
 
 class _PassOn:
-    """Forward pre-hook: the attention function is told of cache and input, as further keyword arguments."""
+    """Forward pre-hook: the attention function is told of cache and input, as further keyword arguments; a pass, of the
+    layer that begins."""
 
     def __init__(self, names: list[str], stack: nn.Module | None):
         self.positions = {name: i for i, name in enumerate(names)}  # of arguments that may be given without a name
@@ -87,6 +88,8 @@ class _PassOn:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         past = next((found for name in cache.NAMES if (found := self._given(name, args, kwargs)) is not None), None)
         reads_hidden = module.graph_filter.reads_hidden
+        if (earlier := kwargs.get(EARLIER)) is not None:
+            earlier.begin_layer(module.graph_filter.site_name)
         if past is None and not reads_hidden:
             return None
         further = {}
