@@ -68,7 +68,9 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         **{name: partial(conversion_tables, name) for name in ("reviews", "images", "text", "translation")},
         "finetuned": partial(recipe_tables, "converted-"),
     },
-    "docs/league.md": {name: partial(league_tables, name) for name in ("depth", "control", "small", "contranorm")},
+    "docs/league.md": {
+        name: partial(league_tables, name) for name in ("depth", "control", "long", "small", "contranorm")
+    },
     "docs/converter.md": {"scan": scan_table, "imdb": partial(recipe_tables, "sequences-imdb")},
     "docs/sequences.md": {
         "growth": growth_tables,

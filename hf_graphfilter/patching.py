@@ -94,7 +94,7 @@ def unpatch_model(model: M) -> M:
     """
     whole, model = model, unwrapped(model, running=False)  # type: ignore[assignment]
     host = host_of(model)
-    for _, module in patched_modules(model):
+    for _, module in patched_modules(model, required=host.read_record(model) is None):  # parts may have lost them all
         host.detach(module)
     host.write_record(model, None)
     return whole
@@ -190,6 +190,11 @@ def _build(config: FilterConfig, site: AttentionSite) -> GraphFilter:
     like = next(site.module.parameters(), torch.empty(0))
     dtype = like.dtype if like.is_floating_point() else None
     graph_filter.train(site.module.training)
+    if like.is_meta and any(hasattr(part, "_hf_hook") for part in site.module.modules()):
+        raise GraphFilterError(
+            f"{site.name} is offloaded by accelerate, which would not place the parameters of a filter: patch the "
+            "model before it is dispatched, or save it patched and load that with device_map="
+        )
     # a module of a model on meta may hold tensors that are not
     to_be_loaded = any(t.is_meta for t in (like, *graph_filter.parameters(), *graph_filter.buffers()))
     for tensor in graph_filter.coefficient_tensors().values():  # made in the default dtype, which may be half

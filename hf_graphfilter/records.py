@@ -19,10 +19,11 @@ RECORD_VERSION = 1
 def extended(
     record: dict[str, Any] | None, model_class: str, config: FilterConfig, names: Iterable[str]
 ) -> dict[str, Any]:
-    """``record`` (or a new one) with one filter more."""
-    before = record or {"filters": []}
+    """``record`` (or a new one) with one filter more, in the place of those that these modules had and lost."""
+    before, names = record or {"filters": []}, [*names]
     imports = sorted({*_imports(before), *foreign_modules([config])})
-    groups = [*before["filters"], *grouped((name, config) for name in names)]
+    kept = ({**group, "modules": [m for m in group["modules"] if m not in names]} for group in before["filters"])
+    groups = [*(group for group in kept if group["modules"]), *grouped((name, config) for name in names)]
     written = {"version": RECORD_VERSION, "model": model_class, "filters": groups}
     return {**written, "imports": imports} if imports else written
 

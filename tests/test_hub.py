@@ -45,6 +45,7 @@ from hf_graphfilter import (
     save_filter,
     unpatch_model,
 )
+from hf_graphfilter.filters.attached import filters_of
 
 BERT = FAMILIES["bert"]
 
@@ -252,6 +253,12 @@ def test_a_part_that_was_unpatched_by_itself_is_not_recorded_as_patched(tmp_path
     unpatch_model(model.bert)
     with pytest.raises(GraphFilterError, match=r"a filter at bert\..*a part unpatched by itself.* patch it again"):
         model.save_pretrained(tmp_path)
+    again = patch_model(copy.deepcopy(model), "gfsa", K=5)  # all of its modules once more
+    again.save_pretrained(tmp_path / "again")
+    loaded = BertForSequenceClassification.from_pretrained(tmp_path / "again")
+    assert [f.config.K for _, f in filters_of(loaded)] == [5] * len(filter_status(again))
+    unpatch_model(copy.deepcopy(model)).save_pretrained(tmp_path / "plain")
+    assert not [*filters_of(BertForSequenceClassification.from_pretrained(tmp_path / "plain"))]
     model = patch_model(unpatch_model(patch_model(model, layers=lambda index, name: index == 1)), "gfsa")
     model.save_pretrained(tmp_path)
     assert len(filter_status(BertForSequenceClassification.from_pretrained(tmp_path))) == len(filter_status(model))

@@ -8,6 +8,7 @@ from importlib import metadata
 import numpy as np
 import pytest
 import torch
+from accelerate import cpu_offload
 from models import FAMILIES, assert_equal_in_float32, output, realigned, turn_on
 from transformers import (
     AutoConfig,
@@ -247,6 +248,13 @@ def test_a_model_with_nothing_to_patch_lists_what_was_found():
 def test_other_objects(thing):
     with pytest.raises(GraphFilterError, match="patch_model takes a transformers PreTrainedModel"):
         patch_model(thing)
+
+
+def test_a_model_that_is_offloaded_is_refused():
+    """By accelerate, whose hooks would not place a filter's parameters."""
+    model = cpu_offload(FAMILIES["bert"].build(), execution_device="cpu")
+    with pytest.raises(GraphFilterError, match=r"is offloaded by accelerate.* patch the model before"):
+        patch_model(model, "agf")
 
 
 def test_unpatched_models_are_named():

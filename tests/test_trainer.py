@@ -101,6 +101,13 @@ def test_groups_cover_every_parameter_once():
         parameter_groups(FAMILIES["bert"].build(), lr=1e-3)
 
 
+@pytest.mark.parametrize("optim", ["galore_adamw", "apollo_adamw", "lomo"])
+def test_an_optimizer_with_groups_of_its_own_is_said_at_once(optim, tmp_path):
+    args = TrainingArguments(tmp_path, report_to="none", use_cpu=True, optim=optim)
+    with pytest.raises(GraphFilterError, match=f"optim='{optim}' makes parameter groups of its own"):
+        filter_optimizer(args)
+
+
 @pytest.mark.parametrize("rate", ["1e-2", None, -1, float("inf"), True])
 def test_a_rate_that_is_none_is_said_at_once(rate, tmp_path):
     """YAML reads 1e-2 as text."""

@@ -40,8 +40,8 @@ class ContraNorm(PerHead):
         out = shift(value)
         rows = shift.all_rows(out)
         seen, causal = shift.seen()
-        like = {"is_causal": causal, "scale": 1 / self.config.temperature}
-        alike = scaled_dot_product_attention(out, rows, rows, seen, **like)
+        scale = 1 / self.config.temperature
+        alike = scaled_dot_product_attention(out, rows, rows, seen, is_causal=causal, scale=scale)
         return combine([(torch.ones_like(self.s), out), (self.s, out - alike)])
 
 

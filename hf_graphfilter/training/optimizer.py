@@ -18,6 +18,7 @@ from ..filters.attached import filters_of
 from ..status import filter_parameters
 
 FILTER_LR = 1e-2
+_OWN_GROUPS = ("galore", "apollo", "lomo", "adalomo")
 
 
 def parameter_groups(
@@ -52,10 +53,13 @@ def parameter_groups(
             f"{type(model).__name__} has no filter parameters: patch it first, with learn= not empty"
         )
     if not any(p.requires_grad for p in filter_parameters(model)):
-        raise GraphFilterError(
-            f"the filter of {type(model).__name__} is frozen: with PEFT, use modules_to_save=['graph_filter']; "
-            "otherwise call requires_grad_() on its parameters"
+        with_peft = hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False)
+        mend = (
+            "with PEFT, use modules_to_save=['graph_filter'], or the adapter is saved without it"
+            if with_peft
+            else "call requires_grad_() on its parameters (with PEFT, use modules_to_save=['graph_filter'])"
         )
+        raise GraphFilterError(f"the filter of {type(model).__name__} is frozen: {mend}")
     own = coefficient_ids(model)
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]  # uses nothing of a Trainer
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -85,13 +89,20 @@ def filter_optimizer(args: TrainingArguments, filter_lr: float = FILTER_LR) -> t
     The Trainer builds it itself, after the model is wrapped, and its schedule scales every group.
 
     Raises:
-        GraphFilterError: a rate that is none; when the Trainer builds it, those of ``parameter_groups``.
+        GraphFilterError: a rate that is none, an ``optim`` with groups of its own (GaLore, APOLLO, LOMO); when the
+            Trainer builds it, those of ``parameter_groups``.
 
     Example:
         ``Trainer(model, args, optimizer_cls_and_kwargs=filter_optimizer(args, filter_lr=1e-2))``
     """
 
     check_rates(filter_lr=filter_lr)
+    name = str(getattr(args.optim, "value", args.optim))
+    if name.startswith(_OWN_GROUPS):
+        raise GraphFilterError(
+            f"optim={name!r} makes parameter groups of its own, which have no place for the filter's: choose another "
+            "optim, or train without filter_optimizer"
+        )
 
     def factory() -> Callable[..., torch.optim.Optimizer]:
         def build(model: nn.Module, **_: Any) -> torch.optim.Optimizer:
