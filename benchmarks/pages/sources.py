@@ -18,7 +18,12 @@ def read(name: str) -> list[dict]:
 
 
 def where(rows: list[dict]) -> str:
-    versions = f"; torch {rows[0]['torch']}, transformers {rows[0]['transformers']}" if "torch" in rows[0] else ""
+    used = {
+        name: " and ".join(dict.fromkeys(row[name] for row in rows))
+        for name in ("torch", "transformers")
+        if name in rows[0]
+    }
+    versions = f"; torch {used['torch']}, transformers {used['transformers']}" if used else ""
     return f"{rows[0]['device']}, {days(row['date'] for row in rows)}{versions}."
 
 
