@@ -190,18 +190,14 @@ def _build(config: FilterConfig, site: AttentionSite) -> GraphFilter:
     like = next(site.module.parameters(), torch.empty(0))
     dtype = like.dtype if like.is_floating_point() else None
     graph_filter.train(site.module.training)
-    if like.is_meta and any(hasattr(part, "_hf_hook") for part in site.module.modules()):
-        raise GraphFilterError(
-            f"{site.name} is offloaded by accelerate, which would not place the parameters of a filter: patch the "
-            "model before it is dispatched, or save it patched and load that with device_map="
-        )
+    device = _execution_device(site.module) if like.is_meta else like.device
     # a module of a model on meta may hold tensors that are not
-    to_be_loaded = any(t.is_meta for t in (like, *graph_filter.parameters(), *graph_filter.buffers()))
+    to_be_loaded = device is None or any(t.is_meta for t in (*graph_filter.parameters(), *graph_filter.buffers()))
     for tensor in graph_filter.coefficient_tensors().values():  # made in the default dtype, which may be half
         if tensor.is_floating_point() and tensor.element_size() < 4:
             tensor.data = tensor.data.float()
     if not to_be_loaded:
-        return graph_filter.to(device=like.device, dtype=dtype)
+        return graph_filter.to(device=device, dtype=dtype)
     # buffers that are not saved, and that reset_parameters may not set, are to have the values of __init__
     unsaved = {f"{n}.{k}".lstrip(".") for n, m in graph_filter.named_modules() for k in m._non_persistent_buffers_set}
     if unsaved:
@@ -215,3 +211,10 @@ def _nothing_to_patch(model: nn.Module, refused: dict[str, str]) -> str:
     reasons = Counter((type(model.get_submodule(name)).__name__, reason) for name, reason in refused.items())
     refusals = "; ".join(f"{count} x {cls}: {reason}" for (cls, reason), count in reasons.items())
     return f"{type(model).__name__} has no self-attention to patch. Attention found: {refusals or 'none'}"
+
+
+def _execution_device(module: nn.Module) -> Any:
+    """Where accelerate runs a module whose weights it has offloaded; None where it has not."""
+    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    return next((device for device in devices if device is not None), None)

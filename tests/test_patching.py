@@ -250,11 +250,15 @@ def test_other_objects(thing):
         patch_model(thing)
 
 
-def test_a_model_that_is_offloaded_is_refused():
-    """By accelerate, whose hooks would not place a filter's parameters."""
-    model = cpu_offload(FAMILIES["bert"].build(), execution_device="cpu")
-    with pytest.raises(GraphFilterError, match=r"is offloaded by accelerate.* patch the model before"):
-        patch_model(model, "agf")
+@pytest.mark.parametrize("name", ["gfsa", "agf"])
+def test_a_model_that_accelerate_has_offloaded(name):
+    """Its weights are on meta, and a filter's are to be where they come to, in their dtype."""
+    model = cpu_offload(FAMILIES["bert"].build().bfloat16(), execution_device="cpu")
+    found = patch_model(model, name).encoder.layer[0].attention.self.graph_filter
+    coefficients = found.coefficient_names()
+    assert {p.device.type for p in found.parameters()} == {"cpu"}
+    assert {p.dtype for n, p in found.named_parameters() if n not in coefficients} <= {torch.bfloat16}
+    assert output(model, FAMILIES["bert"].inputs()).isfinite().all()
 
 
 def test_unpatched_models_are_named():
