@@ -30,9 +30,11 @@ from hf_graphfilter.analysis import attention_maps, response_curves
 from hf_graphfilter.analysis.report import report
 from hf_graphfilter.filters.arma import ARMAConfig
 from hf_graphfilter.filters.attached import filters_of
+from hf_graphfilter.filters.hedgehog import HedgehogConfig
 from hf_graphfilter.filters.overview import HEADER, overview
 from hf_graphfilter.filters.polynomial import PolynomialConfig
 from hf_graphfilter.filters.registry import get_filter
+from hf_graphfilter.filters.series import FromFirstLayerConfig
 from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
 from hf_graphfilter.testing import check_filter
 
@@ -252,6 +254,29 @@ def test_each_image_reads_its_own_first_layer(name):
     both = model(patches, grid_thw=grid).last_hidden_state
     alone = [model(part, grid_thw=grid[i : i + 1]).last_hidden_state for i, part in enumerate(patches.split([8, 16]))]
     torch.testing.assert_close(both, torch.cat(alone))
+
+
+@pytest.mark.parametrize("name", [*FILTERS, "hedgehog, no window"])
+def test_each_image_is_filtered_by_itself_or_refused(name):
+    model, patches, grid = two_images()
+    config = FILTERS[name].config if name in FILTERS else HedgehogConfig(window=0)
+    try:
+        turn_on(patch_model(model, config))
+        both = model(patches, grid_thw=grid).last_hidden_state
+    except GraphFilterError:
+        assert config.module.reads_hidden, "the others need no more than A and V"
+        assert name in FILTERS, "its input is handed to Hedgehog, which does not read it"
+        return
+    alone = [model(part, grid_thw=grid[i : i + 1]).last_hidden_state for i, part in enumerate(patches.split([8, 16]))]
+    torch.testing.assert_close(both, torch.cat(alone), atol=1e-4, rtol=1e-4)
+
+
+def test_a_checkpoint_of_the_first_layer_alone_still_loads(monkeypatch, tmp_path):
+    """As earlier code wrote them."""
+    with monkeypatch.context() as before:
+        before.setattr(get_filter("neutreno"), "check_sites", FromFirstLayerConfig.check_sites)
+        patch_model(bert(), "neutreno", layers=[0]).save_pretrained(tmp_path)
+    assert [name for name, _ in filters_of(BertModel.from_pretrained(tmp_path))] == ["encoder.layer.0.attention.self"]
 
 
 def test_an_input_that_is_not_a_row_a_token_is_said():

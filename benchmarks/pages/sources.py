@@ -18,13 +18,13 @@ def read(name: str) -> list[dict]:
 
 
 def where(rows: list[dict]) -> str:
-    used = {
-        name: " and ".join(dict.fromkeys(row[name] for row in rows))
+    used = [
+        f"{name} {' and '.join(dict.fromkeys(row[name] for row in rows))}"
         for name in ("torch", "transformers")
         if name in rows[0]
-    }
-    versions = f"; torch {used['torch']}, transformers {used['transformers']}" if used else ""
-    return f"{rows[0]['device']}, {days(row['date'] for row in rows)}{versions}."
+    ]
+    measured = f"{rows[0]['device']}, {days(row['date'] for row in rows)}"
+    return "; ".join(filter(None, (measured, ", ".join(used)))) + "."
 
 
 def days(dates: Iterable[str]) -> str:

@@ -5,6 +5,7 @@ Source: Nguyen et al., "Mitigating Over-smoothing in Transformers via Regularize
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,10 +53,11 @@ class NeuTRENOConfig(FromFirstLayerConfig):
 
     def check_sites(self, sites: Sequence[AttentionSite]) -> None:
         super().check_sites(sites)
+        members = Counter(site.group for site in sites)
         for site in sites:
-            alone = not any(other is not site and other.group == site.group for other in sites)
-            layers = site.stack_module.modules() if alone and site.stack_module is not None else ()
-            if sum(type(layer) is type(site.module) for layer in layers) > 1:  # one may be all, with shared weights
+            if members[site.group] > 1 or site.stack_module is None:
+                continue
+            if sum(type(layer) is type(site.module) for layer in site.stack_module.modules()) > 1:  # else shared
                 raise GraphFilterError(
                     f"{site.name} is the first layer, whose values 'neutreno' hands to the others, so that nothing "
                     "would change: choose later layers beside it"

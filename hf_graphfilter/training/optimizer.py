@@ -53,13 +53,10 @@ def parameter_groups(
             f"{type(model).__name__} has no filter parameters: patch it first, with learn= not empty"
         )
     if not any(p.requires_grad for p in filter_parameters(model)):
-        with_peft = hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False)
-        mend = (
-            "with PEFT, use modules_to_save=['graph_filter'], or the adapter is saved without it"
-            if with_peft
-            else "call requires_grad_() on its parameters (with PEFT, use modules_to_save=['graph_filter'])"
+        raise GraphFilterError(
+            f"the filter of {type(model).__name__} is frozen: with PEFT, use modules_to_save=['graph_filter'], or the "
+            "adapter is saved without it; else call requires_grad_() on its parameters"
         )
-        raise GraphFilterError(f"the filter of {type(model).__name__} is frozen: {mend}")
     own = coefficient_ids(model)
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]  # uses nothing of a Trainer
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]

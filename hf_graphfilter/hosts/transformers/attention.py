@@ -64,12 +64,6 @@ def graph_filter_attention(
         )
     if earlier is not None:
         earlier.begin_call(graph_filter.site_name)
-    if hidden is not None and (hidden.dim() != 3 or hidden.shape[:2] != (query.shape[0], query.shape[2])):
-        raise GraphFilterError(
-            f"{_site(module)}: {graph_filter.config.filter!r} reads a row of the module's input for each query token, "
-            f"({query.shape[0]}, {query.shape[2]}, features), and it has the shape {tuple(hidden.shape)}: leave it out "
-            "with layers=, or choose another filter"
-        )
     implementation = field(field(module.config, BASE_CONFIG), CHOSEN) or "eager"
     attend = attention_function(type(module), implementation)
     if implementation in _ENGINES or implementation == IMPLEMENTATION or not _UNHONOURED.isdisjoint(kwargs):
@@ -118,7 +112,8 @@ def graph_filter_attention(
         earlier=earlier,
         bias=kwargs.get("position_bias"),
     )
-    output = apply_filter(shift, value)
+    a_row_each = hidden is None or (hidden.dim() == 3 and hidden.shape[:2] == (query.shape[0], query.shape[2]))
+    output = apply_filter(shift, value) if a_row_each else _apply_beside(hidden, apply_filter, module, shift, value)
     if not shift.applications and implementation == "eager" and _weights_wanted(kwargs):
         raise GraphFilterError(
             f"{_site(module)}: output_attentions asks for the attention weights, and {graph_filter.config.filter!r} "
@@ -161,6 +156,20 @@ def _sdpa_rows(
     if dropout or position_bias is not None or not can_form_rows(query, key, mask):
         return None
     return form_rows(query, key, mask, scale=scaling)
+
+
+def _apply_beside(
+    hidden: Tensor, apply_filter: Callable[..., Tensor], module: Any, shift: AttentionShift, value: Tensor
+) -> Tensor:
+    """Where the input is no row a query token, as in vision towers: some filters are handed it, and need none of it."""
+    try:
+        return apply_filter(shift, value)
+    except RuntimeError as error:
+        raise GraphFilterError(
+            f"{_site(module)}: {module.graph_filter.config.filter!r} reads a row of the module's input for each query "
+            f"token, ({shift.query.shape[0]}, {shift.query.shape[2]}, features), and it has the shape "
+            f"{tuple(hidden.shape)}: leave it out with layers=, or choose another filter"
+        ) from error
 
 
 def declared_causal(module: nn.Module) -> bool:
