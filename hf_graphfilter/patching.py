@@ -20,6 +20,7 @@ from .records import extended, read_groups
 from .selection import Layers, select_sites
 
 STARTED = "_started"  # of a filter built on meta: its buffers that are not saved, as __init__ makes them elsewhere
+ADAPTED = "_graph_filter"  # of the configuration of an adapter: the record of the model that it is in
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -62,11 +63,6 @@ def patch_model(
     config = as_config(filter, **options)
     whole, model = model, encoder_of(model)
     host = host_of(model)
-    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
-        raise GraphFilterError(
-            f"the parameters of {type(model).__name__} are sharded already (FSDP2, tensor parallelism): patch the "
-            "model before fully_shard or accelerator.prepare; for tensor parallelism load a patched checkpoint"
-        )
     sites, refused = host.find(model)
     if not sites:
         raise GraphFilterError(_nothing_to_patch(model, refused))
@@ -97,6 +93,8 @@ def unpatch_model(model: M) -> M:
     for _, module in patched_modules(model, required=host.read_record(model) is None):  # parts may have lost them all
         host.detach(module)
     host.write_record(model, None)
+    for adapter in getattr(model, "peft_config", {}).values():
+        vars(adapter)[ADAPTED] = None
     return whole
 
 
@@ -126,6 +124,11 @@ def _attach(
     host: Host, model: nn.Module, filters: list[tuple[AttentionSite, GraphFilter]], record: dict[str, Any]
 ) -> None:
     """Put the filters in, and write the record of all that are in then."""
+    if filters and any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        raise GraphFilterError(
+            f"the parameters of {type(model).__name__} are sharded already (FSDP2, tensor parallelism): patch the "
+            "model before fully_shard or accelerator.prepare; for tensor parallelism load a patched checkpoint"
+        )
     attached = []
     try:
         for site, graph_filter in filters:

@@ -36,6 +36,10 @@ def grouped(configs: Iterable[tuple[str, FilterConfig]]) -> list[dict[str, Any]]
     return [*groups.values()]
 
 
+def described(record: dict[str, Any]) -> str:
+    return "; ".join(f"{group['config']} on {len(group['modules'])} layers" for group in record["filters"])
+
+
 def read_groups(record: Any, source: str, part: str = "") -> list[tuple[FilterConfig, list[str]]]:
     """(config, names of the modules) of a record; ``source`` and ``part`` say in errors where it was read."""
     if not isinstance(record, dict) or record.get("version") != RECORD_VERSION:

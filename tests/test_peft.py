@@ -1,6 +1,7 @@
 """LoRA on a patched model: the filter is trained, stored in the adapter, switched and merged with it."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -59,6 +60,12 @@ def adapted(base, config=STARTED, **options):
 def logits(model, ids):
     with torch.no_grad():
         return model.eval()(ids).logits
+
+
+def rewrite(folder, change):
+    config = json.loads((folder / "adapter_config.json").read_text())
+    change(config)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.feature("PEFT: LoRA with the filter stored, loaded, merged")
@@ -160,6 +167,9 @@ def test_the_verbs_work_through_the_wrapper(base, ids, tmp_path):
     assert (card.data.library_name, card.data.base_model_relation) == ("peft", "adapter")
     for part in ('AutoModelForCausalLM.from_pretrained("me/base")', 'PeftModel.from_pretrained(model, "me/adapter")'):
         assert part in card.text
+    assert "load_filter" not in card.text
+    lacking = adapted(base, modules_to_save=None)
+    assert "load_filter" in create_model_card(lacking, repo_id="me/adapter", base_model="me/base").text
 
     assert unpatch_model(model) is model
     assert not filter_status(model)
@@ -187,6 +197,7 @@ def test_nothing_is_silently_unfiltered(base, tmp_path):
     model = adapted(base)
     model.save_pretrained(tmp_path / "adapter")
     plain = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    rewrite(tmp_path / "adapter", lambda config: config.pop("graph_filter"))  # as an earlier version wrote it
     with pytest.raises(GraphFilterError, match=r"hold a graph filter at model.layers.0.self_attn, .*load_filter"):
         peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
     with pytest.raises(GraphFilterError, match="hold a graph filter"):
@@ -204,6 +215,76 @@ def test_nothing_is_silently_unfiltered(base, tmp_path):
     frozen = peft.get_peft_model(patch_model(copy.deepcopy(base)), lora(modules_to_save=None))
     with pytest.raises(GraphFilterError, match=r"is frozen: with PEFT, use modules_to_save"):
         parameter_groups(frozen, lr=1e-3)
+
+
+@pytest.mark.parametrize("route", ["PeftModel", "AutoPeftModel", "load_adapter", "AutoModel"])
+def test_an_adapter_patches_a_plain_base_as_it_was(route, base, ids, tmp_path):
+    if route in ("load_adapter", "AutoModel") and transformers.__version__.startswith("5.17."):
+        pytest.skip("it loads no modules_to_save: refused")
+    model = turn_on(adapted(base, GFSAConfig(K=7, w_K=0.1)))
+    model.save_pretrained(tmp_path / "adapter")
+    rewrite(tmp_path / "adapter", lambda config: config.update(base_model_name_or_path=str(tmp_path / "base")))
+    plain = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    if route == "PeftModel":
+        again = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
+    elif route == "AutoPeftModel":
+        again = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", dtype="auto")
+    elif route == "load_adapter":
+        again = plain
+        again.load_adapter(tmp_path / "adapter")
+    else:
+        again = LlamaForCausalLM.from_pretrained(tmp_path / "adapter", dtype="auto")
+    assert [row.filter for row in filter_status(again)] == [row.filter for row in filter_status(model)]
+    torch.testing.assert_close(logits(again, ids), logits(model, ids))
+
+
+def test_an_adapter_is_not_laid_over_another_filter(base, tmp_path):
+    """Of the same shapes, which PEFT would not notice."""
+    adapted(base).save_pretrained(tmp_path / "adapter")
+    for other in (GFSAConfig(K=7, w_K=0.1), FILTERS["agf"].config):
+        patched = patch_model(copy.deepcopy(base), other)
+        with pytest.raises(GraphFilterError, match=r"'K': 3.* on 3 layers, and this Llama.* is patched with .* on 3 l"):
+            peft.PeftModel.from_pretrained(patched, tmp_path / "adapter")
+    half = patch_model(copy.deepcopy(base), STARTED, layers="even")
+    with pytest.raises(GraphFilterError, match=r"patched with .* on 2 layers"):
+        peft.PeftModel.from_pretrained(half, tmp_path / "adapter")
+    plain = copy.deepcopy(base)
+    plain.config.num_hidden_layers, plain.model.layers = 2, plain.model.layers[:2]
+    with pytest.raises(GraphFilterError, match="names 1 of 3 modules that are no self-attention"):
+        peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
+    assert not filter_status(plain), "as it was"
+    rewrite(tmp_path / "adapter", lambda config: config["graph_filter"].update(version=2))
+    with pytest.raises(GraphFilterError, match="version 2 of graph_filter in its configuration is unknown"):
+        peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "adapter")
+
+
+def test_an_adapter_without_the_filter_is_not_laid_over_a_plain_base(base, ids, tmp_path):
+    model = turn_on(adapted(base, modules_to_save=None))
+    for parameter in filter_parameters(model):
+        parameter.requires_grad_()  # trained, and lost
+    model.save_pretrained(tmp_path / "adapter")
+    plain = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    with pytest.raises(GraphFilterError, match=r"was trained on a model with .* does not hold the filter"):
+        peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
+    save_filter(model, tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(load_filter(plain, tmp_path / "adapter"), tmp_path / "adapter")
+    torch.testing.assert_close(logits(again, ids), logits(model, ids))
+
+
+def test_a_configuration_knows_the_model_that_it_is_in(base, tmp_path):
+    config = lora()
+    for filter in ("gfsa", "xsa"):  # one configuration, several models
+        model = peft.get_peft_model(patch_model(copy.deepcopy(base), filter), config)
+        assert config.to_dict()["graph_filter"]["filters"][0]["config"]["filter"] == filter
+    assert copy.deepcopy(model).peft_config["default"].to_dict() == config.to_dict()
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path)
+    plain = peft.get_peft_model(copy.deepcopy(base), lora(modules_to_save=None))
+    for adapted_model in (unpatch_model(model), unpatch_model(again), plain):
+        assert "graph_filter" not in adapted_model.peft_config["default"].to_dict()
+    read = peft.PeftConfig.from_pretrained(tmp_path)
+    read.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / "adapter_config.json").read_text() == (tmp_path / "adapter_config.json").read_text()
 
 
 @pytest.mark.skipif(transformers.__version__.startswith("5.17."), reason="it loads no modules_to_save: refused")
@@ -242,15 +323,18 @@ def test_prepared_for_training_on_quantized_weights(base, ids):
     assert all(p.grad.abs().sum() > 0 for p in filter_parameters(model))
 
 
-def test_a_model_of_timm():
+def test_a_model_of_timm(tmp_path):
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
     plain = timm.create_model("deit_tiny_patch16_224", depth=2, embed_dim=48, num_classes=7).eval().double()
     config = peft.LoraConfig(target_modules=["qkv"], modules_to_save=["graph_filter", "head"], init_lora_weights=False)
-    model = turn_on(peft.get_peft_model(patch_model(plain, K=3), config)).eval()
+    model = turn_on(peft.get_peft_model(patch_model(copy.deepcopy(plain), K=3), config)).eval()
     images = torch.randn(1, 3, 224, 224, dtype=torch.float64)
     expected = model(images)
     assert len(filter_status(model)) == 2
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(plain, tmp_path)
+    torch.testing.assert_close(again.eval()(images), expected)
     torch.testing.assert_close(model.merge_and_unload()(images), expected, atol=1e-9, rtol=1e-9)
 
 

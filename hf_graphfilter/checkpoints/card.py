@@ -18,6 +18,7 @@ from transformers import TrainingArguments
 
 from ..errors import GraphFilterError
 from ..filters import available_filters
+from ..filters.attached import patched_modules
 from ..filters.build import foreign_modules
 from ..filters.overview import summary
 from ..hosts import Host, encoder_of, host_of, unwrapped
@@ -194,6 +195,7 @@ def create_model_card(
         "filters": "\n".join(
             f"- `{name}`: {summary(config)}".removesuffix(": ") for name, config in sorted(configs.items())
         ),
+        "adapter": library == "peft",
         "usage": "\n".join([*(f"import {m}  # registers its filter" for m in modules), usage]),
         "description": "\n\n".join(filter(None, [description.strip(), _seen(report)])),
         "training_table": _training(training),
@@ -244,10 +246,10 @@ def _loading(model: Any, host: Host, repo_id: str, base_model: str | None) -> tu
         return "sentence-transformers", "sentence-similarity" if kind == "SentenceTransformer" else None, usage
     if hasattr(model, "get_base_model"):
         base = host.usage(inner, base_model or "path/to/the/base/model")
-        usage = f"""from peft import PeftModel
-{base}
-hf_graphfilter.load_filter(model, "{repo_id}")  # what save_filter(model, folder) writes beside the adapter
-model = PeftModel.from_pretrained(model, "{repo_id}")"""
+        held = any(hasattr(module.graph_filter, "modules_to_save") for _, module in patched_modules(inner))
+        lay = f'hf_graphfilter.load_filter(model, "{repo_id}")  # what save_filter(model, folder) writes\n'
+        load = f'{"" if held else lay}model = PeftModel.from_pretrained(model, "{repo_id}")'
+        usage = f"from peft import PeftModel\n{base}\n{load}"
         return "peft", host.pipeline_tag(inner), usage
     return host.LIBRARY, host.pipeline_tag(inner), host.usage(inner, repo_id)
 

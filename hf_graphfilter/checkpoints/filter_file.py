@@ -22,7 +22,7 @@ from ..filters.attached import filters_of, patched_modules, read_whole
 from ..hosts import Host, encoder_of, host_of, unwrapped
 from ..hosts.base import check_values, own_record
 from ..patching import apply_record, resolve
-from ..records import read_groups
+from ..records import described, read_groups
 
 WEIGHTS_FILE = "graph_filter.safetensors"
 CONFIG_FILE = "graph_filter.json"
@@ -83,7 +83,7 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
     current = own_record(host, model) if patched_modules(model, required=False) else None
     if current is not None and current["filters"] != record["filters"]:
         raise GraphFilterError(
-            f"{type(model).__name__} is patched with {_names(current)}, {source} holds {_names(record)}; call "
+            f"{type(model).__name__} is patched with {described(current)}, {source} holds {described(record)}; call "
             "unpatch_model first"
         )
     if current is None:
@@ -206,10 +206,6 @@ def _difference(base: Any, own: dict[str, Any]) -> str:
         if name not in ours or theirs[name] != ours[name]:
             return f"{name} had {shown(theirs[name])} heads, here it has {ours.get(name, 'no such layer')}"
     return f"it says more of its base model than this installation knows ({shown(sorted(base.keys() - own.keys()))})"
-
-
-def _names(record: dict[str, Any]) -> str:
-    return "; ".join(f"{g['config']} on {len(g['modules'])} layers" for g in record["filters"])
 
 
 def _copy(target: dict[str, torch.Tensor], source: dict[str, torch.Tensor], path: Any) -> None:

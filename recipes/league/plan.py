@@ -228,7 +228,7 @@ class League:
             missing = [run for task in stage.tasks for run in self._of(found, task, variants, stage.seeds)]
             yield from missing
             if missing:
-                return  # the next stage waits
+                break  # the next stage waits; what follows here does not
         for task in self.tasks if self.longer else ():
             rate = self.tuned(found, task, PLAIN)
             if rate is not None and (run := Run(task, LONGER, self.stages[0].seeds[0], rate)) not in found:
