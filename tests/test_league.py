@@ -99,6 +99,7 @@ def test_plain_is_tuned_first_then_filters_then_seeds_and_stages(trained):
     assert values[0, "gfsa"]["held_out"] == HELD_OUT
     assert "held_out" not in values[1, "gfsa"]
     assert {values[1, name]["learning_rate"] for name in ("none", "gfsa")} == {2e-4}, "plain's best"
+    assert [*league().wanted({run: found[run] for run in found if run not in order[27:]})] == order[27:], "beside it"
     del found[Run("ptb", "plain", TUNING_SEED, 1)]
     assert {run for run in league().wanted(found) if run.task == "ptb"} == {Run("ptb", "plain", TUNING_SEED, 1)}
     longer = next(v for v, _, folder in trained if LONGER.replace(" ", "-") in folder.parts and v["task"] == "ptb")
