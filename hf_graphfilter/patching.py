@@ -90,8 +90,8 @@ def unpatch_model(model: M) -> M:
     """
     whole, model = model, unwrapped(model, running=False)  # type: ignore[assignment]
     host = host_of(model)
-    for _, module in patched_modules(model, required=host.read_record(model) is None):  # parts may have lost them all
-        host.detach(module)
+    lost = host.read_record(model) is not None  # by parts that were replaced
+    host.detach(model, [module for _, module in patched_modules(model, required=not lost)])
     host.write_record(model, None)
     for adapter in getattr(model, "peft_config", {}).values():
         vars(adapter)[ADAPTED] = None
@@ -137,8 +137,7 @@ def _attach(
         if patched_modules(model, required=False):
             host.write_record(model, record)
     except BaseException:
-        for module in attached:
-            host.detach(module)
+        host.detach(model, attached)
         raise
 
 

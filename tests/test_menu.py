@@ -1,5 +1,6 @@
 """The menu of filters: what holds for each, beside the common tester."""
 
+import copy
 import math
 from functools import partial
 
@@ -25,7 +26,7 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel, Qwen2VLVisionConfig
 
-from hf_graphfilter import GraphFilterError, patch_model
+from hf_graphfilter import GraphFilterError, patch_model, unpatch_model
 from hf_graphfilter.analysis import attention_maps, response_curves
 from hf_graphfilter.analysis.report import report
 from hf_graphfilter.filters.arma import ARMAConfig
@@ -237,6 +238,14 @@ def test_the_first_layer_alone_is_no_filter_of_neutreno():
     with pytest.raises(GraphFilterError, match=r"layer\.0\.attention\.self is the first layer.* nothing would change"):
         patch_model(model, "neutreno", layers=[0])
     assert not list(filters_of(model))
+
+
+@pytest.mark.parametrize("name", ["neutreno", "value-residual"])
+def test_layers_that_were_copied_are_unpatched_as_others(name):
+    model = patch_model(bert(), name)
+    model.encoder.layer = copy.deepcopy(model.encoder.layer)
+    unpatch_model(model)
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def two_images():

@@ -163,7 +163,7 @@ def observe(
         model.eval()
         for site in plain:
             host.attach(site, _Watch(_WatchConfig(), site))
-            undo.callback(host.detach, site.module)
+            undo.callback(host.detach, model, [site.module])
         watch.look(undo)
         undo.enter_context(torch.no_grad())
         for batch in progress(batches):

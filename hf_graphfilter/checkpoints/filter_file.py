@@ -94,8 +94,7 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
         _copy(_coefficients(host, model), tensors, source)
     except Exception:
         if current is None:
-            for _, module in patched_modules(model, required=False):
-                host.detach(module)
+            host.detach(model, [module for _, module in patched_modules(model, required=False)])
             host.write_record(model, None)
         raise
     return whole

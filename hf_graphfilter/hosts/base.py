@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -23,8 +23,8 @@ class Host(Protocol):
     def attach(self, site: AttentionSite, graph_filter: GraphFilter) -> None:
         """Route the module's attention through the filter."""
 
-    def detach(self, module: nn.Module) -> None:
-        """Undo ``attach``."""
+    def detach(self, model: nn.Module, modules: Iterable[nn.Module]) -> None:
+        """Undo ``attach`` of these modules of a model."""
 
     def backend(self, module: nn.Module) -> str:
         """Name of the attention implementation behind a patched module."""

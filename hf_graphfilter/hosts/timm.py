@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -210,9 +210,10 @@ def attach(site: AttentionSite, graph_filter: GraphFilter) -> None:
     site.module.__class__ = _filtered(type(site.module))  # type: ignore[arg-type]
 
 
-def detach(module: Any) -> None:
-    module.__class__ = type(module)._graph_filter_base
-    delattr(module, CHILD)
+def detach(model: nn.Module, modules: Iterable[Any]) -> None:
+    for module in modules:
+        module.__class__ = type(module)._graph_filter_base
+        delattr(module, CHILD)
 
 
 def backend(module: Any) -> str:

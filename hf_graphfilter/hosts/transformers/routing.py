@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -13,7 +14,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from ...earlier import EarlierLayers
 from ...errors import GraphFilterError
 from ...filters import AttentionSite, GraphFilter
-from ...filters.attached import CHILD
+from ...filters.attached import CHILD, filters_of
 from . import cache
 from .attention import BASE_CONFIG, CHOSEN, EARLIER, HIDDEN, IMPLEMENTATION, SERVING, field
 
@@ -38,7 +39,7 @@ def attach(site: AttentionSite, graph_filter: GraphFilter) -> None:
     names, open_ended = list(parameters)[1:], any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     stack = site.stack_module if graph_filter.reads_earlier else None
     if (open_ended and cache.NAMES & set(names)) or graph_filter.reads_hidden or stack is not None:
-        module.register_forward_pre_hook(_PassOn(names, stack), with_kwargs=True)
+        module.register_forward_pre_hook(_PassOn(names), with_kwargs=True)
     if stack is not None and not _hooks(stack, _BeginPass):
         stack.register_forward_pre_hook(_BeginPass(), with_kwargs=True)
 
@@ -75,9 +76,8 @@ class _PassOn:
     """Forward pre-hook: the attention function is told of cache and input, as further keyword arguments; a pass, of the
     layer that begins."""
 
-    def __init__(self, names: list[str], stack: nn.Module | None):
+    def __init__(self, names: list[str]):
         self.positions = {name: i for i, name in enumerate(names)}  # of arguments that may be given without a name
-        self.stack = stack  # begins the passes that the module takes part in
 
     def _given(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         position = self.positions.get(name, len(args))
@@ -120,11 +120,11 @@ def _remove_hooks(module: Any, kind: type) -> None:
         module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-def detach(module: Any) -> None:
-    stacks = [hook.stack for hook in _hooks(module, _PassOn).values() if hook.stack is not None]
-    _remove_hooks(module, _PassOn)
-    module.config = getattr(module.config, BASE_CONFIG)
-    delattr(module, CHILD)
-    for stack in stacks:
-        if not any(hook.stack is stack for part in stack.modules() for hook in _hooks(part, _PassOn).values()):
+def detach(model: nn.Module, modules: Iterable[Any]) -> None:
+    for module in modules:
+        _remove_hooks(module, _PassOn)
+        module.config = getattr(module.config, BASE_CONFIG)
+        delattr(module, CHILD)
+    for stack in model.modules():
+        if _hooks(stack, _BeginPass) and not any(f.reads_earlier for _, f in filters_of(stack, copies=True)):
             _remove_hooks(stack, _BeginPass)
