@@ -101,6 +101,29 @@ def test_groups_cover_every_parameter_once():
         parameter_groups(FAMILIES["bert"].build(), lr=1e-3)
 
 
+def test_distributed_tensors_have_groups_of_their_own():
+    """No fused kernel takes them together with others, or with those of another mesh."""
+    m = model()
+    experts = [p for n, p in m.named_parameters() if "intermediate.dense" in n]
+    for p in experts:
+        p.device_mesh = "of the experts"  # as a DTensor has
+    before, groups = parameter_groups(model(), lr=1e-3), parameter_groups(m, lr=1e-3)
+    assert len(groups) == len(before) + 2, "weights and biases"
+    assert sorted(id(p) for g in groups for p in g["params"]) == sorted(id(p) for p in m.parameters())
+    for group in groups:
+        assert len({hasattr(p, "device_mesh") for p in group["params"]}) == 1
+    assert {id(p) for p in groups[-1]["params"]} == {id(p) for p in filter_parameters(m)}
+
+
+def test_embeddings_keep_32_bits(tmp_path):
+    """As the Trainer sees to where it builds the optimizer itself."""
+    pytest.importorskip("bitsandbytes")
+    t = trainer(tmp_path, optim="adamw_bnb_8bit", max_steps=1)
+    t.model.get_input_embeddings().weight = torch.nn.Parameter(torch.randn(200, 32))  # smaller ones have 32 bits anyway
+    t.train()
+    assert t.optimizer.state[t.model.get_input_embeddings().weight]["state1"].dtype == torch.float32
+
+
 @pytest.mark.parametrize("optim", ["galore_adamw", "apollo_adamw", "lomo"])
 def test_an_optimizer_with_groups_of_its_own_is_said_at_once(optim, tmp_path):
     args = TrainingArguments(tmp_path, report_to="none", use_cpu=True, optim=optim)

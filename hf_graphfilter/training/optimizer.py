@@ -33,7 +33,8 @@ def parameter_groups(
             of a filter (``sigma`` of AGF ...) are treated as the model's own.
 
     Returns:
-        Groups of the parameters that require gradients; every one is in exactly one group, none is empty.
+        Groups of the parameters that require gradients; every one is in exactly one group, none is empty. Where tensor
+        or expert parallelism has distributed some of a group only, these are one of their own.
 
     Raises:
         GraphFilterError: a rate that is none, a model without filter parameters, or with all of them frozen.
@@ -61,12 +62,21 @@ def parameter_groups(
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]  # uses nothing of a Trainer
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     rest = [(n, p) for n, p in named if id(p) not in own]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for n, p in rest if n in decayed], "lr": lr, "weight_decay": weight_decay},
         {"params": [p for n, p in rest if n not in decayed], "lr": lr, "weight_decay": 0.0},
         {"params": [p for _, p in named if id(p) in own], "lr": filter_lr, "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]
+    return [{**group, "params": parameters} for group in groups for parameters in _by_mesh(group["params"])]
+
+
+def _by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """One call of a fused or foreach kernel takes the tensors of one device mesh, or plain ones: tensor parallelism
+    leaves both in a model."""
+    meshes: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        meshes.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return [*meshes.values()]
 
 
 def check_rates(**rates: float) -> None:
@@ -105,8 +115,20 @@ def filter_optimizer(args: TrainingArguments, filter_lr: float = FILTER_LR) -> t
         def build(model: nn.Module, **_: Any) -> torch.optim.Optimizer:
             optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
             groups = parameter_groups(model, args.learning_rate, args.weight_decay, filter_lr)
-            return optimizer_class(groups, **options)
+            optimizer = optimizer_class(groups, **options)
+            if optimizer_class.__module__.startswith("bitsandbytes") and options.get("optim_bits") == 8:
+                _keep_embeddings(model)
+            return optimizer
 
         return build
 
     return factory, {}
+
+
+def _keep_embeddings(model: nn.Module) -> None:
+    """In 32 bits, as the Trainer does with optimizers that it builds itself: in 8 they are unstable."""
+    from bitsandbytes.optim import GlobalOptimManager
+
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            GlobalOptimManager.get_instance().register_module_override(module, "weight", {"optim_bits": 32})
