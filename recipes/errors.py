@@ -3,11 +3,13 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 
 from hf_graphfilter import GraphFilterError
+from hf_graphfilter.errors import nearest
 
 NETWORK_ERRORS = HfHubHTTPError.__bases__  # OSError, and HTTPError of whichever client the installed version has
 
@@ -52,3 +54,14 @@ def one_line_errors(program: str, command: str = "the same command") -> Iterator
 
 def line(error: BaseException) -> str:
     return " ".join(str(error).split())[:400] or type(error).__name__
+
+
+def check_keys(content: Any, what: str, needed: dict[str, type], *others: str) -> None:
+    """That a part of the file has what it needs, and nothing that would be overlooked."""
+    if not isinstance(content, dict):
+        raise GraphFilterError(f"{what} must be given as NAME: VALUE, found {content!r}")
+    if unknown := [key for key in content if key not in (*needed, *others)]:
+        raise GraphFilterError(f"{what} has no {unknown[0]!r}{nearest(unknown[0], (*needed, *others))}")
+    for key, kind in needed.items():
+        if not isinstance(content.get(key), kind) or not content[key]:
+            raise GraphFilterError(f"{what} needs {key!r}, a {kind.__name__}, found {content.get(key)!r}")

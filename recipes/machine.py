@@ -1,7 +1,10 @@
 """What this machine can do, and which process of it writes."""
 
+import functools
 import os
 import platform
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,3 +32,13 @@ def machine_name(arguments: Any) -> str:
     if torch.cuda.is_available() and not arguments.use_cpu:
         return torch.cuda.get_device_name()
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+@functools.cache
+def commit() -> str | None:
+    """Of the checkout that the recipes are in, with ``-dirty`` where it was changed; None where there is none."""
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

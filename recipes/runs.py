@@ -18,7 +18,7 @@ from hf_graphfilter.console import table
 from recipes import SCRIPTS
 from recipes.errors import OtherSettingsError, one_line_errors
 from recipes.hub import create_repository, push, write_card
-from recipes.machine import is_main_process, machine_name
+from recipes.machine import commit, is_main_process, machine_name
 from recipes.records import RECORD, value_of, write_json
 from recipes.settings import Recipe, Settings
 
@@ -61,6 +61,7 @@ def run_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Path
         "date": date.today().isoformat(),
         "machine": machine_name(arguments[-1]),
         "versions": {n: metadata.version(n) for n in ("torch", "transformers", "hf_graphfilter")},
+        "commit": commit(),
     }
     if is_main_process():
         write_json(file, record)

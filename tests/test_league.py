@@ -27,7 +27,7 @@ from recipes.identity import identity
 from recipes.image_data import hold_out
 from recipes.league import figures, play, standings
 from recipes.league.plan import HELD_OUT, LONGER, TUNING_SEED, League
-from recipes.league.records import Run, by_run
+from recipes.league.records import Run, by_run, level
 from recipes.settings import read_yaml
 
 ROOT = Path(__file__).parents[1]
@@ -288,6 +288,20 @@ def test_runs_at_rates_that_are_no_longer_asked_for_are_not_counted(trained):
     assert Run("ptb", "gfsa", TUNING_SEED, 3e-3) in [*own.wanted(found)]
 
 
+def test_other_rates_of_the_model_under_finished_runs_of_filters_are_said(trained):
+    """Which cannot be known before plain is tuned among them."""
+    filters = FILE["rates"]["filter_lr"]
+    played(trained, rates={"learning_rate": [1, 0.25], "filter_lr": filters})
+    with pytest.raises(GraphFilterError, match=r"was run with other settings \(learning_rate differ"):
+        played(trained, rates={"learning_rate": [1, 2], "filter_lr": filters})
+
+
+def test_means_of_the_same_right_answers_are_level():
+    one, other = 0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1
+    assert one != other
+    assert level(one) == level(other)
+
+
 def test_of_equal_rates_the_one_of_the_lower_loss_is_taken(trained):
     found = by_run(played(trained))
     rates = league().rates[league().tune["gfsa"]]
@@ -382,15 +396,28 @@ def test_two_commands_on_one_league(trained, capsys):
     file = Path("tiny.yaml")
     file.write_text(yaml.safe_dump(FILE))
     Path("runs/league").mkdir(parents=True)
-    with FileLock("runs/league/tiny.json.lock"), pytest.raises(SystemExit):
-        compare.main(["league", "--config", str(file)])
-    assert "another command is playing this league: runs/league/tiny.json is locked" in capsys.readouterr().err
     compare.main(["league", "--config", str(file)])
+    before = Path("runs/league/tiny.json").read_text()
+    for held in ("tiny.json.lock", "tiny.lock"):  # by results of their own they share the runs
+        with FileLock(f"runs/league/{held}"), pytest.raises(SystemExit):
+            compare.main(["league", "--config", str(file), "--fresh"])
+        assert f"another command is playing this league: runs/league/{held} is locked" in capsys.readouterr().err
+        assert Path("runs/league/tiny.json").read_text() == before, "nothing is moved from under it"
     played = len(trained)
     compare.main(["league", "--config", str(file), "--show"])
     assert len(trained) == played
     assert "Better than plain: `gfsa` on ptb by 0.1 (perplexity)" in capsys.readouterr().out
     assert Path("runs/league/league-tiny-ranks.png").is_file()
+    other = copy.deepcopy(FILE)
+    other["tasks"]["ptb"]["settings"] = {"weight_decay": 0.5}
+    file.write_text(yaml.safe_dump(other))
+    compare.main(["league", "--config", str(file), "--show"])
+    assert "the file has changed since: plain on ptb, seed 0, was run with other settings (weight_decay" in (
+        " ".join(capsys.readouterr().out.split())
+    )
+    file.write_text(yaml.safe_dump(FILE))
+    with pytest.raises(SystemExit):
+        compare.main(["league", "--config", str(file), "--show", "--fresh"])
     compare.main(["league", "--config", str(file), "--fresh"])
     assert len(trained) == 2 * played
     assert Path("runs/league/tiny.json.1").is_file()
@@ -416,6 +443,7 @@ def test_two_commands_on_one_league(trained, capsys):
             {"tasks": {"ptp": {**FILE["tasks"]["ptb"]}}, "stages": [{"seeds": [1]}]},
             "has no task 'ptp' .did you mean 'ptb'?",
         ),
+        ({"variants": {"plain": {"filter": "gfsa"}}}, "the league small plays 'plain' by itself: give the variant an"),
         ({"variants": {"gfsa": 3}}, "variants are given as NAME: VALUE, rates as numbers"),
         ({"variants": {"gfsa": {"layers": "evn"}}}, "--layers 'evn': use all, even"),
         ({"rates": {"learning_rate": ["a"], "filter_lr": [1]}}, "variants are given as NAME: VALUE, rates as numbers"),

@@ -30,17 +30,19 @@ def league_tables(name: str) -> str:
                 made += folded(
                     "filters among each other, not corrected for their number", *between(league, found, stage)
                 )
+    runs = [run for run in found.values() if "machine" in run]
     machines = sorted(
-        {f"{run['machine']}, torch {run['versions']['torch']}" for run in found.values() if "machine" in run}
+        f"{run['machine']}, torch {run['versions']['torch']}, transformers {run['versions']['transformers']}"
+        for run in runs
     )
-    dates = [run["date"] for run in found.values() if "date" in run]
+    dates = [run["date"] for run in runs]
     for kind, title in FIGURES.items():
         file = f"figures/league-{name}-{kind}.png"
         made += [f"![{title}]({file})"] if (ROOT / "docs" / file).is_file() else []
     header, rows = levels(league, found)
     made += ["*How far plain was trained*", markdown_table(header, rows)] if rows else []
     made += folded("tuning, on validation, one seed", *tuning(league, found))
-    made += [f"{'; '.join(machines)}. {days(dates)}."]
+    made += [f"{'; '.join(dict.fromkeys(machines))}. {days(dates)}."]
     return "\n\n".join(filter(None, made))
 
 

@@ -13,8 +13,8 @@ from typing import Any
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.errors import nearest
 from recipes import SCRIPTS, check_extras
-from recipes.errors import OtherSettingsError
-from recipes.league.records import Records, Run, ranked
+from recipes.errors import OtherSettingsError, check_keys
+from recipes.league.records import Records, Run, level, ranked
 from recipes.records import lower_is_better, value_of
 from recipes.settings import Settings
 from recipes.summary import PLAIN
@@ -42,14 +42,14 @@ class League:
     """
 
     def __init__(self, content: dict[str, Any], name: str, data: Path):
-        _known(
+        check_keys(
             content, f"the league {name}", {"tasks": dict, "variants": dict, "rates": dict, "stages": list}, "longer"
         )
-        _known(content["rates"], "rates", {"learning_rate": list, "filter_lr": list})
+        check_keys(content["rates"], "rates", {"learning_rate": list, "filter_lr": list})
         for task, about in content["tasks"].items():
-            _known(about, f"the task {task!r}", {"recipe": str, "config": str}, "task", "data", "settings")
+            check_keys(about, f"the task {task!r}", {"recipe": str, "config": str}, "task", "data", "settings")
         for stage in content["stages"]:
-            _known(stage, "a stage", {"seeds": list}, "tasks", "best")
+            check_keys(stage, "a stage", {"seeds": list}, "tasks", "best")
             if not isinstance(stage.get("tasks", []), list) or not isinstance(stage.get("best", 1), int):
                 raise GraphFilterError(f"a stage has a list of `tasks` and a number, `best`, found {stage!r}")
         self.content, self.name, self.data, self.longer = content, name, data, content.get("longer")
@@ -60,6 +60,8 @@ class League:
         except (TypeError, ValueError) as error:
             raise GraphFilterError(f"variants are given as NAME: VALUE, rates as numbers: {error}") from error
         self.tune = {name: overrides.pop("tune", "filter_lr") for name, overrides in self.variants.items()}
+        if taken := {PLAIN, LONGER} & {*self.variants}:
+            raise GraphFilterError(f"the league {name} plays {min(taken)!r} by itself: give the variant another name")
         self.tune |= {PLAIN: "learning_rate", LONGER: "learning_rate"}
         if unknown := [name for name, key in self.tune.items() if key not in self.rates]:
             raise GraphFilterError(f"the variant {unknown[0]!r} tunes one of {', '.join(self.rates)}")
@@ -210,7 +212,7 @@ class League:
             own = {variant: self.runs_of(found, task, variant, stage.seeds) for variant in who}
             if shared := set.intersection(*({*records} for records in own.values())):
                 made[task] = dict.fromkeys(playing, -math.inf) | {
-                    variant: fmean(self.score(Run(task, variant, seed, 0.0), records[seed]) for seed in shared)
+                    variant: level(fmean(self.score(Run(task, variant, seed, 0.0), records[seed]) for seed in shared))
                     for variant, records in own.items()
                 }
         return made
@@ -247,14 +249,3 @@ class League:
         for seed in seeds:
             runs += [Run(task, variant, seed, rate) for variant, rate in rates.items() if rate is not None]
         yield from (run for run in runs if run not in found)
-
-
-def _known(content: Any, what: str, needed: dict[str, type], *others: str) -> None:
-    """That a part of the file has what it needs, and nothing that would be overlooked."""
-    if not isinstance(content, dict):
-        raise GraphFilterError(f"{what} must be given as NAME: VALUE, found {content!r}")
-    if unknown := [key for key in content if key not in (*needed, *others)]:
-        raise GraphFilterError(f"{what} has no {unknown[0]!r}{nearest(unknown[0], (*needed, *others))}")
-    for key, kind in needed.items():
-        if not isinstance(content.get(key), kind) or not content[key]:
-            raise GraphFilterError(f"{what} needs {key!r}, a {kind.__name__}, found {content.get(key)!r}")

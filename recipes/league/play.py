@@ -41,13 +41,14 @@ from rich.console import Console
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.filters import import_filters
 from recipes import SCRIPTS, runs
-from recipes.errors import RefusedError, line
+from recipes.errors import OtherSettingsError, RefusedError, line
 from recipes.league.figures import draw
-from recipes.league.plan import League
+from recipes.league.plan import TUNING_SEED, League
 from recipes.league.records import Run, by_run
 from recipes.league.standings import show
 from recipes.records import move_aside, read_results, tell, write_json
 from recipes.settings import Settings, read_yaml
+from recipes.summary import PLAIN
 
 # of glibc: memory is not given back and cleared anew in every step, a sixth of the time of small models
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
@@ -101,6 +102,8 @@ def play(league: League, file: Path, root: Path, workers: int, console: Console)
                     content["runs"].append(record)
                     write_json(file, content)
                     tell(console, told(league, run, record, len(found)))
+                    if run.variant == PLAIN and run.seed == TUNING_SEED:
+                        league.check(found)  # finished runs may have had another rate of the model
         except BaseException as error:
             for child in multiprocessing.active_children():
                 child.terminate()
@@ -143,18 +146,24 @@ def main(argv: list[str], console: Console) -> None:
         raise GraphFilterError(f"--workers {options.workers}: at least one run at a time")
     league = League(read_yaml(options.config), Path(options.config).stem, options.data)
     file, root = options.results / f"{league.name}.json", Path("runs/league") / league.name
-    if options.fresh:
-        move_aside([file, root], console)
+    if options.show and options.fresh:
+        raise GraphFilterError("--show trains nothing and leaves results as they are: use it without --fresh")
     if options.show:
-        content = read_results(file)
-    else:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        found = by_run(read_results(file))
         try:
-            with FileLock(f"{file}.lock", timeout=0):
-                content = play(league, file, root, options.workers, console)
-        except Timeout:
-            raise GraphFilterError(f"another command is playing this league: {file} is locked") from None
-    found = by_run(content)
+            league.check(found)
+        except OtherSettingsError as error:
+            tell(console, f"the file has changed since: {error}")
+    else:
+        for path in (file, root):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with FileLock(f"{root}.lock", timeout=0), FileLock(f"{file}.lock", timeout=0):
+                if options.fresh:
+                    move_aside([file, root], console)
+                found = by_run(play(league, file, root, options.workers, console))
+        except Timeout as error:
+            raise GraphFilterError(f"another command is playing this league: {error.lock_file} is locked") from None
     show(league, found, console)
     for figure in draw(league, found, options.figures or file.parent):
         tell(console, f"figure: {figure}")

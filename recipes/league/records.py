@@ -21,6 +21,11 @@ def by_run(content: dict[str, Any]) -> Records:
     return {Run(*(record[name] for name in Run._fields)): record for record in content["runs"]}
 
 
+def level(score: float) -> float:
+    """As equal for means of the same right answers in another order, which differ in their last bit."""
+    return float(f"{score:.12g}")
+
+
 def ranked(scores: dict[str, float]) -> dict[str, float]:
     """Ranks from 1, of the highest score; those that are level share theirs.
 
