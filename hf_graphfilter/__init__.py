@@ -27,7 +27,7 @@ def _install() -> None:
 
 
 when_imported("transformers.modeling_utils", _install)
-when_imported("peft.tuners.tuners_utils", lambda: importlib.import_module(".checkpoints.peft", __name__))
+when_imported("peft", lambda: importlib.import_module(".checkpoints.adapters", __name__).install())
 when_imported(
     "transformers.models.auto.configuration_auto",
     lambda: importlib.import_module(".models.converter.configuration", __name__),

@@ -20,7 +20,7 @@ from .records import extended, read_groups
 from .selection import Layers, select_sites
 
 STARTED = "_started"  # of a filter built on meta: its buffers that are not saved, as __init__ makes them elsewhere
-ADAPTED = "_graph_filter"  # of the configuration of an adapter: the record of the model that it is in
+STARTS = "_graph_filter_starts"  # of a model: its filters have start values, since an adapter brought its own
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -93,8 +93,7 @@ def unpatch_model(model: M) -> M:
     lost = host.read_record(model) is not None  # by parts that were replaced
     host.detach(model, [module for _, module in patched_modules(model, required=not lost)])
     host.write_record(model, None)
-    for adapter in getattr(model, "peft_config", {}).values():
-        vars(adapter)[ADAPTED] = None
+    vars(model).pop(STARTS, None)
     return whole
 
 

@@ -24,6 +24,16 @@ def extended(
     imports = sorted({*_imports(before), *foreign_modules([config])})
     kept = ({**group, "modules": [m for m in group["modules"] if m not in names]} for group in before["filters"])
     groups = [*(group for group in kept if group["modules"]), *grouped((name, config) for name in names)]
+    return _written(model_class, groups, imports)
+
+
+def record_of(model_class: str, configs: Iterable[tuple[str, FilterConfig]]) -> dict[str, Any]:
+    """The record of a model with these filters, by the names of their modules."""
+    configs = [*configs]
+    return _written(model_class, grouped(configs), foreign_modules(config for _, config in configs))
+
+
+def _written(model_class: str, groups: list[dict[str, Any]], imports: list[str]) -> dict[str, Any]:
     written = {"version": RECORD_VERSION, "model": model_class, "filters": groups}
     return {**written, "imports": imports} if imports else written
 

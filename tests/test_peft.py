@@ -68,6 +68,10 @@ def rewrite(folder, change):
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
+def recorded(folder):
+    return json.loads((folder / "adapter_config.json").read_text()).get("graph_filter")
+
+
 @pytest.mark.feature("PEFT: LoRA with the filter stored, loaded, merged")
 @combinations(("llama", "bert"), llama_or_bert, quick=lambda family, entry: entry.quick)
 def test_the_adapter_holds_the_filter(family, entry, base, ids, tmp_path):
@@ -271,20 +275,97 @@ def test_an_adapter_without_the_filter_is_not_laid_over_a_plain_base(base, ids, 
     torch.testing.assert_close(logits(again, ids), logits(model, ids))
 
 
-def test_a_configuration_knows_the_model_that_it_is_in(base, tmp_path):
+def test_an_adapter_is_of_the_model_that_saves_it(base, ids, tmp_path):
+    """Whatever other models have its configuration, and whatever became of its own since."""
     config = lora()
-    for filter in ("gfsa", "xsa"):  # one configuration, several models
-        model = peft.get_peft_model(patch_model(copy.deepcopy(base), filter), config)
-        assert config.to_dict()["graph_filter"]["filters"][0]["config"]["filter"] == filter
-    assert copy.deepcopy(model).peft_config["default"].to_dict() == config.to_dict()
+    first, second = (peft.get_peft_model(patch_model(copy.deepcopy(base), K=K), config) for K in (3, 7))
+    peft.get_peft_model(copy.deepcopy(base), config)
+    unpatch_model(second)
+    for model, kept in ((first, "3"), (second, "none"), (copy.deepcopy(first), "copied")):
+        model.save_pretrained(tmp_path / kept)
+    assert recorded(tmp_path / "3")["filters"][0]["config"]["K"] == 3
+    assert recorded(tmp_path / "copied") == recorded(tmp_path / "3")
+    assert recorded(tmp_path / "none") is None
+    after = peft.get_peft_model(copy.deepcopy(base), lora(modules_to_save=None))
+    patch_model(after.get_base_model(), K=5, layers="even")
+    after.save_pretrained(tmp_path / "after")
+    assert len(recorded(tmp_path / "after")["filters"][0]["modules"]) == 2
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "3")
+    peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(**again.peft_config["default"].to_dict()))
+    assert not filter_status(peft.get_peft_model(copy.deepcopy(base), again.peft_config["default"])), "not loaded"
+
+
+def test_an_adapter_of_another_filter_is_not_loaded_beside_or_again(base, ids, tmp_path):
+    for K in (3, 7):
+        turn_on(adapted(base, GFSAConfig(K=K, w_K=0.1))).save_pretrained(tmp_path / str(K))
+    model = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "3")
+    for name in ("second", "default"):
+        with pytest.raises(GraphFilterError, match="was trained on a model with"):
+            model.load_adapter(tmp_path / "7", name)
+    assert [*model.peft_config] == ["default"]
+    model.load_adapter(tmp_path / "3", "second")
+    model.load_adapter(tmp_path / "3", "default")
+    lacking = adapted(base, modules_to_save=None)
+    lacking.save_pretrained(tmp_path / "lacking")
+    with pytest.raises(GraphFilterError, match="does not hold the filter, which another adapter brought"):
+        model.load_adapter(tmp_path / "lacking", "third")
+    adapted(base, modules_to_save=["layers.0.self_attn.graph_filter"]).save_pretrained(tmp_path / "partly")
+    with pytest.raises(GraphFilterError, match="does not hold the filter"):
+        peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "partly")
+    plain = peft.get_peft_model(copy.deepcopy(base), lora(modules_to_save=None))
+    with pytest.raises(GraphFilterError, match="holds adapters that were not: load it before them"):
+        plain.load_adapter(tmp_path / "3", "second")
+    assert not filter_status(plain)
+
+
+def test_a_failed_load_leaves_no_filter(base, tmp_path):
+    adapted(base, FILTERS["agf"].config).save_pretrained(tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"0")
+    with pytest.raises(Exception, match="header"):
+        peft.PeftModel.from_pretrained(base, tmp_path)
+    assert not filter_status(base)
+    assert not hasattr(base.config, "graph_filter")
+
+
+def test_an_adapter_with_the_whole_attention(base, ids, tmp_path):
+    model = turn_on(adapted(base, modules_to_save=["self_attn"], target_modules=["up_proj"]))
     model.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path)
-    plain = peft.get_peft_model(copy.deepcopy(base), lora(modules_to_save=None))
-    for adapted_model in (unpatch_model(model), unpatch_model(again), plain):
-        assert "graph_filter" not in adapted_model.peft_config["default"].to_dict()
-    read = peft.PeftConfig.from_pretrained(tmp_path)
-    read.save_pretrained(tmp_path / "again")
-    assert (tmp_path / "again" / "adapter_config.json").read_text() == (tmp_path / "adapter_config.json").read_text()
+    again.load_adapter(tmp_path, "second")
+    torch.testing.assert_close(logits(again, ids), logits(model, ids))
+
+
+def test_loaded_with_empty_adapters(base, ids, tmp_path):
+    model = turn_on(adapted(base))
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path, low_cpu_mem_usage=True)
+    assert not any(p.is_meta for p in again.parameters())
+    torch.testing.assert_close(logits(again, ids), logits(model, ids))
+
+
+def test_prompts_of_a_patched_model_are_not_loaded_into_a_plain_one(base, tmp_path):
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    peft.get_peft_model(patch_model(copy.deepcopy(base)), prompts).save_pretrained(tmp_path)
+    peft.PeftModel.from_pretrained(patch_model(copy.deepcopy(base)), tmp_path)
+    with pytest.raises(GraphFilterError, match="does not hold the filter"):
+        peft.PeftModel.from_pretrained(base, tmp_path)
+
+
+def test_a_patched_model_within_another_is_adapted_as_before(base, tmp_path):
+    class Head(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.head = patch_model(copy.deepcopy(base)), torch.nn.Linear(4, 2)
+
+    model = peft.get_peft_model(Head(), lora(task_type=None))
+    model.save_pretrained(tmp_path)
+    assert recorded(tmp_path) is None
+    mixed = peft.get_peft_model(patch_model(base), lora(), mixed=True)
+    mixed.add_adapter("second", peft.LoHaConfig(target_modules=["v_proj"]))
+    adapted(LlamaForCausalLM(FAMILY.config)).save_pretrained(tmp_path)
+    mixed = peft.PeftMixedModel.from_pretrained(LlamaForCausalLM(FAMILY.config), tmp_path)
+    mixed.load_adapter(tmp_path, "second")
+    assert len(filter_status(mixed.base_model.model)) == 3
 
 
 @pytest.mark.skipif(transformers.__version__.startswith("5.17."), reason="it loads no modules_to_save: refused")

@@ -246,7 +246,7 @@ def _loading(model: Any, host: Host, repo_id: str, base_model: str | None) -> tu
         return "sentence-transformers", "sentence-similarity" if kind == "SentenceTransformer" else None, usage
     if hasattr(model, "get_base_model"):
         base = host.usage(inner, base_model or "path/to/the/base/model")
-        held = any(hasattr(module.graph_filter, "modules_to_save") for _, module in patched_modules(inner))
+        held = all(hasattr(module.graph_filter, "modules_to_save") for _, module in patched_modules(inner))
         lay = f'hf_graphfilter.load_filter(model, "{repo_id}")  # what save_filter(model, folder) writes\n'
         load = f'{"" if held else lay}model = PeftModel.from_pretrained(model, "{repo_id}")'
         usage = f"from peft import PeftModel\n{base}\n{load}"

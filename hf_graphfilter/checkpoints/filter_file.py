@@ -21,7 +21,7 @@ from ..filters import GraphFilter
 from ..filters.attached import filters_of, patched_modules, read_whole
 from ..hosts import Host, encoder_of, host_of, unwrapped
 from ..hosts.base import check_values, own_record
-from ..patching import apply_record, resolve
+from ..patching import STARTS, apply_record, resolve
 from ..records import described, read_groups
 
 WEIGHTS_FILE = "graph_filter.safetensors"
@@ -92,6 +92,7 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
         if current is None:
             apply_record(model, whole=True)
         _copy(_coefficients(host, model), tensors, source)
+        vars(model).pop(STARTS, None)
     except Exception:
         if current is None:
             host.detach(model, [module for _, module in patched_modules(model, required=False)])

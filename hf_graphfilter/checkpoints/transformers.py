@@ -31,6 +31,7 @@ from ..hosts.transformers.records import check_recorded, read_record
 from ..hosts.transformers.sites import relative_name
 from ..patching import STARTED, apply_record, check_resolved, resolve
 from ..records import read_groups
+from .adapters import OF_TRANSFORMERS
 
 
 def install() -> None:
@@ -40,11 +41,11 @@ def install() -> None:
     missing = [name for name in _WRAPS if not hasattr(PreTrainedModel, name)]
     if missing:
         raise GraphFilterError(
-            f"transformers {transformers.__version__} has no PreTrainedModel.{missing[0]}, which loading patched "
-            "checkpoints needs; upgrade hf_graphfilter or install transformers 5.17 to 5.23"
+            f"transformers {transformers.__version__} has no PreTrainedModel.{missing[0]}, which patched checkpoints "
+            "need; upgrade hf_graphfilter or install transformers 5.17 to 5.24"
         )
     type(ALL_ATTENTION_FUNCTIONS).register(IMPLEMENTATION, graph_filter_attention)
-    for name, wrap in _WRAPS.items():
+    for name, wrap in (*_WRAPS.items(), *OF_TRANSFORMERS.items()):
         original = inspect.getattr_static(PreTrainedModel, name)
         setattr(PreTrainedModel, name, wrap(original))
 
@@ -154,7 +155,6 @@ def _load_by_record(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
 def _check_values(model: PreTrainedModel, state_dict: dict[str, Tensor] | None, files: list[str]) -> None:
     """``check_values`` of the coefficients in a checkpoint: as they are in its files, whatever becomes of them (cast,
     sharded, left on disk)."""
-
     names = {name for _, graph_filter in filters_of(model) for name in graph_filter.coefficient_names()}
 
     def coefficients(keys: Iterable[str], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
