@@ -18,9 +18,9 @@ def plot_ranks(league: League, found: Records, stage: Stage) -> Any:
     means, scores = league.ranks(found, stage), league.scores(found, stage)
     figure = Figure(figsize=(6.4, 0.8 + 0.3 * len(means)), layout="constrained")
     axes = figure.subplots()
-    for colour, (task, means_of_task) in zip(itertools.cycle(COLOURS), scores.items(), strict=False):
-        own = ranked(means_of_task)
-        axes.plot([own[v] for v in means], range(len(means)), "o", color=colour, label=task, alpha=0.8)
+    for i, (colour, (task, means_of_task)) in enumerate(zip(itertools.cycle(COLOURS), scores.items(), strict=False)):
+        own, off = ranked(means_of_task), 0.5 * ((i + 0.5) / len(scores) - 0.5)  # equal ranks beside each other
+        axes.plot([own[v] for v in means], [y + off for y in range(len(means))], "o", color=colour, label=task)
     axes.plot([*means.values()], range(len(means)), "k|", markersize=16, markeredgewidth=2.5, label="mean")
     axes.set_yticks(range(len(means)), [*means])
     axes.set(xlabel="rank among plain and the filters, 1 the best", title=f"Ranks by task, {len(stage.seeds)} seeds")

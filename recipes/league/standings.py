@@ -14,6 +14,7 @@ from recipes.records import lower_is_better, tell, value_of
 from recipes.summary import PLAIN
 
 LEVEL = 0.05
+OF = {"learning_rate": "model", "filter_lr": "filter"}
 ROUNDING = 1e-9  # of scores of 0.1 to 1000: their spread is that of float64
 
 
@@ -161,13 +162,14 @@ def cell(comparison: Comparison) -> str:
     paired, mark = comparison.paired, "**" if comparison.beyond else ""
     shown = f"{mark}{paired.mean:+.3g} [{paired.low:+.3g}, {paired.high:+.3g}]{mark}" if paired else ""
     lost = f"{comparison.diverged} diverged" if comparison.diverged else ""
-    return ", ".join(filter(None, (shown, lost)))
+    so_far = f"{paired.pairs} pairs so far" if paired and comparison.missing else ""
+    return ", ".join(filter(None, (shown, lost, so_far)))
 
 
 def details(league: League, found: Records, stage: Stage) -> tuple[list[str], list[list[str]]]:
     """(header, rows): the tuned learning rate, scores and p-values."""
     made = {(c.task, c.variant): c for c in comparisons(league, found, stage)}
-    header = ["task", "filter", "learning rate", "seeds", "score", "p (t)", "p (Holm)", "p (sign flips)"]
+    header = ["task", "filter", "tuned rate", "seeds", "score", "p (t)", "p (Holm)", "p (sign flips)"]
     rows = []
     for task in stage.tasks:
         for variant in (PLAIN, *league.playing(found, stage)):
@@ -175,7 +177,7 @@ def details(league: League, found: Records, stage: Stage) -> tuple[list[str], li
             if not values:
                 continue
             settings = league.runs_of(found, task, variant, stage.seeds)[min(values)]["settings"]
-            rate = f"{settings[league.tune[variant]]:g}"
+            rate = f"{settings[league.tune[variant]]:g} of the {OF[league.tune[variant]]}"
             row = [task, f"`{variant}`", rate, f"{len(values)}", mean_and_sd([*values.values()], ".4g")]
             comparison = made.get((task, variant))
             p = [comparison.p, comparison.corrected, comparison.paired.p] if comparison and comparison.paired else []
