@@ -69,7 +69,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "finetuned": partial(recipe_tables, "converted-"),
     },
     "docs/league.md": {
-        name: partial(league_tables, name) for name in ("depth", "control", "long", "small", "contranorm")
+        name: partial(league_tables, name) for name in ("depth", "control", "long", "time", "small", "contranorm")
     },
     "docs/converter.md": {"scan": scan_table, "imdb": partial(recipe_tables, "sequences-imdb")},
     "docs/sequences.md": {
