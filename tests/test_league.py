@@ -177,7 +177,7 @@ def test_ranks_and_comparisons_are_those_of_the_numbers(trained):
     assert rows[0][2] == "+0.3 [+0.3, +0.3], 3", "a difference, its interval, three seeds"
     assert rows[1][1] == "", "refused"
     details = {row[1]: row for row in standings.details(own, found, own.stages[1])[1]}
-    assert details["`gfsa`"][2:4] == ["0.01", "4"]
+    assert details["`gfsa`"][2:4] == ["0.01 of the filter", "4"]
     assert standings.levels(own, found)[1][1][-1] == "99.69"
     rates = {tuple(row[:2]): row[2:] for row in standings.tuning(own, found)[1]}
     assert rates["reviews", "`plain`"][1].startswith("0.0002: **0.01")
