@@ -393,14 +393,14 @@ def test_an_interrupted_league_keeps_what_is_finished(trained, monkeypatch):
 
 
 def test_two_commands_on_one_league(trained, capsys):
-    file = Path("tiny.yaml")
+    file, one = Path("tiny.yaml"), ["--workers", "1"]  # of several, some have begun when a filter is refused
     file.write_text(yaml.safe_dump(FILE))
     Path("runs/league").mkdir(parents=True)
-    compare.main(["league", "--config", str(file)])
+    compare.main(["league", "--config", str(file), *one])
     before = Path("runs/league/tiny.json").read_text()
     for held in ("tiny.json.lock", "tiny.lock"):  # by results of their own they share the runs
         with FileLock(f"runs/league/{held}"), pytest.raises(SystemExit):
-            compare.main(["league", "--config", str(file), "--fresh"])
+            compare.main(["league", "--config", str(file), *one, "--fresh"])
         assert f"another command is playing this league: runs/league/{held} is locked" in capsys.readouterr().err
         assert Path("runs/league/tiny.json").read_text() == before, "nothing is moved from under it"
     played = len(trained)
@@ -418,7 +418,7 @@ def test_two_commands_on_one_league(trained, capsys):
     file.write_text(yaml.safe_dump(FILE))
     with pytest.raises(SystemExit):
         compare.main(["league", "--config", str(file), "--show", "--fresh"])
-    compare.main(["league", "--config", str(file), "--fresh"])
+    compare.main(["league", "--config", str(file), *one, "--fresh"])
     assert len(trained) == 2 * played
     assert Path("runs/league/tiny.json.1").is_file()
 
