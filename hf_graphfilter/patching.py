@@ -90,8 +90,8 @@ def unpatch_model(model: M) -> M:
     """
     whole, model = model, unwrapped(model, running=False)  # type: ignore[assignment]
     host = host_of(model)
-    lost = host.read_record(model) is not None  # by parts that were replaced
-    host.detach(model, [module for _, module in patched_modules(model, required=not lost)])
+    patched = patched_modules(model, required=host.read_record(model) is None)  # parts may have lost them all
+    host.detach(model, [module for _, module in patched])
     host.write_record(model, None)
     vars(model).pop(STARTS, None)
     return whole

@@ -93,6 +93,8 @@ def test_the_adapter_holds_the_filter(family, entry, base, ids, tmp_path):
     again = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter")
     assert str(filter_status(again)) == str(filter_status(model))
     torch.testing.assert_close(logits(again, ids), expected)
+    over_plain = peft.PeftModel.from_pretrained(type(base).from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    torch.testing.assert_close(logits(over_plain, ids), expected)
     with again.disable_adapter():
         torch.testing.assert_close(logits(again, ids), plain)
     merged = again.merge_and_unload()
@@ -333,6 +335,7 @@ def test_an_adapter_with_the_whole_attention(base, ids, tmp_path):
     again = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path)
     again.load_adapter(tmp_path, "second")
     torch.testing.assert_close(logits(again, ids), logits(model, ids))
+    assert "load_filter" not in create_model_card(model, repo_id="me/adapter", base_model="me/base").text
 
 
 def test_loaded_with_empty_adapters(base, ids, tmp_path):

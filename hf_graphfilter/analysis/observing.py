@@ -161,9 +161,11 @@ def observe(
     with contextlib.ExitStack() as undo:
         undo.callback(back_to_training, training)
         model.eval()
+        watched: list[nn.Module] = []
+        undo.callback(host.detach, model, watched)
         for site in plain:
             host.attach(site, _Watch(_WatchConfig(), site))
-            undo.callback(host.detach, model, [site.module])
+            watched.append(site.module)
         watch.look(undo)
         undo.enter_context(torch.no_grad())
         for batch in progress(batches):

@@ -11,7 +11,7 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from ..records import described, read_groups, record_of
 READ = "_graph_filter_read"  # of the configuration of an adapter: the record in its file
 _COPY = re.compile(r"\.original_module$|\.modules_to_save\.[^.]+$")
 _loading: ContextVar[nn.Module | None] = ContextVar("_loading", default=None)  # the model that an adapter is to go into
-_saving: ContextVar[dict[str, Any] | None] = ContextVar("_saving", default=None)  # the record of one that saves its own
+_saving: ContextVar[nn.Module | None] = ContextVar("_saving", default=None)  # one that saves its own
 
 
 @functools.cache
@@ -54,7 +54,7 @@ def install() -> None:
 def _saves(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _saving.set(_live_record(self))
+        token = _saving.set(self)
         try:
             return original(self, *args, **kwargs)
         finally:
@@ -69,7 +69,8 @@ def _writes(original: Callable[..., Any]) -> Callable[..., Any]:
         from peft.utils import CONFIG_NAME
 
         result = original(self, save_directory, *args, **kwargs)
-        if (record := _saving.get()) is not None:
+        model = _saving.get()
+        if model is not None and (record := _live_record(model)) is not None:
             file = Path(save_directory, CONFIG_NAME)
             file.write_text(json.dumps({**json.loads(file.read_text()), CHILD: record}, indent=2, sort_keys=True))
         return result
@@ -82,16 +83,12 @@ def _live_record(model: nn.Module) -> dict[str, Any] | None:
     if not patched_modules(model, required=False):
         return None
     try:
-        base = _base(model)
+        base = unwrapped(model)
         host = host_of(base)
     except GraphFilterError:
         return None
     named = [(host.relative_name(base, name), config) for name, config in _filters(base).items()]
     return record_of(type(base).__name__, named)
-
-
-def _base(model: Any) -> nn.Module:
-    return unwrapped(model.base_model.model if type(model).__name__ == "PeftMixedModel" else model)
 
 
 def _filters(base: nn.Module) -> dict[str, FilterConfig]:
@@ -110,7 +107,7 @@ def _into(model: nn.Module) -> Iterator[None]:
         yield
     except BaseException:
         if plain and patched_modules(model, required=False):
-            unpatch_model(_base(model))
+            unpatch_model(unwrapped(model))
         raise
     finally:
         _loading.reset(token)
@@ -162,17 +159,7 @@ def _transformers_loads(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_adapter
 
 
-def _transformers_saves(original: Callable[..., Any]) -> Callable[..., Any]:
-    with_record = _saves(original)
-
-    @functools.wraps(original)
-    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return (with_record if getattr(self, "_hf_peft_config_loaded", False) else original)(self, *args, **kwargs)
-
-    return save_pretrained
-
-
-OF_TRANSFORMERS = {"load_adapter": _transformers_loads, "save_pretrained": _transformers_saves}
+OF_TRANSFORMERS = {"load_adapter": _transformers_loads, "save_pretrained": _saves}
 
 
 def _reads(original: classmethod[Any, ..., Any]) -> classmethod[Any, ..., Any]:
@@ -199,10 +186,10 @@ def _fit(model: nn.Module, record: Any, config: Any) -> None:
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    groups, base = read_groups(record, "the adapter", f" of {CHILD} in its configuration"), _base(model)
+    groups, base = read_groups(record, "the adapter", f" of {CHILD} in its configuration"), unwrapped(model)
     host, kind = host_of(base), type(base).__name__
     trained_on = f"the adapter was trained on a model with {described(record)}"
-    held = all(_is_saved(name, config) for _, names in groups for name in names)
+    held = holds(config, (name for _, names in groups for name in names))
     mend = "load it over that model, or patch this one first as it was, with load_filter or patch_model"
     if own := {host.relative_name(base, name): filter for name, filter in _filters(base).items()}:
         named = [name for _, names in groups for name in names]
@@ -232,8 +219,13 @@ def _fit(model: nn.Module, record: Any, config: Any) -> None:
     vars(base)[STARTS] = True
 
 
+def holds(config: Any, names: Iterable[str]) -> bool:
+    """Whether the adapter of a configuration holds the filters of the modules of these names."""
+    return all(_is_saved(name, config) for name in names)
+
+
 def _is_saved(name: str, config: Any) -> bool:
-    """Whether an adapter holds the filter of the module of that name, or what that is in."""
+    """By itself, or with what it is in."""
     parts = [*name.split("."), CHILD]
     around = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
     entries = getattr(config, "modules_to_save", None) or ()

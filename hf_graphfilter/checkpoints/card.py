@@ -24,6 +24,7 @@ from ..filters.overview import summary
 from ..hosts import Host, encoder_of, host_of, unwrapped
 from ..records import grouped
 from ..status import filter_parameters, filter_status
+from .adapters import holds
 
 TEMPLATE = Path(__file__).parents[1] / "data" / "model_card.md"
 HYPERPARAMETERS = (
@@ -246,11 +247,10 @@ def _loading(model: Any, host: Host, repo_id: str, base_model: str | None) -> tu
         return "sentence-transformers", "sentence-similarity" if kind == "SentenceTransformer" else None, usage
     if hasattr(model, "get_base_model"):
         base = host.usage(inner, base_model or "path/to/the/base/model")
-        held = all(hasattr(module.graph_filter, "modules_to_save") for _, module in patched_modules(inner))
+        held = holds(model.peft_config[model.active_adapters[0]], (name for name, _ in patched_modules(inner)))
         lay = f'hf_graphfilter.load_filter(model, "{repo_id}")  # what save_filter(model, folder) writes\n'
         load = f'{"" if held else lay}model = PeftModel.from_pretrained(model, "{repo_id}")'
-        usage = f"from peft import PeftModel\n{base}\n{load}"
-        return "peft", host.pipeline_tag(inner), usage
+        return "peft", host.pipeline_tag(inner), f"from peft import PeftModel\n{base}\n{load}"
     return host.LIBRARY, host.pipeline_tag(inner), host.usage(inner, repo_id)
 
 

@@ -107,6 +107,8 @@ def unwrapped(model: Any, *, running: bool = True) -> nn.Module:
             model = model.module
         elif hasattr(model, "get_base_model"):
             model = model.get_base_model()
+        elif type(model).__name__ == "PeftMixedModel":  # which has no such method
+            model = model.base_model.model
         elif (inner := encoder_of(model)) is not model:
             model = inner
         else:

@@ -33,8 +33,8 @@ def parameter_groups(
             of a filter (``sigma`` of AGF ...) are treated as the model's own.
 
     Returns:
-        Groups of the parameters that require gradients; every one is in exactly one group, none is empty. Where tensor
-        or expert parallelism has distributed some of a group only, these are one of their own.
+        Groups of the parameters that require gradients; every one is in exactly one group, none is empty. Where expert
+        parallelism has distributed some of a group only, these are one of their own.
 
     Raises:
         GraphFilterError: a rate that is none, a model without filter parameters, or with all of them frozen.
@@ -71,7 +71,7 @@ def parameter_groups(
 
 
 def _by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """One call of a fused or foreach kernel takes the tensors of one device mesh, or plain ones: tensor parallelism
+    """One call of a fused or foreach kernel takes the tensors of one device mesh, or plain ones: expert parallelism
     leaves both in a model."""
     meshes: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
