@@ -98,19 +98,22 @@ def errors_by_context(
 ) -> tuple[dict[str, float], list[dict[str, float]]]:
     """The same, and by how many tokens a token sees: up to the first bound, up to the next ..., beyond the last."""
     edges = torch.tensor(bounds)
-    sums = {name: torch.zeros(2, len(bounds) + 1, dtype=torch.float64) for name in modules}
+    # the last entry is the sum of all, not of the entries before it: the same, bit for bit, whatever the bounds
+    sums = {name: torch.zeros(2, len(bounds) + 2, dtype=torch.float64) for name in modules}
 
     def observe(name: str, squares: Squares) -> None:
         at = torch.bucketize(squares.context.cpu().flatten(), edges)
-        for total, square in zip(sums[name], squares, strict=False):
-            total.index_add_(0, at, square.double().cpu().flatten())
+        for sum_, square in zip(sums[name], squares, strict=False):
+            flat = square.double().cpu().flatten()
+            sum_.index_add_(0, at, flat)
+            sum_[-1] += flat.sum()
 
     with attending(modules, observe):
         for batch in batches:
             model(**batch)
-    whole = {name: (error.sum() / norm.sum()).sqrt().item() for name, (error, norm) in sums.items()}
     ratios = {name: (error / norm).sqrt().tolist() for name, (error, norm) in sums.items()}
-    return whole, [{name: of[i] for name, of in ratios.items()} for i in range(len(bounds) + 1)]
+    *parts, whole = [{name: of[i] for name, of in ratios.items()} for i in range(len(bounds) + 2)]
+    return whole, parts
 
 
 def original_of(model: nn.Module, modules: dict[str, GraphFilter]) -> Original:
