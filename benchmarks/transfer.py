@@ -111,7 +111,7 @@ def fitted(
     """(MiniLM with the filter, the report) after attention transfer."""
     set_seed(0)
     model = patch_model(AutoModel.from_pretrained(pretrained_path()).to(options.device), filter, **config)
-    rates = {"lr": lr, "coefficient_lr": COEFFICIENT_LR}
+    rates = {"lr": lr, "filter_lr": COEFFICIENT_LR}
     return model, transfer_attention(model, batches, steps=steps, holdout=8, eval_every=100, progress=False, **rates)
 
 
@@ -167,7 +167,7 @@ def mixed(options: argparse.Namespace) -> None:
     set_seed(0)
     model = patch_model(AutoModel.from_pretrained(source).to(options.device), "agf", **AGF)
     held = [*long[:4], *short[:4]]
-    rates = {"lr": LR, "coefficient_lr": COEFFICIENT_LR, "progress": False, "eval_every": 100}
+    rates = {"lr": LR, "filter_lr": COEFFICIENT_LR, "progress": False, "eval_every": 100}
     task, variant = "MiniLM-L6", "correction, window 4: windows and snippets"
     report = transfer_attention(model, batches[8:], steps=options.steps or 800, holdout=held, **rates)
     table.add_report(task, variant, report)
@@ -289,7 +289,7 @@ def causal(
 
     def transferred(model: nn.Module, variant: str, stage: str, **options: object) -> None:
         report = transfer_attention(
-            model, unlabelled, holdout=4, eval_every=25, coefficient_lr=COEFFICIENT_LR / 2, progress=False, **options
+            model, unlabelled, holdout=4, eval_every=25, filter_lr=COEFFICIENT_LR / 2, progress=False, **options
         )
         table.add_report(task, variant, report, stage)
         measured(model, variant, stage, steps=report.steps, seconds=round(report.seconds))
@@ -400,7 +400,7 @@ def deit(options: argparse.Namespace) -> None:
             unlabelled,
             steps=options.steps or 80,
             lr=LR,
-            coefficient_lr=COEFFICIENT_LR,
+            filter_lr=COEFFICIENT_LR,
             end_to_end="logits",
             end_to_end_lr=1e-3,
             end_to_end_steps=(options.steps or 80) // 2,

@@ -10,9 +10,9 @@ The extra holds the data and MiniLM; other models come from a folder or the Hub.
 import argparse
 import random
 
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer
 
-from hf_graphfilter import filter_optimizer, filter_status, patch_model
+from hf_graphfilter import FilterTrainingArguments, filter_status, patch_model
 from hf_graphfilter.demo import Snippets, load_snippets, pretrained_path
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -29,23 +29,17 @@ test, train = Snippets(rows[:128], tokenizer), Snippets(rows[128 : 128 + 16 * op
 model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1)
 
 patch_model(model, "gfsa", K=3)
-args = TrainingArguments(
+args = FilterTrainingArguments(
     options.output,
     max_steps=options.steps,
     per_device_train_batch_size=16,
     per_device_eval_batch_size=64,
     learning_rate=2e-4,
+    filter_lr=1e-2,
     save_strategy="no",
     dataloader_pin_memory=False,
 )
-trainer = Trainer(
-    model,
-    args,
-    train_dataset=train,
-    eval_dataset=test,
-    processing_class=tokenizer,
-    optimizer_cls_and_kwargs=filter_optimizer(args, filter_lr=1e-2),
-)
+trainer = Trainer(model, args, train_dataset=train, eval_dataset=test, processing_class=tokenizer)
 before = trainer.evaluate()["eval_loss"]
 trainer.train()
 after = trainer.evaluate()["eval_loss"]

@@ -33,6 +33,8 @@ from .filters.registry import available_filters as available_filters
 from .testing import check_filter as check_filter
 from .shift import AttentionShift as AttentionShift, DenseShift as DenseShift, ShiftOperator as ShiftOperator
 
+from .training.arguments import FilterArgumentsMixin as FilterArgumentsMixin
+from .training.arguments import FilterTrainingArguments as FilterTrainingArguments
 from .training.optimizer import filter_optimizer as filter_optimizer, parameter_groups as parameter_groups
 from .training.transfer import transfer_attention as transfer_attention
 from .conversion import convert as convert

@@ -37,7 +37,7 @@ from .checkpoints.card import create_model_card
 from .errors import GraphFilterError, needs, require
 from .patching import patch_model
 from .status import filter_parameters, filter_status
-from .training import filter_optimizer
+from .training.optimizer import filter_optimizer
 
 with needs("demo", "the demo"):
     from rich.console import Console

@@ -35,15 +35,16 @@ def patch_model(
     """Replace self-attention by a graph filter, in place.
 
     Every selected attention module gets one child, ``graph_filter``; no other parameter changes its name or value.
-    Cross-attention is never patched.
+    Cross-attention is never patched. Filters with random start values (AGF, Singularformer ...) draw them from torch's
+    generator: call ``transformers.set_seed`` first to get the same ones again.
 
     Args:
         model: a transformers ``PreTrainedModel`` whose attention runs through the attention interface, or a
             ``SentenceTransformer`` around one; the whole model that will be saved, since its config keeps the record
             (choose parts with ``layers`` and ``stack``).
         filter: name of a registered filter, or its config object.
-        layers: which layers of each stack, counted from 0: ``None`` for all, ``"even"``, ``"odd"``, a list of indices
-            (negative ones count from the end), a slice, or a predicate ``(index, module name) -> bool``.
+        layers: which layers of each stack, counted from 0: ``None`` or ``"all"``, ``"even"``, ``"odd"``, a list of
+            indices (negative ones count from the end), a slice, or a predicate ``(index, module name) -> bool``.
         stack: ``"encoder"`` or ``"decoder"`` to patch only these; ``None`` for both.
         **options: options of the filter, when it is given by name.
 

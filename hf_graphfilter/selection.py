@@ -9,7 +9,7 @@ from typing import Any, Literal
 from .errors import GraphFilterError, shown
 from .filters import AttentionSite
 
-Layers = None | Literal["even", "odd"] | Collection[int] | slice | Callable[[int, str], bool]
+Layers = None | Literal["all", "even", "odd"] | Collection[int] | slice | Callable[[int, str], bool]
 
 
 def select_sites(sites: list[AttentionSite], layers: Layers, stack: str | None) -> list[AttentionSite]:
@@ -30,7 +30,7 @@ def select_sites(sites: list[AttentionSite], layers: Layers, stack: str | None) 
 
 
 def _select(group: str, sites: list[AttentionSite], layers: Layers) -> list[AttentionSite]:
-    if layers is None:
+    if layers is None or (isinstance(layers, str) and layers == "all"):
         return sites
     if isinstance(layers, str) and layers in ("even", "odd"):
         return sites[layers == "odd" :: 2]
@@ -44,7 +44,7 @@ def _select(group: str, sites: list[AttentionSite], layers: Layers) -> list[Atte
         return [site for site in sites if _holds(layers, site, given)]
     listed = isinstance(layers, Collection) and getattr(layers, "ndim", 1) == 1  # arrays and tensors too
     if not listed or isinstance(layers, (str, bytes, bytearray, memoryview, Mapping)):
-        raise GraphFilterError(f"{given}: use None, 'even', 'odd', a list of indices, a slice, or a predicate")
+        raise GraphFilterError(f"{given}: use None, 'even', 'odd', a list of indices, a slice, a predicate or 'all'")
     wanted = set()
     for i in layers:  # one by one: a range may be endless
         index = _index(i, given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import html
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,34 +10,49 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .filters import FilterConfig
+from .filters import FilterConfig, GraphFilter
 from .filters.attached import filters_of, read_whole
 from .hosts import host_of, unwrapped
 
 
 @dataclass(frozen=True)
 class FilterRow:
-    """One patched module: where it is, its filter, the coefficients by name (copies on the CPU, float32 or complex64),
-    and what computes S."""
+    """One patched module.
+
+    Attributes:
+        module: its name in the model.
+        filter: the config of its filter.
+        coefficients: by name, copies on the CPU, float32 or complex64.
+        backend: what computes S.
+        trained: the names of the coefficients that training changes; the others are fixed.
+        moved: mean distance of the learned coefficients from their start values. None where there are none, or where
+            the filter is sharded or offloaded.
+    """
 
     module: str
     filter: FilterConfig
     coefficients: dict[str, Tensor]
     backend: str
+    trained: frozenset[str] = frozenset()
+    moved: float | None = None
 
 
 class FilterStatus(list[FilterRow]):
-    """Rows of ``filter_status``; prints as a table with the mean (and spread over heads) of each coefficient."""
+    """Rows of ``filter_status``; prints as a table.
+
+    A coefficient is shown as its mean over the heads, with the spread, and "(fixed)" where training leaves it. "moved"
+    is the mean distance of the learned coefficients from their start values.
+    """
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """(header, rows) as text."""
         names = list(dict.fromkeys(name for row in self for name in row.coefficients))
-        header = ["module", "filter", *names, "backend"]
-        rows = [
-            [row.module, row.filter.filter, *(_summary(row.coefficients.get(n)) for n in names), row.backend]
-            for row in self
-        ]
-        return header, rows
+        rows = []
+        for row in self:
+            cells = [_summary(row.coefficients.get(name), name in row.trained) for name in names]
+            moved = "" if row.moved is None else f"{row.moved:.4f}"
+            rows.append([row.module, row.filter.filter, *cells, moved, row.backend])
+        return ["module", "filter", *names, "moved", "backend"], rows
 
     def _repr_html_(self) -> str:
         """The table in a notebook."""
@@ -79,8 +95,36 @@ def filter_status(model: nn.Module) -> FilterStatus:
     for name, graph_filter in filters_of(model):
         tensors = read_whole(graph_filter, type(graph_filter).coefficients)
         values = {k: t.to(torch.complex64 if t.is_complex() else torch.float32) for k, t in tensors.items()}
-        rows.append(FilterRow(name, graph_filter.config, values, host.backend(model.get_submodule(name))))
+        backend, moved = host.backend(model.get_submodule(name)), distance_from_start(graph_filter)
+        rows.append(FilterRow(name, graph_filter.config, values, backend, _trained(graph_filter), moved))
     return FilterStatus(rows)
+
+
+def _trained(graph_filter: GraphFilter) -> frozenset[str]:
+    parameters = dict(graph_filter.named_parameters())
+    if not any(p.requires_grad for p in parameters.values()):
+        return frozenset()
+    frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+    learned = graph_filter.learned_coefficients()
+    return frozenset(name for name in learned if not {name, name.rpartition("_")[0]} & frozen)
+
+
+def distance_from_start(graph_filter: GraphFilter) -> float | None:
+    """Return the mean distance of the learned coefficients from their start values.
+
+    None where there are none, or where a tensor is sharded or offloaded.
+    """
+    tensors = (*graph_filter.parameters(), *graph_filter.buffers())
+    if any(t.is_meta or hasattr(t, "full_tensor") or hasattr(t, "ds_id") for t in tensors):
+        return None
+    now = graph_filter.learned_coefficients()
+    if not now:
+        return None
+    start = copy.deepcopy(graph_filter).cpu()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        start.reset_parameters()
+    distances = [(value.cpu() - start.coefficients()[name]).abs().flatten() for name, value in now.items()]
+    return torch.cat(distances).mean().item()
 
 
 def filter_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
@@ -89,8 +133,8 @@ def filter_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
         yield from graph_filter.parameters()
 
 
-def _summary(values: Tensor | None) -> str:
+def _summary(values: Tensor | None, trained: bool) -> str:
     if values is None:
         return ""
     spread = f" ± {values.std(correction=0):.4f}" if values.numel() > 1 and values.std(correction=0) > 0 else ""
-    return f"{values.mean():.4f}{spread}"
+    return f"{values.mean():.4f}{spread}" + " (fixed)" * (not trained)

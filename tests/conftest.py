@@ -57,12 +57,14 @@ class _Records(logging.Handler):
 
 @pytest.fixture(autouse=True)
 def transformers_warnings():
-    """The warnings that transformers logged; a test that expects some empties the list."""
+    """The warnings that transformers and this package logged; a test that expects some empties the list."""
     handler = _Records()
-    logger = logging.getLogger("transformers")
-    logger.addHandler(handler)
+    loggers = [logging.getLogger(name) for name in ("transformers", "hf_graphfilter")]
+    for logger in loggers:
+        logger.addHandler(handler)
     yield handler.messages
-    logger.removeHandler(handler)
+    for logger in loggers:
+        logger.removeHandler(handler)
     assert not handler.messages, handler.messages
 
 

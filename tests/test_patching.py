@@ -160,7 +160,7 @@ MISTAKES = [
     ({"w_1": "1"}, "w_1 must be a number, got '1'"),
     ({"learn": ("w_2",)}, "learn names 'w_2'"),
     ({"learn": ("w_0", "w_0")}, "twice"),
-    ({"learn": "w_K"}, "learn must be a tuple of a string"),
+    ({"learn": 3}, "learn must be a tuple of a string"),
     ({"approximation": "exact"}, "approximation must be one of 'taylor', 'none', got 'exact'"),
     ({"layers": []}, r"selects no layer; layers found \(encoder.layer: 3\)"),
     ({"layers": slice(5, 9)}, "selects no layer"),
@@ -271,7 +271,7 @@ def test_unpatched_models_are_named():
 def test_status_prints_a_table():
     model = turn_on(patch_model(FAMILIES["bert"].build(), layers=[1]))
     lines = str(filter_status(model)).splitlines()
-    assert lines[0].split() == ["module", "filter", "w_K", "w_0", "w_1", "backend"]
+    assert lines[0].split() == ["module", "filter", "w_K", "w_0", "w_1", "moved", "backend"]
     assert lines[2].startswith("encoder.layer.1.attention.self  gfsa ")
     assert lines[2].endswith("sdpa")
 

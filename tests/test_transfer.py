@@ -166,7 +166,7 @@ def test_bad_arguments():
     for rate in ("1e-2", -1, None, float("nan")):
         with pytest.raises(GraphFilterError, match="lr must be a finite learning rate >= 0"):
             run(patched(), batches(), lr=rate)
-    legal = {"steps": 2.0, "coefficient_lr": 0, "eval_every": float("inf"), "end_to_end_lr": None}
+    legal = {"steps": 2.0, "filter_lr": 0, "eval_every": float("inf"), "end_to_end_lr": None}
     assert run(patched(), batches(), **legal).steps == 2
     only_second = run(patched(), batches(), steps=0, end_to_end="hidden", end_to_end_steps=3)
     assert only_second.steps == 3
@@ -191,13 +191,13 @@ def test_nan_keeps_the_best_state_so_far():
     assert report.mean_after < report.mean_before
     assert all(p.isfinite().all() for p in filter_parameters(poison))
     diverged = patched()
-    report = run(diverged, batches(), lr=1e30, coefficient_lr=1e30)
+    report = run(diverged, batches(), lr=1e30, filter_lr=1e30)
     assert report.mean_after <= report.mean_before
     assert all(p.isfinite().all() for p in filter_parameters(diverged))
 
 
 def test_early_stop():
-    report = run(patched(), batches(), steps=500, lr=1e-12, coefficient_lr=1e-12, patience=2)
+    report = run(patched(), batches(), steps=500, lr=1e-12, filter_lr=1e-12, patience=2)
     assert report.stopped == "no improvement"
     assert report.steps == 20
 

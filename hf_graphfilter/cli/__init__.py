@@ -79,17 +79,22 @@ def run(
         list[str] | None, typer.Argument(help="Its arguments and options.", show_default=False)
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="PROGRAM is a module, as with python -m.")] = False,
+    filter_lr: Annotated[
+        float | None, typer.Option(help="Learning rate of the filter coefficients, where PROGRAM trains.")
+    ] = None,
 ) -> None:
     """Run any other Python program so that it, and every process it starts, loads patched checkpoints.
 
     [dim]hf-graphfilter run lm_eval --model hf --model_args pretrained=runs/gpt2-gfsa --tasks lambada_openai[/dim]
 
     [dim]hf-graphfilter run -m torch.distributed.run --nproc-per-node 2 train.py[/dim]
+
+    [dim]hf-graphfilter run --filter-lr 1e-2 trl sft --model_name_or_path runs/mine ...[/dim]
     """
     from ..launch import run_program
 
     modules = context.parent.params["modules"] if context.parent else None  # of --import
-    run_program(program, arguments or (), module=module, imports=modules or ())
+    run_program(program, arguments or (), module=module, imports=modules or (), filter_lr=filter_lr)
 
 
 for _verb in (patch, unpatch, convert, transfer, status, filters, save_filter, load_filter, card, report, demo):

@@ -83,7 +83,7 @@ def transfer(
     """
     import torch
 
-    from ..training import transfer_attention
+    from ..training.transfer import transfer_attention
 
     check_output(output, source)
     load_config(source, patched=True)
@@ -107,7 +107,7 @@ def transfer(
             batches,
             steps=steps,
             lr=lr,
-            coefficient_lr=10 * lr,
+            filter_lr=10 * lr,
             end_to_end=end_to_end,
             holdout=held,
             checkpoint=progress,

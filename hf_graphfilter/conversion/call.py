@@ -41,14 +41,20 @@ class Rates:
     Attributes:
         attention: of the filters' weights in the regression of each layer.
         end_to_end: of these in later stages.
-        coefficients: of their coefficients, as a multiple.
+        filter_lr: of the filter coefficients in the regression; None for three times ``attention``. Later stages keep
+            the ratio of the two.
         weights: of the model's own weights, or their adapters.
     """
 
     attention: float = 1e-2
     end_to_end: float = 1e-3
-    coefficients: float = 3.0
+    filter_lr: float | None = None
     weights: float = 1e-4
+
+    @property
+    def ratio(self) -> float:
+        """The rate of the coefficients over that of the filters' weights."""
+        return 3.0 if self.filter_lr is None else self.filter_lr / self.attention
 
 
 def convert(
@@ -167,20 +173,26 @@ def convert(
                 "share": share,
                 "train": train,
                 "rank": rank,
-                "rates": asdict(rates),
+                # by these names: progress that earlier code kept can be resumed
+                "rates": {
+                    "attention": rates.attention,
+                    "end_to_end": rates.end_to_end,
+                    "coefficients": rates.ratio,
+                    "weights": rates.weights,
+                },
                 "evaluations": evaluations,
                 "precision": precision,
             },
         )
         with only_filters(model, modules):
-            run.attention(filter_groups(modules, rates.attention, rates.attention * rates.coefficients), config.window)
+            run.attention(filter_groups(modules, rates.attention, rates.attention * rates.ratio), config.window)
             if share is not None:
                 sensitivity = run.sensitivity()
         if share is not None:
             run.modules = modules = _keep(model, config, modules, least_sensitive(sensitivity, share))
         kept_in = [(p, p.dtype) for graph_filter in modules.values() for p in graph_filter.parameters()]
         with only_filters(model, modules), trained(model, modules, train, rank) as weights:
-            groups = filter_groups(modules, rates.end_to_end, rates.end_to_end * rates.coefficients)
+            groups = filter_groups(modules, rates.end_to_end, rates.end_to_end * rates.ratio)
             if weights.parameters:
                 groups.append((weights.parameters, rates.weights))
             with recomputed(model, gradient_checkpointing):
@@ -214,9 +226,14 @@ def _config(filter: str | FilterConfig, options: dict[str, Any]) -> ReplacingCon
 def _rates(given: Any) -> Rates:
     known = [field.name for field in fields(Rates)]
     own = asdict(given) if isinstance(given, Rates) else given
-    if not isinstance(own, Mapping) or not all(name in known and is_number(own[name]) for name in own):
+    if not isinstance(own, Mapping) or not all(
+        name in known and (is_number(own[name]) or (name == "filter_lr" and own[name] is None)) for name in own
+    ):
         raise GraphFilterError(f"rates are numbers >= 0 by the names of Rates, {', '.join(known)}; got {shown(given)}")
-    return Rates(**own)
+    rates = Rates(**own)
+    if not rates.attention and rates.filter_lr is not None:  # later stages keep their ratio
+        raise GraphFilterError("rates: filter_lr goes with an attention rate > 0, got attention=0")
+    return rates
 
 
 def _shares(stages: Mapping[str, float] | None, budget: int) -> dict[str, float]:

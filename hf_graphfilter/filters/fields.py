@@ -23,6 +23,8 @@ def check_fields(config: Any) -> None:
     hints = typing.get_type_hints(type(config))
     for field in fields(config):
         value, where = _plain(getattr(config, field.name)), f"{type(config).__name__}: {field.name}"
+        if isinstance(value, str) and typing.get_origin(hints[field.name]) is tuple:
+            value = (value,)  # learn="w_K" names one coefficient
         object.__setattr__(config, field.name, value)
         if not _has_type(value, hints[field.name]):
             raise GraphFilterError(f"{where} must be {describe(hints[field.name])}, got {shown(value)}")

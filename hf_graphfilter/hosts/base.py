@@ -98,12 +98,12 @@ def check_values(read: Mapping[str, Tensor], wanted: Mapping[str, Tensor], sourc
 
 
 def unwrapped(model: Any, *, running: bool = True) -> nn.Module:
-    """The model within a PEFT model or a SentenceTransformer and, if ``running``, within what ``torch.compile``, DDP
-    and DataParallel make of it."""
+    """Return the model within a PEFT model, a SentenceTransformer or DataParallel and, if ``running``, within what
+    ``torch.compile`` and DDP make of it, which are lost when the model changes."""
     while True:
         if running and hasattr(model, "_orig_mod"):
             model = model._orig_mod
-        elif running and isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        elif isinstance(model, nn.DataParallel) or (running and isinstance(model, nn.parallel.DistributedDataParallel)):
             model = model.module
         elif hasattr(model, "get_base_model"):
             model = model.get_base_model()

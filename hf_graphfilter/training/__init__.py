@@ -1,26 +1,18 @@
 """Training patched models with the ordinary Trainer, and fitting filters to the attention that they replace."""
 
-from .blend import BlendSchedule, drop_blend, set_blend
-from .callbacks import CoefficientCallback
-from .optimizer import filter_optimizer, parameter_groups
-from .orthogonality import OrthogonalityCallback, orthogonality_loss
-from .penalties import Penalties, RegularizerCallback, collect_penalties
-from .smoothing import SmoothingCallback
-from .transfer import TransferReport, transfer_attention
+import lazy_loader
 
-__all__ = [
-    "BlendSchedule",
-    "CoefficientCallback",
-    "OrthogonalityCallback",
-    "Penalties",
-    "RegularizerCallback",
-    "SmoothingCallback",
-    "TransferReport",
-    "collect_penalties",
-    "drop_blend",
-    "filter_optimizer",
-    "orthogonality_loss",
-    "parameter_groups",
-    "set_blend",
-    "transfer_attention",
-]
+# when asked for: the check of learning rates is loaded with accelerate, the others need the Trainer
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "arguments": ["FilterArgumentsMixin", "FilterTrainingArguments"],
+        "blend": ["BlendSchedule", "drop_blend", "set_blend"],
+        "callbacks": ["CoefficientCallback"],
+        "optimizer": ["filter_optimizer", "parameter_groups"],
+        "orthogonality": ["OrthogonalityCallback", "orthogonality_loss"],
+        "penalties": ["Penalties", "RegularizerCallback", "collect_penalties"],
+        "smoothing": ["SmoothingCallback"],
+        "transfer": ["TransferReport", "transfer_attention"],
+    },
+)

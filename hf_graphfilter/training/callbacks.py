@@ -1,26 +1,33 @@
-"""What callbacks need that the Trainer does not give them."""
+"""Callbacks of every Trainer, and what callbacks need that the Trainer does not give them."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from torch import nn
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+from transformers.trainer import DEFAULT_CALLBACKS
 from transformers.trainer_callback import CallbackHandler, TrainerState
 
 from ..filters.attached import filters_of, read_whole
+from .learning_rate import caller, find_rate_problem, report_problem
 
-C = TypeVar("C")
 
+class FilterRateCallback(TrainerCallback):
+    """Sees to the filter's learning rate, or says that it was forgotten. Every Trainer has this callback."""
 
-def caller(kind: type[C]) -> C | None:
-    """The nearest object of a class whose method called, which the Trainer does not tell its callbacks."""
-    frame = inspect.currentframe()
-    while frame is not None and not isinstance(frame.f_locals.get("self"), kind):
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals["self"]
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        from .optimizer import give_filter_rate  # which imports the Trainer, whose import imports this file
+
+        if trainer := caller(Trainer):
+            give_filter_rate(trainer)
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        if isinstance(model, nn.Module):
+            report_problem(find_rate_problem(model, optimizer, state.max_steps), state.is_world_process_zero)
 
 
 class LoggingCallback(TrainerCallback):
@@ -101,3 +108,6 @@ def coefficient_values(model: nn.Module) -> dict[str, float]:
             parts = {"_real": value.real, "_imag": value.imag} if value.is_complex() else {"": value}
             values |= {f"filter/{i}/{name}{part}": x.float().mean().item() for part, x in parts.items()}
     return values
+
+
+DEFAULT_CALLBACKS.append(FilterRateCallback)  # type: ignore[arg-type]  # this file is imported right after the Trainer's

@@ -1,34 +1,40 @@
-"""Filter coefficients need a learning rate of their own.
-
-AdamW moves a scalar by at most about the learning rate a step: at 2e-5 a coefficient ends a fine-tuning run within
-about 0.01 of where it began, and the filter does almost nothing. Weight decay would pull it back to 0.
-"""
+"""Optimizers with the filter in a group of its own: for the Trainer, and for a loop of your own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from ..errors import GraphFilterError, is_number, shown
-from ..filters.attached import filters_of
+from ..errors import GraphFilterError
 from ..status import filter_parameters
+from .learning_rate import (
+    FILTER_LR,
+    caller,
+    check_rates,
+    coefficient_ids,
+    rate_from_environment,
+    split_by_mesh,
+    split_filter_groups,
+)
 
-FILTER_LR = 1e-2
 _OWN_GROUPS = ("galore", "apollo", "lomo", "adalomo")
+_FROM_ARGUMENTS: Any = object()
 
 
 def parameter_groups(
-    model: nn.Module, lr: float, weight_decay: float = 0.0, filter_lr: float = FILTER_LR
+    model: nn.Module, lr: float, weight_decay: float | None = None, filter_lr: float = FILTER_LR
 ) -> list[dict[str, Any]]:
-    """Optimizer groups: decayed weights, undecayed ones (biases, norms), and the filter's, with their own rate.
+    """Return optimizer groups: decayed weights, undecayed ones (biases, norms), and the filter's, with their own rate.
 
     Args:
         model: a patched model, wrapped or not.
-        lr, weight_decay: of the model's own parameters.
+        lr: learning rate of the model's own parameters.
+        weight_decay: weight decay of the model's weights; if it is not given, that of the optimizer.
         filter_lr: learning rate of the filter coefficients (``w_K``, ``theta`` ...), which get no weight decay. Weights
             of a filter (``sigma`` of AGF ...) are treated as the model's own.
 
@@ -44,11 +50,26 @@ def parameter_groups(
         >>> from transformers import BertConfig, BertModel
         >>> from hf_graphfilter import patch_model
         >>> model = patch_model(BertModel(BertConfig(num_hidden_layers=2)))
-        >>> optimizer = torch.optim.AdamW(parameter_groups(model, lr=2e-5, weight_decay=0.01))
-        >>> [g["lr"] for g in optimizer.param_groups]
-        [2e-05, 2e-05, 0.01]
+        >>> optimizer = torch.optim.AdamW(parameter_groups(model, lr=2e-5), weight_decay=0.01)
+        >>> [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups]
+        [(2e-05, 0.01), (2e-05, 0.0), (0.01, 0.0)]
     """
-    check_rates(lr=lr, filter_lr=filter_lr)
+    check_rates(lr=lr, filter_lr=filter_lr, **({} if weight_decay is None else {"weight_decay": weight_decay}))
+    _check_trainable(model)
+    own = coefficient_ids(model)
+    decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]  # uses nothing of a Trainer
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    rest = [(n, p) for n, p in named if id(p) not in own]
+    decay = {} if weight_decay is None else {"weight_decay": weight_decay}
+    groups: list[dict[str, Any]] = [
+        {"params": [p for n, p in rest if n in decayed], "lr": lr, **decay},
+        {"params": [p for n, p in rest if n not in decayed], "lr": lr, "weight_decay": 0.0},
+        {"params": [p for _, p in named if id(p) in own], "lr": filter_lr, "weight_decay": 0.0},
+    ]
+    return [{**group, "params": parameters} for group in groups for parameters in split_by_mesh(group["params"])]
+
+
+def _check_trainable(model: nn.Module) -> None:
     if not any(True for _ in filter_parameters(model)):
         raise GraphFilterError(
             f"{type(model).__name__} has no filter parameters: patch it first, with learn= not empty"
@@ -58,52 +79,34 @@ def parameter_groups(
             f"the filter of {type(model).__name__} is frozen: with PEFT, use modules_to_save=['graph_filter'], or the "
             "adapter is saved without it; else call requires_grad_() on its parameters"
         )
-    own = coefficient_ids(model)
-    decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]  # uses nothing of a Trainer
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    rest = [(n, p) for n, p in named if id(p) not in own]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for n, p in rest if n in decayed], "lr": lr, "weight_decay": weight_decay},
-        {"params": [p for n, p in rest if n not in decayed], "lr": lr, "weight_decay": 0.0},
-        {"params": [p for _, p in named if id(p) in own], "lr": filter_lr, "weight_decay": 0.0},
-    ]
-    return [{**group, "params": parameters} for group in groups for parameters in _by_mesh(group["params"])]
 
 
-def _by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """One call of a fused or foreach kernel takes the tensors of one device mesh, or plain ones: expert parallelism
-    leaves both in a model."""
-    meshes: dict[Any, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        meshes.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    return [*meshes.values()]
+def filter_optimizer(args: TrainingArguments, filter_lr: float = _FROM_ARGUMENTS) -> tuple[Any, dict[str, Any]]:
+    """Return what a ``Trainer`` needs to build its own optimizer with the filter in a group of its own.
 
+    The Trainer builds the optimizer that it would build anyway, after the model is wrapped. Then the coefficients leave
+    its groups for one with their rate and without weight decay. The schedule scales every group.
 
-def check_rates(**rates: float) -> None:
-    for name, rate in rates.items():
-        if not is_number(rate):
-            raise GraphFilterError(f"{name} must be a finite learning rate >= 0, got {shown(rate)}")
-
-
-def coefficient_ids(model: nn.Module) -> set[int]:
-    """``id`` of the parameters that are coefficients of a filter; its weights (``sigma`` of AGF ...) are not."""
-    return {id(p) for _, graph_filter in filters_of(model) for p in graph_filter.coefficient_tensors().values()}
-
-
-def filter_optimizer(args: TrainingArguments, filter_lr: float = FILTER_LR) -> tuple[Any, dict[str, Any]]:
-    """The optimizer that ``args`` asks for, with the filter in a group of its own, for a plain ``Trainer``.
-
-    The Trainer builds it itself, after the model is wrapped, and its schedule scales every group.
+    Args:
+        args: the arguments of the Trainer.
+        filter_lr: learning rate of the filter coefficients. If it is not given: ``args.filter_lr`` at the time when the
+            optimizer is built, so that a hyperparameter search may vary it, or else 1e-2.
 
     Raises:
         GraphFilterError: a rate that is none, an ``optim`` with groups of its own (GaLore, APOLLO, LOMO); when the
-            Trainer builds it, those of ``parameter_groups``.
+            Trainer builds it, a model without filter parameters, or with all of them frozen.
 
     Example:
         ``Trainer(model, args, optimizer_cls_and_kwargs=filter_optimizer(args, filter_lr=1e-2))``
     """
+    given = filter_lr is not _FROM_ARGUMENTS
+    if given:
+        check_rates(filter_lr=filter_lr)
+    _check_optimizer(args)
+    return _Factory(filter_lr if given else None), {}
 
-    check_rates(filter_lr=filter_lr)
+
+def _check_optimizer(args: TrainingArguments) -> None:
     name = str(getattr(args.optim, "value", args.optim))
     if name.startswith(_OWN_GROUPS):
         raise GraphFilterError(
@@ -111,24 +114,56 @@ def filter_optimizer(args: TrainingArguments, filter_lr: float = FILTER_LR) -> t
             "optim, or train without filter_optimizer"
         )
 
-    def factory() -> Callable[..., torch.optim.Optimizer]:
-        def build(model: nn.Module, **_: Any) -> torch.optim.Optimizer:
-            optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
-            groups = parameter_groups(model, args.learning_rate, args.weight_decay, filter_lr)
-            optimizer = optimizer_class(groups, **options)
-            if optimizer_class.__module__.startswith("bitsandbytes") and options.get("optim_bits") == 8:
-                _keep_embeddings(model)
-            return optimizer
 
-        return build
+class _Factory:
+    """Builds the optimizer when the Trainer asks for it; transformers calls this an optimizer factory."""
 
-    return factory, {}
+    def __init__(self, filter_lr: float | None):
+        self.filter_lr = filter_lr
+
+    def __call__(self) -> Callable[..., torch.optim.Optimizer]:
+        return self.build
+
+    def build(self, model: nn.Module, **_: Any) -> torch.optim.Optimizer:
+        if (trainer := caller(Trainer)) is None:
+            raise GraphFilterError("filter_optimizer is for a Trainer; in a loop of your own use parameter_groups")
+        _check_trainable(model)
+        trainer.optimizer_cls_and_kwargs, ours = None, trainer.optimizer_cls_and_kwargs
+        try:
+            optimizer = Trainer.create_optimizer(trainer, model)  # the subclass's own has called us
+        finally:
+            trainer.optimizer, trainer.optimizer_cls_and_kwargs = None, ours
+        split_filter_groups(optimizer, model, _rate(trainer.args, self.filter_lr))
+        return optimizer
 
 
-def _keep_embeddings(model: nn.Module) -> None:
-    """In 32 bits, as the Trainer does with optimizers that it builds itself: in 8 they are unstable."""
-    from bitsandbytes.optim import GlobalOptimManager
+def _rate(args: TrainingArguments, given: float | None = None) -> float:
+    """Return the rate of the environment, or what was given, or that of the arguments."""
+    rates = (rate_from_environment(), given, getattr(args, "filter_lr", None))
+    rate: float = next((rate for rate in rates if rate is not None), FILTER_LR)
+    check_rates(filter_lr=rate)
+    return rate
 
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            GlobalOptimManager.get_instance().register_module_override(module, "weight", {"optim_bits": 32})
+
+def give_filter_rate(trainer: Trainer) -> None:
+    """Let the optimizer that a trainer creates, however it does, have the filter in a group of its own.
+
+    This is for a rate in the arguments or the environment. An optimizer that was handed in stays as it is, and so does
+    that of ``filter_optimizer``.
+    """
+    if hasattr(trainer.args, "filter_lr") or rate_from_environment() is not None:
+        trainer.create_optimizer = partial(_create_optimizer, trainer.create_optimizer)  # type: ignore[method-assign]
+
+
+def _create_optimizer(create: Any, model: nn.Module | None = None) -> torch.optim.Optimizer:
+    trainer: Trainer = create.__self__
+    handed_in, whole = trainer.optimizer is not None, model or trainer.model
+    assert whole is not None
+    trained = not handed_in and any(p.requires_grad for p in filter_parameters(whole))
+    if trained:
+        _check_optimizer(trainer.args)
+    optimizer: torch.optim.Optimizer = create() if model is None else create(model)
+    ours = isinstance((trainer.optimizer_cls_and_kwargs or (None,))[0], _Factory)
+    if trained and not ours:
+        split_filter_groups(optimizer, whole, _rate(trainer.args))
+    return optimizer

@@ -22,7 +22,8 @@ from ..errors import GraphFilterError, is_number, shown
 from ..filters import GraphFilter
 from ..filters.attached import filters_of
 from ..filters.base import Loss
-from .callbacks import LoggingCallback, caller
+from .callbacks import LoggingCallback
+from .learning_rate import caller
 
 LOGGED = {"orthogonality": "ortho_loss"}  # its name since the first release; others are NAME_loss
 Weights = Mapping[str, float]

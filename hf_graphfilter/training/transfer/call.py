@@ -17,7 +17,7 @@ from ...batches import running
 from ...errors import GraphFilterError, is_number, shown
 from ...filters import GraphFilter
 from ...filters.attached import filters_of
-from ..optimizer import check_rates
+from ..learning_rate import check_rates
 from .batches import apart, repeated, set_aside
 from .objectives import DISTANCES, filter_errors, fit_end_to_end, mean_loss, original_of, regress
 from .report import TransferReport, mean
@@ -30,7 +30,7 @@ def transfer_attention(
     *,
     steps: int = 1000,
     lr: float = 3e-3,
-    coefficient_lr: float = 3e-2,
+    filter_lr: float = 3e-2,
     end_to_end: Literal["hidden", "logits"] | None = None,
     end_to_end_steps: int | None = None,
     end_to_end_lr: float = 3e-4,
@@ -54,7 +54,7 @@ def transfer_attention(
             inputs, from which labels are left out, or tensors, the model's main input.
         steps: batches of the regression; 0 leaves it out, for the second stage alone.
         lr: peak learning rate of AdamW; linear warm-up, then a cosine to zero.
-        coefficient_lr: of the coefficients (theta ...).
+        filter_lr: learning rate of the filter coefficients (``theta`` ...).
         end_to_end: ``"hidden"`` (relative squared error, mean over the hidden states of all layers) or ``"logits"``
             (Kullback-Leibler divergence); ``None`` leaves the second stage out.
         end_to_end_steps, end_to_end_lr: of the second stage; ``None`` for a quarter of ``steps``.
@@ -97,7 +97,7 @@ def transfer_attention(
         raise GraphFilterError(f"end_to_end_steps must be a whole number >= 0, got {shown(end_to_end_steps)}")
     if eval_every != math.inf and (not is_number(eval_every) or eval_every < 1):
         raise GraphFilterError(f"eval_every must be a number of steps >= 1, got {shown(eval_every)}")
-    check_rates(lr=lr, coefficient_lr=coefficient_lr)
+    check_rates(lr=lr, filter_lr=filter_lr)
     if second:
         check_rates(end_to_end_lr=end_to_end_lr)
         if not lr:  # of which the coefficients' rate there is a multiple
@@ -110,9 +110,10 @@ def transfer_attention(
         with running(model, held[0]):
             report = TransferReport(before=filter_errors(model, modules, held))
         _refuse_equal(model, modules, report.before)
-        settings = {"steps": steps, "lr": lr, "coefficient_lr": coefficient_lr, "modules": sorted(modules)}
+        # "coefficient_lr": progress that was kept under this name can be resumed
+        settings = {"steps": steps, "lr": lr, "coefficient_lr": filter_lr, "modules": sorted(modules)}
         settings |= {**fitted_to(model, held), "filters": [f.config.to_dict() for f in modules.values()]}
-        stages, groups = [], filter_groups(modules, lr, coefficient_lr)
+        stages, groups = [], filter_groups(modules, lr, filter_lr)
         if steps:
             fit_batch, measure = partial(regress, model, modules), lambda: mean(filter_errors(model, modules, held))
             stages += [Stage("attention", steps, groups, fit_batch, measure, report.mean_before)]
@@ -121,7 +122,7 @@ def transfer_attention(
                 raise GraphFilterError(f"end_to_end={end_to_end!r}: use 'hidden', 'logits' or None")
             more = steps // 4 or 1 if end_to_end_steps is None else end_to_end_steps
             settings |= {"end_to_end": end_to_end, "end_to_end_steps": more, "end_to_end_lr": end_to_end_lr}
-            groups = filter_groups(modules, end_to_end_lr, end_to_end_lr * coefficient_lr / lr)
+            groups = filter_groups(modules, end_to_end_lr, end_to_end_lr * filter_lr / lr)
             fit = partial(fit_end_to_end, model, original_of(model, modules), end_to_end)
             with torch.no_grad():
                 fit(held[0])  # what it lacks is said before the first stage

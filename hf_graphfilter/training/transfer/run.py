@@ -85,7 +85,7 @@ def fitted_to(model: nn.Module, held: list[Batch]) -> dict[str, str]:
 Group = tuple[dict[str, nn.Parameter], float]  # parameters by name, and their peak learning rate
 
 
-def filter_groups(modules: dict[str, GraphFilter], lr: float, coefficient_lr: float) -> list[Group]:
+def filter_groups(modules: dict[str, GraphFilter], lr: float, filter_lr: float) -> list[Group]:
     """The parameters of the filters, with the coefficients' learning rate for these.
 
     Raises:
@@ -97,7 +97,7 @@ def filter_groups(modules: dict[str, GraphFilter], lr: float, coefficient_lr: fl
         raise GraphFilterError("the filters have no parameters that could be fitted")
     return [
         ({k: p for k, p in parameters.items() if (id(p) in coefficients) == own}, rate)
-        for own, rate in ((False, lr), (True, coefficient_lr))
+        for own, rate in ((False, lr), (True, filter_lr))
     ]
 
 

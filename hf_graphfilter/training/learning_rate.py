@@ -1,0 +1,191 @@
+"""The filter's own learning rate: give it to an optimizer, and find out where it was forgotten.
+
+AdamW moves a scalar by at most about the learning rate per step. At 2e-5 a coefficient ends a fine-tuning run within
+about 0.01 of where it began, and the filter does almost nothing. Weight decay would pull it back to 0.
+
+This file imports no Trainer: it is loaded with accelerate, long before one is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from accelerate.accelerator import Accelerator
+from torch import nn
+
+from ..errors import GraphFilterError, is_number, shown
+from ..filters.attached import filters_of
+from ..status import distance_from_start, filter_parameters
+
+FILTER_LR = 1e-2
+FAST = 1e-3  # a rate that moves a coefficient by as much as filters were seen to need, within a thousand steps
+VARIABLE = "HF_GRAPHFILTER_LR"  # of the environment, which `hf-graphfilter run --filter-lr` writes
+REMEDY = "use FilterTrainingArguments(filter_lr=1e-2), filter_optimizer or parameter_groups"
+logger = logging.getLogger("hf_graphfilter")
+C = TypeVar("C")
+
+
+def check_rates(**rates: float) -> None:
+    """Raise unless every rate is a finite number >= 0."""
+    for name, rate in rates.items():
+        if not is_number(rate):
+            raise GraphFilterError(f"{name} must be a finite learning rate >= 0, got {shown(rate)}")
+
+
+def rate_from_environment() -> float | None:
+    """Return the rate that ``hf-graphfilter run --filter-lr`` set, or None.
+
+    Raises:
+        GraphFilterError: the variable holds something else than a rate.
+    """
+    if not (text := os.environ.get(VARIABLE)):
+        return None
+    try:
+        rate = float(text)
+    except ValueError:
+        raise GraphFilterError(f"the environment variable {VARIABLE} must be a number, got {shown(text)}") from None
+    check_rates(**{VARIABLE: rate})
+    return rate
+
+
+def coefficient_ids(model: nn.Module) -> set[int]:
+    """Return the ``id`` of each parameter that is a coefficient of a filter.
+
+    The weights of a filter (``sigma`` of AGF ...) are not coefficients.
+    """
+    return {id(p) for _, graph_filter in filters_of(model) for p in graph_filter.coefficient_tensors().values()}
+
+
+def split_by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Return the parameters in lists of one device mesh each.
+
+    A fused or foreach kernel takes the tensors of one mesh, or ordinary ones. Expert parallelism leaves both.
+    """
+    meshes: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        meshes.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return [*meshes.values()]
+
+
+def split_filter_groups(optimizer: torch.optim.Optimizer, model: nn.Module, filter_lr: float) -> None:
+    """Move the filter's coefficients into optimizer groups of their own, in place, before the first step.
+
+    The new groups keep the other options of the group that the coefficients came from, and have no weight decay.
+
+    Raises:
+        GraphFilterError: a coefficient that is trained is in no group.
+    """
+    own = coefficient_ids(model)
+    wanted = {id(p) for p in filter_parameters(model) if p.requires_grad} & own
+    of_weights: list[dict[str, Any]] = []
+    of_filters: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        inside = [p for p in group["params"] if id(p) in own]
+        wanted -= {id(p) for p in inside}
+        options = {**group, "lr": filter_lr, "weight_decay": 0.0}
+        of_filters += [{**options, "params": parameters} for parameters in split_by_mesh(inside)]
+        if rest := [p for p in group["params"] if id(p) not in own]:
+            of_weights.append({**group, "params": rest})
+    if wanted:
+        raise GraphFilterError(
+            f"{len(wanted)} trained parameters of the graph filter are in no group of {type(optimizer).__name__}: "
+            "patch the model before the optimizer is made, and choose an optim that makes no groups of its own"
+        )
+    optimizer.param_groups[:] = [*of_weights, *of_filters]
+
+
+def find_rate_problem(model: nn.Module, optimizer: Any, steps: int | None = None) -> str | None:
+    """Return a sentence if this training leaves the filter as it is, else None.
+
+    Args:
+        model: any model, wrapped or not; one without a filter has no such problem.
+        optimizer: what has ``param_groups``.
+        steps: the number of steps that training takes, if it is known.
+    """
+    parameters = [*filter_parameters(model)]
+    groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", None) or []
+    if not parameters or not groups:
+        return None
+    if not any(p.requires_grad for p in parameters):
+        if any(distance_from_start(graph_filter) for _, graph_filter in filters_of(model)):
+            return None  # it was trained before, and is kept
+        return (
+            "the graph filter is frozen at its start values, so training leaves it without effect: with PEFT give "
+            "modules_to_save=['graph_filter'], else call requires_grad_() on filter_parameters(model)"
+        )
+    grouped = {id(p) for group in groups for p in group["params"]}
+    if not any(id(p) in grouped for p in model.parameters()):
+        return None  # DeepSpeed's optimizers hold other tensors than the model
+    if missing := [p for p in parameters if p.requires_grad and id(p) not in grouped]:
+        return (
+            f"{len(missing)} of {len(parameters)} parameters of the graph filter are not in the optimizer, so training "
+            "leaves them as they are: patch the model before the optimizer is made"
+        )
+    own = coefficient_ids(model)
+    of_filters = [group for group in groups if any(id(p) in own for p in group["params"])]
+    of_weights = {_peak(group) for group in groups if any(id(p) not in own for p in group["params"])}
+    forgotten = {rate for group in of_filters if (rate := _peak(group)) in of_weights or not of_weights}
+    if not forgotten or (rate := min(forgotten)) >= FAST or rate * (steps or 0) >= 1:
+        return None
+    within = f"moves them by at most about {rate * steps:.1g} in {steps} steps" if steps else "barely moves them"
+    return (
+        f"the coefficients of the graph filter share the learning rate of the weights, {rate:.2g}, which {within}: "
+        f"{REMEDY}"
+    )
+
+
+def _peak(group: dict[str, Any]) -> float:
+    """Return the learning rate that a schedule scales; that of an optimizer which sets its own is infinite."""
+    rate = group.get("initial_lr", group["lr"])
+    return math.inf if rate is None else float(rate)
+
+
+def caller(kind: type[C]) -> C | None:
+    """Return the nearest object of a class whose method called, or None."""
+    frame = inspect.currentframe()
+    while frame is not None and not isinstance(frame.f_locals.get("self"), kind):
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]
+
+
+def check_prepared(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``Accelerator.prepare``: a filter that the optimizer would not move is reported in one line.
+
+    The rate of ``hf-graphfilter run --filter-lr`` is given to an optimizer that no schedule reads yet.
+    """
+
+    @functools.wraps(original)
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
+        models = [arg for arg in args if isinstance(arg, nn.Module)] or self._models
+        if optimizers and not _called_by_trainer():  # whose callback reports more exactly
+            rate = rate_from_environment()
+            for model, optimizer in ((m, o) for m in models for o in optimizers if coefficient_ids(m)):
+                if rate is not None and not any("initial_lr" in group for group in optimizer.param_groups):
+                    split_filter_groups(optimizer, model, rate)
+                report_problem(find_rate_problem(model, optimizer), self.is_main_process)
+        return original(self, *args, **kwargs)
+
+    return prepare
+
+
+def _called_by_trainer() -> bool:
+    module = sys.modules.get("transformers.trainer")
+    return module is not None and caller(module.Trainer) is not None
+
+
+def report_problem(problem: str | None, on_this_process: bool) -> None:
+    """Log one line."""
+    if problem and on_this_process:
+        logger.warning("hf_graphfilter: %s", problem)
+
+
+Accelerator.prepare = check_prepared(Accelerator.prepare)  # this file is imported right after accelerate's
