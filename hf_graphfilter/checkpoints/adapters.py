@@ -10,7 +10,6 @@ import contextlib
 import functools
 import inspect
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -20,13 +19,12 @@ from torch import nn
 
 from ..errors import GraphFilterError
 from ..filters import FilterConfig
-from ..filters.attached import CHILD, active_filter, patched_modules
-from ..hosts import host_of, unwrapped
+from ..filters.attached import CHILD, filters_of, patched_modules
+from ..hosts import Host, host_of, unwrapped
 from ..patching import STARTS, apply_record, resolve, unpatch_model
 from ..records import described, read_groups, record_of
 
 READ = "_graph_filter_read"  # of the configuration of an adapter: the record in its file
-_COPY = re.compile(r"\.original_module$|\.modules_to_save\.[^.]+$")
 _loading: ContextVar[nn.Module | None] = ContextVar("_loading", default=None)  # the model that an adapter is to go into
 _saving: ContextVar[nn.Module | None] = ContextVar("_saving", default=None)  # one that saves its own
 
@@ -87,13 +85,12 @@ def _live_record(model: nn.Module) -> dict[str, Any] | None:
         host = host_of(base)
     except GraphFilterError:
         return None
-    named = [(host.relative_name(base, name), config) for name, config in _filters(base).items()]
-    return record_of(type(base).__name__, named)
+    return record_of(type(base).__name__, _filters(host, base).items())
 
 
-def _filters(base: nn.Module) -> dict[str, FilterConfig]:
-    """By the names of the modules as they are without adapters, which may hold copies of whole ones."""
-    return {_COPY.sub("", name): active_filter(module).config for name, module in patched_modules(base, required=False)}
+def _filters(host: Host, base: nn.Module) -> dict[str, FilterConfig]:
+    """Return the configurations by the relative names of the modules."""
+    return {host.relative_name(base, name): graph_filter.config for name, graph_filter in filters_of(base)}
 
 
 # ------------------------------------------------------------------------------------------------------------ loading
@@ -191,11 +188,10 @@ def _fit(model: nn.Module, record: Any, config: Any) -> None:
     trained_on = f"the adapter was trained on a model with {described(record)}"
     held = holds(config, (name for _, names in groups for name in names))
     mend = "load it over that model, or patch this one first as it was, with load_filter or patch_model"
-    if own := {host.relative_name(base, name): filter for name, filter in _filters(base).items()}:
+    if own := _filters(host, base):
         named = [name for _, names in groups for name in names]
-        now = {name: _COPY.sub("", site.name) for name, site in resolve(host, base, named).items()}
-        wanted = {now.get(name, name): filter for filter, names in groups for name in names}
-        if own != {host.relative_name(base, name): filter for name, filter in wanted.items()}:
+        now = {name: host.relative_name(base, site.name) for name, site in resolve(host, base, named).items()}
+        if own != {now.get(name, name): filter for filter, names in groups for name in names}:
             raise GraphFilterError(
                 f"{trained_on}, and this {kind} is patched with {described(record_of(kind, own.items()))}: load it "
                 "over a base that is patched as that one was"
