@@ -1,6 +1,7 @@
 """PEFT's tuners on a patched model: those that wrap attention, merging, and what changes an adapter that is in use."""
 
 import copy
+import inspect
 import json
 
 import pytest
@@ -123,6 +124,54 @@ def test_the_trained_copy_becomes_the_filter_of_a_merged_model(tuner, filter, ba
     torch.testing.assert_close(logits(merged, ids), expected)
     merged.save_pretrained(tmp_path)
     torch.testing.assert_close(logits(LlamaForCausalLM.from_pretrained(tmp_path), ids), expected)
+
+
+OPTIONS = {
+    "AdaLora": {"total_step": 10},
+    "BOFT": {"boft_block_size": 4},
+    "C3A": {"block_size": 8},
+    "FourierFT": {"n_frequency": 10},
+    "Gralora": {"r": 8},
+    "IA3": {"feedforward_modules": []},
+    "LNTuning": {"target_modules": ["input_layernorm"]},
+    "Miss": {"r": 8},
+    "OFT": {"oft_block_size": 8, "r": 0},
+    "Psoft": {"r": 8},
+    "Road": {"group_size": 8},
+    "Shadow": {"target_modules": None},
+    "Shira": {"r": 2},
+    "VBLoRA": {"vector_length": 8, "num_vectors": 16, "topk": 2},
+    "WaveFT": {"n_frequency": 16},
+}
+
+
+# not those with prompts, nor Poly and XLora, which need inputs or adapters of their own
+CONFIGS = {
+    config.__name__.removesuffix("Config"): config
+    for kind, config in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()
+    if kind in peft.PEFT_TYPE_TO_TUNER_MAPPING
+    and {"modules_to_save", "target_modules"} <= inspect.signature(config).parameters.keys()
+    and config.__name__ not in ("PolyConfig", "XLoraConfig")
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("cls", sorted(CONFIGS))
+def test_every_tuner_that_keeps_modules(cls, base, ids, tmp_path):
+    config = CONFIGS[cls](**{**PROJECTIONS, **KEPT, **OPTIONS.get(cls, {})})
+    base = base.float()
+    model = trained(adapted(base, config, "gfsa"))
+    expected = logits(model, ids)
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path)
+    torch.testing.assert_close(logits(again, ids), expected)
+    try:
+        merged = model.merge_and_unload()
+    except (NotImplementedError, ValueError):  # of PEFT: it cannot merge this kind
+        return
+    assert of_peft(merged) == []
+    torch.testing.assert_close(logits(merged, ids), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_the_adapter_that_is_merged_gives_its_filter(base, ids, tmp_path):
