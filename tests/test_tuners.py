@@ -138,25 +138,24 @@ OPTIONS = {
     "OFT": {"oft_block_size": 8, "r": 0},
     "Psoft": {"r": 8},
     "Road": {"group_size": 8},
-    "Shadow": {"target_modules": None},
     "Shira": {"r": 2},
     "VBLoRA": {"vector_length": 8, "num_vectors": 16, "topk": 2},
     "WaveFT": {"n_frequency": 16},
 }
 
 
-# not those with prompts, nor Poly and XLora, which need inputs or adapters of their own
+# not Poly and XLora, which need inputs or adapters of their own, nor Shadow, of which transformers warns
 CONFIGS = {
     config.__name__.removesuffix("Config"): config
     for kind, config in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()
     if kind in peft.PEFT_TYPE_TO_TUNER_MAPPING
     and {"modules_to_save", "target_modules"} <= inspect.signature(config).parameters.keys()
-    and config.__name__ not in ("PolyConfig", "XLoraConfig")
+    and config.__name__ not in ("PolyConfig", "ShadowConfig", "XLoraConfig")
 }
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("cls", sorted(CONFIGS))
 def test_every_tuner_that_keeps_modules(cls, base, ids, tmp_path):
     config = CONFIGS[cls](**{**PROJECTIONS, **KEPT, **OPTIONS.get(cls, {})})
