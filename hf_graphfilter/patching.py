@@ -77,7 +77,7 @@ def patch_model(
     patched = (site for site in sites if (f := site.module._modules.get(CHILD)) and type(f.config) is type(config))
     config.check_sites([*patched, *selected])
     filters = [_build(config, site) for site in selected]  # all before the first change: failing leaves no trace
-    names = [host.relative_name(model, site.name) for site in selected]
+    names = [*dict.fromkeys(host.relative_name(model, site.name) for site in selected)]  # once for PEFT's copies
     record = extended(host.read_record(model), type(model).__name__, config, names)
     _attach(host, model, list(zip(selected, filters, strict=True)), record)
     return whole

@@ -10,8 +10,8 @@ import contextlib
 import functools
 import inspect
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ from torch import nn
 
 from ..errors import GraphFilterError
 from ..filters import FilterConfig
-from ..filters.attached import CHILD, active_filter, patched_modules
-from ..hosts import host_of, unwrapped
+from ..filters.attached import CHILD, filters_of, patched_modules
+from ..hosts import Host, host_of, unwrapped
 from ..patching import STARTS, apply_record, resolve, unpatch_model
 from ..records import described, read_groups, record_of
+from . import copies
 
 READ = "_graph_filter_read"  # of the configuration of an adapter: the record in its file
-_COPY = re.compile(r"\.original_module$|\.modules_to_save\.[^.]+$")
 _loading: ContextVar[nn.Module | None] = ContextVar("_loading", default=None)  # the model that an adapter is to go into
 _saving: ContextVar[nn.Module | None] = ContextVar("_saving", default=None)  # one that saves its own
 
@@ -36,16 +36,28 @@ def install() -> None:
     """Teach PEFT; ``checkpoints.transformers`` installs ``OF_TRANSFORMERS``."""
     from peft import PeftMixedModel, PeftModel
     from peft.config import PeftConfigMixin
+    from peft.tuners.lora import conversion
+    from peft.tuners.tuners_utils import BaseTuner
+    from peft.utils import hotswap
 
-    for cls, name, wrap in (
+    wraps: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
         (PeftModel, "from_pretrained", _loads_into_first),
         (PeftModel, "load_adapter", _loads_into_self),
         (PeftModel, "save_pretrained", _saves),
+        (PeftModel, "delete_adapter", _deletes),
         (PeftMixedModel, "from_pretrained", _loads_into_first),
         (PeftConfigMixin, "from_peft_type", _reads),
         (PeftConfigMixin, "save_pretrained", _writes),
-    ):
-        setattr(cls, name, wrap(inspect.getattr_static(cls, name)))  # type: ignore[operator]
+        (BaseTuner, "merge_and_unload", copies.unloads),
+        (BaseTuner, "unload", copies.unloads),
+        (conversion, "convert_to_lora", _converts),
+        (hotswap, "hotswap_adapter_from_state_dict", _swaps),
+    )
+    for owner, name, wrap in wraps:
+        wrapped = wrap(original := inspect.getattr_static(owner, name))
+        setattr(owner, name, wrapped)
+        for module in [m for n, m in sys.modules.items() if n.startswith("peft") and vars(m).get(name) is original]:
+            setattr(module, name, wrapped)  # a function that it has imported
 
 
 # ------------------------------------------------------------------------------------------------------------- saving
@@ -70,12 +82,26 @@ def _writes(original: Callable[..., Any]) -> Callable[..., Any]:
 
         result = original(self, save_directory, *args, **kwargs)
         model = _saving.get()
-        if model is not None and (record := _live_record(model)) is not None:
+        # by itself, it is still that of the adapter that it was read or converted from
+        if (record := vars(self).get(READ) if model is None else _live_record(model)) is not None:
             file = Path(save_directory, CONFIG_NAME)
             file.write_text(json.dumps({**json.loads(file.read_text()), CHILD: record}, indent=2, sort_keys=True))
         return result
 
     return save_pretrained
+
+
+def _converts(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def convert_to_lora(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        config, state = original(model, *args, **kwargs)
+        arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
+        if (record := _live_record(model)) is not None:
+            vars(config)[READ] = record
+            state = copies.with_copies(state, model, arguments.get("adapter_name", "default"))
+        return config, state
+
+    return convert_to_lora
 
 
 def _live_record(model: nn.Module) -> dict[str, Any] | None:
@@ -87,13 +113,12 @@ def _live_record(model: nn.Module) -> dict[str, Any] | None:
         host = host_of(base)
     except GraphFilterError:
         return None
-    named = [(host.relative_name(base, name), config) for name, config in _filters(base).items()]
-    return record_of(type(base).__name__, named)
+    return record_of(type(base).__name__, _filters(host, base).items())
 
 
-def _filters(base: nn.Module) -> dict[str, FilterConfig]:
-    """By the names of the modules as they are without adapters, which may hold copies of whole ones."""
-    return {_COPY.sub("", name): active_filter(module).config for name, module in patched_modules(base, required=False)}
+def _filters(host: Host, base: nn.Module) -> dict[str, FilterConfig]:
+    """Return the configurations by the relative names of the modules."""
+    return {host.relative_name(base, name): graph_filter.config for name, graph_filter in filters_of(base)}
 
 
 # ------------------------------------------------------------------------------------------------------------ loading
@@ -118,9 +143,10 @@ def _loads_into_first(original: classmethod[Any, ..., Any]) -> classmethod[Any, 
 
     @functools.wraps(function)
     def from_pretrained(cls: type, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        arguments = inspect.signature(function).bind(cls, model, *args, **kwargs).arguments
+        record = _record_beside(given := arguments.get("config"), arguments["model_id"], kwargs)
         with _into(model):
-            given = inspect.signature(function).bind(cls, model, *args, **kwargs).arguments.get("config")
-            if (record := vars(given).get(READ) if given is not None else None) is not None:  # of AutoPeftModel
+            if record is not None:
                 _fit(model, record, given)
             return function(cls, model, *args, **kwargs)
 
@@ -134,29 +160,74 @@ def _loads_into_self(original: Callable[..., Any]) -> Callable[..., Any]:
         with _into(self):
             if into_another and patched_modules(self, required=False):
                 _read_configuration(model_id, kwargs)  # which PEFT does not, then
-            return original(self, model_id, adapter_name, *args, **kwargs)
+            result = original(self, model_id, adapter_name, *args, **kwargs)
+            copies.check_none_lost(result.unexpected_keys, unwrapped(self))
+        return result
 
     return load_adapter
 
 
-def _read_configuration(model_id: Any, options: dict[str, Any]) -> None:
+def _read_configuration(model_id: Any, options: dict[str, Any]) -> Any:
+    """Return the configuration in the folder or repository of an adapter; None where weights are alone."""
     from peft import PeftConfig
 
     try:
-        PeftConfig.from_pretrained(model_id, **PeftConfig._split_kwargs(options)[0])
+        return PeftConfig.from_pretrained(model_id, **PeftConfig._split_kwargs(options)[0])
     except GraphFilterError:
         raise
-    except ValueError:  # there is none: weights alone can be loaded
-        pass
+    except ValueError:
+        return None
+
+
+def _record_beside(given: Any, model_id: Any, options: dict[str, Any]) -> Any:
+    """Return the record of an adapter that is loaded with a configuration of the caller's, which may not have it."""
+    record = getattr(given, READ, None)
+    if given is None or record is not None or model_id is None:
+        return record
+    return getattr(_read_configuration(model_id, options), READ, None)
+
+
+def _swaps(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def hotswap_adapter_from_state_dict(
+        model: nn.Module, state_dict: Any, adapter_name: str, config: Any, parameter_prefix: str = "lora_"
+    ) -> Any:
+        if (record := vars(config).get(READ)) is not None:
+            _fit(model, record, config)
+        given, rest = copies.split(state_dict, model, parameter_prefix)
+        target = copies.of_adapter(model, adapter_name)
+        copies.check_copies(given, target, adapter_name)
+        result = original(model, rest, adapter_name, config, parameter_prefix)
+        copies.swap(given, target)
+        return result
+
+    return hotswap_adapter_from_state_dict
 
 
 def _transformers_loads(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
+        arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        given, options = arguments.get("peft_config"), arguments.get("adapter_kwargs") or {}
+        record = _record_beside(given, arguments.get("peft_model_id"), options)
         with _into(self):
+            if record is not None:
+                _fit(self, record, given)
             return original(self, *args, **kwargs)
 
     return load_adapter
+
+
+def _deletes(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def delete_adapter(self: Any, adapter_name: str) -> None:
+        original(self, adapter_name)
+        if not self.peft_config:
+            copies.drop(base := unwrapped(self))
+            if vars(base).get(STARTS):  # the filter came with the adapters
+                unpatch_model(base)
+
+    return delete_adapter
 
 
 OF_TRANSFORMERS = {"load_adapter": _transformers_loads, "save_pretrained": _saves}
@@ -189,13 +260,12 @@ def _fit(model: nn.Module, record: Any, config: Any) -> None:
     groups, base = read_groups(record, "the adapter", f" of {CHILD} in its configuration"), unwrapped(model)
     host, kind = host_of(base), type(base).__name__
     trained_on = f"the adapter was trained on a model with {described(record)}"
-    held = holds(config, (name for _, names in groups for name in names))
+    held = copies.holds(config, (name for _, names in groups for name in names))
     mend = "load it over that model, or patch this one first as it was, with load_filter or patch_model"
-    if own := {host.relative_name(base, name): filter for name, filter in _filters(base).items()}:
+    if own := _filters(host, base):
         named = [name for _, names in groups for name in names]
-        now = {name: _COPY.sub("", site.name) for name, site in resolve(host, base, named).items()}
-        wanted = {now.get(name, name): filter for filter, names in groups for name in names}
-        if own != {host.relative_name(base, name): filter for name, filter in wanted.items()}:
+        now = {name: host.relative_name(base, site.name) for name, site in resolve(host, base, named).items()}
+        if own != {now.get(name, name): filter for filter, names in groups for name in names}:
             raise GraphFilterError(
                 f"{trained_on}, and this {kind} is patched with {described(record_of(kind, own.items()))}: load it "
                 "over a base that is patched as that one was"
@@ -208,7 +278,7 @@ def _fit(model: nn.Module, record: Any, config: Any) -> None:
             f"{trained_on} and does not hold the filter (modules_to_save=[{CHILD!r}] would), which this {kind} has "
             f"not: {mend}"
         )
-    if any(isinstance(module, BaseTunerLayer) for module in base.modules()):
+    if any(module._get_available_adapters() for module in base.modules() if isinstance(module, BaseTunerLayer)):
         raise GraphFilterError(f"{trained_on}, and this {kind} holds adapters that were not: load it before them")
     host.write_record(base, record)
     try:
@@ -217,16 +287,3 @@ def _fit(model: nn.Module, record: Any, config: Any) -> None:
         host.write_record(base, None)
         raise
     vars(base)[STARTS] = True
-
-
-def holds(config: Any, names: Iterable[str]) -> bool:
-    """Whether the adapter of a configuration holds the filters of the modules of these names."""
-    return all(_is_saved(name, config) for name in names)
-
-
-def _is_saved(name: str, config: Any) -> bool:
-    """By itself, or with what it is in."""
-    parts = [*name.split("."), CHILD]
-    around = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-    entries = getattr(config, "modules_to_save", None) or ()
-    return any(f".{path}".endswith(f".{entry}") or entry.endswith(f".{path}") for path in around for entry in entries)

@@ -24,7 +24,7 @@ from ..filters.overview import summary
 from ..hosts import Host, encoder_of, host_of, unwrapped
 from ..records import grouped
 from ..status import filter_parameters, filter_status
-from .adapters import holds
+from .copies import holds
 
 TEMPLATE = Path(__file__).parents[1] / "data" / "model_card.md"
 HYPERPARAMETERS = (

@@ -81,6 +81,11 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
         raise GraphFilterError(f"{source} does not fit {type(model).__name__}: {_difference(base, own)}")
     record = {key: value for key, value in description.items() if key != "base"}
     current = own_record(host, model) if patched_modules(model, required=False) else None
+    if current is None and len(own["heads"]) < len(host.find(model)[0]):
+        raise GraphFilterError(
+            f"{type(model).__name__} holds copies of whole attention modules (PEFT's modules_to_save): load the filter "
+            "before the adapters"
+        )
     if current is not None and current["filters"] != record["filters"]:
         raise GraphFilterError(
             f"{type(model).__name__} is patched with {described(current)}, {source} holds {described(record)}; call "

@@ -30,10 +30,24 @@ def patched_modules(model: nn.Module, required: bool = True) -> list[tuple[str, 
 def active_filter(module: Any) -> GraphFilter:
     """The filter of a patched module; of the copies that PEFT keeps for its adapters, the one that runs."""
     child = module.graph_filter
-    if hasattr(child, "modules_to_save"):
-        names = [n for n in child.active_adapters if n in child.modules_to_save and not child.disable_adapters]
-        child = child.modules_to_save[names[0]] if names else child.original_module
-    return child  # type: ignore[no-any-return]
+    return child.get_submodule(running_copy(child)) if hasattr(child, "modules_to_save") else child  # type: ignore[no-any-return]
+
+
+def running_copy(wrapper: Any) -> str:
+    """Return the name of the copy that runs, within PEFT's wrapper of a module, which holds a copy per adapter."""
+    names = [n for n in wrapper.active_adapters if n in wrapper.modules_to_save and not wrapper.disable_adapters]
+    return f"modules_to_save.{names[0]}" if names else "original_module"
+
+
+def _in_a_copy_at_rest(model: nn.Module, name: str) -> bool:
+    """Whether a module is in a copy of a whole module that PEFT keeps for an adapter that does not run."""
+    parts = name.split(".")
+    for end, part in enumerate(parts):
+        if part in ("original_module", "modules_to_save"):
+            wrapper = model.get_submodule(".".join(parts[:end]))
+            if not f"{'.'.join(parts[end:])}.".startswith(f"{running_copy(wrapper)}."):
+                return True
+    return False
 
 
 @overload
@@ -55,7 +69,10 @@ def filters_of(
     """
     filters: list[tuple[str, Any]] = []
     for name, module in patched_modules(model, required):
-        filters += [(name, f) for f in (module.graph_filter.modules() if copies else [active_filter(module)])]
+        if copies:
+            filters += [(name, graph_filter) for graph_filter in module.graph_filter.modules()]
+        elif not _in_a_copy_at_rest(model, name):
+            filters.append((name, active_filter(module)))
     return [(name, graph_filter) for name, graph_filter in filters if isinstance(graph_filter, kind)]
 
 

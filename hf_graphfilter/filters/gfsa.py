@@ -115,6 +115,11 @@ class GFSAConfig(FilterConfig):
     learn: tuple[str, ...] = ("w_K",)
     approximation: Literal["taylor", "none"] = "taylor"
 
+    @property
+    def starts_as_original(self) -> bool:
+        """Whether the start values are those of the attention matrix itself."""
+        return (self.w_0, self.w_1, self.w_K) == (0, 1, 0)
+
     def validate(self) -> None:
         if self.K < 1:
             raise GraphFilterError(f"GFSAConfig: K must be an integer >= 1, got {self.K}")

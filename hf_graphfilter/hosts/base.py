@@ -51,7 +51,7 @@ class Host(Protocol):
         """Id of the Hub repository that the model was loaded from."""
 
     def relative_name(self, model: nn.Module, name: str) -> str:
-        """The module's name as it is with and without a task head."""
+        """The module's name as it is with and without a task head and the wrappers of PEFT."""
 
     def saved_names(self, model: nn.Module, sites: list[AttentionSite]) -> dict[str, AttentionSite]:
         """The sites by the relative names that their modules have in checkpoints, where these differ."""
@@ -105,14 +105,30 @@ def unwrapped(model: Any, *, running: bool = True) -> nn.Module:
             model = model._orig_mod
         elif isinstance(model, nn.DataParallel) or (running and isinstance(model, nn.parallel.DistributedDataParallel)):
             model = model.module
-        elif hasattr(model, "get_base_model"):
-            model = model.get_base_model()
-        elif type(model).__name__ == "PeftMixedModel":  # which has no such method
-            model = model.base_model.model
+        elif hasattr(model, "get_base_model") or type(model).__name__ == "PeftMixedModel":
+            inner = model.base_model  # get_base_model() fails once the only adapter is deleted
+            model = inner.model if _is_of_peft(inner) else inner
         elif (inner := encoder_of(model)) is not model:
             model = inner
         else:
             return model  # type: ignore[no-any-return]
+
+
+def _is_of_peft(module: object) -> bool:
+    return type(module).__module__.startswith("peft.")
+
+
+def without_wrappers(model: nn.Module, name: str) -> str:
+    """Return the name of a module as it is without what PEFT has wrapped around it and around the modules it is in."""
+    module: Any = model
+    kept, wrapped = [], False
+    for part in name.split("."):
+        # a wrapper names what it wraps as it likes, and may hold one copy per adapter
+        wrapped = _is_of_peft(module) or (wrapped and isinstance(module, nn.ModuleDict))
+        if not wrapped:
+            kept.append(part)
+        module = getattr(module, "_modules", {}).get(part)
+    return ".".join(kept)
 
 
 def encoder_of(model: Any) -> Any:

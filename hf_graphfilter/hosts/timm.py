@@ -27,7 +27,7 @@ from ..filters.attached import CHILD
 from ..ops.attention import joint_form
 from ..ops.visibility import visibility
 from ..shift import AttentionShift
-from .base import locate, looks_like_attention
+from .base import locate, looks_like_attention, without_wrappers
 
 LIBRARY = "timm"
 RECORD = "hf_graphfilter"  # the key in pretrained_cfg: timm refuses it by this name where we are not used to load
@@ -225,7 +225,7 @@ def kind(module: Any) -> type:
 
 
 def relative_name(model: nn.Module, name: str) -> str:
-    return name
+    return without_wrappers(model, name)
 
 
 def saved_names(model: nn.Module, sites: list[AttentionSite]) -> dict[str, AttentionSite]:

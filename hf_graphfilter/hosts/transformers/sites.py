@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...filters import AttentionSite
 from ...filters.attached import CHILD
-from ..base import locate, looks_like_attention
+from ..base import locate, looks_like_attention, without_wrappers
 from .attention import attention_function, backend, declared_causal, honours_softcap
 
 _HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
@@ -139,6 +139,7 @@ def _shape(module: Any) -> dict[str, Any]:
 
 
 def relative_name(model: Any, name: str) -> str:
+    name = without_wrappers(model, name)
     return name.removeprefix(f"{model.base_model_prefix}.") if model.base_model_prefix else name
 
 

@@ -1,0 +1,132 @@
+"""The copies of a filter that PEFT keeps, one per adapter (``modules_to_save``): merging and swapping them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import GraphFilterError, shown
+from ..filters import GraphFilter
+from ..filters.attached import CHILD
+
+
+def _wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the wrapper of each filter, or module around one, of which PEFT keeps copies."""
+    for name, module in [*model.named_modules()]:
+        if "modules_to_save" in module._modules and any(isinstance(part, GraphFilter) for part in module.modules()):
+            yield name.removeprefix("_orig_mod."), module
+
+
+def unloads(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``merge_and_unload`` or ``unload`` of a tuner, which takes a filter for a linear layer, or passes over it.
+
+    The model keeps the copy of the adapter that is merged, or of the active one.
+    """
+
+    @functools.wraps(original)
+    def unload(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind(self, *args, **kwargs).arguments.get("adapter_names")
+        wrappers = [(*_place(self.model, name), wrapper) for name, wrapper in _wrappers(self.model)]
+        kept = [_kept(wrapper, given) for *_, wrapper in wrappers]
+        for (parent, name, _), copy in zip(wrappers, kept, strict=True):
+            setattr(parent, name, copy)
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException:
+            for parent, name, wrapper in wrappers:
+                setattr(parent, name, wrapper)
+            raise
+
+    return unload
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    parent, _, child = name.rpartition(".")
+    return model.get_submodule(parent), child
+
+
+def _kept(wrapper: Any, adapters: list[str] | None) -> nn.Module:
+    names = [name for name in adapters or wrapper.active_adapters if name in wrapper.modules_to_save]
+    if len(names) > 1:
+        raise GraphFilterError(
+            f"the adapters {shown(names)} hold a graph filter each, and a merged model has one: merge one of them"
+        )
+    return wrapper.modules_to_save[names[0]] if names else wrapper.original_module  # type: ignore[no-any-return]
+
+
+def drop(model: nn.Module) -> None:
+    """Take the wrappers of a model whose adapters were all deleted away, which PEFT cannot use again."""
+    for name, wrapper in [*_wrappers(model)]:
+        setattr(*_place(model, name), wrapper.original_module)
+
+
+def of_adapter(model: nn.Module, adapter: str) -> dict[str, Tensor]:
+    """Return the tensors of the copies that an adapter holds, by the names that they have in its file."""
+    return {
+        f"{name}.{key}": tensor
+        for name, wrapper in _wrappers(model)
+        if adapter in wrapper.modules_to_save
+        for key, tensor in wrapper.modules_to_save[adapter].state_dict().items()
+    }
+
+
+def with_copies(state: dict[str, Tensor], model: nn.Module, adapter: str) -> dict[str, Tensor]:
+    """Return the weights of an adapter that PEFT converted to LoRA, with the copies of ``adapter`` whole.
+
+    PEFT names their tensors by the last part of the name alone, takes those of any adapter and no buffers.
+    """
+    owners = {name for name, _ in _wrappers(model)}
+    kept = {key: tensor for key, tensor in state.items() if key.rpartition(".")[0] not in owners}
+    return kept | {key: tensor.contiguous() for key, tensor in of_adapter(model, adapter).items()}
+
+
+def check_none_lost(unexpected: Iterable[str], model: nn.Module) -> None:
+    """Raise a ``GraphFilterError`` if PEFT dropped coefficients, as of an adapter without a record in a timm model."""
+    if lost := [key for key in unexpected if f".{CHILD}." in key]:
+        raise GraphFilterError(
+            f"the adapter holds {len(lost)} filter coefficients that this {type(model).__name__} has no filter for "
+            f"({lost[0]} ...): patch it first as it was, with patch_model or load_filter"
+        )
+
+
+def split(state: Mapping[str, Any], model: nn.Module, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the weights of an adapter that are copies, and the others, whose names have the ``prefix`` of a tuner."""
+    owners = tuple(f"{name}." for name, _ in _wrappers(model))
+    copies = {k: x for k, x in state.items() if prefix not in k and (k.startswith(owners) or f".{CHILD}." in k)}
+    return copies, {key: tensor for key, tensor in state.items() if key not in copies}
+
+
+def check_copies(copies: Mapping[str, Any], target: Mapping[str, Tensor], adapter: str) -> None:
+    """Raise a ``GraphFilterError`` unless the copies can replace those of an adapter."""
+    for name in sorted({*copies, *target}):
+        given, own = (tuple(x[name].shape) if name in x else "nothing" for x in (copies, target))
+        if given != own:
+            raise GraphFilterError(
+                f"the adapter to be swapped in holds {given} at {name}, and {shown(adapter)} holds {own}: load it "
+                "under another name, with load_adapter"
+            )
+
+
+@torch.no_grad()
+def swap(copies: Mapping[str, Any], target: Mapping[str, Tensor]) -> None:
+    """Give the tensors of an adapter's copies the values of others."""
+    for name, tensor in target.items():
+        tensor.copy_(copies[name])
+
+
+def holds(config: Any, names: Iterable[str]) -> bool:
+    """Return whether the adapter of a configuration holds the filters of the modules of these names."""
+    return all(_is_saved(name, config) for name in names)
+
+
+def _is_saved(name: str, config: Any) -> bool:
+    """By itself, or with what it is in."""
+    parts = [*name.split("."), CHILD]
+    around = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    entries = getattr(config, "modules_to_save", None) or ()
+    return any(f".{path}".endswith(f".{entry}") or entry.endswith(f".{path}") for path in around for entry in entries)

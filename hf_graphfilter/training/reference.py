@@ -1,0 +1,62 @@
+"""The reference model of a preference trainer, which must have the filters of the model that is trained."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..filters import GraphFilter
+from ..filters.attached import filters_of
+from ..filters.replacing import ReplacingFilter
+from ..records import described, record_of
+
+
+def check_reference(trainer: Any) -> str | None:
+    """Return one sentence if the reference model of a trainer has other filters than its model, else None.
+
+    TRL's trainers (DPO, KTO, GRPO, RLOO) make the reference from the folder that the model came from, which knows
+    nothing of filters that ``load_filter`` or ``patch_model`` put in afterwards. A filter that still is the original
+    attention makes no difference, and a run that resumes was checked when it began.
+    """
+    model, reference = (getattr(trainer, name, None) for name in ("model", "ref_model"))
+    if not isinstance(model, nn.Module) or not isinstance(reference, nn.Module) or model is reference:
+        return None
+    filters = [[f for _, f in filters_of(each)] for each in (model, reference)]
+    own, others = ([f.config for f in each] for each in filters)
+    resumed = getattr(getattr(trainer, "state", None), "global_step", 0) > 0
+    if own == others or resumed:
+        return None
+    if all(_is_original(f) for each in filters for f in each):
+        return None
+    trained, kept = (_described(configs) for configs in (own, others))
+    return (
+        f"the model that is trained has {trained}, and the reference model has {kept}: pass "
+        "ref_model=copy.deepcopy(model), or save the patched model and load it from there, as TRL loads the reference"
+    )
+
+
+def _described(configs: list[Any]) -> str:
+    return described(record_of("", ((str(i), config) for i, config in enumerate(configs)))) or "no graph filter"
+
+
+def _is_original(graph_filter: GraphFilter) -> bool:
+    """Return whether a filter still is the original attention, as it started."""
+    tensors = graph_filter.state_dict(keep_vars=True)
+    sharded = any(hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id") for tensor in tensors.values())
+    if sharded or not graph_filter.config.starts_as_original:
+        return False
+    if isinstance(graph_filter, ReplacingFilter):
+        return not graph_filter.gate.any()  # type: ignore[union-attr]  # it has one, since it starts as the original
+    with torch.random.fork_rng(devices=[]):
+        first, second = (_restarted(graph_filter).state_dict() for _ in range(2))
+    fixed = [name for name, start in first.items() if torch.equal(start, second[name])]  # the others start at random
+    return all(torch.equal(tensors[name].cpu(), first[name]) for name in fixed)
+
+
+def _restarted(graph_filter: GraphFilter) -> GraphFilter:
+    start = copy.deepcopy(graph_filter).cpu()
+    start.reset_parameters()
+    return start
