@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import html
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .filters import FilterConfig, GraphFilter
+from .filters import AttentionSite, FilterConfig, GraphFilter
 from .filters.attached import filters_of, read_whole
+from .filters.build import build_filter
 from .hosts import host_of, unwrapped
 
 
@@ -25,8 +25,7 @@ class FilterRow:
         coefficients: by name, copies on the CPU, float32 or complex64.
         backend: what computes S.
         trained: the names of the coefficients that training changes; the others are fixed.
-        moved: mean distance of the learned coefficients from their start values. None where there are none, or where
-            the filter is sharded or offloaded.
+        moved: mean distance of the learned coefficients from their start values; None where there are none.
     """
 
     module: str
@@ -91,11 +90,12 @@ def filter_status(model: nn.Module) -> FilterStatus:
     """
     model = unwrapped(model)
     host = host_of(model)
-    rows = []
+    rows, sites = [], {site.name: site for site in host.find(model)[0]}
     for name, graph_filter in filters_of(model):
         tensors = read_whole(graph_filter, type(graph_filter).coefficients)
         values = {k: t.to(torch.complex64 if t.is_complex() else torch.float32) for k, t in tensors.items()}
-        backend, moved = host.backend(model.get_submodule(name)), distance_from_start(graph_filter)
+        backend = host.backend(model.get_submodule(name))
+        moved = _distance_from_start(graph_filter, values, sites[name]) if name in sites else None
         rows.append(FilterRow(name, graph_filter.config, values, backend, _trained(graph_filter), moved))
     return FilterStatus(rows)
 
@@ -109,22 +109,12 @@ def _trained(graph_filter: GraphFilter) -> frozenset[str]:
     return frozenset(name for name in learned if not {name, name.rpartition("_")[0]} & frozen)
 
 
-def distance_from_start(graph_filter: GraphFilter) -> float | None:
-    """Return the mean distance of the learned coefficients from their start values.
-
-    None where there are none, or where a tensor is sharded or offloaded.
-    """
-    tensors = (*graph_filter.parameters(), *graph_filter.buffers())
-    if any(t.is_meta or hasattr(t, "full_tensor") or hasattr(t, "ds_id") for t in tensors):
-        return None
-    now = graph_filter.learned_coefficients()
-    if not now:
-        return None
-    start = copy.deepcopy(graph_filter).cpu()
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        start.reset_parameters()
-    distances = [(value.cpu() - start.coefficients()[name]).abs().flatten() for name, value in now.items()]
-    return torch.cat(distances).mean().item()
+def _distance_from_start(graph_filter: GraphFilter, values: dict[str, Tensor], site: AttentionSite) -> float | None:
+    """Return the mean distance of the learned coefficients, which have these values, from where training starts."""
+    with torch.random.fork_rng(devices=[]):
+        start = build_filter(graph_filter.config, site).learned_coefficients()
+    distances = [(values[name] - value).abs().flatten() for name, value in start.items()]
+    return torch.cat(distances).mean().item() if distances else None
 
 
 def filter_parameters(model: nn.Module) -> Iterator[nn.Parameter]:

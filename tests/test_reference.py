@@ -1,12 +1,15 @@
 """The reference model of TRL's trainers has the filters of the model that is trained, or a warning says so."""
 
 import copy
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from filters import filters
 from models import FAMILIES, turn_on
+from test_pipelines import WORDS, tokenizer
 from transformers import LlamaForCausalLM
 
 from hf_graphfilter import patch_model, set_blend
@@ -64,3 +67,28 @@ def test_a_blend_counts_once_it_has_begun(plain):
     set_blend(model, 0.5)
     assert "no graph filter" in check_reference(trainer(model, plain))
     assert "no graph filter" in check_reference(trainer(patched(plain, "agf"), plain))
+
+
+@pytest.mark.feature("Training: DPOTrainer of TRL, its reference model", filter="gfsa", family="llama")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("handed_in", [False, True])
+def test_dpo_says_that_its_reference_has_no_filter(handed_in, tmp_path, transformers_warnings):
+    """TRL loads the reference from the folder of the base. With one filter in both, the first loss is log 2."""
+    trl = pytest.importorskip("trl")
+    config = type(FAMILIES["llama"].config)(**{**FAMILIES["llama"].config.to_dict(), "vocab_size": 5 + len(WORDS)})
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    words = tokenizer()
+    words.eos_token = "[SEP]"
+    words.save_pretrained(tmp_path / "base")
+    model = turn_on(patch_model(LlamaForCausalLM.from_pretrained(tmp_path / "base"), "gfsa", w_K=3.0))
+    rows = {"prompt": ["attention is", "deep layer"], "chosen": [" a filter", " token"], "rejected": [" text", " is"]}
+    quiet = {"use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    args = trl.DPOConfig(str(tmp_path / "runs"), beta=1.0, max_steps=1, logging_steps=1, learning_rate=1e-2, **quiet)
+    reference = copy.deepcopy(model) if handed_in else None
+    trainer = trl.DPOTrainer(model, reference, args, train_dataset=Dataset.from_dict(rows), processing_class=words)
+    trainer.train()
+    said = [line for line in transformers_warnings if "the reference model has no graph filter" in line]
+    transformers_warnings.clear()  # of TRL
+    assert len(said) == (not handed_in)
+    loss = trainer.state.log_history[0]["loss"]
+    assert (loss == pytest.approx(math.log(2), abs=1e-3)) == handed_in

@@ -12,10 +12,11 @@ from transformers.trainer_callback import CallbackHandler, TrainerState
 
 from ..filters.attached import filters_of, read_whole
 from .learning_rate import caller, find_rate_problem, report_problem
+from .reference import check_reference
 
 
-class FilterRateCallback(TrainerCallback):
-    """Sees to the filter's learning rate, or says that it was forgotten. Every Trainer has this callback."""
+class FilterCallback(TrainerCallback):
+    """Sees to the filter's learning rate, and reports a filter that training would leave out. Every Trainer has it."""
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         from .optimizer import give_filter_rate  # which imports the Trainer, whose import imports this file
@@ -27,7 +28,8 @@ class FilterRateCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         if isinstance(model, nn.Module):
-            report_problem(find_rate_problem(model, optimizer, state.max_steps), state.is_world_process_zero)
+            for problem in (find_rate_problem(model, optimizer, state.max_steps), check_reference(caller(Trainer))):
+                report_problem(problem, state.is_world_process_zero)
 
 
 class LoggingCallback(TrainerCallback):
@@ -110,4 +112,4 @@ def coefficient_values(model: nn.Module) -> dict[str, float]:
     return values
 
 
-DEFAULT_CALLBACKS.append(FilterRateCallback)  # type: ignore[arg-type]  # this file is imported right after the Trainer's
+DEFAULT_CALLBACKS.append(FilterCallback)  # type: ignore[arg-type]  # this file is imported right after the Trainer's

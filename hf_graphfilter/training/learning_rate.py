@@ -23,7 +23,7 @@ from torch import nn
 
 from ..errors import GraphFilterError, is_number, shown
 from ..filters.attached import filters_of
-from ..status import distance_from_start, filter_parameters
+from ..status import filter_parameters, filter_status
 
 FILTER_LR = 1e-2
 FAST = 1e-3  # a rate that moves a coefficient by as much as filters were seen to need, within a thousand steps
@@ -115,7 +115,7 @@ def find_rate_problem(model: nn.Module, optimizer: Any, steps: int | None = None
     if not parameters or not groups:
         return None
     if not any(p.requires_grad for p in parameters):
-        if any(distance_from_start(graph_filter) for _, graph_filter in filters_of(model)):
+        if any(row.moved for row in filter_status(model)):
             return None  # it was trained before, and is kept
         return (
             "the graph filter is frozen at its start values, so training leaves it without effect: with PEFT give "
