@@ -55,6 +55,13 @@ class _Keeping(_Layer):
             raise GraphFilterError(f"{site}: {TWICE}")
         return not self.asked_twice
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Detach what is kept where the keys are: ``layer.keys = layer.keys.detach()`` truncates backpropagation."""
+        trained = name == "keys" and any(tensor.requires_grad for tensor in self.__dict__.get("kept", {}).values())
+        if trained and value is not self.keys and not value.requires_grad and value.is_set_to(self.keys):
+            self._each(Tensor.detach)
+        super().__setattr__(name, value)
+
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
         self.kept = {name: change(tensor) for name, tensor in self.kept.items()}
 
