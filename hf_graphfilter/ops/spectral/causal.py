@@ -40,10 +40,11 @@ def filter_causal(
     v, value = hide(v, value, keys)
     state = state or no_past(v, value)
     with torch.autocast(v.device.type, enabled=False):
-        if v.shape[2] == 1:
+        traced = torch.jit.is_tracing()  # into a graph that would run with any number of tokens, wrongly
+        if v.shape[2] == 1 and not traced:
             out, state = _one_token(left.rows(), wide(v)[:, :, 0], wide(value), state)
             return out.to(value.dtype), state
-        if torch.compiler.is_exporting():
+        if torch.compiler.is_exporting() or traced:
             raise GraphFilterError(
                 "a causal filter in the singular value domain chooses between two forms by its input, which an "
                 "exported graph cannot: export models without causal attention, or patch with 'gfsa'"
@@ -71,7 +72,7 @@ def _underflows(v: Tensor, keys: Tensor | None) -> bool:
     """
     if not v.numel():
         return False
-    if torch.jit.is_tracing() or (not torch.compiler.is_compiling() and under_vmap()):
+    if not torch.compiler.is_compiling() and under_vmap():
         return True  # the stable form, for whatever values
     if keys is None:
         chunks = v[:, :, : v.shape[2] // CHUNK * CHUNK].unflatten(2, (-1, CHUNK))
