@@ -142,6 +142,26 @@ def test_gradients_at_every_block_size(causal, block, monkeypatch):
         assert gradcheck(lambda *x, keys=keys: agf(*x, mask=keys, causal=causal), (*inputs, theta), fast_mode=True)
 
 
+@pytest.mark.parametrize("stable", [False, True])
+@pytest.mark.parametrize("tokens", [1, N])
+@pytest.mark.parametrize("block", [1 << 4, 1 << 18])
+def test_gradients_from_and_to_the_past(block, tokens, stable, monkeypatch):
+    """Through the state that a pass begins with and the one that it leaves, as training in pieces has it."""
+    monkeypatch.setattr(spectral.blocks, "BLOCK", block)
+    monkeypatch.setattr(spectral.causal, "CHUNK", 4)
+    monkeypatch.setattr(spectral.causal, "_underflows", lambda v, keys: stable)
+    inputs = [x[:, :, :tokens].detach().requires_grad_() for x in projections()]
+    past = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((B, H, D), (B, H, D, DV))]
+    theta, steps = torch.randn(H, 3, dtype=torch.float64, requires_grad=True), recurrence("jacobi", 2)
+
+    def filtered(u, sigma, v, value, theta, *state):
+        left = spectral.Left(u, sigma, theta, steps)
+        out, after = spectral.filter_causal(left, v, value, None, spectral.CausalState(*state))
+        return out, *after
+
+    assert gradcheck(filtered, (*inputs, theta, *past), fast_mode=True)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_second_derivatives_are_refused(causal):
     inputs = projections(grad=True)

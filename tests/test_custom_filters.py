@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from filters import Damped, damped_matrix, filters
+from linear_attention import LinearAttention, LinearAttentionConfig
 from models import FAMILIES, TORCH_2_11, output, realigned, turn_on
 from torch import nn
 from transformers import AutoConfig, AutoModel
@@ -505,6 +506,20 @@ def test_broken_filters_are_caught(filter_class, check, message):
     report = check_filter(config, formula=damped_matrix, only=[check], raise_on_failure=False)
     assert [row.check for row in report.failures] == [check], report
     assert re.search(message, report.failures[0].detail), report.failures[0].detail
+
+
+def test_a_state_without_gradients_is_caught(monkeypatch):
+    filtered = LinearAttention.filtered
+
+    def detaching(self, shift, value):
+        out = filtered(self, shift, value)
+        if shift.state is not None:
+            shift.state.update({name: kept.detach() for name, kept in shift.state.items()})
+        return out
+
+    monkeypatch.setattr(LinearAttention, "filtered", detaching)
+    with pytest.raises(GraphFilterError, match=r"gradients through a cache differ .*is its state detached\?"):
+        check_filter(LinearAttentionConfig(), only=["cached decoding"])
 
 
 def test_all_failures_are_named():

@@ -210,6 +210,53 @@ def test_many_tokens(mode, entry):
         torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-9, rtol=1e-9)
 
 
+def in_pieces(model, batch, cache, ends=(0, 4, 7, 8, 9)):
+    """The pieces of the last hidden state, through a cache."""
+    for begin, end in itertools.pairwise(ends):
+        given = {"input_ids": batch["input_ids"][:, begin:end], "attention_mask": batch["attention_mask"][:, :end]}
+        yield model(**given, **{CACHE: cache}, use_cache=True).last_hidden_state
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.feature("Generation: training in pieces through a cache, gradients of one pass")
+@filters(lambda entry: not entry.encoders_only, quick=lambda _: True)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_gradients_through_a_cache(family, entry):
+    """Those of one pass: what a filter remembers of earlier pieces has a gradient, as keys and values have."""
+    family = FAMILIES[family]
+    model, batch = turn_on(family.patch(family.build().double(), entry)), family.inputs()
+    batch["attention_mask"][0, :3] = 0
+    toward = torch.randn(2, 9, 32).double() * batch["attention_mask"][..., None]
+    expected = gradients(model, (model(**batch, use_cache=False).last_hidden_state * toward).sum())
+    pieces = in_pieces(model, batch, DynamicCache(config=model.config))
+    torch.testing.assert_close(gradients(model, (torch.cat([*pieces], 1) * toward).sum()), expected)
+
+
+@pytest.mark.feature("Generation: training in pieces through a cache that is detached between them", family="llama")
+@filters(lambda entry: not entry.encoders_only, quick=lambda _: True)
+def test_gradients_through_a_detached_cache(entry):
+    """Truncated backpropagation as transformers' caches allow it: earlier pieces are constants for later ones."""
+    family = FAMILIES["llama"]
+    model, batch = turn_on(family.patch(family.build().double(), entry)), family.inputs()
+    found = []
+    for constant in (False, True):
+        cache = DynamicCache(config=model.config)
+        with torch.set_grad_enabled(not constant):
+            loss = sum(piece.square().sum() for piece in in_pieces(model, batch, cache, (0, 4, 6)))
+        if not constant:
+            loss.backward()
+            for layer in cache.layers:
+                layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
+        (piece,) = in_pieces(model, batch, cache, (6, 9))
+        found.append(gradients(model, piece.square().sum()))
+    torch.testing.assert_close(*found)
+
+
 @pytest.fixture
 def sdpa_calls(monkeypatch):
     """Numbers of the query tokens of every SDPA call so far."""

@@ -1,11 +1,16 @@
 """torch.export and ONNX: the exported graph gives the same outputs, at other sizes too."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from filters import FILTERS, combinations, filters
 from models import FAMILIES, TORCH_2_11, assert_equal_in_float32, output, turn_on
+from transformers import LlamaForCausalLM
+from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
 from hf_graphfilter import GraphFilterError, SynvolutionConfig
+from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
 
 ENCODERS = ("bert", "roberta", "distilbert", "electra", "deit", "vit")
 
@@ -62,6 +67,109 @@ def test_one_example_serves_any_batch_and_length(name, tokens):
             given = family.inputs(batch=batch, tokens=length)
             given["attention_mask"][-1, -2:] = 0
             torch.testing.assert_close(output(program, given), output(model, given), atol=1e-9, rtol=1e-9)
+
+
+def converted(*quick):
+    """The filters that replace attention, with the options that ``convert`` gives them and more sinks than tokens."""
+    entries = {
+        name: replace(FILTERS[name], config=type(FILTERS[name].config).for_conversion(sinks=5, position_bias="drop"))
+        for name in ("agf", "hedgehog", "singularformer", "kernelution")
+    }
+    return pytest.mark.parametrize(
+        "entry",
+        [pytest.param(e, id=name, marks=() if name in quick else pytest.mark.slow) for name, e in entries.items()],
+    )
+
+
+def at_lengths(*lengths):
+    for length in lengths:
+        given = FAMILIES["bert"].inputs(batch=length % 3 + 1, tokens=length)
+        given["attention_mask"][-1, 3:5] = 0
+        yield given
+
+
+@pytest.mark.feature("Compiling and exporting: torch.export of a few tokens, run with any number", family="bert")
+@converted("agf")
+def test_exported_with_few_tokens(entry):
+    """Fewer than the window and than the sinks; two, as rotations of neighbours are one fewer than tokens."""
+    family = FAMILIES["bert"]
+    model = turn_on(family.patch(family.build(num_hidden_layers=1).double(), entry))
+    inputs = family.inputs(tokens=2)
+    with torch.no_grad():
+        program = torch.export.export(
+            model, (), inputs, dynamic_shapes={k: {0: FREE, 1: FREE} for k in inputs}
+        ).module()
+        for given in at_lengths(1, 2, 3, 9, 66, 140):
+            torch.testing.assert_close(output(program, given), output(model, given), atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.feature("Compiling and exporting: torch.jit.trace of a few tokens, run with any number", family="bert")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+@converted("agf", "hedgehog", "singularformer", "kernelution")
+def test_traced_with_few_tokens(entry, transformers_warnings):
+    """The window is that of the config, and not the original attention, which spans so few tokens."""
+    family = FAMILIES["bert"]
+    model = turn_on(family.patch(family.build(num_hidden_layers=1).double(), entry))
+    model.config.return_dict = False
+    with torch.no_grad():
+        traced = torch.jit.trace(model, tuple(family.inputs(tokens=3).values()))
+        for given in at_lengths(2, 9, 66, 140):
+            found, expected = (run(*given.values())[0] for run in (traced, model))
+            torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
+    transformers_warnings.clear()  # a tracer reads every attribute
+
+
+@pytest.mark.feature("Compiling and exporting: torch.export of a step with a static cache", family="llama")
+@filters(lambda entry: not entry.encoders_only, quick=lambda entry: entry.config.filter in ("gfsa", "agf", "gated"))
+def test_export_of_a_step_with_a_static_cache(entry, refuses):
+    """By transformers' own module for it, whose program holds keys and values: right for filters that keep no more."""
+    family = replace(FAMILIES["llama"], model_class=LlamaForCausalLM)
+    model = turn_on(family.patch(family.build(num_hidden_layers=1).double(), entry))
+    model.generation_config.update(
+        use_cache=True, cache_implementation="static", cache_config={"batch_size": 1, "max_cache_len": 12}
+    )
+    ids = family.inputs(batch=1)["input_ids"]
+
+    def exported():
+        module = TorchExportableModuleWithStaticCache(model, 1, 12, torch.device("cpu"))
+        step = {"input_ids": ids[:, :1], "cache_position": torch.tensor([0])}
+        return torch.export.export(module, (), step, strict=False).module()
+
+    with torch.no_grad():
+        if model.model.layers[0].self_attn.graph_filter.decoding != "rows" or keeps_signals(model, ids):
+            with refuses(
+                "cannot hold it: use a DynamicCache|exported decoding step .*compile the step with torch.compile"
+            ):
+                exported()
+            return
+        run = exported()
+        found = [run(input_ids=ids[:, i : i + 1], cache_position=torch.tensor([i])) for i in range(9)]
+        torch.testing.assert_close(torch.cat(found, 1), model(ids, use_cache=False).logits, atol=1e-9, rtol=1e-9)
+
+
+def keeps_signals(model, ids):
+    """Whether a filter has rows in the cache beside keys and values."""
+    return bool(model(ids, use_cache=True)[CACHE].layers[0].kept)
+
+
+@pytest.mark.feature("Compiling and exporting: torch.jit.trace, with and without padding", family="gpt2")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("tokens", [1, 9])
+@filters(lambda entry: entry.everywhere and entry.replaces and not entry.encoders_only)
+def test_a_trace_of_a_causal_filter_is_refused(entry, tokens, refuses, transformers_warnings):
+    model, _, _ = patched("gpt2", entry)
+
+    class States(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids):
+            return self.model(ids, return_dict=False)[0]
+
+    with refuses("exported graph cannot: .* 'gfsa'"):
+        torch.jit.trace(States().eval(), (FAMILIES["gpt2"].inputs(tokens=tokens)["input_ids"],))
+    transformers_warnings.clear()
 
 
 @pytest.mark.feature("Compiling and exporting: torch.export, any batch and length", family="gpt2")

@@ -195,12 +195,15 @@ def test_filter_causal(tokens, features, columns, dtype, past, missing, spread):
     hidden = hide(v, value, keys)
     state = no_past(*hidden)
     if past:
-        state = CausalState(*(torch.randn(x.shape, device=DEVICE) for x in state))
+        state = CausalState(*(torch.randn(x.shape, device=DEVICE, requires_grad=True) for x in state))
     found = kernels.filter_causal(lambda: w, *hidden, *state, plain._TINY)
     wide = [x.detach().double().requires_grad_() for x in (w, v, value)]
-    out, after = plain._stable_causal(wide[0], *hide(*wide[1:], keys), CausalState(*(x.double() for x in state)))
+    before = [x.detach().double().requires_grad_(past) for x in state]
+    out, after = plain._stable_causal(wide[0], *hide(*wide[1:], keys), CausalState(*before))
     assert_near(found, (out, *after), dtype)
-    assert_near(gradients(found[:1], (w, v, value)), gradients((out,), wide), dtype)
+    inputs, wide = (w, v, value), (*wide, *before)
+    inputs, wide = ((*inputs, *state), wide) if past else (inputs, wide[:3])
+    assert_near(gradients(found, inputs), gradients((out, *after), wide), dtype)
 
 
 @on_the_device

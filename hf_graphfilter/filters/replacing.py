@@ -121,8 +121,8 @@ class ReplacingFilter(GraphFilter):
 
     def _spans_all(self, shift: AttentionShift) -> bool:
         """Whether the window leaves nothing to the filter, so that the model's own attention is all, and quicker."""
-        config = self.config
-        if config.far != "beyond" or torch.compiler.is_compiling():  # a graph would be bound to the number of tokens
+        config, in_a_graph = self.config, torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if config.far != "beyond" or in_a_graph:  # a graph would be bound to the number of tokens
             return False
         same_scores = not self.position_bias or config.position_bias == "window"
         no_part = self.switched_off is None and shift.state is None

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from . import hessenberg
 from .givens import unit
@@ -68,9 +69,9 @@ def filter_tokens(
         response = response.gather(-1, packed[:, None].expand_as(response))
         angles = angles.gather(-1, packed[:, None, None, None].expand_as(angles))
         signal = in_order(signal, packed)
-    angles = angles[..., :-1]
-    if there is not None:
-        angles = angles.where(there[:, None, None, None, 1:], 0)
+    # the last one turns by nothing: rotations fewer than tokens would bind an exported graph to more than two of these
+    following = torch.ones_like(response[:, 0], dtype=torch.bool) if there is None else there
+    angles = angles.where(pad(following, (0, 1))[:, None, None, None, 1:], 0)
     permuted = _order(permutation, tokens, there, angles.device)
     restored = None if permuted is None else permuted.argsort(-1)
     turn = unit(response).flatten(0, 1)

@@ -40,7 +40,7 @@ def attend_nearby(
         near = None if bias is None else bias[..., last]
         return attend_few(query, key[:, :, last], value[:, :, last], scaling, keys[:, None, last], near)
     block = max(BLOCK, window)
-    if not torch.compiler.is_compiling():  # a graph would be bound to the number of tokens
+    if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):  # a graph would be bound to the number of tokens
         block, window = max(BLOCK, min(window, tokens)), min(window, key.shape[2] - 1)
     missing = -tokens % block
     if torch.compiler.is_exporting():  # two blocks at least, and some of it padding: the same graph for any length
@@ -97,6 +97,9 @@ def attend_few(
 def first_there(count: int, there: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
     """Of ``there``, bool (batch, tokens), and of each of ``rows``, (batch, tokens) or (batch, heads, tokens, features),
     the entries of the first ``count`` tokens that are there; after them, where these are fewer, of others."""
+    if torch.compiler.is_exporting():  # as many at least: the same graph for any length
+        there = functional.pad(there, (0, count))
+        rows = tuple(functional.pad(x, (0, 0) * (x.dim() // 2 - 1) + (0, count)) for x in rows)
     tokens = there.shape[1]
     order = torch.arange(tokens, device=there.device) + tokens * (~there).long()  # a stable sort has no form in ONNX
     places = order.argsort(-1)[:, :count]

@@ -149,18 +149,26 @@ def _padding(trial: Trial, family: Family) -> None:
 
 @check("cached decoding", *DECODERS)
 def _cached_decoding(trial: Trial, family: Family) -> None:
+    """And training in pieces, whose gradients go through what the cache holds."""
     model, inputs = trial.patched(family), family.inputs()
     name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
     ids, others = inputs[name], {k: v for k, v in inputs.items() if k not in (name, "attention_mask")}
-    tokens, expected = ids.shape[1], output(model, {**others, name: ids}, use_cache=False)
+    tokens, expected = ids.shape[1], model(**others, **{name: ids}, use_cache=False).last_hidden_state
     for how, ends in (("token by token", range(1, tokens + 1)), ("in pieces", (4, 7, 8, tokens))):
         past, start, pieces = None, 0, []
         for end in ends:
-            with torch.no_grad():
+            with torch.set_grad_enabled(how == "in pieces"):
                 step = model(**others, **{name: ids[:, start:end]}, **{CACHE: past}, use_cache=True)
             pieces.append(step.last_hidden_state)
             past, start = step[CACHE], end
-        equal(torch.cat(pieces, 1), expected, f"decoding {how} with a cache differs from decoding without")
+        found = torch.cat(pieces, 1)
+        equal(found.detach(), expected.detach(), f"decoding {how} with a cache differs from decoding without")
+    toward, learned = torch.randn(expected.shape, dtype=expected.dtype), [*model.parameters()]
+    by_cache, at_once = (
+        torch.cat([g.flatten() for g in torch.autograd.grad(out, learned, toward, materialize_grads=True)])
+        for out in (found, expected)
+    )
+    equal(by_cache, at_once, "gradients through a cache differ from those of one pass (is its state detached?)")
 
 
 @check("half precision", *ALL)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
@@ -75,12 +76,17 @@ def recall(past: Any, module: Any, query: Tensor, key: Tensor) -> tuple[PastRows
     use.
 
     Raises:
-        GraphFilterError: a kind of cache that cannot keep rows (static sliding windows, quantized ...).
+        GraphFilterError: a kind of cache that cannot keep rows (static sliding windows, quantized ...), or an export.
     """
     layers = _layers(past)
     layer = layers[module.layer_idx] if layers else None
     asking = module.graph_filter.site_name, query.shape[2], key.device
     if module.graph_filter.decoding != "rows":
+        if torch.compiler.is_exporting():
+            raise GraphFilterError(
+                f"{module.graph_filter.site_name}: an exported graph does not return the state that this graph filter "
+                "keeps in a cache: export with use_cache=False"
+            )
         return None, layer.kept if layer.asked(*asking) else None  # type: ignore[union-attr]
     if type(layer) in FILTERED:
         layer = layers[module.layer_idx] = _with_memory(layer, FILTERED[type(layer)])

@@ -55,6 +55,14 @@ class _Keeping(_Layer):
             raise GraphFilterError(f"{site}: {TWICE}")
         return not self.asked_twice
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Detach what is kept where the keys are: ``layer.keys = layer.keys.detach()`` truncates backpropagation."""
+        if name == "keys" and any(tensor.requires_grad for tensor in self.__dict__.get("kept", {}).values()):
+            both = value is not self.keys and isinstance(value, Tensor) and isinstance(self.keys, Tensor)
+            if both and not value.requires_grad and value.is_set_to(self.keys):
+                self._each(Tensor.detach)
+        super().__setattr__(name, value)
+
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
         self.kept = {name: change(tensor) for name, tensor in self.kept.items()}
 
@@ -160,6 +168,11 @@ class FilteredStaticLayer(_Keeping, StaticLayer):
         self.begun = frozenset()
 
     def extend(self, application: int, signal: Tensor) -> Tensor:
+        if torch.compiler.is_exporting():
+            raise GraphFilterError(
+                "an exported decoding step holds the keys and values of its static cache, and not the rows of S(V) "
+                "that this graph filter keeps too: compile the step with torch.compile, or export with use_cache=False"
+            )
         batch, heads, tokens, features = signal.shape
         if application in self.begun:
             if tokens > 1 and int(self.cumulative_length) == tokens:  # its first pass again

@@ -28,7 +28,7 @@ def filter_causal(
 
     Args:
         left, v, value, keys: as in ``filter_all``.
-        state: of the tokens before these; nothing is differentiated through it.
+        state: of the tokens before these; gradients flow through it.
 
     Returns:
         (batch, heads, tokens, value features), dtype of ``value``, and the state after the last token.
@@ -40,10 +40,11 @@ def filter_causal(
     v, value = hide(v, value, keys)
     state = state or no_past(v, value)
     with torch.autocast(v.device.type, enabled=False):
-        if v.shape[2] == 1:
+        traced = torch.jit.is_tracing()  # into a graph that would run with any number of tokens, wrongly
+        if v.shape[2] == 1 and not traced:
             out, state = _one_token(left.rows(), wide(v)[:, :, 0], wide(value), state)
             return out.to(value.dtype), state
-        if torch.compiler.is_exporting():
+        if torch.compiler.is_exporting() or traced:
             raise GraphFilterError(
                 "a causal filter in the singular value domain chooses between two forms by its input, which an "
                 "exported graph cannot: export models without causal attention, or patch with 'gfsa'"
@@ -61,7 +62,7 @@ def _one_token(w: Tensor, v: Tensor, value: Tensor, state: CausalState) -> tuple
     mass = torch.logaddexp(state.mass, v)
     kept, added = (state.mass - mass).exp().unsqueeze(-1), (v - mass).exp().unsqueeze(-1)
     mean = torch.addcmul(kept * state.mean, added, value)
-    return w @ mean, CausalState(mass.detach(), mean.detach())
+    return w @ mean, CausalState(mass, mean)
 
 
 def _underflows(v: Tensor, keys: Tensor | None) -> bool:
@@ -71,7 +72,7 @@ def _underflows(v: Tensor, keys: Tensor | None) -> bool:
     """
     if not v.numel():
         return False
-    if torch.jit.is_tracing() or (not torch.compiler.is_compiling() and under_vmap()):
+    if not torch.compiler.is_compiling() and under_vmap():
         return True  # the stable form, for whatever values
     if keys is None:
         chunks = v[:, :, : v.shape[2] // CHUNK * CHUNK].unflatten(2, (-1, CHUNK))
@@ -159,21 +160,23 @@ class _Causal(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         u, sigma, theta, ctx.steps, *others = inputs
-        ctx.save_for_backward(u, sigma, theta, *others, *output[3:])
-        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(u, sigma, theta, *others, *output[2:])
+        ctx.mark_non_differentiable(*output[3:])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, ...]:
         return one_by_one(_Causal, info.batch_size, in_dims, inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        by_u, by_sigma, by_theta, by_v, by_value = first_order(_gradients, grad, ctx.steps, *ctx.saved_tensors)
-        return by_u, by_sigma, by_theta, None, by_v, by_value, None, None
+    def backward(ctx: Any, grad: Tensor, of_mass: Tensor, of_mean: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        grads = first_order(_gradients, grad, of_mass, of_mean, ctx.steps, *ctx.saved_tensors)
+        return *grads[:3], None, *grads[3:]
 
 
 def _gradients(
     grad: Tensor,
+    of_mass: Tensor,
+    of_mean: Tensor,
     steps: Recurrence,
     u: Tensor,
     sigma: Tensor | None,
@@ -182,14 +185,16 @@ def _gradients(
     value: Tensor,
     mass: Tensor,
     mean: Tensor,
+    last_mean: Tensor,
     *past: Tensor,
 ) -> tuple[Tensor | None, ...]:
     states = list(past)
     left = Left(u, sigma, theta, steps)
     grads, grad_v, grad_value = left.room(), torch.empty_like(v), torch.empty_like(value)
+    # what later tokens ask of earlier ones, relative to the mass in between; last column: of the mass itself
+    carried = torch.cat([of_mean, ((of_mean * last_mean).sum(-1) - of_mass).unsqueeze(-1)], -1)
     for group in reversed(blocks(v, CHUNK)):
-        # what later tokens ask of earlier ones, relative to the mass in between; last column: of the mass itself
-        asked = torch.nn.functional.pad(torch.zeros_like(mean[group[0][:2]]), (0, 1))
+        asked = carried[group[0][:2]]
         for at in reversed(group):
             first = at is group[0]
             block_mean = mean[at[:2]] if first else states.pop()
@@ -212,7 +217,9 @@ def _gradients(
             by_v.sub_(returned.flip(-2).cumsum(-2).flip(-2)).mul_(c.weights)
             for whole, gradient in ((grad_v, by_v), (grad_value, by_value)):
                 whole[at] = gradient.flatten(2, 3)[:, :, : v[at].shape[2]]
-    return *grads[:3], grad_v, grad_value
+        carried[group[0][:2]] = asked
+    of_mean, returned = carried[..., :-1], carried[..., -1]
+    return *grads[:3], grad_v, grad_value, (of_mean * mean).sum(-1) - returned, of_mean.contiguous()
 
 
 def _stable_causal(w: Tensor, v: Tensor, value: Tensor, state: CausalState) -> tuple[Tensor, CausalState]:
@@ -232,4 +239,4 @@ def _stable_causal(w: Tensor, v: Tensor, value: Tensor, state: CausalState) -> t
         end = mass[:, :, part][:, :, -1]
         mean = (start - end).exp()[..., None] * mean + weights[:, :, -1].mT @ value[:, :, part]
         start = end
-    return torch.cat(out, 2), CausalState(start.detach(), mean.detach())
+    return torch.cat(out, 2), CausalState(start, mean)

@@ -181,28 +181,27 @@ class _Causal(torch.autograd.Function):
         out = like(value, value.dtype)
         counts = tiny, v.shape[1], chunks, v.shape[2]
         _rows[grid](*map(strided, (w, v, value, out)), masses, states, *counts, **sizes, **settings)
-        ctx.save_for_backward(w, v, value, masses, mean)
-        mass = masses[:, :, -1]
-        ctx.mark_non_differentiable(mass, last)
-        return out, mass, last
+        ctx.save_for_backward(w, v, value, masses, mean, last)
+        return out, masses[:, :, -1].clone(), last
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        w, v, value, masses, mean = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, of_mass: Tensor, of_mean: Tensor) -> tuple[Tensor | None, ...]:
+        w, v, value, masses, mean, last = ctx.saved_tensors
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
         chunks, grid, sizes, settings = _launch(v, value)
         states = _states(v, value, masses, mean, ctx.tiny)[0]
-        later, of_mass = torch.empty_like(states), torch.empty_like(states[..., :1])
+        later, later_mass = torch.empty_like(states), torch.empty_like(states[..., :1])
         grads = like(w, w.dtype), like(v, v.dtype), like(value, value.dtype)
-        arguments = *map(strided, (w, v, value, grad, *grads)), masses, states, later, of_mass
+        arguments = *map(strided, (w, v, value, grad, *grads)), masses, states, later, later_mass
         counts = ctx.tiny, v.shape[1], chunks, v.shape[2]
         for asking in (True, False):
             _gradients[grid](*arguments, *counts, asking, **sizes, **settings)
             if asking:
-                for asked in (later, of_mass):
-                    _carry(asked, masses, torch.zeros_like(asked[:, :, 0]), reverse=True)
-        return *grads, None, None, None
+                of_mean, returned = of_mean.contiguous(), (of_mean * last).sum(-1) - of_mass
+                of_mean = _carry(later, masses, of_mean.clone(), reverse=True)
+                returned = _carry(later_mass, masses, returned.unsqueeze(-1), reverse=True).squeeze(-1)
+        return *grads, (of_mean * mean).sum(-1) - returned, of_mean, None
 
 
 def filter_causal(
