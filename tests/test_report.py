@@ -24,7 +24,14 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from hf_graphfilter import GraphFilterError, SmoothingCallback, convert, create_model_card, patch_model
+from hf_graphfilter import (
+    GraphFilterError,
+    SmoothingCallback,
+    convert,
+    create_model_card,
+    filter_optimizer,
+    patch_model,
+)
 from hf_graphfilter.analysis.report import report
 from hf_graphfilter.cli import app
 
@@ -235,7 +242,8 @@ def test_the_callback_logs_by_layer_at_its_steps(tmp_path, batches):
     rows = [{"input_ids": torch.randint(5, 50, (8,)), "labels": i % 2} for i in range(16)]
     settings = {"max_steps": 6, "logging_steps": 1, "report_to": "none", "use_cpu": True, "save_strategy": "no"}
     args = TrainingArguments(tmp_path, per_device_train_batch_size=4, disable_tqdm=True, **settings)
-    trainer = Trainer(model, args, train_dataset=rows, callbacks=[SmoothingCallback(batches, every=3)])
+    callbacks, optimizer = [SmoothingCallback(batches, every=3)], filter_optimizer(args)
+    trainer = Trainer(model, args, train_dataset=rows, callbacks=callbacks, optimizer_cls_and_kwargs=optimizer)
     trainer.train()
     logged = {entry["step"]: entry for entry in trainer.state.log_history if "cosine/encoder/1" in entry}
     assert [*logged] == [1, 4]

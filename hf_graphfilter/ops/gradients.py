@@ -14,11 +14,16 @@ Tensors = tuple[Tensor | None, ...]
 
 
 def first_order(backward: Callable[..., Tensors], *inputs: Any) -> Tensors:
-    """``backward(*inputs)``, gradients that must not be differentiated again; to be called in ``backward``.
+    """Return ``backward(*inputs)``, gradients that must not be differentiated again; to be called in ``backward``.
 
     ``torch.func`` keeps the graph of every backward pass, so that ``once_differentiable`` would refuse its first
     derivatives too; and without either, what is computed in place or from saved results has wrong second ones.
+
+    A compiled backward pass has no second derivatives anyway, and torch 2.14 cannot trace this function, whose number
+    of inputs varies.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return backward(*inputs)
     return _FirstOrder.apply(backward, *inputs)  # type: ignore[no-any-return]
 
 
