@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test test-portable test-slow works test-oldest lint docs release bench figures bench-gpu tables clean
+.PHONY: demo test test-versions test-portable test-slow works test-oldest lint docs release bench figures bench-gpu tables clean
 
 demo: $(VENV)/installed-demo
 	$(BIN)/hf-graphfilter demo --output runs/demo
@@ -44,9 +44,13 @@ works: $(VENV)/installed-slow
 	rm -f docs/compatibility.json
 	$(BIN)/python tests/compatibility.py -n 2
 
-# the oldest supported pair, in an environment of its own
+# the suite on every release of torch and Python that is supported, an environment each; resumes (a quarter of an hour a row)
+test-versions: $(VENV)/installed-test
+	$(BIN)/python tests/versions.py $(ROW)
+
+# the oldest supported pair
 test-oldest:
-	$(MAKE) test VENV=.venv-oldest PINS="torch==2.11.* transformers==5.17.* accelerate==1.10.0 huggingface_hub==1.5.0 safetensors==0.8.0"
+	$(MAKE) test-versions ROW=torch-2.11
 
 bench: $(VENV)/installed-test
 	$(BIN)/python benchmarks/gfsa.py
@@ -72,4 +76,4 @@ $(VENV)/installed-%: pyproject.toml hf_graphfilter/__init__.py
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-oldest build dist runs
+	rm -rf $(VENV) .venvs build dist runs

@@ -25,6 +25,7 @@ from models import FAMILIES, Family
 from hf_graphfilter.checkpoints.card import markdown_table
 
 ROOT = Path(__file__).parents[1]
+VERSIONS = ROOT / "docs" / "versions.json"  # of versions.py
 COLUMNS = {entry.config.filter: entry.config.module.__name__ for _, entry in cases()}
 IMPORTED = "ignore::pytest.PytestAssertRewriteWarning"  # anyio, by what this module imports before pytest begins
 OUTCOMES = ("fails", "works", "refused", "not tested")
@@ -37,6 +38,8 @@ What no test shows is *not tested*. "All" are {families}. Every other architectu
 [coverage.md](coverage.md).
 
 {summary}
+
+{versions}
 
 {tables}
 
@@ -114,6 +117,28 @@ def cell(by_family: dict[str, str]) -> str:
     return "; ".join(parts) or "*not tested*"
 
 
+def version_table() -> str:
+    """Return the table of the releases that the quick suite ran on, as versions.py left it."""
+    if not VERSIONS.exists():
+        return ""
+    rows = []
+    for name, row in json.loads(VERSIONS.read_text()).items():
+        _, torch_release, _, python = name.split("-")
+        python, torch_release, transformers_release = row.get("seen") or [python, torch_release, ""]
+        counts = f"{row['passed']} passed, {row['skipped']} skipped" if "passed" in row else row["why"]
+        failed = f", {len(row['failed'])} failed ({', '.join(row['failed'])})" if row.get("failed") else ""
+        where = [row.get(key, "") for key in ("machine", "date")]
+        rows.append([python, torch_release, transformers_release, f"**{row['outcome']}**", counts + failed, *where])
+    header = ["Python", "torch", "transformers", "quick suite", "tests", "machine", "date"]
+    return f"## Versions\n\nWritten by `make test-versions`.\n\n{markdown_table(header, rows)}"
+
+
+def write_page() -> None:
+    """Write docs/compatibility.md from what was found so far."""
+    file = ROOT / "docs" / "compatibility.json"
+    file.with_suffix(".md").write_text(page(json.loads(file.read_text())))
+
+
 def page(kept: dict[str, Any]) -> str:
     sections = defaultdict(list)
     for feature, by_filter in sorted(kept["found"].items()):
@@ -129,6 +154,7 @@ def page(kept: dict[str, Any]) -> str:
             + f" **{failing} fail.**"
             * bool(failing)
         ),
+        versions=version_table(),
         tables="\n\n".join(
             f"## {section}\n\n{markdown_table(['feature', *COLUMNS.values()], rows)}"
             for section, rows in sections.items()
@@ -141,7 +167,7 @@ def main() -> None:
     file = ROOT / "docs" / "compatibility.json"
     folder = str(Path(__file__).parent)
     status = pytest.main(["-q", "-m", "feature", "-W", IMPORTED, "--outcomes", str(file), folder, *sys.argv[1:]])
-    file.with_suffix(".md").write_text(page(json.loads(file.read_text())))
+    write_page()
     sys.exit(status)
 
 
