@@ -13,11 +13,14 @@ from .filters import FilterConfig
 from .filters.attached import filters_of, read_whole
 from .hosts import host_of, unwrapped
 
+FORWARD_REPLACED = "forward replaced"
+
 
 @dataclass(frozen=True)
 class FilterRow:
     """One patched module: where it is, its filter, the coefficients by name (copies on the CPU, float32 or complex64),
-    and what computes S."""
+    and what computes S; ``FORWARD_REPLACED`` where that is not known, since the module's forward or class was replaced
+    after ``patch_model``."""
 
     module: str
     filter: FilterConfig
@@ -79,7 +82,9 @@ def filter_status(model: nn.Module) -> FilterStatus:
     for name, graph_filter in filters_of(model):
         tensors = read_whole(graph_filter, type(graph_filter).coefficients)
         values = {k: t.to(torch.complex64 if t.is_complex() else torch.float32) for k, t in tensors.items()}
-        rows.append(FilterRow(name, graph_filter.config, values, host.backend(model.get_submodule(name))))
+        module = model.get_submodule(name)
+        backend = host.backend(module) if host.leads_to_filter(module) else FORWARD_REPLACED
+        rows.append(FilterRow(name, graph_filter.config, values, backend))
     return FilterStatus(rows)
 
 
