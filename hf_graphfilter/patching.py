@@ -16,6 +16,7 @@ from .filters import AttentionSite, FilterConfig, GraphFilter, as_config
 from .filters.attached import CHILD, patched_modules
 from .filters.build import build_filter
 from .hosts import Host, encoder_of, host_of, unwrapped
+from .hosts.base import REPLACED
 from .records import extended, read_groups
 from .selection import Layers, select_sites
 
@@ -67,6 +68,8 @@ def patch_model(
     sites, refused = host.find(model)
     if not sites:
         raise GraphFilterError(_nothing_to_patch(model, refused))
+    if replaced := next((name for name, reason in refused.items() if reason.startswith(REPLACED)), None):
+        raise GraphFilterError(f"{replaced} cannot be patched: {refused[replaced]}")  # nor be left out in silence
     selected = select_sites(sites, layers, stack)
     for site in selected:
         if hasattr(site.module, CHILD):

@@ -14,6 +14,8 @@ from .filters.attached import filters_of, read_whole
 from .filters.build import build_filter
 from .hosts import host_of, unwrapped
 
+FORWARD_REPLACED = "forward replaced"
+
 
 @dataclass(frozen=True)
 class FilterRow:
@@ -23,7 +25,8 @@ class FilterRow:
         module: its name in the model.
         filter: the config of its filter.
         coefficients: by name, copies on the CPU, float32 or complex64.
-        backend: what computes S.
+        backend: what computes S; ``FORWARD_REPLACED`` where that is not known, since the module's forward or class was
+            replaced after ``patch_model``.
         trained: the names of the coefficients that training changes; the others are fixed.
         moved: mean distance of the learned coefficients from their start values; None where there are none.
     """
@@ -94,7 +97,8 @@ def filter_status(model: nn.Module) -> FilterStatus:
     for name, graph_filter in filters_of(model):
         tensors = read_whole(graph_filter, type(graph_filter).coefficients)
         values = {k: t.to(torch.complex64 if t.is_complex() else torch.float32) for k, t in tensors.items()}
-        backend = host.backend(model.get_submodule(name))
+        module = model.get_submodule(name)
+        backend = host.backend(module) if host.leads_to_filter(module) else FORWARD_REPLACED
         moved = _distance_from_start(graph_filter, values, sites[name]) if name in sites else None
         rows.append(FilterRow(name, graph_filter.config, values, backend, _trained(graph_filter), moved))
     return FilterStatus(rows)

@@ -441,6 +441,50 @@ def test_a_cache_from_the_plain_model_is_refused(entry, refuses):
         model(ids[:, 5:], **{CACHE: static})
 
 
+def assign(layer, change):
+    layer.keys, layer.values = change(layer.keys), change(layer.values)
+
+
+REPLACED = {
+    "pruned": lambda cache: [assign(layer, lambda x: x[:, :, ::2]) for layer in cache.layers],
+    "sorted": lambda cache: [assign(layer, lambda x: x.flip(2)) for layer in cache.layers],
+    "pruned-and-cropped": lambda cache: [REPLACED["pruned"](cache), cache.crop(-1)],
+    "pruned-and-reordered": lambda cache: [REPLACED["pruned"](cache), cache.reorder_cache(torch.tensor([1, 0]))],
+    "selected": lambda cache: [assign(layer, lambda x: x[[1, 0]]) for layer in cache.layers],
+}
+
+
+@pytest.mark.feature("Generation: keys and values replaced by other code (kvpress)", family="llama")
+@pytest.mark.parametrize("change", REPLACED)
+@DECODING
+def test_a_cache_changed_behind_the_filter_is_refused(entry, change, refuses):
+    model, ids = llama(entry)
+    static = change == "sorted" and entry.keeps_rows
+    cache = StaticCache(config=model.config, max_cache_len=9) if static else DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :6], **{CACHE: cache})
+        if not entry.keeps_rows and "crop" in change:
+            pytest.skip("a state is not cropped")
+        REPLACED[change](cache)
+        with refuses(r"layers.0.self_attn: the keys and values in the cache were replaced behind the filter"):
+            model(ids[:, 6:], **{CACHE: cache})
+
+
+@pytest.mark.parametrize("name", ["gated", "attnscale", "xsa", "dex"])
+def test_filters_that_keep_nothing_follow_a_pruned_cache(name):
+    """One step over the tokens that are left equals the mask that hides the others."""
+    model = turn_on(patch_model(FAMILIES["llama"].build("eager", num_hidden_layers=1).double(), name))
+    ids, cache, left = FAMILIES["llama"].inputs()["input_ids"], DynamicCache(config=model.config), [0, 1, 4, 7]
+    mask, position = torch.ones_like(ids), {"position_ids": torch.tensor([[8]])}
+    mask[:, [i for i in range(8) if i not in left]] = 0
+    with torch.no_grad():
+        model(ids[:, :8], **{CACHE: cache})
+        hidden = model(ids[:, 8:], attention_mask=mask, **position, **{CACHE: copy.deepcopy(cache)})
+        assign(cache.layers[0], lambda x: x[:, :, left])
+        found = model(ids[:, 8:], **position, **{CACHE: cache})
+    torch.testing.assert_close(found.last_hidden_state, hidden.last_hidden_state)
+
+
 class Rounded(QuantizedLayer):
     """A quantized cache without a package that quantizes."""
 

@@ -1,9 +1,12 @@
 """patch_model: selection, registry, errors, status, generation; a failed call leaves the model as it was."""
 
+import copy
+import functools
 import json
 import math
 from dataclasses import dataclass
 from importlib import metadata
+from types import MethodType
 
 import numpy as np
 import pytest
@@ -391,3 +394,87 @@ def test_registry_is_open_and_names_are_taken_once():
         @dataclass(frozen=True)
         class Nothing(FilterConfig):
             pass
+
+
+def replaced_forward(self, hidden_states, **kwargs):
+    """Attention that does not go through the interface, as some methods put it in the place of a module's own."""
+    return self.o_proj(self.v_proj(hidden_states).repeat(1, 1, 2)), None
+
+
+REPLACEMENTS = {
+    "object": lambda module, patch: patch.setattr(
+        module, "forward", MethodType(replaced_forward, module), raising=False
+    ),
+    "class": lambda module, patch: patch.setattr(type(module), "forward", replaced_forward),
+    "swapped": lambda module, patch: setattr(
+        module, "__class__", type("OtherAttention", (type(module),), {"forward": replaced_forward})
+    ),
+}
+
+
+@pytest.mark.parametrize("way", REPLACEMENTS)
+@pytest.mark.parametrize("name", ["gfsa", "agf"])
+@pytest.mark.feature("Routes past the filter: an attention module's forward or class replaced", family="llama")
+def test_a_replaced_forward_is_noticed(way, name, monkeypatch, refuses):
+    family = FAMILIES["llama"]
+    model, inputs = family.build(), family.inputs()
+    before = output(patch_model(model, name), inputs)
+    with monkeypatch.context() as patch:
+        for layer in model.layers:
+            REPLACEMENTS[way](layer.self_attn, patch)
+        assert {row.backend for row in filter_status(model)} == {"forward replaced"}
+        with refuses(
+            r"layers.0.self_attn .* ran without its graph filter, since its forward or its class was replaced"
+        ):
+            output(model, inputs)
+        unpatch_model(model)
+        with pytest.raises(
+            GraphFilterError, match=r"3 x (Llama|Other)Attention: its forward (was replaced|does not use)"
+        ):
+            patch_model(model, name)
+    if way == "object":
+        assert torch.equal(output(patch_model(model, name), inputs), before)
+
+
+def test_one_replaced_forward_is_not_left_out_in_silence():
+    model = FAMILIES["llama"].build()
+    model.layers[1].self_attn.forward = MethodType(replaced_forward, model.layers[1].self_attn)
+    with pytest.raises(GraphFilterError, match=r"layers.1.self_attn cannot be patched: its forward was replaced"):
+        patch_model(model)
+    assert not filter_status(model)
+
+
+@pytest.mark.parametrize("patched_first", [True, False])
+@pytest.mark.parametrize("way", ["wraps", "class"])
+def test_a_wrapper_around_the_forward_runs_the_filter(way, patched_first):
+    """What ``functools.wraps`` marks is seen through; so is a class that calls the one it derives from, if later."""
+    family = FAMILIES["llama"]
+    model, inputs = family.build(), family.inputs()
+    expected = output(turn_on(patch_model(copy.deepcopy(model), K=2)), inputs)
+
+    own_forward = type(model.layers[0].self_attn).forward
+
+    def wrap():
+        for module in (layer.self_attn for layer in model.layers):
+            if way == "wraps":
+                module.forward = functools.wraps(module.forward)(lambda *a, f=module.forward, **k: f(*a, **k))
+            else:
+                body = {"forward": lambda self, *a, f=own_forward, **k: f(self, *a, **k)}
+                module.__class__ = type("Other", (type(module),), body if patched_first else {})
+
+    steps = [lambda: patch_model(model, K=2), wrap]
+    for step in steps if patched_first else steps[::-1]:
+        step()
+    assert torch.equal(output(turn_on(model), inputs), expected)
+    for copied in (copy.deepcopy(model), model):
+        output(unpatch_model(copied), inputs)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_forward_replaced_before_compiling_is_noticed():
+    family = FAMILIES["llama"]
+    model, inputs = patch_model(family.build()), family.inputs()
+    model.layers[0].self_attn.forward = MethodType(replaced_forward, model.layers[0].self_attn)
+    torch.compiler.reset()
+    with pytest.raises(GraphFilterError, match="ran without its graph filter"):
+        output(torch.compile(model, backend="eager"), inputs)

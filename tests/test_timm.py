@@ -1,9 +1,11 @@
 """Filters on timm models: the same contract as for transformers, with the module's own unfused form as the oracle."""
 
 import copy
+import functools
 import pickle
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -384,3 +386,56 @@ def test_the_joint_kernel_is_used_in_training_and_agrees(dropout, monkeypatch):
     if not dropout:
         for name, gradient in found[True].items():
             torch.testing.assert_close(gradient, found[False][name], rtol=1e-8, atol=1e-8)
+
+
+def attend_by_itself(self, x, **kwargs):
+    """Attention of a module's own, as libraries put it in the place of timm's."""
+    return self.proj(self.qkv(x)[..., -x.shape[-1] :])
+
+
+REPLACEMENTS = {
+    "object": lambda module, patch: setattr(module, "forward", types.MethodType(attend_by_itself, module)),
+    "class": lambda module, patch: patch.setattr(Attention, "forward", attend_by_itself),
+    "swapped": lambda module, patch: setattr(
+        module, "__class__", type("OtherAttention", (Attention,), {"forward": attend_by_itself})
+    ),
+    "wrapped": lambda module, patch: setattr(
+        module, "forward", functools.wraps(module.forward)(lambda x, f=module.forward, **kwargs: f(x, **kwargs))
+    ),
+}
+
+
+@pytest.mark.parametrize("way", REPLACEMENTS)
+@pytest.mark.parametrize("patched_first", [True, False])
+def test_a_replaced_forward_is_refused_or_noticed(way, patched_first, monkeypatch):
+    model, image = build("vit"), torch.randn(1, 3, 32, 32)
+    plain, bare = model(image), copy.deepcopy(model)
+    if patched_first:
+        filtered = turn_on(patch_model(model))(image)
+    for block in (*model.blocks, *bare.blocks):
+        REPLACEMENTS[way](block.attn, monkeypatch)
+    if not patched_first:
+        with pytest.raises(GraphFilterError, match=r"3 x .*: (its forward was replaced|a form .* not honoured)"):
+            patch_model(model)
+    elif way == "class":  # the filter runs, over the attention that the class has now
+        assert not torch.equal(model(image), filtered)
+    elif way == "wrapped":
+        assert torch.equal(model(image), filtered)
+        assert torch.equal(unpatch_model(model)(image), plain)
+    else:
+        assert {row.backend for row in filter_status(model)} == {"forward replaced"}
+        with pytest.raises(GraphFilterError, match=r"blocks.0.attn .* ran without its graph filter"):
+            model(image)
+        assert torch.equal(unpatch_model(model)(image), bare(image))
+
+
+def test_a_class_that_derives_from_the_patched_one_must_go_first():
+    model = patch_model(build("vit"))
+    attention = model.blocks[1].attn
+    attention.__class__ = type("FSDPAttention", (type(attention),), {})
+    model(torch.randn(1, 3, 32, 32))
+    assert {row.backend for row in filter_status(model)} == {"sdpa"}
+    with pytest.raises(GraphFilterError, match=r"blocks.1.attn was given the class FSDPAttention.*before unpatch"):
+        unpatch_model(model)
+    attention.__class__ = type(attention).__mro__[1]
+    assert not filter_status(unpatch_model(model))

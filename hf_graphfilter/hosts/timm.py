@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -27,10 +28,21 @@ from ..filters.attached import CHILD
 from ..ops.attention import joint_form
 from ..ops.visibility import visibility
 from ..shift import AttentionShift
-from .base import locate, looks_like_attention, without_wrappers
+from .base import (
+    REPLACED,
+    locate,
+    looks_like_attention,
+    note_filter_runs,
+    running_forward,
+    unwatch,
+    watch,
+    without_wrappers,
+)
 
 LIBRARY = "timm"
 RECORD = "hf_graphfilter"  # the key in pretrained_cfg: timm refuses it by this name where we are not used to load
+
+_BASE = "_graph_filter_base"  # of the class of a patched module: the one that it had
 
 # what besides query and key makes the scores of the forms that are honoured
 _HONOURED = {
@@ -72,7 +84,7 @@ def find(model: nn.Module) -> tuple[list[AttentionSite], dict[str, str]]:
 
 
 def _class_name(module: nn.Module) -> str:
-    cls = getattr(type(module), "_graph_filter_base", type(module))
+    cls = getattr(type(module), _BASE, type(module))
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -82,6 +94,10 @@ def _refusal(module: Any) -> str | None:
         if _class_name(module) == "timm.models.cait.ClassAttn":
             return "class attention: one query, A is not square"
         return "a form of attention that is not honoured" if looks_like_attention(module) else ""
+    if not leads_to_filter(module) and (
+        CHILD in module._modules or "forward" in vars(module) or not _as_written(module)
+    ):
+        return f"{REPLACED}: undo that, or do it after patch_model with a function that calls the forward it finds"
     if getattr(module, "qkv", None) is None:  # of any class: adapters and quantizers put theirs in its place
         return "separate projections of query, key and value"
     if getattr(module, "q_bias", None) is not None:
@@ -124,6 +140,7 @@ class _View:
 
 
 def _forward(original: Callable[..., Tensor], module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    note_filter_runs(module)
     graph_filter, heads = module.graph_filter, module.num_heads
     packed = module.qkv(x)
     query, key, value = packed.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
@@ -158,7 +175,7 @@ def _forward(original: Callable[..., Tensor], module: Any, x: Tensor, *args: Any
 
 def _mask(original: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
     """(mask, whether causal) among what follows ``x``, by the names that timm gives them."""
-    code = original.__code__
+    code = inspect.unwrap(original).__code__  # type: ignore[attr-defined]
     names = code.co_varnames[2 : code.co_argcount]
     given = dict(zip(names, args, strict=False)) | kwargs
     return given.get("attn_mask", given.get("mask")), bool(given.get("is_causal", False))
@@ -191,12 +208,14 @@ def _filtered(base: Any) -> Any:
     """The subclass that runs the filter. It is named as its base and copied and pickled as it."""
 
     def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if CHILD not in self._modules:  # a wrapper has kept this function, and the module is no longer patched
+            return base.forward(self, x, *args, **kwargs)  # type: ignore[no-any-return]
         return _forward(base.forward, self, x, *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         return _rebuild, (base,), self.__dict__.copy()
 
-    body = {"forward": forward, "__reduce_ex__": reduce, "_graph_filter_base": base, "__module__": base.__module__}
+    body = {"forward": forward, "__reduce_ex__": reduce, _BASE: base, "__module__": base.__module__}
     return type(base.__name__, (base,), {**body, "__qualname__": base.__qualname__})
 
 
@@ -208,12 +227,33 @@ def _rebuild(base: Any) -> Any:
 def attach(site: AttentionSite, graph_filter: GraphFilter) -> None:
     site.module.add_module(CHILD, graph_filter)
     site.module.__class__ = _filtered(type(site.module))  # type: ignore[arg-type]
+    watch(site.module)
 
 
 def detach(model: nn.Module, modules: Iterable[Any]) -> None:
+    modules = list(modules)
     for module in modules:
-        module.__class__ = type(module)._graph_filter_base
+        if (base := getattr(type(module), _BASE, None)) and type(module) is not _filtered(base):
+            raise GraphFilterError(
+                f"{module.graph_filter.site_name} was given the class {type(module).__name__}, which derives from that "
+                "of the patched module: undo that (FSDP2, parametrizations ...) before unpatch_model"
+            )
+    for module in modules:
+        module.__class__ = getattr(type(module), _BASE, type(module))  # where another has replaced ours, that stays
+        unwatch(module)
         delattr(module, CHILD)
+
+
+def leads_to_filter(module: nn.Module) -> bool:
+    base = getattr(type(module), _BASE, None)
+    return base is not None and running_forward(module) is _filtered(base).forward
+
+
+def _as_written(module: Any) -> bool:
+    """Return whether the forward of an unpatched module's class is the one that its file defines."""
+    forward, cls = running_forward(module), type(module)
+    defined = forward.__module__, forward.__qualname__
+    return "forward" not in vars(module) and defined == (cls.__module__, f"{cls.__qualname__}.forward")
 
 
 def backend(module: Any) -> str:

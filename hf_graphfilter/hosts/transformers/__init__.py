@@ -12,6 +12,7 @@ import transformers.modeling_utils  # noqa: F401  # imports checkpoints.transfor
 
 from .attention import backend, kind
 from .cards import base_model, model_type, pipeline_tag, usage
+from .interface import leads_to_filter
 from .records import read_record, write_record
 from .routing import attach, detach
 from .sites import find, relative_name, saved_names
@@ -26,6 +27,7 @@ __all__ = [
     "base_model",
     "detach",
     "find",
+    "leads_to_filter",
     "model_type",
     "pipeline_tag",
     "read_record",

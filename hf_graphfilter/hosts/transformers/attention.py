@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +16,9 @@ from ...ops.attention import joint_form
 from ...ops.few_rows import can_form_rows, form_rows
 from ...ops.visibility import visibility
 from ...shift import AttentionShift
+from ..base import note_filter_runs
 from . import cache
+from .interface import attention_function, honours_softcap
 from .tensor_parallel import with_local_heads
 
 IMPLEMENTATION = "hf_graphfilter"
@@ -54,6 +54,7 @@ def graph_filter_attention(
             f"{type(module).__name__} runs with attn_implementation={IMPLEMENTATION!r} but has no graph filter: use "
             "patch_model(model, ...), and leave attn_implementation to name the backend (sdpa, eager, ...)"
         )
+    note_filter_runs(module)
     past, hidden = kwargs.pop(cache.ARGUMENT, None), kwargs.pop(HIDDEN, None)
     earlier = kwargs.pop(EARLIER, None)
     if graph_filter.reads_earlier and earlier is None:
@@ -212,27 +213,6 @@ def _weights_wanted(kwargs: dict[str, Any]) -> bool:
     """transformers leaves a layer without weights out of ``attentions``, so that those of later layers move up."""
     collecting = None if torch.compiler.is_compiling() else _active_collector.get()
     return bool(kwargs.get("output_attentions")) or "attentions" in (collecting or ())
-
-
-@functools.cache
-def _interface_of(module_class: Any) -> tuple[dict[str, Any], str]:
-    """(globals of the file, name of the eager function in it) of a module's ``forward``."""
-    forward: Any = inspect.unwrap(module_class.forward)
-    names = forward.__code__.co_names
-    eager = next((n for n in names if n.endswith("eager_attention_forward")), "eager_attention_forward")
-    return forward.__globals__, eager
-
-
-def attention_function(module_class: Any, implementation: str) -> Callable[..., Any]:
-    """What the module's own ``forward`` would call: its file's interface, or the eager function that it names."""
-    compiling = torch.compiler.is_compiling()  # which looks into functions and warns of a cache
-    namespace, eager = _interface_of.__wrapped__(module_class) if compiling else _interface_of(module_class)
-    return namespace["ALL_ATTENTION_FUNCTIONS"].get_interface(implementation, namespace.get(eager))  # type: ignore[no-any-return]
-
-
-@functools.cache
-def honours_softcap(attend: Callable[..., Any]) -> bool:
-    return "softcap" in inspect.signature(attend).parameters
 
 
 def _refuse_untold(

@@ -91,6 +91,7 @@ def recall(past: Any, module: Any, query: Tensor, key: Tensor) -> tuple[PastRows
     if type(layer) in FILTERED:
         layer = layers[module.layer_idx] = _with_memory(layer, FILTERED[type(layer)])
     if isinstance(layer, FilteredStaticLayer):
+        layer.check_replaced(asking[0])
         return layer, None
     if isinstance(layer, _DUMMY):
         raise GraphFilterError(f"{module.graph_filter.site_name} {_SHARED}")

@@ -23,6 +23,11 @@ TWICE = (
     "filter knows past tokens by its own layer: use use_cache=False"
 )
 
+REPLACED = (
+    "the keys and values in the cache were replaced behind the filter (pruned, compressed, sorted anew), and what it "
+    "keeps of past tokens no longer goes with them: leave the cache as the model fills it, or use use_cache=False"
+)
+
 if TYPE_CHECKING:
     _Layer = DynamicLayer
 else:
@@ -35,9 +40,23 @@ class _Keeping(_Layer):
     kept: dict[Any, Tensor]
     asked_at = -1  # how many tokens it had when the filter last asked
     asked_twice = False  # the filter asked again for the same ones: of what it keeps, some is of the other time
+    known: tuple[Any, Any] = (None, None)  # keys and values as the layer itself left them
+    replaced = False  # another has put others in their place since
 
     def forget(self) -> None:
         self.kept, self.asked_at, self.asked_twice = {}, -1, False
+        self.known, self.replaced = (self.keys, self.values), False
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self._change(super().update, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def _change(self, change: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Let the layer ``change`` its keys and values, and look first whether another has replaced them."""
+        if not torch.compiler.is_compiling():
+            self.replaced |= not (self.keys is self.known[0] and self.values is self.known[1])
+        result = change(*args, **kwargs)
+        self.known = self.keys, self.values
+        return result
 
     def asked(self, site: str, queries: int, device: torch.device) -> bool:
         """Whether the filter can go by this layer.
@@ -47,6 +66,7 @@ class _Keeping(_Layer):
         """
         if torch.compiler.is_compiling():  # which would be bound to the number of tokens
             return True
+        self.check_replaced(site)
         self._each(lambda tensor: tensor.to(device))  # from where ``offload`` has put it
         tokens = self.get_seq_length()
         self.asked_twice = self.asked_twice or tokens == self.asked_at
@@ -55,11 +75,18 @@ class _Keeping(_Layer):
             raise GraphFilterError(f"{site}: {TWICE}")
         return not self.asked_twice
 
+    def check_replaced(self, site: str) -> None:
+        """Raise if what the filter keeps does not go with the keys and values that are there now."""
+        if self.replaced and self.kept:
+            raise GraphFilterError(f"{site}: {REPLACED}")
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Detach what is kept where the keys are: ``layer.keys = layer.keys.detach()`` truncates backpropagation."""
-        if name == "keys" and any(tensor.requires_grad for tensor in self.__dict__.get("kept", {}).values()):
-            both = value is not self.keys and isinstance(value, Tensor) and isinstance(self.keys, Tensor)
-            if both and not value.requires_grad and value.is_set_to(self.keys):
+        before = self.__dict__.get(name) if name in ("keys", "values") else None
+        both = isinstance(before, Tensor) and isinstance(value, Tensor) and value is not before
+        if both and not value.requires_grad and value.is_set_to(before):
+            self.known = tuple(value if known is before else known for known in self.known)  # type: ignore[assignment]
+            if name == "keys":
                 self._each(Tensor.detach)
         super().__setattr__(name, value)
 
@@ -67,23 +94,23 @@ class _Keeping(_Layer):
         self.kept = {name: change(tensor) for name, tensor in self.kept.items()}
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        self._change(super().reorder_cache, beam_idx)
         self._each(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
+        self._change(super().batch_repeat_interleave, repeats)
         self._each(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
+        self._change(super().batch_select_indices, indices)
         self._each(lambda tensor: tensor[indices, ...])
 
     def offload(self) -> None:
-        super().offload()
+        self._change(super().offload)
         self._each(lambda tensor: tensor.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
-        super().prefetch()
+        self._change(super().prefetch)
         self._each(lambda tensor: tensor.to(self.device, non_blocking=True))
 
 
@@ -133,7 +160,7 @@ class SignalRows(_Keeping):
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         before = self.get_seq_length()
-        super().crop(*args, **kwargs)
+        self._change(super().crop, *args, **kwargs)
         removed, self.asked_at = before - self.get_seq_length(), -1
         self.ends = {application: max(end - removed, 0) for application, end in self.ends.items()}
 
@@ -230,6 +257,9 @@ class StateLayer(KeyedStateLayer):
                 "start with a new cache"
             )
         self.announced = False
+        return self._change(self._count, key_states, value_states)  # type: ignore[no-any-return]
+
+    def _count(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             # what other code reads of a cache: batch, heads, features, of zero tokens; a slice would hold all of them

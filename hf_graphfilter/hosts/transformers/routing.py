@@ -15,6 +15,7 @@ from ...earlier import EarlierLayers
 from ...errors import GraphFilterError
 from ...filters import AttentionSite, GraphFilter
 from ...filters.attached import CHILD, filters_of
+from ..base import unwatch, watch
 from . import cache
 from .attention import BASE_CONFIG, CHOSEN, EARLIER, HIDDEN, IMPLEMENTATION, SERVING, field
 
@@ -31,6 +32,7 @@ def attach(site: AttentionSite, graph_filter: GraphFilter) -> None:
     object.__setattr__(routed, _SITE, site.name)
     module.add_module(CHILD, graph_filter)
     module.config = routed
+    watch(module)
     tensors = (*graph_filter.parameters(), *graph_filter.buffers())
     if not is_deepspeed_zero3_enabled() and not any(t.is_meta for t in tensors):
         for part in graph_filter.modules():  # or a composite made of patched models would give it start values again
@@ -122,6 +124,7 @@ def _remove_hooks(module: Any, kind: type) -> None:
 
 def detach(model: nn.Module, modules: Iterable[Any]) -> None:
     for module in modules:
+        unwatch(module)
         _remove_hooks(module, _PassOn)
         module.config = getattr(module.config, BASE_CONFIG)
         delattr(module, CHILD)

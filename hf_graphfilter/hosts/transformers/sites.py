@@ -17,8 +17,9 @@ from transformers.pytorch_utils import Conv1D
 
 from ...filters import AttentionSite
 from ...filters.attached import CHILD
-from ..base import locate, looks_like_attention, without_wrappers
-from .attention import attention_function, backend, declared_causal, honours_softcap
+from ..base import REPLACED, locate, looks_like_attention, running_forward, without_wrappers
+from .attention import backend, declared_causal
+from .interface import attention_function, honours_softcap, uses_interface
 
 _HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
 _HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
@@ -51,9 +52,9 @@ def find(model: nn.Module) -> tuple[list[AttentionSite], dict[str, str]]:
 
 def _refusal(name: str, module: Any) -> str | None:
     """None for a patchable module, the reason for another attention module, "" for anything else."""
-    forward = inspect.unwrap(type(module).forward)
-    names = forward.__code__.co_names if hasattr(forward, "__code__") else ()
-    if "ALL_ATTENTION_FUNCTIONS" not in names:
+    if not uses_interface(running_forward(module)):
+        if uses_interface(inspect.unwrap(type(module).forward)):
+            return f"{REPLACED} on the module, and does not use the attention interface"
         return "its forward does not use the attention interface" if looks_like_attention(module) else ""
     if (
         any(_CROSS_NAME.search(part) for part in name.split(".")[-2:])

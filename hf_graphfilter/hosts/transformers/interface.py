@@ -1,0 +1,53 @@
+"""The attention interface of transformers, as a module's forward uses it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import GraphFilterError
+from ..base import running_forward
+
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what a forward names that computes attention through the interface
+
+
+def uses_interface(forward: Any) -> bool:
+    """Return whether a function computes attention through the attention interface."""
+    return INTERFACE in getattr(getattr(forward, "__code__", None), "co_names", ())
+
+
+def leads_to_filter(module: nn.Module) -> bool:
+    return uses_interface(running_forward(module))
+
+
+@functools.cache
+def _interface_of(module_class: Any) -> tuple[dict[str, Any], str]:
+    """(globals of the file, name of the eager function in it) of a module's ``forward``."""
+    forwards: list[Any] = [inspect.unwrap(cls.forward) for cls in module_class.__mro__ if hasattr(cls, "forward")]
+    # of a class that a library has put in the place of the module's, and that calls it, the module's
+    forward = next((forward for forward in forwards if uses_interface(forward)), None)
+    if forward is None:
+        raise GraphFilterError(
+            f"the forward of {module_class.__name__}, of a module with a graph filter, was replaced: put the original "
+            "back, or call unpatch_model"
+        )
+    names = forward.__code__.co_names
+    eager = next((n for n in names if n.endswith("eager_attention_forward")), "eager_attention_forward")
+    return forward.__globals__, eager
+
+
+def attention_function(module_class: Any, implementation: str) -> Callable[..., Any]:
+    """What the module's own ``forward`` would call: its file's interface, or the eager function that it names."""
+    compiling = torch.compiler.is_compiling()  # which looks into functions and warns of a cache
+    namespace, eager = _interface_of.__wrapped__(module_class) if compiling else _interface_of(module_class)
+    return namespace[INTERFACE].get_interface(implementation, namespace.get(eager))  # type: ignore[no-any-return]
+
+
+@functools.cache
+def honours_softcap(attend: Callable[..., Any]) -> bool:
+    return "softcap" in inspect.signature(attend).parameters
