@@ -199,17 +199,34 @@ def run(code, tmp_path):
     return subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
 
 
-def test_without_the_plug_in_loading_fails_and_names_it(checkpoint, tmp_path):
+def test_without_the_plug_in_loading_fails_and_names_the_cure(checkpoint, tmp_path):
+    """Also for those who pass another implementation, as transformers' own sentence proposes."""
     result = run(
         f"""
-        from transformers import AutoModel
-        AutoModel.from_pretrained({str(checkpoint)!r})
+        from transformers import AutoConfig, AutoModel
+        assert AutoConfig.from_pretrained({str(checkpoint)!r}).model_type == "bert"
+        for options in ({{}}, {{"attn_implementation": "sdpa"}}, {{"experts_implementation": "eager"}}):
+            try:
+                AutoModel.from_pretrained({str(checkpoint)!r}, **options)
+            except ValueError as error:
+                print(error)
         """,
         tmp_path,
     )
-    assert result.returncode == 1
-    assert "ValueError" in result.stderr
-    assert "hf_graphfilter" in result.stderr.splitlines()[-1]
+    assert result.returncode == 0, result.stderr
+    named, again, third = result.stdout.splitlines()
+    cure = '="hf_graphfilter (pip install -U hf-graphfilter, then import hf_graphfilter before loading; any other value'
+    assert f"attn_implementation{cure}" in named
+    assert f"experts_implementation{cure}" in again
+    assert third == named
+
+
+def test_checkpoints_with_the_name_of_earlier_releases_load(checkpoint):
+    edit(checkpoint, attn_implementation="hf_graphfilter", experts_implementation=None)
+    model = AutoModel.from_pretrained(checkpoint)
+    assert model.config._attn_implementation == "sdpa"
+    assert filter_status(model)
+    assert "pip install" in model.config.to_dict()["attn_implementation"]
 
 
 @pytest.mark.parametrize(

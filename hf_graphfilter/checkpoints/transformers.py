@@ -17,7 +17,7 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -27,7 +27,7 @@ from ..filters.attached import CHILD, filters_of
 from ..hosts import host_of
 from ..hosts.base import check_values
 from ..hosts.transformers.attention import IMPLEMENTATION, graph_filter_attention
-from ..hosts.transformers.records import check_recorded, read_record
+from ..hosts.transformers.records import check_recorded, forget_names, is_our_name, read_record
 from ..hosts.transformers.sites import relative_name
 from ..patching import STARTED, apply_record, check_resolved, resolve
 from ..records import read_groups
@@ -57,20 +57,11 @@ def _resolve_implementation(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         # a patched checkpoint names us, so that it cannot be loaded without us: for the model it means "the default"
         if hasattr(self.config, CHILD):
-            _forget_implementation(self.config)
-            attn_implementation = None if attn_implementation == IMPLEMENTATION else attn_implementation
+            forget_names(self.config)
+            attn_implementation = None if is_our_name(attn_implementation) else attn_implementation
         return original(self, attn_implementation, *args, **kwargs)
 
     return _check_and_adjust_attn_implementation
-
-
-def _forget_implementation(config: PreTrainedConfig) -> None:
-    """Take our name out of a loaded config and its sub-configs, to which transformers passed it on."""
-    if config._attn_implementation == IMPLEMENTATION:
-        config._attn_implementation_internal = None
-    for name in config.sub_configs:
-        if isinstance(part := getattr(config, name, None), PreTrainedConfig):
-            _forget_implementation(part)
 
 
 def _patch_after_init(original: Callable[..., Any]) -> Callable[..., Any]:
