@@ -190,6 +190,28 @@ def test_push_to_hub_sends_what_save_pretrained_writes(monkeypatch, tmp_path):
     assert torch.equal(output(loaded, BERT.inputs()), output(model, BERT.inputs()))
 
 
+def test_a_saved_folder_says_how_to_load_it(tmp_path):
+    patched().save_pretrained(tmp_path)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert "import hf_graphfilter  # pip install hf-graphfilter\nfrom transformers import AutoModel\n" in card.text
+    assert (card.data.library_name, card.data.tags) == ("transformers", ["graph-filter", "gfsa", "hf_graphfilter"])
+    create_model_card(patched(), description="## Data\nreviews").save(
+        tmp_path / "README.md"
+    )
+    text = (tmp_path / "README.md").read_text()
+    patched().save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == text
+
+
+def test_no_readme_where_nothing_was_saved(tmp_path):
+    patched().save_pretrained(tmp_path / "other process", is_main_process=False)
+    model = patched()
+    with pytest.raises(TypeError, match="complex"):
+        model.save_pretrained(tmp_path / "failed", max_shard_size=1j)
+    unpatch_model(model).save_pretrained(tmp_path / "plain")
+    assert not [*tmp_path.rglob("README.md")]
+
+
 # ------------------------------------------------------------------------------------------------ failing closed
 
 

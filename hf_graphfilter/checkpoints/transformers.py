@@ -32,6 +32,7 @@ from ..hosts.transformers.sites import relative_name
 from ..patching import STARTED, apply_record, check_resolved, resolve
 from ..records import read_groups
 from .adapters import OF_TRANSFORMERS
+from .readme import write_readme
 
 
 def install() -> None:
@@ -270,11 +271,17 @@ def _refuse_lost_filters(original: Callable[..., Any]) -> Callable[..., Any]:
     return _load_from_state_dict
 
 
-def _refuse_unrecorded(original: Callable[..., Any]) -> Callable[..., Any]:
+def _save_with_readme(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def save_pretrained(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         check_recorded(self)
-        return original(self, *args, **kwargs)
+        result = original(self, *args, **kwargs)
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        if arguments.get("is_main_process", True) and not getattr(self, "_hf_peft_config_loaded", False):
+            write_readme(self, arguments["save_directory"])
+        return result
 
     return save_pretrained
 
@@ -285,7 +292,7 @@ _WRAPS: dict[str, Callable[[Any], Any]] = {
     "_initialize_weights": _initialise_filters,
     "_load_pretrained_model": _load_by_record,
     "_load_from_state_dict": _refuse_lost_filters,
-    "save_pretrained": _refuse_unrecorded,
+    "save_pretrained": _save_with_readme,
 }
 
 install()
