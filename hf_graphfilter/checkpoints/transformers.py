@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..base_weights import remember_weights
 from ..errors import GraphFilterError
 from ..filters import GraphFilter
 from ..filters.attached import CHILD, filters_of
@@ -136,6 +137,7 @@ def _load_by_record(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
                 f"{path}: a weights file is corrupted or truncated ({error}); save or download it again"
             ) from error
         _check_coefficients(model, info, path)
+        remember_weights(host_of(model), model, again=True)
         if renamings:  # it will be saved by the others
             used = vars(model)["_weight_conversions"]
             vars(model)["_weight_conversions"] = [conversion for conversion in used if conversion not in renamings]
