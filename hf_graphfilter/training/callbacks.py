@@ -12,16 +12,21 @@ from transformers.trainer_callback import CallbackHandler, TrainerState
 
 from ..filters.attached import filters_of, read_whole
 from .learning_rate import caller, find_rate_problem, report_problem
+from .resuming import check_when_resuming
 
 
 class FilterRateCallback(TrainerCallback):
-    """Sees to the filter's learning rate, or says that it was forgotten. Every Trainer has this callback."""
+    """Sees to the filter's learning rate, or says that it was forgotten. Every Trainer has this callback.
+
+    It also lets the Trainer refuse to resume from a checkpoint of another filter.
+    """
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         from .optimizer import give_filter_rate  # which imports the Trainer, whose import imports this file
 
         if trainer := caller(Trainer):
             give_filter_rate(trainer)
+            check_when_resuming(type(trainer))
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
