@@ -29,6 +29,7 @@ def _install() -> None:
 when_imported("transformers.modeling_utils", _install)
 when_imported("accelerate.accelerator", lambda: importlib.import_module(".training.learning_rate", __name__))
 when_imported("transformers.trainer", lambda: importlib.import_module(".training.callbacks", __name__))
+when_imported("sentence_transformers", lambda: importlib.import_module(".checkpoints.readme", __name__).install())
 when_imported("peft", lambda: importlib.import_module(".checkpoints.adapters", __name__).install())
 when_imported(
     "transformers.models.auto.configuration_auto",

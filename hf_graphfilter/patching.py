@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from .base_weights import SAMPLE, remember_weights
 from .errors import GraphFilterError, shown
 from .filters import AttentionSite, FilterConfig, GraphFilter, as_config
 from .filters.attached import CHILD, patched_modules
@@ -97,7 +98,8 @@ def unpatch_model(model: M) -> M:
     patched = patched_modules(model, required=host.read_record(model) is None)  # parts may have lost them all
     host.detach(model, [module for _, module in patched])
     host.write_record(model, None)
-    vars(model).pop(STARTS, None)
+    for kept in (STARTS, SAMPLE):
+        vars(model).pop(kept, None)
     return whole
 
 
@@ -139,6 +141,7 @@ def _attach(
             attached.append(site.module)
         if patched_modules(model, required=False):
             host.write_record(model, record)
+            remember_weights(host, model)
     except BaseException:
         host.detach(model, attached)
         raise

@@ -58,7 +58,7 @@ def test_patch_status_card(cli, plain, tmp_path):
     done = cli("patch", plain, out, "-o", "K=4", "-o", 'learn=["w_0","w_K"]', "--layers", "0,-1")
     assert done.returncode == 0, done.stderr
     assert "no tokenizer or processor found" in done.stderr
-    assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}, "none made of nothing"
+    assert {path.name for path in out.iterdir()} == {"README.md", "config.json", "model.safetensors"}, "no tokenizer"
     model = BertForSequenceClassification.from_pretrained(out)
     assert [(row.filter.K, row.filter.learn) for row in filter_status(model)] == [(4, ("w_0", "w_K"))] * 2
     inputs = FAMILIES["bert"].inputs()

@@ -316,6 +316,10 @@ def test_configs(count):
                 attempt(FilterConfig.from_dict, data)
 
 
+OTHER_BASE = pytest.mark.filterwarnings("ignore:.* was trained on a base with other weights")
+
+
+@OTHER_BASE
 @pytest.mark.parametrize("family", ["bert", "gpt2", "t5"])
 @examples(30)
 def test_calls_on_a_model(family, count, tmp_path, monkeypatch):
@@ -374,6 +378,7 @@ def test_edited_checkpoints(count, tmp_path, transformers_warnings):
             assert output(found, inputs).isfinite().all()
 
 
+@OTHER_BASE
 @examples(80)
 def test_damaged_filter_files(count, tmp_path):
     family = FAMILIES["bert"]

@@ -190,6 +190,59 @@ def test_push_to_hub_sends_what_save_pretrained_writes(monkeypatch, tmp_path):
     assert torch.equal(output(loaded, BERT.inputs()), output(model, BERT.inputs()))
 
 
+def test_a_saved_folder_says_how_to_load_it(tmp_path):
+    patched().save_pretrained(tmp_path)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert "import hf_graphfilter  # pip install hf-graphfilter\nfrom transformers import AutoModel\n" in card.text
+    assert (card.data.library_name, card.data.tags) == ("transformers", ["graph-filter", "gfsa", "hf_graphfilter"])
+    create_model_card(patched(), description="## Data\nreviews").save(tmp_path / "README.md")
+    text = (tmp_path / "README.md").read_text()
+    patched().save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == text
+
+
+def test_no_readme_where_nothing_was_saved(tmp_path):
+    patched().save_pretrained(tmp_path / "other process", is_main_process=False)
+    model = patched()
+    with pytest.raises(TypeError, match="complex"):
+        model.save_pretrained(tmp_path / "failed", max_shard_size=1j)
+    unpatch_model(model).save_pretrained(tmp_path / "plain")
+    assert not [*tmp_path.rglob("README.md")]
+
+
+def step_outside(model):
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "graph_filter" not in name:
+                parameter.add_(1e-4 * torch.rand_like(parameter))
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_filter_saved_alone_after_its_base_was_trained_says_so(loaded, tmp_path):
+    patched().save_pretrained(tmp_path / "model")
+    model = AutoModel.from_pretrained(tmp_path / "model") if loaded else patched()
+    turn_on(model)
+    for cast in (torch.bfloat16, torch.float32):
+        save_filter(model.to(cast), tmp_path / "filter")
+    step_outside(model)
+    with pytest.warns(UserWarning, match=r"weights outside the filter changed since .*embed.*: save the whole model"):
+        save_filter(copy.deepcopy(model), tmp_path / "filter")
+    save_filter(patch_model(unpatch_model(model)), tmp_path / "filter")
+
+
+def test_a_filter_laid_over_another_base_says_so(tmp_path):
+    save_filter(patched(), tmp_path)
+    load_filter(unpatch_model(patched()).to(torch.bfloat16), tmp_path)
+    set_seed(1)
+    other = BERT.build()
+    with pytest.warns(UserWarning, match="trained on a base with other weights .*attention.self.query.weight"):
+        assert load_filter(other, tmp_path) is other
+    description = json.loads((tmp_path / "graph_filter.json").read_text())
+    del description["weights"]  # as earlier releases wrote it
+    (tmp_path / "graph_filter.json").write_text(json.dumps(description))
+    load_filter(unpatch_model(other), tmp_path)
+
+
 # ------------------------------------------------------------------------------------------------ failing closed
 
 
@@ -199,17 +252,34 @@ def run(code, tmp_path):
     return subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
 
 
-def test_without_the_plug_in_loading_fails_and_names_it(checkpoint, tmp_path):
+def test_without_the_plug_in_loading_fails_and_names_the_cure(checkpoint, tmp_path):
+    """Also for those who pass another implementation, as transformers' own sentence proposes."""
     result = run(
         f"""
-        from transformers import AutoModel
-        AutoModel.from_pretrained({str(checkpoint)!r})
+        from transformers import AutoConfig, AutoModel
+        assert AutoConfig.from_pretrained({str(checkpoint)!r}).model_type == "bert"
+        for options in ({{}}, {{"attn_implementation": "sdpa"}}, {{"experts_implementation": "eager"}}):
+            try:
+                AutoModel.from_pretrained({str(checkpoint)!r}, **options)
+            except ValueError as error:
+                print(error)
         """,
         tmp_path,
     )
-    assert result.returncode == 1
-    assert "ValueError" in result.stderr
-    assert "hf_graphfilter" in result.stderr.splitlines()[-1]
+    assert result.returncode == 0, result.stderr
+    named, again, third = result.stdout.splitlines()
+    cure = '="hf_graphfilter (pip install -U hf-graphfilter, then import hf_graphfilter before loading; any other value'
+    assert f"attn_implementation{cure}" in named
+    assert f"experts_implementation{cure}" in again
+    assert third == named
+
+
+def test_checkpoints_with_the_name_of_earlier_releases_load(checkpoint):
+    edit(checkpoint, attn_implementation="hf_graphfilter", experts_implementation=None)
+    model = AutoModel.from_pretrained(checkpoint)
+    assert model.config._attn_implementation == "sdpa"
+    assert filter_status(model)
+    assert "pip install" in model.config.to_dict()["attn_implementation"]
 
 
 @pytest.mark.parametrize(
@@ -340,7 +410,9 @@ def test_filter_file_over_plain_and_patched(tmp_path):
 
 def test_filter_file_carries_between_heads(tmp_path):
     save_filter(patched(), tmp_path)
-    model = load_filter(BertForSequenceClassification(BERT.config), tmp_path)
+    model = BertForSequenceClassification(BERT.config)
+    model.bert.load_state_dict(unpatch_model(patched()).state_dict(), strict=False)  # its own has no pooler
+    load_filter(model, tmp_path)
     assert torch.equal(coefficients(model), coefficients(patched()))
 
 
@@ -455,11 +527,12 @@ def test_counters_and_masks_of_a_filter_are_loaded(tmp_path):
     class CountingConfig(FilterConfig):
         module = Counting
 
-    model = patch_model(BERT.build(), "test-counting")
+    base = BERT.build()
+    model = patch_model(copy.deepcopy(base), "test-counting")
     model.encoder.layer[0].attention.self.graph_filter.seen += 7
     model.save_pretrained(tmp_path)
     save_filter(model, tmp_path)
-    for again in (AutoModel.from_pretrained(tmp_path), load_filter(BERT.build(), tmp_path)):
+    for again in (AutoModel.from_pretrained(tmp_path), load_filter(base, tmp_path)):
         assert again.encoder.layer[0].attention.self.graph_filter.seen == 7
 
 

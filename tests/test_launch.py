@@ -204,7 +204,7 @@ def test_remote_code_in_a_program_without_us(third_party):
     code, lines, errors = run([sys.executable, folder / "load.py", folder / "patched"], PYTHONPATH=path)
     assert code == 0, errors
     refused, named, found = map(json.loads, lines[-3:])
-    assert 'attn_implementation="hf_graphfilter"` is not supported' in refused
+    assert 'attn_implementation="hf_graphfilter (pip install -U hf-graphfilter, then import' in refused
     assert "packages that were not found in your environment: hf_graphfilter" in named
     assert found == pytest.approx(expected, rel=1e-5)
 

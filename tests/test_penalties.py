@@ -9,6 +9,7 @@ import torch
 from models import FAMILIES, checkpointed, turn_on
 from processes import run_two
 from test_trainer import Toy, state
+from torch.utils.data import IterableDataset
 from transformers import (
     BartForConditionalGeneration,
     BertForSequenceClassification,
@@ -210,6 +211,27 @@ def test_accumulation_averages(tmp_path, rows):
         options = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps, "max_steps": 2}
         found.append(train(tmp_path, model(), data=Padded(rows), compute_loss_func=nothing, **options)[0])
     assert_equal(*found)
+
+
+def test_a_stream_that_ends_within_an_accumulation(tmp_path):
+    """Its last batch counts as the Trainer counts it in the loss."""
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return map(Padded(12).__getitem__, range(12))
+
+    batches, weights = set(), set()
+
+    class Weighing(Trainer):
+        def training_step(self, *args, **kwargs):
+            callback = next(c for c in self.callback_handler.callbacks if isinstance(c, OrthogonalityCallback))
+            batches.add(self.current_gradient_accumulation_steps)
+            weights.add(callback.added.scale * self.current_gradient_accumulation_steps)
+            return super().training_step(*args, **kwargs)
+
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 2}
+    train(tmp_path, model(), data=Stream(), trainer=Weighing, **options)
+    assert (batches, weights) == ({1, 2}, {1.0})
 
 
 def test_accumulation_with_a_causal_model(tmp_path, transformers_warnings):

@@ -151,6 +151,18 @@ def test_the_command_line_keeps_the_modules_of_sentence_transformers(tmp_path, t
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_the_card_of_an_encoder_is_none_of_a_sentence_transformer(tmp_path, transformers_warnings):
+    SentenceTransformer = pytest.importorskip("sentence_transformers").SentenceTransformer
+    patch_model(FAMILIES["bert"].build()).save_pretrained(tmp_path / "encoder")
+    tokenizer().save_pretrained(tmp_path / "encoder")
+    SentenceTransformer(str(tmp_path / "encoder"), device="cpu").save(str(tmp_path / "saved"))
+    text = (tmp_path / "saved" / "README.md").read_text()
+    assert "import hf_graphfilter  # pip install hf-graphfilter\nfrom sentence_transformers import Sen" in text
+    assert "AutoModel" not in text
+    transformers_warnings.clear()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_a_sentence_transformer_is_patched_as_it_is(tmp_path, transformers_warnings):
     SentenceTransformer = pytest.importorskip("sentence_transformers").SentenceTransformer
     FAMILIES["bert"].build().save_pretrained(tmp_path / "model")
@@ -177,6 +189,7 @@ def test_a_sentence_transformer_is_patched_as_it_is(tmp_path, transformers_warni
     assert 'SentenceTransformer("me/encoder")' in card.text
     model.save(str(tmp_path / "saved"))
     text = (tmp_path / "saved" / "README.md").read_text()
+    assert text.count("import hf_graphfilter  # pip install hf-graphfilter\nfrom sentence_transformers import Sen") == 1
     with pytest.raises(GraphFilterError, match="not written by hf_graphfilter"):
         card.save(tmp_path / "saved" / "README.md")
     assert (tmp_path / "saved" / "README.md").read_text() == text

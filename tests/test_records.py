@@ -252,7 +252,8 @@ def test_values_in_a_composite_of_patched_models_are_checked(tmp_path, transform
 
 
 def test_coefficients_without_a_record_are_not_lost(checkpoint, transformers_warnings):
-    edit_json(checkpoint / "config.json", lambda c: (c.pop("graph_filter"), c.pop("attn_implementation", None)))
+    keys = ("graph_filter", "attn_implementation", "experts_implementation")
+    edit_json(checkpoint / "config.json", lambda c: [c.pop(key, None) for key in keys])
     with pytest.raises(GraphFilterError, match=r"no filter for .*config\.json holds no record of them"):
         AutoModel.from_pretrained(checkpoint)
     transformers_warnings.clear()

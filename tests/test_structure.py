@@ -17,6 +17,7 @@ FLOORS = [
     {"filters"},
     {"models", "records"},
     {"hosts"},
+    {"base_weights"},
     {"selection", "status", "patching", "batches"},
     {"checkpoints", "remote_code"},
     {"training", "analysis"},

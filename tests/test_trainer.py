@@ -45,12 +45,12 @@ class Toy(Dataset):
         return {"input_ids": self.ids[i], "labels": int((self.ids[i] == 7).any())}
 
 
-def model():
+def model(K=3):
     set_seed(0)
     config = BertConfig(
         **{**FAMILIES["bert"].config.to_dict(), "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
     )
-    return patch_model(BertForSequenceClassification(config), K=3)
+    return patch_model(BertForSequenceClassification(config), K=K)
 
 
 def trainer(path, patched=None, train_dataset=None, **options):
@@ -159,6 +159,17 @@ def test_resume_is_bit_identical(tmp_path):
     files = {f.name for f in (tmp_path / "a" / "checkpoint-3").iterdir()}
     assert "model.safetensors" in files
     assert not any(name.startswith("pytorch_model") for name in files)
+
+
+def test_a_run_does_not_resume_with_another_filter(tmp_path):
+    trainer(tmp_path / "a").train()
+    checkpoint = str(tmp_path / "a" / "checkpoint-3")
+    other = model(K=5)  # whose tensors have the same shapes
+    before = state(other)
+    resumed = trainer(tmp_path / "b", other)
+    with pytest.raises(GraphFilterError, match=r"checkpoint-3 was trained with .*K=3.* the model has .*K=5"):
+        resumed.train(resume_from_checkpoint=checkpoint)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state(other).items())
 
 
 @pytest.mark.feature("Training: load_best_model_at_end", filter="gfsa", family="bert")

@@ -18,12 +18,12 @@ from transformers import TrainingArguments
 
 from ..errors import GraphFilterError
 from ..filters import available_filters
-from ..filters.attached import patched_modules
+from ..filters.attached import filters_of, patched_modules
 from ..filters.build import foreign_modules
 from ..filters.overview import summary
 from ..hosts import Host, encoder_of, host_of, unwrapped
 from ..records import grouped
-from ..status import filter_parameters, filter_status
+from ..status import FilterStatus, filter_parameters, filter_status
 from .copies import holds
 
 TEMPLATE = Path(__file__).parents[1] / "data" / "model_card.md"
@@ -77,7 +77,7 @@ class FilterCard(ModelCard):
         """
         there = check_card(Path(filepath), force)
         if there is not None:
-            if _is_signed(there.text):
+            if is_signed(there.text):
                 self.fields |= {"description": _joined(there.text, self.rendered, self.fields["description"])}
             self.data = _merged(there.data, self.data)
             edited, self.rendered = self.text != self.rendered, FilterCard.of(self.data, self.fields).text
@@ -109,7 +109,7 @@ def check_card(path: Path, force: bool = False) -> ModelCard | None:
         raise GraphFilterError(
             f"the metadata of {path} cannot be read and would be lost: mend it or write to another file ({error})"
         ) from error
-    if force or _is_signed(there.text) or not there.text.strip():
+    if force or is_signed(there.text) or not there.text.strip():
         return there
     raise GraphFilterError(
         f"{path} was not written by hf_graphfilter, or was edited since: write to another file, or pass force=True to "
@@ -140,6 +140,7 @@ def create_model_card(
     description: str = "",
     training: Mapping[str, Any] | TrainingArguments | None = None,
     report: Seen | None = None,
+    coefficients: bool = True,
 ) -> FilterCard:
     """The card of a patched model, with metadata that the Hub reads.
 
@@ -152,6 +153,7 @@ def create_model_card(
         description: Markdown, how it was trained.
         training: hyper-parameters by name, or the arguments of the Trainer.
         report: of ``analysis.report``; the card has its findings and three of its figures.
+        coefficients: whether it has a table of them, for which all processes of a sharded model must call.
 
     Returns:
         A ``huggingface_hub.ModelCard``: ``card.save(path)``, ``card.push_to_hub(repo_id)``. ``save`` writes over no
@@ -160,11 +162,11 @@ def create_model_card(
     Raises:
         GraphFilterError: the model is not patched.
     """
-    status = filter_status(model)
-    if not status:
-        raise GraphFilterError(f"{type(model).__name__} has no graph filter to describe; call patch_model first")
-    configs = {type(row.filter).filter: type(row.filter) for row in status}
     inner, results = unwrapped(model), list(results)
+    if not (filters := {name: graph_filter.config for name, graph_filter in filters_of(inner)}):
+        raise GraphFilterError(f"{type(model).__name__} has no graph filter to describe; call patch_model first")
+    status = filter_status(model) if coefficients else FilterStatus()
+    configs = {config.filter: type(config) for config in filters.values()}
     host = host_of(inner)
     base_model = base_model or host.base_model(inner)
     base_model = None if base_model == repo_id else base_model
@@ -184,24 +186,22 @@ def create_model_card(
         eval_results=results or None,
         model_name=name if results else None,
     )
-    modules = foreign_modules(row.filter for row in status)
+    modules = foreign_modules(filters.values())
     packages = dict.fromkeys(["hf_graphfilter", library, "transformers", "torch"])
-    coefficients = [values for row in status for values in row.coefficients.values()]
+    table = [values for row in status for values in row.coefficients.values()]
     # a model whose parts were patched by themselves has no record of its own
-    record = host.read_record(inner) or {"filters": grouped((row.module, row.filter) for row in status)}
+    record = host.read_record(inner) or {"filters": grouped(filters.items())}
     fields = {
         "title": name,
         "model_class": type(inner).__name__,
         "address": package_address(),
-        "filters": "\n".join(
-            f"- `{name}`: {summary(config)}".removesuffix(": ") for name, config in sorted(configs.items())
-        ),
+        "filters": "\n".join(f"- `{n}`: {summary(c)}".removesuffix(": ") for n, c in sorted(configs.items())),
         "adapter": library == "peft",
         "usage": "\n".join([*(f"import {m}  # registers its filter" for m in modules), usage]),
         "description": "\n\n".join(filter(None, [description.strip(), _seen(report)])),
         "training_table": _training(training),
-        "coefficient_table": markdown_table(*status.table()) if coefficients else "",
-        "per_head": any(values.numel() > 1 for values in coefficients),
+        "coefficient_table": markdown_table(*status.table()) if table else "",
+        "per_head": any(values.numel() > 1 for values in table),
         "added_parameters": sum(p.numel() for p in filter_parameters(inner)),
         "configuration": json.dumps(record, indent=2),
         "versions": ", ".join(f"{package} {metadata.version(package)}" for package in packages),
@@ -296,5 +296,5 @@ def _signed(text: str) -> str:
     return f"{body}\n\n<!-- written by hf_graphfilter, {digest} -->\n"
 
 
-def _is_signed(text: str) -> bool:
+def is_signed(text: str) -> bool:
     return text.split() == _signed(text).split()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from ..base_weights import SAMPLE, changed_weights, differing_weights, written_weights
 from ..errors import GraphFilterError, shown
 from ..filters import GraphFilter
 from ..filters.attached import filters_of, patched_modules, read_whole
@@ -26,6 +28,7 @@ from ..records import described, read_groups
 
 WEIGHTS_FILE = "graph_filter.safetensors"
 CONFIG_FILE = "graph_filter.json"
+WEIGHTS = "weights"  # in that file: some of the base's
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -33,8 +36,9 @@ def save_filter(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
     """Write the filter of a patched model, and nothing else, to ``directory``.
 
     Two files: ``graph_filter.safetensors`` (the coefficients) and ``graph_filter.json`` (the configs, and what the base
-    model must look like). Of several processes the first writes; where FSDP2 or ZeRO-3 has sharded the model all must
-    call.
+    model must look like). It warns when weights outside the filter changed since the model was patched or loaded: they
+    are not in the file. It cannot tell this of weights that are sharded, offloaded or quantized. Of several processes
+    the first writes; where FSDP2 or ZeRO-3 has sharded the model all must call.
 
     Returns:
         The directory.
@@ -51,13 +55,22 @@ def save_filter(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
         return directory
     directory.mkdir(parents=True, exist_ok=True)
     save_file({k: t.contiguous() for k, t in tensors.items()}, directory / WEIGHTS_FILE)
-    description = {**record, "base": _base(host, model)}
+    if changed := changed_weights(host, model):
+        warnings.warn(
+            f"{len(changed)} weights outside the filter changed since the model was patched or loaded ({changed[0]} "
+            f"...), and {directory} holds the filter alone: save the whole model, or train with the base frozen",
+            stacklevel=2,
+        )
+    names = [name for group in record["filters"] for name in group["modules"]]
+    description = {**record, "base": _base(host, model), WEIGHTS: written_weights(host, model, names)}
     (directory / CONFIG_FILE).write_text(json.dumps(description, indent=2) + "\n")
     return directory
 
 
 def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) -> M:
     """Lay a saved filter over ``model``, in place: patch it if it is plain, else replace its coefficients.
+
+    It warns when the attention of the base has other weights than the file says, as far as bfloat16 can tell.
 
     Args:
         model: a copy of the base model that the filter was trained on, or one patched in the same way.
@@ -79,7 +92,7 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
     base, own = description.get("base"), _base(host, model)
     if base != own:
         raise GraphFilterError(f"{source} does not fit {type(model).__name__}: {_difference(base, own)}")
-    record = {key: value for key, value in description.items() if key != "base"}
+    record = {key: value for key, value in description.items() if key not in ("base", WEIGHTS)}
     current = own_record(host, model) if patched_modules(model, required=False) else None
     if current is None and len(own["heads"]) < len(host.find(model)[0]):
         raise GraphFilterError(
@@ -102,7 +115,14 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
         if current is None:
             host.detach(model, [module for _, module in patched_modules(model, required=False)])
             host.write_record(model, None)
+            vars(model).pop(SAMPLE, None)
         raise
+    if other := differing_weights(description.get(WEIGHTS), host, model):
+        warnings.warn(
+            f"{source} was trained on a base with other weights ({other[0]} and {len(other) - 1} more): it gives other "
+            "outputs here; load it into the base that it was trained on",
+            stacklevel=2,
+        )
     return whole
 
 

@@ -9,8 +9,10 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import nn
 
+from ..base_weights import remember_weights
 from ..errors import GraphFilterError, needs, shown
 from ..filters.attached import CHILD
+from ..hosts import host_of
 from ..hosts.base import check_values
 from ..hosts.timm import RECORD, write_record
 from ..patching import apply_record
@@ -76,4 +78,5 @@ def load_timm_model(source: str | Path, **options: Any) -> nn.Module:
     misses = model.load_state_dict(state, strict=False)
     if wrong := [*misses.missing_keys, *misses.unexpected_keys]:
         raise GraphFilterError(f"{source}: {len(wrong)} weights do not fit {name} ({wrong[0]} ...); save it again")
+    remember_weights(host_of(model), model, again=True)
     return model.eval()  # type: ignore[no-any-return]

@@ -17,21 +17,23 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..base_weights import remember_weights
 from ..errors import GraphFilterError
 from ..filters import GraphFilter
 from ..filters.attached import CHILD, filters_of
 from ..hosts import host_of
 from ..hosts.base import check_values
 from ..hosts.transformers.attention import IMPLEMENTATION, graph_filter_attention
-from ..hosts.transformers.records import check_recorded, read_record
+from ..hosts.transformers.records import check_recorded, forget_names, is_our_name, read_record
 from ..hosts.transformers.sites import relative_name
 from ..patching import STARTED, apply_record, check_resolved, resolve
 from ..records import read_groups
 from .adapters import OF_TRANSFORMERS
+from .readme import write_readme
 
 
 def install() -> None:
@@ -57,20 +59,11 @@ def _resolve_implementation(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         # a patched checkpoint names us, so that it cannot be loaded without us: for the model it means "the default"
         if hasattr(self.config, CHILD):
-            _forget_implementation(self.config)
-            attn_implementation = None if attn_implementation == IMPLEMENTATION else attn_implementation
+            forget_names(self.config)
+            attn_implementation = None if is_our_name(attn_implementation) else attn_implementation
         return original(self, attn_implementation, *args, **kwargs)
 
     return _check_and_adjust_attn_implementation
-
-
-def _forget_implementation(config: PreTrainedConfig) -> None:
-    """Take our name out of a loaded config and its sub-configs, to which transformers passed it on."""
-    if config._attn_implementation == IMPLEMENTATION:
-        config._attn_implementation_internal = None
-    for name in config.sub_configs:
-        if isinstance(part := getattr(config, name, None), PreTrainedConfig):
-            _forget_implementation(part)
 
 
 def _patch_after_init(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,6 +137,7 @@ def _load_by_record(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
                 f"{path}: a weights file is corrupted or truncated ({error}); save or download it again"
             ) from error
         _check_coefficients(model, info, path)
+        remember_weights(host_of(model), model, again=True)
         if renamings:  # it will be saved by the others
             used = vars(model)["_weight_conversions"]
             vars(model)["_weight_conversions"] = [conversion for conversion in used if conversion not in renamings]
@@ -279,11 +273,17 @@ def _refuse_lost_filters(original: Callable[..., Any]) -> Callable[..., Any]:
     return _load_from_state_dict
 
 
-def _refuse_unrecorded(original: Callable[..., Any]) -> Callable[..., Any]:
+def _save_with_readme(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def save_pretrained(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         check_recorded(self)
-        return original(self, *args, **kwargs)
+        result = original(self, *args, **kwargs)
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        if arguments.get("is_main_process", True) and not getattr(self, "_hf_peft_config_loaded", False):
+            write_readme(self, arguments["save_directory"])
+        return result
 
     return save_pretrained
 
@@ -294,7 +294,7 @@ _WRAPS: dict[str, Callable[[Any], Any]] = {
     "_initialize_weights": _initialise_filters,
     "_load_pretrained_model": _load_by_record,
     "_load_from_state_dict": _refuse_lost_filters,
-    "save_pretrained": _refuse_unrecorded,
+    "save_pretrained": _save_with_readme,
 }
 
 install()

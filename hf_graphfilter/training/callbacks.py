@@ -13,16 +13,21 @@ from transformers.trainer_callback import CallbackHandler, TrainerState
 from ..filters.attached import filters_of, read_whole
 from .learning_rate import caller, find_rate_problem, report_problem
 from .reference import check_reference
+from .resuming import check_when_resuming
 
 
 class FilterCallback(TrainerCallback):
-    """Sees to the filter's learning rate, and reports a filter that training would leave out. Every Trainer has it."""
+    """Sees to the filter's learning rate, and reports a filter that training would leave out. Every Trainer has it.
+
+    It also lets the Trainer refuse to resume from a checkpoint of another filter.
+    """
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         from .optimizer import give_filter_rate  # which imports the Trainer, whose import imports this file
 
         if trainer := caller(Trainer):
             give_filter_rate(trainer)
+            check_when_resuming(type(trainer))
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any

@@ -71,17 +71,13 @@ class RegularizerCallback(LoggingCallback):
             record(filters, self.added)
 
     def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: Any,
-        control: Any,
-        optimizer: Any = None,
-        train_dataloader: Any = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
         scaler = getattr(optimizer, "scaler", None)  # float16: the gradients are scaled until the optimizer's step
         scale = 1.0 if scaler is None else scaler.get_scale()
-        self.added.scale = scale / _accumulated(args.gradient_accumulation_steps, state.global_step, train_dataloader)
+        # batches of this step: an epoch may end with fewer
+        batches = getattr(caller(Trainer), "current_gradient_accumulation_steps", args.gradient_accumulation_steps)
+        self.added.scale = scale / batches
 
     def values(self) -> dict[str, float]:
         sums, counts = self.added.sums, self.added.counts
@@ -231,16 +227,6 @@ def _asked(graph_filter: GraphFilter, losses: Iterable[str], weights: Weights) -
 
 def _mean(values: list[Tensor]) -> Tensor:
     return torch.stack([value.to(values[0].device) for value in values]).mean()
-
-
-def _accumulated(steps: int, step: int, dataloader: Any) -> int:
-    """Batches of this optimizer step; an epoch may end with fewer."""
-    try:
-        batches = len(dataloader)
-    except TypeError:
-        return steps
-    updates = -(-batches // steps)
-    return batches % steps or steps if step % updates == updates - 1 else steps
 
 
 def _runs_again(model: nn.Module) -> bool:

@@ -22,6 +22,11 @@ from .interface import attention_function, honours_softcap
 from .tensor_parallel import with_local_heads
 
 IMPLEMENTATION = "hf_graphfilter"
+# in config.json: transformers without us quotes it in its error. "flash", "sdpa", "flex_attention", "/" mean something
+CURE = (
+    f"{IMPLEMENTATION} (pip install -U hf-graphfilter, then import hf_graphfilter before loading; any other value "
+    "loads the model without its graph filter)"
+)
 BASE_CONFIG = "_graph_filter_base_config"  # of a patched module's config: that of its model
 CHOSEN = "_attn_implementation_internal"  # in a config: what ``_attn_implementation`` returns
 HIDDEN = "graph_filter_hidden"

@@ -13,9 +13,12 @@ from ...errors import GraphFilterError
 from ...filters import FilterConfig
 from ...filters.attached import CHILD, active_filter, filters_of, patched_modules
 from ...records import grouped
-from .attention import IMPLEMENTATION
+from .attention import CURE, IMPLEMENTATION
 from .sites import relative_name
 
+# what transformers checks by name in every model's __init__; the second stops who overrides the first as it proposes
+_GUARDED = ("attn_implementation", "experts_implementation")
+_WRITTEN = (CHILD, *_GUARDED)
 _SHARED_CONFIG = "_graph_filter_shared_config"
 _TAGS = "_graph_filter_tags"
 
@@ -39,7 +42,7 @@ def read_record(model: Any) -> dict[str, Any] | None:
 
 
 def write_record(model: Any, record: dict[str, Any] | None) -> None:
-    """Keep the record in the config, and with it an implementation name that makes loading without us fail."""
+    """Keep the record in the config, and with it implementation names that make loading without us fail."""
     tag(model, sorted({g["config"]["filter"] for g in record["filters"]}) if record else ())
     if record is None:
         _forget_record(model)
@@ -48,7 +51,7 @@ def write_record(model: Any, record: dict[str, Any] | None) -> None:
         _own_config(model)
     config = model.config
     setattr(config, CHILD, record)
-    config.__dict__["attn_implementation"] = IMPLEMENTATION
+    config.__dict__.update(dict.fromkeys(_GUARDED, CURE))
     # read by from_pretrained: coefficients stay in float32 whatever dtype is asked for
     coefficients = {
         f"{CHILD}.{name}"
@@ -59,6 +62,21 @@ def write_record(model: Any, record: dict[str, Any] | None) -> None:
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *coefficients}
     if getattr(config, "quantization_config", None) is not None:  # quantizers leave what is named here as it is
         model._keep_in_fp32_modules = {*(model._keep_in_fp32_modules or ()), rf".*\.{CHILD}"}
+
+
+def is_our_name(implementation: object) -> bool:
+    """Whether an implementation is what a release of ours wrote into a config: it may go on after a space."""
+    return isinstance(implementation, str) and implementation.partition(" ")[0] == IMPLEMENTATION
+
+
+def forget_names(config: PreTrainedConfig) -> None:
+    """Take our names out of a loaded config and its sub-configs, to which transformers passed them on."""
+    for name in _GUARDED:
+        if is_our_name(getattr(config, f"_{name}", None)):
+            setattr(config, f"_{name}_internal", None)
+    for name in config.sub_configs:
+        if isinstance(part := getattr(config, name, None), PreTrainedConfig):
+            forget_names(part)
 
 
 def check_recorded(model: PreTrainedModel) -> None:
@@ -130,11 +148,11 @@ def _forget_record(model: PreTrainedModel) -> None:
         for names in ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"):
             setattr(part, names, {name for name in getattr(part, names) or () if CHILD not in name})
         own = part.config
-        left = {k: v for k, v in vars(own).items() if k not in (CHILD, "attn_implementation")}
+        left = {k: v for k, v in vars(own).items() if k not in _WRITTEN}
         shared, before = vars(part).pop(_SHARED_CONFIG, (own, vars(own)))
         if CHILD in before:
             plain = copy.copy(own)
-            for key in (CHILD, "attn_implementation"):
+            for key in _WRITTEN:
                 vars(plain).pop(key, None)
             _swap_config(model, own, plain)
             continue

@@ -1,0 +1,73 @@
+"""The README.md of a folder that a patched model was saved to: what to import before loading it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..filters.attached import patched_modules
+
+logger = logging.getLogger("hf_graphfilter")
+_IMPORT = "import hf_graphfilter  # pip install hf-graphfilter\n"
+_OF_SENTENCE_TRANSFORMERS = "from sentence_transformers import "
+
+
+def write_readme(model: Any, directory: Any) -> None:
+    """Write the card of a patched model that was just saved, where its folder has no README.md.
+
+    It has no table of the coefficients, which are sharded perhaps: this is called in one process.
+    """
+    file = Path(directory, "README.md")
+    if file.exists() or not file.with_name("config.json").is_file() or not patched_modules(model, required=False):
+        return
+    try:
+        from .card import create_model_card
+
+        text = str(create_model_card(model, repo_id=f"path/to/{file.absolute().parent.name}", coefficients=False))
+        with file.open("x", encoding="utf-8", newline="") as opened:  # another process may have been faster
+            opened.write(text)
+    except FileExistsError:
+        pass
+    except Exception as error:  # the model is saved, whatever a card stumbles over
+        logger.warning("%s was not written (%s); create_model_card(model) makes it", file, error)
+
+
+def install() -> None:
+    """Let the cards of sentence-transformers name the import as well, where the encoder is patched."""
+    from sentence_transformers import SentenceTransformer
+
+    name = "_create_model_card"
+    for owner in SentenceTransformer.__mro__:
+        if name in vars(owner) and not hasattr(vars(owner)[name], "__wrapped__"):
+            setattr(owner, name, _names_the_import(vars(owner)[name]))
+
+
+def _names_the_import(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def _create_model_card(self: Any, *args: Any, **kwargs: Any) -> None:
+        if (text := self._model_card_text) and _is_of_encoder(text):
+            self._model_card_text = None  # else it would be saved as that of the SentenceTransformer
+        original(self, *args, **kwargs)
+        file = Path(signature.bind(self, *args, **kwargs).arguments["path"], "README.md")
+        if file.is_file() and patched_modules(self, required=False):
+            text = file.read_text(encoding="utf-8")
+            if "import hf_graphfilter" not in text and _OF_SENTENCE_TRANSFORMERS in text:
+                named = text.replace(_OF_SENTENCE_TRANSFORMERS, _IMPORT + _OF_SENTENCE_TRANSFORMERS, 1)
+                file.write_text(named, encoding="utf-8")
+
+    return _create_model_card
+
+
+def _is_of_encoder(text: str) -> bool:
+    """Whether a card is the one that an encoder was saved with."""
+    from huggingface_hub import ModelCard
+
+    from .card import is_signed
+
+    return _OF_SENTENCE_TRANSFORMERS not in text and is_signed(ModelCard(text).text)

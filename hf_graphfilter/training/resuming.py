@@ -1,0 +1,56 @@
+"""A run resumes with the filter that it began with: another one may have tensors of the same names and shapes."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..errors import GraphFilterError
+from ..filters.attached import CHILD, filters_of
+from ..hosts import host_of, unwrapped
+from ..records import read_groups
+
+_CHECKS = "_checks_graph_filter"
+
+
+def check_when_resuming(trainer_class: type) -> None:
+    """Let Trainers of this class compare the filter with that of a checkpoint before they load it. Idempotent."""
+    name = "_load_from_checkpoint"
+    owner = next(c for c in trainer_class.__mro__ if name in vars(c))  # sentence-transformers' has one of its own
+    original = vars(owner)[name]
+    if hasattr(original, _CHECKS):
+        return
+
+    @functools.wraps(original)
+    def _load_from_checkpoint(self: Any, checkpoint: str, *args: Any, **kwargs: Any) -> Any:
+        check_same_filter(self.model, checkpoint)
+        return original(self, checkpoint, *args, **kwargs)
+
+    setattr(_load_from_checkpoint, _CHECKS, True)
+    setattr(owner, name, _load_from_checkpoint)
+
+
+def check_same_filter(model: Any, checkpoint: str) -> None:
+    """Raise if a checkpoint of a whole model has other filters than ``model`` in the same modules."""
+    if not isinstance(model, nn.Module) or not filters_of(model):
+        return
+    try:
+        record = json.loads(Path(checkpoint, "config.json").read_text(encoding="utf-8")).get(CHILD)
+    except (OSError, ValueError, AttributeError):
+        return  # of adapters, say, which have a record of their own
+    if record is None:
+        return
+    saved = {name: config for config, names in read_groups(record, checkpoint) for name in names}
+    inner = unwrapped(model)
+    host = host_of(inner)
+    for name, graph_filter in filters_of(inner):
+        then = saved.get(host.relative_name(inner, name), graph_filter.config)
+        if then != graph_filter.config:
+            raise GraphFilterError(
+                f"{checkpoint} was trained with {then} at {name}, and the model has {graph_filter.config}: patch it as "
+                "it was to resume the run, or load the checkpoint with from_pretrained"
+            )
