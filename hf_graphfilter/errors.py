@@ -13,6 +13,10 @@ from typing import Any
 
 LONGEST = 1000  # characters of a message
 _PART = 120  # and of a value within it
+UNSEEN = (
+    "prefix tuning, whose virtual tokens no layer computes, cannot be used with this filter (prompt tuning can); start "
+    "with a new cache if an unpatched model filled this one"
+)
 
 
 class GraphFilterError(ValueError):

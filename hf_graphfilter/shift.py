@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .earlier import EarlierLayers
-from .errors import GraphFilterError
+from .errors import UNSEEN, GraphFilterError
 from .ops.explicit import matrix_of
 from .ops.visibility import average, average_of_seen, seen_by_mask
 
@@ -285,7 +285,7 @@ class AttentionShift(ShiftOperator):
             self._check_past(self.key.shape[2])
             raise GraphFilterError(
                 f"the key/value cache holds {self.key.shape[2]} tokens but the filter has seen {signal.shape[2]} of "
-                "them: the cache was filled by an unpatched model or changed behind the filter; start with a new cache"
+                f"them: {UNSEEN}"
             )
         return signal
 

@@ -240,6 +240,17 @@ def test_the_first_layer_alone_is_no_filter_of_neutreno():
     assert not list(filters_of(model))
 
 
+ONE_LAYER = {"bert": {"num_hidden_layers": 1}, "gpt2": {"n_layer": 1}, "whisper": {"decoder_layers": 1}}
+
+
+@pytest.mark.parametrize("family", ONE_LAYER)
+def test_one_layer_of_attention_is_no_filter_of_neutreno(family):
+    model = FAMILIES[family].build(**ONE_LAYER[family])
+    with pytest.raises(GraphFilterError, match=r"nothing would change: .* another filter if there are none"):
+        patch_model(model, "neutreno")
+    assert not list(filters_of(model))
+
+
 @pytest.mark.parametrize("name", ["neutreno", "value-residual"])
 def test_layers_that_were_copied_are_unpatched_as_others(name):
     model = patch_model(bert(), name)

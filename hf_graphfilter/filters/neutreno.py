@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import GraphFilterError
 from ..ops.combine import combine
@@ -55,10 +55,18 @@ class NeuTRENOConfig(FromFirstLayerConfig):
         super().check_sites(sites)
         members = Counter(site.group for site in sites)
         for site in sites:
-            if members[site.group] > 1 or site.stack_module is None:
+            if members[site.group] > 1 or site.stack_module is None or _runs_again(site):
                 continue
-            if sum(type(layer) is type(site.module) for layer in site.stack_module.modules()) > 1:  # else shared
-                raise GraphFilterError(
-                    f"{site.name} is the first layer, whose values 'neutreno' hands to the others, so that nothing "
-                    "would change: choose later layers beside it"
-                )
+            raise GraphFilterError(
+                f"{site.name} is the first layer, whose values 'neutreno' hands to the others, so that nothing would "
+                "change: choose later layers beside it, or another filter if there are none"
+            )
+
+
+def _runs_again(site: AttentionSite) -> bool:
+    """Return whether a later layer of the stack has the same weights: it is then not the first one alone."""
+    stack, config = site.stack_module, getattr(site.module, "config", None)
+    if stack is None or sum(module is site.module for _, module in stack.named_modules(remove_duplicate=False)) > 1:
+        return stack is not None
+    depth = getattr(config, f"{site.stack}_layers", 0) or getattr(config, "num_hidden_layers", 0)
+    return depth > max(len(layers) for layers in stack.children() if isinstance(layers, nn.ModuleList))

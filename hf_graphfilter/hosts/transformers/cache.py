@@ -12,7 +12,7 @@ from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ...errors import GraphFilterError
+from ...errors import UNSEEN, GraphFilterError
 from ...shift import PastRows
 from .cache_layers import FILTERED, STATEFUL, FilteredStaticLayer, SignalRows, StateLayer
 
@@ -65,7 +65,7 @@ def announce(past: Any, module: Any) -> None:
         raise GraphFilterError(
             f"decoding through this graph filter keeps a state in the cache, and {type(past).__name__} "
             f"({type(layer).__name__}) "
-            + ("was filled without it: start with a new cache" if filled else "cannot hold it: use a DynamicCache")
+            + (f"was filled without it: {UNSEEN}" if filled else "cannot hold it: use a DynamicCache")
         )
     if isinstance(layer, StateLayer):
         layer.announced = True
