@@ -21,11 +21,11 @@ import torch
 import transformers
 from filters import FILTERS, Entry, cases
 from models import FAMILIES, Family
+from versions import VERSIONS
 
 from hf_graphfilter.checkpoints.card import markdown_table
 
 ROOT = Path(__file__).parents[1]
-VERSIONS = ROOT / "docs" / "versions.json"  # of versions.py
 COLUMNS = {entry.config.filter: entry.config.module.__name__ for _, entry in cases()}
 IMPORTED = "ignore::pytest.PytestAssertRewriteWarning"  # anyio, by what this module imports before pytest begins
 OUTCOMES = ("fails", "works", "refused", "not tested")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from versions import ROWS
 
 import hf_graphfilter
 from hf_graphfilter.filters import available_filters, get_filter
@@ -86,7 +87,7 @@ def test_workflows_and_forms_are_yaml_and_name_targets_that_exist(file):
     assert content["name"]
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for job in content.get("jobs", {}).values():
-        named = {t for matrix in job.get("strategy", {}).get("matrix", {}).values() for t in matrix}
+        named = {t.split()[0] for t in job.get("strategy", {}).get("matrix", {}).get("target", [])}
         commands = [step["run"] for step in job["steps"] if "run" in step]
         named |= {t for command in commands for t in re.findall(r"make ([\w-]+)", command)}
         assert named
@@ -98,3 +99,17 @@ def test_no_file_is_unpickled():
     """SECURITY.md says so. (In memory, ``pickle.loads(pickle.dumps(model))`` is a check of filters.)"""
     pickles = re.compile(r"torch\.(load|save)\b|pickle\.load\b|Unpickler|joblib|dill\b")
     assert [f for f in (ROOT / "hf_graphfilter").rglob("*.py") if pickles.search(f.read_text())] == []
+
+
+def test_the_versions_tested_are_those_named():
+    oldest = dict(re.findall(r"(\S+?)==([\d.]+\d)", ROWS[0].pins))
+    needed = dict(requirement.split(">=") for requirement in PROJECT["project"]["dependencies"])
+    assert oldest == {name: needed[name] for name in oldest}
+    minors = sorted({int(row.torch.removeprefix("2.")) for row in ROWS})
+    assert minors == [*range(minors[0], minors[-1] + 1)]
+    pythons = [c.split(" :: ")[-1] for c in PROJECT["project"]["classifiers"] if "Python :: 3" in c]
+    assert {*pythons} <= {row.python for row in ROWS}
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    chosen = re.findall(r"ROW=(\S+)", " ".join(jobs["test"]["strategy"]["matrix"]["target"]))
+    assert chosen
+    assert all(any(name in row.name for row in ROWS) for name in chosen)
