@@ -17,7 +17,7 @@ from .filters import AttentionSite, FilterConfig, GraphFilter, as_config
 from .filters.attached import CHILD, patched_modules
 from .filters.build import build_filter
 from .hosts import Host, encoder_of, host_of, unwrapped
-from .hosts.base import REPLACED
+from .hosts.watching import REPLACED
 from .records import extended, read_groups
 from .selection import Layers, select_sites
 

@@ -31,11 +31,13 @@ from hf_graphfilter import (
 
 timm = pytest.importorskip("timm")
 from timm.layers.attention import Attention  # noqa: E402
+from timm.models import create_feature_extractor  # noqa: E402
 from timm.models.cait import Cait  # noqa: E402
 from timm.models.deit import VisionTransformerDistilled  # noqa: E402
 from timm.models.eva import Eva  # noqa: E402
 from timm.models.swin_transformer import SwinTransformer  # noqa: E402
 from timm.models.vision_transformer import VisionTransformer  # noqa: E402
+from timm.utils import AttentionExtract  # noqa: E402
 
 SMALL = {"img_size": 32, "num_classes": 5, "embed_dim": 48, "num_heads": 3, "patch_size": 8, "depth": 3}
 SWIN = {"img_size": 32, "num_classes": 5, "embed_dim": 24, "num_heads": (2, 4), "patch_size": 2, "window_size": 4}
@@ -439,3 +441,36 @@ def test_a_class_that_derives_from_the_patched_one_must_go_first():
         unpatch_model(model)
     attention.__class__ = type(attention).__mro__[1]
     assert not filter_status(unpatch_model(model))
+
+
+@pytest.mark.filterwarnings("ignore:NOTE. The nodes obtained by tracing")  # of torchvision, for the plain model too
+@pytest.mark.parametrize("family", ["vit", "swin", "eva-rope"])
+def test_feature_extraction_by_fx(family):
+    pytest.importorskip("torchvision")
+    model, image = turn_on(patch_model(build(family))), torch.randn(2, 3, 32, 32)
+    name = "layers.1" if family == "swin" else "blocks.1"
+    expected = []
+    handle = model.get_submodule(name).register_forward_hook(lambda module, args, output: expected.append(output))
+    model(image)
+    handle.remove()
+    extract = create_feature_extractor(model, [name])
+    assert torch.equal(extract(image)[name], expected[0])
+    pickle.loads(pickle.dumps(model))
+
+
+def test_attention_maps_by_hooks():
+    model, image = turn_on(patch_model(build("vit", fused=False))), torch.randn(2, 3, 32, 32)
+    maps = AttentionExtract(model, method="hook")(image)
+    plain = AttentionExtract(unpatch_model(model), method="hook")(image)
+    assert torch.equal(next(iter(maps.values())), next(iter(plain.values())))
+    assert all(torch.allclose(found.sum(-1), torch.ones(())) for found in maps.values())
+
+
+@pytest.mark.filterwarnings(
+    *(f"ignore::{kind}" for kind in ("FutureWarning", "DeprecationWarning", "torch.jit.TracerWarning"))
+)
+def test_scripting_is_refused_and_tracing_works():
+    model, image = turn_on(patch_model(build("vit"))), torch.randn(2, 3, 32, 32)
+    with pytest.raises(GraphFilterError, match=r"blocks.0.attn: torch.jit.script cannot compile a graph filter"):
+        torch.jit.script(model)
+    torch.testing.assert_close(torch.jit.trace(model, image)(image), model(image))

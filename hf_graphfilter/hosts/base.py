@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
@@ -11,10 +10,6 @@ from torch import Tensor, nn
 
 from ..errors import GraphFilterError
 from ..filters import AttentionSite, GraphFilter
-
-_RAN = "_graph_filter_ran"  # of a patched module: whether its filter ran in the forward that is under way
-_NOTICE = "graph_filter"  # the key of the hook that asks
-REPLACED = "its forward was replaced"  # how the reason begins for which such a module is refused
 
 
 class Host(Protocol):
@@ -63,37 +58,6 @@ class Host(Protocol):
 
     def saved_names(self, model: nn.Module, sites: list[AttentionSite]) -> dict[str, AttentionSite]:
         """The sites by the relative names that their modules have in checkpoints, where these differ."""
-
-
-def running_forward(module: nn.Module) -> Any:
-    """Return the function that runs as the forward of a module, without what wraps it (accelerate's hooks ...)."""
-    forward = inspect.unwrap(vars(module).get("forward", type(module).forward))
-    return getattr(forward, "__func__", forward)
-
-
-def watch(module: nn.Module) -> None:
-    """Make each forward of a patched module that does not come to its filter an error."""
-    module._forward_hooks[_NOTICE] = _notice  # type: ignore[index]  # by name: the same in a model that was pickled
-
-
-def unwatch(module: nn.Module) -> None:
-    module._forward_hooks.pop(_NOTICE, None)  # type: ignore[call-overload]
-    vars(module).pop(_RAN, None)
-
-
-def note_filter_runs(module: nn.Module) -> None:
-    """Say that the filter of a module runs."""
-    object.__setattr__(module, _RAN, True)  # past nn.Module's, which takes a microsecond
-
-
-def _notice(module: Any, args: Any, output: Any) -> None:
-    """Raise if the filter did not run in the forward of ``module`` that ends here."""
-    if not getattr(module, _RAN, False):
-        raise GraphFilterError(
-            f"{module.graph_filter.site_name} ({type(module).__name__}) ran without its graph filter, since its "
-            "forward or its class was replaced after patch_model: put the original back, or call unpatch_model"
-        )
-    object.__setattr__(module, _RAN, False)
 
 
 def own_record(host: Host, model: nn.Module) -> dict[str, Any]:

@@ -28,16 +28,8 @@ from ..filters.attached import CHILD
 from ..ops.attention import joint_form
 from ..ops.visibility import visibility
 from ..shift import AttentionShift
-from .base import (
-    REPLACED,
-    locate,
-    looks_like_attention,
-    note_filter_runs,
-    running_forward,
-    unwatch,
-    watch,
-    without_wrappers,
-)
+from .base import locate, looks_like_attention, without_wrappers
+from .watching import REPLACED, as_written, note_filter_runs, refuse_script, running_forward, unwatch, watch
 
 LIBRARY = "timm"
 RECORD = "hf_graphfilter"  # the key in pretrained_cfg: timm refuses it by this name where we are not used to load
@@ -95,7 +87,7 @@ def _refusal(module: Any) -> str | None:
             return "class attention: one query, A is not square"
         return "a form of attention that is not honoured" if looks_like_attention(module) else ""
     if not leads_to_filter(module) and (
-        CHILD in module._modules or "forward" in vars(module) or not _as_written(module)
+        CHILD in module._modules or "forward" in vars(module) or not as_written(module)
     ):
         return f"{REPLACED}: undo that, or do it after patch_model with a function that calls the forward it finds"
     if getattr(module, "qkv", None) is None:  # of any class: adapters and quantizers put theirs in its place
@@ -205,7 +197,9 @@ def _twice(
 
 @functools.cache
 def _filtered(base: Any) -> Any:
-    """The subclass that runs the filter. It is named as its base and copied and pickled as it."""
+    """The subclass that runs the filter. It is named as its base and copied and pickled as it, and one node where timm
+    traces a model (FX)."""
+    from timm.models import register_notrace_module
 
     def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if CHILD not in self._modules:  # a wrapper has kept this function, and the module is no longer patched
@@ -215,8 +209,9 @@ def _filtered(base: Any) -> Any:
     def reduce(self: nn.Module, protocol: Any) -> Any:
         return _rebuild, (base,), self.__dict__.copy()
 
-    body = {"forward": forward, "__reduce_ex__": reduce, _BASE: base, "__module__": base.__module__}
-    return type(base.__name__, (base,), {**body, "__qualname__": base.__qualname__})
+    body = {"forward": forward, "__reduce_ex__": reduce, "__prepare_scriptable__": refuse_script, _BASE: base}
+    named = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    return register_notrace_module(type(base.__name__, (base,), {**body, **named}))
 
 
 def _rebuild(base: Any) -> Any:
@@ -247,13 +242,6 @@ def detach(model: nn.Module, modules: Iterable[Any]) -> None:
 def leads_to_filter(module: nn.Module) -> bool:
     base = getattr(type(module), _BASE, None)
     return base is not None and running_forward(module) is _filtered(base).forward
-
-
-def _as_written(module: Any) -> bool:
-    """Return whether the forward of an unpatched module's class is the one that its file defines."""
-    forward, cls = running_forward(module), type(module)
-    defined = forward.__module__, forward.__qualname__
-    return "forward" not in vars(module) and defined == (cls.__module__, f"{cls.__qualname__}.forward")
 
 
 def backend(module: Any) -> str:

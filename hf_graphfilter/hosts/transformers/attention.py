@@ -16,7 +16,7 @@ from ...ops.attention import joint_form
 from ...ops.few_rows import can_form_rows, form_rows
 from ...ops.visibility import visibility
 from ...shift import AttentionShift
-from ..base import note_filter_runs
+from ..watching import note_filter_runs
 from . import cache
 from .interface import attention_function, honours_softcap
 from .tensor_parallel import with_local_heads

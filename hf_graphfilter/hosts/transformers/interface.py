@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...errors import GraphFilterError
-from ..base import running_forward
+from ..watching import running_forward
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what a forward names that computes attention through the interface
 

@@ -15,7 +15,7 @@ from ...earlier import EarlierLayers
 from ...errors import GraphFilterError
 from ...filters import AttentionSite, GraphFilter
 from ...filters.attached import CHILD, filters_of
-from ..base import unwatch, watch
+from ..watching import unwatch, watch
 from . import cache
 from .attention import BASE_CONFIG, CHOSEN, EARLIER, HIDDEN, IMPLEMENTATION, SERVING, field
 

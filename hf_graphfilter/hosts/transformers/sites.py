@@ -17,7 +17,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ...filters import AttentionSite
 from ...filters.attached import CHILD
-from ..base import REPLACED, locate, looks_like_attention, running_forward, without_wrappers
+from ..base import locate, looks_like_attention, without_wrappers
+from ..watching import REPLACED, running_forward
 from .attention import backend, declared_causal
 from .interface import attention_function, honours_softcap, uses_interface
 
@@ -52,9 +53,7 @@ def find(model: nn.Module) -> tuple[list[AttentionSite], dict[str, str]]:
 
 def _refusal(name: str, module: Any) -> str | None:
     """None for a patchable module, the reason for another attention module, "" for anything else."""
-    if not uses_interface(running_forward(module)):
-        if uses_interface(inspect.unwrap(type(module).forward)):
-            return f"{REPLACED} on the module, and does not use the attention interface"
+    if not uses_interface(inspect.unwrap(type(module).forward)):
         return "its forward does not use the attention interface" if looks_like_attention(module) else ""
     if (
         any(_CROSS_NAME.search(part) for part in name.split(".")[-2:])
@@ -74,6 +73,8 @@ def _refusal(name: str, module: Any) -> str | None:
         return f"soft-capped scores (softcap={softcap}) that {chosen!r} attention drops: load it with 'eager' attention"
     if _heads(module) is None:
         return f"none of {', '.join(_HEAD_COUNTS)} tells its number of heads"
+    if not uses_interface(running_forward(module)):
+        return f"{REPLACED} on the module, and does not use the attention interface"
     return None
 
 
