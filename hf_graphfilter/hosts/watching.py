@@ -22,6 +22,7 @@ def running_forward(module: nn.Module) -> Any:
 
 def watch(module: nn.Module) -> None:
     """Make each forward of a patched module that does not come to its filter an error."""
+    object.__setattr__(module, _RAN, False)
     module._forward_hooks[_NOTICE] = _notice  # type: ignore[index]  # by name: the same in a model that was pickled
 
 
@@ -37,7 +38,7 @@ def note_filter_runs(module: nn.Module) -> None:
 
 def _notice(module: Any, args: Any, output: Any) -> None:
     """Raise if the filter did not run in the forward of ``module`` that ends here."""
-    if not getattr(module, _RAN, False):
+    if not getattr(module, _RAN):
         raise GraphFilterError(
             f"{module.graph_filter.site_name} ({type(module).__name__}) ran without its graph filter, since its "
             "forward or its class was replaced after patch_model: put the original back, or call unpatch_model"
