@@ -4,6 +4,8 @@ import copy
 import functools
 import json
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from types import MethodType
@@ -468,6 +470,36 @@ def test_a_wrapper_around_the_forward_runs_the_filter(way, patched_first):
     assert torch.equal(output(turn_on(model), inputs), expected)
     for copied in (copy.deepcopy(model), model):
         output(unpatch_model(copied), inputs)
+
+
+def test_threads_share_a_patched_model():
+    """Both run the filter of one module before either forward of it ends."""
+    family = FAMILIES["llama"]
+    model, inputs = patch_model(family.build(), w_K=0.5), family.inputs()
+    expected, both = output(model, inputs), threading.Barrier(2, timeout=60)
+    model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda *_: (both.wait(), None)[1])
+    with ThreadPoolExecutor(2) as pool:
+        assert all(torch.equal(out, expected) for out in pool.map(lambda _: output(model, inputs), range(2)))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_filter_in_compiled_code_is_noticed_from_outside():
+    """The forward of the module is compiled by itself, and its hook is not."""
+    family = FAMILIES["llama"]
+    model, inputs = patch_model(family.build(), w_K=0.5), family.inputs()
+    expected, module = output(model, inputs), model.layers[0].self_attn
+    torch.compiler.reset()
+    module.forward = torch.compile(module.forward, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(output(model, inputs), expected)
+
+
+def test_a_swapped_class_of_any_name_is_refused_by_name():
+    model = FAMILIES["llama"].build()
+    for layer in model.layers:
+        layer.self_attn.__class__ = type("Other", (type(layer.self_attn),), {"forward": replaced_forward})
+    with pytest.raises(GraphFilterError, match="3 x Other: its forward does not use the attention interface"):
+        patch_model(model)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")

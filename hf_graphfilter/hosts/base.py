@@ -166,7 +166,8 @@ def locate(name: str, causal: bool) -> tuple[str, str]:
 
 
 def looks_like_attention(module: nn.Module) -> bool:
-    """Whether a refused module is worth naming: its class says attention and it owns parameters."""
-    return bool(re.search(r"attention|attn", type(module).__name__, re.I)) and any(
+    """Whether a refused module is worth naming: it owns parameters, and its class or one below it says attention."""
+    names = " ".join(cls.__name__ for cls in type(module).__mro__)  # another library may have put its class on top
+    return bool(re.search(r"attention|attn", names, re.I)) and any(
         isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D" for child in module.children()
     )

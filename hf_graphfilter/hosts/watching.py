@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import GraphFilterError
 
-_RAN = "_graph_filter_ran"  # of a patched module: whether its filter ran in the forward that is under way
+_runs = threading.local()  # latest: id of the module whose filter ran last in this thread, until its forward ends
+_RAN = "_graph_filter_ran"  # of a patched module: whether its filter ran in compiled code, which knows no threads
 _NOTICE = "graph_filter"  # the key of the hook that asks
 REPLACED = "its forward was replaced"  # how the reason begins for which such a module is refused
 
@@ -33,15 +36,22 @@ def unwatch(module: nn.Module) -> None:
 
 def note_filter_runs(module: nn.Module) -> None:
     """Say that the filter of a module runs."""
-    object.__setattr__(module, _RAN, True)  # past nn.Module's, which takes a microsecond
+    if torch.compiler.is_compiling():
+        object.__setattr__(module, _RAN, True)  # past nn.Module's, which takes a microsecond
+    else:
+        _runs.latest = id(module)
 
 
 def _notice(module: Any, args: Any, output: Any) -> None:
     """Raise if the filter did not run in the forward of ``module`` that ends here."""
-    if not getattr(module, _RAN):
+    if not torch.compiler.is_compiling():
+        ran, _runs.latest = getattr(_runs, "latest", None) == id(module), None
+        if ran:
+            return
+    if not getattr(module, _RAN, False):  # where only the forward is compiled, this hook asks from outside
         raise GraphFilterError(
             f"{module.graph_filter.site_name} ({type(module).__name__}) ran without its graph filter, since its "
-            "forward or its class was replaced after patch_model: put the original back, or call unpatch_model"
+            "forward or its class was replaced: put the original back, or call unpatch_model"
         )
     object.__setattr__(module, _RAN, False)
 
