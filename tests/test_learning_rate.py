@@ -165,7 +165,7 @@ def test_a_hyperparameter_search_varies_the_rate(ours, tmp_path):
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     args = FilterTrainingArguments(tmp_path, **LITTLE)
     options = {"optimizer_cls_and_kwargs": filter_optimizer(args)} if ours else {}
-    trainer = Trainer(None, args, model_init=model, train_dataset=Toy(), eval_dataset=Toy(8), **options)
+    trainer = Trainer(None, args, model_init=lambda: model(), train_dataset=Toy(), eval_dataset=Toy(8), **options)
     found = []
 
     def objective(metrics):
