@@ -16,6 +16,7 @@ from transformers import (
     BertForSequenceClassification,
     BertLMHeadModel,
     BertModel,
+    CLIPTextModel,
     CLIPVisionModel,
     Dinov2Config,
     Dinov2Model,
@@ -40,6 +41,7 @@ from hf_graphfilter import (
     unpatch_model,
 )
 from hf_graphfilter.hosts import host_of
+from hf_graphfilter.hosts.transformers.attention import CURE
 
 BERT = FAMILIES["bert"]
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
@@ -233,12 +235,16 @@ def test_a_composite_of_patched_models_keeps_trained_values(tmp_path, transforme
     assert all(map(torch.equal, filter_parameters(model), values))
     model.init_weights()
     model.save_pretrained(tmp_path)
+    assert "attn_implementation" not in vars(model.config), "only while it is saved"
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["attn_implementation"] == saved["experts_implementation"] == CURE, "transformers alone loads its parts"
     loaded = EncoderDecoderModel.from_pretrained(tmp_path)
     transformers_warnings.clear()
     assert len(values) == 12
     assert all(map(torch.equal, filter_parameters(loaded), values))
     unpatch_model(loaded).save_pretrained(tmp_path)
     assert "graph_filter" not in (tmp_path / "config.json").read_text()
+    assert "attn_implementation" not in (tmp_path / "config.json").read_text()
 
 
 def test_values_in_a_composite_of_patched_models_are_checked(tmp_path, transformers_warnings):
@@ -260,7 +266,12 @@ def test_coefficients_without_a_record_are_not_lost(checkpoint, transformers_war
 
 
 def test_a_tower_of_a_patched_model_is_refused(tmp_path, transformers_warnings):
-    patch_model(FAMILIES["clip"].build()).save_pretrained(tmp_path)
+    patch_model(FAMILIES["clip"].build(), layers=lambda _, name: "vision" in name).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    names = [part.get("experts_implementation") for part in (saved, saved["vision_config"], saved["text_config"])]
+    assert names == [CURE, CURE, None], "transformers alone loads a tower by its own config"
+    assert CLIPTextModel.from_pretrained(tmp_path)
+    transformers_warnings.clear()
     with pytest.raises(GraphFilterError, match=r"has no filter for .*only a part of the model was patched"):
         CLIPVisionModel.from_pretrained(tmp_path)
     transformers_warnings.clear()

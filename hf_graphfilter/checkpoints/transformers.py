@@ -28,7 +28,7 @@ from ..filters.attached import CHILD, filters_of
 from ..hosts import host_of
 from ..hosts.base import check_values
 from ..hosts.transformers.attention import IMPLEMENTATION, graph_filter_attention
-from ..hosts.transformers.records import check_recorded, forget_names, is_our_name, read_record
+from ..hosts.transformers.records import forget_names, is_our_name, read_record, saved_config
 from ..hosts.transformers.sites import relative_name
 from ..patching import STARTED, apply_record, check_resolved, resolve
 from ..records import read_groups
@@ -58,7 +58,7 @@ def _resolve_implementation(original: Callable[..., Any]) -> Callable[..., Any]:
         self: PreTrainedModel, attn_implementation: str | None, *args: Any, **kwargs: Any
     ) -> Any:
         # a patched checkpoint names us, so that it cannot be loaded without us: for the model it means "the default"
-        if hasattr(self.config, CHILD):
+        if hasattr(self.config, CHILD) or is_our_name(self.config._experts_implementation):
             forget_names(self.config)
             attn_implementation = None if is_our_name(attn_implementation) else attn_implementation
         return original(self, attn_implementation, *args, **kwargs)
@@ -278,8 +278,8 @@ def _save_with_readme(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def save_pretrained(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        check_recorded(self)
-        result = original(self, *args, **kwargs)
+        with saved_config(self):
+            result = original(self, *args, **kwargs)
         arguments = signature.bind(self, *args, **kwargs).arguments
         if arguments.get("is_main_process", True) and not getattr(self, "_hf_peft_config_loaded", False):
             write_readme(self, arguments["save_directory"])

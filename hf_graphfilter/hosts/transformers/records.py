@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -77,6 +78,22 @@ def forget_names(config: PreTrainedConfig) -> None:
     for name in config.sub_configs:
         if isinstance(part := getattr(config, name, None), PreTrainedConfig):
             forget_names(part)
+
+
+@contextlib.contextmanager
+def saved_config(model: PreTrainedModel) -> Iterator[None]:
+    """``check_recorded``; within, the config of every part that holds a filter has our names too: a tower can be loaded
+    by itself, and what the config of a composite says of implementations hides what those of its parts say."""
+    check_recorded(model)
+    parts = [m for m in model.modules() if isinstance(m, PreTrainedModel) and patched_modules(m, required=False)]
+    added = [(vars(part.config), name) for part in parts for name in _GUARDED if name not in vars(part.config)]
+    for attributes, name in added:
+        attributes[name] = CURE
+    try:
+        yield
+    finally:
+        for attributes, name in added:
+            attributes.pop(name, None)
 
 
 def check_recorded(model: PreTrainedModel) -> None:
