@@ -19,8 +19,8 @@ def first_order(backward: Callable[..., Tensors], *inputs: Any) -> Tensors:
     ``torch.func`` keeps the graph of every backward pass, so that ``once_differentiable`` would refuse its first
     derivatives too; and without either, what is computed in place or from saved results has wrong second ones.
 
-    A compiled backward pass has no second derivatives anyway, and torch 2.14 cannot trace this function, whose number
-    of inputs varies.
+    A compiled graph is not guarded: torch 2.14 cannot trace this function, whose number of inputs varies. Second
+    derivatives asked of a compiled graph are wrong, without an error.
     """
     if torch.compiler.is_dynamo_compiling():
         return backward(*inputs)
