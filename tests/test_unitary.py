@@ -136,6 +136,9 @@ def test_compiled():
     found = torch.autograd.grad(torch.compile(loss, backend="aot_eager")(*inputs), inputs)
     torch.testing.assert_close(found, torch.autograd.grad(loss(*inputs), inputs))
 
+    with torch.no_grad():  # another path through Dynamo
+        torch.testing.assert_close(torch.compile(loss, backend="aot_eager")(*inputs), loss(*inputs))
+
 
 def test_one_graph_for_lengths_of_more_than_a_block(monkeypatch):
     """Those of which all blocks are full among them."""

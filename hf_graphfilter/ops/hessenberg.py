@@ -124,9 +124,11 @@ def _(grad: Tensor, *others: Any) -> tuple[Tensor, ...]:
 
 
 class _Transform(torch.autograd.Function):
-    @staticmethod
-    def forward(*inputs: Any) -> Tensor:
-        return _transform(*inputs)  # type: ignore[no-any-return]
+    @staticmethod  # without ``*inputs``: Dynamo counts the parameters to see that there is no context
+    def forward(
+        x: Tensor, lower: Tensor, upper: Tensor, first: Tensor, between: Tensor, scale: Tensor, forward: bool, back: bool
+    ) -> Tensor:
+        return _transform(x, lower, upper, first, between, scale, forward, back)  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
