@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .filters import AttentionSite, FilterConfig, GraphFilter
-from .filters.attached import filters_of, read_whole
-from .filters.build import build_filter
+from .filters import FilterConfig, GraphFilter
+from .filters.attached import copy_restarted, filters_of, read_whole
 from .hosts import host_of, unwrapped
 
 FORWARD_REPLACED = "forward replaced"
@@ -93,13 +92,13 @@ def filter_status(model: nn.Module) -> FilterStatus:
     """
     model = unwrapped(model)
     host = host_of(model)
-    rows, sites = [], {site.name: site for site in host.find(model)[0]}
+    rows = []
     for name, graph_filter in filters_of(model):
         tensors = read_whole(graph_filter, type(graph_filter).coefficients)
         values = {k: t.to(torch.complex64 if t.is_complex() else torch.float32) for k, t in tensors.items()}
         module = model.get_submodule(name)
         backend = host.backend(module) if host.leads_to_filter(module) else FORWARD_REPLACED
-        moved = _distance_from_start(graph_filter, values, sites[name]) if name in sites else None
+        moved = _distance_from_start(graph_filter, values)
         rows.append(FilterRow(name, graph_filter.config, values, backend, _trained(graph_filter), moved))
     return FilterStatus(rows)
 
@@ -113,10 +112,10 @@ def _trained(graph_filter: GraphFilter) -> frozenset[str]:
     return frozenset(name for name in learned if not {name, name.rpartition("_")[0]} & frozen)
 
 
-def _distance_from_start(graph_filter: GraphFilter, values: dict[str, Tensor], site: AttentionSite) -> float | None:
+def _distance_from_start(graph_filter: GraphFilter, values: dict[str, Tensor]) -> float | None:
     """Return the mean distance of the learned coefficients, which have these values, from where training starts."""
     with torch.random.fork_rng(devices=[]):
-        start = build_filter(graph_filter.config, site).learned_coefficients()
+        start = copy_restarted(graph_filter).learned_coefficients()
     distances = [(values[name] - value).abs().flatten() for name, value in start.items()]
     return torch.cat(distances).mean().item() if distances else None
 

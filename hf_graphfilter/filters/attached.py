@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import GraphFilterError
@@ -91,3 +93,19 @@ def read_whole(graph_filter: GraphFilter, read: Callable[[GraphFilter], dict[str
         tensors = {name: tensor.detach() for name, tensor in read(graph_filter).items()}
         whole = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in tensors.items()}
         return {name: t.to("cpu", copy=True) for name, t in whole.items()}
+
+
+def copy_restarted(graph_filter: GraphFilter) -> GraphFilter:
+    """Return a copy on the CPU that has the start values, drawn anew where they are random.
+
+    Its tensors are whole, also where those of the filter are sharded or offloaded.
+    """
+    blank: dict[int, Tensor] = {}
+    for tensor in (*graph_filter.parameters(), *graph_filter.buffers()):
+        if tensor.is_meta or hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id"):
+            whole = torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype)
+            learned = isinstance(tensor, nn.Parameter)
+            blank[id(tensor)] = nn.Parameter(whole, tensor.requires_grad) if learned else whole
+    start = copy.deepcopy(graph_filter, blank).cpu()
+    start.reset_parameters()
+    return start

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..filters import GraphFilter
-from ..filters.attached import filters_of
+from ..filters.attached import copy_restarted, filters_of
 from ..filters.replacing import ReplacingFilter
 from ..records import described, record_of
 
@@ -51,12 +50,7 @@ def _is_original(graph_filter: GraphFilter) -> bool:
     if isinstance(graph_filter, ReplacingFilter):
         return not graph_filter.gate.any()  # type: ignore[union-attr]  # it has one, since it starts as the original
     with torch.random.fork_rng(devices=[]):
-        first, second = (_restarted(graph_filter).state_dict() for _ in range(2))
+        first, second = (copy_restarted(graph_filter).state_dict() for _ in range(2))
     fixed = [name for name, start in first.items() if torch.equal(start, second[name])]  # the others start at random
     return all(torch.equal(tensors[name].cpu(), first[name]) for name in fixed)
 
-
-def _restarted(graph_filter: GraphFilter) -> GraphFilter:
-    start = copy.deepcopy(graph_filter).cpu()
-    start.reset_parameters()
-    return start
