@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .exporting import is_exporting
+
 BLOCK = 16  # rotations, or blocks of them, that are taken together
 
 
@@ -47,7 +49,7 @@ def upper_factor(angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _rotations(gamma: Tensor) -> Tensor:
     """(batch, n) to (batch, blocks, BLOCK, 2, 2): a rotation by nothing comes first, one at least last."""
-    more = BLOCK if torch.compiler.is_exporting() else 0  # two blocks at least: the same graph for any length
+    more = BLOCK if is_exporting() else 0  # two blocks at least: the same graph for any length
     gamma = pad(gamma, (1, 1 + -(gamma.shape[1] + 2) % BLOCK + more))  # cells of them would bind it to their number
     c, s = gamma.cos(), gamma.sin()
     return torch.stack([c, -s, s, c], -1).unflatten(-1, (2, 2)).unflatten(1, (-1, BLOCK))

@@ -126,7 +126,14 @@ def _(grad: Tensor, *others: Any) -> tuple[Tensor, ...]:
 class _Transform(torch.autograd.Function):
     @staticmethod  # without ``*inputs``: Dynamo counts the parameters to see that there is no context
     def forward(
-        x: Tensor, lower: Tensor, upper: Tensor, first: Tensor, between: Tensor, scale: Tensor, forward: bool, back: bool
+        x: Tensor,
+        lower: Tensor,
+        upper: Tensor,
+        first: Tensor,
+        between: Tensor,
+        scale: Tensor,
+        forward: bool,
+        back: bool,
     ) -> Tensor:
         return _transform(x, lower, upper, first, between, scale, forward, back)  # type: ignore[no-any-return]
 

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .exporting import is_exporting
+
 BLOCK = 32  # queries that share one slice of keys
 
 
@@ -43,7 +45,7 @@ def attend_nearby(
     if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):  # a graph would be bound to the number of tokens
         block, window = max(BLOCK, min(window, tokens)), min(window, key.shape[2] - 1)
     missing = -tokens % block
-    if torch.compiler.is_exporting():  # two blocks at least, and some of it padding: the same graph for any length
+    if is_exporting():  # two blocks at least, and some of it padding: the same graph for any length
         missing = 2 * block - tokens % block
     after = missing if causal else window + missing
     width = block + (window if causal else 2 * window)
@@ -97,7 +99,7 @@ def attend_few(
 def first_there(count: int, there: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
     """Of ``there``, bool (batch, tokens), and of each of ``rows``, (batch, tokens) or (batch, heads, tokens, features),
     the entries of the first ``count`` tokens that are there; after them, where these are fewer, of others."""
-    if torch.compiler.is_exporting():  # as many at least: the same graph for any length
+    if is_exporting():  # as many at least: the same graph for any length
         there = functional.pad(there, (0, count))
         rows = tuple(functional.pad(x, (0, 0) * (x.dim() // 2 - 1) + (0, count)) for x in rows)
     tokens = there.shape[1]

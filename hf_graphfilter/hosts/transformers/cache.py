@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ...errors import UNSEEN, GraphFilterError
+from ...ops.exporting import is_exporting
 from ...shift import PastRows
 from .cache_layers import FILTERED, STATEFUL, FilteredStaticLayer, SignalRows, StateLayer
 
@@ -20,7 +20,7 @@ ARGUMENT = "graph_filter_cache"
 # what models and their outputs call a cache; transformers 5.24 gave it a new name
 NAME = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 NAMES = {NAME, "past_key_values", "layer_past"}  # modules may still be handed one by an earlier name
-_DUMMY: Any = getattr(cache_utils, "DummyLayer", ())  # of later releases
+_DUMMY: Any = getattr(cache_utils, "DummyLayer", ())  # earlier releases give such a layer no place at all
 _SHARED = (
     "reads the keys and values of an earlier layer, and has no place in the cache for what its filter remembers: leave "
     "it out with layers=, or use use_cache=False"
@@ -55,11 +55,9 @@ def announce(past: Any, module: Any) -> None:
     create = getattr(_self_attention(past), "layer_class_to_replicate", None)
     while create is not None and len(layers) <= index:
         layers.append(create())
-    layer = layers[index] if index < len(layers) else None
+    layer = _layer_of(layers, module)
     if type(layer) is DynamicLayer and not layer.get_seq_length():
         layer = layers[index] = _with_memory(layer, STATEFUL[kind])
-    if isinstance(layer, _DUMMY):
-        raise GraphFilterError(f"{module.graph_filter.site_name} {_SHARED}")
     if type(layer) is not STATEFUL[kind]:
         filled = isinstance(layer, DynamicLayer) and layer.get_seq_length()
         raise GraphFilterError(
@@ -79,10 +77,10 @@ def recall(past: Any, module: Any, query: Tensor, key: Tensor) -> tuple[PastRows
         GraphFilterError: a kind of cache that cannot keep rows (static sliding windows, quantized ...), or an export.
     """
     layers = _layers(past)
-    layer = layers[module.layer_idx] if layers else None
+    layer = _layer_of(layers, module)
     asking = module.graph_filter.site_name, query.shape[2], key.device
     if module.graph_filter.decoding != "rows":
-        if torch.compiler.is_exporting():
+        if is_exporting():
             raise GraphFilterError(
                 f"{module.graph_filter.site_name}: an exported graph does not return the state that this graph filter "
                 "keeps in a cache: export with use_cache=False"
@@ -93,8 +91,6 @@ def recall(past: Any, module: Any, query: Tensor, key: Tensor) -> tuple[PastRows
     if isinstance(layer, FilteredStaticLayer):
         layer.check_replaced(asking[0])
         return layer, None
-    if isinstance(layer, _DUMMY):
-        raise GraphFilterError(f"{module.graph_filter.site_name} {_SHARED}")
     if not isinstance(layer, SignalRows):
         raise GraphFilterError(
             f"decoding through a graph filter keeps rows of S(V) in the cache, and {type(past).__name__} "
@@ -102,6 +98,13 @@ def recall(past: Any, module: Any, query: Tensor, key: Tensor) -> tuple[PastRows
             "sliding windows, or use_cache=False"
         )
     return _Rows(layer, key.shape[2]) if layer.asked(*asking) else None, None
+
+
+def _layer_of(layers: list[Any], module: Any) -> Any:
+    layer = layers[module.layer_idx] if module.layer_idx < len(layers) else None
+    if isinstance(layer, _DUMMY) or (layers and layer is None):
+        raise GraphFilterError(f"{module.graph_filter.site_name} {_SHARED}")
+    return layer
 
 
 def _with_memory(layer: Any, layer_class: type) -> Any:

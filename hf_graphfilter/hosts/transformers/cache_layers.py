@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from ...errors import GraphFilterError
+from ...ops.exporting import is_exporting
 
 ROOM = 16  # rows are kept in tensors with room for a sixteenth more, and for as many tokens at least
 
@@ -195,7 +196,7 @@ class FilteredStaticLayer(_Keeping, StaticLayer):
         self.begun = frozenset()
 
     def extend(self, application: int, signal: Tensor) -> Tensor:
-        if torch.compiler.is_exporting():
+        if is_exporting():
             raise GraphFilterError(
                 "an exported decoding step holds the keys and values of its static cache, and not the rows of S(V) "
                 "that this graph filter keeps too: compile the step with torch.compile, or export with use_cache=False"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...errors import GraphFilterError
+from ..exporting import is_exporting
 from ..gradients import first_order, one_by_one, under_vmap
 from ..polynomials import Recurrence
 from ..triton import filter_causal as by_kernel
@@ -44,7 +45,7 @@ def filter_causal(
         if v.shape[2] == 1 and not traced:
             out, state = _one_token(left.rows(), wide(v)[:, :, 0], wide(value), state)
             return out.to(value.dtype), state
-        if torch.compiler.is_exporting() or traced:
+        if is_exporting() or traced:
             raise GraphFilterError(
                 "a causal filter in the singular value domain chooses between two forms by its input, which an "
                 "exported graph cannot: export models without causal attention, or patch with 'gfsa'"

@@ -1,0 +1,17 @@
+"""Whether ``torch.export`` runs."""
+
+from __future__ import annotations
+
+import torch
+
+_SAID_OF_ANY_COMPILATION = torch.__version__.startswith("2.11.")
+
+
+def is_exporting() -> bool:
+    """Return whether ``torch.export`` traces this call.
+
+    While it compiles, Dynamo of torch 2.11 takes ``torch.compiler.is_exporting()`` for True.
+    """
+    if _SAID_OF_ANY_COMPILATION:
+        return torch.compiler._is_exporting_flag
+    return torch.compiler.is_exporting()
