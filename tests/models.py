@@ -40,8 +40,10 @@ VISION = {
     "patch_size": 4,
 }
 TOKENS = 9
-# the oldest supported release, whose compiler and exporter can do less
+# the oldest supported releases, which can do less
 TORCH_2_11 = torch.__version__.startswith("2.11.")
+TORCH_2_12 = torch.__version__.startswith("2.12.")
+TRANSFORMERS_5_17 = t.__version__.startswith("5.17.")
 
 
 @dataclass(frozen=True)

@@ -167,9 +167,10 @@ def everything(model, batches, **options):
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_values_are_those_of_direct_computation(family, implementation):
+def test_values_are_those_of_direct_computation(family, implementation, transformers_warnings):
     model, batch = build(family), texts(family=family)
     expected = reference(model, batch)
+    transformers_warnings.clear()  # of T5 before transformers 5.21, which leaves a layer at sdpa
     model.set_attn_implementation(implementation)
     results = everything(model, [batch])
     for stack, given in expected.items():

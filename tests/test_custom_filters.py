@@ -492,7 +492,7 @@ BROKEN = [
     (Coarse, "half precision", "in bfloat16 its output loses"),
     (ForgetsToSave, "save and load", "used is not what was saved"),
     (ChangesTheModel, "unpatching", "unpatch_model does not give the original again"),
-    (HoldsALambda, "copies", "pickle"),
+    (HoldsALambda, "copies", "pickle|local object"),
     (Shared, "copies", "a copy made by deepcopy shares its parameters with the model"),
     (OtherWhenCompiled, "compiling", "the compiled model gives other outputs"),
 ]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from filters import filters
-from models import FAMILIES, TEXT, output, turn_on
+from models import FAMILIES, TEXT, TRANSFORMERS_5_17, output, turn_on
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
     BartForConditionalGeneration,
@@ -403,6 +403,7 @@ def test_a_layer_whose_keys_others_read_keeps_them(entry):
         stepwise(turn_on(patch_model(model, entry.config, layers=[3])), ids)
 
 
+@pytest.mark.skipif(TRANSFORMERS_5_17, reason="its cache gives the model more tokens than its mask has")
 @WITH_SCORES
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_sliding_window_that_is_gone_back_in(entry, grad):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from filters import FILTERS, combinations, filters
-from models import FAMILIES, TORCH_2_11, assert_equal_in_float32, output, turn_on
+from models import FAMILIES, TORCH_2_11, TORCH_2_12, assert_equal_in_float32, output, turn_on
 from transformers import LlamaForCausalLM
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
@@ -184,7 +184,7 @@ def test_export_of_a_causal_filter_is_refused(entry, refuses):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of the exporter
 @exported("gpt2", quick=("gfsa",))
 def test_onnx(family, entry, tmp_path, record_property):
-    if TORCH_2_11 and not entry.replaces:
+    if (TORCH_2_11 or TORCH_2_12) and not entry.replaces:
         pytest.skip("its exporter does not decompose a product with a number")
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import cpu_offload
-from models import FAMILIES, assert_equal_in_float32, output, realigned, turn_on
+from models import FAMILIES, TORCH_2_11, assert_equal_in_float32, output, realigned, turn_on
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -502,6 +502,7 @@ def test_a_swapped_class_of_any_name_is_refused_by_name():
         patch_model(model)
 
 
+@pytest.mark.skipif(TORCH_2_11, reason="its compiler hides what is raised")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_a_forward_replaced_before_compiling_is_noticed():
     family = FAMILIES["llama"]

@@ -374,7 +374,8 @@ def test_packed_sequences_without_a_mask_are_refused(name):
 
 def test_a_sliding_window_without_a_mask_is_refused_by_filters_that_look_at_the_mask():
     config = MistralConfig(
-        vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=8, sliding_window=3
+        **{"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 8, "sliding_window": 3},
+        **{"num_attention_heads": 4, "num_key_value_heads": 4},
     )
     config._attn_implementation = VARLEN
     model = patch_model(MistralModel(config).eval(), "centered")

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from models import FAMILIES, turn_on
+from models import FAMILIES, TRANSFORMERS_5_17, turn_on
 from transformers import LlamaForCausalLM
 
 from hf_graphfilter import (
@@ -234,6 +234,8 @@ def test_an_adapter_is_swapped_with_its_filter(filter, base, ids, tmp_path):
 
 @pytest.mark.parametrize("route", ["PeftModel", "load_adapter"])
 def test_a_configuration_of_the_callers_has_the_record_of_the_file(route, base, ids, tmp_path):
+    if route == "load_adapter" and TRANSFORMERS_5_17:
+        pytest.skip("it loads no modules_to_save: refused")
     model = trained(adapted(base, TUNERS["lora"]))
     model.save_pretrained(tmp_path)
 

@@ -30,6 +30,9 @@ WRITE_PAGE = "import compatibility; compatibility.write_page()"
 SEEN = "import platform, torch, transformers as t; print(platform.python_version(), torch.__version__, t.__version__)"
 CODE = ("*.py", "*.pyi", "*.toml", "*.yaml", "README.md")
 
+# the oldest that are supported, and the numpy and trl of their time
+OLDEST = "accelerate==1.10.0 huggingface_hub==1.5.0 safetensors==0.8.0 numpy==2.3.* trl==1.0.*"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -50,7 +53,7 @@ class Row:
 
 
 ROWS = [
-    Row("2.11", "5.17", further="accelerate==1.10.0 huggingface_hub==1.5.0 safetensors==0.8.0"),  # the oldest of all
+    Row("2.11", "5.17", further=OLDEST),
     Row("2.12", "5.19"),
     Row("2.13", "5.21"),
     Row("2.14", "5.24"),

@@ -53,4 +53,3 @@ def _is_original(graph_filter: GraphFilter) -> bool:
         first, second = (copy_restarted(graph_filter).state_dict() for _ in range(2))
     fixed = [name for name, start in first.items() if torch.equal(start, second[name])]  # the others start at random
     return all(torch.equal(tensors[name].cpu(), first[name]) for name in fixed)
-
