@@ -1,7 +1,5 @@
 """Pipelines of transformers and sentence-transformers: a patched checkpoint in the place of a plain one."""
 
-import json
-
 import pytest
 import torch
 from filters import filters
@@ -32,7 +30,7 @@ from hf_graphfilter import (
     save_filter,
     unpatch_model,
 )
-from hf_graphfilter.cli.checkpoints import save, save_modules
+from hf_graphfilter.cli.checkpoints import save
 
 SENTENCE = "graph filter attention smooth token high low frequency layer paper learn model text word deep is a"
 WORDS = SENTENCE.split()
@@ -142,10 +140,6 @@ def test_the_command_line_keeps_the_modules_of_sentence_transformers(tmp_path, t
     again = sentence_transformers.SentenceTransformer(str(tmp_path / "patched"), device="cpu")
     assert len(filter_status(again[0].auto_model)) == 3
     assert again.max_seq_length == 7
-    (tmp_path / "encoder" / "modules.json").write_text(json.dumps([{"path": name} for name in ("..", ".", "/", "a/b")]))
-    save_modules(str(tmp_path / "encoder"), tmp_path / "out" / "side")
-    assert [f.name for f in (tmp_path / "out").rglob("*") if f.is_file()].count("modules.json") == 1
-    assert {f.parent.name for f in (tmp_path / "out").rglob("*") if f.is_file()} == {"side"}
     torch.testing.assert_close(again.encode(TEXTS), encoder.encode(TEXTS))
     transformers_warnings.clear()
 

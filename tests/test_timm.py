@@ -302,9 +302,13 @@ def test_odd_coefficients_are_refused(values, tmp_path):
     [
         ("[" * 100_000, "cannot be loaded as a timm checkpoint"),
         ('{"architecture": "x", "pretrained_cfg": []}', "cannot be loaded as a timm checkpoint"),
-        ('{"architecture": "x", "pretrained_cfg": {"hf_graphfilter": {}}}', "timm cannot build 'x'"),
+        ('{"architecture": "x", "pretrained_cfg": {"hf_graphfilter": {}}}', "names 'x', which is no architecture"),
+        (
+            '{"architecture": "deit_tiny_patch16_224", "pretrained_cfg": {"hf_graphfilter": {}, "num_classes": "x"}}',
+            "build",
+        ),
     ],
-    ids=range(3),
+    ids=range(4),
 )
 def test_odd_checkpoints_are_refused(text, message, tmp_path):
     (saved(patch_model(named()), tmp_path) / "config.json").write_text(text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,10 @@ from ..hosts.timm import RECORD, write_record
 from ..patching import apply_record
 
 WEIGHTS = "model.safetensors"
+# what makes timm read or fetch other files, and what is the caller's choice; no class of a model means these
+_NEVER = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "device", "dtype"}
+# entries of a pretrained_cfg that say where timm gets weights from, which may be pickles
+_SOURCES = {"source", "url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "custom_load"}
 
 
 def load_timm_model(source: str | Path, **options: Any) -> nn.Module:
@@ -25,13 +31,15 @@ def load_timm_model(source: str | Path, **options: Any) -> nn.Module:
 
     Args:
         source: a folder, or the id of a Hub repository.
-        **options: further arguments of ``timm.create_model`` (``drop_path_rate``, ``img_size`` ...).
+        **options: further arguments of ``timm.create_model`` (``drop_path_rate``, ``img_size`` ...). They go before
+            those of the checkpoint, which may hold arguments of the model's class only.
 
     Returns:
         The model, patched, with its weights, in evaluation mode. An unpatched checkpoint is an error.
 
     Raises:
-        GraphFilterError: nothing to load, no record of a filter, or weights that do not fit.
+        GraphFilterError: nothing to load, no record of a filter, an architecture or arguments that are not those of a
+            model of timm, or weights that do not fit.
 
     Example:
         ``load_timm_model("me/deit-small-gfsa")``
@@ -62,12 +70,13 @@ def load_timm_model(source: str | Path, **options: Any) -> nn.Module:
     record = pretrained_cfg.pop(RECORD, None)
     if record is None:
         raise GraphFilterError(f"{source} holds no graph filter; load it with timm.create_model")
+    _check_arguments(source, name, args or {})
     options = {"num_classes": pretrained_cfg.get("num_classes"), **(args or {}), **options}
     try:
         model: Any = timm.create_model(name, pretrained=False, **options)
     except Exception as error:
         raise GraphFilterError(f"{source}: timm cannot build {shown(name)}: {shown(error)}") from error
-    model.pretrained_cfg = {**model.pretrained_cfg, **{k: v for k, v in pretrained_cfg.items() if k != "source"}}
+    model.pretrained_cfg = {**model.pretrained_cfg, **{k: v for k, v in pretrained_cfg.items() if k not in _SOURCES}}
     write_record(model, record)
     apply_record(model, whole=True)
     own = model.state_dict()
@@ -80,3 +89,21 @@ def load_timm_model(source: str | Path, **options: Any) -> nn.Module:
         raise GraphFilterError(f"{source}: {len(wrong)} weights do not fit {name} ({wrong[0]} ...); save it again")
     remember_weights(host_of(model), model, again=True)
     return model.eval()  # type: ignore[no-any-return]
+
+
+def _check_arguments(source: str | Path, name: object, args: object) -> None:
+    """Raise unless a checkpoint names a model of timm and arguments of its class: others make timm read pickles."""
+    from timm.models import is_model, model_entrypoint
+
+    if not isinstance(name, str) or not is_model(name) or set(name) & set(":/\\"):
+        raise GraphFilterError(f"{source}: its config.json names {shown(name)}, which is no architecture of timm")
+    module = sys.modules[model_entrypoint(name).__module__]
+    classes = [c for c in vars(module).values() if inspect.isclass(c) and issubclass(c, nn.Module)]
+    bases = {base for c in classes for base in c.__mro__}
+    known = {argument for base in bases for argument in inspect.signature(base.__init__).parameters} - _NEVER
+    if not isinstance(args, dict) or (unknown := [key for key in args if key not in known]):
+        found = shown(unknown[0] if isinstance(args, dict) else args)
+        raise GraphFilterError(
+            f"{source}: model_args of its config.json holds {found}, which the class of {name} does not take: "
+            "remove it, or give it to load_timm_model yourself if you trust it"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..console import table
-from ..errors import GraphFilterError
+from ..errors import GraphFilterError, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -126,6 +127,7 @@ def save(model: Any, source: str, output: Path, show: bool = True) -> None:
 
     from ..checkpoints.tokenizer import knows_words
 
+    save_modules(source, output)  # first: it may be an error, and what follows writes over whatever it brings
     model.save_pretrained(output)
     try:
         processor = AutoProcessor.from_pretrained(source)
@@ -134,14 +136,16 @@ def save(model: Any, source: str, output: Path, show: bool = True) -> None:
         processor.save_pretrained(output)
     except (OSError, ValueError, ImportError):
         Console(stderr=True).print(f"note: no tokenizer or processor found in {escape(source)}", style="dim")
-    save_modules(source, output)
     if show:
         show_status(model)
     Console().print(f"saved to {escape(str(output))}")
 
 
 def save_modules(source: str, output: Path) -> None:
-    """What makes a checkpoint one of sentence-transformers: its list of modules, these and its settings."""
+    """Copy what makes a checkpoint one of sentence-transformers: its list of modules, their folders and its settings.
+
+    The list may name folders directly in the source, and nothing is copied that leads out of it.
+    """
     import json
     import shutil
 
@@ -151,15 +155,27 @@ def save_modules(source: str, output: Path) -> None:
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     if (listed := cached_file(source, "modules.json", **quiet)) is None:
         return
-    names = ["modules.json", "sentence_*_config.json", "config_sentence_transformers.json"]
-    folders = [module["path"] for module in json.loads(Path(listed).read_text())]
-    folders = [name for name in folders if name.strip(".") and Path(name).name == name]  # none leads elsewhere
-    patterns = [*names, *(f"{folder}/*" for folder in folders)]
+    try:
+        paths = [module["path"] for module in json.loads(Path(listed).read_text())]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise GraphFilterError(f"modules.json of {source} is no list of modules: {shown(error)}") from error
+    folders = [path for path in paths if path != ""]  # that of the source itself
+    if wrong := [path for path in folders if not (isinstance(path, str) and re.fullmatch(r"\w[\w.-]*", path))]:
+        raise GraphFilterError(
+            f"modules.json of {source} names {shown(wrong[0])}, which is no folder in it: correct it"
+        )
+    patterns = ["modules.json", "sentence_*_config.json", "config_sentence_transformers.json"]
+    patterns += [f"{folder}/*" for folder in folders]
     root = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=patterns))
-    for pattern in patterns:
-        for file in (file for file in root.glob(pattern) if file.is_file()):
-            (output / file.relative_to(root)).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(file, output / file.relative_to(root))
+    for file in [file for pattern in patterns for file in root.glob(pattern) if file.is_file()]:
+        place = file.resolve()
+        # the cache of the Hub holds links to the files of the same repository
+        inside = [root.resolve(), *([root.resolve().parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
+        if not any(place.is_relative_to(folder) for folder in inside):
+            raise GraphFilterError(f"{file} is a link that leads out of {source}: put the file itself there")
+        copied = output / file.relative_to(root)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(place, copied)
 
 
 def show_status(model: Any) -> None:

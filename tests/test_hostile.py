@@ -1,0 +1,146 @@
+"""What a checkpoint of others says is data: nothing of it is run, unpickled, fetched, or copied from elsewhere."""
+
+import json
+import pickle
+
+import pytest
+import torch
+from models import FAMILIES
+from typer.testing import CliRunner
+
+from hf_graphfilter import GraphFilterError, load_timm_model, patch_model
+from hf_graphfilter.cli import app
+from hf_graphfilter.cli.checkpoints import save_modules
+
+
+class Bomb:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return open, (str(self.mark), "w")
+
+
+@pytest.fixture
+def unpickled(tmp_path, monkeypatch):
+    """A folder with a pickle; afterwards nothing has read it, and nobody was asked for another file."""
+    mark = tmp_path / "unpickled"
+    bomb = tmp_path / "bomb.pth"
+    bomb.write_bytes(pickle.dumps(Bomb(mark)))
+
+    def refuse(*args, **kwargs):
+        raise AssertionError(f"{args} {kwargs}")
+
+    monkeypatch.setattr(torch, "load", refuse)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+    monkeypatch.setattr("torch.hub.load_state_dict_from_url", refuse)
+    yield bomb
+    assert not mark.exists()
+
+
+ARGUMENTS = [
+    {"checkpoint_path": "bomb.pth"},
+    {"pretrained": True},
+    {"pretrained_cfg": {"file": "bomb.pth"}, "pretrained": True},
+    {"pretrained_cfg_overlay": {"file": "bomb.pth"}},
+    {"cache_dir": "elsewhere"},
+    {"device": "cuda"},
+    {"unknown": 1},
+    ["checkpoint_path"],
+]
+ARCHITECTURES = ["hf-hub:a/b", "hf_hub:a/b", "local-dir:/", "a/b", "..", "", None, 3, ["x"], "deit_tiny_patch16_224\n"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [*({"model_args": {"depth": 1, **x} if isinstance(x, dict) else x} for x in ARGUMENTS)]
+    + [{"architecture": name} for name in ARCHITECTURES],
+    ids=str,
+)
+def test_a_checkpoint_of_timm(changed, tmp_path, unpickled):
+    timm = pytest.importorskip("timm")
+    folder = tmp_path / "checkpoint"
+    model = patch_model(timm.create_model("deit_tiny_patch16_224", depth=1, embed_dim=24, num_heads=2, num_classes=2))
+    timm.models.save_for_hf(model, folder, safe_serialization=True, model_args=(built := {"depth": 1, "embed_dim": 24}))
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    assert config["model_args"].items() >= built.items()
+    config |= {k: json.loads(json.dumps(v).replace("bomb.pth", str(unpickled))) for k, v in changed.items()}
+    file.write_text(json.dumps(config))
+    with pytest.raises(GraphFilterError, match=r"which (the class of \w+ does not take|is no architecture of timm)"):
+        load_timm_model(folder)
+
+
+def test_where_a_checkpoint_of_timm_wants_its_weights_from_is_forgotten(tmp_path, unpickled):
+    timm = pytest.importorskip("timm")
+    model = patch_model(timm.create_model("deit_tiny_patch16_224", depth=1, embed_dim=24, num_heads=2))
+    sources = {"url": "http://x", "file": str(unpickled), "hf_hub_id": "a/b", "source": "file", "custom_load": True}
+    args = {"depth": 1, "embed_dim": 24, "num_heads": 2}
+    timm.models.save_for_hf(model, tmp_path, safe_serialization=True, model_args=args)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["pretrained_cfg"] |= sources
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    kept = load_timm_model(tmp_path).pretrained_cfg
+    assert not {k: v for k, v in sources.items() if kept.get(k) == v}
+
+
+MODULES = [
+    *([{"path": path}] for path in ("**", "*", "..", ".", "/", "a/b", "/etc", "../secret", "[a]", ".hidden", 3, None)),
+    *([{"name": "0"}], {"path": "x"}, 3, ["x"]),
+]
+
+
+@pytest.mark.parametrize("listed", MODULES, ids=str)
+def test_the_modules_of_sentence_transformers(listed, tmp_path):
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "key").write_text("secret")
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "modules.json").write_text(json.dumps(listed))
+    (source / "config.json").write_text("{}")
+    with pytest.raises(GraphFilterError, match=r"modules.json of .* (which is no folder|is no list of modules)"):
+        save_modules(str(source), tmp_path / "output")
+    assert not (tmp_path / "output").exists()
+
+
+@pytest.mark.parametrize("linked", ["folder", "file", "modules.json"])
+def test_links_out_of_a_checkpoint_are_not_followed(linked, tmp_path):
+    secret, source = tmp_path / "secret", tmp_path / "source"
+    secret.mkdir()
+    source.mkdir()
+    (secret / "config.json").write_text('[{"path": "1_Pooling"}]')
+    (source / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}]')
+    if linked == "folder":
+        (source / "1_Pooling").symlink_to(secret)
+    elif linked == "file":
+        (source / "1_Pooling").mkdir()
+        (source / "1_Pooling" / "config.json").symlink_to(secret / "config.json")
+    else:
+        (source / "modules.json").unlink()
+        (source / "modules.json").symlink_to(secret / "config.json")
+    with pytest.raises(GraphFilterError, match="is a link that leads out of"):
+        save_modules(str(source), tmp_path / "output")
+    assert not list((tmp_path / "output").rglob("config.json"))
+
+
+def test_the_cache_of_the_hub_holds_links_within_a_repository(tmp_path):
+    blobs, source = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    blobs.mkdir()
+    (source / "1_Pooling").mkdir(parents=True)
+    (source / "modules.json").write_text('[{"path": "1_Pooling"}]')
+    (blobs / "0").write_text("{}")
+    (source / "1_Pooling" / "config.json").symlink_to(blobs / "0")
+    save_modules(str(source), tmp_path / "output")
+    assert (tmp_path / "output" / "1_Pooling" / "config.json").read_text() == "{}"
+
+
+def test_what_is_saved_is_not_written_over(tmp_path):
+    """The modules of a source are copied before the model is saved."""
+    source = tmp_path / "source"
+    FAMILIES["bert"].build().save_pretrained(source)
+    (source / "modules.json").write_text('[{"path": "**"}]')
+    with pytest.raises(GraphFilterError, match="which is no folder in it"):
+        CliRunner().invoke(app, ["patch", str(source), str(tmp_path / "output")], catch_exceptions=False)
+    assert not (tmp_path / "output").exists()
