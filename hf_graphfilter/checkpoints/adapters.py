@@ -16,7 +16,6 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import nn
 
@@ -141,12 +140,18 @@ def _enters_transformers(original: staticmethod[..., Any]) -> staticmethod[..., 
 
     @functools.wraps(function)
     def _load_pretrained_model(model: nn.Module, state_dict: Any, checkpoint_files: Any, *args: Any, **kw: Any) -> Any:
-        for file in checkpoint_files or ():
-            if Path(file).name.startswith("adapter_model."):
-                checked(model, _read_ours(file))
+        files = [file for file in checkpoint_files or () if Path(file).name.startswith("adapter_model.")]
+        for file in (file for file in files if file.endswith(".safetensors")):
+            checked(model, _read_ours(file))
         state_dict = checked(model, state_dict) if state_dict and _loading.get() else state_dict
         info, index = function(model, state_dict, checkpoint_files, *args, **kw)
-        info.unexpected_keys = {key for key in info.unexpected_keys if key.rpartition(".")[2] != KEY}
+        if records := {key for key in info.unexpected_keys if key.rpartition(".")[2] == KEY}:
+            if not files[0].endswith(".safetensors"):
+                raise GraphFilterError(
+                    f"{files[0]} was trained over a graph filter, and is a pickle, in which that cannot be checked: "
+                    "load it with PeftModel.from_pretrained, or save it as safetensors"
+                )
+            info.unexpected_keys -= records
         return info, index
 
     return staticmethod(_load_pretrained_model)
@@ -154,8 +159,6 @@ def _enters_transformers(original: staticmethod[..., Any]) -> staticmethod[..., 
 
 def _read_ours(file: str) -> dict[str, Any]:
     """Return what is ours in the weights of an adapter."""
-    if not file.endswith(".safetensors"):
-        return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
     with safe_open(file, framework="pt") as opened:
         ours = [key for key in opened.keys() if KEY in key or f".{CHILD}." in key]  # noqa: SIM118
         return {key: opened.get_tensor(key) for key in ours}
