@@ -219,6 +219,27 @@ def test_an_adapter_that_was_converted_to_lora_says_its_filter(tmp_path):
                 peft.PeftModel.from_pretrained(make(copy.deepcopy(base)), tmp_path, config=config(False))
 
 
+@pytest.mark.filterwarnings("ignore:PiSSA changes the base weights")
+@pytest.mark.parametrize("held", [True, False])
+def test_an_adapter_that_was_converted_from_pissa_has_its_filter(held, tmp_path):
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(FAMILIES["llama"].config).eval()
+    options = config(held)
+    options.init_lora_weights = "pissa"
+    model = peft.get_peft_model(BASES["the filter as trained"](copy.deepcopy(base)), options)
+    model.peft_config["default"].init_lora_weights = True
+    model.save_pretrained(tmp_path / "first")
+    model.peft_config["default"].init_lora_weights = "pissa"
+    learned(model)
+    expected = logits(model)
+    model.save_pretrained(tmp_path, path_initial_model_for_weight_conversion=str(tmp_path / "first"))
+    right = peft.PeftModel.from_pretrained(BASES["the filter as trained"](copy.deepcopy(base)), tmp_path)
+    torch.testing.assert_close(logits(right), expected, atol=1e-4, rtol=1e-4)
+    if not held:
+        with pytest.raises(GraphFilterError, match="whose coefficients it does not hold"):
+            peft.PeftModel.from_pretrained(BASES["the filter at its start values"](base), tmp_path)
+
+
 def test_a_weighted_sum_of_adapters_has_the_filter_of_the_one_that_holds_it():
     torch.manual_seed(0)
     model = patch_model(LlamaForCausalLM(FAMILIES["llama"].config), GFSAConfig(K=3))

@@ -52,6 +52,7 @@ def install() -> None:
         (BaseTuner, "unload", copies.unloads),
         (LoraModel, "add_weighted_adapter", copies.weighs),
         (IA3Model, "add_weighted_adapter", copies.weighs),
+        (LoraModel, "subtract_mutated_init", _subtracts),
         (conversion, "convert_to_lora", _converts),
         (hotswap, "hotswap_adapter_from_state_dict", _swaps),
         (save_and_load, "get_peft_model_state_dict", _leaves),
@@ -87,6 +88,17 @@ def _converts(original: Callable[..., Any]) -> Callable[..., Any]:
         return config, _recorded(model, state, config)
 
     return convert_to_lora
+
+
+def _subtracts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """PEFT converts PiSSA and its like to LoRA, and drops all weights but these."""
+
+    @functools.wraps(original)
+    def subtract_mutated_init(self: Any, output_state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        ours = {k: tensor for k, tensor in output_state_dict.items() if k == KEY or f".{CHILD}." in k}
+        return {**ours, **original(self, output_state_dict, *args, **kwargs)}
+
+    return subtract_mutated_init
 
 
 def _recorded(model: nn.Module, state: dict[str, Any], config: Any, whole: Any = None) -> dict[str, Any]:
