@@ -25,6 +25,7 @@ from ..hosts import Host, encoder_of, host_of, unwrapped
 from ..hosts.base import check_values, own_record
 from ..patching import STARTS, apply_record, resolve
 from ..records import described, read_groups
+from .copies import without_adapters
 
 WEIGHTS_FILE = "graph_filter.safetensors"
 CONFIG_FILE = "graph_filter.json"
@@ -201,15 +202,8 @@ def _coefficients(
     return {
         f"{host.relative_name(model, name)}.{key}": tensor
         for name, graph_filter in filters_of(model, required=True)
-        for key, tensor in _without_adapters(read(graph_filter)).items()
+        for key, tensor in without_adapters(read(graph_filter)).items()
     }
-
-
-def _without_adapters(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What PEFT has put adapters on (``target_modules="all-linear"``) as it was: these have files of their own."""
-    adapted = {owner for owner, marker, _ in (key.rpartition("base_layer.") for key in tensors) if marker}
-    base = {key.replace("base_layer.", ""): tensor for key, tensor in tensors.items() if "base_layer." in key}
-    return {key: tensor for key, tensor in tensors.items() if not key.startswith(tuple(adapted))} | base
 
 
 def _base(host: Host, model: nn.Module) -> dict[str, Any]:
