@@ -28,7 +28,7 @@ from ..filters.attached import CHILD, filters_of
 from ..hosts import host_of
 from ..hosts.base import check_values
 from ..hosts.transformers.attention import IMPLEMENTATION, graph_filter_attention
-from ..hosts.transformers.records import forget_names, is_our_name, read_record, saved_config
+from ..hosts.transformers.records import forget_names, is_our_name, model_class, read_record, saved_config
 from ..hosts.transformers.sites import relative_name
 from ..patching import STARTED, apply_record, check_resolved, resolve
 from ..records import read_groups
@@ -190,7 +190,7 @@ def _is_a_part(model: PreTrainedModel, record: dict[str, Any], absent: set[str])
     config = copy.deepcopy(model.config)
     setattr(config, CHILD, None)
     names = [record["model"]] if "model" in record else config.architectures or []
-    for make in (*(getattr(transformers, str(name), None) for name in names), transformers.AutoModel.from_config):
+    for make in (*map(model_class, names), transformers.AutoModel.from_config):
         try:
             with torch.device("meta"):
                 whole = make(copy.deepcopy(config))  # type: ignore[misc]

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -36,6 +37,12 @@ def tag(model: PreTrainedModel, filters: Iterable[str]) -> None:
         ours = [t for t in ("graph-filter", *filters, "hf_graphfilter") if t not in before]
         model.model_tags = [*before, *ours]
         setattr(model, _TAGS, ours)
+
+
+def model_class(name: object) -> type[PreTrainedModel] | None:
+    """Return the model class of transformers with this name, which a file gives; None where it means anything else."""
+    found = getattr(transformers, name, None) if isinstance(name, str) else None
+    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
 
 
 def read_record(model: Any) -> dict[str, Any] | None:
