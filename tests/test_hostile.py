@@ -6,6 +6,7 @@ import json
 import pickle
 import re
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -276,3 +277,17 @@ def test_a_record_names_model_classes_only(monkeypatch, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["called"]}))
     with pytest.raises(GraphFilterError, match="which is no model of transformers"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("asked", ["flash_attention_2", "unknown"])
+@pytest.mark.parametrize("where", ["argument", "config", "call"])
+def test_an_implementation_that_the_model_lacks(asked, where, tmp_path):
+    model = patch_model(FAMILIES["t5"].build())
+    model.save_pretrained(tmp_path)
+    if where == "config":
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"_attn_implementation": asked}))
+    argument = {"attn_implementation": asked} if where == "argument" else {}
+    called = model.set_attn_implementation if where == "call" else partial(type(model).from_pretrained, **argument)
+    with pytest.raises(GraphFilterError, match=f"T5Model with this graph filter cannot run with '{asked}'"):
+        called(asked if where == "call" else tmp_path)
