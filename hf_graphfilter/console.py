@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .errors import GraphFilterError, needs
+from .text import printable
 
 with needs("cli", "a table on the console"):
+    from rich import console as rich_console
     from rich.cells import cell_len
     from rich.columns import Columns
-    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.console import ConsoleOptions, RenderResult
     from rich.padding import Padding
+    from rich.segment import Segment
     from rich.table import Column, Table
     from rich.text import Text
+
+
+class Console(rich_console.Console):
+    """A console on which no text that it is given can steer the terminal."""
+
+    def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
 
 
 class _Records:
@@ -24,7 +35,7 @@ class _Records:
     def __init__(self, header: Sequence[str], rows: Sequence[Sequence[str]], title: str | None):
         self.header, self.rows, self.title = header, rows, title
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: rich_console.Console, options: ConsoleOptions) -> RenderResult:
         columns = list(zip(self.header, *self.rows, strict=True))
         folded = [textwrap.fill(name, max(map(len, [*cells, *name.split()]))) for name, *cells in columns]
         for header in (self.header, folded):

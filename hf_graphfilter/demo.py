@@ -40,10 +40,9 @@ from .status import filter_parameters, filter_status
 from .training.optimizer import filter_optimizer
 
 with needs("demo", "the demo"):
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from .console import table
+    from .console import Console, table
 
 TEST_ROWS = 2000
 LR = 2e-4

@@ -11,6 +11,8 @@ import numbers
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from .text import printable
+
 LONGEST = 1000  # characters of a message
 _PART = 120  # and of a value within it
 UNSEEN = (
@@ -23,7 +25,7 @@ class GraphFilterError(ValueError):
     """Raised for every mistake that the package can name: what was asked, what was found, what to do.
 
     It is also a ``ValueError``. A call that raises it leaves the model as it was. Its message is one line of at most
-    1000 characters, whatever other libraries' messages it repeats.
+    1000 characters that a terminal can print, whatever other libraries' messages and names it repeats.
     """
 
     def __init__(self, message: object = ""):
@@ -69,7 +71,7 @@ def is_number(value: Any, most: float = math.inf, *, whole: bool = False) -> boo
 
 
 def _shortened(text: str, most: int) -> str:
-    line = " ".join(text.split())
+    line = printable(" ".join(text.split()))
     half = (most - 5) // 2
     return line if len(line) <= most else f"{line[: most - 5 - half]} ... {line[-half:]}"
 

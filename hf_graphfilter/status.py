@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from .filters import FilterConfig, GraphFilter
 from .filters.attached import copy_restarted, filters_of, read_whole
 from .hosts import host_of, unwrapped
+from .text import html_text
 
 FORWARD_REPLACED = "forward replaced"
 
@@ -67,7 +67,7 @@ class FilterStatus(list[FilterRow]):
 
 def html_table(header: list[str], rows: list[list[str]]) -> str:
     lines = [("th", header), *(("td", row) for row in rows)]
-    body = ("".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) for tag, cells in lines)
+    body = ("".join(f"<{tag}>{html_text(cell)}</{tag}>" for cell in cells) for tag, cells in lines)
     return "<table>" + "".join(f"<tr>{line}</tr>" for line in body) + "</table>"
 
 

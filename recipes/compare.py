@@ -27,11 +27,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.analysis.comparison import PairedComparison
-from hf_graphfilter.console import table
+from hf_graphfilter.console import Console, table
 from hf_graphfilter.errors import require
 from recipes import SCRIPTS, check_extras, records, runs
 from recipes.errors import one_line_errors

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.errors import nearest
+from hf_graphfilter.text import printable
 
 NETWORK_ERRORS = HfHubHTTPError.__bases__  # OSError, and HTTPError of whichever client the installed version has
 
@@ -53,7 +54,7 @@ def one_line_errors(program: str, command: str = "the same command") -> Iterator
 
 
 def line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:400] or type(error).__name__
+    return printable(" ".join(str(error).split())[:400]) or type(error).__name__
 
 
 def check_keys(content: Any, what: str, needed: dict[str, type], *others: str) -> None:

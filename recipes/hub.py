@@ -10,6 +10,7 @@ from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 from hf_graphfilter import GraphFilterError, create_model_card, filter_status
 from hf_graphfilter.analysis.comparison import PairedComparison
 from hf_graphfilter.hosts import host_of
+from hf_graphfilter.text import markdown_text
 from recipes import records
 from recipes.errors import NETWORK_ERRORS, line
 from recipes.settings import Settings
@@ -27,7 +28,7 @@ def write_card(settings: Settings, folder: Path, record: dict[str, Any], values:
     values = settings.defaults | values
     fresh = values.get("from_scratch") or values.get("pretrained") is False
     how = "Trained from scratch" if fresh and not values.get("checkpoint") else "Fine-tuned"
-    trained = f"{how} on {record['task']} with seed {record['seed']}"
+    trained = f"{how} on {markdown_text(record['task'])} with seed {record['seed']}"
     description = f"## Training\n\n{trained}; every setting and number is in `{records.RECORD}`.{comparison}"
     base = None if fresh or Path(values["model"]).exists() else values["model"]
     name = values.get("hub_model_id") or str(folder)
@@ -36,7 +37,7 @@ def write_card(settings: Settings, folder: Path, record: dict[str, Any], values:
     else:
         title = name.rpartition("/")[2]
         data = ModelCardData(library_name=host.LIBRARY, eval_results=results, model_name=title, base_model=base)
-        text = f"# {title}\n\nThe plain {type(model).__name__}.\n\n{description}\n"
+        text = f"# {markdown_text(title)}\n\nThe plain {type(model).__name__}.\n\n{description}\n"
         card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}")
     card.save(folder / "README.md")
 

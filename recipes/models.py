@@ -16,7 +16,8 @@ from transformers import CONFIG_MAPPING, PreTrainedModel, PreTrainedTokenizerFas
 from hf_graphfilter import GraphFilterError, patch_model
 from hf_graphfilter.checkpoints.tokenizer import knows_words
 from hf_graphfilter.console import parse_layers, parse_options
-from hf_graphfilter.errors import nearest
+from hf_graphfilter.errors import nearest, shown
+from hf_graphfilter.hosts.transformers.records import model_class
 from recipes.arguments import FilterArguments, RecipeArguments
 from recipes.errors import filtering, line
 
@@ -163,5 +164,7 @@ def patch(args: FilterArguments, model: Any) -> None:
 
 def load_model(folder: Path) -> Any:
     """A checkpoint of transformers as the class that was saved."""
-    config = transformers.AutoConfig.from_pretrained(folder)
-    return getattr(transformers, config.architectures[0]).from_pretrained(folder)
+    named = transformers.AutoConfig.from_pretrained(folder).architectures
+    if not (named and (saved := model_class(named[0]))):
+        raise GraphFilterError(f"{folder}: its config.json names {shown(named)}, which is no model of transformers")
+    return saved.from_pretrained(folder)

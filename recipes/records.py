@@ -7,9 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from hf_graphfilter import GraphFilterError
+from hf_graphfilter.console import Console
 from recipes.errors import line
 
 RECORD = "record.json"

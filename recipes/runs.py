@@ -10,11 +10,10 @@ from typing import Any
 
 import datasets
 import yaml
-from rich.console import Console
 
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.analysis.comparison import mean_and_sd
-from hf_graphfilter.console import table
+from hf_graphfilter.console import Console, table
 from recipes import SCRIPTS
 from recipes.errors import OtherSettingsError, one_line_errors
 from recipes.hub import create_repository, push, write_card

@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_graphfilter.analysis.comparison import mean_and_sd, paired_comparison
 from hf_graphfilter.console import table
+from hf_graphfilter.text import figure_text
 from recipes.records import value_of
 from recipes.settings import Settings
 
@@ -90,11 +91,13 @@ def plot_sweep(content: dict[str, Any], file: Path) -> None:
     for i, (label, line) in enumerate(points.items()):
         means = [sum(v) / len(v) for _, v in line]
         spread = [(max(v) - min(v)) / 2 for _, v in line]
-        axes.errorbar([x for x, _ in line], means, spread, marker="o", capsize=3, color=f"C{i}", label=label or None)
+        at, name = [figure_text(x) for x, _ in line], figure_text(label) or None
+        axes.errorbar(at, means, spread, marker="o", capsize=3, color=f"C{i}", label=name)
     plain = list(content["summary"][PLAIN]["values"].values())
     axes.axhline(sum(plain) / len(plain), color="grey", linestyle="--", label="plain")
     seeds = len(plain)
-    axes.set(xlabel=axis, ylabel=content["metric"], title=f"{content['model']} on {content['task']}, {seeds} seeds")
+    title = f"{content['model']} on {content['task']}, {seeds} seeds"
+    axes.set(xlabel=figure_text(axis), ylabel=figure_text(content["metric"]), title=figure_text(title))
     axes.legend(frameon=False)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=150)

@@ -1,16 +1,30 @@
-"""What a checkpoint of others says is data: nothing of it is run, unpickled, fetched, or copied from elsewhere."""
+"""What a checkpoint of others says is data: nothing of it is run, unpickled, fetched, or copied from elsewhere, and its
+text stays text."""
 
+import ast
 import json
 import pickle
+import re
+import sys
+from functools import partial
 
 import pytest
 import torch
+import transformers
+from huggingface_hub import EvalResult
 from models import FAMILIES
 from typer.testing import CliRunner
 
-from hf_graphfilter import GraphFilterError, load_timm_model, patch_model
-from hf_graphfilter.cli import app
+from hf_graphfilter import GraphFilterError, create_model_card, load_timm_model, patch_model
+from hf_graphfilter.analysis.report import report
+from hf_graphfilter.checkpoints.transformers import _is_a_part
+from hf_graphfilter.cli import app, main
 from hf_graphfilter.cli.checkpoints import save_modules
+from hf_graphfilter.console import Console, table
+from hf_graphfilter.conversion import load_conversion
+from recipes.errors import one_line_errors
+from recipes.models import load_model
+from recipes.summary import plot_sweep
 
 
 class Bomb:
@@ -144,3 +158,136 @@ def test_what_is_saved_is_not_written_over(tmp_path):
     with pytest.raises(GraphFilterError, match="which is no folder in it"):
         CliRunner().invoke(app, ["patch", str(source), str(tmp_path / "output")], catch_exceptions=False)
     assert not (tmp_path / "output").exists()
+
+
+STEERING = "\x1b", "\x9b", "\x07", "\r", "\u202e"
+FORMULA = f"{''.join(STEERING)}$\\frac{{1}}$ $"
+HOSTILE = f"{FORMULA}[2J<script>x</script>![x](y)|`"
+NAME = HOSTILE.replace("/", "")
+CONFIG = {"model_type": "bert", "hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 9}
+
+
+def harmless(text):
+    return bool(text.strip()) and not any(c in text for c in STEERING)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": HOSTILE},
+        CONFIG | {"architectures": [HOSTILE]},
+        CONFIG | {"hidden_act": HOSTILE, "graph_filter": {"version": 1, "filters": []}},
+        *(
+            CONFIG | {"graph_filter": {"version": 1, "filters": [{"config": config, "modules": modules}]}}
+            for config, modules in (
+                ({"filter": HOSTILE}, ["encoder.layer.0.attention.self"]),
+                ({"filter": "gfsa", HOSTILE: 1}, ["encoder.layer.0.attention.self"]),
+                ({"filter": "gfsa", "K": HOSTILE}, ["encoder.layer.0.attention.self"]),
+                ({"filter": "gfsa"}, [HOSTILE]),
+            )
+        ),
+    ],
+    ids=range(7),
+)
+def test_no_file_steers_the_terminal(config, tmp_path, monkeypatch, capfd):
+    folder = tmp_path / NAME
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(sys, "argv", ["hf-graphfilter", "status", str(folder)])
+    with pytest.raises(SystemExit):
+        main()
+    written = capfd.readouterr()
+    assert harmless(written.err)
+    assert not any(c in written.out for c in STEERING)
+
+
+@pytest.mark.parametrize("error", [GraphFilterError(HOSTILE), OSError(2, "no such file", HOSTILE)], ids=["ours", "OS"])
+def test_no_error_of_a_recipe_steers_the_terminal(error, capsys):
+    with pytest.raises(SystemExit), one_line_errors("recipe"):
+        raise error
+    assert harmless(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("width", [20, 400])
+def test_no_table_steers_the_terminal(width, capsys):
+    Console(width=width).print(table([HOSTILE, HOSTILE], [[HOSTILE, HOSTILE]], title=HOSTILE), HOSTILE)
+    assert harmless(capsys.readouterr().out)
+
+
+def test_a_card_has_no_markup_of_others():
+    model = patch_model(FAMILIES["bert"].build())
+    result = EvalResult(
+        task_type="x",
+        dataset_type="x",
+        dataset_name=HOSTILE,
+        metric_type="x",
+        metric_name=HOSTILE,
+        metric_value=HOSTILE,
+    )
+    card = create_model_card(
+        model, repo_id=f'me/{NAME}"\n```', base_model=HOSTILE, results=[result], training={HOSTILE: HOSTILE}
+    )
+    programs = re.findall(r"^```(\w*)\n(.*?)^```$", card.text, flags=re.M | re.S)
+    assert [language for language, _ in programs] == ["python", "json", "bibtex"]
+    assert ast.parse(programs[0][1]).body
+    text = re.sub(r"^```.*?^```$", "", card.text, flags=re.M | re.S)
+    assert harmless(text)
+    assert "<script" not in text
+    assert "![x](" not in text.replace("\\[", "")
+    assert all(len(re.findall(r"(?<!\\)\|", line)) in (0, 3, 5, 8) for line in text.splitlines())
+
+
+@pytest.fixture
+def conversion(tmp_path):
+    """What a file beside a checkpoint says of its conversion."""
+    numbers = {HOSTILE: 1.0}
+    run = {"before": numbers, "after": numbers, "history": [[0, 1.0], [8, 0.5]], "stopped": HOSTILE}
+    measure = {"name": HOSTILE, "original": 1.0, "converted": 1.0, "without": numbers}
+    content = {"before": numbers, "after": numbers, "by_context": {FORMULA: 1.0}, "errors_without": numbers}
+    content |= {"measures": [measure], "stages": {HOSTILE: run}}
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "conversion.json").write_text(json.dumps(content))
+    return load_conversion(tmp_path)
+
+
+def test_a_page_and_its_figures_have_no_markup_of_others(conversion, tmp_path):
+    model, batch = patch_model(FAMILIES["bert"].build()), FAMILIES["bert"].inputs()
+    page = report(model, [batch], title=HOSTILE, conversion=conversion).to_html(tmp_path / "x.html").read_text()
+    assert harmless(page)
+    assert "<script" not in page
+    assert "stage: " in page
+    assert "\\frac{1}$ $" in page.partition("stage: ")[2][:200]  # as it is, not as a formula
+
+
+def test_the_tables_of_a_conversion_have_no_markup_of_others(conversion):
+    assert harmless(str(conversion))
+    assert harmless(conversion.to_markdown())
+    assert "<script" not in conversion.to_markdown()
+
+
+def test_the_figure_of_a_sweep_takes_any_name(tmp_path):
+    summary = {"plain": {"values": {"0": 1.0}}, f"{HOSTILE}=1, {HOSTILE}": {"values": {"0": 1.0}}}
+    plot_sweep({"summary": summary, "metric": HOSTILE, "model": HOSTILE, "task": HOSTILE}, tmp_path / "sweep.png")
+
+
+def test_a_record_names_model_classes_only(monkeypatch, tmp_path):
+    monkeypatch.setattr(transformers, "called", lambda config: pytest.fail("called"), raising=False)
+    model = FAMILIES["bert"].build()
+    assert not _is_a_part(model, {"model": "called"}, {"nowhere"})
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["called"]}))
+    with pytest.raises(GraphFilterError, match="which is no model of transformers"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("asked", ["flash_attention_2", "unknown"])
+@pytest.mark.parametrize("where", ["argument", "config", "call"])
+def test_an_implementation_that_the_model_lacks(asked, where, tmp_path):
+    model = patch_model(FAMILIES["t5"].build())
+    model.save_pretrained(tmp_path)
+    if where == "config":
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"_attn_implementation": asked}))
+    argument = {"attn_implementation": asked} if where == "argument" else {}
+    called = model.set_attn_implementation if where == "call" else partial(type(model).from_pretrained, **argument)
+    with pytest.raises(GraphFilterError, match=f"T5Model with this graph filter cannot run with '{asked}'"):
+        called(asked if where == "call" else tmp_path)

@@ -7,8 +7,10 @@ from functools import partial
 import pytest
 import test_common
 import torch
-from filters import FILTERS, MENU
+from filters import FILTERS, MENU, cases
 from models import FAMILIES, output, turn_on
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     BertConfig,
@@ -26,17 +28,19 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel, Qwen2VLVisionConfig
 
-from hf_graphfilter import GraphFilterError, patch_model, unpatch_model
+from hf_graphfilter import AttentionSite, GraphFilterError, patch_model, unpatch_model
 from hf_graphfilter.analysis import attention_maps, response_curves
 from hf_graphfilter.analysis.report import report
 from hf_graphfilter.filters.arma import ARMAConfig
 from hf_graphfilter.filters.attached import filters_of
+from hf_graphfilter.filters.build import build_filter
 from hf_graphfilter.filters.hedgehog import HedgehogConfig
 from hf_graphfilter.filters.overview import HEADER, overview
 from hf_graphfilter.filters.polynomial import PolynomialConfig
 from hf_graphfilter.filters.registry import get_filter
 from hf_graphfilter.filters.series import FromFirstLayerConfig
 from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
+from hf_graphfilter.shift import AttentionShift
 from hf_graphfilter.testing import check_filter
 
 SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
@@ -350,3 +354,52 @@ def test_the_overview_has_a_row_for_each_filter():
             assert get_filter(name).citation.startswith("@")
     assert rows["arma"][3] == str(2 * ARMAConfig().order)
     assert math.isclose(float(rows["gated"][3].replace(",", "")), 64 * 768)
+
+
+def of_a_site(config, values):
+    """What a filter makes of values, beside what attention makes of them."""
+    place = nn.Linear(16, 16)
+    site = AttentionSite("site", place, 2, False, "encoder", "", 0, hidden_size=16, head_dim=8, stack_module=place)
+    torch.manual_seed(0)
+    graph_filter, (query, key) = build_filter(config, site), torch.randn(2, *values.shape).to(values.dtype)
+
+    def attend(key, value):
+        return scaled_dot_product_attention(query, key, value).transpose(1, 2), None
+
+    shift = AttentionShift(attend, query, key)
+    shift.hidden = torch.randn(1, values.shape[2], 16).to(values.dtype)
+    return graph_filter, (lambda: graph_filter(shift, values)), attend(key, values)[0].transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, entry in cases(lambda entry: not entry.replaces) if entry.config.starts_as_original]
+)
+@pytest.mark.parametrize(
+    ("dtype", "largest"),
+    [("float16", 6e4), ("bfloat16", 1e18), ("bfloat16", 1e30), ("float32", 1e18), ("float32", 1e30)],
+)
+def test_values_of_any_size_start_as_attention(name, dtype, largest):
+    torch.manual_seed(0)
+    values = torch.rand(1, 2, 5, 8).mul(largest).to(getattr(torch, dtype))
+    _, filtered, attended = of_a_site(FILTERS[name].config, values)
+    assert attended.isfinite().all()
+    torch.testing.assert_close(filtered(), attended)
+
+
+@pytest.mark.parametrize("name", ["xsa", "contranorm"])
+@pytest.mark.parametrize("largest", [1e-9, 1e-6, 1, 1e12, 1e18, 1e30])
+def test_what_is_learned_of_values_of_any_size(name, largest):
+    torch.manual_seed(0)
+    values = torch.rand(1, 2, 5, 8) * largest
+    graph_filter, filtered, y = of_a_site(FILTERS[name].config, values)
+    nn.init.constant_(getattr(graph_filter, graph_filter.per_head[0]), 0.5)
+    y, v = y.double(), values.double()
+    if name == "xsa":
+        expected = y - 0.5 * (y * v).sum(-1, keepdim=True) * v / v.square().sum(-1, keepdim=True).clamp(min=1e-12)
+    else:
+        expected = 1.5 * y - 0.5 * (y @ y.mT).softmax(-1) @ y
+    if name == "xsa" or largest < 1e18:  # larger ones are alike within what float32 can hold
+        torch.testing.assert_close(filtered().double(), expected, rtol=1e-5, atol=1e-5 * largest)
+    filtered().div(largest).sum().backward()
+    assert filtered().isfinite().all()
+    assert all(p.grad.isfinite().all() for p in graph_filter.parameters())

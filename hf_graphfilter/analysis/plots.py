@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..errors import GraphFilterError, needs
 from ..filters.attached import filters_of
 from ..status import filter_status
+from ..text import figure_text
 
 
 def by_head(coefficient: Tensor) -> Tensor:
@@ -41,7 +42,7 @@ def plot_coefficients(model: nn.Module, path: str | os.PathLike[str]) -> Path:
             axes.scatter([layer] * len(values), values, s=14, alpha=0.5, color="tab:blue")
         axes.plot([i for i, _ in points], [v.mean() for _, v in points], color="tab:red", marker="o", label="mean")
         axes.axhline(0, color="grey", linewidth=0.8)
-        axes.set(xlabel="patched layer", ylabel=name, xticks=range(len(rows)))
+        axes.set(xlabel="patched layer", ylabel=figure_text(name), xticks=range(len(rows)))
         axes.legend(frameon=False)
     figure.suptitle(f"learned filter coefficients, {type(model).__name__}", fontsize=10)
     path = Path(path)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..errors import needs
 from ..filters.attached import filters_of
 from ..shift import ShiftOperator
+from ..text import figure_text
 from .observing import Call, observe
 from .results import COLOURS, BandReader, Measured, some
 
@@ -170,7 +171,7 @@ def plot_curves(curves: dict[str, Curve], most: int = 4) -> Figure:
         start = curve.at if curve.domain == "eigenvalue of A" else torch.ones_like(curve.at)
         axes.plot(curve.at, start, "--", color="grey", linewidth=1, label="at the start")
         axes.set(xlabel=curve.domain)
-        axes.set_title(name.removesuffix(".graph_filter"), fontsize=7)
+        axes.set_title(figure_text(name.removesuffix(".graph_filter")), fontsize=7)
         axes.legend(frameon=False, fontsize=7)
     figure.axes[0].set_ylabel("response, a line a head")
     figure.suptitle("What the learned coefficients make of A", fontsize=9)

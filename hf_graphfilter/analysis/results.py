@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from torch import Tensor, nn
 
 from ..errors import GraphFilterError, needs
+from ..text import figure_text
 from .observing import Layer, Reader
 from .statistics import Band, Running
 
@@ -134,7 +135,7 @@ class Measured:
 def _line(
     axes: Axes, x: list[Any], mean: list[Tensor], sd: list[Tensor] | None, colour: str, style: str, label: str
 ) -> None:
-    values = [float(m) for m in mean]
+    values, label = [float(m) for m in mean], figure_text(label)
     axes.plot(x, values, style, color=colour, label=label, marker="o" if sd is not None else None, markersize=3)
     if sd is not None:
         low, high = ([m + sign * float(s) for m, s in zip(values, sd, strict=True)] for sign in (-1, 1))

@@ -24,6 +24,7 @@ from ..filters.overview import summary
 from ..hosts import Host, encoder_of, host_of, unwrapped
 from ..records import grouped
 from ..status import FilterStatus, filter_parameters, filter_status
+from ..text import markdown_table, markdown_text, quoted
 from .copies import holds
 
 TEMPLATE = Path(__file__).parents[1] / "data" / "model_card.md"
@@ -56,7 +57,7 @@ class FilterCard(ModelCard):
         card: FilterCard = cls.from_template(
             data,
             template_str=TEMPLATE.read_text(),
-            base_model=data.base_model if isinstance(data.base_model, str) else None,
+            base_model=markdown_text(data.base_model) if isinstance(data.base_model, str) else None,
             results_table=_results(data.eval_results or []),
             **fields,
         )
@@ -192,7 +193,7 @@ def create_model_card(
     # a model whose parts were patched by themselves has no record of its own
     record = host.read_record(inner) or {"filters": grouped(filters.items())}
     fields = {
-        "title": name,
+        "title": markdown_text(name),
         "model_class": type(inner).__name__,
         "address": package_address(),
         "filters": "\n".join(f"- `{n}`: {summary(c)}".removesuffix(": ") for n, c in sorted(configs.items())),
@@ -200,7 +201,7 @@ def create_model_card(
         "usage": "\n".join([*(f"import {m}  # registers its filter" for m in modules), usage]),
         "description": "\n\n".join(filter(None, [description.strip(), _seen(report)])),
         "training_table": _training(training),
-        "coefficient_table": markdown_table(*status.table()) if table else "",
+        "coefficient_table": _table(*status.table()) if table else "",
         "per_head": any(values.numel() > 1 for values in table),
         "added_parameters": sum(p.numel() for p in filter_parameters(inner)),
         "configuration": json.dumps(record, indent=2),
@@ -232,10 +233,9 @@ def package_address() -> str | None:
     return next(iter([*preferred, *urls.values()]), None)
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A GitHub-flavoured Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A Markdown table of text, which may be anyone's."""
+    return markdown_table([*map(markdown_text, header)], [[*map(markdown_text, row)] for row in rows])
 
 
 def _loading(model: Any, host: Host, repo_id: str, base_model: str | None) -> tuple[str, str | None, str]:
@@ -243,13 +243,13 @@ def _loading(model: Any, host: Host, repo_id: str, base_model: str | None) -> tu
     inner = unwrapped(model)
     if encoder_of(model) is not model:
         kind = type(model).__name__
-        usage = f'import hf_graphfilter\nfrom sentence_transformers import {kind}\n\nmodel = {kind}("{repo_id}")'
+        usage = f"import hf_graphfilter\nfrom sentence_transformers import {kind}\n\nmodel = {kind}({quoted(repo_id)})"
         return "sentence-transformers", "sentence-similarity" if kind == "SentenceTransformer" else None, usage
     if hasattr(model, "get_base_model"):
         base = host.usage(inner, base_model or "path/to/the/base/model")
         held = holds(model.peft_config[model.active_adapters[0]], (name for name, _ in patched_modules(inner)))
-        lay = f'hf_graphfilter.load_filter(model, "{repo_id}")  # what save_filter(model, folder) writes\n'
-        load = f'{"" if held else lay}model = PeftModel.from_pretrained(model, "{repo_id}")'
+        lay = f"hf_graphfilter.load_filter(model, {quoted(repo_id)})  # what save_filter(model, folder) writes\n"
+        load = f"{'' if held else lay}model = PeftModel.from_pretrained(model, {quoted(repo_id)})"
         return "peft", host.pipeline_tag(inner), f"from peft import PeftModel\n{base}\n{load}"
     return host.LIBRARY, host.pipeline_tag(inner), host.usage(inner, repo_id)
 
@@ -258,7 +258,7 @@ def _training(training: Mapping[str, Any] | TrainingArguments | None) -> str:
     if isinstance(training, TrainingArguments):
         values = {name: getattr(training, name) for name in HYPERPARAMETERS}
         training = {k: getattr(v, "value", v) for k, v in values.items() if v not in (None, False, 0, -1)}
-    return markdown_table(["name", "value"], list(training.items())) if training else ""
+    return _table(["name", "value"], list(training.items())) if training else ""
 
 
 def _results(results: list[EvalResult]) -> str:
@@ -268,7 +268,7 @@ def _results(results: list[EvalResult]) -> str:
     for r in results:
         value = f"{r.metric_value:.4f}" if isinstance(r.metric_value, float) else r.metric_value
         rows.append([r.dataset_name, r.dataset_split or "", r.metric_name or r.metric_type, value])
-    return markdown_table(["data", "split", "metric", "value"], rows)
+    return _table(["data", "split", "metric", "value"], rows)
 
 
 def _merged(there: Any, here: Any) -> ModelCardData:

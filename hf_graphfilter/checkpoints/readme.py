@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..errors import shown
 from ..filters.attached import patched_modules
 
 logger = logging.getLogger("hf_graphfilter")
@@ -33,7 +34,7 @@ def write_readme(model: Any, directory: Any) -> None:
     except FileExistsError:
         pass
     except Exception as error:  # the model is saved, whatever a card stumbles over
-        logger.warning("%s was not written (%s); create_model_card(model) makes it", file, error)
+        logger.warning("%s was not written (%s); create_model_card(model) makes it", file, shown(error))
 
 
 def install() -> None:

@@ -28,7 +28,7 @@ from ..filters.attached import CHILD, filters_of
 from ..hosts import host_of
 from ..hosts.base import check_values
 from ..hosts.transformers.attention import IMPLEMENTATION, graph_filter_attention
-from ..hosts.transformers.records import forget_names, is_our_name, read_record, saved_config
+from ..hosts.transformers.records import model_class, read_record, resolve_implementation, saved_config
 from ..hosts.transformers.sites import relative_name
 from ..patching import STARTED, apply_record, check_resolved, resolve
 from ..records import read_groups
@@ -50,20 +50,6 @@ def install() -> None:
     for name, wrap in (*_WRAPS.items(), *OF_TRANSFORMERS.items()):
         original = inspect.getattr_static(PreTrainedModel, name)
         setattr(PreTrainedModel, name, wrap(original))
-
-
-def _resolve_implementation(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _check_and_adjust_attn_implementation(
-        self: PreTrainedModel, attn_implementation: str | None, *args: Any, **kwargs: Any
-    ) -> Any:
-        # a patched checkpoint names us, so that it cannot be loaded without us: for the model it means "the default"
-        if hasattr(self.config, CHILD) or is_our_name(self.config._experts_implementation):
-            forget_names(self.config)
-            attn_implementation = None if is_our_name(attn_implementation) else attn_implementation
-        return original(self, attn_implementation, *args, **kwargs)
-
-    return _check_and_adjust_attn_implementation
 
 
 def _patch_after_init(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -190,7 +176,7 @@ def _is_a_part(model: PreTrainedModel, record: dict[str, Any], absent: set[str])
     config = copy.deepcopy(model.config)
     setattr(config, CHILD, None)
     names = [record["model"]] if "model" in record else config.architectures or []
-    for make in (*(getattr(transformers, str(name), None) for name in names), transformers.AutoModel.from_config):
+    for make in (*map(model_class, names), transformers.AutoModel.from_config):
         try:
             with torch.device("meta"):
                 whole = make(copy.deepcopy(config))  # type: ignore[misc]
@@ -289,7 +275,7 @@ def _save_with_readme(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _WRAPS: dict[str, Callable[[Any], Any]] = {
-    "_check_and_adjust_attn_implementation": _resolve_implementation,
+    "_check_and_adjust_attn_implementation": resolve_implementation,
     "post_init": _patch_after_init,
     "_initialize_weights": _initialise_filters,
     "_load_pretrained_model": _load_by_record,

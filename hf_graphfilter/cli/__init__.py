@@ -9,6 +9,7 @@ from typing import Annotated
 
 from .. import __version__
 from ..errors import GraphFilterError, needs
+from ..text import printable
 
 try:
     with needs("cli", "the command line"):
@@ -128,7 +129,7 @@ def main() -> None:
         app(prog_name="hf-graphfilter")
     except (GraphFilterError, OSError) as error:
         text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-        message = " ".join(_spoken(text).split())
+        message = printable(" ".join(_spoken(text).split()))
         print(f"hf-graphfilter: {message}", file=sys.stderr)
         sys.exit(1)
     except SystemExit as done:  # Typer makes a silent one of Ctrl-C

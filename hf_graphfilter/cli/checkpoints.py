@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
-from ..console import table
+from ..console import Console, table
 from ..errors import GraphFilterError, shown
 
 if TYPE_CHECKING:

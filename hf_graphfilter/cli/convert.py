@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
-from ..console import parse_layers, parse_options, table
+from ..console import Console, parse_layers, parse_options, table
 from ..errors import GraphFilterError
 from .checkpoints import AutoClass, Output, Source, check_output, load, load_config, remove_progress, save
 from .inputs import Images, column_of, lines_of, positive_rate, read_by_decoder, tokenizer_of

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
 
+from ..console import Console
 from ..errors import GraphFilterError
 from .checkpoints import AutoClass, Source, check_output, load
 from .inputs import Images, texts_of

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
-from ..console import parse_layers, parse_options, table
+from ..console import Console, parse_layers, parse_options, table
 from ..errors import GraphFilterError
 from .checkpoints import AutoClass, Output, Source, check_output, load, load_config, remove_progress, save, show_status
 from .inputs import positive_rate, tokenizer_of

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import nn
 
 from ..errors import needs
+from ..text import figure_text, markdown_table, markdown_text, printable
 from ..training.transfer.report import TransferReport, mean
 from .speed import Speed, crossover, decoding_speed, speed
 
@@ -137,14 +138,14 @@ class ConversionReport:
         for rows in self.tables().values():
             widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
             lines += ["", *("  ".join(f"{x:<{w}}" for x, w in zip(row, widths, strict=True)).rstrip() for row in rows)]
-        return "\n".join([*lines, *filter(None, ["", self.crossing])])
+        return printable("\n".join([*lines, *filter(None, ["", self.crossing])]))
 
     def to_markdown(self) -> str:
         """Tables, as a model card has them."""
         parts = []
         for title, (header, *rows) in self.tables().items():
-            lines = [" | ".join(row) for row in (header, ["---"] * len(header), *rows)]
-            parts.append(f"*{title[0].upper()}{title[1:]}*\n\n" + "\n".join(f"| {line} |" for line in lines))
+            cells = ([*map(markdown_text, row)] for row in (header, *rows))
+            parts.append(f"*{title[0].upper()}{title[1:]}*\n\n{markdown_table(next(cells), [*cells])}")
         return "\n\n".join([*parts, *filter(None, [f"Timed: {self.crossing}." * bool(self.speed)])])
 
     def to_dict(self) -> dict[str, Any]:
@@ -175,8 +176,8 @@ class ConversionReport:
             history = self.stages[name].history
             ax.plot([begun + tokens for tokens, _ in history], [error for _, error in history], marker=".")
             begun += history[-1][0]
-            ax.set(title=f"stage: {name}", xlabel="tokens", ylabel="held-out error")
-        axes[-1].bar(list(self.by_context), list(self.by_context.values()))
+            ax.set(title=figure_text(f"stage: {name}"), xlabel="tokens", ylabel="held-out error")
+        axes[-1].bar([*map(figure_text, self.by_context)], list(self.by_context.values()))
         axes[-1].tick_params(axis="x", rotation=45)
         axes[-1].set(title="by tokens that a token sees", ylabel="relative error")
         return figure

@@ -5,6 +5,7 @@ Source: Guo et al., "ContraNorm: A Contrastive Learning Perspective on Oversmoot
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -41,8 +42,15 @@ class ContraNorm(PerHead):
         rows = shift.all_rows(out)
         seen, causal = shift.seen()
         scale = 1 / self.config.temperature
-        alike = scaled_dot_product_attention(out, rows, rows, seen, is_causal=causal, scale=scale)
+        most = self._largest(out)
+        query, key = out.clamp(-most, most), rows.clamp(-most, most)
+        alike = scaled_dot_product_attention(query, key, rows, seen, is_causal=causal, scale=scale)
         return combine([(torch.ones_like(self.s), out), (self.s, out - alike)])
+
+    def _largest(self, signal: Tensor) -> float:
+        """Return the largest number whose similarities float32 can hold: of larger ones the softmax would be NaN."""
+        similarity = torch.finfo(torch.float32).max * min(self.config.temperature, 1.0) / signal.shape[-1]
+        return min(0.5 * math.sqrt(similarity), torch.finfo(signal.dtype).max)
 
 
 @register_filter("contranorm")

@@ -36,8 +36,11 @@ class XSA(PerHead):
         """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         out, own = shift(value), shift.identity(value)
         wide = own.float() if own.element_size() < 4 else own
-        share = (out.to(wide.dtype) * wide).sum(-1, keepdim=True) / wide.square().sum(-1, keepdim=True).clamp(min=1e-12)
-        return combine([(torch.ones_like(self.alpha), out), (-self.alpha, (share * wide).to(out.dtype))])
+        # v . v of a large v is out of range; of v divided by a number the same comes out
+        unit = wide / wide.detach().abs().amax(-1, keepdim=True).clamp(min=1e-6)
+        along = unit / unit.square().sum(-1, keepdim=True).clamp(min=1)
+        share = (out.to(wide.dtype) * along).sum(-1, keepdim=True)
+        return combine([(torch.ones_like(self.alpha), out), (-self.alpha, (share * unit).to(out.dtype))])
 
 
 @register_filter("xsa")

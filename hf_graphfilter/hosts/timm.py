@@ -28,6 +28,7 @@ from ..filters.attached import CHILD
 from ..ops.attention import joint_form
 from ..ops.visibility import visibility
 from ..shift import AttentionShift
+from ..text import quoted
 from .base import locate, looks_like_attention, without_wrappers
 from .watching import REPLACED, as_written, note_filter_runs, refuse_script, running_forward, unwatch, watch
 
@@ -283,7 +284,7 @@ def model_type(model: Any) -> str:
 def usage(model: Any, source: str) -> str:
     return f"""from hf_graphfilter import load_timm_model  # pip install 'hf-graphfilter[vision]'
 
-model = load_timm_model("{source}")"""
+model = load_timm_model({quoted(source)})"""
 
 
 def pipeline_tag(model: Any) -> str | None:

@@ -17,6 +17,7 @@ from ..errors import GraphFilterError
 
 Basis = Literal["jacobi", "chebyshev", "legendre", "monomial"]
 Recurrence = tuple[tuple[float, float, float], ...]
+_LARGEST_HALF = torch.finfo(torch.float16).max
 _LARGEST = 1e30  # of what the recurrence computes: it is done in float32, whose largest number is 3e38
 
 
@@ -161,18 +162,25 @@ def polynomials(x: Tensor, steps: Recurrence) -> Iterator[Tensor]:
 def applied(operator: Callable[[Tensor], Tensor], once: Tensor, signal: Tensor, steps: Recurrence) -> Iterator[Tensor]:
     """``T_0(S) V, T_1(S) V, ... T_K(S) V`` of an operator ``S``, given ``S(V)`` and ``V``; K - 1 more applications.
 
+    What float16 cannot hold becomes its largest number: an infinite one would be NaN in a sum where it counts for 0.
+
     Example:
         >>> import torch
         >>> V = torch.ones(1)
         >>> [t.item() for t in applied(lambda x: x / 2, V / 2, V, recurrence("chebyshev", 2))]
         [1.0, 0.5, -0.5]
     """
+    half = signal.dtype == torch.float16
+
+    def terms(*parts: tuple[float, Tensor]) -> Tensor:
+        total = sum(factor * (x.float() if half else x) for factor, x in parts if factor)
+        return total.clamp(-_LARGEST_HALF, _LARGEST_HALF).half() if half else total  # type: ignore[union-attr, return-value]
+
     (scale, constant, _), *others = steps
-    earlier, current = signal, scale * once + constant * signal if constant or scale != 1 else once
+    earlier, current = signal, once if scale == 1 and not constant else terms((scale, once), (constant, signal))
     yield from (earlier, current)
     for alpha, beta, gamma in others:
-        following = alpha * operator(current) - gamma * earlier
-        earlier, current = current, following + beta * current if beta else following
+        earlier, current = current, terms((alpha, operator(current)), (-gamma, earlier), (beta, current))
         yield current
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_graphfilter.analysis.results import COLOURS
+from hf_graphfilter.text import figure_text
 from recipes.league.plan import League, Stage
 from recipes.league.records import Records, ranked
 from recipes.league.standings import LEVEL, last_stage
@@ -20,9 +21,10 @@ def plot_ranks(league: League, found: Records, stage: Stage) -> Any:
     axes = figure.subplots()
     for i, (colour, (task, means_of_task)) in enumerate(zip(itertools.cycle(COLOURS), scores.items(), strict=False)):
         own, off = ranked(means_of_task), 0.5 * ((i + 0.5) / len(scores) - 0.5)  # equal ranks beside each other
-        axes.plot([own[v] for v in means], [y + off for y in range(len(means))], "o", color=colour, label=task)
+        x, y = [own[v] for v in means], [y + off for y in range(len(means))]
+        axes.plot(x, y, "o", color=colour, label=figure_text(task))
     axes.plot([*means.values()], range(len(means)), "k|", markersize=16, markeredgewidth=2.5, label="mean")
-    axes.set_yticks(range(len(means)), [*means])
+    axes.set_yticks(range(len(means)), [*map(figure_text, means)])
     axes.set(xlabel="rank among plain and the filters, 1 the best", title=f"Ranks by task, {len(stage.seeds)} seeds")
     axes.invert_yaxis()
     axes.grid(axis="y", alpha=0.3)
@@ -59,8 +61,8 @@ def plot_critical_difference(league: League, found: Records, stage: Stage) -> An
             last = end
     half = (len(means) + 1) // 2
     top = 0.35 * len(bars) + 0.5
-    for i, (name, rank) in enumerate(means):
-        left = i < half
+    for i, (variant, rank) in enumerate(means):
+        left, name = i < half, figure_text(variant)
         depth = -top - 0.6 * (i if left else len(means) - 1 - i)
         edge = 0.4 if left else len(means) + 0.6
         axes.plot([rank, rank, edge], [0, depth, depth], "k-", linewidth=0.8)

@@ -36,9 +36,9 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from rich.console import Console
 
 from hf_graphfilter import GraphFilterError
+from hf_graphfilter.console import Console
 from hf_graphfilter.filters import import_filters
 from recipes import SCRIPTS, runs
 from recipes.errors import OtherSettingsError, RefusedError, line

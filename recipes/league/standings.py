@@ -4,10 +4,8 @@ import itertools
 import math
 from typing import NamedTuple
 
-from rich.console import Console
-
 from hf_graphfilter.analysis.comparison import PairedComparison, mean_and_sd, paired_comparison
-from hf_graphfilter.console import table
+from hf_graphfilter.console import Console, table
 from recipes.league.plan import LONGER, TUNING_SEED, League, Stage
 from recipes.league.records import Records, Run
 from recipes.records import lower_is_better, tell, value_of

@@ -8,6 +8,7 @@ import torch
 
 from ...errors import needs
 from ...status import FilterStatus
+from ...text import figure_text
 from ..plots import by_head
 from ..response import plot_curves
 from .measurements import ConversionCost, Measurements
@@ -52,7 +53,7 @@ def heat_maps(status: FilterStatus) -> Figure:
                 values[i, : len(by_head(value))] = by_head(value)
         limit = values.nan_to_num().abs().max().item() or 1.0
         image = axes.imshow(values.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
-        axes.set(xlabel="head", ylabel="patched module", title=name)
+        axes.set(xlabel="head", ylabel="patched module", title=figure_text(name))
         axes.set_yticks(range(len(status)))
         figure.colorbar(image, ax=axes)
     figure.suptitle("Coefficients of the filters by module and head", fontsize=10)

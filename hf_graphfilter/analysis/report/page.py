@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import io
 import re
 from datetime import date
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import needs
 from ...status import html_table
+from ...text import html_text
 from .drawing import figures
 from .measurements import ConversionCost, Measurements
 from .words import sentences
@@ -44,8 +44,8 @@ HEADINGS = {
 
 
 def page(title: str, own: Measurements, other: Measurements | None, conversion: ConversionCost | None) -> str:
-    parts = [f"<h1>{html.escape(title)}</h1>", "<h2>In words</h2><ul>"]
-    parts += [f"<li>{html.escape(line)}</li>" for line in sentences(own, other)]
+    parts = [f"<h1>{html_text(title)}</h1>", "<h2>In words</h2><ul>"]
+    parts += [f"<li>{html_text(line)}</li>" for line in sentences(own, other)]
     parts.append("</ul>")
     with needs("plots", "a report"):
         import matplotlib
@@ -56,8 +56,8 @@ def page(title: str, own: Measurements, other: Measurements | None, conversion: 
             parts.append(f"<h2>{HEADINGS[name]}</h2><figure>{svg(figure, name)}</figure>")
     if conversion:
         for name, (header, *rows) in conversion.tables().items():
-            parts.append(f"<h3>{html.escape(name)}</h3><div class=scroll>{html_table(header, rows)}</div>")
-        parts.append(f"<p>{conversion.crossing}</p>" * bool(conversion.crossing))
+            parts.append(f"<h3>{html_text(name)}</h3><div class=scroll>{html_table(header, rows)}</div>")
+        parts.append(f"<p>{html_text(conversion.crossing)}</p>" * bool(conversion.crossing))
     if own.status:
         parts.append(f"<h2>Filters</h2><div class=scroll>{own.status._repr_html_()}</div>")
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("hf_graphfilter", "torch", "transformers"))
@@ -65,7 +65,7 @@ def page(title: str, own: Measurements, other: Measurements | None, conversion: 
     return (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
         '<meta name=viewport content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head><body>\n"
+        f"<title>{html_text(title)}</title><style>{STYLE}</style></head><body>\n"
         + "\n".join(parts)
         + "\n</body></html>\n"
     )
@@ -80,4 +80,4 @@ def svg(figure: Figure, name: str) -> str:
     text = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"|(<svg[^>]*?) height="[^"]*"', r"\1\2", text, count=1)
     text = re.sub(r'\bid="', f'id="{name}-', text)
     text = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", text)
-    return text.replace("<svg", f'<svg role=img aria-label="{html.escape(HEADINGS[name])}"', 1)
+    return text.replace("<svg", f'<svg role=img aria-label="{html_text(HEADINGS[name])}"', 1)

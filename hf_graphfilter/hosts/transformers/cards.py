@@ -8,6 +8,8 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
+from ...text import quoted
+
 _AUTO_CLASSES = {
     "ForSequenceClassification": "AutoModelForSequenceClassification",
     "ForTokenClassification": "AutoModelForTokenClassification",
@@ -34,7 +36,7 @@ def usage(model: Any, source: str) -> str:
     return f"""import hf_graphfilter  # pip install hf-graphfilter
 from {package} import {loader}
 
-model = {loader}.from_pretrained("{source}")"""
+model = {loader}.from_pretrained({quoted(source)})"""
 
 
 def pipeline_tag(model: Any) -> str | None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...errors import GraphFilterError
+from ...errors import GraphFilterError, shown
 from ...filters import FilterConfig
 from ...filters.attached import CHILD, active_filter, filters_of, patched_modules
 from ...records import grouped
@@ -36,6 +38,12 @@ def tag(model: PreTrainedModel, filters: Iterable[str]) -> None:
         ours = [t for t in ("graph-filter", *filters, "hf_graphfilter") if t not in before]
         model.model_tags = [*before, *ours]
         setattr(model, _TAGS, ours)
+
+
+def model_class(name: object) -> type[PreTrainedModel] | None:
+    """Return the model class of transformers with this name, which a file gives; None where it means anything else."""
+    found = getattr(transformers, name, None) if isinstance(name, str) else None
+    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
 
 
 def read_record(model: Any) -> dict[str, Any] | None:
@@ -78,6 +86,30 @@ def forget_names(config: PreTrainedConfig) -> None:
     for name in config.sub_configs:
         if isinstance(part := getattr(config, name, None), PreTrainedConfig):
             forget_names(part)
+
+
+def resolve_implementation(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what chooses the attention implementation of a model, as an argument, a config or a checkpoint asks."""
+
+    @functools.wraps(original)
+    def _check_and_adjust_attn_implementation(
+        self: PreTrainedModel, attn_implementation: str | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        # a patched checkpoint names us, so that it cannot be loaded without us: for the model it means "the default"
+        if hasattr(self.config, CHILD) or is_our_name(self.config._experts_implementation):
+            forget_names(self.config)
+            attn_implementation = None if is_our_name(attn_implementation) else attn_implementation
+        try:
+            return original(self, attn_implementation, *args, **kwargs)
+        except (ValueError, ImportError) as error:
+            if getattr(self.config, CHILD, None) is None:
+                raise
+            raise GraphFilterError(
+                f"{type(self).__name__} with this graph filter cannot run with {shown(attn_implementation)}: choose "
+                f"attn_implementation='sdpa' or 'eager' ({error})"
+            ) from error
+
+    return _check_and_adjust_attn_implementation
 
 
 @contextlib.contextmanager
