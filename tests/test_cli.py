@@ -18,6 +18,7 @@ import hf_graphfilter
 from hf_graphfilter import filter_status, patch_model
 from hf_graphfilter.cli import main
 from hf_graphfilter.cli.inputs import Images
+from hf_graphfilter.files import read_state
 from hf_graphfilter.training.transfer import call, run
 
 
@@ -125,7 +126,7 @@ def test_an_interrupted_transfer_says_that_it_goes_on(cli, text, agf, tmp_path, 
         done = cli(*command)
     assert done.returncode == 130
     assert f"progress is kept in {fitted / '.transfer'}, the same command goes on" in done.stderr
-    assert json.loads((fitted / ".transfer" / "transfer.json").read_text())["step"] == 3
+    assert read_state(fitted / ".transfer" / "transfer.safetensors")[0]["step"] == 3
     assert cli(*command).returncode == 0
     assert not (fitted / ".transfer").exists()
 
