@@ -4,12 +4,16 @@ dependency is missing."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import importlib
 import math
 import numbers
+import sys
+import types
+import typing
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 from .text import printable
 
@@ -65,9 +69,39 @@ def is_number(value: Any, most: float = math.inf, *, whole: bool = False) -> boo
         (True, False, False)
     """
     value = value.item() if hasattr(value, "item") and getattr(value, "size", None) else value
-    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= float(value) <= most:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= value <= most:
         return False
-    return float(value) < math.inf and (not whole or float(value).is_integer())
+    return value <= sys.float_info.max and (not whole or float(value).is_integer())
+
+
+def has_type(value: Any, hint: Any) -> bool:
+    """Whether a value is what a type hint says, its parts included; an integer is a number, and True is none.
+
+    Example:
+        >>> has_type({"a": [1, 2.5]}, dict[str, list[float]]), has_type([True], list[int])
+        (True, False)
+    """
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if origin is Literal:
+        return any(isinstance(value, type(part)) and value == part for part in parts)
+    if origin in (typing.Union, types.UnionType):
+        return any(has_type(value, part) for part in parts)
+    if origin is tuple and parts[-1] is not ...:
+        return isinstance(value, tuple) and len(value) == len(parts) and all(map(has_type, value, parts))
+    if origin in (tuple, list):
+        return isinstance(value, origin) and all(has_type(x, parts[0]) for x in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(
+            has_type(k, parts[0]) and has_type(x, parts[1]) for k, x in value.items()
+        )
+    if isinstance(value, bool):
+        return hint is bool
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        return type(value) is hint and all(has_type(getattr(value, name), hints[name]) for name in vars(value))
+    return isinstance(value, (int, float) if hint is float else hint)
 
 
 def _shortened(text: str, most: int) -> str:

@@ -13,6 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import auto_factory, modeling_auto
 
 from .errors import GraphFilterError, shown
+from .files import write_text
 from .filters.attached import CHILD
 from .filters.build import foreign_modules
 from .records import read_groups
@@ -85,9 +86,9 @@ def export_remote_code(folder: str | os.PathLike[str]) -> list[str]:
     imports.append(f"from {__name__} import {with_filters.__name__}")
     names = sorted({model_class.__name__ for model_class in models.values()})
     classes = [f"{name} = with_filters(transformers.{name}, __name__)" for name in names]
-    _write(folder / CODE_FILE, _CODE.format(imports="\n".join(imports), classes="\n".join(classes)))
+    write_text(folder / CODE_FILE, _CODE.format(imports="\n".join(imports), classes="\n".join(classes)))
     ours = {auto: f"{Path(CODE_FILE).stem}.{model_class.__name__}" for auto, model_class in models.items()}
-    _write(folder / "config.json", json.dumps({**description, "auto_map": {**others, **ours}}, indent=2) + "\n")
+    write_text(folder / "config.json", json.dumps({**description, "auto_map": {**others, **ours}}, indent=2) + "\n")
     return list(models)
 
 
@@ -123,13 +124,3 @@ def _models(folder: Path) -> dict[str, type[PreTrainedModel]]:
             if model_class.config_class is type(config) and hasattr(transformers, model_class.__name__):
                 models[name] = model_class
     return models
-
-
-def _write(file: Path, text: str) -> None:
-    """Whole or not at all."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)

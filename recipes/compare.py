@@ -35,9 +35,11 @@ from recipes import SCRIPTS, check_extras, records, runs
 from recipes.errors import one_line_errors
 from recipes.league import play
 from recipes.machine import is_main_process
-from recipes.records import lower_is_better, move_aside, tell
+from recipes.records import RUN, alone, lower_is_better, move_aside, tell
 from recipes.settings import Recipe, Settings
 from recipes.summary import PLAIN, beside, plot_sweep, summarise, summary_rows
+
+NEEDED = {**RUN, "moved": dict[str, float], "filter_parameters": int}  # of each run, for the table
 
 
 def variants_of(
@@ -80,7 +82,7 @@ def variants_of(
 def other_results(against: str, name: str) -> tuple[Path, dict[str, Any]]:
     """The results that one's own are shown beside, and their file."""
     folder = records.RESULTS if against == "shipped" else Path(against)
-    content = records.read_results(folder / name)
+    content = records.read_results(folder / name, **NEEDED)
     if not content["runs"]:
         there = ", ".join(sorted(file.name for file in folder.glob("*.json"))) or "none"
         raise GraphFilterError(f"--against {against}: {folder} has no results {name}; there are: {there}")
@@ -106,49 +108,52 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
     other_file, other = other_results(options.against, file_name) if options.against else (None, None)
     file = (options.results or records.own_results(values)) / file_name
     root = records.own_results(values) / file.stem
-    if options.fresh:
-        move_aside([file, file.with_suffix(".png"), root], console)
-    content = records.read_results(file)
-    tell(console, f"results: {file}, {len(content['runs']) or 'no'} runs at hand")
-    content = {
-        "name": file.stem,
-        **compared,
-        "model": options.model_name or content.get("model") or Path(values["model"]).name,
-        "metric": recipe.metric(values["task"], bool(values.get("held_out"))),
-        "sweep": options.sweep is not None,
-        "variants": content.get("variants", {}) | chosen,  # what earlier commands ran stays in view
-        "runs": content["runs"],
-    }
-    for run in content["runs"]:
-        variant = run["variant"]
-        if variant in resolved and (
-            changed := settings.differing(run["settings"], settings.identity(resolved[variant]))
-        ):
-            raise GraphFilterError(
-                f"{file}: {variant}, seed {run['seed']} was run with other settings ({', '.join(changed)} differ): "
-                "choose another --name, or begin again with --fresh"
-            )
-    for seed, variant in itertools.product(values.get("seeds", [1]), chosen):
-        known = next((r for r in content["runs"] if (r["variant"], r["seed"]) == (variant, seed)), None)
-        tell(console, f"{variant}, seed {seed}" + (": at hand" if known else ""))
-        folder = root / variant.replace(" ", "-").replace("/", "-").replace(",", "") / f"seed-{seed}"
-        if known is None:
-            record = runs.run_seed(settings, resolved[variant], seed, folder, console)
-            content["runs"].append({"variant": variant, **record})
-        content["summary"] = summarise(content)
+    with alone(Path(f"{root}.lock"), Path(f"{file}.lock"), work="making this comparison"):
+        if options.fresh:
+            move_aside([file, file.with_suffix(".png"), root], console)
+        content = records.read_results(file, **NEEDED)
+        tell(console, f"results: {file}, {len(content['runs']) or 'no'} runs at hand")
+        content = {
+            "name": file.stem,
+            **compared,
+            "model": options.model_name or content.get("model") or Path(values["model"]).name,
+            "metric": recipe.metric(values["task"], bool(values.get("held_out"))),
+            "sweep": options.sweep is not None,
+            "variants": content.get("variants", {}) | chosen,  # what earlier commands ran stays in view
+            "runs": content["runs"],
+        }
+        for run in content["runs"]:
+            variant = run["variant"]
+            if variant in resolved and (
+                changed := settings.differing(run["settings"], settings.identity(resolved[variant]))
+            ):
+                raise GraphFilterError(
+                    f"{file}: {variant}, seed {run['seed']} was run with other settings ({', '.join(changed)} differ): "
+                    "choose another --name, or begin again with --fresh"
+                )
+        for seed, variant in itertools.product(values.get("seeds", [1]), chosen):
+            known = next((r for r in content["runs"] if (r["variant"], r["seed"]) == (variant, seed)), None)
+            tell(console, f"{variant}, seed {seed}" + (": at hand" if known else ""))
+            folder = root / variant.replace(" ", "-").replace("/", "-").replace(",", "") / f"seed-{seed}"
+            if known is None:
+                record = runs.run_seed(settings, resolved[variant], seed, folder, console)
+                content["runs"].append({"variant": variant, **record})
+            content["summary"] = summarise(content)
+            if is_main_process():
+                records.write_json(file, content)
         if is_main_process():
-            records.write_json(file, content)
-    if is_main_process():
-        show(content, console)
-        if content["sweep"]:
-            plot_sweep(content, file.with_suffix(".png"))
-            tell(console, f"figure: {file.with_suffix('.png')}")
-        if other:
-            drawn, differing = beside(settings, content, other)
-            old = other["runs"][0]
-            tell(console, f"other: {other_file} ({old['date']}, {old['machine']}, torch {old['versions']['torch']})")
-            console.print(drawn)
-            tell(console, f"settings that differ: {', '.join(differing) or 'none'}")
+            show(content, console)
+            if content["sweep"]:
+                plot_sweep(content, file.with_suffix(".png"))
+                tell(console, f"figure: {file.with_suffix('.png')}")
+            if other:
+                drawn, differing = beside(settings, content, other)
+                old = other["runs"][0]
+                tell(
+                    console, f"other: {other_file} ({old['date']}, {old['machine']}, torch {old['versions']['torch']})"
+                )
+                console.print(drawn)
+                tell(console, f"settings that differ: {', '.join(differing) or 'none'}")
 
 
 def show(content: dict[str, Any], console: Console) -> None:

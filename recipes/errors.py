@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.errors import nearest
 from hf_graphfilter.text import printable
+from recipes.machine import is_main_process
 
 NETWORK_ERRORS = HfHubHTTPError.__bases__  # OSError, and HTTPError of whichever client the installed version has
 
@@ -51,6 +52,12 @@ def one_line_errors(program: str, command: str = "the same command") -> Iterator
         return
     print(f"{program}: {message}", file=sys.stderr)
     sys.exit(code)
+
+
+def note(message: str) -> None:
+    """Say on stderr, in one line, what is left out; of several processes one says it."""
+    if is_main_process():
+        print(message, file=sys.stderr)
 
 
 def line(error: BaseException) -> str:

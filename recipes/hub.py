@@ -15,6 +15,9 @@ from recipes import records
 from recipes.errors import NETWORK_ERRORS, line
 from recipes.settings import Settings
 
+# of no use to others
+OURS = ("checkpoint-*", "pretrained/*", "runs/*", "training_args.bin", "config.yaml", "*.part", "*.lock")
+
 
 def write_card(settings: Settings, folder: Path, record: dict[str, Any], values: dict[str, Any]) -> None:
     """The model card of a saved run: its metrics, and how its setting compared with the plain model."""
@@ -46,9 +49,9 @@ def compared(settings: Settings, record: dict[str, Any], values: dict[str, Any])
     """What recipes/compare.py found for these settings: here, or in the results that are shipped."""
     places = ((records.own_results(values), ""), (records.RESULTS, " (measured by the authors of the recipes)"))
     for folder, where in places:
-        content = records.read_results(folder / records.results_name(record))
+        content = {"summary": {}, **records.read_results(folder / records.results_name(record), **records.RUN)}
         for run in content["runs"]:
-            difference = content["summary"][run["variant"]].get("difference")
+            difference = content["summary"].get(run["variant"], {}).get("difference")
             if difference and not settings.differing(run["settings"], record["settings"]):
                 return f" Against the plain model, {content['metric']}: {PairedComparison(**difference)}{where}."
     return ""
@@ -81,7 +84,7 @@ def push(settings: Settings, folder: Path, record: dict[str, Any], values: dict[
         api.upload_folder(
             repo_id=values["hub_model_id"],
             folder_path=folder,
-            ignore_patterns=["checkpoint-*", "pretrained/*", "runs/*", "training_args.bin", "config.yaml", "*.part"],
+            ignore_patterns=[*OURS],
             commit_message=f"{record['task']}, {values.get('filter', 'gfsa')}",
         )
         return f"{api.endpoint}/{values['hub_model_id']}"

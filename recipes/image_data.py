@@ -36,7 +36,7 @@ class Images(ImageDataset):
         try:
             with file, Image.open(file) as opened:
                 image = opened.convert("RGB")
-        except OSError as error:
+        except Exception as error:  # whatever a damaged file leads to, or one with too many pixels
             name = self.filename(index, absolute=True)
             if self.bad_images == "error":
                 raise GraphFilterError(

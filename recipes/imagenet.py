@@ -18,7 +18,6 @@ if __name__ == "__main__":
 
     check_extras("recipes", "vision")
 
-import json
 import math
 import shutil
 import time
@@ -130,13 +129,13 @@ def save_state(accelerator: Accelerator, folder: Path, average: ModelEmaV3 | Non
 
 def resume(accelerator: Accelerator, folder: Path, average: ModelEmaV3 | None) -> int:
     """The step of the last whole checkpoint, loaded; 0 without one."""
-    checkpoint = last_checkpoint(folder, PROGRESS)
+    checkpoint = last_checkpoint(folder, PROGRESS, "step")
     if checkpoint is None:
         return 0
     accelerator.load_state(checkpoint)
     if average is not None:
         load_model(average.module, str(Path(checkpoint) / "average.safetensors"))
-    return int(json.loads((Path(checkpoint) / PROGRESS).read_text())["step"])
+    return int(Path(checkpoint).name.partition("-")[2])
 
 
 def run(args: ImageArguments) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Self-pretraining: an encoder learns to restore hidden parts of the training inputs before it learns the task."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from hf_graphfilter import GraphFilterError
 from recipes.arguments import SequenceArguments
 from recipes.inputs import HiddenBatches
 from recipes.machine import is_main_process
-from recipes.records import RECORD, write_json
+from recipes.records import RECORD, read_whole, write_json
 from recipes.training import last_checkpoint, make_trainer
 
 OBJECTIVES = ("denoise",)
@@ -60,8 +59,7 @@ def pretrain(
     that record.
     """
     folder = Path(training.output_dir, FOLDER)
-    if (folder / RECORD).is_file():
-        record: dict[str, Any] = json.loads((folder / RECORD).read_text())
+    if (record := read_whole(folder / RECORD, objective=str)) is not None:
         denoiser = type(denoiser).from_pretrained(folder)
     else:
         collator = HiddenBatches(tokenizer, args.mask_ratio)

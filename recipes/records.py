@@ -1,5 +1,6 @@
 """The files of a run and of a comparison: where they are, read and written."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -7,11 +8,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hf_graphfilter import GraphFilterError
+from hf_graphfilter import GraphFilterError, files
 from hf_graphfilter.console import Console
-from recipes.errors import line
+from recipes.errors import line, note
+from recipes.machine import is_main_process
 
 RECORD = "record.json"
+RUN = {"settings": dict[str, Any], "metrics": dict[str, float]}  # what is needed of the record of a run
 RESULTS = Path(__file__).parent / "results"  # shipped: what the tables of the documents are written from
 
 
@@ -35,24 +38,45 @@ def results_name(record: dict[str, Any], suffix: str = "") -> str:
     return f"{record['recipe']}-{Path(record['task']).name}{suffix}.json"
 
 
-def read_results(file: Path) -> dict[str, Any]:
-    """A results file of recipes/compare.py; without runs where there is none."""
+def read_results(file: Path, **needed: Any) -> dict[str, Any]:
+    """Return the content of a results file of recipes/compare.py; without runs where there is none.
+
+    Args:
+        file: that compare.py or a league wrote.
+        needed: the types of what each run must have, if it was not refused.
+    """
     if not file.is_file():
         return {"runs": []}
     try:
-        content: dict[str, Any] = json.loads(file.read_text())
-        content["runs"]
-    except (ValueError, KeyError, TypeError) as error:
+        content = files.read_json(file, runs=list[dict[str, Any]])
+        for run in content["runs"]:
+            files.checked(run, file, variant=str, seed=int, **(needed if "refused" not in run else {"refused": str}))
+        kinds = {"variants": dict[str, Any], "model": str, "metric": str, "summary": dict[str, dict[str, Any]]}
+        files.checked(content, file, **{name: kind for name, kind in kinds.items() if name in content})
+    except files.DamagedFileError as error:
         raise GraphFilterError(f"{file} is no results file of compare.py: {line(error)}") from error
     return content
 
 
+def alone(*locks: Path, work: str) -> contextlib.AbstractContextManager[None]:
+    """Keep other commands out, as ``locked`` does; of the processes of one command the first does so."""
+    return files.locked(*locks, work=work) if is_main_process() else contextlib.nullcontext()
+
+
+def read_whole(file: Path, **needed: Any) -> dict[str, Any] | None:
+    """Return the JSON object of a file; None where there is none, or none that is whole, which is said."""
+    if not file.is_file():
+        return None
+    try:
+        return files.read_json(file, **needed)
+    except files.DamagedFileError as error:
+        note(f"ignored: {error}")
+        return None
+
+
 def write_json(file: Path, content: Any) -> None:
-    """Whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f"{file.name}.part")
-    part.write_text(json.dumps(content, indent=1) + "\n")
-    part.replace(file)
+    """Write a file whole or not at all."""
+    files.write_text(file, json.dumps(content, indent=1) + "\n")
 
 
 def move_aside(paths: list[Path], console: Console) -> None:

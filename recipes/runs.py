@@ -1,6 +1,5 @@
 """The command line of a recipe: a run for every seed, and a table of them."""
 
-import json
 import sys
 from collections.abc import Sequence
 from datetime import date
@@ -14,28 +13,38 @@ import yaml
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.analysis.comparison import mean_and_sd
 from hf_graphfilter.console import Console, table
+from hf_graphfilter.files import checked, write_text
 from recipes import SCRIPTS
-from recipes.errors import OtherSettingsError, one_line_errors
+from recipes.errors import OtherSettingsError, line, one_line_errors
 from recipes.hub import create_repository, push, write_card
 from recipes.machine import commit, is_main_process, machine_name
-from recipes.records import RECORD, value_of, write_json
+from recipes.records import RECORD, RUN, alone, read_whole, value_of, write_json
 from recipes.settings import Recipe, Settings
 
+CONFIG = "config.yaml"
 BEGUN = "begun.json"  # by which an unfinished run is known again, its data as they were
 
 
 def run_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Path, console: Console) -> dict[str, Any]:
-    """The record of one run in ``folder``: found finished, gone on with from its last checkpoint, or begun."""
-    file, config = folder / RECORD, folder / "config.yaml"
-    finished = json.loads(file.read_text()) if file.is_file() else None
+    """Return the record of one run in ``folder``: found finished, resumed from its last checkpoint, or begun.
+
+    Raises:
+        GraphFilterError: another command is at work on the same run.
+    """
+    with alone(folder / ".lock", work="training this"):
+        return _run_seed(settings, values, seed, folder, console)
+
+
+def _run_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Path, console: Console) -> dict[str, Any]:
+    file, config = folder / RECORD, folder / CONFIG
+    finished = read_whole(file, seed=int, **RUN)
     kept = ("checkpoint-*", "*/checkpoint-*", f"*/{RECORD}")  # self-pretraining has a folder of its own
     begun = config.is_file() and any(any(folder.glob(pattern)) for pattern in kept)
     before = finished["settings"] if finished else None
     if before is None and begun:  # earlier versions wrote the configuration alone
-        start = folder / BEGUN
-        before = (
-            json.loads(start.read_text()) if start.is_file() else settings.identity(yaml.safe_load(config.read_text()))
-        )
+        before = read_whole(folder / BEGUN)
+        if before is None:
+            before = settings.identity(read_config(folder))
     if before is not None and (changed := settings.differing(before, settings.identity(values))):
         raise OtherSettingsError(
             f"{folder} holds a run with other settings ({', '.join(changed)} differ): choose another --output_dir, or "
@@ -47,8 +56,7 @@ def run_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Path
     run_values = {**values, "output_dir": str(folder), "seed": seed, "seeds": [seed]}
     run_values |= {"push_to_hub": False, "hub_token": None}  # pushed after the run; a token is written to no file
     if is_main_process():
-        folder.mkdir(parents=True, exist_ok=True)
-        config.write_text(yaml.safe_dump({k: v for k, v in run_values.items() if v is not None}))
+        write_text(config, yaml.safe_dump({k: v for k, v in run_values.items() if v is not None}))
         write_json(folder / BEGUN, settings.identity(values))
     arguments = settings.arguments(run_values)
     record = {
@@ -63,17 +71,29 @@ def run_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Path
         "commit": commit(),
     }
     if is_main_process():
-        write_json(file, record)
-        (folder / BEGUN).unlink()
         if values.get("save_strategy") != "no":
             write_card(settings, folder, record, values)
+        write_json(file, record)  # last: with it the run is finished
+        (folder / BEGUN).unlink()
     return record
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the settings that a run was begun with.
+
+    Raises:
+        GraphFilterError: their file is damaged.
+    """
+    try:
+        content = yaml.safe_load((folder / CONFIG).read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise GraphFilterError(f"{folder / CONFIG} cannot be read ({line(error)}): delete {folder}") from error
+    return checked(content, folder / CONFIG)
 
 
 def kept_in(folder: Path) -> bool:
     """Whether a finished run was to keep its checkpoint."""
-    config = folder / "config.yaml"
-    return not config.is_file() or yaml.safe_load(config.read_text()).get("save_strategy") != "no"
+    return not (folder / CONFIG).is_file() or read_config(folder).get("save_strategy") != "no"
 
 
 def quiet() -> None:

@@ -30,7 +30,8 @@ from hf_graphfilter.memory import begin_peak_memory, peak_memory
 from hf_graphfilter.status import FilterStatus
 from hf_graphfilter.training import BlendSchedule
 from recipes.arguments import RecipeArguments
-from recipes.errors import filtering
+from recipes.errors import filtering, note
+from recipes.records import read_whole
 
 
 class Clock(TrainerCallback):
@@ -173,7 +174,13 @@ def outcome(model: Any, start: FilterStatus, metrics: dict[str, float], seconds:
     }
 
 
-def last_checkpoint(folder: Path, written_last: str = "trainer_state.json") -> str | None:
-    """The newest checkpoint that is whole: the state of the Trainer is what it writes last."""
-    whole = [file.parent for file in folder.glob(f"checkpoint-*/{written_last}")]
-    return str(max(whole, key=lambda checkpoint: int(checkpoint.name.partition("-")[2]))) if whole else None
+def last_checkpoint(folder: Path, written_last: str = "trainer_state.json", step: str = "global_step") -> str | None:
+    """Return the newest checkpoint that is whole: what is written last is there, and is of the step in its name."""
+    numbers = {int(n): path for path in folder.glob("checkpoint-*") if (n := path.name.partition("-")[2]).isdecimal()}
+    for number in sorted(numbers, reverse=True):
+        file = numbers[number] / written_last
+        if (state := read_whole(file, **{step: int})) is not None:
+            if state[step] == number:
+                return str(file.parent)
+            note(f"ignored: {file} is of step {state[step]}")
+    return None

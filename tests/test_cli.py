@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,8 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
 import torch
+from deaths import deaths
 from models import FAMILIES, output
+from safetensors import SafetensorError
 from transformers import AutoModel, BertForSequenceClassification, BertTokenizer, PreTrainedModel
 from transformers.utils import logging
 
@@ -18,6 +22,7 @@ import hf_graphfilter
 from hf_graphfilter import filter_status, patch_model
 from hf_graphfilter.cli import main
 from hf_graphfilter.cli.inputs import Images
+from hf_graphfilter.files import read_state
 from hf_graphfilter.training.transfer import call, run
 
 
@@ -125,7 +130,7 @@ def test_an_interrupted_transfer_says_that_it_goes_on(cli, text, agf, tmp_path, 
         done = cli(*command)
     assert done.returncode == 130
     assert f"progress is kept in {fitted / '.transfer'}, the same command goes on" in done.stderr
-    assert json.loads((fitted / ".transfer" / "transfer.json").read_text())["step"] == 3
+    assert read_state(fitted / ".transfer" / "transfer.safetensors")[0]["step"] == 3
     assert cli(*command).returncode == 0
     assert not (fitted / ".transfer").exists()
 
@@ -191,7 +196,77 @@ def test_convert(cli, text, plain, tmp_path, monkeypatch, ctrl_c):
         assert not (tmp_path / "wrong").exists()
 
 
-def test_convert_images(cli, tmp_path):
+def test_a_conversion_begins_with_the_values_of_its_seed(cli, text, plain, tmp_path):
+    command = ("--text", text, "--budget", "64", "--length", "16", "--holdout", "1", "-o", "window=2")
+    text.write_text("\n".join(["a b c d e f g h i j a b c d"] * 20))
+    commands = {"convert": command, "patch": ("-f", "agf")}
+    for verb, options in commands.items():
+        outs = {"one": (), "two": ("--seed", "0"), "other": ("--seed", "3")}
+        made = []
+        for name, seed in [*outs.items()][: 2 if verb == "convert" else 3]:
+            done = cli(verb, plain, tmp_path / verb / name, *options, *seed)
+            assert done.returncode == 0, done.stderr
+            made.append((tmp_path / verb / name / "model.safetensors").read_bytes())
+        assert made[0] == made[1]
+    assert made[0] != made[2]
+
+
+def test_a_full_disk_is_one_line(cli, text, plain, agf, tmp_path, monkeypatch):
+    write, written = safetensors.torch.serialize_file, []
+
+    def full(tensors, path, *rest, **options):
+        written.append(path)
+        if len(written) == room + 1:
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        return write(tensors, path, *rest, **options)
+
+    convert = ("--text", text, "--budget", "64", "--length", "16", "--holdout", "1", "-o", "window=2")
+    lines = tmp_path / "text.txt"
+    lines.write_text(f"{lines.read_text()}\n" * 9)
+    commands = {
+        ("transfer", agf, tmp_path / "fitted", "--text", text, *SHORT): 1,
+        ("convert", plain, tmp_path / "converted", *convert): 1,
+        ("patch", plain, tmp_path / "patched"): 0,
+        ("save-filter", agf, tmp_path / "filter"): 0,
+    }
+    for command, room in commands.items():
+        written.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(safetensors.torch, "serialize_file", full)
+            done = cli(*command)
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+        said = done.stderr.strip().splitlines()[-1]
+        assert re.match(r"hf-graphfilter: .*No space left on device", said)
+        assert ("progress is kept in" in said and "the same command goes on" in said) == bool(room), said
+        assert cli(*command).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["transfer", "convert", "save-filter"])
+def test_a_command_that_dies_at_a_write_ends_the_same(verb, cli, text, plain, agf, tmp_path, transformers_warnings):
+    text.write_text(f"{text.read_text()}\n" * 9)
+    short = {
+        "transfer": (agf, "--text", text, *SHORT),
+        "convert": (plain, "--text", text, "--budget", "64", "--length", "16", "--holdout", "1", "-o", "window=2"),
+        "save-filter": (agf,),
+    }
+
+    def command(folder):
+        done = cli(verb, short[verb][0], folder, *short[verb][1:])
+        assert done.returncode == 0, done.stderr
+        names = {".safetensors", ".json"}
+        kept = {file.name: file.read_bytes() for file in folder.iterdir() if file.suffix in names}
+        if "conversion.json" in kept:
+            kept["conversion.json"] = {**json.loads(kept["conversion.json"]), "seconds": 0}
+        return kept
+
+    for folder, expected in deaths(tmp_path / "dying", None, command):
+        assert command(folder) == expected, folder
+        assert not [*folder.glob(".*/*")]
+
+
+def test_convert_images(cli, tmp_path, monkeypatch):
     from PIL import Image
     from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
@@ -207,9 +282,14 @@ def test_convert_images(cli, tmp_path):
     first = next(iter(Images(str(tmp_path / "vit"), tmp_path / "photos", 8)))["pixel_values"]
     assert len(first[:, 1].unique()) == 2, "of one kind, as the folders have it"
     command = ("convert", tmp_path / "vit", tmp_path / "out", "--images", tmp_path / "photos")
-    done = cli(*command, "--budget", "400", "--batch-tokens", "64", "--holdout", "2", "-o", "window=2")
+    short = ("--budget", "400", "--batch-tokens", "64", "--holdout", "2", "-o", "window=2")
+    done = cli(*command, *short)
     assert done.returncode == 0, done.stderr
     assert "agreement" in done.stdout
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    done = cli(*command, *short)
+    assert done.returncode == 1
+    assert re.search(r"--images: .*png cannot be read as an image \(Image size \(400 pixels\) exceeds", done.stderr)
 
 
 def test_ctrl_c_before_the_work_is_said(cli, plain, tmp_path, monkeypatch):

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
+from deaths import deaths, some
 from models import FAMILIES, realigned
 from processes import run_two
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BartModel,
+    BertConfig,
     BertForPreTraining,
     BertForQuestionAnswering,
     BertModel,
@@ -48,6 +50,7 @@ from hf_graphfilter.conversion import (
 from hf_graphfilter.conversion.choice import least_sensitive
 from hf_graphfilter.conversion.quality import compare
 from hf_graphfilter.conversion.speed import taken_in_turn
+from hf_graphfilter.files import locked
 from hf_graphfilter.filters.attached import filters_of
 from hf_graphfilter.training.transfer.objectives import DISTANCES, errors_by_context, filter_errors
 from hf_graphfilter.training.transfer.run import StageRun
@@ -212,6 +215,52 @@ def test_an_interrupted_conversion_goes_on(stop, tmp_path, monkeypatch):
     assert found["perplexity"].converted == pytest.approx(expected["perplexity"].converted, rel=1e-3)
     with pytest.raises(GraphFilterError, match=r"progress of another transfer \(rates differ\)"):
         run(llama(), checkpoint=tmp_path / "parts", rates=Rates(attention=1e-3), **options)
+
+
+SMALL = {"vocab_size": 99, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+@some(2)
+def test_a_conversion_that_dies_at_a_write_ends_the_same(points, tmp_path):
+    def command(folder):
+        torch.manual_seed(0)
+        model = sharp(BertModel(BertConfig(**SMALL))).eval()
+        report = run(model, budget=600, evaluations=2, checkpoint=folder, train="lora")
+        save_conversion(model, report, folder)
+        return weights(model), {**report.to_dict(), "seconds": 0}
+
+    for folder, (tensors, report) in deaths(tmp_path, points, command):
+        found, other = command(folder)
+        assert other == report, folder
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in found.items())
+        assert load_conversion(folder).to_dict() == report | {"seconds": load_conversion(folder).seconds}
+
+
+def test_a_damaged_report_of_a_conversion_is_refused(tmp_path):
+    model = bert()
+    save_conversion(model, run(model, budget=200, evaluations=1), tmp_path)
+    file = tmp_path / "conversion.json"
+    content, texts = json.loads(file.read_text()), ["", "{", "[]", "3", "[" * 100_000]
+    for name in content:
+        texts += [json.dumps({**content, name: x}) for x in ("x", {"x": []}, [3], None, [{}], {"x": {}})]
+    stage = content["stages"]["attention"]
+    texts += [json.dumps({**content, "stages": {"x": {**stage, "history": x}}}) for x in ([], 3, [[1]], [["a", "b"]])]
+    for text in texts:
+        file.write_text(text)
+        try:
+            found = load_conversion(tmp_path)
+        except GraphFilterError as error:
+            found = str(error)
+        assert "is not what a conversion wrote" in found if isinstance(found, str) else found.to_markdown(), text
+
+
+def test_one_conversion_at_a_time_has_a_directory(tmp_path):
+    model = bert()
+    before = weights(model)
+    busy = pytest.raises(GraphFilterError, match=r"another command is fitting .* is locked")
+    with locked(tmp_path / ".lock", work="testing"), busy:
+        run(model, checkpoint=tmp_path)
+    assert weights(model).keys() == before.keys()
 
 
 def test_a_failure_leaves_the_model_as_it_was():

@@ -11,8 +11,10 @@ import textwrap
 from dataclasses import dataclass
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
+from deaths import Death, dying
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, RepoUrl
 from models import FAMILIES, assert_equal_in_float32, output, realigned, turn_on
 from safetensors import SafetensorError
@@ -241,6 +243,47 @@ def test_a_filter_laid_over_another_base_says_so(tmp_path):
     del description["weights"]  # as earlier releases wrote it
     (tmp_path / "graph_filter.json").write_text(json.dumps(description))
     load_filter(unpatch_model(other), tmp_path)
+
+
+def test_the_two_files_of_a_filter_are_of_one_call(tmp_path):
+    """Of several K the coefficients have the same shapes."""
+    saved = {K: patched(K=K, w_K=0.1 * K) for K in (3, 7)}
+    outputs = {K: output(model, BERT.inputs()) for K, model in saved.items()}
+
+    def command(folder):
+        save_filter(saved[7], folder)
+        return {file.name: file.read_bytes() for file in folder.iterdir() if file.suffix != ".part"}
+
+    with dying(tmp_path / "whole") as writes:
+        expected = command(tmp_path / "whole")
+    found = []
+    for last in range(1, writes.count + 1):
+        folder = save_filter(saved[3], tmp_path / f"{last}")
+        with dying(folder, last), pytest.raises(Death):
+            command(folder)
+        base = unpatch_model(copy.deepcopy(saved[3]))
+        try:
+            load_filter(base, folder)
+        except GraphFilterError as error:
+            found.append(str(error).partition(" were ")[2])
+            assert not filter_status(base)
+        else:
+            found.append(filter_status(base)[0].filter.K)
+            assert torch.equal(output(base, BERT.inputs()), outputs[found[-1]])
+        assert command(folder) == expected
+    assert [*dict.fromkeys(found)] == [3, "not saved together; save or download both again", 7]
+
+
+def test_a_full_disk_leaves_a_saved_filter_as_it_was(tmp_path, monkeypatch):
+    def full(tensors, path, metadata):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    before = {file: file.read_bytes() for file in save_filter(patched(), tmp_path).iterdir()}
+    monkeypatch.setattr(safetensors.torch, "serialize_file", full)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        save_filter(patched(K=7), tmp_path)
+    assert caught.value.errno == 28
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 # ------------------------------------------------------------------------------------------------ failing closed

@@ -239,10 +239,13 @@ def test_plain_and_filter_are_compared_over_the_same_seeds(data, tmp_path):
     assert found["summary"]["gfsa"]["difference"]["pairs"] == 2
 
 
-def test_images_that_cannot_be_read_are_skipped_and_counted_or_an_error(data, tmp_path, capsys):
+def test_images_that_cannot_be_read_are_skipped_and_counted_or_an_error(data, tmp_path, capsys, monkeypatch):
     (data / "train" / "red" / "3.png").write_bytes(b"no image")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50_000)
+    Image.new("RGB", (400, 400)).save(data / "train" / "red" / "5.png")  # of too many pixels
     found = run(data, tmp_path / "run", "--save_strategy", "no")
-    assert found["skipped_images"] == 1, "however often it was asked for"
+    assert found["skipped_images"] == 2, "however often they were asked for"
+    (data / "train" / "red" / "5.png").unlink()
     with pytest.raises(SystemExit):
         run(data, tmp_path / "strict", "--bad_images", "error")
     assert "red/3.png cannot be read as an image; --bad_images skip" in capsys.readouterr().err

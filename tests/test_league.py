@@ -1,9 +1,11 @@
 """The league: what is run next, tuning and stages, resuming, refusals, and what the numbers say."""
 
 import copy
+import dataclasses
 import itertools
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from deaths import deaths, some
 from filelock import FileLock
 from rich.console import Console
 from transformers import BertConfig, BertModel
@@ -21,7 +24,7 @@ from transformers import BertConfig, BertModel
 from hf_graphfilter import GraphFilterError, available_filters, filter_parameters, patch_model
 from hf_graphfilter.filters import get_filter
 from hf_graphfilter.training.optimizer import coefficient_ids
-from recipes import compare
+from recipes import compare, language_modeling
 from recipes.data import held_out
 from recipes.identity import identity
 from recipes.image_data import hold_out
@@ -42,6 +45,7 @@ FILE = {
     "stages": [{"seeds": [1, 2, 3]}, {"seeds": [4, 5, 6, 7], "best": 1, "tasks": ["ptb"]}],
     "longer": 3,
 }
+TRAIN = play.train
 HELPS = {"plain": 0.0, LONGER: 0.3, "gfsa": 0.1, "gated": -0.2}  # in accuracy; a tenth of it in rates
 
 
@@ -390,6 +394,52 @@ def test_an_interrupted_league_keeps_what_is_finished(trained, monkeypatch):
         played(trained, workers=1)
     assert len(json.loads(Path("runs/league/small.json").read_text())["runs"]) == 5
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@some(3)
+def test_a_league_that_dies_at_a_write_ends_the_same(points, trained, tmp_path, monkeypatch):
+    def run(args, training):
+        good = (training.seed + training.learning_rate) * (2 if args.filter == "none" else 1)
+        metrics = {"validation/perplexity": 100 - good, "test/perplexity": 101 - good}
+        return {"metrics": metrics, "moved": {}, "train_seconds": 1.0, "steps": 9}
+
+    monkeypatch.setattr(play, "train", TRAIN)
+    monkeypatch.setattr(language_modeling, "RECIPE", dataclasses.replace(language_modeling.RECIPE, run=run))
+    small = {"tasks": {"ptb": FILE["tasks"]["ptb"]}, "stages": [{"seeds": [1]}], "variants": {"gfsa": None}}
+
+    def command(folder):
+        played = league(**small, rates={"learning_rate": [1], "filter_lr": [1e-2]}, longer=2)
+        file = folder / "small.json"
+        content = play.play(played, file, folder / "small", 1, Console(quiet=True))
+        assert json.loads(file.read_text())["runs"] == json.loads(json.dumps(content["runs"]))
+        return by_run(content)
+
+    for folder, expected in deaths(tmp_path, points, command):
+        assert command(folder) == expected, folder
+
+
+PARENT = """
+import multiprocessing, time
+from concurrent.futures import ProcessPoolExecutor
+from recipes.league.play import begin
+
+if __name__ == "__main__":
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), begin, (1,))
+    pool.submit(print, "begun", flush=True).result()
+    pool.submit(time.sleep, 100)
+    time.sleep(100)
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_ends_with_its_parent(tmp_path):
+    """Also where that is killed, and can end nothing: the output is closed when the last of them has ended."""
+    (tmp_path / "parent.py").write_text(PARENT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen([sys.executable, tmp_path / "parent.py"], stdout=subprocess.PIPE, env=environment)
+    assert parent.stdout.readline() == b"begun\n"
+    parent.kill()
+    parent.communicate(timeout=20)
 
 
 def test_two_commands_on_one_league(trained, capsys):

@@ -15,6 +15,8 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset, DatasetDict
+from deaths import deaths, some
+from filelock import FileLock
 from hub_server import TOKEN, Hub
 from models import FAMILIES
 from scipy import stats
@@ -546,6 +548,83 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint(cola, tmp_path, monkeypa
         assert record(tmp_path / "broken")[name] == record(tmp_path / "whole")[name]
 
 
+@some(2)
+def test_a_run_that_dies_at_a_write_is_run_to_the_same_end(points, cola, tmp_path, transformers_warnings):
+    def command(folder):
+        argv = [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", folder, *SHORT, "--save_strategy", "steps"]
+        runs.main(glue.RECIPE, [*map(str, argv), "--save_steps", "2"])
+        return {name: record(folder)[name] for name in ("metrics", "coefficients", "moved", "steps", "settings")}
+
+    for folder, expected in deaths(tmp_path, points, command):
+        assert command(folder) == expected, folder
+        assert (folder / "seed-1" / "README.md").is_file()
+        transformers_warnings.clear()  # of times on this file system, when an old checkpoint is deleted
+
+
+DAMAGES = ["", "{", "[]", '{"global_step": 1e99}', '{"global_step": 10000000000}', '{"global_step": "4"}', "\0" * 50]
+
+
+def test_damaged_files_of_a_run_are_left_out_and_named(cola, tmp_path, capsys, transformers_warnings):
+    """An empty trainer_state.json, say, after the disk was full."""
+    argv = [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT]
+    argv = [*map(str, argv), "--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "4"]
+    runs.main(glue.RECIPE, argv)
+    expected, folder = record(tmp_path / "run"), tmp_path / "run" / "seed-1"
+    for damage in DAMAGES:
+        (folder / "record.json").write_text(damage)
+        (folder / "begun.json").write_text("")
+        (folder / "checkpoint-4" / "trainer_state.json").write_text(damage)
+        (folder / "checkpoint-final").mkdir(exist_ok=True)
+        assert training.last_checkpoint(folder) == str(folder / "checkpoint-2")
+        ignored = capsys.readouterr().err.splitlines()
+        assert len(ignored) == 1
+        assert ignored[0].startswith(f"ignored: {folder / 'checkpoint-4' / 'trainer_state.json'} ")
+    runs.main(glue.RECIPE, argv)
+    transformers_warnings.clear()
+    assert record(tmp_path / "run")["metrics"] == expected["metrics"]
+    said = capsys.readouterr().err
+    assert [f"ignored: {folder / name} is no readable JSON" in said for name in ("record.json", "begun.json")] == [1, 1]
+    for file in folder.glob("*.json"):
+        file.unlink()
+    (folder / "config.yaml").write_text("{")
+    with pytest.raises(SystemExit):
+        runs.main(glue.RECIPE, argv)
+    assert "config.yaml cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text", ['{"runs": 3}', '{"runs": [3]}', '{"runs": [{}]}', "[" * 100_000, '{"runs": [], "variants": 3}']
+)
+def test_a_damaged_results_file_is_refused(text, asked, capsys):
+    file = Path("runs/glue/glue-cola.json")
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    with pytest.raises(SystemExit):
+        compare.main(README_COMPARISON)
+    assert "compare.py: runs/glue/glue-cola.json is no results file of compare.py: " in capsys.readouterr().err
+    assert file.read_text() == text
+
+
+def test_one_command_at_a_time_has_a_run_and_a_comparison(asked, capsys):
+    """A second one would write over what the first has found."""
+    argv = [*ENCODER, "--task", "cola", "--output_dir", "run", "--save_strategy", "no"]
+    runs.main(glue.RECIPE, argv)
+    before = record(Path("run"))
+    comparison = "runs/glue/glue-cola"
+    Path(comparison).mkdir(parents=True)
+    commands = {
+        "run/seed-1/.lock": lambda: runs.main(glue.RECIPE, argv),
+        f"{comparison}.json.lock": lambda: compare.main(README_COMPARISON),
+        f"{comparison}.lock": lambda: compare.main([*README_COMPARISON, "--results", "elsewhere"]),
+    }
+    for lock, command in commands.items():
+        with FileLock(lock), pytest.raises(SystemExit):
+            command()
+        assert re.search(rf"another command is .*: {lock} is locked; wait for its end", capsys.readouterr().err)
+    assert record(Path("run")) == before
+    assert len(asked) == 1
+
+
 def test_a_run_that_goes_on_has_waited_as_long_for_an_improvement(cola, tmp_path, monkeypatch, transformers_warnings):
     """Nothing improves at a learning rate of 0: three measurements after the first it ends."""
     saving = ["--save_strategy", "steps", "--save_steps", "1", "--eval_strategy", "steps", "--eval_steps", "1"]
@@ -878,7 +957,7 @@ def test_a_comparison_in_a_fresh_clone_trains(asked, tmp_path, capsys):
         out = capsys.readouterr().out
         assert f"moved aside: runs/glue/glue-cola.json is now runs/glue/glue-cola.json.{number}\n" in out
         assert len(asked) == 5 + 5 * number
-    assert sorted(p.name for p in (tmp_path / "runs" / "glue").iterdir()) == [
+    assert sorted(p.name for p in (tmp_path / "runs" / "glue").iterdir() if p.suffix != ".lock") == [
         *("glue-cola", "glue-cola.1", "glue-cola.2", "glue-cola.json", "glue-cola.json.1", "glue-cola.json.2")
     ]
     assert (records.RESULTS / "glue-cola.json").read_bytes() == shipped

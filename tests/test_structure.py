@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hf_graphfilter"
 # from the ground up: a module imports what is on a lower floor, or on its own
 FLOORS = [
-    {"errors", "text", "_on_import", "memory"},
+    {"errors", "files", "text", "_on_import", "memory"},
     {"shift", "earlier", "ops"},
     {"functional"},
     {"filters"},

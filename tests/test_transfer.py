@@ -3,11 +3,16 @@
 import copy
 import dataclasses
 import json
+import math
+import re
 import signal
+import warnings
 
 import pytest
 import torch
+from deaths import deaths, some
 from models import FAMILIES, TOKENS, output, realigned, turn_on
+from safetensors.torch import save_file
 from transformers import BartForConditionalGeneration, GPT2LMHeadModel, T5ForConditionalGeneration
 
 from hf_graphfilter import (
@@ -22,8 +27,10 @@ from hf_graphfilter import (
     transfer_attention,
     unpatch_model,
 )
+from hf_graphfilter.files import locked, read_state
 from hf_graphfilter.filters.attached import filters_of
 from hf_graphfilter.training.transfer import call
+from hf_graphfilter.training.transfer.checkpoint import EARLIER_FILE, LOCK, STATE_FILE, Checkpoint
 from hf_graphfilter.training.transfer.objectives import DISTANCES, original_of
 from hf_graphfilter.training.transfer.run import StageRun
 
@@ -259,16 +266,86 @@ def test_an_error_leaves_the_model_as_it_was(dtype, stop):
     assert all(p.requires_grad for p in model.parameters())
 
 
+@some(3)
+def test_a_transfer_that_dies_at_a_write_is_fitted_to_the_same_end(points, tmp_path):
+    options = {"steps": 5, "eval_every": 2, "end_to_end": "hidden", "end_to_end_steps": 2, "filter_lr": 0.1}
+
+    def command(folder):
+        model = patched()
+        report = run(model, batches(), checkpoint=folder, **options)
+        return parameters(model), report.history, report.after, report.before, report.steps
+
+    for folder, (weights, *report) in deaths(tmp_path, points, command):
+        found, *other = command(folder)
+        assert other == report, folder
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in found.items())
+
+
+def damaged_progress(folder):
+    """Ways to damage the progress in a folder, of this code and of earlier code, with what is said of each."""
+    file = folder / STATE_FILE
+    data, (content, tensors) = file.read_bytes(), read_state(file)
+    for size in (0, 7, 40, len(data) // 2, len(data) - 1):
+        yield lambda size=size: file.write_bytes(data[:size])
+    place = len(data) - 100
+    yield lambda: file.write_bytes(data[:place] + b"\xff" + data[place + 1 :])
+    yield lambda: file.write_bytes(data.replace(b'\\"step\\": 4', b'\\"step\\": 9'))
+    earlier = folder / EARLIER_FILE
+    texts = ["", "{", "[]", "null", '{"a":' * 100_000]
+    for name in content:
+        others = [None, -3, 10**9, 10**400, math.nan, "x", [[]], {"x": []}, [1, 2], [[1, 2, 3]], True]
+        texts += [json.dumps({**content, name: x}) for x in others if name not in ("best", "stopped") or not x]
+        texts.append(json.dumps({k: v for k, v in content.items() if k != name}))
+    for text in texts:
+        yield lambda text=text: (save_file(tensors, file), earlier.write_text(text))
+    yield lambda: (save_file(tensors, file), earlier.unlink(missing_ok=True))
+    yield lambda: (file.unlink(), earlier.write_text(json.dumps(content)))
+
+
+def test_damaged_progress_is_ignored_and_named(tmp_path):
+    data, options = batches(), {"steps": 4, "eval_every": 2, "checkpoint": tmp_path}
+    expected = run(patched(), data, **options)
+    kept = Checkpoint(tmp_path, read_state(tmp_path / STATE_FILE)[0]["settings"])
+    ways = [*damaged_progress(tmp_path)]
+    for damage in ways:
+        damage()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                whole = kept.read()
+            except GraphFilterError as error:
+                whole = str(error)
+        if whole is None:
+            assert len(said) == 1
+            assert re.match(r"progress is ignored, and the fit begins again: .*transfer", str(said[0].message))
+        assert not isinstance(whole, str) or "progress of another transfer" in whole
+    ways[0]()
+    with pytest.warns(UserWarning, match="progress is ignored, and the fit begins again"):
+        found = run(patched(), data, **options)
+    assert found.history == expected.history
+
+
+def test_one_call_at_a_time_has_a_directory(tmp_path):
+    model = patched()
+    before = parameters(model)
+    busy = pytest.raises(GraphFilterError, match=r"another command is fitting .* is locked")
+    with locked(tmp_path / LOCK, work="testing"), busy:
+        run(model, batches(), checkpoint=tmp_path)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in parameters(model).items())
+    run(model, batches(), steps=2, checkpoint=tmp_path)
+
+
 def test_progress_that_earlier_code_wrote_goes_on(tmp_path):
     """It counted steps only."""
     data = batches(count=60)
     expected = run(patched(), data)
     with pytest.raises(Interrupted):
         run(patched(), until(data, 27), checkpoint=tmp_path)
-    progress = json.loads((tmp_path / "transfer.json").read_text())
+    progress, tensors = read_state(tmp_path / STATE_FILE)
     assert progress.pop("used") == progress["step"] == 20
     assert progress.pop("before_it") == progress["earlier_steps"] == 0
-    (tmp_path / "transfer.json").write_text(json.dumps(progress))
+    (tmp_path / EARLIER_FILE).write_text(json.dumps(progress))  # in a file of its own
+    save_file(tensors, tmp_path / STATE_FILE)
     found = run(patched(), data, checkpoint=tmp_path)
     assert found.history == [(s, pytest.approx(e, rel=1e-5)) for s, e in expected.history]
 
@@ -286,7 +363,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     for setting, (model, data, options) in runs.items():
         with pytest.raises(GraphFilterError, match=rf"progress of another transfer \({setting} differ\)"):
             run(model, data, checkpoint=tmp_path, **options)
-    assert json.loads((tmp_path / "transfer.json").read_text())["step"] == 30
+    assert read_state(tmp_path / STATE_FILE)[0]["step"] == 30
 
 
 def test_a_finished_stage_leaves_its_batches_behind(tmp_path, monkeypatch):
@@ -429,7 +506,7 @@ def test_ctrl_c_keeps_the_step_that_it_interrupts(tmp_path, stop, monkeypatch, c
         with pytest.raises(KeyboardInterrupt):
             run(patched(), data, checkpoint=tmp_path)
     assert steps[-1] == stop, "the step was finished"
-    assert json.loads((tmp_path / "transfer.json").read_text())["step"] == stop + 1
+    assert read_state(tmp_path / STATE_FILE)[0]["step"] == stop + 1
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     found = run(patched(), data, checkpoint=tmp_path)
     assert found.history == [(s, pytest.approx(e, rel=1e-5)) for s, e in expected.history]

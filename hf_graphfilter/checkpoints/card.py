@@ -17,6 +17,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from ..errors import GraphFilterError
+from ..files import write_text
 from ..filters import available_filters
 from ..filters.attached import filters_of, patched_modules
 from ..filters.build import foreign_modules
@@ -84,7 +85,7 @@ class FilterCard(ModelCard):
             edited, self.rendered = self.text != self.rendered, FilterCard.of(self.data, self.fields).text
             self.text = self.text if edited else self.rendered
         self.text = _signed(self.text)
-        super().save(filepath)
+        write_text(Path(filepath), str(self))
         if self.report is not None:
             self.report.save_figures(Path(filepath).parent / FIGURES, SHOWN)
 
@@ -275,8 +276,7 @@ def _merged(there: Any, here: Any) -> ModelCardData:
     """The metadata of two cards: ``here`` wins, lists are joined, results of the same measurement are replaced."""
     old, new = ({k: v for k, v in vars(data).items() if v is not None} for data in (there, here))
     joined = {**old, **new}
-    names = set(available_filters())
-    old["tags"] = [t for t in old.get("tags", []) if t not in names]  # of an earlier filter
+    old["tags"] = [t for t in old.get("tags", []) if t not in available_filters()]  # of an earlier filter
     for key in ("tags", "datasets", "metrics"):
         joined[key] = list(dict.fromkeys([*_listed(new.get(key)), *_listed(old.get(key))])) or None
     results = new.get("eval_results", [])

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 
 from ..base_weights import SAMPLE, changed_weights, differing_weights, written_weights
 from ..errors import GraphFilterError, shown
+from ..files import digest, replacing, write_tensors
 from ..filters import GraphFilter
 from ..filters.attached import filters_of, patched_modules, read_whole
 from ..hosts import Host, encoder_of, host_of, unwrapped
@@ -30,6 +32,7 @@ from .copies import without_adapters
 WEIGHTS_FILE = "graph_filter.safetensors"
 CONFIG_FILE = "graph_filter.json"
 WEIGHTS = "weights"  # in that file: some of the base's
+MARK = "saved"  # in both files: of one call of `save_filter`
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -46,7 +49,7 @@ def save_filter(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
 
     Raises:
         GraphFilterError: the model is not patched, or a part of it by itself, or ``directory`` is no path.
-        OSError: the directory cannot be written.
+        OSError: the directory cannot be written; the files there are then those of before.
     """
     model, directory = unwrapped(model), Path(_path(directory))
     host = host_of(model)
@@ -55,7 +58,6 @@ def save_filter(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
     if torch.distributed.is_initialized() and torch.distributed.get_rank():
         return directory
     directory.mkdir(parents=True, exist_ok=True)
-    save_file({k: t.contiguous() for k, t in tensors.items()}, directory / WEIGHTS_FILE)
     if changed := changed_weights(host, model):
         warnings.warn(
             f"{len(changed)} weights outside the filter changed since the model was patched or loaded ({changed[0]} "
@@ -64,7 +66,10 @@ def save_filter(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
         )
     names = [name for group in record["filters"] for name in group["modules"]]
     description = {**record, "base": _base(host, model), WEIGHTS: written_weights(host, model, names)}
-    (directory / CONFIG_FILE).write_text(json.dumps(description, indent=2) + "\n")
+    mark = digest(json.dumps(description), tensors)
+    with replacing(directory / WEIGHTS_FILE, directory / CONFIG_FILE) as (weights, config):
+        write_tensors(weights, tensors, {MARK: mark})
+        config.write_text(json.dumps({**description, MARK: mark}, indent=2) + "\n")
     return directory
 
 
@@ -93,7 +98,7 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
     base, own = description.get("base"), _base(host, model)
     if base != own:
         raise GraphFilterError(f"{source} does not fit {type(model).__name__}: {_difference(base, own)}")
-    record = {key: value for key, value in description.items() if key not in ("base", WEIGHTS)}
+    record = {key: value for key, value in description.items() if key not in ("base", WEIGHTS, MARK)}
     current = own_record(host, model) if patched_modules(model, required=False) else None
     if current is None and len(own["heads"]) < len(host.find(model)[0]):
         raise GraphFilterError(
@@ -139,11 +144,16 @@ def _read(
         description = {}
     read_groups(description, config_file)
     try:
-        return description, load_file(weights_file)
+        with safe_open(weights_file, framework="pt") as opened:
+            mark = (opened.metadata() or {}).get(MARK)
+        tensors = load_file(weights_file)
     except Exception as error:  # safetensors names some damage by exceptions of torch
         raise GraphFilterError(
             f"{weights_file} is corrupted or truncated ({error}); save or download it again"
         ) from error
+    if mark is not None and mark != description.get(MARK):
+        raise GraphFilterError(f"{config_file} and {weights_file} were not saved together; save or download both again")
+    return description, tensors
 
 
 def _in_names_of(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import shown
+from ..files import write_text
 from ..filters.attached import patched_modules
 
 logger = logging.getLogger("hf_graphfilter")
@@ -29,10 +30,7 @@ def write_readme(model: Any, directory: Any) -> None:
         from .card import create_model_card
 
         text = str(create_model_card(model, repo_id=f"path/to/{file.absolute().parent.name}", coefficients=False))
-        with file.open("x", encoding="utf-8", newline="") as opened:  # another process may have been faster
-            opened.write(text)
-    except FileExistsError:
-        pass
+        write_text(file, text)
     except Exception as error:  # the model is saved, whatever a card stumbles over
         logger.warning("%s was not written (%s); create_model_card(model) makes it", file, shown(error))
 
@@ -60,7 +58,7 @@ def _names_the_import(original: Callable[..., Any]) -> Callable[..., Any]:
             text = file.read_text(encoding="utf-8")
             if "import hf_graphfilter" not in text and _OF_SENTENCE_TRANSFORMERS in text:
                 named = text.replace(_OF_SENTENCE_TRANSFORMERS, _IMPORT + _OF_SENTENCE_TRANSFORMERS, 1)
-                file.write_text(named, encoding="utf-8")
+                write_text(file, named)
 
     return _create_model_card
 

@@ -14,8 +14,9 @@ from ..text import printable
 try:
     with needs("cli", "the command line"):
         import typer
+        from safetensors import SafetensorError  # of transformers, where a disk is full
 
-        from .checkpoints import check_output
+        from .checkpoints import check_output, reason
         from .convert import convert
         from .report import report
         from .verbs import card, export_remote_code, filters, load_filter, patch, save_filter, status, transfer, unpatch
@@ -127,9 +128,8 @@ def main() -> None:
     """Entry point: user mistakes are one line on stderr and exit code 1, wrong usage 2."""
     try:
         app(prog_name="hf-graphfilter")
-    except (GraphFilterError, OSError) as error:
-        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-        message = printable(" ".join(_spoken(text).split()))
+    except (GraphFilterError, OSError, SafetensorError) as error:
+        message = printable(" ".join(_spoken(reason(error)).split()))
         print(f"hf-graphfilter: {message}", file=sys.stderr)
         sys.exit(1)
     except SystemExit as done:  # Typer makes a silent one of Ctrl-C

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,8 @@ AutoClass = Annotated[
     typer.Option("--auto-class", help="Load with this class instead of the saved one, e.g. AutoModelForCausalLM."),
 ]
 
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the start values of filters that begin at random.")]
+
 
 def check_output(output: Path, source: str | None = None) -> None:
     """Before long work: whether ``output`` can be a directory that files are written to."""
@@ -44,15 +47,25 @@ def check_output(output: Path, source: str | None = None) -> None:
         raise GraphFilterError(f"cannot write to {output}: {there}: {error.strerror}") from error
 
 
-def remove_progress(folder: Path) -> None:
-    """What an interrupted fit would have gone on from, and nothing else that may lie there."""
-    from ..training.transfer.run import PROGRESS_FILE, STATE_FILE
+@contextlib.contextmanager
+def resumable(progress: Path) -> Iterator[None]:
+    """Say what is kept of a fit that is interrupted, or that finds the disk full."""
+    from ..training.transfer.checkpoint import is_kept
 
-    for place in (*folder.glob("*/"), folder):  # a folder a stage
-        for name in (STATE_FILE, PROGRESS_FILE):
-            (place / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            place.rmdir()
+    resumes = f"progress is kept in {progress}, the same command goes on"
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = resumes if is_kept(progress) else "nothing was fitted yet"
+        print(f"hf-graphfilter: interrupted: {kept}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    except OSError as error:
+        raise GraphFilterError(f"{reason(error)}; {resumes}" if is_kept(progress) else reason(error)) from error
+
+
+def reason(error: Exception) -> str:
+    """Return the message of an error, with the file that it is about."""
+    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
 
 
 def load_config(source: str, patched: bool = False) -> PreTrainedConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,7 +10,7 @@ import typer
 
 from ..console import Console, parse_layers, parse_options, table
 from ..errors import GraphFilterError
-from .checkpoints import AutoClass, Output, Source, check_output, load, load_config, remove_progress, save
+from .checkpoints import AutoClass, Output, Seed, Source, check_output, load, load_config, resumable, save
 from .inputs import Images, column_of, lines_of, positive_rate, read_by_decoder, tokenizer_of
 
 PROGRESS = ".conversion"
@@ -62,6 +61,7 @@ def convert(
         bool, typer.Option("--gradient-checkpointing", help="Less memory, more time.")
     ] = False,
     timed: Annotated[bool, typer.Option("--speed", help="Time it beside the original, by length.")] = False,
+    seed: Seed = 0,
     auto_class: AutoClass = None,
 ) -> None:
     """Convert a pretrained model to linear time: patch it, fit it to itself, measure what that costs, and save it.
@@ -72,8 +72,11 @@ def convert(
 
     [dim]hf-graphfilter convert HuggingFaceTB/SmolLM2-135M runs/smollm2-agf -t wiki.txt --budget 3000000[/dim]
     """
+    import torch
+
     from ..conversion import Rates, save_conversion
     from ..conversion import convert as converted
+    from ..training.transfer.checkpoint import remove
 
     if sum(map(bool, (text, dataset, images))) != 1:
         raise GraphFilterError("a conversion needs inputs: one of --text FILE, --dataset NAME and --images DIR")
@@ -95,7 +98,8 @@ def convert(
         batches = Images(source, images, max(1, (batch or length) // (size // patch) ** 2))
     model, first = _placed(load(source, auto_class, dtype=dtype))
     progress = output / PROGRESS
-    try:
+    torch.manual_seed(seed)
+    with resumable(progress):
         report = converted(
             model,
             batches,
@@ -113,19 +117,15 @@ def convert(
             progress=first,
             **of_filter,
         )
-    except KeyboardInterrupt:
-        kept = f"progress is kept in {progress}, the same command goes on" if progress.is_dir() else "nothing was kept"
-        print(f"hf-graphfilter: interrupted: {kept}", file=sys.stderr)
-        raise typer.Exit(130) from None
     if not first:
         return
     save(model, source, output, show=False)
     base = None if Path(source).is_dir() else source
     save_conversion(model, report, output, base_model=base)
-    remove_progress(progress)
     if timed:
         report.time(model)
         save_conversion(model, report, output, base_model=base)
+    remove(progress)
     for title, (header, *rows) in report.tables().items():
         Console().print(table(header, rows, title=title))
     Console().print(f"{report.tokens:,} tokens, {report.seconds:.0f} s{report.crossing and f'; {report.crossing}'}")

@@ -97,8 +97,21 @@ class Images:
         return -(-len(self.files) // self.batch_size)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        from PIL import Image
-
         for start in range(0, len(self.files), self.batch_size):
-            opened = [Image.open(file).convert("RGB") for file in self.files[start : start + self.batch_size]]
+            opened = [opened_image(file) for file in self.files[start : start + self.batch_size]]
             yield dict(self.processor(opened, return_tensors="pt"))
+
+
+def opened_image(file: Path) -> Any:
+    """Return an image in RGB.
+
+    Raises:
+        GraphFilterError: it is damaged, or has more pixels than PIL takes.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(file) as image:
+            return image.convert("RGB")
+    except Exception as error:  # whatever a damaged file leads to
+        raise GraphFilterError(f"--images: {file} cannot be read as an image ({error}): take it away") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,7 +12,7 @@ from rich.markup import escape
 
 from ..console import Console, parse_layers, parse_options, table
 from ..errors import GraphFilterError
-from .checkpoints import AutoClass, Output, Source, check_output, load, load_config, remove_progress, save, show_status
+from .checkpoints import AutoClass, Output, Seed, Source, check_output, load, load_config, resumable, save, show_status
 from .inputs import positive_rate, tokenizer_of
 
 
@@ -33,6 +32,7 @@ def patch(
     stack: Annotated[
         Literal["encoder", "decoder"] | None, typer.Option("--stack", help="Only this one; both if not given.")
     ] = None,
+    seed: Seed = 0,
     auto_class: AutoClass = None,
 ) -> None:
     """Patch a checkpoint and save it, ready to fine-tune; with GFSA its outputs are the same as before.
@@ -41,9 +41,12 @@ def patch(
 
     [dim]hf-graphfilter patch bert-base-uncased runs/bert-agf -f agf -o correction=true -o window=4[/dim]
     """
+    import torch
+
     from ..filters import as_config
     from ..patching import patch_model
 
+    torch.manual_seed(seed)
     config, chosen = as_config(filter, **parse_options(options or [])), parse_layers(layers)
     check_output(output, source)
     model = load(source, auto_class, make=lambda plain: patch_model(plain, config, layers=chosen, stack=stack))
@@ -83,6 +86,7 @@ def transfer(
     import torch
 
     from ..training.transfer import transfer_attention
+    from ..training.transfer.checkpoint import remove
 
     check_output(output, source)
     load_config(source, patched=True)
@@ -100,7 +104,7 @@ def transfer(
     model = load(source, auto_class, patched=True)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     progress = output / ".transfer"
-    try:
+    with resumable(progress):
         report = transfer_attention(
             model,
             batches,
@@ -111,13 +115,8 @@ def transfer(
             holdout=held,
             checkpoint=progress,
         )
-    except KeyboardInterrupt:
-        there = progress.is_dir()
-        kept = f"progress is kept in {progress}, the same command goes on" if there else "nothing was fitted yet"
-        print(f"hf-graphfilter: interrupted: {kept}", file=sys.stderr)
-        raise typer.Exit(130) from None
     save(model, source, output, show=False)
-    remove_progress(progress)  # none is kept of a fit that became non-finite
+    remove(progress)  # none is kept of a fit that became non-finite
     Console().print(escape(str(report)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -24,7 +25,8 @@ from ..patching import patch_model, unpatch_model
 from ..selection import Layers
 from ..training.transfer.batches import apart, one_pass, repeated, set_aside
 from ..training.transfer.call import only_filters
-from ..training.transfer.run import filter_groups, fitted_to
+from ..training.transfer.checkpoint import exclusive, fitted_to
+from ..training.transfer.run import filter_groups
 from .choice import least_sensitive, parse_share
 from .report import ConversionReport
 from .stages import Conversion, checked, recomputed
@@ -114,8 +116,8 @@ def convert(
 
     Raises:
         GraphFilterError: a budget, share or stage that cannot be; a filter that is not in the place of attention; a
-            model that is patched already; texts that the window spans; an original that gives NaN. The model is then as
-            it was.
+            model that is patched already; texts that the window spans; an original that gives NaN; a checkpoint of
+            another run, or one that another call is writing. The model is then as it was.
 
     Example:
         >>> import torch
@@ -150,7 +152,9 @@ def convert(
     fitted = fitted_to(model, held)
     patch_model(model, config, layers=None if share is not None else layers, stack=stack)  # type: ignore[arg-type]
     sensitivity: dict[str, float] = {}
+    claimed = contextlib.ExitStack()
     try:
+        claimed.enter_context(exclusive(checkpoint))
         modules = dict(filters_of(model))
         with only_filters(model, modules), running(model, held[0]):
             ends_in = checked(model, modules, held[0], shares, causal)
@@ -203,6 +207,8 @@ def convert(
     except BaseException:
         unpatch_model(model)
         raise
+    finally:
+        claimed.close()
     report.config, report.sensitivity, report.budget = config.to_dict(), sensitivity, budget
     report.parameters = sum(p.numel() for graph_filter in modules.values() for p in graph_filter.parameters())
     report.seconds = time.monotonic() - started

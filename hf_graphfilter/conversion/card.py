@@ -11,6 +11,7 @@ from torch import nn
 
 from ..checkpoints.card import FIGURES, create_model_card
 from ..errors import GraphFilterError
+from ..files import DamagedFileError, read_json, write_text
 from .report import ConversionReport
 
 CONVERSION_FILE = "conversion.json"
@@ -29,8 +30,8 @@ def load_conversion(source: str | Path) -> ConversionReport | None:
     if file is None:
         return None
     try:
-        return ConversionReport.from_dict(json.loads(Path(file).read_text()))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return ConversionReport.from_dict(read_json(Path(file)))
+    except DamagedFileError as error:
         raise GraphFilterError(
             f"{file} is not what a conversion wrote ({error}): remove it, or convert again"
         ) from error
@@ -59,7 +60,7 @@ def save_conversion(model: nn.Module, report: ConversionReport, folder: str | Pa
     """
     folder, name = Path(folder), f"{FIGURES}/conversion.png"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONVERSION_FILE).write_text(json.dumps(report.to_dict(), indent=1) + "\n")
+    write_text(folder / CONVERSION_FILE, json.dumps(report.to_dict(), indent=1) + "\n")
     drawn = importlib.util.find_spec("matplotlib") is not None
     if drawn:
         report.save_figure(folder / name)

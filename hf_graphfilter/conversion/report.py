@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
-from ..errors import needs
+from ..errors import has_type, needs
+from ..files import DamagedFileError
 from ..text import figure_text, markdown_table, markdown_text, printable
 from ..training.transfer.report import TransferReport, mean
 from .speed import Speed, crossover, decoding_speed, speed
@@ -154,11 +155,24 @@ class ConversionReport:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Self:
-        """Back from ``to_dict``, as ``conversion.json`` beside a checkpoint holds it."""
+        """Return what ``to_dict`` was called on, as ``conversion.json`` beside a checkpoint holds it.
+
+        Raises:
+            DamagedFileError: a part is missing, or of another type.
+        """
         known = {f.name for f in fields(cls)}
         kinds = {"measures": Measure, "speed": Speed, "decoding": Speed}
-        values = {k: [kinds[k](**x) for x in v] if k in kinds else v for k, v in content.items() if k in known}
-        return cls(**values | {"stages": {k: TransferReport(**v) for k, v in content["stages"].items()}})
+        try:
+            values = {k: [kinds[k](**x) for x in v] if k in kinds else v for k, v in content.items() if k in known}
+            stages = {
+                k: TransferReport(**v | {"history": [*map(tuple, v["history"])]}) for k, v in content["stages"].items()
+            }
+            found = cls(**values | {"stages": stages})
+            if not has_type(found, cls) or not str(found):
+                raise TypeError("its parts have other types")
+        except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+            raise DamagedFileError(f"no report of a conversion: {error}") from error
+        return found
 
     def plot(self) -> Figure:
         """The held-out error of each stage over the tokens so far, and the error by context.

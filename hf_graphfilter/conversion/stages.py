@@ -18,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..analysis.branches import without
 from ..errors import GraphFilterError
 from ..filters import GraphFilter
+from ..training.transfer.checkpoint import Checkpoint
 from ..training.transfer.objectives import (
     DISTANCES,
     Batch,
@@ -33,7 +34,7 @@ from ..training.transfer.objectives import (
     regress,
 )
 from ..training.transfer.report import TransferReport, mean
-from ..training.transfer.run import Checkpoint, Group, Stage, StageRun
+from ..training.transfer.run import Group, Stage, StageRun
 from .quality import compare, parts_of
 from .report import ConversionReport, Measure
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..errors import GraphFilterError, shown
+from ..errors import GraphFilterError, has_type, shown
 
 
 def check_fields(config: Any) -> None:
@@ -26,7 +26,7 @@ def check_fields(config: Any) -> None:
         if isinstance(value, str) and typing.get_origin(hints[field.name]) is tuple:
             value = (value,)  # learn="w_K" names one coefficient
         object.__setattr__(config, field.name, value)
-        if not _has_type(value, hints[field.name]):
+        if not has_type(value, hints[field.name]):
             raise GraphFilterError(f"{where} must be {describe(hints[field.name])}, got {shown(value)}")
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, float) and not math.isfinite(number):
@@ -76,16 +76,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational):
         return float(value)
     return value
-
-
-def _has_type(value: Any, hint: Any) -> bool:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return any(isinstance(value, type(a)) and value == a for a in args)
-    if origin is tuple:
-        return isinstance(value, tuple) and all(_has_type(v, args[0]) for v in value)
-    if origin in (typing.Union, types.UnionType):
-        return any(_has_type(value, a) for a in args)
-    if isinstance(value, bool):
-        return hint is bool
-    return isinstance(value, (int, float) if hint is float else hint)

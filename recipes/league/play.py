@@ -29,16 +29,17 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.console import Console
+from hf_graphfilter.files import locked
 from hf_graphfilter.filters import import_filters
 from recipes import SCRIPTS, runs
 from recipes.errors import OtherSettingsError, RefusedError, line
@@ -55,7 +56,9 @@ KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 
 def begin(threads: int) -> None:
-    """Of a process that trains; an interrupt is its parent's to handle."""
+    """Begin a process that trains: an interrupt is its parent's to handle, and it ends when its parent does."""
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)) if parent else None, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
     runs.quiet()
@@ -73,7 +76,7 @@ def train(recipe: str, values: dict[str, Any], seed: int, folder: Path) -> dict[
 
 def play(league: League, file: Path, root: Path, workers: int, console: Console) -> dict[str, Any]:
     """Every run that is missing; the results file is whole after each."""
-    content = read_results(file)
+    content = read_results(file, metrics=dict[str, float], train_seconds=float)
     found = by_run(content)
     league.check(found)
     tell(console, f"results: {file}, {len(found) or 'no'} runs at hand")
@@ -149,21 +152,16 @@ def main(argv: list[str], console: Console) -> None:
     if options.show and options.fresh:
         raise GraphFilterError("--show trains nothing and leaves results as they are: use it without --fresh")
     if options.show:
-        found = by_run(read_results(file))
+        found = by_run(read_results(file, metrics=dict[str, float], train_seconds=float))
         try:
             league.check(found)
         except OtherSettingsError as error:
             tell(console, f"the file has changed since: {error}")
     else:
-        for path in (file, root):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with FileLock(f"{root}.lock", timeout=0), FileLock(f"{file}.lock", timeout=0):
-                if options.fresh:
-                    move_aside([file, root], console)
-                found = by_run(play(league, file, root, options.workers, console))
-        except Timeout as error:
-            raise GraphFilterError(f"another command is playing this league: {error.lock_file} is locked") from None
+        with locked(Path(f"{root}.lock"), Path(f"{file}.lock"), work="playing this league"):
+            if options.fresh:
+                move_aside([file, root], console)
+            found = by_run(play(league, file, root, options.workers, console))
     show(league, found, console)
     for figure in draw(league, found, options.figures or file.parent):
         tell(console, f"figure: {figure}")

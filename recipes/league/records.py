@@ -3,6 +3,8 @@
 from operator import eq, gt
 from typing import Any, NamedTuple
 
+from hf_graphfilter.files import checked
+
 
 class Run(NamedTuple):
     """One training: tuning where the seed is 0."""
@@ -17,7 +19,13 @@ Records = dict[Run, dict[str, Any]]
 
 
 def by_run(content: dict[str, Any]) -> Records:
-    """The records of a results file."""
+    """Return the records of a results file.
+
+    Raises:
+        GraphFilterError: the file is damaged.
+    """
+    for record in content["runs"]:
+        checked(record, "the results of this league", task=str, rate=float)
     return {Run(*(record[name] for name in Run._fields)): record for record in content["runs"]}
 
 

@@ -143,7 +143,7 @@ def pixels(images: Iterable[tuple], side: int | None) -> Dataset:
     for source, name, label in images:
         try:
             grey = np.asarray((source if isinstance(source, Image.Image) else Image.open(source)).convert("L"))
-        except OSError as error:
+        except Exception as error:  # whatever a damaged file leads to
             raise GraphFilterError(f"{name} cannot be read as an image") from error
         side = side or grey.shape[0]
         if grey.shape != (side, side):

@@ -19,9 +19,10 @@ from ...filters import GraphFilter
 from ...filters.attached import filters_of
 from ..learning_rate import check_rates
 from .batches import apart, repeated, set_aside
+from .checkpoint import Checkpoint, exclusive, fitted_to
 from .objectives import DISTANCES, filter_errors, fit_end_to_end, mean_loss, original_of, regress
 from .report import TransferReport, mean
-from .run import Checkpoint, Stage, StageRun, filter_groups, fitted_to
+from .run import Stage, StageRun, filter_groups
 
 
 def transfer_attention(
@@ -75,7 +76,7 @@ def transfer_attention(
 
     Raises:
         GraphFilterError: no filter in the model, filters that equal their attention already, no batches, batches of
-            labels only, a checkpoint of another run.
+            labels only, a checkpoint of another run or one that another call is writing.
         KeyboardInterrupt: with ``checkpoint`` at the end of the step, whose progress is kept; at once if asked twice.
             After every exception the model is as it was.
 
@@ -129,11 +130,12 @@ def transfer_attention(
                 fit(held[0])  # what it lacks is said before the first stage
             stages += [Stage("end to end", more, groups, fit, partial(mean_loss, fit, held))]
         kept = Checkpoint(checkpoint, settings) if checkpoint is not None else None
-        for stage in stages:
-            batches = repeated(model, dataloader, skip)
-            StageRun(stage, report, kept).fit(batches, eval_every, patience, progress)
-            if report.stopped.startswith("non-finite"):
-                break
+        with exclusive(checkpoint):
+            for stage in stages:
+                batches = repeated(model, dataloader, skip)
+                StageRun(stage, report, kept).fit(batches, eval_every, patience, progress)
+                if report.stopped.startswith("non-finite"):
+                    break
         report.after = filter_errors(model, modules, held)
     report.seconds = time.monotonic() - started
     return report

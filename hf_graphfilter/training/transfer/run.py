@@ -3,84 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import math
-import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ...errors import GraphFilterError
 from ...filters import GraphFilter
-from ...filters.attached import CHILD
+from .checkpoint import Checkpoint
 from .objectives import Batch
-from .processes import average_gradients, is_first_process, mean_of, share, total
+from .processes import average_gradients, mean_of, share, total
 from .report import TransferReport
-
-STATE_FILE, PROGRESS_FILE = "transfer.safetensors", "transfer.json"
-
-
-class Checkpoint:
-    """Progress on disk: safetensors for parameters and moments, JSON for the rest."""
-
-    def __init__(self, directory: str | os.PathLike[str], settings: dict[str, Any]):
-        self.directory, self.settings = Path(directory), settings
-        self.finished: list[str] = []
-
-    def write(self, stage: str, finished: bool, progress: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Each file is replaced when it is whole: an interrupted write leaves the last state."""
-        if finished:
-            self.finished.append(stage)
-        if not is_first_process():
-            return
-        self.directory.mkdir(parents=True, exist_ok=True)
-        partial = self.directory / f"{STATE_FILE}.part"
-        save_file({k: t.cpu().contiguous().clone() for k, t in tensors.items()}, partial)
-        partial.replace(self.directory / STATE_FILE)
-        text = self.directory / f"{PROGRESS_FILE}.part"
-        text.write_text(json.dumps({"settings": self.settings, "stage": stage, "finished": self.finished, **progress}))
-        text.replace(self.directory / PROGRESS_FILE)
-
-    def progress(self) -> dict[str, Any] | None:
-        """What was written, with the stages that are finished in ``finished``; None if nothing was."""
-        file = self.directory / PROGRESS_FILE
-        if not file.is_file():
-            return None
-        progress: dict[str, Any] = json.loads(file.read_text())
-        changed = [k for k, v in progress["settings"].items() if v != self.settings.get(k)]  # earlier code has less
-        if changed:
-            raise GraphFilterError(
-                f"{self.directory} holds the progress of another transfer ({', '.join(changed)} differ): "
-                "use its settings to go on with it, or another directory"
-            )
-        self.finished = progress["finished"]
-        return progress
-
-
-def marked(values: Iterable[Any]) -> str:
-    """By which a model, or batches, are known again: a hash of some numbers of each tensor."""
-    found = hashlib.sha256()
-    for x in values:
-        if isinstance(x, Tensor):
-            found.update(repr((x.dtype, x.shape, x.detach().flatten()[:: max(1, x.numel() // 16)].tolist())).encode())
-    return found.hexdigest()
-
-
-def fitted_to(model: nn.Module, held: list[Batch]) -> dict[str, str]:
-    """Settings that name the weights besides the filters', and the batches that are measured on."""
-    weights = (x for name, x in model.state_dict().items() if f".{CHILD}." not in name)
-    return {"model": marked(weights), "held out": marked(x for batch in held for x in batch.values())}
-
 
 Group = tuple[dict[str, nn.Parameter], float]  # parameters by name, and their peak learning rate
 
@@ -240,15 +180,14 @@ class StageRun:
 
     def _restore(self, checkpoint: Checkpoint) -> bool:
         """Go on where the checkpoint was left; False if it is not of this stage."""
-        progress = checkpoint.progress()
-        if progress is None:
+        if (found := checkpoint.read()) is None:
             return False
+        progress, tensors = found
         finished = self.stage.name in checkpoint.finished
         if progress["stage"] != self.stage.name:
             if finished:  # a later stage has its results
                 self.step = progress["earlier_steps"]
             return finished
-        tensors = load_file(checkpoint.directory / STATE_FILE)
         self.report.before, self.report.history = progress["before"], [tuple(pair) for pair in progress["history"]]
         if finished:
             self.report.stopped = progress.get("stopped", self.report.stopped)
