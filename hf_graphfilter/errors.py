@@ -69,7 +69,7 @@ def is_number(value: Any, most: float = math.inf, *, whole: bool = False) -> boo
         (True, False, False)
     """
     value = value.item() if hasattr(value, "item") and getattr(value, "size", None) else value
-    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= value <= most:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= value <= most:  # type: ignore[operator]
         return False
     return value <= sys.float_info.max and (not whole or float(value).is_integer())
 

@@ -31,6 +31,7 @@ from hf_graphfilter import GraphFilterError
 from hf_graphfilter.analysis.comparison import PairedComparison
 from hf_graphfilter.console import Console, table
 from hf_graphfilter.errors import require
+from hf_graphfilter.files import checked
 from recipes import SCRIPTS, check_extras, records, runs
 from recipes.errors import one_line_errors
 from recipes.league import play
@@ -86,6 +87,7 @@ def other_results(against: str, name: str) -> tuple[Path, dict[str, Any]]:
     if not content["runs"]:
         there = ", ".join(sorted(file.name for file in folder.glob("*.json"))) or "none"
         raise GraphFilterError(f"--against {against}: {folder} has no results {name}; there are: {there}")
+    checked(content, folder / name, variants=dict[str, Any], metric=str)
     return folder / name, content
 
 

@@ -27,20 +27,28 @@ from filters import cases
 from hypothesis import HealthCheck, given, settings
 from models import FAMILIES
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel
+from transformers import AutoModel, BertConfig, BertModel
 
 from hf_graphfilter import (
     AGFConfig,
     FilterConfig,
     GFSAConfig,
     GraphFilterError,
+    convert,
     filter_status,
     load_filter,
     patch_model,
     save_filter,
     unpatch_model,
 )
+from hf_graphfilter.conversion import load_conversion, save_conversion
 from hf_graphfilter.errors import LONGEST
+from hf_graphfilter.files import read_state
+from hf_graphfilter.training.transfer.checkpoint import EARLIER_FILE, STATE_FILE, Checkpoint
+from recipes.league.records import by_run
+from recipes.records import read_results
+from recipes.summary import summarise
+from recipes.training import last_checkpoint
 
 SECONDS = 10  # of CPU time, for one call; the slowest that is allowed takes a tenth of it
 MANY = int(os.environ.get("HYPOTHESIS_EXAMPLES", 30_000))
@@ -376,6 +384,57 @@ def test_edited_checkpoints(count, tmp_path, transformers_warnings):
         if done:
             assert [row.module for row in filter_status(found)] == [row.module for row in filter_status(model)]
             assert output(found, inputs).isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:progress is ignored")
+@examples(80)
+def test_damaged_state(count, tmp_path, capfd):
+    """Of a fit, a conversion, a run, a comparison and a league: the newest that is whole, or refused."""
+    inputs = {"input_ids": torch.arange(20).view(2, 10)}
+    config = BertConfig(vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    options = {"budget": 60, "holdout": 1, "evaluations": 1, "window": 2, "progress": False, "checkpoint": tmp_path}
+    model = BertModel(config)
+    save_conversion(model, convert(model, [inputs] * 3, **options), tmp_path)
+    state, report = tmp_path / "attention" / STATE_FILE, tmp_path / "conversion.json"
+    data, (content, tensors), reported = state.read_bytes(), read_state(state), json.loads(report.read_text())
+    checkpoint = Checkpoint(state.parent, content["settings"])
+    run_of = {"task": "x", "variant": "plain", "seed": 1, "rate": 1.0, "settings": {}, "metrics": {"validation/x": 1.0}}
+    results = {"runs": [run_of], "variants": {"plain": {}}, "model": "x", "metric": "validation/x", "summary": {}}
+    (tmp_path / "checkpoint-3").mkdir()
+    kinds = {"conversion.json": reported, "results.json": results, f"attention/{EARLIER_FILE}": content}
+    kinds["checkpoint-3/trainer_state.json"] = {"global_step": 3, "log_history": []}
+    texts = st.sampled_from(["", "{", "[]", "nul", "[" * 100_000, "9" * 5000, "\ufeff", "\0" * 20])
+    bits = st.integers(0, len(data)) | st.tuples(st.integers(0, len(data) - 1), st.binary(min_size=1, max_size=9))
+
+    def read():
+        if found := checkpoint.read():
+            progress, _ = found
+            assert all(0 <= progress[name] <= 10**9 for name in ("step", "earlier_steps", "stale"))
+            assert progress["step"] == content["step"]
+
+    def runs_of(file):
+        found = read_results(file, metrics=dict[str, float])
+        by_run(found)
+        return summarise({"variants": {}, **found, "metric": "validation/x"})  # as a comparison has it
+
+    @fuzz(count, 80, texts | mutations(), bits)
+    def run(changes, damages):
+        documents = {name: mutated(x, changes) if isinstance(changes, list) else changes for name, x in kinds.items()}
+        for name, document in documents.items():
+            text = document if isinstance(document, str) else json.dumps(document)
+            (tmp_path / name).write_text(text, encoding="utf-8")
+        attempt(load_conversion, tmp_path)
+        attempt(runs_of, tmp_path / "results.json")
+        attempt(last_checkpoint, tmp_path)
+        save_file(tensors, state)  # beside it the JSON of earlier code
+        attempt(read)
+        new = data[:damages] if isinstance(damages, int) else data[: damages[0]] + damages[1] + data[damages[0] + 1 :]
+        state.write_bytes(new)
+        (state.parent / EARLIER_FILE).unlink()
+        attempt(read)
+        assert new == data or checkpoint.read() is None
+
+    capfd.readouterr()  # what was left out of runs
 
 
 @OTHER_BASE
