@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -101,6 +101,32 @@ def unpatch_model(model: M) -> M:
     for kept in (STARTS, SAMPLE):
         vars(model).pop(kept, None)
     return whole
+
+
+@contextlib.contextmanager
+def unchanged_on_error(model: nn.Module) -> Iterator[None]:
+    """After an exception inside, the modules of a model, their attributes and what is trained are as they were.
+
+    The values of tensors are not kept.
+    """
+    modules = [*model.modules()]
+    classes = [(module, type(module)) for module in modules]
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    configs = {id(c): vars(c) for m in modules if hasattr(c := vars(m).get("config"), "__dict__")}
+    attributes = [*map(vars, modules), *configs.values()]
+    inside = {id(v): v for a in attributes for v in a.values() if isinstance(v, (dict, list, set))}  # may be shared
+    before = [(container, container.copy()) for container in (*attributes, *inside.values())]
+    try:
+        yield
+    except BaseException:
+        for module, kind in classes:
+            module.__class__ = kind
+        for container, content in before:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
+        for parameter, required in trained:
+            parameter.requires_grad_(required)
+        raise
 
 
 def apply_record(model: nn.Module, whole: bool = False) -> None:

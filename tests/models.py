@@ -1,12 +1,14 @@
 """Tiny random models of every family, with inputs: the architecture axis of the common tester."""
 
 import copy
+import json
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import transformers as t
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hf_graphfilter import GraphFilter, filter_parameters, patch_model
@@ -271,3 +273,12 @@ def checkpointed(model, reentrant):
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # since 5.2x
     enable({"use_reentrant": reentrant})
     return model
+
+
+def without_record(folder):
+    """An adapter as earlier versions wrote it."""
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "graph_filter"}))
+    weights = load_file(folder / "adapter_model.safetensors")
+    kept = {k: v for k, v in weights.items() if not k.endswith("graph_filter_record")}
+    save_file(kept, folder / "adapter_model.safetensors", metadata={"format": "pt"})

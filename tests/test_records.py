@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -387,3 +388,44 @@ def test_a_transfer_that_the_first_release_began_goes_on(tmp_path):
         (10, 0.12397321171574133),
         (20, pytest.approx(0.12937989913995296, rel=1e-4)),
     ]
+
+
+def test_weights_without_coefficients_are_not_saved(tmp_path):
+    model = patch_model(BertModel(FAMILIES["bert"].config))
+    state = model.state_dict()
+    lacking = {name: tensor for name, tensor in state.items() if "1.attention.self.graph_filter" not in name}
+    with pytest.raises(GraphFilterError, match=r"state_dict lacks 3 of the 9 filter weights of this BertModel"):
+        model.save_pretrained(tmp_path, state_dict=lacking)
+    assert not [*tmp_path.iterdir()]
+    model.save_pretrained(tmp_path, state_dict=state)
+
+
+@pytest.mark.parametrize("kind", ["inner", "timm"])
+def test_weights_of_another_filter_do_not_enter_a_part_or_a_timm_model(kind):
+    if kind == "timm":
+        timm = pytest.importorskip("timm")
+        models = [timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=48) for _ in range(2)]
+    else:
+        models = [BertModel(FAMILIES["bert"].config) for _ in range(2)]
+    first, second = (patch_model(model, name) for model, name in zip(models, ("gfsa", "xsa"), strict=True))
+    if kind == "inner":
+        first, second = first.encoder.layer[0], second.encoder.layer[0]
+    with pytest.raises(
+        GraphFilterError, match=r"are those of another filter, with w_0, w_1, w_K, and that .* has alpha"
+    ):
+        second.load_state_dict(first.state_dict(), strict=False)
+    again = copy.deepcopy(first)
+    assert again.load_state_dict(first.state_dict(), strict=False).unexpected_keys == []
+
+
+def test_what_we_cannot_see(tmp_path):
+    """docs/serving.md has this list: no call of ours is on these roads into an unpatched model."""
+    plain = BertModel(FAMILIES["bert"].config)
+    before, patched = copy.deepcopy(plain.state_dict()), patch_model(copy.deepcopy(plain))
+    layers = [model.encoder.layer[0] for model in (plain, patched)]
+    assert len(layers[0].load_state_dict(layers[1].state_dict(), strict=False).unexpected_keys) == 3
+    save_file(patched.state_dict(), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    accelerate.load_checkpoint_and_dispatch(plain, tmp_path, device_map={"": "cpu"})
+    assert plain.state_dict().keys() == before.keys()
+    with pytest.raises(GraphFilterError, match="hold a graph filter at"):
+        accelerate.load_checkpoint_and_dispatch(plain, tmp_path)

@@ -248,6 +248,17 @@ def test_an_interrupted_transfer_goes_on(tmp_path, stop):
     assert not list(tmp_path.rglob("*.bin"))
 
 
+@pytest.mark.parametrize(("dtype", "stop"), [(torch.float32, 10), (torch.bfloat16, 27)])
+def test_an_error_leaves_the_model_as_it_was(dtype, stop):
+    model = patched().to(dtype)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(Interrupted):
+        run(model, until(batches(count=60), stop))
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) and after[name].dtype == value.dtype for name, value in before.items())
+    assert all(p.requires_grad for p in model.parameters())
+
+
 def test_progress_that_earlier_code_wrote_goes_on(tmp_path):
     """It counted steps only."""
     data = batches(count=60)

@@ -30,8 +30,8 @@ WRITE_PAGE = "import compatibility; compatibility.write_page()"
 SEEN = "import platform, torch, transformers as t; print(platform.python_version(), torch.__version__, t.__version__)"
 CODE = ("*.py", "*.pyi", "*.toml", "*.yaml", "README.md")
 
-# the oldest that are supported, and the numpy and trl of their time
-OLDEST = "accelerate==1.10.0 huggingface_hub==1.5.0 safetensors==0.8.0 numpy==2.3.* trl==1.0.*"
+# the oldest that are supported, and the numpy and trl of that time
+OLDEST = "accelerate==1.10.0 huggingface_hub==1.5.0 safetensors==0.8.0 numpy==2.3.* trl==1.0.* timm==1.0.26"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Adapters of PEFT: their configuration keeps the record of the base model's filter, and a plain base gets it.
+"""Adapters of PEFT: they carry the record of the base model's filter, and a plain base gets the filter that they hold.
 
-Written while a model saves its adapters, from the filters that it has then. Read while one is loaded into a model,
-before anything of it is built: by ``PeftModel``, ``AutoPeftModel`` or ``load_adapter`` of transformers.
+The record is in the configuration, which is read before anything of an adapter is built, and in the weights
+(``fingerprint``), where it is checked by whatever road they enter a model.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import functools
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from torch import nn
 
 from ..errors import GraphFilterError
-from ..filters import FilterConfig
-from ..filters.attached import CHILD, filters_of, patched_modules
-from ..hosts import Host, host_of, unwrapped
-from ..patching import STARTS, apply_record, resolve, unpatch_model
-from ..records import described, read_groups, record_of
+from ..filters.attached import CHILD, patched_modules
+from ..hosts import host_of, unwrapped
+from ..patching import STARTS, apply_record, unchanged_on_error, unpatch_model
+from ..records import described, read_groups
 from . import copies
+from .fingerprint import KEY, check_record, checked, live_record, written
 
-READ = "_graph_filter_read"  # of the configuration of an adapter: the record in its file
-_loading: ContextVar[nn.Module | None] = ContextVar("_loading", default=None)  # the model that an adapter is to go into
-_saving: ContextVar[nn.Module | None] = ContextVar("_saving", default=None)  # one that saves its own
+READ = "_graph_filter_read"  # of the configuration of an adapter: the record of its filters
+_loading = ContextVar("_loading", default=False)
 
 
 @functools.cache
@@ -36,22 +36,27 @@ def install() -> None:
     """Teach PEFT; ``checkpoints.transformers`` installs ``OF_TRANSFORMERS``."""
     from peft import PeftMixedModel, PeftModel
     from peft.config import PeftConfigMixin
+    from peft.tuners import IA3Model, LoraModel
     from peft.tuners.lora import conversion
     from peft.tuners.tuners_utils import BaseTuner
-    from peft.utils import hotswap
+    from peft.utils import hotswap, save_and_load
 
     wraps: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
-        (PeftModel, "from_pretrained", _loads_into_first),
-        (PeftModel, "load_adapter", _loads_into_self),
-        (PeftModel, "save_pretrained", _saves),
+        (PeftModel, "from_pretrained", _loads),
+        (PeftModel, "load_adapter", _loads),
         (PeftModel, "delete_adapter", _deletes),
-        (PeftMixedModel, "from_pretrained", _loads_into_first),
+        (PeftMixedModel, "from_pretrained", _loads),
         (PeftConfigMixin, "from_peft_type", _reads),
         (PeftConfigMixin, "save_pretrained", _writes),
         (BaseTuner, "merge_and_unload", copies.unloads),
         (BaseTuner, "unload", copies.unloads),
+        (LoraModel, "add_weighted_adapter", copies.weighs),
+        (IA3Model, "add_weighted_adapter", copies.weighs),
+        (LoraModel, "subtract_mutated_init", _subtracts),
         (conversion, "convert_to_lora", _converts),
         (hotswap, "hotswap_adapter_from_state_dict", _swaps),
+        (save_and_load, "get_peft_model_state_dict", _leaves),
+        (save_and_load, "set_peft_model_state_dict", _enters),
     )
     for owner, name, wrap in wraps:
         wrapped = wrap(original := inspect.getattr_static(owner, name))
@@ -63,16 +68,45 @@ def install() -> None:
 # ------------------------------------------------------------------------------------------------------------- saving
 
 
-def _saves(original: Callable[..., Any]) -> Callable[..., Any]:
+def _leaves(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _saving.set(self)
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            _saving.reset(token)
+    def get_peft_model_state_dict(
+        model: Any, state_dict: Any = None, adapter_name: str = "default", *args: Any, **kwargs: Any
+    ) -> Any:
+        state = original(model, state_dict, adapter_name, *args, **kwargs)
+        return _recorded(model, state, model.peft_config[adapter_name], state_dict)
 
-    return save_pretrained
+    return get_peft_model_state_dict
+
+
+def _converts(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def convert_to_lora(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        config, state = original(model, *args, **kwargs)
+        arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
+        state = copies.with_copies(state, model, arguments.get("adapter_name", "default"))
+        return config, _recorded(model, state, config)
+
+    return convert_to_lora
+
+
+def _subtracts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """PEFT converts PiSSA and its like to LoRA, and drops all weights but these."""
+
+    @functools.wraps(original)
+    def subtract_mutated_init(self: Any, output_state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        ours = {k: tensor for k, tensor in output_state_dict.items() if k == KEY or f".{CHILD}." in k}
+        return {**ours, **original(self, output_state_dict, *args, **kwargs)}
+
+    return subtract_mutated_init
+
+
+def _recorded(model: nn.Module, state: dict[str, Any], config: Any, whole: Any = None) -> dict[str, Any]:
+    """Return the weights of an adapter with the record of the model's filters, which its configuration gets too."""
+    if (record := live_record(model)) is not None:
+        state = {**state, KEY: written(state, record, model, whole)}
+    vars(config)[READ] = record
+    return state
 
 
 def _writes(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,9 +115,7 @@ def _writes(original: Callable[..., Any]) -> Callable[..., Any]:
         from peft.utils import CONFIG_NAME
 
         result = original(self, save_directory, *args, **kwargs)
-        model = _saving.get()
-        # by itself, it is still that of the adapter that it was read or converted from
-        if (record := vars(self).get(READ) if model is None else _live_record(model)) is not None:
+        if (record := vars(self).get(READ)) is not None:
             file = Path(save_directory, CONFIG_NAME)
             file.write_text(json.dumps({**json.loads(file.read_text()), CHILD: record}, indent=2, sort_keys=True))
         return result
@@ -91,100 +123,57 @@ def _writes(original: Callable[..., Any]) -> Callable[..., Any]:
     return save_pretrained
 
 
-def _converts(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def convert_to_lora(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        config, state = original(model, *args, **kwargs)
-        arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
-        if (record := _live_record(model)) is not None:
-            vars(config)[READ] = record
-            state = copies.with_copies(state, model, arguments.get("adapter_name", "default"))
-        return config, state
+def _reads(original: classmethod[Any, ..., Any]) -> classmethod[Any, ..., Any]:
+    function = original.__func__
 
-    return convert_to_lora
+    @functools.wraps(function)
+    def from_peft_type(cls: type, **kwargs: Any) -> Any:
+        record = kwargs.pop(CHILD, None)
+        config = function(cls, **kwargs)
+        vars(config)[READ] = record
+        return config
 
-
-def _live_record(model: nn.Module) -> dict[str, Any] | None:
-    """Of the filters that a model has now; None of one without, or that no host knows."""
-    if not patched_modules(model, required=False):
-        return None
-    try:
-        base = unwrapped(model)
-        host = host_of(base)
-    except GraphFilterError:
-        return None
-    return record_of(type(base).__name__, _filters(host, base).items())
-
-
-def _filters(host: Host, base: nn.Module) -> dict[str, FilterConfig]:
-    """Return the configurations by the relative names of the modules."""
-    return {host.relative_name(base, name): graph_filter.config for name, graph_filter in filters_of(base)}
+    return classmethod(from_peft_type)
 
 
 # ------------------------------------------------------------------------------------------------------------ loading
 
 
-@contextlib.contextmanager
-def _into(model: nn.Module) -> Iterator[None]:
-    """What is read of adapters inside is for this model, which an error leaves as it was."""
-    plain, token = not patched_modules(model, required=False), _loading.set(model)
-    try:
-        yield
-    except BaseException:
-        if plain and patched_modules(model, required=False):
-            unpatch_model(unwrapped(model))
-        raise
-    finally:
-        _loading.reset(token)
+def _enters(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def set_peft_model_state_dict(model: nn.Module, peft_model_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(model, checked(model, peft_model_state_dict), *args, **kwargs)
+
+    return set_peft_model_state_dict
 
 
-def _loads_into_first(original: classmethod[Any, ..., Any]) -> classmethod[Any, ..., Any]:
+def _enters_transformers(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
     function = original.__func__
 
     @functools.wraps(function)
-    def from_pretrained(cls: type, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        arguments = inspect.signature(function).bind(cls, model, *args, **kwargs).arguments
-        record = _record_beside(given := arguments.get("config"), arguments["model_id"], kwargs)
-        with _into(model):
-            if record is not None:
-                _fit(model, record, given)
-            return function(cls, model, *args, **kwargs)
+    def _load_pretrained_model(model: nn.Module, state_dict: Any, checkpoint_files: Any, *args: Any, **kw: Any) -> Any:
+        files = [file for file in checkpoint_files or () if Path(file).name.startswith("adapter_model.")]
+        for file in (file for file in files if file.endswith(".safetensors")):
+            checked(model, _read_ours(file))
+        state_dict = checked(model, state_dict) if state_dict and _loading.get() else state_dict
+        info, index = function(model, state_dict, checkpoint_files, *args, **kw)
+        if records := {key for key in info.unexpected_keys if key.rpartition(".")[2] == KEY}:
+            if not files[0].endswith(".safetensors"):
+                raise GraphFilterError(
+                    f"{files[0]} was trained over a graph filter, and is a pickle, in which that cannot be checked: "
+                    "load it with PeftModel.from_pretrained, or save it as safetensors"
+                )
+            info.unexpected_keys -= records
+        return info, index
 
-    return classmethod(from_pretrained)
-
-
-def _loads_into_self(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        into_another = _loading.get() is None and adapter_name in self.peft_config  # as the Trainer resumes
-        with _into(self):
-            if into_another and patched_modules(self, required=False):
-                _read_configuration(model_id, kwargs)  # which PEFT does not, then
-            result = original(self, model_id, adapter_name, *args, **kwargs)
-            copies.check_none_lost(result.unexpected_keys, unwrapped(self))
-        return result
-
-    return load_adapter
+    return staticmethod(_load_pretrained_model)
 
 
-def _read_configuration(model_id: Any, options: dict[str, Any]) -> Any:
-    """Return the configuration in the folder or repository of an adapter; None where weights are alone."""
-    from peft import PeftConfig
-
-    try:
-        return PeftConfig.from_pretrained(model_id, **PeftConfig._split_kwargs(options)[0])
-    except GraphFilterError:
-        raise
-    except ValueError:
-        return None
-
-
-def _record_beside(given: Any, model_id: Any, options: dict[str, Any]) -> Any:
-    """Return the record of an adapter that is loaded with a configuration of the caller's, which may not have it."""
-    record = getattr(given, READ, None)
-    if given is None or record is not None or model_id is None:
-        return record
-    return getattr(_read_configuration(model_id, options), READ, None)
+def _read_ours(file: str) -> dict[str, Any]:
+    """Return what is ours in the weights of an adapter."""
+    with safe_open(file, framework="pt") as opened:
+        ours = [key for key in opened.keys() if KEY in key or f".{CHILD}." in key]  # noqa: SIM118
+        return {key: opened.get_tensor(key) for key in ours}
 
 
 def _swaps(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -194,7 +183,7 @@ def _swaps(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if (record := vars(config).get(READ)) is not None:
             _fit(model, record, config)
-        given, rest = copies.split(state_dict, model, parameter_prefix)
+        given, rest = copies.split(checked(model, state_dict), model, parameter_prefix)
         target = copies.of_adapter(model, adapter_name)
         copies.check_copies(given, target, adapter_name)
         result = original(model, rest, adapter_name, config, parameter_prefix)
@@ -204,18 +193,40 @@ def _swaps(original: Callable[..., Any]) -> Callable[..., Any]:
     return hotswap_adapter_from_state_dict
 
 
-def _transformers_loads(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def load_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
-        arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        given, options = arguments.get("peft_config"), arguments.get("adapter_kwargs") or {}
-        record = _record_beside(given, arguments.get("peft_model_id"), options)
-        with _into(self):
-            if record is not None:
-                _fit(self, record, given)
-            return original(self, *args, **kwargs)
+def _loads(original: Any) -> Any:
+    """Loading of an adapter: a plain base gets the filter first, and an error leaves the model as it was."""
+    function = getattr(original, "__func__", original)
+    signature = inspect.signature(function)
 
-    return load_adapter
+    @functools.wraps(function)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        model, config = given.get("model", given.get("self")), given.get("config", given.get("peft_config"))
+        if _loading.get() or not isinstance(model, nn.Module):
+            return function(*args, **kwargs)
+        token = _loading.set(True)
+        try:
+            with unchanged_on_error(model):
+                read = config if getattr(config, READ, None) else _read_configuration(given)
+                if (record := getattr(read, READ, None)) is not None:
+                    _fit(model, record, config or read)
+                return function(*args, **kwargs)
+        finally:
+            _loading.reset(token)
+
+    return classmethod(load) if isinstance(original, classmethod) else load
+
+
+def _read_configuration(given: dict[str, Any]) -> Any:
+    """Return the configuration in the folder or repository that is loaded; None where weights are alone."""
+    from peft import PeftConfig
+
+    options = {**(getattr(given.get("load_config"), "download_kwargs", None) or {}), **given.get("kwargs", {})}
+    options |= given.get("adapter_kwargs") or {}
+    with contextlib.suppress(ValueError, TypeError):
+        if (source := given.get("model_id", given.get("peft_model_id"))) is not None:
+            return PeftConfig.from_pretrained(source, **PeftConfig._split_kwargs(options)[0])
+    return None
 
 
 def _deletes(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -230,23 +241,7 @@ def _deletes(original: Callable[..., Any]) -> Callable[..., Any]:
     return delete_adapter
 
 
-OF_TRANSFORMERS = {"load_adapter": _transformers_loads, "save_pretrained": _saves}
-
-
-def _reads(original: classmethod[Any, ..., Any]) -> classmethod[Any, ..., Any]:
-    function = original.__func__
-
-    @functools.wraps(function)
-    def from_peft_type(cls: type, **kwargs: Any) -> Any:
-        record = kwargs.pop(CHILD, None)
-        config = function(cls, **kwargs)
-        if record is not None:
-            vars(config)[READ] = record
-            if (model := _loading.get()) is not None:
-                _fit(model, record, config)
-        return config
-
-    return classmethod(from_peft_type)
+OF_TRANSFORMERS = {"load_adapter": _loads, "_load_pretrained_model": _enters_transformers}
 
 
 def _fit(model: nn.Module, record: Any, config: Any) -> None:
@@ -261,15 +256,9 @@ def _fit(model: nn.Module, record: Any, config: Any) -> None:
     host, kind = host_of(base), type(base).__name__
     trained_on = f"the adapter was trained on a model with {described(record)}"
     held = copies.holds(config, (name for _, names in groups for name in names))
-    mend = "load it over that model, or patch this one first as it was, with load_filter or patch_model"
-    if own := _filters(host, base):
-        named = [name for _, names in groups for name in names]
-        now = {name: host.relative_name(base, site.name) for name, site in resolve(host, base, named).items()}
-        if own != {now.get(name, name): filter for filter, names in groups for name in names}:
-            raise GraphFilterError(
-                f"{trained_on}, and this {kind} is patched with {described(record_of(kind, own.items()))}: load it "
-                "over a base that is patched as that one was"
-            )
+    mend = "load it over that model, or lay its filter over this one first, with load_filter"
+    if patched_modules(base, required=False):
+        check_record(base, record)
         if not held and vars(base).get(STARTS):
             raise GraphFilterError(f"{trained_on} and does not hold the filter, which another adapter brought: {mend}")
         return
@@ -281,9 +270,5 @@ def _fit(model: nn.Module, record: Any, config: Any) -> None:
     if any(module._get_available_adapters() for module in base.modules() if isinstance(module, BaseTunerLayer)):
         raise GraphFilterError(f"{trained_on}, and this {kind} holds adapters that were not: load it before them")
     host.write_record(base, record)
-    try:
-        apply_record(base, whole=True)
-    except BaseException:
-        host.write_record(base, None)
-        raise
+    apply_record(base, whole=True)
     vars(base)[STARTS] = True

@@ -85,13 +85,11 @@ def with_copies(state: dict[str, Tensor], model: nn.Module, adapter: str) -> dic
     return kept | {key: tensor.contiguous() for key, tensor in of_adapter(model, adapter).items()}
 
 
-def check_none_lost(unexpected: Iterable[str], model: nn.Module) -> None:
-    """Raise a ``GraphFilterError`` if PEFT dropped coefficients, as of an adapter without a record in a timm model."""
-    if lost := [key for key in unexpected if f".{CHILD}." in key]:
-        raise GraphFilterError(
-            f"the adapter holds {len(lost)} filter coefficients that this {type(model).__name__} has no filter for "
-            f"({lost[0]} ...): patch it first as it was, with patch_model or load_filter"
-        )
+def without_adapters(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a filter without what PEFT has put on some (``target_modules="all-linear"``)."""
+    adapted = {owner for owner, marker, _ in (key.rpartition("base_layer.") for key in tensors) if marker}
+    base = {key.replace("base_layer.", ""): tensor for key, tensor in tensors.items() if "base_layer." in key}
+    return {key: tensor for key, tensor in tensors.items() if not key.startswith(tuple(adapted))} | base
 
 
 def split(state: Mapping[str, Any], model: nn.Module, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -130,3 +128,26 @@ def _is_saved(name: str, config: Any) -> bool:
     around = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
     entries = getattr(config, "modules_to_save", None) or ()
     return any(f".{path}".endswith(f".{entry}") or entry.endswith(f".{path}") for path in around for entry in entries)
+
+
+def weighs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``add_weighted_adapter`` of a tuner, which gives the new adapter the base's filter.
+
+    The new adapter gets the filter of the one that holds it. PEFT refuses several that do.
+    """
+
+    @functools.wraps(original)
+    def add_weighted_adapter(self: Any, adapters: list[str], weights: Any, adapter_name: str, *a: Any, **k: Any) -> Any:
+        held = {name: copies for name in adapters if (copies := of_adapter(self.model, name))}
+        if held and adapters[0] not in held:
+            raise GraphFilterError(
+                f"the new adapter is made like {shown(adapters[0])}, which holds no graph filter, and "
+                f"{shown(next(iter(held)))} does: name that one first"
+            )
+        is_new = adapter_name not in self.peft_config
+        result = original(self, adapters, weights, adapter_name, *a, **k)
+        if is_new and held:
+            swap(held[adapters[0]], of_adapter(self.model, adapter_name))
+        return result
+
+    return add_weighted_adapter

@@ -26,6 +26,7 @@ from ..hosts.base import check_values, own_record
 from ..patching import STARTS, apply_record, resolve
 from ..records import described, read_groups
 from ..text import printable
+from .copies import without_adapters
 
 WEIGHTS_FILE = "graph_filter.safetensors"
 CONFIG_FILE = "graph_filter.json"
@@ -59,7 +60,8 @@ def save_filter(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
     if changed := changed_weights(host, model):
         warnings.warn(
             f"{len(changed)} weights outside the filter changed since the model was patched or loaded ({changed[0]} "
-            f"...), and {printable(directory)} holds the filter alone: save the whole model, or train with the base frozen",
+            f"...), and {printable(directory)} holds the filter alone: save the whole model, or train with the base "
+            "frozen",
             stacklevel=2,
         )
     names = [name for group in record["filters"] for name in group["modules"]]
@@ -202,15 +204,8 @@ def _coefficients(
     return {
         f"{host.relative_name(model, name)}.{key}": tensor
         for name, graph_filter in filters_of(model, required=True)
-        for key, tensor in _without_adapters(read(graph_filter)).items()
+        for key, tensor in without_adapters(read(graph_filter)).items()
     }
-
-
-def _without_adapters(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What PEFT has put adapters on (``target_modules="all-linear"``) as it was: these have files of their own."""
-    adapted = {owner for owner, marker, _ in (key.rpartition("base_layer.") for key in tensors) if marker}
-    base = {key.replace("base_layer.", ""): tensor for key, tensor in tensors.items() if "base_layer." in key}
-    return {key: tensor for key, tensor in tensors.items() if not key.startswith(tuple(adapted))} | base
 
 
 def _base(host: Host, model: nn.Module) -> dict[str, Any]:

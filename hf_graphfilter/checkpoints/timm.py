@@ -99,8 +99,8 @@ def _check_arguments(source: str | Path, name: object, args: object) -> None:
         raise GraphFilterError(f"{source}: its config.json names {shown(name)}, which is no architecture of timm")
     module = sys.modules[model_entrypoint(name).__module__]
     classes = [c for c in vars(module).values() if inspect.isclass(c) and issubclass(c, nn.Module)]
-    bases = {base for c in classes for base in c.__mro__}
-    known = {argument for base in bases for argument in inspect.signature(base.__init__).parameters} - _NEVER
+    starts = {base.__dict__.get("__init__", object.__init__) for c in classes for base in c.__mro__}
+    known = {argument for start in starts for argument in inspect.signature(start).parameters} - _NEVER
     if not isinstance(args, dict) or (unknown := [key for key in args if key not in known]):
         found = shown(unknown[0] if isinstance(args, dict) else args)
         raise GraphFilterError(

@@ -264,9 +264,9 @@ def _save_with_readme(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def save_pretrained(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        with saved_config(self):
-            result = original(self, *args, **kwargs)
         arguments = signature.bind(self, *args, **kwargs).arguments
+        with saved_config(self, arguments.get("state_dict")):
+            result = original(self, *args, **kwargs)
         if arguments.get("is_main_process", True) and not getattr(self, "_hf_peft_config_loaded", False):
             write_readme(self, arguments["save_directory"])
         return result

@@ -9,13 +9,13 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import GraphFilterError, needs
 from ..filters import GraphFilter
 from ..filters.attached import CHILD
+from ..training.transfer.call import restored_on_error
 from ..training.transfer.objectives import Batch, Original, Outputs, original_of
 
 Train = Literal["filters", "lora", "all"]
@@ -97,13 +97,7 @@ def _all(model: nn.Module, modules: dict[str, GraphFilter]) -> Iterator[Trained]
     weights = {n: p for n, p in model.named_parameters() if id(p) not in filters and p.is_floating_point()}
     before = copy.deepcopy(model).requires_grad_(False)
     original = original_of(before, {name: before.get_submodule(f"{name}.{CHILD}") for name in modules})  # type: ignore
-    try:
+    with restored_on_error((parameter, before.get_parameter(name)) for name, parameter in weights.items()):
         for parameter in weights.values():
             parameter.requires_grad_(True)
         yield Trained(weights, original)
-    except BaseException:
-        start = dict(before.named_parameters())
-        with torch.no_grad():
-            for name, parameter in weights.items():
-                parameter.copy_(start[name])
-        raise

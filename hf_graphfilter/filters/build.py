@@ -113,7 +113,19 @@ def build_filter(config: FilterConfig, site: AttentionSite) -> GraphFilter:
         known = ", ".join(map(repr, typing.get_args(Decoding)))
         raise GraphFilterError(f"{name}: decoding must be one of {known}, got {built.decoding!r}")
     _check_per_head(built, name)
+    built.register_load_state_dict_pre_hook(_refuse_other)
     return built
+
+
+def _refuse_other(graph_filter: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Refuse the weights of another filter, which ``load_state_dict`` with strict=False drops in silence."""
+    given = {key.removeprefix(prefix) for key in state if key.startswith(prefix)}
+    own = graph_filter.state_dict().keys()
+    if given - own and own - given:
+        raise GraphFilterError(
+            f"the weights at {prefix.rstrip('.')} are those of another filter, with {', '.join(sorted(given))}, and "
+            f"that of this model has {', '.join(sorted(own))}: patch it as it was when they were saved"
+        )
 
 
 def _check_tensors(built: GraphFilter, name: str) -> None:

@@ -113,10 +113,21 @@ def resolve_implementation(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def saved_config(model: PreTrainedModel) -> Iterator[None]:
-    """``check_recorded``; within, the config of every part that holds a filter has our names too: a tower can be loaded
-    by itself, and what the config of a composite says of implementations hides what those of its parts say."""
+def saved_config(model: PreTrainedModel, state: Any = None) -> Iterator[None]:
+    """``check_recorded``, and that a ``state`` to be saved has all coefficients.
+
+    Within, the config of every part that holds a filter has our names too: a tower can be loaded by itself, and what
+    the config of a composite says of implementations hides what those of its parts say.
+    """
     check_recorded(model)
+    if state and not model._hf_peft_config_loaded:  # empty in all processes but the first
+        held = {key.replace("_fsdp_wrapped_module.", "") for key in state}
+        own = [key.replace("_fsdp_wrapped_module.", "") for key in model.state_dict() if f".{CHILD}." in key]
+        if lost := [key for key in own if key not in held]:
+            raise GraphFilterError(
+                f"state_dict lacks {len(lost)} of the {len(own)} filter weights of this {type(model).__name__} "
+                f"({lost[0]} ...), which would be lost: take it from the patched model"
+            )
     parts = [m for m in model.modules() if isinstance(m, PreTrainedModel) and patched_modules(m, required=False)]
     added = [(vars(part.config), name) for part in parts for name in _GUARDED if name not in vars(part.config)]
     for attributes, name in added:

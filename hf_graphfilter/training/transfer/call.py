@@ -77,6 +77,7 @@ def transfer_attention(
         GraphFilterError: no filter in the model, filters that equal their attention already, no batches, batches of
             labels only, a checkpoint of another run.
         KeyboardInterrupt: with ``checkpoint`` at the end of the step, whose progress is kept; at once if asked twice.
+            After every exception the model is as it was.
 
     Example:
         >>> import torch
@@ -152,18 +153,32 @@ def _refuse_equal(model: nn.Module, modules: dict[str, GraphFilter], errors: dic
 
 
 @contextlib.contextmanager
+def restored_on_error(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    """After an exception inside, tensors have the given values again."""
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for tensor, value in values:
+                tensor.copy_(value)
+        raise
+
+
+@contextlib.contextmanager
 def only_filters(model: nn.Module, modules: dict[str, GraphFilter]) -> Iterator[None]:
     """Freeze all but the filters, in evaluation mode, and hold these in float32, as half precision would lose small
-    steps; afterwards all is as it was."""
+    steps; afterwards all is as it was, after an exception the filters too."""
     modes = [(module, module.training) for module in model.modules()]
     before = [(p, p.requires_grad, p.dtype) for p in model.parameters()]
+    values = [(p, p.detach().clone()) for graph_filter in modules.values() for p in graph_filter.parameters()]
     model.eval().requires_grad_(False)
     for graph_filter in modules.values():
         for parameter in graph_filter.requires_grad_(True).parameters():
             if parameter.element_size() < 4:
                 parameter.data = parameter.data.float()
     try:
-        yield
+        with restored_on_error(values):
+            yield
     finally:
         for module, mode in modes:
             module.training = mode

@@ -1,0 +1,174 @@
+"""What the weights of an adapter say of the filters that it was trained over, checked wherever they enter a model.
+
+One tensor holds the record of the filters, and a sample of those that the adapter does not hold itself. Weights reach a
+model by more roads than configurations do, and a configuration knows no coefficients.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import GraphFilterError
+from ..filters import FilterConfig
+from ..filters.attached import CHILD, filters_of, patched_modules
+from ..hosts import Host, host_of, unwrapped
+from ..hosts.base import check_values
+from ..patching import resolve
+from ..records import described, read_groups, record_of
+from .copies import without_adapters
+
+KEY = "graph_filter_record"  # the bytes of JSON as float32: programs average and scale the weights of adapters
+SAMPLES = "samples"
+_VALUES = 8  # per tensor, and its norm
+State = Mapping[str, Any]
+
+
+def filters_by_name(host: Host, base: nn.Module) -> dict[str, FilterConfig]:
+    """Return the configurations by the relative names of the modules."""
+    return {host.relative_name(base, name): graph_filter.config for name, graph_filter in filters_of(base)}
+
+
+def live_record(model: nn.Module) -> dict[str, Any] | None:
+    """Return the record of the filters that a model has now; None of one without, or that no host knows."""
+    if (base := _hosted(model)) is None or not patched_modules(base, required=False):
+        return None
+    return record_of(type(base).__name__, filters_by_name(host_of(base), base).items())
+
+
+def written(adapter: State, record: dict[str, Any], model: nn.Module, whole: State | None) -> Tensor:
+    """Return the tensor for the weights of an ``adapter``.
+
+    Args:
+        adapter: its weights.
+        record: of the model's filters.
+        model: what it was trained on.
+        whole: the weights of that model where they are not in it, as FSDP gathers them.
+    """
+    base = unwrapped(model)
+    held = _by_owner(base, adapter)
+    given = _by_owner(base, base.state_dict() if whole is None else whole)
+    samples = {
+        owner: {name: _sample(tensor) for name, tensor in tensors.items() if _is_here(tensor)}
+        for owner, tensors in given.items()
+        if not tensors.keys() <= held.get(owner, {}).keys()
+    }
+    text = json.dumps({**record, SAMPLES: samples})
+    return torch.tensor([*text.encode()], dtype=torch.float32)
+
+
+def checked(model: nn.Module, adapter: State) -> dict[str, Any]:
+    """Return the weights of an adapter as PEFT wrote them, if they may enter a model.
+
+    Raises:
+        GraphFilterError: they were trained over other filters, hold coefficients that are not finite, or such that the
+            model has no filter for.
+    """
+    weights = {key: tensor for key, tensor in adapter.items() if not _is_ours(key)}
+    if (base := _hosted(model)) is None:
+        return weights
+    if (record := _read(adapter)) is not None:
+        check_record(base, record)
+    host, held = host_of(base), _by_owner(base, weights)
+    sites = resolve(host, base, held)
+    filters = {host.relative_name(base, name): graph_filter for name, graph_filter in filters_of(base)}
+    for owner, tensors in held.items():
+        now = host.relative_name(base, sites[owner].name) if owner in sites else owner
+        if (graph_filter := filters.get(now)) is None:
+            raise GraphFilterError(
+                f"the adapter holds {sum(map(len, held.values()))} filter coefficients that this {type(base).__name__} "
+                f"has no filter for, at {owner} first: patch it as it was, with patch_model or load_filter"
+            )
+        own = graph_filter.coefficient_tensors()
+        coefficients = {f"{owner}.{CHILD}.{name}": x for name, x in tensors.items() if name in own}
+        elsewhere = any(type(module).__name__ == "FullyShardedDataParallel" for module in base.modules())
+        whole = {f"{owner}.{CHILD}.{name}": x for name, x in own.items() if not elsewhere and not hasattr(x, "ds_id")}
+        check_values(coefficients, whole, "the adapter")
+    return weights
+
+
+def check_record(model: nn.Module, record: Any) -> None:
+    """Raise a ``GraphFilterError`` unless a model has the filters that an adapter was trained over."""
+    groups, base = read_groups(record, "the adapter", f" of {CHILD} in its configuration or weights"), unwrapped(model)
+    host, kind = host_of(base), type(base).__name__
+    trained_on = f"the adapter was trained on a model with {described(record)}"
+    named = [name for _, names in groups for name in names]
+    now = {name: host.relative_name(base, site.name) for name, site in resolve(host, base, named).items()}
+    if (own := filters_by_name(host, base)) != {now.get(name, name): f for f, names in groups for name in names}:
+        here = f"patched with {described(record_of(kind, own.items()))}" if own else "not patched"
+        raise GraphFilterError(
+            f"{trained_on}, and this {kind} is {here}: load it over a base that is patched as that one was"
+        )
+    samples, present = record.get(SAMPLES), _by_owner(base, base.state_dict())
+    for owner, tensors in samples.items() if isinstance(samples, dict) else ():
+        mine = present.get(now.get(owner) or owner, {})
+        kept = {name for _, f in filters_of(base) for name in f.coefficient_names()}  # in float32, whatever the dtype
+        for name, values in tensors.items() if isinstance(tensors, dict) else ():
+            if name in mine and _is_here(mine[name]) and not _same(values, mine[name], 1e-4 if name in kept else 2**-6):
+                raise GraphFilterError(
+                    f"{trained_on} whose coefficients it does not hold, and {owner}.{CHILD}.{name} of this {kind} has "
+                    "other values, as those that patch_model starts with: load the model that it was trained on, or "
+                    "that filter with load_filter"
+                )
+
+
+def _hosted(model: nn.Module) -> nn.Module | None:
+    base = unwrapped(model)
+    try:
+        host_of(base)
+    except GraphFilterError:
+        return None
+    return base
+
+
+def _is_ours(key: str) -> bool:
+    return key.rpartition(".")[2] == KEY
+
+
+def _read(adapter: State) -> Any:
+    """Return the record; None where there is none, or as good as none in the zeros that an average starts with."""
+    found: Tensor | None = next((tensor for key, tensor in adapter.items() if _is_ours(key)), None)
+    if found is None or not found.any():
+        return None
+    values = found.detach().cpu().double()
+    try:
+        return json.loads(bytes((values / values[0] * ord("{")).round().int().tolist()))
+    except (ValueError, IndexError, RecursionError) as error:
+        raise GraphFilterError(
+            f"the adapter's {KEY} is damaged, or the mean of adapters over different filters ({error}): save or "
+            "download it again"
+        ) from error
+
+
+def _by_owner(base: nn.Module, state: State) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of the filters by the relative names of their modules, without what adapters put around them
+    and without the copies of adapters."""
+    host, found = host_of(base), dict[str, dict[str, Tensor]]()
+    for key, tensor in state.items():
+        owner, marker, name = key.removeprefix("base_model.model.").partition(f".{CHILD}.")
+        if not marker or "modules_to_save." in key:
+            continue
+        found.setdefault(host.relative_name(base, owner), {})[name.removeprefix("original_module.")] = tensor
+    return {owner: without_adapters(tensors) for owner, tensors in found.items()}
+
+
+def _is_here(tensor: Tensor) -> bool:
+    sharded = any(hasattr(tensor, mark) for mark in ("full_tensor", "ds_id"))
+    return not sharded and not tensor.is_meta and tensor.is_floating_point() and tensor.numel() > 0
+
+
+def _sample(tensor: Tensor) -> list[float]:
+    flat = tensor.detach().flatten().double()
+    values: Iterable[float] = (*flat[:: max(1, len(flat) // _VALUES)][:_VALUES].tolist(), flat.norm().item())
+    return [float(f"{value:.6g}") for value in values]
+
+
+def _same(values: Any, tensor: Tensor, tolerance: float) -> bool:
+    own = _sample(tensor)
+    if not isinstance(values, list) or [*map(type, values)] != [float] * len(own):
+        return False
+    return torch.allclose(torch.tensor(values).double(), torch.tensor(own).double(), rtol=tolerance, atol=1e-6)
