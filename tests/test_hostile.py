@@ -2,26 +2,41 @@
 text stays text."""
 
 import ast
+import copy
 import json
 import pickle
 import re
+import socket
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from huggingface_hub import EvalResult
 from models import FAMILIES
+from safetensors import SafetensorError
 from typer.testing import CliRunner
 
-from hf_graphfilter import GraphFilterError, create_model_card, load_timm_model, patch_model
+import hf_graphfilter
+from hf_graphfilter import (
+    GraphFilterError,
+    create_model_card,
+    filter_status,
+    load_filter,
+    load_timm_model,
+    patch_model,
+    save_filter,
+    transfer_attention,
+)
 from hf_graphfilter.analysis.report import report
 from hf_graphfilter.checkpoints.transformers import _is_a_part
 from hf_graphfilter.cli import app, main
 from hf_graphfilter.cli.checkpoints import save_modules
 from hf_graphfilter.console import Console, table
 from hf_graphfilter.conversion import load_conversion
+from hf_graphfilter.remote_code import export_remote_code
 from recipes.errors import one_line_errors
 from recipes.models import load_model
 from recipes.summary import plot_sweep
@@ -208,6 +223,15 @@ def test_no_error_of_a_recipe_steers_the_terminal(error, capsys):
     assert harmless(capsys.readouterr().err)
 
 
+def test_no_warning_steers_the_terminal(tmp_path):
+    save_filter(patch_model(FAMILIES["bert"].build()), tmp_path / NAME)
+    other = FAMILIES["bert"].build()
+    torch.nn.init.zeros_(other.encoder.layer[0].attention.self.query.weight)
+    with pytest.warns(match="a base with other weights") as warned:
+        load_filter(other, tmp_path / NAME)
+    assert harmless(str(warned[0].message))
+
+
 @pytest.mark.parametrize("width", [20, 400])
 def test_no_table_steers_the_terminal(width, capsys):
     Console(width=width).print(table([HOSTILE, HOSTILE], [[HOSTILE, HOSTILE]], title=HOSTILE), HOSTILE)
@@ -291,3 +315,96 @@ def test_an_implementation_that_the_model_lacks(asked, where, tmp_path):
     called = model.set_attn_implementation if where == "call" else partial(type(model).from_pretrained, **argument)
     with pytest.raises(GraphFilterError, match=f"T5Model with this graph filter cannot run with '{asked}'"):
         called(asked if where == "call" else tmp_path)
+
+
+def saved(kind, folder):
+    """A patched model's files, and what loads them."""
+    model = FAMILIES["bert"].build()
+    if kind == "load_timm_model":
+        timm = pytest.importorskip("timm")
+        args = {"depth": 1, "embed_dim": 24, "num_heads": 2}
+        model = patch_model(timm.create_model("deit_tiny_patch16_224", **args))
+        timm.models.save_for_hf(model, folder, safe_serialization=True, model_args=args)
+        return lambda: load_timm_model(folder)
+    if kind == "load_filter":
+        base = copy.deepcopy(model)
+        save_filter(patch_model(model), folder)
+        return lambda: load_filter(base, folder)
+    if kind == "transfer_attention":
+        batches = [torch.arange(8).view(1, 8)] * 3
+        run = partial(transfer_attention, patch_model(model, "agf"), batches, steps=2, holdout=1, checkpoint=folder)
+        run()
+        return run
+    patch_model(model).save_pretrained(folder)
+    if kind == "status":
+        return lambda: CliRunner().invoke(app, ["status", str(folder)], catch_exceptions=False)
+    if kind == "export_remote_code":
+        return lambda: export_remote_code(folder)
+    return lambda: transformers.AutoModel.from_pretrained(folder)
+
+
+LOADERS = ["load_timm_model", "load_filter", "status", "from_pretrained"]
+
+
+@pytest.mark.parametrize("kind", [*LOADERS, "transfer_attention"])
+def test_no_loader_unpickles(kind, tmp_path, unpickled):
+    load = saved(kind, tmp_path / "saved")
+    files = [*(tmp_path / "saved").rglob("*.safetensors")]
+    assert files
+    for file in files:
+        file.write_bytes(unpickled.read_bytes())
+        file.with_name("pytorch_model.bin").write_bytes(unpickled.read_bytes())
+    with pytest.raises((GraphFilterError, SafetensorError)):
+        load()
+
+
+@pytest.mark.parametrize(
+    "name", ["hostile_module", "hostile_module:Config", "hostile_module.Config", "./hostile_module"]
+)
+@pytest.mark.parametrize("kind", [*LOADERS, "export_remote_code"])
+def test_the_name_of_a_filter_imports_nothing(kind, name, tmp_path, monkeypatch):
+    load = saved(kind, tmp_path)
+    (tmp_path / "hostile_module.py").write_text("raise SystemExit('run')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (file,) = (file for file in tmp_path.rglob("*.json") if '"filter": "gfsa"' in file.read_text())
+    file.write_text(file.read_text().replace('"filter": "gfsa"', f'"filter": "{name}"'))
+    with pytest.raises(GraphFilterError, match="unknown filter"):
+        load()
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path):
+    load = saved("from_pretrained", tmp_path)
+    (tmp_path / "code.py").write_text("raise SystemExit('run')")
+    file = tmp_path / "config.json"
+    names = {"AutoConfig": "code.Config", "AutoModel": "code.Model"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": names}))
+    assert filter_status(load())
+    assert CliRunner().invoke(app, ["status", str(tmp_path)], catch_exceptions=False).exit_code == 0
+
+
+def test_the_metadata_of_a_card_are_data(tmp_path):
+    card = tmp_path / "README.md"
+    card.write_text(f"---\nlicense: !!python/object/apply:builtins.open ['{tmp_path}/run', 'w']\n---\n")
+    with pytest.raises(GraphFilterError, match="cannot be read"):
+        create_model_card(patch_model(FAMILIES["bert"].build())).save(card)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_local_checkpoint_needs_no_network(tmp_path, monkeypatch):
+    def connect(*args):
+        raise AssertionError(args)
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    for kind in (*LOADERS, "export_remote_code"):
+        saved(kind, tmp_path / kind)()
+    assert load_conversion(tmp_path / "status") is None
+    create_model_card(transformers.AutoModel.from_pretrained(tmp_path / "status")).save(tmp_path / "card.md")
+
+
+def test_the_package_opens_no_connection_itself():
+    network = re.compile(r"^\s*(import|from) (requests|urllib|socket|https?|httpx|aiohttp|ftplib|smtplib)\b", re.M)
+    files = [*Path(hf_graphfilter.__file__).parent.rglob("*.py")]
+    assert [file for file in files if network.search(file.read_text())] == []
+    assert len(files) > 100

@@ -27,6 +27,7 @@ from ..hosts import Host, encoder_of, host_of, unwrapped
 from ..hosts.base import check_values, own_record
 from ..patching import STARTS, apply_record, resolve
 from ..records import described, read_groups
+from ..text import printable
 from .copies import without_adapters
 
 WEIGHTS_FILE = "graph_filter.safetensors"
@@ -61,7 +62,8 @@ def save_filter(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
     if changed := changed_weights(host, model):
         warnings.warn(
             f"{len(changed)} weights outside the filter changed since the model was patched or loaded ({changed[0]} "
-            f"...), and {directory} holds the filter alone: save the whole model, or train with the base frozen",
+            f"...), and {printable(directory)} holds the filter alone: save the whole model, or train with the base "
+            "frozen",
             stacklevel=2,
         )
     names = [name for group in record["filters"] for name in group["modules"]]
@@ -125,8 +127,8 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
         raise
     if other := differing_weights(description.get(WEIGHTS), host, model):
         warnings.warn(
-            f"{source} was trained on a base with other weights ({other[0]} and {len(other) - 1} more): it gives other "
-            "outputs here; load it into the base that it was trained on",
+            f"{printable(source)} was trained on a base with other weights ({other[0]} and {len(other) - 1} more): "
+            "it gives other outputs here; load it into the base that it was trained on",
             stacklevel=2,
         )
     return whole

@@ -12,6 +12,7 @@ from typing import Any
 from ..errors import shown
 from ..files import write_text
 from ..filters.attached import patched_modules
+from ..text import printable
 
 logger = logging.getLogger("hf_graphfilter")
 _IMPORT = "import hf_graphfilter  # pip install hf-graphfilter\n"
@@ -32,7 +33,7 @@ def write_readme(model: Any, directory: Any) -> None:
         text = str(create_model_card(model, repo_id=f"path/to/{file.absolute().parent.name}", coefficients=False))
         write_text(file, text)
     except Exception as error:  # the model is saved, whatever a card stumbles over
-        logger.warning("%s was not written (%s); create_model_card(model) makes it", file, shown(error))
+        logger.warning("%s was not written (%s); create_model_card(model) makes it", printable(file), shown(error))
 
 
 def install() -> None:

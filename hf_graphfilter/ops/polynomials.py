@@ -172,15 +172,18 @@ def applied(operator: Callable[[Tensor], Tensor], once: Tensor, signal: Tensor, 
     """
     half = signal.dtype == torch.float16
 
-    def terms(*parts: tuple[float, Tensor]) -> Tensor:
-        total = sum(factor * (x.float() if half else x) for factor, x in parts if factor)
-        return total.clamp(-_LARGEST_HALF, _LARGEST_HALF).half() if half else total  # type: ignore[union-attr, return-value]
+    def added(*parts: tuple[float, Tensor]) -> Tensor:
+        (factor, first), *rest = [(factor, x.float() if half else x) for factor, x in parts]
+        total = factor * first
+        for factor, x in rest:
+            total = torch.add(total, x, alpha=factor) if factor else total
+        return total.clamp(-_LARGEST_HALF, _LARGEST_HALF).half() if half else total
 
     (scale, constant, _), *others = steps
-    earlier, current = signal, once if scale == 1 and not constant else terms((scale, once), (constant, signal))
+    earlier, current = signal, once if scale == 1 and not constant else added((scale, once), (constant, signal))
     yield from (earlier, current)
     for alpha, beta, gamma in others:
-        earlier, current = current, terms((alpha, operator(current)), (-gamma, earlier), (beta, current))
+        earlier, current = current, added((alpha, operator(current)), (-gamma, earlier), (beta, current))
         yield current
 
 
