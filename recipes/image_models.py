@@ -106,7 +106,8 @@ def _processor(source: str) -> Any:
 def save(args: ImageArguments, model: nn.Module, folder: Path) -> None:
     """The checkpoint in the form of its library, the filter with it."""
     if not isinstance(model, PreTrainedModel):
-        timm.models.save_for_hf(model, folder, safe_serialization=True)
+        sizes = {**parse_options(args.model_options), **({"img_size": args.img_size} if args.img_size else {})}
+        timm.models.save_for_hf(model, folder, safe_serialization=True, model_args=sizes or None)
         return
     model.save_pretrained(folder)
     if (processor := _processor(args.model)) is not None:
@@ -117,9 +118,9 @@ def save(args: ImageArguments, model: nn.Module, folder: Path) -> None:
 
 def load(folder: Path) -> nn.Module:
     """A saved checkpoint, patched or plain."""
-    if "architecture" not in json.loads((folder / "config.json").read_text()):
+    config = json.loads((folder / "config.json").read_text())
+    if "architecture" not in config:
         return load_model(folder)
-    try:
+    if "hf_graphfilter" in config.get("pretrained_cfg", {}):
         return load_timm_model(folder)
-    except GraphFilterError:
-        return timm.create_model(f"local-dir:{folder}", pretrained=True)
+    return timm.create_model(f"local-dir:{folder}", pretrained=True)
