@@ -29,7 +29,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from hf_graphfilter import functional, patch_model
 from hf_graphfilter.ops.polynomials import polynomials, recurrence
-from hf_graphfilter.ops.triton.choice import SWITCH
+from hf_graphfilter.ops.triton.enabled import SWITCH
 from hf_graphfilter.training.penalties import _Added  # its cost, without a Trainer around it
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)

@@ -36,8 +36,8 @@ from transformers import (
 )
 
 from hf_graphfilter import convert
-from hf_graphfilter.conversion import ConversionReport, Rates, save_conversion, text_batches
 from hf_graphfilter.demo import pretrained_path
+from hf_graphfilter.fitting import ConversionReport, Rates, save_conversion, text_batches
 
 ROOT = Path(__file__).parents[1]
 

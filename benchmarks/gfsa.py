@@ -30,8 +30,8 @@ from transformers import (
 )
 
 from hf_graphfilter import AttentionShift, AttentionSite, DenseShift, GFSAConfig, patch_model, unpatch_model
-from hf_graphfilter.ops.attention import joint_form
-from hf_graphfilter.ops.triton.choice import SWITCH
+from hf_graphfilter.ops.apply_twice import joint_form
+from hf_graphfilter.ops.triton.enabled import SWITCH
 
 LENGTHS = (128, 197, 512, 1024, 2048, 4096)
 HEADS, FEATURES = 12, 64

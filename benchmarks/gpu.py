@@ -6,7 +6,7 @@ own, the most wanted first. Whatever a section measured is in benchmarks/results
 gpu-DEVICE-sections.csv says how the sections ended, and a second run goes on with those that have not been done at this
 commit on this device.
 
-At the end it says where kernels won, as lines of ``hf_graphfilter/ops/triton/choice.py``.
+At the end it says where kernels won, as lines of ``hf_graphfilter/ops/triton/enabled.py``.
 """
 
 from __future__ import annotations

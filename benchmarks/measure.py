@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from hf_graphfilter.memory import begin_peak_memory, peak_memory
+from hf_graphfilter.fitting.memory import begin_peak_memory, peak_memory
 
 RESULTS = Path(__file__).parent / "results"
 FIELDS = [

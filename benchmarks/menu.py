@@ -20,7 +20,7 @@ from measure import arguments, report, rounds, rows, write
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_graphfilter import GraphFilterError, available_filters, patch_model
-from hf_graphfilter.filters.attached import filters_of
+from hf_graphfilter.filters.core.attached import filters_of
 
 
 def narrow(dropout: bool, device: str, **size: int) -> tuple:

@@ -22,8 +22,8 @@ from pages.speed import bench_tables, decoding_table, machines_tables, menu_step
 from pages.trained import listops_table, recipe_tables
 from pages.transfers import agf_transfer, singular_transfer
 
-from hf_graphfilter.filters.overview import HEADER as MENU
-from hf_graphfilter.filters.overview import overview as menu
+from hf_graphfilter.filters.core.overview import HEADER as MENU
+from hf_graphfilter.filters.core.overview import overview as menu
 from hf_graphfilter.text import markdown_table
 
 

@@ -1,22 +1,23 @@
 # The public names, each once: type checkers read this file, and the package imports them from here.
 # ruff: noqa: I001  # by subject
-from .patching import patch_model as patch_model, unpatch_model as unpatch_model
-from .status import filter_parameters as filter_parameters, filter_status as filter_status
+from .patching.patch import patch_model as patch_model, unpatch_model as unpatch_model
+from .patching.status import filter_parameters as filter_parameters, filter_status as filter_status
 
 from .filters.gfsa import GFSAConfig as GFSAConfig
 from .filters.agf import AGFConfig as AGFConfig
 from .filters.singularformer import SingularformerConfig as SingularformerConfig
 from .filters.hedgehog import HedgehogConfig as HedgehogConfig
-from .filters.converter import KernelutionConfig as KernelutionConfig, SynvolutionConfig as SynvolutionConfig
+from .filters.kernelution import KernelutionConfig as KernelutionConfig
+from .filters.synvolution import SynvolutionConfig as SynvolutionConfig
 from .filters.polynomial import PolynomialConfig as PolynomialConfig
-from .filters.pagerank import PPRConfig as PPRConfig
+from .filters.ppr import PPRConfig as PPRConfig
 from .filters.arma import ARMAConfig as ARMAConfig
 from .filters.attnscale import AttnScaleConfig as AttnScaleConfig
 from .filters.featscale import FeatScaleConfig as FeatScaleConfig
 from .filters.centered import CenteredConfig as CenteredConfig
 from .filters.contranorm import ContraNormConfig as ContraNormConfig
 from .filters.neutreno import NeuTRENOConfig as NeuTRENOConfig
-from .filters.valueresidual import ValueResidualConfig as ValueResidualConfig
+from .filters.value_residual import ValueResidualConfig as ValueResidualConfig
 from .filters.xsa import XSAConfig as XSAConfig
 from .filters.dex import DexConfig as DexConfig
 from .filters.gated import GatedConfig as GatedConfig
@@ -26,24 +27,25 @@ from .models.converter.modeling import ConverterForMaskedLM as ConverterForMaske
 from .models.converter.modeling import ConverterForSequenceClassification as ConverterForSequenceClassification
 from .models.converter.modeling import ConverterModel as ConverterModel
 
-from .filters.base import AttentionSite as AttentionSite, FilterConfig as FilterConfig, GraphFilter as GraphFilter
-from .filters.replacing import ReplacingConfig as ReplacingConfig, ReplacingFilter as ReplacingFilter
-from .filters.build import register_filter as register_filter
-from .filters.registry import available_filters as available_filters
+from .filters.core.base import AttentionSite as AttentionSite, FilterConfig as FilterConfig, GraphFilter as GraphFilter
+from .filters.core.replacing import ReplacingConfig as ReplacingConfig, ReplacingFilter as ReplacingFilter
+from .filters.core.build import register_filter as register_filter
+from .filters.core.registry import available_filters as available_filters
 from .testing import check_filter as check_filter
-from .shift import AttentionShift as AttentionShift, DenseShift as DenseShift, ShiftOperator as ShiftOperator
+from .shift.operator import DenseShift as DenseShift, ShiftOperator as ShiftOperator
+from .shift.attention import AttentionShift as AttentionShift
 
 from .training.arguments import FilterArgumentsMixin as FilterArgumentsMixin
 from .training.arguments import FilterTrainingArguments as FilterTrainingArguments
 from .training.optimizer import filter_optimizer as filter_optimizer, parameter_groups as parameter_groups
-from .training.transfer import transfer_attention as transfer_attention
-from .conversion import convert as convert
+from .fitting import transfer_attention as transfer_attention
+from .fitting import convert as convert
 from .training.blend import BlendSchedule as BlendSchedule, drop_blend as drop_blend, set_blend as set_blend
 from .training.penalties import RegularizerCallback as RegularizerCallback, collect_penalties as collect_penalties
 from .training.orthogonality import OrthogonalityCallback as OrthogonalityCallback
 from .training.orthogonality import orthogonality_loss as orthogonality_loss
 from .training.callbacks import CoefficientCallback as CoefficientCallback
-from .training.smoothing import SmoothingCallback as SmoothingCallback
+from .training.smoothing_callback import SmoothingCallback as SmoothingCallback
 
 from .checkpoints.filter_file import load_filter as load_filter, save_filter as save_filter
 from .checkpoints.timm import load_timm_model as load_timm_model

@@ -35,8 +35,8 @@ from .analysis.comparison import mean_and_sd, paired_comparison
 from .analysis.plots import plot_coefficients
 from .checkpoints.card import create_model_card
 from .errors import GraphFilterError, needs, require
-from .patching import patch_model
-from .status import filter_parameters, filter_status
+from .patching.patch import patch_model
+from .patching.status import filter_parameters, filter_status
 from .training.optimizer import filter_optimizer
 
 with needs("demo", "the demo"):

@@ -14,9 +14,9 @@ from transformers.models.auto import auto_factory, modeling_auto
 
 from .errors import GraphFilterError, shown
 from .files import write_text
-from .filters.attached import CHILD
-from .filters.build import foreign_modules
-from .records import read_groups
+from .filters.core.attached import CHILD
+from .filters.core.build import foreign_modules
+from .filters.core.record import read_groups
 
 CODE_FILE = "modeling_graph_filter.py"
 # checkpoints keep this: it names nothing but public classes of transformers and `with_filters`

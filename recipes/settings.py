@@ -19,7 +19,7 @@ from hf_graphfilter import GraphFilterError
 from hf_graphfilter.console import parse_layers, parse_options
 from hf_graphfilter.errors import nearest
 from hf_graphfilter.filters import get_filter, import_filters
-from hf_graphfilter.filters.registry import UnknownFilterError
+from hf_graphfilter.filters.core.registry import UnknownFilterError
 from recipes import machine
 from recipes.arguments import RecipeArguments
 from recipes.identity import INCIDENTAL, differing, identity

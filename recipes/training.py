@@ -26,8 +26,8 @@ from hf_graphfilter import (
     filter_status,
 )
 from hf_graphfilter.filters import ReplacingConfig
-from hf_graphfilter.memory import begin_peak_memory, peak_memory
-from hf_graphfilter.status import FilterStatus
+from hf_graphfilter.fitting.memory import begin_peak_memory, peak_memory
+from hf_graphfilter.patching.status import FilterStatus
 from hf_graphfilter.training import BlendSchedule
 from recipes.arguments import RecipeArguments
 from recipes.errors import filtering, note

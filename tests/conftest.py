@@ -19,7 +19,7 @@ from compatibility import Collector, described
 from transformers.utils import logging as transformers_logging
 
 from hf_graphfilter import GraphFilterError
-from hf_graphfilter.filters.registry import CONFIG_CLASSES
+from hf_graphfilter.filters.core.registry import CONFIG_CLASSES
 
 gc.disable()  # while tests are collected: an eighth of the suite's time went into looking for garbage among what stays
 torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # one: the tests run in parallel processes

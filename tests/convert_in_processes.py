@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from test_conversion import llama, run
 
-from hf_graphfilter.filters.attached import filters_of
+from hf_graphfilter.filters.core.attached import filters_of
 
 folder = Path(sys.argv[1])
 dist.init_process_group("gloo")

@@ -28,7 +28,7 @@ from hf_graphfilter import (
     patch_model,
     save_filter,
 )
-from hf_graphfilter.filters.attached import filters_of
+from hf_graphfilter.filters.core.attached import filters_of
 from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
 
 ZERO3 = {

@@ -28,14 +28,14 @@ from hf_graphfilter.filters.arma import ARMAConfig
 from hf_graphfilter.filters.attnscale import AttnScaleConfig
 from hf_graphfilter.filters.centered import CenteredConfig
 from hf_graphfilter.filters.contranorm import ContraNormConfig
+from hf_graphfilter.filters.core.power_series import FromFirstLayerConfig
 from hf_graphfilter.filters.dex import DexConfig
 from hf_graphfilter.filters.featscale import FeatScaleConfig
 from hf_graphfilter.filters.gated import GatedConfig
 from hf_graphfilter.filters.neutreno import NeuTRENOConfig
-from hf_graphfilter.filters.pagerank import PPRConfig
 from hf_graphfilter.filters.polynomial import PolynomialConfig
-from hf_graphfilter.filters.series import FromFirstLayerConfig
-from hf_graphfilter.filters.valueresidual import ValueResidualConfig
+from hf_graphfilter.filters.ppr import PPRConfig
+from hf_graphfilter.filters.value_residual import ValueResidualConfig
 from hf_graphfilter.filters.xsa import XSAConfig
 
 

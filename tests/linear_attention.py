@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.functional import elu
 
 from hf_graphfilter import ReplacingConfig, ReplacingFilter, register_filter
-from hf_graphfilter.shift import repeat_heads
+from hf_graphfilter.ops.heads import repeat_heads
 
 
 class LinearAttention(ReplacingFilter):

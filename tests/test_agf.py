@@ -21,13 +21,13 @@ from hf_graphfilter import (
     unpatch_model,
 )
 from hf_graphfilter.analysis.branches import without
-from hf_graphfilter.filters.attached import filters_of
+from hf_graphfilter.filters.core.attached import filters_of
 from hf_graphfilter.functional import agf, gfsa, orthogonality_loss
 from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
 from hf_graphfilter.ops import spectral
+from hf_graphfilter.ops.nearby import attend_few, attend_nearby
 from hf_graphfilter.ops.polynomials import expand, polynomials, recurrence
 from hf_graphfilter.ops.visibility import visibility
-from hf_graphfilter.ops.window import attend_few, attend_nearby
 
 B, H, N, D, DV = 2, 3, 11, 6, 5
 PARAMETERS = [("jacobi", a, b) for a, b in ((2.0, -1.0), (1.5, 2.0), (2.0, -1.5), (1.0, 0.0), (1.0, 1.0))]

@@ -50,7 +50,7 @@ from hf_graphfilter.analysis.plots import plot_coefficients
 from hf_graphfilter.analysis.report import report
 from hf_graphfilter.analysis.report.drawing import heat_maps
 from hf_graphfilter.analysis.response import gain, on_grid, plot_curves
-from hf_graphfilter.filters.attached import filters_of
+from hf_graphfilter.filters.core.attached import filters_of
 
 
 class Asking(GraphFilter):
@@ -421,7 +421,7 @@ def test_a_filter_that_reads_more_than_attention_has_no_curve_and_a_report():
 @pytest.mark.parametrize("images", [False, True])
 def test_batches_are_cut_by_the_tokens_of_their_own(images, monkeypatch):
     """Of texts by their length, whatever was longer before; of images by what a module has seen."""
-    monkeypatch.setattr("hf_graphfilter.batches.ENTRIES", 4 * 9**2 * 2)  # two sequences of nine tokens
+    monkeypatch.setattr("hf_graphfilter.analysis.model_inputs.ENTRIES", 4 * 9**2 * 2)  # two sequences of nine tokens
     rows = []
 
     class Rows(Reader):

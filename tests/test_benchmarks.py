@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_graphfilter import patch_model
-from hf_graphfilter.filters.attached import filters_of
+from hf_graphfilter.filters.core.attached import filters_of
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"

@@ -21,7 +21,7 @@ from hf_graphfilter import (
     register_filter,
     transfer_attention,
 )
-from hf_graphfilter.filters.attached import filters_of
+from hf_graphfilter.filters.core.attached import filters_of
 
 PARTS = {"real": 1.0, "imag": 0.5}
 

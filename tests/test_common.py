@@ -12,17 +12,10 @@ from models import FAMILIES, ONE_OF_A_KIND, TOKENS, output, realigned, turn_on, 
 from oracle import dense_twin
 from transformers import AutoModel, Wav2Vec2Model
 
-from hf_graphfilter import (
-    GraphFilter,
-    GraphFilterError,
-    filter_parameters,
-    filter_status,
-    patch_model,
-    unpatch_model,
-)
+from hf_graphfilter import GraphFilter, GraphFilterError, filter_parameters, filter_status, patch_model, unpatch_model
 from hf_graphfilter.analysis.observing import Reader, observe
-from hf_graphfilter.filters.attached import filters_of
-from hf_graphfilter.shift import repeat_heads
+from hf_graphfilter.filters.core.attached import filters_of
+from hf_graphfilter.ops.heads import repeat_heads
 
 DECODERS = [name for name, family in FAMILIES.items() if family.kind in ("decoder", "encoder-decoder")]
 PADDED = [

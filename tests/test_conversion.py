@@ -36,7 +36,9 @@ from transformers import (
 )
 
 from hf_graphfilter import AGFConfig, GraphFilterError, convert, filter_parameters, filter_status, patch_model
-from hf_graphfilter.conversion import (
+from hf_graphfilter.files import locked
+from hf_graphfilter.filters.core.attached import filters_of
+from hf_graphfilter.fitting import (
     ConversionReport,
     Rates,
     Speed,
@@ -47,13 +49,11 @@ from hf_graphfilter.conversion import (
     speed,
     text_batches,
 )
-from hf_graphfilter.conversion.choice import least_sensitive
-from hf_graphfilter.conversion.quality import compare
-from hf_graphfilter.conversion.speed import taken_in_turn
-from hf_graphfilter.files import locked
-from hf_graphfilter.filters.attached import filters_of
-from hf_graphfilter.training.transfer.objectives import DISTANCES, errors_by_context, filter_errors
-from hf_graphfilter.training.transfer.run import StageRun
+from hf_graphfilter.fitting.choice import least_sensitive
+from hf_graphfilter.fitting.objectives import DISTANCES, errors_by_context, filter_errors
+from hf_graphfilter.fitting.quality import compare
+from hf_graphfilter.fitting.run import StageRun
+from hf_graphfilter.fitting.speed import taken_in_turn
 
 LLAMA = LlamaConfig(
     vocab_size=90,

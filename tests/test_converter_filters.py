@@ -21,8 +21,8 @@ from hf_graphfilter import (
     patch_model,
     transfer_attention,
 )
-from hf_graphfilter.filters.attached import filters_of
-from hf_graphfilter.filters.spectrum import Spectrum, reflected
+from hf_graphfilter.filters.core.attached import filters_of
+from hf_graphfilter.filters.core.unitary_spectrum import Spectrum, reflected
 from hf_graphfilter.functional import kernel_polynomial_loss, kernelution, unitary
 from hf_graphfilter.ops.unitary import filter_tokens
 

@@ -8,7 +8,7 @@ import torch
 from models import FAMILIES
 
 from hf_graphfilter import FilterConfig, GraphFilterError, filter_status, load_timm_model, patch_model
-from hf_graphfilter.status import FilterRow, FilterStatus
+from hf_graphfilter.patching.status import FilterRow, FilterStatus
 
 
 def reimport(name):

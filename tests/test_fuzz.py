@@ -41,10 +41,10 @@ from hf_graphfilter import (
     save_filter,
     unpatch_model,
 )
-from hf_graphfilter.conversion import load_conversion, save_conversion
 from hf_graphfilter.errors import LONGEST
 from hf_graphfilter.files import read_state
-from hf_graphfilter.training.transfer.checkpoint import EARLIER_FILE, STATE_FILE, Checkpoint
+from hf_graphfilter.fitting import load_conversion, save_conversion
+from hf_graphfilter.fitting.checkpoint import EARLIER_FILE, STATE_FILE, Checkpoint
 from recipes.league.records import by_run
 from recipes.records import read_results
 from recipes.summary import summarise

@@ -35,7 +35,7 @@ from hf_graphfilter.checkpoints.transformers import _is_a_part
 from hf_graphfilter.cli import app, main
 from hf_graphfilter.cli.checkpoints import save_modules
 from hf_graphfilter.console import Console, table
-from hf_graphfilter.conversion import load_conversion
+from hf_graphfilter.fitting import load_conversion
 from hf_graphfilter.remote_code import export_remote_code
 from recipes.errors import one_line_errors
 from recipes.models import load_model

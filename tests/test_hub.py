@@ -48,7 +48,7 @@ from hf_graphfilter import (
     save_filter,
     unpatch_model,
 )
-from hf_graphfilter.filters.attached import filters_of
+from hf_graphfilter.filters.core.attached import filters_of
 
 BERT = FAMILIES["bert"]
 

@@ -32,15 +32,15 @@ from hf_graphfilter import AttentionSite, GraphFilterError, patch_model, unpatch
 from hf_graphfilter.analysis import attention_maps, response_curves
 from hf_graphfilter.analysis.report import report
 from hf_graphfilter.filters.arma import ARMAConfig
-from hf_graphfilter.filters.attached import filters_of
-from hf_graphfilter.filters.build import build_filter
+from hf_graphfilter.filters.core.attached import filters_of
+from hf_graphfilter.filters.core.build import build_filter
+from hf_graphfilter.filters.core.overview import HEADER, overview
+from hf_graphfilter.filters.core.power_series import FromFirstLayerConfig
+from hf_graphfilter.filters.core.registry import get_filter
 from hf_graphfilter.filters.hedgehog import HedgehogConfig
-from hf_graphfilter.filters.overview import HEADER, overview
 from hf_graphfilter.filters.polynomial import PolynomialConfig
-from hf_graphfilter.filters.registry import get_filter
-from hf_graphfilter.filters.series import FromFirstLayerConfig
 from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
-from hf_graphfilter.shift import AttentionShift
+from hf_graphfilter.shift.attention import AttentionShift
 from hf_graphfilter.testing import check_filter
 
 SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}

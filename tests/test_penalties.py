@@ -32,7 +32,7 @@ from hf_graphfilter import (
     orthogonality_loss,
     patch_model,
 )
-from hf_graphfilter.filters.attached import filters_of
+from hf_graphfilter.filters.core.attached import filters_of
 from hf_graphfilter.training.penalties import _Added
 
 GAMMA = 0.5

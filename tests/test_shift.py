@@ -28,7 +28,7 @@ from hf_graphfilter import (
     patch_model,
     unpatch_model,
 )
-from hf_graphfilter.ops.attention import PIECE, ROWS, apply_twice, can_apply_twice
+from hf_graphfilter.ops.apply_twice import PIECE, ROWS, apply_twice, can_apply_twice
 from hf_graphfilter.ops.combine import combine
 
 B, H, N, D = 2, 4, 7, 5
@@ -105,8 +105,8 @@ def test_cross_attention_is_refused():
 @pytest.mark.parametrize("mask", ["none", "causal", "boolean", "additive"])
 @pytest.mark.parametrize(("piece", "rows"), [(PIECE, ROWS), (N * N * 2, 3), (1, 1)])
 def test_apply_twice_equals_two_calls(mask, piece, rows, monkeypatch):
-    monkeypatch.setattr("hf_graphfilter.ops.attention.PIECE", piece)
-    monkeypatch.setattr("hf_graphfilter.ops.attention.ROWS", rows)
+    monkeypatch.setattr("hf_graphfilter.ops.apply_twice.PIECE", piece)
+    monkeypatch.setattr("hf_graphfilter.ops.apply_twice.ROWS", rows)
     mask, causal, _ = masks()[mask]
     mask = mask if mask is None or mask.dtype == torch.bool else mask.nan_to_num(neginf=-1e30)
     inputs = tensors(B, H, N, D, grad=True)
@@ -136,7 +136,7 @@ def test_apply_twice_rows_that_see_nothing(kind):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_apply_twice_gradcheck_with_dropout(causal, monkeypatch):
-    monkeypatch.setattr("hf_graphfilter.ops.attention.ROWS", 3)
+    monkeypatch.setattr("hf_graphfilter.ops.apply_twice.ROWS", 3)
     inputs = tensors(1, 2, 4, 3, grad=True)
 
     def fixed_masks(*args):

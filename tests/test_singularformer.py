@@ -25,7 +25,7 @@ from hf_graphfilter import (
     transfer_attention,
     unpatch_model,
 )
-from hf_graphfilter.filters.attached import filters_of
+from hf_graphfilter.filters.core.attached import filters_of
 from hf_graphfilter.functional import diagonal_loss, orthogonality_loss, singularformer
 from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
 

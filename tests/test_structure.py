@@ -11,17 +11,17 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hf_graphfilter"
 # from the ground up: a module imports what is on a lower floor, or on its own
 FLOORS = [
-    {"errors", "files", "text", "_on_import", "memory"},
-    {"shift", "earlier", "ops"},
+    {"errors", "files", "text", "_on_import"},
+    {"ops"},
+    {"shift"},
     {"functional"},
     {"filters"},
-    {"models", "records"},
+    {"models"},
     {"hosts"},
-    {"base_weights"},
-    {"selection", "status", "patching", "batches"},
+    {"patching"},
     {"checkpoints", "remote_code"},
     {"training", "analysis"},
-    {"testing", "conversion"},
+    {"fitting", "testing"},
     {"hf_graphfilter"},  # the names that the package exports
     {"startup", "launch", "console", "demo", "cli", "__main__"},
 ]
@@ -52,8 +52,14 @@ def imports(file):
             yield f"hf_graphfilter{name.value}" if isinstance(name, ast.Constant) else ""
 
 
+# earlier names, which nothing of ours imports
+SHIMS = {"hf_graphfilter.conversion", "hf_graphfilter.status", "hf_graphfilter.training.transfer"}
+
+
 def arrows():
     found = {name: {m for m in imports(file) if m in MODULES} - {name} for name, file in MODULES.items()}
+    assert not SHIMS & {target for targets in found.values() for target in targets}
+    found = {name: targets for name, targets in found.items() if name not in SHIMS}
     found["hf_graphfilter"] |= {m for m in imports(PACKAGE / "__init__.pyi") if m in MODULES}
     found["hf_graphfilter.filters"] |= {m for m in MODULES if m.startswith("hf_graphfilter.filters.")}
     return found
@@ -97,3 +103,20 @@ def test_files_are_short():
     assert {str(f): lines(f) for f in FILES if lines(f) > 300} == {}
     assert {str(f): lines(f) for f in RECIPES if lines(f) > 260} == {}
     assert median(lines(f) for f in (*FILES, *RECIPES)) <= 150
+
+
+def test_files_have_names_of_their_own():
+    """A name says what a file answers to; hosts and models repeat those of the libraries."""
+    ours = [f for f in FILES if f.stem not in ("__init__",) and not {"hosts", "models"} & {*f.parts}]
+    ours = [f for f in ours if name_of(f) not in SHIMS]
+    assert len({f.stem for f in ours}) == len(ours)
+
+
+def test_the_map_of_contributing_names_every_room():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    table = text[text.index("| floor |") : text.index("`tests/test_structure.py` reads")]
+    rooms = [f.name + "/" * f.is_dir() for f in PACKAGE.iterdir() if f.suffix in (".py", ".pyi") or f.is_dir()]
+    rooms = [room for room in rooms if room not in ("__pycache__/", "data/")]
+    assert [room for room in rooms if f"`{room}`" not in table] == []
+    named = [word for word in table.split("`") if word.endswith((".py", "/")) and " " not in word and "|" not in word]
+    assert [word for word in named if not (PACKAGE / word).exists() and not (ROOT / word).exists()] == []

@@ -381,7 +381,7 @@ def test_nothing_imports_timm_unless_a_timm_model_comes():
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_the_joint_kernel_is_used_in_training_and_agrees(dropout, monkeypatch):
     """With gradients: where query and key alone make the scores, S(V) and S(S(V)) are one call on the CPU."""
-    from hf_graphfilter.ops import attention
+    from hf_graphfilter.ops import apply_twice as attention
 
     monkeypatch.setattr(attention, "FEWEST_ROWS", 1)
     monkeypatch.setattr(attention, "FASTER", {False: range(1, 100)})

@@ -28,11 +28,11 @@ from hf_graphfilter import (
     unpatch_model,
 )
 from hf_graphfilter.files import locked, read_state
-from hf_graphfilter.filters.attached import filters_of
-from hf_graphfilter.training.transfer import call
-from hf_graphfilter.training.transfer.checkpoint import EARLIER_FILE, LOCK, STATE_FILE, Checkpoint
-from hf_graphfilter.training.transfer.objectives import DISTANCES, original_of
-from hf_graphfilter.training.transfer.run import StageRun
+from hf_graphfilter.filters.core.attached import filters_of
+from hf_graphfilter.fitting import transfer as call
+from hf_graphfilter.fitting.checkpoint import EARLIER_FILE, LOCK, STATE_FILE, Checkpoint
+from hf_graphfilter.fitting.objectives import DISTANCES, original_of
+from hf_graphfilter.fitting.run import StageRun
 
 AGF = AGFConfig(correction=True, theta="per_head", position_bias="drop")
 

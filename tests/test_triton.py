@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from hf_graphfilter.ops import triton as kernels
 from hf_graphfilter.ops.spectral import causal as plain
 from hf_graphfilter.ops.spectral.blocks import CausalState, hide, no_past
-from hf_graphfilter.ops.triton import choice
+from hf_graphfilter.ops.triton import enabled as choice
 
 triton = pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -327,7 +327,8 @@ TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", t
     [(torch.bfloat16, 64, None), (torch.float16, 128, "padding"), (torch.float32, 64, "additive")],
 )
 def test_every_launch_compiles_and_fits(architecture, dtype, features, mask, monkeypatch, tmp_path):
-    from hf_graphfilter.ops.triton import attention, causal
+    from hf_graphfilter.ops.triton import causal_kernel as causal
+    from hf_graphfilter.ops.triton import twice_kernel as attention
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(sys.modules[__name__], "DEVICE", "cpu")

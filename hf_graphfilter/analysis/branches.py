@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..batches import moved
 from ..errors import GraphFilterError
 from ..filters import GraphFilter
-from ..filters.attached import filters_of
+from ..filters.core.attached import filters_of
 from ..hosts import unwrapped
+from .model_inputs import moved
 from .observing import back_to_training
 
 Measure = Callable[[nn.Module], float]

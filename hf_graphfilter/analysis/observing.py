@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..batches import Padding, moved, parts, running
-from ..earlier import EarlierLayers
 from ..errors import GraphFilterError
 from ..filters import AttentionSite, FilterConfig, GraphFilter
-from ..filters.attached import CHILD, active_filter
+from ..filters.core.attached import CHILD, active_filter
 from ..hosts import host_of, unwrapped
 from ..ops.explicit import matrix_of
-from ..shift import AttentionShift, ShiftOperator
+from ..shift.attention import AttentionShift
+from ..shift.earlier_layers import EarlierLayers
+from ..shift.operator import ShiftOperator
+from .model_inputs import Padding, moved, parts, running
 
 
 @dataclass(frozen=True)

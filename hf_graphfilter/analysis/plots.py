@@ -8,8 +8,8 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from ..errors import GraphFilterError, needs
-from ..filters.attached import filters_of
-from ..status import filter_status
+from ..filters.core.attached import filters_of
+from ..patching.status import filter_status
 from ..text import figure_text
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import needs
-from ..filters.attached import filters_of
-from ..shift import ShiftOperator
+from ..filters.core.attached import filters_of
+from ..shift.operator import ShiftOperator
 from ..text import figure_text
 from .observing import Call, observe
 from .results import COLOURS, BandReader, Measured, some

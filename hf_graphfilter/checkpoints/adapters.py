@@ -20,10 +20,11 @@ from safetensors import safe_open
 from torch import nn
 
 from ..errors import GraphFilterError
-from ..filters.attached import CHILD, patched_modules
+from ..filters.core.attached import CHILD, patched_modules
+from ..filters.core.record import described, read_groups
 from ..hosts import host_of, unwrapped
-from ..patching import STARTS, apply_record, unchanged_on_error, unpatch_model
-from ..records import described, read_groups
+from ..patching.patch import STARTS, unchanged_on_error, unpatch_model
+from ..patching.restore import apply_record
 from . import copies
 from .fingerprint import KEY, check_record, checked, live_record, written
 

@@ -19,12 +19,12 @@ from transformers import TrainingArguments
 from ..errors import GraphFilterError
 from ..files import write_text
 from ..filters import available_filters
-from ..filters.attached import filters_of, patched_modules
-from ..filters.build import foreign_modules
-from ..filters.overview import summary
+from ..filters.core.attached import filters_of, patched_modules
+from ..filters.core.build import foreign_modules
+from ..filters.core.overview import summary
+from ..filters.core.record import grouped
 from ..hosts import Host, encoder_of, host_of, unwrapped
-from ..records import grouped
-from ..status import FilterStatus, filter_parameters, filter_status
+from ..patching.status import FilterStatus, filter_parameters, filter_status
 from ..text import markdown_table, markdown_text, quoted
 from .copies import holds
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import GraphFilterError, shown
 from ..filters import GraphFilter
-from ..filters.attached import CHILD
+from ..filters.core.attached import CHILD
 
 
 def _wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:

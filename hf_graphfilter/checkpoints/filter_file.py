@@ -18,15 +18,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from ..base_weights import SAMPLE, changed_weights, differing_weights, written_weights
 from ..errors import GraphFilterError, shown
 from ..files import digest, replacing, write_tensors
 from ..filters import GraphFilter
-from ..filters.attached import filters_of, patched_modules, read_whole
+from ..filters.core.attached import filters_of, patched_modules, read_whole
+from ..filters.core.record import described, read_groups
 from ..hosts import Host, encoder_of, host_of, unwrapped
 from ..hosts.base import check_values, own_record
-from ..patching import STARTS, apply_record, resolve
-from ..records import described, read_groups
+from ..patching.base_weights import SAMPLE, changed_weights, differing_weights, written_weights
+from ..patching.patch import STARTS
+from ..patching.restore import apply_record, resolve
 from ..text import printable
 from .copies import without_adapters
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from ..errors import GraphFilterError
 from ..filters import FilterConfig
-from ..filters.attached import CHILD, filters_of, patched_modules
+from ..filters.core.attached import CHILD, filters_of, patched_modules
+from ..filters.core.record import described, read_groups, record_of
 from ..hosts import Host, host_of, unwrapped
 from ..hosts.base import check_values
-from ..patching import resolve
-from ..records import described, read_groups, record_of
+from ..patching.restore import resolve
 from .copies import without_adapters
 
 KEY = "graph_filter_record"  # the bytes of JSON as float32: programs average and scale the weights of adapters

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import shown
 from ..files import write_text
-from ..filters.attached import patched_modules
+from ..filters.core.attached import patched_modules
 from ..text import printable
 
 logger = logging.getLogger("hf_graphfilter")

@@ -21,17 +21,17 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..base_weights import remember_weights
 from ..errors import GraphFilterError
 from ..filters import GraphFilter
-from ..filters.attached import CHILD, filters_of
+from ..filters.core.attached import CHILD, filters_of
+from ..filters.core.record import read_groups
 from ..hosts import host_of
 from ..hosts.base import check_values
 from ..hosts.transformers.attention import IMPLEMENTATION, graph_filter_attention
 from ..hosts.transformers.records import model_class, read_record, resolve_implementation, saved_config
 from ..hosts.transformers.sites import relative_name
-from ..patching import STARTED, apply_record, check_resolved, resolve
-from ..records import read_groups
+from ..patching.base_weights import remember_weights
+from ..patching.restore import STARTED, apply_record, check_resolved, resolve
 from .adapters import OF_TRANSFORMERS
 from .readme import write_readme
 

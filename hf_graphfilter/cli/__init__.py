@@ -18,8 +18,8 @@ try:
 
         from .checkpoints import check_output, reason
         from .convert import convert
-        from .report import report
         from .verbs import card, export_remote_code, filters, load_filter, patch, save_filter, status, transfer, unpatch
+        from .write_report import report
 except GraphFilterError as error:  # pragma: no cover
     sys.exit(f"hf-graphfilter: {error}")
 

@@ -50,7 +50,7 @@ def check_output(output: Path, source: str | None = None) -> None:
 @contextlib.contextmanager
 def resumable(progress: Path) -> Iterator[None]:
     """Say what is kept of a fit that is interrupted, or that finds the disk full."""
-    from ..training.transfer.checkpoint import is_kept
+    from ..fitting.checkpoint import is_kept
 
     resumes = f"progress is kept in {progress}, the same command goes on"
     try:
@@ -191,7 +191,7 @@ def save_modules(source: str, output: Path) -> None:
 
 
 def show_status(model: Any) -> None:
-    from ..status import filter_status
+    from ..patching.status import filter_status
 
     if status := filter_status(model):
         Console().print(table(*status.table()))

@@ -74,9 +74,9 @@ def convert(
     """
     import torch
 
-    from ..conversion import Rates, save_conversion
-    from ..conversion import convert as converted
-    from ..training.transfer.checkpoint import remove
+    from ..fitting import Rates, save_conversion
+    from ..fitting import convert as converted
+    from ..fitting.checkpoint import remove
 
     if sum(map(bool, (text, dataset, images))) != 1:
         raise GraphFilterError("a conversion needs inputs: one of --text FILE, --dataset NAME and --images DIR")
@@ -132,7 +132,7 @@ def convert(
 
 
 def _batches(source: str, texts: list[str], length: int, tokens: int | None) -> list[dict[str, Any]]:
-    from ..conversion.data import text_batches
+    from ..fitting.data import text_batches
 
     config = load_config(source)
     causal = any(name.endswith(("CausalLM", "LMHeadModel")) for name in config.architectures or [])

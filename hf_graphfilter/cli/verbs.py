@@ -44,7 +44,7 @@ def patch(
     import torch
 
     from ..filters import as_config
-    from ..patching import patch_model
+    from ..patching.patch import patch_model
 
     torch.manual_seed(seed)
     config, chosen = as_config(filter, **parse_options(options or [])), parse_layers(layers)
@@ -60,7 +60,7 @@ def unpatch(source: Source, output: Output, auto_class: AutoClass = None) -> Non
 
     [dim]hf-graphfilter unpatch runs/bert-gfsa runs/bert-plain[/dim]
     """
-    from ..patching import unpatch_model
+    from ..patching.patch import unpatch_model
 
     check_output(output, source)
     save(unpatch_model(load(source, auto_class, patched=True)), source, output)
@@ -85,8 +85,8 @@ def transfer(
     """
     import torch
 
-    from ..training.transfer import transfer_attention
-    from ..training.transfer.checkpoint import remove
+    from ..fitting import transfer_attention
+    from ..fitting.checkpoint import remove
 
     check_output(output, source)
     load_config(source, patched=True)
@@ -181,8 +181,8 @@ def filters(
     from importlib import metadata
 
     from ..filters import available_filters, get_filter
-    from ..filters.fields import options
-    from ..filters.overview import summary
+    from ..filters.core.fields import options
+    from ..filters.core.overview import summary
 
     declared = [] if name else [entry.name for entry in metadata.entry_points(group="hf_graphfilter.filters")]
     for known in [name] if name else sorted({*available_filters(), *declared}):

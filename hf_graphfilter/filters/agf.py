@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from .. import functional
 from ..errors import GraphFilterError, shown
 from ..ops import spectral
+from ..ops.heads import repeat_heads
 from ..ops.polynomials import Basis, expand, recurrence
-from ..shift import AttentionShift, repeat_heads
-from .base import LARGEST_ORDER, AttentionSite
-from .build import register_filter
-from .replacing import ReplacingConfig, ReplacingFilter, in_dtype_of
+from ..shift.attention import AttentionShift
+from .core.base import LARGEST_ORDER, AttentionSite
+from .core.build import register_filter
+from .core.replacing import ReplacingConfig, ReplacingFilter
+from .core.window import in_dtype_of
 
 CITATION = """@inproceedings{wi2025agf,
   title     = {Learning Advanced Self-Attention for Linear Transformers in the Singular Value Domain},

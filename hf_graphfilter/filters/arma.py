@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ..errors import GraphFilterError, shown
-from .base import LARGEST_ORDER, AttentionSite, FilterConfig
-from .build import register_filter
-from .fields import check_counts
-from .series import PowerSeries
+from .core.base import LARGEST_ORDER, AttentionSite, FilterConfig
+from .core.build import register_filter
+from .core.fields import check_counts
+from .core.power_series import PowerSeries
 
 CITATION = """@article{isufi2017arma,
   title   = {Autoregressive Moving Average Graph Filtering},

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ..ops.combine import combine
-from ..shift import ShiftOperator, repeat_heads
-from .base import FilterConfig
-from .build import register_filter
-from .series import PerHead
+from ..ops.heads import repeat_heads
+from ..shift.operator import ShiftOperator
+from .core.base import FilterConfig
+from .core.build import register_filter
+from .core.power_series import PerHead
 
 CITATION = """@inproceedings{wang2022antioversmoothing,
   title = {Anti-Oversmoothing in Deep Vision Transformers via the Fourier Domain Analysis: From Theory to Practice},

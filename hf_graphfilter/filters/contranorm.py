@@ -14,10 +14,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..errors import GraphFilterError, shown
 from ..ops.combine import combine
-from ..shift import AttentionShift
-from .base import FilterConfig
-from .build import register_filter
-from .series import PerHead
+from ..shift.attention import AttentionShift
+from .core.base import FilterConfig
+from .core.build import register_filter
+from .core.power_series import PerHead
 
 CITATION = """@inproceedings{guo2023contranorm,
   title     = {ContraNorm: A Contrastive Learning Perspective on Oversmoothing and Beyond},

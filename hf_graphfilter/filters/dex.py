@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ..shift import ShiftOperator
-from .base import AttentionSite, FilterConfig
-from .build import register_filter
-from .series import PerHead
+from ..shift.operator import ShiftOperator
+from .core.base import AttentionSite, FilterConfig
+from .core.build import register_filter
+from .core.power_series import PerHead
 
 CITATION = """@article{kong2025dex,
   title   = {Understanding Differential Transformer Unchains Pretrained Self-Attentions},

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..shift import ShiftOperator
+from ..shift.operator import ShiftOperator
 from .attnscale import CITATION
-from .base import AttentionSite, FilterConfig
-from .build import register_filter
-from .series import PerHead
+from .core.base import AttentionSite, FilterConfig
+from .core.build import register_filter
+from .core.power_series import PerHead
 
 
 class FeatScale(PerHead):

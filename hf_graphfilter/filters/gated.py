@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ..errors import GraphFilterError
-from ..shift import AttentionShift
-from .base import AttentionSite, FilterConfig
-from .build import register_filter
-from .series import PerHead
+from ..shift.attention import AttentionShift
+from .core.base import AttentionSite, FilterConfig
+from .core.build import register_filter
+from .core.power_series import PerHead
 
 CITATION = """@article{qiu2025gated,
   title   = {Gated Attention for Large Language Models: Non-linearity, Sparsity, and Attention-Sink-Free},

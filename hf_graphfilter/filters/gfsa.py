@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import GraphFilterError, shown
-from ..functional.polynomial import attention_terms, known_zero
+from ..functional.matrix_polynomial import attention_terms, known_zero
 from ..ops.combine import combine
 from ..ops.filled import filled
-from ..shift import ShiftOperator
-from .base import LARGEST_ORDER, AttentionSite, FilterConfig, GraphFilter
-from .build import register_filter
+from ..shift.operator import ShiftOperator
+from .core.base import LARGEST_ORDER, AttentionSite, FilterConfig, GraphFilter
+from .core.build import register_filter
 
 CITATION = """@inproceedings{choi2024gfsa,
   title     = {Graph Convolutions Enrich the Self-Attention in Transformers!},

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import spectral
+from ..ops.heads import repeat_heads
 from ..ops.polynomials import recurrence
-from ..shift import AttentionShift, repeat_heads
-from .base import AttentionSite
-from .build import register_filter
-from .replacing import ReplacingConfig, ReplacingFilter, in_dtype_of
+from ..shift.attention import AttentionShift
+from .core.base import AttentionSite
+from .core.build import register_filter
+from .core.replacing import ReplacingConfig, ReplacingFilter
+from .core.window import in_dtype_of
 
 CITATION = """@inproceedings{zhang2024hedgehog,
   title     = {The Hedgehog \\& the Porcupine: Expressive Linear Attentions with Softmax Mimicry},

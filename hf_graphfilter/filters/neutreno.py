@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from ..errors import GraphFilterError
 from ..ops.combine import combine
-from ..shift import AttentionShift
-from .base import AttentionSite
-from .build import register_filter
-from .series import FromFirstLayer, FromFirstLayerConfig
+from ..shift.attention import AttentionShift
+from .core.base import AttentionSite
+from .core.build import register_filter
+from .core.power_series import FromFirstLayer, FromFirstLayerConfig
 
 CITATION = """@inproceedings{nguyen2023neutreno,
   title     = {Mitigating Over-smoothing in Transformers via Regularized Nonlocal Functionals},

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from ..errors import GraphFilterError
-from ..functional.polynomial import known_zero
+from ..functional.matrix_polynomial import known_zero
 from ..ops.combine import combine
 from ..ops.polynomials import applied, highest_order, itself, monomials, recurrence
-from ..shift import ShiftOperator
-from .base import LARGEST_ORDER, AttentionSite, FilterConfig
-from .build import register_filter
-from .fields import check_counts
-from .series import PowerSeries
+from ..shift.operator import ShiftOperator
+from .core.base import LARGEST_ORDER, AttentionSite, FilterConfig
+from .core.build import register_filter
+from .core.fields import check_counts
+from .core.power_series import PowerSeries
 
 CITATION = """@inproceedings{defferrard2016chebnet,
   title     = {Convolutional Neural Networks on Graphs with Fast Localized Spectral Filtering},

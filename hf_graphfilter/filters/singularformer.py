@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..errors import GraphFilterError, shown
-from ..shift import AttentionShift
-from .base import AttentionSite
-from .build import register_filter
-from .fields import check_counts
-from .replacing import ReplacingConfig, ReplacingFilter, in_dtype_of
+from ..shift.attention import AttentionShift
+from .core.base import AttentionSite
+from .core.build import register_filter
+from .core.fields import check_counts
+from .core.replacing import ReplacingConfig, ReplacingFilter
+from .core.window import in_dtype_of
 
 CITATION = """@inproceedings{wu2023singularformer,
   title     = {Singularformer: Learning to Decompose Self-Attention to Linearize the Complexity of Transformer},

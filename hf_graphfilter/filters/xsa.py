@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..ops.combine import combine
-from ..shift import ShiftOperator
-from .base import FilterConfig
-from .build import register_filter
-from .series import PerHead
+from ..shift.operator import ShiftOperator
+from .core.base import FilterConfig
+from .core.build import register_filter
+from .core.power_series import PerHead
 
 CITATION = """@article{zhai2026exclusive,
   title   = {Exclusive Self Attention},

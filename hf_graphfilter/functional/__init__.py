@@ -6,7 +6,7 @@ Signals are (batch, heads, tokens, features) throughout. The same kernels run in
 from .converter import Kernel, gibbs_damping, kernel_polynomial_loss, kernelution, synvolution, unitary
 from .decomposition import agf, singularformer
 from .losses import Norm, diagonal_loss, orthogonality_loss
-from .polynomial import attention_terms, gfsa
+from .matrix_polynomial import attention_terms, gfsa
 
 __all__ = [
     "Kernel",

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ..errors import GraphFilterError
 from ..ops import spectral
+from ..ops.heads import repeat_heads
 from ..ops.polynomials import Basis, recurrence
-from ..shift import repeat_heads
 from .losses import present, real
 
 

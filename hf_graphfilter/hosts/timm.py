@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from ..errors import GraphFilterError
 from ..filters import AttentionSite, GraphFilter
-from ..filters.attached import CHILD
-from ..ops.attention import joint_form
+from ..filters.core.attached import CHILD
+from ..ops.apply_twice import joint_form
 from ..ops.visibility import visibility
-from ..shift import AttentionShift
+from ..shift.attention import AttentionShift
 from ..text import quoted
 from .base import locate, looks_like_attention, without_wrappers
 from .watching import REPLACED, as_written, note_filter_runs, refuse_script, running_forward, unwatch, watch

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .attention import additive, biased_softmax, on_plain_cpu
+from .apply_twice import additive, biased_softmax, on_plain_cpu
 
 FEW = 16  # query tokens, those of assisted decoding too; with more, two calls are as fast
 

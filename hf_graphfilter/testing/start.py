@@ -10,8 +10,8 @@ from torch import nn
 
 from ..errors import GraphFilterError
 from ..filters import FilterConfig
-from ..filters.attached import filters_of
-from ..patching import patch_model
+from ..filters.core.attached import filters_of
+from ..patching.patch import patch_model
 from .trial import ALL, DoesNotApply, Failed, Family, Trial, check, equal, one_line, output, state
 
 

@@ -15,12 +15,14 @@ from torch.func import functional_call
 from ..checkpoints.filter_file import load_filter, save_filter
 from ..errors import GraphFilterError
 from ..filters import AttentionSite, GraphFilter
-from ..filters.attached import filters_of
-from ..filters.build import build_filter
+from ..filters.core.attached import filters_of
+from ..filters.core.build import build_filter
 from ..hosts.transformers.cache import NAME as CACHE
-from ..patching import unpatch_model
-from ..shift import AttentionShift, DenseShift, repeat_heads
-from ..status import filter_parameters
+from ..ops.heads import repeat_heads
+from ..patching.patch import unpatch_model
+from ..patching.status import filter_parameters
+from ..shift.attention import AttentionShift
+from ..shift.operator import DenseShift
 from .trial import ALL, DoesNotApply, Failed, Family, Trial, check, equal, one_line, output, state, turn_on
 
 DECODERS = ("decoder", "encoder-decoder")

@@ -12,7 +12,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "optimizer": ["filter_optimizer", "parameter_groups"],
         "orthogonality": ["OrthogonalityCallback", "orthogonality_loss"],
         "penalties": ["Penalties", "RegularizerCallback", "collect_penalties"],
-        "smoothing": ["SmoothingCallback"],
+        "smoothing_callback": ["SmoothingCallback"],
         "transfer": ["TransferReport", "transfer_attention"],
     },
 )

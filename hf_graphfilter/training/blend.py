@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import GraphFilterError, is_number
 from ..filters import FilterConfig, ReplacingConfig, ReplacingFilter, available_filters, get_filter
-from ..filters.attached import filters_of
+from ..filters.core.attached import filters_of
 from ..hosts import host_of, unwrapped
 from ..hosts.base import own_record
 from .callbacks import LoggingCallback

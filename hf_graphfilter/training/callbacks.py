@@ -10,7 +10,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from transformers.trainer import DEFAULT_CALLBACKS
 from transformers.trainer_callback import CallbackHandler, TrainerState
 
-from ..filters.attached import filters_of, read_whole
+from ..filters.core.attached import filters_of, read_whole
 from .learning_rate import caller, find_rate_problem, report_problem
 from .reference import check_reference
 from .resuming import check_when_resuming

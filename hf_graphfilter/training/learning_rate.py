@@ -22,8 +22,8 @@ from accelerate.accelerator import Accelerator
 from torch import nn
 
 from ..errors import GraphFilterError, is_number, shown
-from ..filters.attached import filters_of
-from ..status import filter_parameters, filter_status
+from ..filters.core.attached import filters_of
+from ..patching.status import filter_parameters, filter_status
 
 FILTER_LR = 1e-2
 FAST = 1e-3  # a rate that moves a coefficient by as much as filters were seen to need, within a thousand steps

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from ..errors import GraphFilterError
-from ..status import filter_parameters
+from ..patching.status import filter_parameters
 from .learning_rate import (
     FILTER_LR,
     caller,

@@ -20,8 +20,8 @@ from transformers.training_args import ParallelMode
 
 from ..errors import GraphFilterError, is_number, shown
 from ..filters import GraphFilter
-from ..filters.attached import filters_of
-from ..filters.base import Loss
+from ..filters.core.attached import filters_of
+from ..filters.core.base import Loss
 from .callbacks import LoggingCallback
 from .learning_rate import caller
 

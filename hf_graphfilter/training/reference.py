@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ..filters import GraphFilter
-from ..filters.attached import copy_restarted, filters_of
-from ..filters.replacing import ReplacingFilter
-from ..records import described, record_of
+from ..filters.core.attached import copy_restarted, filters_of
+from ..filters.core.record import described, record_of
+from ..filters.core.replacing import ReplacingFilter
 
 
 def check_reference(trainer: Any) -> str | None:

@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from ..errors import GraphFilterError
-from ..filters.attached import CHILD, filters_of
+from ..filters.core.attached import CHILD, filters_of
+from ..filters.core.record import read_groups
 from ..hosts import host_of, unwrapped
-from ..records import read_groups
 
 _CHECKS = "_checks_graph_filter"
 

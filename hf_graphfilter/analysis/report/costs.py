@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...batches import moved
-from ...filters.attached import filters_of
+from ...filters.core.attached import filters_of
+from ..model_inputs import moved
 from ..observing import back_to_training
 
 RUNS = 3

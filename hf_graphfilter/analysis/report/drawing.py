@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...errors import needs
-from ...status import FilterStatus
+from ...patching.status import FilterStatus
 from ...text import figure_text
 from ..plots import by_head
 from ..response import plot_curves

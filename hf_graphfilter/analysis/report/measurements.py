@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import nn
 
 from ...hosts import unwrapped
-from ...status import FilterStatus, filter_status
+from ...patching.status import FilterStatus, filter_status
 from ..observing import observe
 from ..response import Curve, FrequencyResponse, ResponseReader, response_curves
 from ..results import Measured

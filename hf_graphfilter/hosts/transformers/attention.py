@@ -11,11 +11,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils.output_capturing import _active_collector
 
 from ...errors import GraphFilterError
-from ...filters.attached import CHILD
-from ...ops.attention import joint_form
+from ...filters.core.attached import CHILD
+from ...ops.apply_twice import joint_form
 from ...ops.few_rows import can_form_rows, form_rows
 from ...ops.visibility import visibility
-from ...shift import AttentionShift
+from ...shift.attention import AttentionShift
 from ..watching import note_filter_runs
 from . import cache
 from .interface import attention_function, honours_softcap

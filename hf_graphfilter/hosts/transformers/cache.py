@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ...errors import UNSEEN, GraphFilterError
 from ...ops.exporting import is_exporting
-from ...shift import PastRows
+from ...shift.operator import PastRows
 from .cache_layers import FILTERED, STATEFUL, FilteredStaticLayer, SignalRows, StateLayer
 
 ARGUMENT = "graph_filter_cache"

@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import GraphFilterError, shown
 from ...filters import FilterConfig
-from ...filters.attached import CHILD, active_filter, filters_of, patched_modules
-from ...records import grouped
+from ...filters.core.attached import CHILD, active_filter, filters_of, patched_modules
+from ...filters.core.record import grouped
 from .attention import CURE, IMPLEMENTATION
 from .sites import relative_name
 

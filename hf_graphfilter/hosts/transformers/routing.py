@@ -11,10 +11,10 @@ from typing import Any
 from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from ...earlier import EarlierLayers
 from ...errors import GraphFilterError
 from ...filters import AttentionSite, GraphFilter
-from ...filters.attached import CHILD, filters_of
+from ...filters.core.attached import CHILD, filters_of
+from ...shift.earlier_layers import EarlierLayers
 from ..watching import unwatch, watch
 from . import cache
 from .attention import BASE_CONFIG, CHOSEN, EARLIER, HIDDEN, IMPLEMENTATION, SERVING, field

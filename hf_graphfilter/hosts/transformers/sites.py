@@ -16,7 +16,7 @@ from transformers.core_model_loading import PrefixChange, WeightConverter
 from transformers.pytorch_utils import Conv1D
 
 from ...filters import AttentionSite
-from ...filters.attached import CHILD
+from ...filters.core.attached import CHILD
 from ..base import locate, looks_like_attention, without_wrappers
 from ..watching import REPLACED, running_forward
 from .attention import backend, declared_causal

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from ...errors import GraphFilterError
 from ...filters import GraphFilter
-from ...shift import ShiftOperator
+from ...shift.operator import ShiftOperator
 
 
 def with_local_heads(

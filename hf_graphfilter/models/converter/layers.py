@@ -15,8 +15,8 @@ from torch.nn.functional import dropout, leaky_relu, softplus
 from transformers import initialization as init
 
 from ...errors import GraphFilterError
-from ...filters.replacing import in_dtype_of
-from ...filters.spectrum import Spectrum, damped_polynomial
+from ...filters.core.unitary_spectrum import Spectrum, damped_polynomial
+from ...filters.core.window import in_dtype_of
 from ...ops.polynomials import recurrence
 from ...ops.spectral import wide
 from ...ops.unitary import filter_tokens

@@ -18,7 +18,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from ...errors import GraphFilterError
-from ...filters.spectrum import Spectrum, real_form
+from ...filters.core.unitary_spectrum import Spectrum, real_form
 from ...functional import kernel_polynomial_loss
 from .configuration import ConverterConfig
 from .layers import (

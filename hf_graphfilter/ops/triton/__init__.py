@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .choice import chosen
+from .enabled import chosen
 
 
 def apply_twice(
@@ -37,7 +37,7 @@ def apply_twice(
     """
     if dropout or not chosen("gfsa", query) or not torch.is_grad_enabled():
         return None
-    from . import attention
+    from . import twice_kernel as attention
 
     if not attention.can_apply(query, key, value, mask):
         return None
@@ -57,7 +57,7 @@ def filter_causal(
     """
     if not chosen("agf", v):
         return None
-    from . import causal
+    from . import causal_kernel as causal
 
     w = rows()
     if not causal.can_filter(w, v, value):

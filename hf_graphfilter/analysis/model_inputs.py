@@ -1,0 +1,129 @@
+"""Batches on their way into a model: moved, cut, refused, and which of their tokens are no padding."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import GraphFilterError
+from ..filters import AttentionSite
+
+ENTRIES = 1 << 24  # of attention matrices held at a time: 64 MB in float32
+_FORBIDDEN = -1e4  # additive masks hold 0 and the lowest number of their dtype
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
+    raise GraphFilterError(f"a batch is a dict of the model's arguments or a tensor, got {type(batch).__name__}")
+
+
+def parts(batch: Any, heads: int, seen: Callable[[], int]) -> Iterator[Any]:
+    """The batch in pieces of so many sequences that the matrices of one layer fit into memory; whole for 0 heads.
+
+    Of how many tokens an image or a sound is made is known when a module has ``seen`` one: the first piece is one
+    sequence then.
+    """
+    tensors = [batch] if isinstance(batch, Tensor) else [x for x in batch.values() if isinstance(x, Tensor) and x.dim()]
+    if not tensors or not tensors[0].numel():
+        raise GraphFilterError("a batch holds no tokens")
+    rows, start = len(tensors[0]), 0
+    longest = max((max(x.shape[1:]) for x in tensors if x.dim() in (2, 3) and not x.is_floating_point()), default=0)
+    others = any(x.dim() > 1 and x.is_floating_point() for x in tensors)
+    while start < rows:
+        count = rows
+        if heads:
+            tokens = longest  # other texts' lengths do not cut this one
+            if others:
+                tokens = max(longest, seen()) if seen() else 0
+            count = max(1, ENTRIES // (heads * tokens**2)) if tokens else 1
+        part = slice(start, start + count)
+        start += count
+        if isinstance(batch, Tensor):
+            yield batch[part]
+        else:
+            yield {k: x[part] if isinstance(x, Tensor) and x.dim() and len(x) == rows else x for k, x in batch.items()}
+
+
+@contextlib.contextmanager
+def running(model: nn.Module, batch: Any) -> Iterator[None]:
+    """What ``model`` says to a batch that is not for it, in a sentence that tells what it was given.
+
+    Raises:
+        GraphFilterError: the model raised an error of Python's or PyTorch's; out of memory stays what it is.
+    """
+    try:
+        yield
+    except (GraphFilterError, torch.OutOfMemoryError):
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        named = batch if isinstance(batch, Mapping) else {"a tensor": batch}
+        given = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items() if isinstance(x, Tensor))
+        text = " ".join(str(error).split())[:200]
+        raise GraphFilterError(f"{type(model).__name__} does not run on {given}: {text}") from error
+
+
+def mask_of(batch: Mapping[str, Any], stack: str) -> Tensor | None:
+    """What of the tokens of a stack (``"encoder"``, ``"decoder"``, or ``""``, the only one) is there."""
+    mask: Tensor | None = batch.get("decoder_attention_mask" if stack == "decoder" else "attention_mask")
+    if stack == "decoder" and mask is None and "labels" in batch and "decoder_input_ids" not in batch:
+        return cast(Tensor, batch["labels"]) != -100  # of which the model makes its decoder's tokens
+    return mask
+
+
+class Padding:
+    """The masks of one batch, as its model's layers are to be read by them.
+
+    Args:
+        model: which the batch is for.
+        sites: its attention modules. Where some of them belong to a part that reads texts and some to a part that does
+            not (the towers of CLIP), the mask is that of the texts.
+        batch: arguments of the model, or a tensor.
+    """
+
+    def __init__(self, model: nn.Module, sites: list[AttentionSite], batch: Any):
+        self.model, self.batch = model, batch if isinstance(batch, Mapping) else {}
+        self.encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+        self.texts = any(_reads_texts(site) for site in sites)
+        self.unread: dict[str, Tensor] = {}
+        self.read: set[str] = set()
+
+    def there(self, site: AttentionSite, batch: int, tokens: int, device: torch.device) -> Tensor:
+        """bool (batch, tokens), for what the stack of ``site`` holds."""
+        stack = site.stack if self.encoder_decoder else ""
+        mask = mask_of(self.batch, stack) if _reads_texts(site) or not self.texts else None
+        if isinstance(mask, Tensor) and mask.dim() == 4:
+            seen = mask > _FORBIDDEN if mask.is_floating_point() else mask.bool()
+            mask = seen.flatten(1, 2).any(1).expand(batch, -1)
+        elif isinstance(mask, Tensor) and mask.shape != (batch, tokens) and stack != "decoder":
+            frames = getattr(self.model, "_get_feature_vector_attention_mask", None)  # of samples, in models of speech
+            mask = mask if frames is None or mask.shape[1] < tokens else frames(tokens, mask)
+        if isinstance(mask, Tensor) and mask.shape == (batch, tokens):
+            self.read.add(stack)
+            return mask.to(device).bool()
+        if isinstance(mask, Tensor):
+            self.unread[stack] = mask
+        return torch.ones(batch, tokens, dtype=torch.bool, device=device)
+
+    def check(self) -> None:
+        """After the model ran.
+
+        Raises:
+            GraphFilterError: a mask that hides tokens fits none of its layers.
+        """
+        for stack, mask in self.unread.items():
+            if stack not in self.read and not mask.bool().all():
+                raise GraphFilterError(
+                    f"the batch's mask {tuple(mask.shape)} hides tokens, and no layer of {type(self.model).__name__} "
+                    "has as many, so that padding cannot be left out: give texts of one length a batch, without a mask"
+                )
+
+
+def _reads_texts(site: AttentionSite) -> bool:
+    return hasattr(getattr(site.module, "config", None), "vocab_size")

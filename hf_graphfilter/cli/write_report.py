@@ -1,0 +1,74 @@
+"""The verb that measures a checkpoint and writes a page about it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.progress import track
+
+from ..console import Console
+from ..errors import GraphFilterError
+from .checkpoints import AutoClass, Source, check_output, load
+from .inputs import Images, texts_of
+
+
+def report(
+    source: Source,
+    text: Annotated[
+        list[Path] | None, typer.Option("--text", "-t", help="A file of texts, a line each, repeatable.")
+    ] = None,
+    images: Annotated[Path | None, typer.Option("--images", help="A folder of images, with subfolders.")] = None,
+    against: Annotated[
+        str | None, typer.Option("--against", help="A checkpoint to compare with, say the plain model.")
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", help="The page; numbers and figures lie beside it.")] = Path(
+        "report.html"
+    ),
+    count: Annotated[int, typer.Option("--count", min=1, help="Texts or images that are measured.")] = 64,
+    length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a text; longer ones are cut.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="In a batch.")] = 8,
+    auto_class: AutoClass = None,
+) -> None:
+    """Measure over-smoothing, frequencies, ranks and coefficients of a checkpoint, and write a page about them.
+
+    [dim]hf-graphfilter report runs/bert-gfsa --text reviews.txt --against bert-base-uncased[/dim]
+
+    [dim]hf-graphfilter report facebook/deit-tiny-patch16-224 --images photos --output deit.html[/dim]
+    """
+    import torch
+
+    from ..analysis.report import report as measured
+    from ..fitting import load_conversion
+
+    if bool(text) == bool(images):
+        raise GraphFilterError("a report needs inputs: either --text FILE or --images DIR")
+    if output.suffix.lower() not in (".html", ".htm"):
+        raise GraphFilterError(f"--output {output}: name a page, NAME.html")
+    check_output(output.parent)
+    for path, there in ((output, output.is_dir()), (output.with_suffix(""), output.with_suffix("").is_file())):
+        if there:  # the figures go into a folder of the page's name
+            raise GraphFilterError(f"--output {output}: {path} is in the way")
+    if images is None:
+        batches = texts_of(source, text or [], count, length, batch_size)
+    else:
+        batches = list(Images(source, images, batch_size, count))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load(source, auto_class).to(device)
+    conversion = load_conversion(source)
+    reference = load(against, auto_class).to(device) if against else None
+    console = Console(stderr=True)
+
+    def progress(given: Any) -> Any:
+        return track(given, "measuring", console=console, transient=True)
+
+    found = measured(model, batches, reference, title=Path(source).name, conversion=conversion, progress=progress)
+    page = found.to_html(output)
+    found.save_figures(output.with_suffix(""))
+    output.with_suffix(".json").write_text(json.dumps(found.to_dict(), indent=1) + "\n")
+    for line in found.summary():
+        Console().print(escape(f"- {line}"), highlight=False)
+    Console().print(f"saved to {escape(str(page))}")

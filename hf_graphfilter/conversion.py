@@ -1,0 +1,3 @@
+"""The earlier name of ``hf_graphfilter.fitting``."""
+
+from .fitting import *  # noqa: F403

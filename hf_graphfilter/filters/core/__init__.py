@@ -1,0 +1,1 @@
+"""What filters are made of: their base classes, the registry, and how they are built and read."""

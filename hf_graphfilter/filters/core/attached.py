@@ -1,0 +1,111 @@
+"""The filters that are in a model."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import GraphFilterError
+from .base import GraphFilter
+
+CHILD = "graph_filter"  # the name of a filter in its attention module
+F = TypeVar("F", bound=GraphFilter)
+
+
+def patched_modules(model: nn.Module, required: bool = True) -> list[tuple[str, Any]]:
+    """(name, module) of the patched attention modules; an unpatched model is an error where one is ``required``."""
+    patched = [
+        (name, module)
+        for name, module in model.named_modules()
+        if CHILD in module._modules and hasattr(module.graph_filter, "site_name")
+    ]
+    if required and not patched:
+        raise GraphFilterError(f"{type(model).__name__} has no graph filter; call patch_model first")
+    return patched
+
+
+def active_filter(module: Any) -> GraphFilter:
+    """The filter of a patched module; of the copies that PEFT keeps for its adapters, the one that runs."""
+    child = module.graph_filter
+    return child.get_submodule(running_copy(child)) if hasattr(child, "modules_to_save") else child  # type: ignore[no-any-return]
+
+
+def running_copy(wrapper: Any) -> str:
+    """Return the name of the copy that runs, within PEFT's wrapper of a module, which holds a copy per adapter."""
+    names = [n for n in wrapper.active_adapters if n in wrapper.modules_to_save and not wrapper.disable_adapters]
+    return f"modules_to_save.{names[0]}" if names else "original_module"
+
+
+def _in_a_copy_at_rest(model: nn.Module, name: str) -> bool:
+    """Whether a module is in a copy of a whole module that PEFT keeps for an adapter that does not run."""
+    parts = name.split(".")
+    for end, part in enumerate(parts):
+        if part in ("original_module", "modules_to_save"):
+            wrapper = model.get_submodule(".".join(parts[:end]))
+            if not f"{'.'.join(parts[end:])}.".startswith(f"{running_copy(wrapper)}."):
+                return True
+    return False
+
+
+@overload
+def filters_of(model: nn.Module, *, required: bool = False, copies: bool = False) -> list[tuple[str, GraphFilter]]: ...
+@overload
+def filters_of(
+    model: nn.Module, kind: type[F], *, required: bool = False, copies: bool = False
+) -> list[tuple[str, F]]: ...
+def filters_of(
+    model: nn.Module, kind: type[Any] = GraphFilter, *, required: bool = False, copies: bool = False
+) -> list[tuple[str, Any]]:
+    """(name of the attention module, filter) of the filters of a ``kind``, in module order.
+
+    Args:
+        model: any module.
+        kind: the class of filters that are meant.
+        required: whether an unpatched model is an error.
+        copies: whether those count that PEFT keeps for adapters that do not run.
+    """
+    filters: list[tuple[str, Any]] = []
+    for name, module in patched_modules(model, required):
+        if copies:
+            filters += [(name, graph_filter) for graph_filter in module.graph_filter.modules()]
+        elif not _in_a_copy_at_rest(model, name):
+            filters.append((name, active_filter(module)))
+    return [(name, graph_filter) for name, graph_filter in filters if isinstance(graph_filter, kind)]
+
+
+def read_whole(graph_filter: GraphFilter, read: Callable[[GraphFilter], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """``read(graph_filter)`` as copies on the CPU, also where accelerate has offloaded it; where FSDP2 or ZeRO-3 has
+    sharded it, whole: all processes must call."""
+    from accelerate.utils import align_module_device
+
+    with contextlib.ExitStack() as stack:
+        for part in graph_filter.modules():
+            stack.enter_context(align_module_device(part))
+        if partitioned := [p for p in graph_filter.parameters() if hasattr(p, "ds_id")]:
+            import deepspeed
+
+            stack.enter_context(deepspeed.zero.GatheredParameters(partitioned))
+        tensors = {name: tensor.detach() for name, tensor in read(graph_filter).items()}
+        whole = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in tensors.items()}
+        return {name: t.to("cpu", copy=True) for name, t in whole.items()}
+
+
+def copy_restarted(graph_filter: GraphFilter) -> GraphFilter:
+    """Return a copy on the CPU that has the start values, drawn anew where they are random.
+
+    Its tensors are whole, also where those of the filter are sharded or offloaded.
+    """
+    blank: dict[int, Tensor] = {}
+    for tensor in (*graph_filter.parameters(), *graph_filter.buffers()):
+        if tensor.is_meta or hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id"):
+            whole = torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype)
+            learned = isinstance(tensor, nn.Parameter)
+            blank[id(tensor)] = nn.Parameter(whole, tensor.requires_grad) if learned else whole
+    start = copy.deepcopy(graph_filter, blank).cpu()
+    start.reset_parameters()
+    return start

@@ -1,0 +1,180 @@
+"""Registering a filter and building it for a site, with a sentence for each mistake that its author may have made."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from ...errors import GraphFilterError, shown
+from .base import AttentionSite, Decoding, FilterConfig, GraphFilter
+from .registry import CONFIG_CLASSES, available_filters, get_filter
+
+C = TypeVar("C", bound="type[FilterConfig]")
+
+
+def register_filter(name: str) -> Callable[[C], C]:
+    """Class decorator that makes a config class known by ``name`` to ``patch_model`` and to saved checkpoints.
+
+    A package may also name its module under the entry point group ``hf_graphfilter.filters``; it is then imported when
+    a checkpoint or a user asks for the name.
+
+    Raises:
+        GraphFilterError: the name is taken by another class, or the class has no module of its own.
+    """
+
+    def register(config_class: C) -> C:
+        if not isinstance(name, str) or not name or not isinstance(config_class, type):
+            raise GraphFilterError(f"register_filter names a class, got {shown(name)} for {shown(config_class)}")
+        taken = CONFIG_CLASSES.get(name)
+        if taken is not None and (taken.__module__, taken.__qualname__) != (
+            config_class.__module__,
+            config_class.__qualname__,
+        ):
+            raise GraphFilterError(f"the filter name {shown(name)} is taken by {taken.__module__}.{taken.__qualname__}")
+        module = getattr(config_class, "module", None)
+        is_filter = isinstance(module, type) and issubclass(module, GraphFilter)
+        if not issubclass(config_class, FilterConfig) or not is_filter or module is GraphFilter:
+            raise GraphFilterError(
+                f"{config_class.__name__} must derive from FilterConfig and set `module` to its GraphFilter class"
+            )
+        own: Any = config_class
+        if "__dataclass_fields__" not in vars(own) or not own.__dataclass_params__.frozen:
+            raise GraphFilterError(
+                f"{config_class.__name__} must be a frozen dataclass, or its options would be lost: write "
+                f"@dataclass(frozen=True) between @register_filter({name!r}) and the class"
+            )
+        if taken_names := {f.name for f in fields(own)} & {*dir(FilterConfig)}:
+            raise GraphFilterError(
+                f"{config_class.__name__}: {min(taken_names)!r} belongs to FilterConfig and cannot be an option: give "
+                "the option another name, or leave out the annotation if it is meant as the class attribute"
+            )
+        config_class.filter = name
+        CONFIG_CLASSES[name] = config_class
+        return config_class
+
+    return register
+
+
+def as_config(filter: str | FilterConfig, **options: Any) -> FilterConfig:
+    """A config from a name with options, or from a config object (then without options)."""
+    if isinstance(filter, str):
+        config_class: type[FilterConfig] = get_filter(filter)
+        return config_class.from_options(**options)
+    if not isinstance(filter, FilterConfig):
+        raise GraphFilterError(
+            f"filter must be a name or a FilterConfig, got {type(filter).__name__}; known filters: "
+            f"{', '.join(available_filters())}"
+        )
+    if not vars(type(filter)).get("filter"):
+        raise GraphFilterError(
+            f"{type(filter).__name__} is not registered, and a checkpoint could not name it: decorate the class with "
+            "@register_filter(name)"
+        )
+    if options:
+        raise GraphFilterError(
+            f"options {shown(sorted(options))} go into the {type(filter).__name__} object, not beside it"
+        )
+    return filter
+
+
+def foreign_modules(configs: Iterable[FilterConfig]) -> list[str]:
+    """The modules that register the filters of other packages; none for what a script or notebook defines."""
+    modules = {type(config).__module__ for config in configs}
+    return sorted(m for m in modules if m.partition(".")[0] != __name__.partition(".")[0] and m != "__main__")
+
+
+def build_filter(config: FilterConfig, site: AttentionSite) -> GraphFilter:
+    """``config.build(site)``, and what its author may have forgotten.
+
+    Raises:
+        GraphFilterError: a filter that cannot be built, or that could not be loaded, split or run afterwards.
+    """
+    name = f"{site.name}: {config.module.__name__}"
+    try:
+        built: Any = config.build(site)
+    except (TypeError, AttributeError, NotImplementedError) as error:
+        raise GraphFilterError(
+            f"{name} cannot be built ({type(error).__name__}: {' '.join(str(error).split())}): its __init__ takes "
+            "(config, site) and first calls super().__init__(config, site)"
+        ) from error
+    if not isinstance(built, GraphFilter) or "site_name" not in vars(built):
+        got = f"a {type(built).__name__}" + " without super().__init__(config, site)" * isinstance(built, GraphFilter)
+        raise GraphFilterError(f"{name}: {type(config).__name__}.build must return a GraphFilter, got {got}")
+    if type(built).forward is GraphFilter.forward:
+        raise GraphFilterError(f"{name} has no forward(shift, value)")
+    if type(built).reset_parameters is GraphFilter.reset_parameters:
+        built.reset_parameters()  # which says that it is wanted
+    _check_tensors(built, name)
+    if built.decoding not in typing.get_args(Decoding):
+        known = ", ".join(map(repr, typing.get_args(Decoding)))
+        raise GraphFilterError(f"{name}: decoding must be one of {known}, got {built.decoding!r}")
+    _check_per_head(built, name)
+    built.register_load_state_dict_pre_hook(_refuse_other)
+    return built
+
+
+def _refuse_other(graph_filter: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Refuse the weights of another filter, which ``load_state_dict`` with strict=False drops in silence."""
+    given = {key.removeprefix(prefix) for key in state if key.startswith(prefix)}
+    own = graph_filter.state_dict().keys()
+    if given - own and own - given:
+        raise GraphFilterError(
+            f"the weights at {prefix.rstrip('.')} are those of another filter, with {', '.join(sorted(given))}, and "
+            f"that of this model has {', '.join(sorted(own))}: patch it as it was when they were saved"
+        )
+
+
+def _check_tensors(built: GraphFilter, name: str) -> None:
+    for attribute, value in vars(built).items():
+        if attribute not in ("_parameters", "_buffers", "_modules") and _holds_tensors(value):
+            raise GraphFilterError(
+                f"{name}: self.{attribute} holds tensors that would not be moved, trained or saved: make them an "
+                "nn.Parameter, a buffer (register_buffer), an nn.ParameterList or an nn.ModuleList"
+            )
+    tensors = [t for t in built.state_dict(keep_vars=True).values() if isinstance(t, Tensor)]
+    if len({id(t) for t in tensors}) < len(tensors):
+        raise GraphFilterError(
+            f"{name} has one tensor under two names, which safetensors does not save: register it once, and read it "
+            "from there"
+        )
+    named = {**dict(built.named_parameters()), **dict(built.named_buffers())}
+    for tensor_name, tensor in named.items():
+        if tensor.is_complex():
+            raise GraphFilterError(
+                f"{name}: {tensor_name!r} is complex, and casting the model to another dtype would drop its imaginary "
+                "part: make it a real tensor (..., 2) and read it through torch.view_as_complex"
+            )
+    names: Any = built.coefficient_names()
+    if not isinstance(names, set) or not names <= named.keys():
+        got = sorted(names - named.keys()) if isinstance(names, set) else names
+        raise GraphFilterError(
+            f"{name}: coefficient_names() must return the set of names of parameters and buffers, and gave {shown(got)}"
+        )
+
+
+def _check_per_head(built: GraphFilter, name: str) -> None:
+    if not isinstance(built.per_head, tuple):
+        raise GraphFilterError(f"{name}: per_head must be a tuple of names, got {built.per_head!r}")
+    for wanted in built.per_head:
+        tensor = getattr(built, wanted, None)
+        # ZeRO-3 has partitioned it already, and tells what it was
+        shape = tuple(getattr(tensor, "ds_shape", tensor.shape)) if isinstance(tensor, Tensor) else tensor
+        if not isinstance(shape, tuple) or shape[:1] != (built.heads,):
+            raise GraphFilterError(
+                f"{name}: per_head names {wanted!r}, which must be a parameter or buffer ({built.heads}, ...), one "
+                f"entry a head, and is {shape}"
+            )
+    if built.per_head and (others := {n for n, _ in built.named_parameters()} - {*built.per_head}):
+        raise GraphFilterError(
+            f"{name}: per_head must name all parameters or none, and lacks {min(others)!r}: tensor parallelism would "
+            "train it apart on each process"
+        )
+
+
+def _holds_tensors(value: object) -> bool:
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+    return any(isinstance(v, (Tensor, nn.Module)) for v in held)

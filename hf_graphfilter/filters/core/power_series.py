@@ -1,0 +1,122 @@
+"""Filters made of coefficients a head, and those of them that are power series of the attention matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import GraphFilterError
+from ...functional.matrix_polynomial import known_zero
+from ...ops.combine import combine
+from ...shift.attention import AttentionShift
+from ...shift.operator import ShiftOperator
+from .base import AttentionSite, FilterConfig, GraphFilter
+
+
+class PerHead(GraphFilter):
+    """A filter whose parameters are coefficients, (heads, ...), 0 at the start, where it leaves attention as it is.
+
+    Class attributes:
+        per_head: their names.
+    """
+
+    def __init__(self, config: FilterConfig, site: AttentionSite):
+        super().__init__(config, site)
+        for name in self.per_head:
+            self.register_parameter(name, nn.Parameter(torch.empty(site.heads, *self.shape(name, site))))
+        self.reset_parameters()
+
+    def shape(self, name: str, site: AttentionSite) -> tuple[int, ...]:
+        """Of a coefficient of one head."""
+        return ()
+
+    def learned_coefficients(self) -> dict[str, Tensor]:
+        return self.coefficients()
+
+    def reset_parameters(self) -> None:
+        for name in self.per_head:
+            nn.init.zeros_(getattr(self, name))
+
+
+class PowerSeries(PerHead):
+    """``H V = S(V) + sum_k c_k S^k(V)``; a subclass gives the ``c_k``. K applications of ``S``."""
+
+    config: Any
+
+    def series(self, dtype: torch.dtype) -> Tensor:
+        """``c_0 ... c_K``, (heads, K+1) with K >= 1, all 0 at the start: what is added to A."""
+        raise NotImplementedError
+
+    def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
+        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        c = self.series(torch.promote_types(torch.float32, value.dtype))
+        shift.exact = known_zero(c)
+        powers, (constant, once, *higher) = shift.powers(value, c.shape[1] - 1), c.unbind(1)
+        signals = [shift.identity(value), *powers]
+        return combine([*zip((constant, once + 1, *higher), signals, strict=True)])
+
+
+class FromFirstLayer(PerHead):
+    """A filter that reads what the first layer of its stack made."""
+
+    linear = spectral = False
+    reads_earlier = True
+
+    def __init__(self, config: FilterConfig, site: AttentionSite):
+        super().__init__(config, site)
+        if site.in_windows:
+            raise GraphFilterError(
+                f"{site.name} ({type(site.module).__name__}) attends within windows, whose tokens are in another order "
+                f"in another layer, and {config.filter!r} reads the values of the first; choose another filter"
+            )
+        if site.stack_module is None:
+            raise GraphFilterError(
+                f"{site.name} ({type(site.module).__name__}): {config.filter!r} reads the values of the first layer, "
+                "and the layers of this model hand nothing on to each other besides the hidden states; choose another "
+                "filter"
+            )
+        self.is_first = site.index == 0
+
+    def first(self, shift: AttentionShift, values: Tensor) -> Tensor:
+        """The first layer's ``values``; left for the others by the first layer itself."""
+        left = shift.earlier.left_before(self.site_name)
+        if not left and not self.is_first:
+            raise GraphFilterError(
+                f"{self.site_name}: {self.config.filter!r} reads the values of the first layer, which did not run "
+                "before it; train without dropping layers (layerdrop=0), or choose another filter"
+            )
+        first = left[0] if left else values
+        if self.is_first:  # each time, where layers share their weights: checkpointing then finds its several places
+            shift.earlier.leave(self.site_name, first)
+        if first.shape[2] != values.shape[2]:
+            raise GraphFilterError(
+                f"{self.site_name}: {self.config.filter!r} reads the values of the first layer, of {first.shape[2]} "
+                f"tokens, beside its own of {values.shape[2]}: where only some layers have a sliding window, use "
+                "use_cache=False; where layers see different pieces of an image, choose another filter"
+            )
+        return first
+
+
+@dataclass(frozen=True)
+class FromFirstLayerConfig(FilterConfig):
+    """Of a filter that reads what the first layer of its stack made."""
+
+    def check_sites(self, sites: Sequence[AttentionSite]) -> None:
+        for group in dict.fromkeys(site.group for site in sites):
+            first, *others = sorted((s for s in sites if s.group == group), key=lambda site: site.index)
+            if first.index:
+                raise GraphFilterError(
+                    f"{self.filter!r} reads the values of the first layer, and the first one chosen is {first.name}: "
+                    "choose layers with the first among them"
+                )
+            for site in others:
+                if (site.heads, site.value_dim) != (first.heads, first.value_dim):
+                    raise GraphFilterError(
+                        f"{self.filter!r} reads the values of the first layer, {first.heads} heads of "
+                        f"{first.value_dim} features, and {site.name} has {site.heads} of {site.value_dim}: choose "
+                        "layers of one shape"
+                    )

@@ -1,0 +1,87 @@
+"""The record of a patch: which filter is where, as checkpoints and filter files keep it.
+
+``{"version": 1, "model": class name, "filters": [{"config": {...}, "modules": [names]}], "imports": [modules]}``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ...errors import GraphFilterError, shown
+from .base import FilterConfig
+from .build import foreign_modules
+from .registry import UnknownFilterError
+
+RECORD_VERSION = 1
+
+
+def extended(
+    record: dict[str, Any] | None, model_class: str, config: FilterConfig, names: Iterable[str]
+) -> dict[str, Any]:
+    """``record`` (or a new one) with one filter more, in the place of those that these modules had and lost."""
+    before, names = record or {"filters": []}, [*names]
+    imports = sorted({*_imports(before), *foreign_modules([config])})
+    kept = ({**group, "modules": [m for m in group["modules"] if m not in names]} for group in before["filters"])
+    groups = [*(group for group in kept if group["modules"]), *grouped((name, config) for name in names)]
+    return _written(model_class, groups, imports)
+
+
+def record_of(model_class: str, configs: Iterable[tuple[str, FilterConfig]]) -> dict[str, Any]:
+    """The record of a model with these filters, by the names of their modules."""
+    configs = [*configs]
+    return _written(model_class, grouped(configs), foreign_modules(config for _, config in configs))
+
+
+def _written(model_class: str, groups: list[dict[str, Any]], imports: list[str]) -> dict[str, Any]:
+    written = {"version": RECORD_VERSION, "model": model_class, "filters": groups}
+    return {**written, "imports": imports} if imports else written
+
+
+def grouped(configs: Iterable[tuple[str, FilterConfig]]) -> list[dict[str, Any]]:
+    """The ``filters`` of a record, of each module's name and the filter there."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name, config in configs:
+        groups.setdefault(repr(config), {"config": config.to_dict(), "modules": []})["modules"].append(name)
+    return [*groups.values()]
+
+
+def described(record: dict[str, Any]) -> str:
+    return "; ".join(f"{group['config']} on {len(group['modules'])} layers" for group in record["filters"])
+
+
+def read_groups(record: Any, source: str, part: str = "") -> list[tuple[FilterConfig, list[str]]]:
+    """(config, names of the modules) of a record; ``source`` and ``part`` say in errors where it was read."""
+    if not isinstance(record, dict) or record.get("version") != RECORD_VERSION:
+        version = record.get("version") if isinstance(record, dict) else record
+        raise GraphFilterError(
+            f"{source}: version {shown(version)}{part} is unknown, this installation reads version {RECORD_VERSION}; "
+            "install the hf_graphfilter release that wrote it"
+        )
+    where = part.removeprefix(" of ") or source
+    groups = record.get("filters")
+    if not isinstance(groups, list) or not groups or not all(isinstance(g, dict) for g in groups):
+        raise GraphFilterError(f"{where} is malformed: 'filters' must be a list of filters, got {shown(groups)}")
+    read, seen = [], set()
+    for group in groups:
+        try:
+            config, names = FilterConfig.from_dict(group.get("config")), group.get("modules")
+        except UnknownFilterError as error:
+            modules = _imports(record)  # named, never imported: a checkpoint holds no code
+            hint = f": import {shown(', '.join(modules))}, as was done to patch the model" if modules else ""
+            raise GraphFilterError(f"{error}{hint}") from None
+        if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+            raise GraphFilterError(f"{where} is malformed: 'modules' must be a list of names, got {shown(names)}")
+        for name in names:
+            if name in seen:
+                raise GraphFilterError(f"{where} is malformed: it names the module {shown(name)} twice")
+            seen.add(name)
+        read.append((config, names))
+    return read
+
+
+def _imports(record: dict[str, Any]) -> list[str]:
+    """The modules that a record says register its filters."""
+    modules: Any = record.get("imports")
+    named = isinstance(modules, list) and all(isinstance(m, str) and m.replace(".", "").isidentifier() for m in modules)
+    return modules if named else []

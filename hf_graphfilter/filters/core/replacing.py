@@ -1,0 +1,224 @@
+"""Filters in the place of attention: made of query, key, value and the module's input, not of an attention matrix."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import GraphFilterError, shown
+from ...ops.combine import combine
+from ...ops.filled import filled
+from ...shift.attention import AttentionShift
+from ...shift.operator import ShiftOperator
+from .base import AttentionSite, Decoding, FilterConfig, GraphFilter
+from .window import mix_window
+
+WIDEST = 1_000_000  # window
+MOST_SINKS = 1000
+_NO_CAUSAL_FORM = "mixes all tokens and has no causal form; choose other layers with stack= or layers="
+
+
+class ReplacingFilter(GraphFilter):
+    """A filter that never applies ``S``. A subclass defines ``filtered``; blend, window, transfer, and refusals of what
+    such a filter cannot honour come with it.
+
+    ``filtered(shift, value)`` reads ``shift.query``, ``shift.key``, ``shift.hidden`` and ``shift.visible()``; shapes as
+    in ``forward``. When decoding, ``shift.state`` is a dict that it must fill with what it is to remember of the tokens
+    so far.
+
+    ``reset_parameters`` of a subclass calls that of this class, which sets the gate and the window's weights.
+
+    Class attributes:
+        causal_form: whether it can keep a token from seeing later ones; causal modules are refused otherwise.
+    """
+
+    spectral: ClassVar[bool] = False
+    reads_hidden: ClassVar[bool] = True
+    causal_form: ClassVar[bool] = True
+    config: ReplacingConfig
+    gate: Tensor | None
+    switched_off: str | None = None  # "window", or "far" for all but the window
+
+    def __init__(self, config: ReplacingConfig, site: AttentionSite):
+        super().__init__(config, site)
+        if type(self).filtered is ReplacingFilter.filtered:
+            raise GraphFilterError(f"{site.name}: {type(self).__name__} has no filtered(shift, value)")
+        _refuse(config, site, self.causal_form)
+        assert site.hidden_size is not None
+        self.outside = nn.Linear(site.hidden_size, site.heads) if config.window else None
+        self.register_buffer("gate", torch.empty(site.heads) if config.init == "blend" else None)
+
+    def reset_parameters(self) -> None:
+        if self.gate is not None:
+            nn.init.zeros_(self.gate)
+        if self.outside is not None:
+            nn.init.zeros_(self.outside.weight)
+            nn.init.zeros_(self.outside.bias)
+
+    @property
+    def decoding(self) -> Decoding:
+        return "state" if self.gate is None else "state and keys"
+
+    def branches(self) -> dict[str, Callable[[], AbstractContextManager[None]]]:
+        """The window, and what is beyond it; of a blend the filter and the attention."""
+        parts: dict[str, Callable[[], AbstractContextManager[None]]] = {}
+        if self.outside is not None:
+            parts |= {name: partial(self._without, name) for name in ("window", "far")}
+        if self.gate is not None:
+            parts |= {"filter": partial(filled, self.gate, 0.0), "attention": partial(filled, self.gate, 1.0)}
+        return parts
+
+    @contextmanager
+    def _without(self, part: str) -> Iterator[None]:
+        self.switched_off = part
+        try:
+            yield
+        finally:
+            self.switched_off = None
+
+    def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
+        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        if self.gate is None:
+            return self.approximate(shift, value)
+        original = shift(value)
+        return combine([(1 - self.gate, original), (self.gate, self.approximate(shift, value))])
+
+    def filtered(self, shift: AttentionShift, value: Tensor) -> Tensor:
+        """The filter itself; shapes as in ``forward``."""
+        raise NotImplementedError
+
+    def approximate(self, shift: ShiftOperator, value: Tensor) -> Tensor:
+        """What takes the place of ``S(value)``: ``filtered``, with the window mixed in."""
+        name = _name(self.config)
+        if not isinstance(shift, AttentionShift) or shift.hidden is None:
+            raise GraphFilterError(
+                f"{self.site_name}: {name} is made of the model's projections and its input, not of an attention matrix"
+            )
+        if torch.jit.is_tracing() and torch.onnx.is_in_onnx_export():  # of TorchScript, which loses what blocks write
+            raise GraphFilterError(f"{self.site_name}: {name} is exported by torch.onnx.export(..., dynamo=True) only")
+        if not self.causal_form and shift.visible()[0]:
+            raise GraphFilterError(f"{self.site_name}: the attention mask is causal, and {name} {_NO_CAUSAL_FORM}")
+        if not self.causal_form and shift.state is not None:
+            raise GraphFilterError(f"{self.site_name} got a cache of past tokens, and {name} {_NO_CAUSAL_FORM}")
+        if self._spans_all(shift):
+            return self.penalised(self._with_zero_gradients(shift(value)))
+        out = self.filtered(shift, value)
+        if shift.state is not None and not shift.state:
+            raise GraphFilterError(
+                f"{self.site_name}: {type(self).__name__}.filtered left shift.state empty, and of past tokens a filter "
+                "in the place of attention knows what it keeps there only: fill it, or use use_cache=False"
+            )
+        if self.outside is None or self.switched_off == "window":
+            return out
+        return mix_window(self, out, self.outside, shift, shift.hidden, value)
+
+    def _spans_all(self, shift: AttentionShift) -> bool:
+        """Whether the window leaves nothing to the filter, so that the model's own attention is all, and quicker."""
+        config, in_a_graph = self.config, torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if config.far != "beyond" or in_a_graph:  # a graph would be bound to the number of tokens
+            return False
+        same_scores = not self.position_bias or config.position_bias == "window"
+        no_part = self.switched_off is None and shift.state is None
+        return same_scores and no_part and shift.key.shape[2] <= (config.window and config.window + 1)
+
+    def _with_zero_gradients(self, out: Tensor) -> Tensor:
+        """``out``, with a gradient for each parameter: DistributedDataParallel waits for all of them."""
+        if not torch.is_grad_enabled():
+            return out
+        return out + sum(p.flatten()[:0].sum().to(out.dtype) for p in self.parameters() if p.requires_grad)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplacingConfig(FilterConfig):
+    """Options of every filter in the place of attention.
+
+    Args:
+        init: ``"copy"`` puts the filter in the place of attention; ``"blend"`` computes (1 - g) attention + g filter
+            with a gate g a head that starts at 0, so that the patched model equals the original; ``BlendSchedule``
+            carries it to 1 and ``drop_blend`` then takes the attention out.
+        window: softmax attention over so many tokens on each side is mixed in, at most a million; 0 leaves it out. A
+            window longer than the text costs as much as one that spans it.
+        sinks: so many first tokens of the text are attended to by all others too, at most a thousand: in
+            decoders most of the attention beyond the window goes there (Xiao et al., Efficient Streaming Language
+            Models with Attention Sinks, ICLR 2024). They need a window.
+        far: what the weight of the filter beside the window goes by: ``"all"`` tokens of the context, or those
+            ``"beyond"`` window and sinks, so that texts that these span have the original attention; those no longer
+            than the window and one token at its speed (but in a compiled model, and where a cache is kept), and with
+            no loss of the filter's own, as it takes no part.
+        position_bias: ``"refuse"`` modules with a learned bias of positions (T5), which such a filter cannot honour,
+            ``"drop"`` it, or add it in the ``"window"`` and to the sinks alone, in encoders.
+    """
+
+    init: Literal["copy", "blend"] = "copy"
+    window: int = 0
+    sinks: int = 0
+    far: Literal["all", "beyond"] = "all"
+    position_bias: Literal["refuse", "drop", "window"] = "refuse"
+
+    @property
+    def starts_as_original(self) -> bool:
+        return self.init == "blend"
+
+    @classmethod
+    def for_conversion(cls, **options: Any) -> Self:
+        """The config with the options that fit pretrained attention best (docs/conversion.md), ``options`` on top."""
+        sinks = 4 if options.get("window", 64) else 0
+        return cls.from_options(**{"window": 64, "sinks": sinks, "far": "beyond", **options})  # type: ignore[return-value]
+
+    def validate(self) -> None:
+        if not 0 <= self.window <= WIDEST:
+            limit = ">= 0" if self.window < 0 else f"at most {WIDEST}"
+            raise GraphFilterError(f"{type(self).__name__}: window must be {limit}, got {shown(self.window)}")
+        if not 0 <= self.sinks <= MOST_SINKS:
+            raise GraphFilterError(
+                f"{type(self).__name__}: sinks must be between 0 and {MOST_SINKS}, got {shown(self.sinks)}"
+            )
+        if self.sinks and not self.window:
+            raise GraphFilterError(f"{type(self).__name__}: sinks are attended to beside a window: give window= too")
+        if self.position_bias == "window" and not self.window:
+            raise GraphFilterError(f"{type(self).__name__}: position_bias='window' needs a window: give window= too")
+
+
+def _name(config: FilterConfig) -> str:
+    return config.filter.upper()
+
+
+def _refuse(config: ReplacingConfig, site: AttentionSite, causal_form: bool) -> None:
+    where, name = f"{site.name} ({type(site.module).__name__})", _name(config)
+    if site.causal and not causal_form:
+        raise GraphFilterError(f"{where} is causal, and {name} {_NO_CAUSAL_FORM}")
+    if site.hidden_size is None:
+        raise GraphFilterError(
+            f"{where} does not hand its input on to the attention function, which {name} is made of; choose other "
+            "layers with layers=, or a filter of the attention matrix such as 'gfsa'"
+        )
+    if site.sliding_window is not None:
+        raise GraphFilterError(
+            f"{where} sees a sliding window of {site.sliding_window} tokens, and {name} sees all; choose other layers "
+            "with layers="
+        )
+    if site.other_scores:
+        raise GraphFilterError(
+            f"{where} makes its attention scores of more than query and key ({site.other_scores}), and {name} has no "
+            "scores; choose other layers with layers=, or a filter of the attention matrix such as 'gfsa'"
+        )
+    if site.position_bias and config.position_bias == "refuse":
+        raise GraphFilterError(
+            f"{where} adds a learned bias of positions to its attention scores, and {name} has no scores to add it to; "
+            "position_bias='drop' leaves it out of the filter (the model then knows of positions only what other "
+            "layers tell it), 'window' out of what is beyond one, or choose other layers with layers="
+        )
+    handed_on = "position_bias" in inspect.signature(type(site.module).forward).parameters
+    if site.position_bias and config.position_bias == "window" and (site.causal or not handed_on):
+        why = "keeps none of it for the tokens of a cache" if site.causal else "has it within its mask or scores"
+        raise GraphFilterError(
+            f"{where} {why}, so that its window cannot have it: use position_bias='drop', or choose other layers with "
+            "layers= or stack="
+        )

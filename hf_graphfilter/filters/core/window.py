@@ -1,0 +1,98 @@
+"""A window of softmax attention beside a replacement filter: the nearest tokens and the first ones of the text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import GraphFilterError
+from ...ops.heads import repeat_heads
+from ...ops.nearby import attend_few, attend_nearby, count_nearby, first_there
+from ...shift.attention import AttentionShift
+
+_SINK = ("sink", "sink_at", "sink_key", "sink_value")
+
+
+def mix_window(
+    graph_filter: Any, far: Tensor, outside: nn.Linear, shift: AttentionShift, hidden: Tensor, value: Tensor
+) -> Tensor:
+    """Return the window mixed with what a replacement filter gives for all tokens, ``far``.
+
+    The window is softmax attention to the tokens at most ``window`` away and to the first ``sinks``, weighted as if it
+    and the filter were parts of one softmax. With ``l`` the logarithm of the summed exponentials of its scores and
+    ``outside`` a learned estimate of the mean score, output = s near + (1 - s) far, s = sigmoid(l - outside(X) -
+    log(tokens)), the tokens those of the context, or those beyond window and sinks.
+    """
+    tokens, state, window = shift.query.shape[2], shift.state, graph_filter.config.window
+    key, value = (repeat_heads(x[:, :, -tokens:], graph_filter.heads) for x in (shift.key, value))
+    causal, keys = shift.visible()
+    causal = causal or state is not None
+    shape = key.shape[0], tokens
+    there = key.new_ones(shape, dtype=torch.bool) if keys is None else keys[:, -tokens:].expand(shape)
+    count = there.cumsum(-1) if causal else there.sum(-1, keepdim=True)
+    if state is not None:
+        if "count" in state:
+            count = count + state["count"]
+            key, value = (torch.cat([state[n], x], 2) for n, x in (("near_key", key), ("near_value", value)))
+            there = torch.cat([state["near"], there], 1)
+        kept = {"count": count[:, -1:], "near": there[:, -window:]}
+        kept |= {"near_key": key[:, :, -window:], "near_value": value[:, :, -window:]}
+        state.update({name: x.clone() for name, x in kept.items()})  # a slice would hold the whole context
+    bias = _bias(graph_filter, shift)
+    near, mass = attend_nearby(shift.query, key, value, window, shift.scaling, causal, there, bias)
+    others = count.clamp(min=1)
+    if graph_filter.config.far == "beyond":  # where there are none the filter weighs nothing
+        others = count - count_nearby(there, tokens, window, causal)
+    if graph_filter.config.sinks:
+        rows = there[:, -tokens:], key[:, :, -tokens:], value[:, :, -tokens:]
+        first, weight, seen = _attend_sinks(graph_filter, shift, *rows, causal)
+        others = others - seen if graph_filter.config.far == "beyond" else others
+        near = torch.lerp(near, first, torch.sigmoid(weight - mass).to(near.dtype))
+        mass = torch.logaddexp(mass, weight)
+    if graph_filter.switched_off == "far":
+        return near.to(far.dtype)
+    estimate = outside(in_dtype_of(outside, hidden)).mT.unsqueeze(-1) + others.clamp(min=0).log()[:, None, :, None]
+    share = torch.sigmoid(mass - estimate)
+    return torch.lerp(far, near.to(far.dtype), share.to(far.dtype))  # near is narrower under autocast
+
+
+def _bias(graph_filter: Any, shift: AttentionShift) -> Tensor | None:
+    """Return what is added to the scores of the window."""
+    if graph_filter.config.position_bias != "window" or not graph_filter.position_bias:
+        return None
+    if shift.bias is None:
+        where = graph_filter.site_name
+        raise GraphFilterError(f"{where} was called without the position_bias that its window is to have")
+    return shift.bias
+
+
+def _attend_sinks(
+    graph_filter: Any, shift: AttentionShift, there: Tensor, key: Tensor, value: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention to the first tokens, where they are out of the window: of those new here, and of those that
+    ``shift.state`` keeps; and how many each query sees."""
+    state, at = shift.state, torch.arange(there.shape[1], device=key.device).expand_as(there)
+    earlier = state if state is not None and "sink_end" in state else None
+    queries = at = at if earlier is None else at + earlier["sink_end"]
+    firsts: tuple[Tensor, ...] = there, at, key, value
+    if earlier is not None:
+        firsts = tuple(torch.cat([earlier[n], x], x.dim() // 2) for n, x in zip(_SINK, firsts, strict=True))
+    firsts = first_there(graph_filter.config.sinks, *firsts)
+    if state is not None:
+        state.update(zip(_SINK, firsts, strict=True), sink_end=queries[:, -1:] + 1)
+    there, at, key, value = firsts
+    distance = queries[:, :, None] - at[:, None]
+    away = distance if causal else distance.abs()
+    bias = _bias(graph_filter, shift)
+    if bias is not None:
+        bias = bias.expand(at.shape[0], -1, -1, -1).gather(3, at[:, None, None].expand(-1, *bias.shape[1:3], -1))
+    seen = (away > graph_filter.config.window) & there[:, None]
+    return *attend_few(shift.query, key, value, shift.scaling, seen, bias), seen.sum(-1)
+
+
+def in_dtype_of(layer: nn.Module, x: Tensor) -> Tensor:
+    """``x`` in the dtype that ``layer`` takes, which a quantized one does not tell."""
+    weight = layer.weight
+    return x.to(weight.dtype) if isinstance(weight, Tensor) and weight.is_floating_point() else x

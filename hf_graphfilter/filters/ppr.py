@@ -1,0 +1,95 @@
+"""Personalised PageRank and heat diffusion over the graph of attention.
+
+Source: Gasteiger et al., "Predict then Propagate: Graph Neural Networks meet Personalized PageRank" (ICLR 2019) and
+"Diffusion Improves Graph Learning" (NeurIPS 2019), Eq. 1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import GraphFilterError, shown
+from .core.base import LARGEST_ORDER, FilterConfig
+from .core.build import register_filter
+from .core.fields import check_counts
+from .core.power_series import PowerSeries
+
+CITATION = """@inproceedings{gasteiger2019diffusion,
+  title     = {Diffusion Improves Graph Learning},
+  author    = {Johannes Gasteiger and Stefan Wei{\\ss}enberger and Stephan G{\\"u}nnemann},
+  booktitle = {Advances in Neural Information Processing Systems},
+  year      = {2019}
+}"""
+
+
+class Diffusion(PowerSeries):
+    """``H = (1 - g) A + g sum_{k<=K} c_k A^k`` with g a head, 0 at the start; K applications of ``S``.
+
+    ``c_k = alpha (1 - alpha)^k`` (PageRank: ``alpha (I - (1 - alpha) A)^-1``, cut off with an error of at most
+    ``(1 - alpha)^(K+1)`` in the infinity norm) or ``c_k = e^-t t^k / k!`` (heat). alpha or t is learned a head too,
+    from the option's value on: ``rate`` is added to its logit or logarithm."""
+
+    per_head = ("g", "rate")
+    g: Tensor
+    rate: Tensor
+    config: PPRConfig
+
+    @property
+    def pace(self) -> Tensor:
+        """alpha in (0, 1), or t > 0, (heads,)."""
+        if self.config.kernel == "heat":
+            return (self.rate + math.log(self.config.t)).exp()
+        return (self.rate + math.log(self.config.alpha / (1 - self.config.alpha))).sigmoid()
+
+    def coefficients(self) -> dict[str, Tensor]:
+        """``g``, and ``alpha`` or ``t``, (heads,)."""
+        return {"g": self.g.detach(), {"ppr": "alpha", "heat": "t"}[self.config.kernel]: self.pace.detach()}
+
+    def series(self, dtype: torch.dtype) -> Tensor:
+        k, pace = torch.arange(self.config.K + 1, device=self.g.device), self.pace[:, None].to(dtype)
+        if self.config.kernel == "heat":
+            # of t, which float32 may not hold
+            logarithm = (self.rate + math.log(self.config.t))[:, None].to(dtype)
+            c = (k * logarithm - pace - torch.lgamma(k.to(dtype) + 1)).exp()
+        else:
+            c = pace * (1 - pace) ** k
+        return self.g[:, None].to(dtype) * (c - (k == 1).to(c.dtype))
+
+
+@register_filter("ppr")
+@dataclass(frozen=True)
+class PPRConfig(FilterConfig):
+    """Personalised PageRank or heat diffusion of the attention matrix, gated; it starts as A.
+
+    Args:
+        K: number of applications of A, 1 to 1000.
+        kernel: ``"ppr"`` or ``"heat"``.
+        alpha: probability of returning to the token itself (ppr), in (0, 1), at the start.
+        t: time of diffusion (heat), > 0, at the start.
+
+    Example:
+        >>> PPRConfig(alpha=0.2).starts_as_original
+        True
+    """
+
+    module = Diffusion
+    citation = CITATION
+    formula = "(1-g) A V + g sum_k alpha (1-alpha)^k A^k V"
+    cost = "K applications of A"
+
+    K: int = 4
+    kernel: Literal["ppr", "heat"] = "ppr"
+    alpha: float = 0.15
+    t: float = 1.0
+
+    def validate(self) -> None:
+        check_counts(self, K=LARGEST_ORDER)
+        if not 0 < self.alpha < 1:
+            raise GraphFilterError(f"PPRConfig: alpha must lie between 0 and 1, got {shown(self.alpha)}")
+        if not self.t > 0:
+            raise GraphFilterError(f"PPRConfig: t must be > 0, got {shown(self.t)}")

@@ -1,0 +1,132 @@
+"""Synvolution: the learned unitary filter of Converter, which replaces attention in linear time.
+
+Source: Zhang et al., "Converting Transformers into DGNNs Form" (preprint, 2025), Eq. 4-15.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import GraphFilterError
+from ..ops.heads import repeat_heads
+from ..ops.unitary import Permutation, filter_tokens
+from ..shift.attention import AttentionShift
+from .core.base import AttentionSite
+from .core.build import register_filter
+from .core.fields import check_counts
+from .core.replacing import ReplacingConfig, ReplacingFilter
+from .core.unitary_spectrum import Spectrum, real_form, reflected
+
+CITATION = """@article{zhang2025converter,
+  title   = {Converting Transformers into DGNNs Form},
+  author  = {Jie Zhang and Mao-Hsuan Mao and Bo-Wei Chiu and Min-Te Sun},
+  journal = {arXiv preprint arXiv:2502.00585},
+  year    = {2025}
+}"""
+
+
+class Synvolution(ReplacingFilter):
+    """``zeta Re z + (1 - zeta) Im z`` of ``z = Phi^-1 [exp(i Lambda) * (Phi value)]``: O(n d) time and memory.
+
+    ``Phi`` is unitary, of full rank and dense, a product of Givens rotations of neighbouring tokens (Eq. 7); the child
+    ``spectrum`` makes their angles and the eigenvalues Lambda of the module's input. Query and key are not used. D of
+    Eq. 7 meets its inverse, so it is left out.
+
+    ``zeta``, one a head, starts at 1. Where the authors clamp it to [0, 1], and beyond a bound its gradient is lost, a
+    step out of the interval is reflected into it.
+
+    For encoders: every token reaches every other, so there is no causal form.
+    """
+
+    config: SynvolutionConfig
+    causal_form: ClassVar[bool] = False
+    w: nn.Parameter | None
+
+    def __init__(self, config: SynvolutionConfig, site: AttentionSite):
+        super().__init__(config, site)
+        assert site.hidden_size is not None
+        self.sets = site.heads if config.per_head else 1
+        hidden = config.hidden or site.hidden_size
+        self.spectrum = Spectrum(site.hidden_size, hidden, sets=self.sets, orders=config.orders, phase=False)
+        self.zeta = nn.Parameter(torch.empty(site.heads))
+        self.w = self.polynomial()
+        self.reset_parameters()
+
+    def polynomial(self) -> nn.Parameter | None:
+        """Its coefficients, (K+1,) or (heads, K+1), not yet set; None where the eigenvalues are taken as they are."""
+        return None
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.spectrum.reset_parameters()
+        nn.init.ones_(self.zeta)
+
+    def coefficients(self) -> dict[str, Tensor]:
+        """``zeta`` in [0, 1], ``w_0`` ... ``w_K``, (1,) or (heads,), and the ``gate`` of a blend."""
+        by_name = {**super().coefficients(), "zeta": reflected(self.zeta.detach())}
+        w = by_name.pop("w", None)
+        if w is None:
+            return by_name
+        # by index: FSDP2 may have sharded the dimension that unbind would go along
+        return {**by_name, **{f"w_{k}": w[..., k].reshape(-1) for k in range(w.shape[-1])}}
+
+    def response(self, eigenvalues: Tensor) -> Tensor:
+        """The argument of the filter at the eigenvalues (batch, sets, tokens), radians."""
+        return eigenvalues
+
+    def filtered(self, shift: AttentionShift, value: Tensor) -> Tensor:
+        assert shift.hidden is not None
+        if torch.onnx.is_in_onnx_export():
+            raise GraphFilterError(
+                f"{self.site_name}: {type(self).__name__} computes with complex numbers, which ONNX has not; use "
+                "torch.export"
+            )
+        if value.shape[2] != shift.hidden.shape[1]:
+            raise GraphFilterError(
+                f"{self.site_name}: {type(self).__name__} rotates the {shift.hidden.shape[1]} tokens of the module's "
+                f"input, and the values are of {value.shape[2]}"
+            )
+        eigenvalues, angles = self.spectrum(shift.hidden)
+        _, there = shift.visible()
+        value, response = repeat_heads(value, self.heads), self.response(eigenvalues)
+        out = filter_tokens(value, response, angles, there=there, permutation=self.config.permutation)
+        return real_form(out, self.zeta.view(-1, 1, 1)).to(value.dtype)
+
+
+@register_filter("synvolution")
+@dataclass(frozen=True)
+class SynvolutionConfig(ReplacingConfig):
+    """Synvolution, a unitary filter with learned eigenvalues and eigenvectors, with linear cost; for encoders.
+
+    Args:
+        per_head: eigenvalues and eigenvectors of its own for each head, else one set a layer, the paper's.
+        orders: pairs of Hessenberg factors, L of Eq. 7, 1 to 64; the paper's is 1, and cost grows with it.
+        permutation: of the tokens before each pair, P of Eq. 7: ``"identity"``, the paper's; ``"stride"``, every second
+            token behind the others; or ``"bit_reversal"``, by the reversed binary digits of the places. Learned ones
+            are not there.
+        hidden: features of the layers of the two networks that make eigenvalues and angles, 1 to 16384; ``None`` for
+            the features of the module's input.
+        init, window, sinks, far, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
+
+    Example:
+        >>> SynvolutionConfig(orders=2, permutation="stride").starts_as_original
+        False
+    """
+
+    module = Synvolution
+    citation = CITATION
+    formula = "Phi^-1 exp(i Lambda) Phi V, Phi of Givens rotations"
+    cost = "linear in the tokens"
+
+    per_head: bool = False
+    orders: int = 1
+    permutation: Permutation = "identity"
+    hidden: int | None = None
+
+    def validate(self) -> None:
+        super().validate()
+        check_counts(self, orders=64, hidden=16_384)

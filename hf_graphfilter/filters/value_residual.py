@@ -1,0 +1,47 @@
+"""Value residual: attention reads the values of the first layer beside its own.
+
+Source: Zhou et al., "Value Residual Learning" (arXiv 2410.17897).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..shift.attention import AttentionShift
+from .core.build import register_filter
+from .core.power_series import FromFirstLayer, FromFirstLayerConfig
+
+CITATION = """@article{zhou2024valueresidual,
+  title   = {Value Residual Learning},
+  author  = {Zhanchao Zhou and Tianyi Wu and Zhiyun Jiang and Fares Obeid and Zhenzhong Lan},
+  journal = {arXiv preprint arXiv:2410.17897},
+  year    = {2024}
+}"""
+
+
+class ValueResidual(FromFirstLayer):
+    """``A ((1 + l_1) V + l_2 V_1)`` with V_1 the values of the first layer; numbers a head, 0 at the start. Heads that
+    share keys and values take the mean of their numbers."""
+
+    per_head = ("l_1", "l_2")
+    l_1: Tensor
+    l_2: Tensor
+
+    def forward(self, shift: AttentionShift, value: Tensor) -> Tensor:  # type: ignore[override]
+        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        first, groups = self.first(shift, value), value.shape[1]
+        own, other = (c.view(groups, -1).mean(1).to(value.dtype).view(-1, 1, 1) for c in (self.l_1, self.l_2))
+        return shift(value + own * value + other * first)
+
+
+@register_filter("value-residual")
+@dataclass(frozen=True)
+class ValueResidualConfig(FromFirstLayerConfig):
+    """Value residual (Zhou et al., 2024): the first layer's values beside each layer's own; it starts as A."""
+
+    module = ValueResidual
+    citation = CITATION
+    formula = "A ((1+l_1) V + l_2 V_0)"
+    cost = "1 application of A"

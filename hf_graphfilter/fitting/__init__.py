@@ -1,0 +1,24 @@
+"""Fitting filters to the attention that they replace: attention transfer, and whole models to linear time."""
+
+from .data import text_batches
+from .linearization import Rates, convert
+from .report import ConversionReport
+from .saved_report import load_conversion, save_conversion
+from .speed import Speed, crossover, decoding_speed, speed
+from .transfer import transfer_attention
+from .transfer_report import TransferReport
+
+__all__ = [
+    "ConversionReport",
+    "Rates",
+    "Speed",
+    "TransferReport",
+    "convert",
+    "crossover",
+    "decoding_speed",
+    "load_conversion",
+    "save_conversion",
+    "speed",
+    "text_batches",
+    "transfer_attention",
+]

@@ -1,0 +1,130 @@
+"""The progress of a fit on disk, which one call at a time has."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import GraphFilterError, is_number, shown
+from ..files import DamagedFileError, checked, locked, read_json, read_state, write_state
+from ..filters.core.attached import CHILD
+from .objectives import Batch
+from .processes import is_first_process, total
+
+STATE_FILE, LOCK = "transfer.safetensors", ".lock"
+EARLIER_FILE = "transfer.json"  # in which earlier code kept what is not a tensor
+# of what is written beside the tensors
+NEEDED = {"settings": dict[str, Any], "stage": str, "finished": list[str], "step": int, "earlier_steps": int}
+NEEDED |= {"best": float, "stale": int, "history": list[list[float]], "before": dict[str, float]}
+LATER = {"used": int, "before_it": int, "stopped": str}  # the first release wrote none of these
+
+
+class Checkpoint:
+    """Parameters, moments and all else as one file of safetensors, which is replaced when the next is whole."""
+
+    def __init__(self, directory: str | os.PathLike[str], settings: dict[str, Any]):
+        self.directory, self.settings = Path(directory), settings
+        self.finished: list[str] = []
+
+    def write(self, stage: str, finished: bool, progress: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Replace what was written before; an interruption leaves that as it was."""
+        if finished:
+            self.finished.append(stage)
+        if not is_first_process():
+            return
+        content = {"settings": self.settings, "stage": stage, "finished": self.finished, **progress}
+        write_state(self.directory / STATE_FILE, content, tensors)
+        (self.directory / EARLIER_FILE).unlink(missing_ok=True)
+
+    def read(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """Return what was written, with the stages that are finished in ``finished``; None if nothing whole was."""
+        try:
+            found = self._read()
+        except DamagedFileError as error:
+            warnings.warn(f"progress is ignored, and the fit begins again: {error}", stacklevel=2)
+            return None
+        if found is None:
+            return None
+        settings = found[0]["settings"]
+        changed = [k for k, v in settings.items() if v != self.settings.get(k)]  # earlier code has less
+        if changed:
+            raise GraphFilterError(
+                f"{self.directory} holds the progress of another transfer ({', '.join(changed)} differ): "
+                "use its settings to go on with it, or another directory"
+            )
+        self.finished = found[0]["finished"]
+        return found
+
+    def _read(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        file, earlier = self.directory / STATE_FILE, self.directory / EARLIER_FILE
+        if not file.exists() and not earlier.exists():
+            return None
+        content, tensors = read_state(file)
+        if content is None:
+            file, content = earlier, read_json(earlier)
+        later = {name: kind for name, kind in LATER.items() if name in content}
+        progress = checked(content, file, **NEEDED, **later)
+        counted = (progress[name] for name, kind in (NEEDED | later).items() if kind is int)
+        pairs = progress["history"]
+        if not all(map(is_number, counted)) or not pairs or any(len(pair) != 2 for pair in pairs):
+            raise DamagedFileError(f"{file} is damaged: it counts {shown(progress)}")
+        # AdamW counts the steps too: of two files, each may be of another step
+        moments = [t for name, t in tensors.items() if name.startswith("step.") and t.numel()]
+        if max((t.max().item() for t in moments), default=0) != progress["step"]:
+            raise DamagedFileError(f"{file} is damaged: it is not of the step of its tensors")
+        return progress, tensors
+
+
+@contextlib.contextmanager
+def exclusive(directory: str | os.PathLike[str] | None) -> Iterator[None]:
+    """Keep other calls out of a directory of progress; the processes of one call share it.
+
+    Raises:
+        GraphFilterError: another call is at work there; in all processes.
+    """
+    with contextlib.ExitStack() as held:
+        problem: Exception | None = None
+        if directory is not None and is_first_process():
+            try:
+                held.enter_context(locked(Path(directory, LOCK), work="fitting with this directory"))
+            except (GraphFilterError, OSError) as error:
+                problem = error
+        if total(problem is not None):
+            raise problem or GraphFilterError(f"another command is fitting with this directory: {directory}")
+        yield
+
+
+def is_kept(directory: Path) -> bool:
+    """Whether a directory, or one of its stages, holds progress."""
+    return any(any(directory.glob(pattern)) for pattern in (STATE_FILE, f"*/{STATE_FILE}"))
+
+
+def remove(directory: Path) -> None:
+    """Remove what an interrupted fit would have gone on from, and nothing else that may lie there."""
+    for place in (*directory.glob("*/"), directory):  # a folder for each stage
+        for file in (*place.glob(f".{STATE_FILE}.*"), *(place / name for name in (STATE_FILE, EARLIER_FILE, LOCK))):
+            file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            place.rmdir()
+
+
+def marked(values: Iterable[Any]) -> str:
+    """By which a model, or batches, are known again: a hash of some numbers of each tensor."""
+    found = hashlib.sha256()
+    for x in values:
+        if isinstance(x, Tensor):
+            found.update(repr((x.dtype, x.shape, x.detach().flatten()[:: max(1, x.numel() // 16)].tolist())).encode())
+    return found.hexdigest()
+
+
+def fitted_to(model: nn.Module, held: list[Batch]) -> dict[str, str]:
+    """Settings that name the weights besides the filters', and the batches that are measured on."""
+    weights = (x for name, x in model.state_dict().items() if f".{CHILD}." not in name)
+    return {"model": marked(weights), "held out": marked(x for batch in held for x in batch.values())}

@@ -1,0 +1,190 @@
+"""What is minimised: the distance between filters (students) and the attention that they replace (teachers)."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..analysis.model_inputs import mask_of
+from ..errors import GraphFilterError
+from ..filters import GraphFilter
+from ..shift.attention import AttentionShift
+
+Batch = dict[str, Any]
+Outputs = Mapping[str, Any]
+
+
+class Squares(NamedTuple):
+    """Sums of squares of each token, (batch, tokens), zero where there is none.
+
+    Attributes:
+        error: of the filter.
+        wanted: of the attention.
+        context: how many tokens the token sees.
+    """
+
+    error: Tensor
+    wanted: Tensor
+    context: Tensor
+
+
+Original = Callable[[Batch], Outputs]
+Distance = Callable[[Outputs, Outputs, Batch], Tensor]
+
+
+@contextlib.contextmanager
+def attending(
+    modules: dict[str, GraphFilter], observe: Callable[[str, Squares], None] | None = None, fit: bool = False
+) -> Iterator[None]:
+    """Let the modules compute their original attention; ``observe(name, squares)`` sees how far the filters are from
+    it, with gradients where ``fit``."""
+
+    def attend(name: str, graph_filter: GraphFilter, shift: AttentionShift, value: Tensor) -> Tensor:
+        fresh = copy.copy(shift)
+        with torch.no_grad():
+            attention = shift(value)
+        if observe is not None:
+            with torch.set_grad_enabled(fit):
+                observe(name, _squares(fresh, graph_filter.approximate(fresh, value), attention))
+            fresh.earlier.detach()  # each layer is fitted by itself
+        return attention
+
+    with contextlib.ExitStack() as back:
+        for name, graph_filter in modules.items():
+            own = vars(graph_filter)
+            earlier = own.get("forward")  # within another such context
+            own["forward"] = partial(attend, name, graph_filter)
+            back.callback(own.pop if earlier is None else own.__setitem__, "forward", *filter(None, [earlier]))
+        yield
+
+
+def _squares(shift: AttentionShift, approximation: Tensor, wanted: Tensor) -> Squares:
+    error, wanted = ((x.square().sum((1, 3))) for x in (approximation.float() - wanted.float(), wanted.float()))
+    causal, keys = shift.visible()
+    there = torch.ones_like(wanted) if keys is None else keys[:, -wanted.shape[1] :].to(wanted.dtype)
+    there = there.expand_as(wanted)
+    return Squares(error * there, wanted * there, there.cumsum(1) if causal else there.sum(1, keepdim=True) * there)
+
+
+def regress(model: nn.Module, modules: dict[str, GraphFilter], batch: Batch) -> dict[str, float]:
+    """One batch: the gradients of all filters, each formed as soon as its module has run, and their errors."""
+    losses: dict[str, Tensor] = {}
+
+    def observe(name: str, squares: Squares) -> None:
+        loss = squares.error.sum() / squares.wanted.sum().clamp(min=1e-12)
+        backward(loss)
+        losses[name] = loss.detach()
+
+    with torch.no_grad(), attending(modules, observe, fit=True):
+        model(**batch)
+    return {name: loss.sqrt().item() for name, loss in losses.items()}
+
+
+def filter_errors(model: nn.Module, modules: dict[str, GraphFilter], batches: list[Batch]) -> dict[str, float]:
+    """Of each filter over all batches: ``|filter - attention| / |attention|``."""
+    whole, _ = errors_by_context(model, modules, batches, [])
+    return whole
+
+
+@torch.no_grad()
+def errors_by_context(
+    model: nn.Module, modules: dict[str, GraphFilter], batches: list[Batch], bounds: list[int]
+) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """The same, and by how many tokens a token sees: up to the first bound, up to the next ..., beyond the last."""
+    edges = torch.tensor(bounds)
+    # the last entry is the sum of all, not of the entries before it: the same, bit for bit, whatever the bounds
+    sums = {name: torch.zeros(2, len(bounds) + 2, dtype=torch.float64) for name in modules}
+
+    def observe(name: str, squares: Squares) -> None:
+        at = torch.bucketize(squares.context.cpu().flatten(), edges)
+        for sum_, square in zip(sums[name], squares, strict=False):
+            flat = square.double().cpu().flatten()
+            sum_.index_add_(0, at, flat)
+            sum_[-1] += flat.sum()
+
+    with attending(modules, observe):
+        for batch in batches:
+            model(**batch)
+    ratios = {name: (error / norm).sqrt().tolist() for name, (error, norm) in sums.items()}
+    *parts, whole = [{name: of[i] for name, of in ratios.items()} for i in range(len(bounds) + 2)]
+    return whole, parts
+
+
+def original_of(model: nn.Module, modules: dict[str, GraphFilter]) -> Original:
+    """What the model gives with its attention in the place of the filters."""
+
+    @torch.no_grad()
+    def run(batch: Batch) -> Outputs:
+        with attending(modules):
+            outputs: Outputs = model(**batch, output_hidden_states=True)
+        return outputs
+
+    return run
+
+
+def fit_end_to_end(model: nn.Module, original: Original, of: str, batch: Batch) -> dict[str, float]:
+    """One batch: the model with its filters against the model with its attention."""
+    wanted = original(batch)
+    loss = DISTANCES[of](model(**batch, output_hidden_states=True), wanted, batch)
+    backward(loss)
+    return {"loss": loss.item()}
+
+
+def backward(loss: Tensor) -> None:
+    """The gradients, if it has any; without autocast, under which backward passes in float32 would be narrowed too."""
+    if loss.requires_grad:
+        with torch.autocast(loss.device.type, enabled=False):
+            loss.backward()
+
+
+def logits_of(outputs: Outputs) -> Tensor:
+    """(..., classes), float32; those of a map, (batch, classes, height, width), with the classes last."""
+    logits: Tensor = outputs["logits"].float()
+    return logits.movedim(1, -1) if logits.dim() == 4 else logits
+
+
+def mask_of_logits(batch: Batch, outputs: Outputs) -> Tensor | None:
+    by_decoder = "labels" in batch and "encoder_last_hidden_state" in outputs
+    return mask_of(batch, "decoder" if by_decoder or "decoder_input_ids" in batch else "")
+
+
+@torch.no_grad()
+def mean_loss(fit: Callable[[Batch], dict[str, float]], batches: list[Batch]) -> float:
+    return sum(fit(batch)["loss"] for batch in batches) / len(batches)
+
+
+def _hidden_distance(output: Outputs, wanted: Outputs, batch: Batch) -> Tensor:
+    pairs = []
+    for stack in ("", "encoder", "decoder"):
+        name = f"{stack}_hidden_states" if stack else "hidden_states"
+        if output.get(name) is not None:
+            pairs += [(f, w, mask_of(batch, stack)) for f, w in zip(output[name], wanted[name], strict=True)]
+    if not pairs:
+        raise GraphFilterError(
+            "the model returns no hidden states to compare: fit its logits instead, or one of its parts by itself"
+        )
+    losses = []
+    for f, w, mask in pairs:
+        f, w = f.float(), w.float()
+        there = mask[..., None].to(f.dtype) if mask is not None and mask.shape == f.shape[:2] else 1
+        losses.append(((f - w) * there).square().sum() / (w * there).square().sum().clamp(min=1e-12))
+    return torch.stack(losses).mean()
+
+
+def _logits_distance(output: Outputs, wanted: Outputs, batch: Batch) -> Tensor:
+    if "logits" not in output:
+        raise GraphFilterError("end_to_end='logits': the model returns no logits; use 'hidden'")
+    f, w = (logits_of(x).log_softmax(-1) for x in (output, wanted))
+    divergence, mask = (w.exp() * (w - f)).sum(-1), mask_of_logits(batch, output)
+    if mask is not None and mask.shape == divergence.shape:
+        return (divergence * mask).sum() / mask.sum().clamp(min=1)
+    return divergence.mean()
+
+
+DISTANCES: dict[str, Distance] = {"hidden": _hidden_distance, "logits": _logits_distance}

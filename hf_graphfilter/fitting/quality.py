@@ -1,0 +1,105 @@
+"""How near a converted model is to the original, on held-out batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..analysis.model_inputs import mask_of
+from ..errors import GraphFilterError
+from ..filters import GraphFilter
+from .objectives import Batch, Original, Outputs, logits_of, mask_of_logits
+
+LOWER_IS_BETTER = ("perplexity", "divergence")
+
+
+@torch.no_grad()
+def compare(model: nn.Module, original: Original, batches: list[Batch], causal: bool) -> dict[str, dict[str, float]]:
+    """Measures by name, each of the ``"original"`` and the ``"converted"`` model.
+
+    Of models with logits: how often the likeliest class or token is the same (``agreement``, of 1), the mean
+    Kullback-Leibler ``divergence`` from the original in nats, and, of decoders of text, the ``perplexity``. Of others,
+    of the mean of each text's last hidden states: the ``cosine`` between the two models' (mean over the texts), and the
+    ``rank correlation`` (Spearman) of the similarities of all pairs of texts.
+    """
+    sums: dict[str, Tensor] = {}
+    embedded: dict[str, list[Tensor]] = {"original": [], "converted": []}
+    config: Any = getattr(model, "config", None)
+    vocabulary = getattr(config.get_text_config(), "vocab_size", math.inf) if config is not None else math.inf
+    for batch in batches:
+        pair = {"original": original(batch), "converted": model(**batch, output_hidden_states=True)}
+        if "logits" in pair["original"]:
+            for name, value in _of_logits(pair, batch, vocabulary if causal else math.inf).items():
+                sums[name] = sums.get(name, 0) + value
+        else:
+            for which, outputs in pair.items():
+                embedded[which].append(_embeddings(outputs, batch))
+    if not sums:
+        return _of_embeddings(*(torch.cat(parts).double() for parts in embedded.values()))
+    rows = sums["rows"]
+    found = {
+        "agreement": {"original": 1.0, "converted": (sums["agreement"] / rows).item()},
+        "divergence": {"original": 0.0, "converted": (sums["divergence"] / rows).item()},
+    }
+    if "predicted" in sums:
+        means = {which: (sums[which] / sums["predicted"]).item() for which in pair}
+        found["perplexity"] = {which: math.exp(min(mean, 700.0)) for which, mean in means.items()}
+    return found
+
+
+def _of_logits(pair: Mapping[str, Outputs], batch: Batch, vocabulary: float) -> dict[str, Tensor]:
+    w, f = (logits_of(outputs) for outputs in pair.values())
+    mask = mask_of_logits(batch, pair["original"])
+    there = torch.ones(w.shape[:-1], device=w.device) if mask is None or mask.shape != w.shape[:-1] else mask.float()
+    likely = w.log_softmax(-1)
+    divergence = (likely.exp() * (likely - f.log_softmax(-1))).sum(-1)
+    sums = {
+        "rows": there.sum(),
+        "agreement": ((w.argmax(-1) == f.argmax(-1)) * there).sum(),
+        "divergence": (divergence * there).sum(),
+    }
+    ids = batch.get("input_ids")
+    if ids is not None and w.shape[:-1] == ids.shape and w.shape[-1] >= vocabulary:  # of a token, and no class
+        shown = there[:, 1:] * there[:, :-1]
+        sums["predicted"] = shown.sum()
+        for which, logits in (("original", w), ("converted", f)):
+            loss = functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+            sums[which] = (loss * shown).sum()
+    return {name: x.double().cpu() for name, x in sums.items()}
+
+
+def _embeddings(outputs: Outputs, batch: Batch) -> Tensor:
+    states = outputs.get("hidden_states") or outputs.get("decoder_hidden_states") or [None]
+    last = outputs.get("last_hidden_state", states[-1])
+    if last is None:
+        raise GraphFilterError(
+            f"the model gives neither logits nor hidden states to compare (but {', '.join(outputs)}): convert one of "
+            "its parts by itself"
+        )
+    last = last.float()
+    last = last.flatten(2).mT if last.dim() == 4 else last  # of feature maps
+    mask = mask_of(batch, "decoder" if "decoder_hidden_states" in outputs else "")
+    if mask is None or mask.shape != last.shape[:2]:
+        return last.mean(1).cpu()
+    there = mask[..., None].float()
+    return ((last * there).sum(1) / there.sum(1).clamp(min=1)).cpu()
+
+
+def _of_embeddings(original: Tensor, converted: Tensor) -> dict[str, dict[str, float]]:
+    found = {"cosine": functional.cosine_similarity(original, converted).mean().item()}
+    if len(original) > 2:
+        upper = torch.triu_indices(len(original), len(original), 1)
+        unit = (functional.normalize(x) for x in (original, converted))
+        ranks = [(x @ x.T)[upper[0], upper[1]].argsort().argsort().double() for x in unit]
+        found["rank correlation"] = torch.corrcoef(torch.stack(ranks))[0, 1].item()
+    return {name: {"original": 1.0, "converted": value} for name, value in found.items()}
+
+
+def parts_of(modules: Mapping[str, GraphFilter]) -> list[str]:
+    """Names of what can be switched off."""
+    return list(dict.fromkeys(name for graph_filter in modules.values() for name in graph_filter.branches()))

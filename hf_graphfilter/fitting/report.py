@@ -1,0 +1,204 @@
+"""What a conversion did: printed, as JSON, and for a model card."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from torch import nn
+
+from ..errors import has_type, needs
+from ..files import DamagedFileError
+from ..text import figure_text, markdown_table, markdown_text, printable
+from .speed import Speed, crossover, decoding_speed, speed
+from .transfer_report import TransferReport, mean
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Of the model on the held-out batches.
+
+    Attributes:
+        name: ``"perplexity"``, ``"agreement"``, ``"divergence"``, ``"cosine"`` or ``"rank correlation"``.
+        original, converted: its value of both models.
+        without: of the converted one, with a part of the filters switched off, by the part's name.
+    """
+
+    name: str
+    original: float
+    converted: float
+    without: dict[str, float]
+
+
+@dataclass
+class ConversionReport:
+    """What ``convert`` did; prints as tables.
+
+    Attributes:
+        before, after: relative L2 error ``|filter - attention| / |attention|`` of each converted module, on the
+            held-out batches.
+        by_context: the mean over the modules of the error after, by the number of tokens that a token sees.
+        errors_without: the mean error with a part of the filters switched off, by the part's name.
+        measures: of the whole model.
+        stages: the run of each stage: tokens, held-out error, why it ended.
+        config: of the filter.
+        sensitivity: of ``layers="auto:..."``, how far the outputs move where only this module is a filter.
+        parameters: of the filters; 0 in what earlier versions wrote.
+        tokens: that were used of the ``budget``.
+        seconds: of wall-clock time, of this call.
+        speed, decoding: what ``speed`` and ``decoding_speed`` measured, where ``time`` was called.
+    """
+
+    before: dict[str, float]
+    after: dict[str, float]
+    by_context: dict[str, float]
+    errors_without: dict[str, float]
+    measures: list[Measure]
+    stages: dict[str, TransferReport]
+    config: dict[str, Any] = field(default_factory=dict)
+    sensitivity: dict[str, float] = field(default_factory=dict)
+    parameters: int = 0
+    budget: int = 0
+    seconds: float = 0.0
+    speed: list[Speed] = field(default_factory=list)
+    decoding: list[Speed] = field(default_factory=list)
+
+    @property
+    def error_before(self) -> float:
+        return mean({name: self.before[name] for name in self.after})
+
+    @property
+    def error(self) -> float:
+        return mean(self.after)
+
+    @property
+    def tokens(self) -> int:
+        return sum(stage.history[-1][0] for stage in self.stages.values() if stage.history)
+
+    def __getitem__(self, name: str) -> Measure:
+        """The measure of that name."""
+        return next(measure for measure in self.measures if measure.name == name)
+
+    def time(self, model: nn.Module, lengths: Iterable[int] | None = None, rounds: int = 5) -> None:
+        """Fill in ``speed`` and, of a decoder, ``decoding``; arguments as of ``conversion.speed``."""
+        self.speed = speed(model, lengths, rounds)
+        if model.can_generate() and not model.config.is_encoder_decoder:  # type: ignore[operator, union-attr]
+            self.decoding = decoding_speed(model)
+
+    @property
+    def crossing(self) -> str:
+        """From how many tokens on the converted model is the faster one; nothing where it was not timed."""
+        if not self.speed:
+            return ""
+        if (start := crossover(self.speed)) is None:
+            return f"not faster than the original up to {max(row.tokens for row in self.speed):,} tokens"
+        return f"faster than the original from {start:,} tokens on"
+
+    def tables(self) -> dict[str, list[list[str]]]:
+        """Rows of text, the first the header, by what they are about."""
+        parts = list(self.errors_without)
+        measures = [["measure", "original", "converted", *(f"without {part}" for part in parts)]]
+        for m in self.measures:
+            measures += [[m.name, *(f"{x:.4g}" for x in (m.original, m.converted, *(m.without[p] for p in parts)))]]
+        errors = [f"{x:.4g}" for x in (self.error, *self.errors_without.values())]
+        measures += [["relative error of attention", "0", *errors]]
+        layers = [["module", "before", "after"]]
+        layers += [[name, f"{self.before[name]:.3f}", f"{error:.3f}"] for name, error in self.after.items()]
+        kept = [name for name in self.before if name not in self.after]
+        layers += [[name, f"{self.before[name]:.3f}", "keeps its attention"] for name in kept]
+        contexts = [["tokens that a token sees", "relative error"]]
+        contexts += [[label, f"{error:.3f}"] for label, error in self.by_context.items()]
+        stages = [["stage", "tokens", "held-out error at the start", "at its best", "ended"]]
+        for name, run in self.stages.items():
+            held = [error for _, error in run.history]
+            stages += [[name, f"{run.history[-1][0]:,}", f"{held[0]:.4g}", f"{min(held):.4g}", run.stopped]]
+        tables = {"the model": measures, "stages": stages, "by context": contexts, "by layer": layers}
+        timed = {"a forward pass": ("tokens", self.speed), "decoding": ("tokens before", self.decoding)}
+        for title, (tokens, times) in timed.items():
+            if times:
+                header = [tokens, "original ms", "converted ms", "converted / original"]
+                rows = [
+                    [f"{s.tokens:,}", f"{s.original_ms:.3g}", f"{s.converted_ms:.3g}", f"{s.ratio:.3f}"] for s in times
+                ]
+                if all(s.original_mb is not None for s in times):
+                    header += ["original MB", "converted MB"]
+                    for row, s in zip(rows, times, strict=True):
+                        row += [f"{s.original_mb:,.0f}", f"{s.converted_mb:,.0f}"]
+                tables[title] = [header, *rows]
+        return tables
+
+    def __str__(self) -> str:
+        added = f"; {self.parameters:,} parameters added" if self.parameters else ""
+        lines = [f"{self.tokens:,} of {self.budget:,} tokens, {self.seconds:.0f} s{added}"]
+        for rows in self.tables().values():
+            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            lines += ["", *("  ".join(f"{x:<{w}}" for x, w in zip(row, widths, strict=True)).rstrip() for row in rows)]
+        return printable("\n".join([*lines, *filter(None, ["", self.crossing])]))
+
+    def to_markdown(self) -> str:
+        """Tables, as a model card has them."""
+        parts = []
+        for title, (header, *rows) in self.tables().items():
+            cells = ([*map(markdown_text, row)] for row in (header, *rows))
+            parts.append(f"*{title[0].upper()}{title[1:]}*\n\n{markdown_table(next(cells), [*cells])}")
+        return "\n\n".join([*parts, *filter(None, [f"Timed: {self.crossing}." * bool(self.speed)])])
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {**asdict(self), "tokens": self.tokens, "error": self.error, "error_before": self.error_before}
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> Self:
+        """Return what ``to_dict`` was called on, as ``conversion.json`` beside a checkpoint holds it.
+
+        Raises:
+            DamagedFileError: a part is missing, or of another type.
+        """
+        known = {f.name for f in fields(cls)}
+        kinds = {"measures": Measure, "speed": Speed, "decoding": Speed}
+        try:
+            values = {k: [kinds[k](**x) for x in v] if k in kinds else v for k, v in content.items() if k in known}
+            stages = {
+                k: TransferReport(**v | {"history": [*map(tuple, v["history"])]}) for k, v in content["stages"].items()
+            }
+            found = cls(**values | {"stages": stages})
+            if not has_type(found, cls) or not str(found):
+                raise TypeError("its parts have other types")
+        except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+            raise DamagedFileError(f"no report of a conversion: {error}") from error
+        return found
+
+    def plot(self) -> Figure:
+        """The held-out error of each stage over the tokens so far, and the error by context.
+
+        Raises:
+            GraphFilterError: matplotlib is not installed.
+        """
+        with needs("plots", "a figure"):
+            from matplotlib.figure import Figure  # not pyplot: no global state, no display
+        parts = len(self.stages) + 1
+        figure = Figure(figsize=(3.5 * parts, 3), layout="constrained")
+        axes = figure.subplots(1, parts)
+        begun = 0
+        for name, ax in zip(self.stages, axes[:-1], strict=True):
+            history = self.stages[name].history
+            ax.plot([begun + tokens for tokens, _ in history], [error for _, error in history], marker=".")
+            begun += history[-1][0]
+            ax.set(title=figure_text(f"stage: {name}"), xlabel="tokens", ylabel="held-out error")
+        axes[-1].bar([*map(figure_text, self.by_context)], list(self.by_context.values()))
+        axes[-1].tick_params(axis="x", rotation=45)
+        axes[-1].set(title="by tokens that a token sees", ylabel="relative error")
+        return figure
+
+    def save_figure(self, path: str | os.PathLike[str]) -> Path:
+        """Draw what ``plot`` gives to ``path`` (PNG)."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.plot().savefig(path, dpi=150)
+        return path

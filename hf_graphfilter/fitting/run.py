@@ -1,0 +1,223 @@
+"""The optimisation of one stage: steps, measurements, the best state, interruptions, and its progress on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from ..errors import GraphFilterError
+from ..filters import GraphFilter
+from .checkpoint import Checkpoint
+from .objectives import Batch
+from .processes import average_gradients, mean_of, share, total
+from .transfer_report import TransferReport
+
+Group = tuple[dict[str, nn.Parameter], float]  # parameters by name, and their peak learning rate
+
+
+def filter_groups(modules: dict[str, GraphFilter], lr: float, filter_lr: float) -> list[Group]:
+    """The parameters of the filters, with the coefficients' learning rate for these.
+
+    Raises:
+        GraphFilterError: there are none.
+    """
+    coefficients = {id(p) for f in modules.values() for p in f.coefficient_tensors().values()}
+    parameters = {f"{n}.{k}": p for n, f in modules.items() for k, p in f.named_parameters()}
+    if not parameters:
+        raise GraphFilterError("the filters have no parameters that could be fitted")
+    return [
+        ({k: p for k, p in parameters.items() if (id(p) in coefficients) == own}, rate)
+        for own, rate in ((False, lr), (True, filter_lr))
+    ]
+
+
+@dataclass
+class Stage:
+    """What is fitted.
+
+    Attributes:
+        budget: of what ``size`` counts; the learning rates go by it.
+        groups: parameters, with their learning rates.
+        step: forms the gradients of a batch, and gives its errors by name.
+        measure: the held-out error.
+        start: the same before the first step, where it is known.
+        size: what a batch takes of the budget.
+        clip: largest norm of the gradient.
+        unit: of the budget, for the progress bar.
+        betas: of AdamW.
+    """
+
+    name: str
+    budget: int
+    groups: list[Group]
+    step: Callable[[Batch], dict[str, float]]
+    measure: Callable[[], float]
+    start: float | None = None
+    size: Callable[[Batch], int] = lambda batch: 1
+    clip: float | None = None
+    unit: str = "step"
+    betas: tuple[float, float] = (0.9, 0.999)
+
+
+class StageRun:
+    """One stage: optimiser, schedule, measurements, the best state so far."""
+
+    def __init__(self, stage: Stage, report: TransferReport, checkpoint: Checkpoint | None):
+        self.stage, self.report, self.checkpoint = stage, report, checkpoint
+        self.parameters = {name: p for parameters, _ in stage.groups for name, p in parameters.items()}
+        groups = [{"params": [*parameters.values()], "lr": lr, "peak": lr} for parameters, lr in stage.groups]
+        share(self.parameters.values())
+        self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0, betas=stage.betas)
+        self.step, self.used, self.stale = 0, 0, 0
+        self.before = report.history[-1][0] if report.history else 0
+        self.best, self.best_state = math.inf, self._state()
+
+    def fit(self, batches: Iterator[Batch], eval_every: int, patience: int | None, progress: bool) -> None:
+        if self.checkpoint is not None and self._restore(self.checkpoint):
+            next(islice(batches, self.step, self.step), None)  # those it has seen; the next stage may go on in them
+            if self.stage.name in self.checkpoint.finished:
+                self.report.steps += self.step
+                return
+        else:
+            self._measure(self.stage.start)
+        shown = {"desc": self.stage.name, "unit": f" {self.stage.unit}s", "disable": not progress}
+        bar = tqdm(total=self.stage.budget, initial=self.used, **shown)
+        with bar, _interruptions(self.checkpoint is not None) as interrupted:
+            while self.used < self.stage.budget:
+                evaluations, problem = self.used // eval_every, None
+                batch = next(batches, None)
+                ended = bool(total(batch is None))
+                if batch is not None and not ended:
+                    problem = self._advance(batch, bar)
+                due = ended or self.used // eval_every > evaluations or self.used >= self.stage.budget
+                if problem is None and due and not math.isfinite(self._measure()):
+                    problem = f"non-finite error on the held-out batches at step {self.step}"
+                if problem is not None:
+                    self.report.stopped = f"{problem}, best state kept"
+                    break
+                asked = total(interrupted())
+                if due or asked:
+                    self._save()
+                if asked:
+                    raise KeyboardInterrupt
+                if ended:
+                    self.report.stopped = f"the batches ended at step {self.step} (an iterator gives them once)"
+                    break
+                if due and patience is not None and self.stale >= patience:
+                    self.report.stopped = "no improvement"
+                    break
+        self._load(self.best_state)
+        self.report.steps += self.step
+        if not self.report.stopped.startswith("non-finite"):
+            self._save(finished=True)
+
+    def _advance(self, batch: Batch, bar: Any) -> str | None:
+        """One step; the name of a problem, if there is one."""
+        self.optimizer.zero_grad()
+        errors = self.stage.step(batch)
+        size = total(self.stage.size(batch))
+        done, warm_up = self.used / self.stage.budget, max(1, self.stage.budget // 20)
+        factor = min(1.0, (self.used + size) / warm_up) * 0.5 * (1 + math.cos(math.pi * done))
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * factor
+        self.step, self.used = self.step + 1, self.used + size
+        if total(not all(map(math.isfinite, errors.values()))):
+            return f"non-finite loss at step {self.step}"
+        average_gradients(self.parameters.values())
+        if self.stage.clip is not None:
+            nn.utils.clip_grad_norm_(self.parameters.values(), self.stage.clip)
+        self.optimizer.step()
+        bar.update(size)
+        bar.set_postfix_str(" ".join(f"{e:.3f}" for e in errors.values()), refresh=False)
+        return None
+
+    def _measure(self, error: float | None = None) -> float:
+        """The held-out error, if it is not known already."""
+        error = mean_of(self.stage.measure() if error is None else error)
+        self.report.history.append((self.before + self.used, error))
+        self.stale = 0 if error < 0.999 * self.best else self.stale + 1
+        if error < self.best:
+            self.best, self.best_state = error, self._state()
+        return error
+
+    def _state(self) -> dict[str, Tensor]:
+        return {k: p.detach().clone() for k, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def _load(self, state: dict[str, Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.copy_(state[name])
+
+    def _save(self, finished: bool = False) -> None:
+        if self.checkpoint is None:
+            return
+        tensors = {f"now.{k}": p.detach() for k, p in self.parameters.items()}
+        tensors |= {f"best.{k}": p for k, p in self.best_state.items()}
+        state = self.optimizer.state
+        tensors |= {f"{moment}.{k}": t for k, p in self.parameters.items() for moment, t in state.get(p, {}).items()}
+        progress = {
+            "step": self.step,
+            "used": self.used,
+            "before_it": self.before,
+            "earlier_steps": self.report.steps - finished * self.step,
+            "best": self.best,
+            "stale": self.stale,
+            "history": self.report.history,
+            "stopped": self.report.stopped,
+            "before": self.report.before,
+        }
+        self.checkpoint.write(self.stage.name, finished, progress, tensors)
+
+    def _restore(self, checkpoint: Checkpoint) -> bool:
+        """Go on where the checkpoint was left; False if it is not of this stage."""
+        if (found := checkpoint.read()) is None:
+            return False
+        progress, tensors = found
+        finished = self.stage.name in checkpoint.finished
+        if progress["stage"] != self.stage.name:
+            if finished:  # a later stage has its results
+                self.step = progress["earlier_steps"]
+            return finished
+        self.report.before, self.report.history = progress["before"], [tuple(pair) for pair in progress["history"]]
+        if finished:
+            self.report.stopped = progress.get("stopped", self.report.stopped)
+        self.step, self.best, self.stale = progress["step"], progress["best"], progress["stale"]
+        self.used, self.before = progress.get("used", self.step), progress.get("before_it", progress["earlier_steps"])
+        self.best_state = {k: tensors[f"best.{k}"] for k in self.parameters}
+        self._load({k: tensors[f"{'best' if finished else 'now'}.{k}"] for k in self.parameters})
+        for name, parameter in self.parameters.items():
+            for moment in ("step", "exp_avg", "exp_avg_sq"):
+                if (t := tensors.get(f"{moment}.{name}")) is not None:
+                    self.optimizer.state[parameter][moment] = t if moment == "step" else t.to(parameter)
+        return True
+
+
+@contextlib.contextmanager
+def _interruptions(deferred: bool) -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed, so that a step can be finished before what it made is kept; a second one ends it."""
+    asked = False
+
+    def note(*_: Any) -> None:
+        nonlocal asked
+        asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    ours = threading.current_thread() is threading.main_thread()
+    if not (deferred and ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
+        yield lambda: False
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,0 +1,190 @@
+"""Time and memory of the original and the converted model, by the number of tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+from torch import nn
+
+from ..errors import GraphFilterError
+from ..hosts.transformers.cache import NAME as CACHE
+from ..patching.patch import unpatch_model
+from .memory import begin_peak_memory, peak_memory
+
+LENGTHS = tuple(2**i for i in range(7, 15))
+UNBOUNDED = 4096
+CONTEXTS = (100, 1000, 8000)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of one text of ``tokens`` tokens.
+
+    Attributes:
+        original_ms, converted_ms: a forward pass, or a step of decoding after so many tokens, median.
+        ratio: of the two, median of ratios taken side by side.
+        original_mb, converted_mb: peak memory of it beyond what was in use before: of the GPU, or of this process, on
+            Linux; None elsewhere.
+    """
+
+    tokens: int
+    original_ms: float
+    converted_ms: float
+    ratio: float
+    original_mb: float | None = None
+    converted_mb: float | None = None
+
+
+@torch.no_grad()
+def speed(model: nn.Module, lengths: Iterable[int] | None = None, rounds: int = 5) -> list[Speed]:
+    """Forward passes of a converted model of text and of a copy with its attention, taken in turn.
+
+    Args:
+        model: converted; a copy is made beside it.
+        lengths: numbers of tokens, 128 to 16,384 if not given; those beyond the positions that the model knows are
+            left out, and beyond 4,096 where it knows none.
+        rounds: of each length.
+
+    Raises:
+        GraphFilterError: the model takes no ``input_ids``, or no length is within its positions.
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> from hf_graphfilter import patch_model
+        >>> [row.tokens for row in speed(patch_model(BertModel(BertConfig(num_hidden_layers=1)), "agf"), [64, 1024])]
+        [64]
+    """
+    chosen, vocabulary = _possible(model, lengths, LENGTHS)
+    with _forms(model) as (forms, device):
+        return [_row(forms, n, torch.randint(0, vocabulary, (1, n), device=device), rounds) for n in chosen]
+
+
+@torch.no_grad()
+def decoding_speed(
+    model: nn.Module, contexts: Iterable[int] | None = None, rounds: int = 3, steps: int = 8
+) -> list[Speed]:
+    """Steps of decoding with a cache of a converted decoder and of a copy with its attention, taken in turn.
+
+    Args:
+        model: converted; a copy is made beside it.
+        contexts: numbers of tokens before, 100, 1,000 and 8,000 if not given; those beyond the positions that the model
+            knows are left out.
+        rounds: of each context.
+        steps: of a round, one token each.
+
+    Raises:
+        GraphFilterError: the model takes no ``input_ids``, or no context is within its positions.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_graphfilter import patch_model
+        >>> config = GPT2Config(n_layer=1, vocab_size=100, bos_token_id=0, eos_token_id=0)
+        >>> model = patch_model(GPT2LMHeadModel(config), "agf")
+        >>> [row.tokens for row in decoding_speed(model, [64, 4096])]
+        [64]
+    """
+    chosen, vocabulary = _possible(model, contexts, CONTEXTS, steps * rounds + 2)  # one to begin with, one for memory
+    found = []
+    with _forms(model) as (forms, device):
+        for n in chosen:
+            ids = torch.randint(0, vocabulary, (1, n), device=device)
+            decode = {name: _decoder(form, ids) for name, form in forms.items()}
+            found.append(taken_in_turn(n, decode, device, rounds, steps))
+    return found
+
+
+def _decoder(form: nn.Module, ids: torch.Tensor) -> Callable[[], object]:
+    """A step after ``ids``; the first is made."""
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(form.forward).parameters else {}
+    cache = form(input_ids=ids, use_cache=True, **last)[CACHE]
+    step = lambda: form(input_ids=ids[:, :1], **{CACHE: cache}, use_cache=True)  # noqa: E731
+    step()
+    return step
+
+
+def _possible(
+    model: nn.Module, lengths: Iterable[int] | None, usual: Iterable[int], more: int = 0
+) -> tuple[list[int], int]:
+    """The lengths that leave room for ``more`` tokens, or the longest that does if none of the usual ones does; and the
+    size of the vocabulary."""
+    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    vocabulary, most = getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
+    if most is None and lengths is None:  # no positions (T5): what the original makes of 16,384 tokens is no use
+        most = UNBOUNDED
+    chosen = [n for n in (usual if lengths is None else lengths) if most is None or n + more <= most]
+    if lengths is None and not chosen and most is not None and most > more:
+        chosen = [most - more]
+    if vocabulary is None or model.main_input_name != "input_ids" or not chosen:
+        raise GraphFilterError(
+            f"speed is measured on texts of at most {most} tokens: {type(model).__name__} takes none"
+        )
+    return chosen, vocabulary
+
+
+@contextlib.contextmanager
+def _forms(model: nn.Module) -> Iterator[tuple[dict[str, nn.Module], torch.device]]:
+    """The model and a copy with its attention, both in evaluation mode."""
+    forms = {"original": unpatch_model(copy.deepcopy(model)).eval(), "converted": model}
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield forms, next(model.parameters()).device
+    finally:
+        for module in training:
+            module.training = True
+
+
+def crossover(rows: Iterable[Speed]) -> int | None:
+    """The number of tokens from which on the converted model is the faster one, of those measured."""
+    faster = None
+    for row in sorted(rows, key=lambda row: -row.tokens):
+        if row.ratio >= 1:
+            break
+        faster = row.tokens
+    return faster
+
+
+def _row(forms: dict[str, nn.Module], tokens: int, ids: torch.Tensor, rounds: int) -> Speed:
+    inputs = {"input_ids": ids}
+    if getattr(forms["original"].config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = ids[:, :1]
+    for form in forms.values():
+        form(**inputs)
+    return taken_in_turn(tokens, {name: partial(form, **inputs) for name, form in forms.items()}, ids.device, rounds)
+
+
+def taken_in_turn(
+    tokens: int, calls: dict[str, Callable[[], object]], device: torch.device, rounds: int, times: int = 1
+) -> Speed:
+    """Each of ``calls`` so many ``times`` a round, and once more for its memory: forgetting the peak gives pages back,
+    which a timed call would have to take again."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    mb: dict[str, float | None] = dict.fromkeys(calls)
+    for _ in range(rounds):
+        for name, call in calls.items():
+            _finish(device)
+            begun = time.perf_counter()
+            for _ in range(times):
+                call()
+            _finish(device)
+            taken[name].append(1e3 * (time.perf_counter() - begun) / times)
+    for name, call in calls.items():
+        if (before := begin_peak_memory(device)) is not None:
+            call()
+            mb[name] = peak_memory(device) - before
+    ratios = [b / a for a, b in zip(taken["original"], taken["converted"], strict=True)]
+    ms = {name: median(values) for name, values in taken.items()}
+    return Speed(tokens, ms["original"], ms["converted"], median(ratios), mb["original"], mb["converted"])
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

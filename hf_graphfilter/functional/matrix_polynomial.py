@@ -1,0 +1,142 @@
+"""Polynomials of the attention matrix."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..errors import GraphFilterError
+from ..ops.apply_twice import on_plain_cpu
+from ..ops.combine import combine
+from ..ops.heads import repeat_heads
+from ..shift.attention import AttentionShift
+from ..shift.operator import ShiftOperator
+from .losses import present
+
+
+def gfsa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    w_0: Tensor | float,
+    w_1: Tensor | float,
+    w_K: Tensor | float,
+    K: int,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    approximation: Literal["taylor", "none"] = "taylor",
+) -> Tensor:
+    """``H value`` with ``H = w_0 I + w_1 A + w_K (A + (K-1)(A^2 - A))``, without an n x n matrix.
+
+    Args:
+        query: (batch, heads, tokens, features).
+        key, value: (batch, heads or key heads, tokens, features).
+        w_0, w_1, w_K: numbers, or tensors (heads,).
+        K: order, >= 1.
+        mask: bool (batch, tokens), True for tokens that are there; or as in ``scaled_dot_product_attention``, with four
+            dimensions: bool (True for visible) or additive, broadcast to (batch, heads, queries, keys).
+        causal: whether a token sees only earlier ones; not together with a mask of queries by keys.
+        scale: of the scores; features ** -0.5 by default.
+        dropout: probability, drawn anew in each application of A.
+        approximation: ``"taylor"`` as above, or ``"none"`` for ``w_K A^K``.
+
+    Returns:
+        (batch, heads, tokens, features), dtype of ``value``.
+
+    Raises:
+        GraphFilterError: K < 1, an unknown approximation, other numbers of queries and keys, a mask or coefficients
+            of another shape.
+
+    Example:
+        >>> import torch
+        >>> q, k, v = torch.randn(3, 1, 2, 5, 4)
+        >>> gfsa(q, k, v, w_0=0.0, w_1=1.0, w_K=0.1, K=3).shape
+        torch.Size([1, 2, 5, 4])
+
+    Source: Choi et al., GFSA (NeurIPS 2024), Eq. 4-6.
+    """
+    if not isinstance(K, int) or isinstance(K, bool) or K < 1:
+        raise GraphFilterError(f"gfsa: K must be an integer >= 1, got {K!r}")
+    if approximation not in ("taylor", "none"):
+        raise GraphFilterError(f"gfsa: approximation is 'taylor' or 'none', got {approximation!r}")
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    if not query.dim() == key.dim() == value.dim() == 4 or key.shape[:3] != value.shape[:3]:
+        raise GraphFilterError(f"gfsa: query, key and value are (batch, heads, tokens, features), got {shapes}")
+    if query.shape[2] != key.shape[2]:
+        raise GraphFilterError(f"gfsa: A must be square, as many queries as keys; got {shapes}")
+    if query.shape[1] % key.shape[1]:
+        raise GraphFilterError(f"gfsa: the heads of the query must be a multiple of those of the key; got {shapes}")
+    heads = query.shape[1]
+    keys = _visible(mask, query)
+    if causal and keys is not None:
+        tokens = query.shape[2]
+        earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
+        keys = keys & earlier if keys.dtype == torch.bool else keys.masked_fill(~earlier, -torch.inf)
+
+    def attend(k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+        k, v = repeat_heads(k, heads), repeat_heads(v, heads)
+        is_causal = causal and keys is None
+        out = scaled_dot_product_attention(query, k, v, keys, dropout, is_causal, scale=scale)
+        return out.transpose(1, 2), None
+
+    shift = AttentionShift(attend, query, key)
+    c_0, c_1, c_K = (_coefficient(c, query, heads, n) for c, n in ((w_0, "w_0"), (w_1, "w_1"), (w_K, "w_K")))
+    terms = attention_terms(shift, value, c_1, c_K, K, approximation)
+    return combine([(c_0, shift.identity(value)), *terms])
+
+
+def attention_terms(
+    shift: ShiftOperator, value: Tensor, w_1: Tensor, w_K: Tensor, K: int, approximation: Literal["taylor", "none"]
+) -> list[tuple[Tensor, Tensor]]:
+    """``w_1 S(value) + w_K P(value)`` as (coefficient, signal) pairs for ``combine``; see ``gfsa``.
+
+    While w_K is zero, as it starts, ``S`` is the model's own attention call, so that its outputs stay the same bit for
+    bit; asked on the CPU only, where there are faster forms.
+    """
+    if K > 1:
+        shift.exact = known_zero(w_K)
+    if approximation == "none":
+        powers = shift.powers(value, K)
+        return [(w_1, powers[0]), (w_K, powers[-1])]
+    if K == 1:
+        return [(w_1 + w_K, shift(value))]
+    first, second = shift.powers(value, 2)
+    return [(w_1 + (2 - K) * w_K, first), ((K - 1) * w_K, second)]
+
+
+def known_zero(coefficient: Tensor) -> bool:
+    """Whether all are zero. Asked only where the answer costs no synchronisation and no graph break, else False."""
+    return on_plain_cpu(coefficient) and not any(coefficient.flatten().tolist())  # no operation: they are a few numbers
+
+
+def _visible(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """What ``scaled_dot_product_attention`` takes."""
+    if mask is None:
+        return None
+    batch, heads, tokens, _ = query.shape
+    if mask.shape == (batch, tokens) and (there := present(mask, query)) is not None:
+        return there[:, None, None, :]
+    sizes = zip(mask.shape, (batch, heads, tokens, tokens), strict=False)
+    if mask.dim() != 4 or any(size not in (1, whole) for size, whole in sizes):
+        raise GraphFilterError(
+            f"gfsa: mask is (batch, tokens), here ({batch}, {tokens}), or of queries by keys with four dimensions, as "
+            f"mask[None, None] has; got {tuple(mask.shape)}"
+        )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise GraphFilterError(f"gfsa: a mask of queries by keys is bool or floating-point numbers, got {mask.dtype}")
+    return mask
+
+
+def _coefficient(c: Any, like: Tensor, heads: int, name: str) -> Tensor:
+    wide = torch.promote_types(like.dtype, torch.float32)
+    c = torch.as_tensor(c, device=like.device, dtype=None if isinstance(c, Tensor) else wide)
+    c = c if c.is_floating_point() else c.to(wide)
+    if c.dim() > 1 or (c.dim() == 1 and c.shape[0] not in (1, heads)):
+        raise GraphFilterError(f"gfsa: {name} is a number or a tensor ({heads},), got shape {tuple(c.shape)}")
+    return c.expand(heads)

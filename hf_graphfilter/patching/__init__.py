@@ -1,0 +1,15 @@
+"""Patching a model with a filter, taking it out again, and what is patched."""
+
+from .patch import patch_model, unpatch_model
+from .restore import apply_record
+from .status import FilterRow, FilterStatus, filter_parameters, filter_status
+
+__all__ = [
+    "FilterRow",
+    "FilterStatus",
+    "apply_record",
+    "filter_parameters",
+    "filter_status",
+    "patch_model",
+    "unpatch_model",
+]

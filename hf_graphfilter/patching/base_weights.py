@@ -1,0 +1,79 @@
+"""A sample of the weights outside the filter, by which a filter that is saved or loaded alone is known to fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..filters.core.attached import CHILD
+from ..hosts import Host
+
+SAMPLE = "_graph_filter_base_weights"  # of a model: sampled when it was patched or loaded
+_VALUES = 8  # per parameter: training changes nearly all of them
+_WRITTEN = 2
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def remember_weights(host: Host, model: nn.Module, *, again: bool = False) -> None:
+    """Keep a sample of the weights outside the filter, unless there is one; ``again`` replaces it."""
+    if again or SAMPLE not in vars(model):
+        for part in model.modules():  # patched before the model around it had its weights
+            vars(part).pop(SAMPLE, None)
+        vars(model)[SAMPLE] = _sample(host, model)
+
+
+def changed_weights(host: Host, model: nn.Module) -> list[str]:
+    """Return the names of the parameters outside the filter that changed since ``remember_weights``.
+
+    Casts to another dtype and moves to another device are no change. Adapters are none either: they have files.
+    """
+    before: dict[str, Tensor] = vars(model).get(SAMPLE) or {}
+    now = _sample(host, model) if before else {}
+    return [name for name, values in now.items() if name in before and not _same(before[name], values)]
+
+
+def written_weights(host: Host, model: nn.Module, modules: Iterable[str]) -> dict[str, list[float]]:
+    """Return a few weights of each of these modules, for a file."""
+    sample = {**_sample(host, model), **(vars(model).get(SAMPLE) or {})}
+    names = tuple(f"{module}." for module in modules)
+    chosen = {k: v for k, v in sample.items() if k.startswith(names) and v.is_floating_point()}
+    return {name: [float(f"{x:.6g}") for x in values[:_WRITTEN].tolist()] for name, values in chosen.items()}
+
+
+def differing_weights(written: object, host: Host, model: nn.Module) -> list[str]:
+    """Return the names of the parameters that are not what ``written_weights`` had, to the precision of bfloat16."""
+    now = _sample(host, model) if isinstance(written, Mapping) else {}
+    pairs = [(name, values[:_WRITTEN], written.get(name)) for name, values in now.items()]  # type: ignore[attr-defined]
+    return [
+        name
+        for name, values, other in pairs
+        if isinstance(other, list)
+        and [*map(type, other)] == [float] * len(values)
+        and values.is_floating_point()
+        and not torch.allclose(values.float(), torch.tensor(other), rtol=2**-7, atol=1e-6, equal_nan=True)
+    ]
+
+
+def _sample(host: Host, model: nn.Module) -> dict[str, Tensor]:
+    """Evenly spaced values of the parameters that are whole and here, by their names without wrappers of PEFT."""
+    sample: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        data = parameter.detach()
+        elsewhere = data.is_meta or type(parameter.data) is not Tensor or hasattr(parameter, "ds_id")
+        if elsewhere or not data.numel() or f".{CHILD}." in f".{name}":
+            continue
+        values = data.flatten()[:: max(1, data.numel() // _VALUES)][:_VALUES]
+        sample.setdefault(host.relative_name(model, name), values.to("cpu", copy=True))  # a wrapper holds it first
+    return sample
+
+
+def _same(before: Tensor, now: Tensor) -> bool:
+    if before.shape != now.shape or before.is_floating_point() != now.is_floating_point():
+        return True  # sharded or quantized since
+    if not now.is_floating_point():
+        return before.dtype != now.dtype or torch.equal(before, now)
+    casts = (before.to(dtype).to(now.dtype) for dtype in (before.dtype, *_DTYPES))
+    # PEFT merges and unmerges adapters to rounding
+    return any(torch.allclose(c.double(), now.double(), rtol=1e-5, atol=1e-7, equal_nan=True) for c in casts)

@@ -1,0 +1,132 @@
+"""Patch a model in place, and undo it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Literal, TypeVar
+
+from torch import nn
+
+from ..errors import GraphFilterError
+from ..filters import FilterConfig, as_config
+from ..filters.core.attached import CHILD, patched_modules
+from ..filters.core.record import extended
+from ..hosts import encoder_of, host_of, unwrapped
+from ..hosts.watching import REPLACED
+from .base_weights import SAMPLE
+from .layers import Layers, select_sites
+from .restore import attach, build_at
+
+STARTS = "_graph_filter_starts"  # of a model: its filters have start values, since an adapter brought its own
+M = TypeVar("M", bound=nn.Module)
+
+
+def patch_model(
+    model: M,
+    filter: str | FilterConfig = "gfsa",
+    *,
+    layers: Layers = None,
+    stack: Literal["encoder", "decoder"] | None = None,
+    **options: Any,
+) -> M:
+    """Replace self-attention by a graph filter, in place.
+
+    Every selected attention module gets one child, ``graph_filter``; no other parameter changes its name or value.
+    Cross-attention is never patched. Filters with random start values (AGF, Singularformer ...) draw them from torch's
+    generator: call ``transformers.set_seed`` first to get the same ones again.
+
+    Args:
+        model: a transformers ``PreTrainedModel`` whose attention runs through the attention interface, or a
+            ``SentenceTransformer`` around one; the whole model that will be saved, since its config keeps the record
+            (choose parts with ``layers`` and ``stack``).
+        filter: name of a registered filter, or its config object.
+        layers: which layers of each stack, counted from 0: ``None`` or ``"all"``, ``"even"``, ``"odd"``, a list of
+            indices (negative ones count from the end), a slice, or a predicate ``(index, module name) -> bool``.
+        stack: ``"encoder"`` or ``"decoder"`` to patch only these; ``None`` for both.
+        **options: options of the filter, when it is given by name.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        GraphFilterError: an unknown filter or option, an empty or impossible selection, a model that has nothing to
+            patch or is patched there already. The model is then as it was.
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> model = BertModel(BertConfig(num_hidden_layers=2))
+        >>> patch_model(model, "gfsa", K=3) is model
+        True
+    """
+    config = as_config(filter, **options)
+    whole, model = model, encoder_of(model)
+    host = host_of(model)
+    sites, refused = host.find(model)
+    if not sites:
+        raise GraphFilterError(_nothing_to_patch(model, refused))
+    if replaced := next((name for name, reason in refused.items() if reason.startswith(REPLACED)), None):
+        raise GraphFilterError(f"{replaced} cannot be patched: {refused[replaced]}")  # nor be left out in silence
+    selected = select_sites(sites, layers, stack)
+    for site in selected:
+        if hasattr(site.module, CHILD):
+            raise GraphFilterError(
+                f"{type(model).__name__} is already patched at {site.name} "
+                f"({site.module.get_submodule('graph_filter').config}); call unpatch_model first or select other layers"
+            )
+    patched = (site for site in sites if (f := site.module._modules.get(CHILD)) and type(f.config) is type(config))
+    config.check_sites([*patched, *selected])
+    filters = [build_at(config, site) for site in selected]  # all before the first change: failing leaves no trace
+    names = [*dict.fromkeys(host.relative_name(model, site.name) for site in selected)]  # once for PEFT's copies
+    record = extended(host.read_record(model), type(model).__name__, config, names)
+    attach(host, model, list(zip(selected, filters, strict=True)), record)
+    return whole
+
+
+def unpatch_model(model: M) -> M:
+    """Take all filters out again, in place: the model is then exactly the original (with the weights it has now).
+
+    Raises:
+        GraphFilterError: the model is not patched.
+    """
+    whole, model = model, unwrapped(model, running=False)  # type: ignore[assignment]
+    host = host_of(model)
+    patched = patched_modules(model, required=host.read_record(model) is None)  # parts may have lost them all
+    host.detach(model, [module for _, module in patched])
+    host.write_record(model, None)
+    for kept in (STARTS, SAMPLE):
+        vars(model).pop(kept, None)
+    return whole
+
+
+@contextlib.contextmanager
+def unchanged_on_error(model: nn.Module) -> Iterator[None]:
+    """After an exception inside, the modules of a model, their attributes and what is trained are as they were.
+
+    The values of tensors are not kept.
+    """
+    modules = [*model.modules()]
+    classes = [(module, type(module)) for module in modules]
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    configs = {id(c): vars(c) for m in modules if hasattr(c := vars(m).get("config"), "__dict__")}
+    attributes = [*map(vars, modules), *configs.values()]
+    inside = {id(v): v for a in attributes for v in a.values() if isinstance(v, (dict, list, set))}  # may be shared
+    before = [(container, container.copy()) for container in (*attributes, *inside.values())]
+    try:
+        yield
+    except BaseException:
+        for module, kind in classes:
+            module.__class__ = kind
+        for container, content in before:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
+        for parameter, required in trained:
+            parameter.requires_grad_(required)
+        raise
+
+
+def _nothing_to_patch(model: nn.Module, refused: dict[str, str]) -> str:
+    reasons = Counter((type(model.get_submodule(name)).__name__, reason) for name, reason in refused.items())
+    refusals = "; ".join(f"{count} x {cls}: {reason}" for (cls, reason), count in reasons.items())
+    return f"{type(model).__name__} has no self-attention to patch. Attention found: {refusals or 'none'}"

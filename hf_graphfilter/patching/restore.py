@@ -1,0 +1,141 @@
+"""Put the filters of a record into a model: the sites that it names, and the filters for them."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import GraphFilterError, shown
+from ..filters import AttentionSite, FilterConfig, GraphFilter
+from ..filters.core.attached import CHILD, patched_modules
+from ..filters.core.build import build_filter
+from ..filters.core.record import read_groups
+from ..hosts import Host, host_of
+from .base_weights import remember_weights
+
+STARTED = "_started"  # of a filter built on meta: its buffers that are not saved, as __init__ makes them elsewhere
+
+
+def apply_record(model: nn.Module, whole: bool = False) -> None:
+    """Patch what a saved record names and the model has, as ``from_pretrained`` does; patched modules stay.
+
+    A sub-model sees only its own modules, and a record written with a task head is read without it.
+
+    Args:
+        whole: whether the model must have every module that the record names. The class that was saved must.
+
+    Raises:
+        GraphFilterError: an unknown version, filter or field, a record of another shape, or a module that is not there.
+    """
+    host = host_of(model)
+    record: Any = host.read_record(model)
+    groups = read_groups(record, type(model).__name__, " of config.graph_filter")
+    named = [name for _, names in groups for name in names]
+    sites = resolve(host, model, named)
+    check_resolved(host, model, named, sites, whole or record.get("model") == type(model).__name__)
+    chosen = [(config, sites[name]) for config, names in groups for name in names if name in sites]
+    filters = [(site, build_at(config, site)) for config, site in chosen if not hasattr(site.module, CHILD)]
+    attach(host, model, filters, record)
+
+
+def attach(
+    host: Host, model: nn.Module, filters: list[tuple[AttentionSite, GraphFilter]], record: dict[str, Any]
+) -> None:
+    """Put the filters in, and write the record of all that are in then."""
+    if filters and any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        raise GraphFilterError(
+            f"the parameters of {type(model).__name__} are sharded already (FSDP2, tensor parallelism): patch the "
+            "model before fully_shard or accelerator.prepare; for tensor parallelism load a patched checkpoint"
+        )
+    attached = []
+    try:
+        for site, graph_filter in filters:
+            host.attach(site, graph_filter)
+            attached.append(site.module)
+        if patched_modules(model, required=False):
+            host.write_record(model, record)
+            remember_weights(host, model)
+    except BaseException:
+        host.detach(model, attached)
+        raise
+
+
+def resolve(host: Host, model: nn.Module, names: Iterable[str]) -> dict[str, AttentionSite]:
+    """The sites that module names of a record, or of coefficients, mean in this model; other names are left out.
+
+    A name is that of the module, or what the library's release that wrote it called the module: the name that the
+    library still gives to its weights in checkpoints, or that of the parent, which held the attention before it was a
+    module of its own.
+    """
+    sites, _ = host.find(model)
+    here = {host.relative_name(model, site.name): site for site in sites}
+    if set(names) <= set(here):
+        return {name: here[name] for name in names}
+    parents = Counter(name.rpartition(".")[0] for name in here)
+    inside = {name.rpartition(".")[0]: site for name, site in here.items() if parents[name.rpartition(".")[0]] == 1}
+    known = inside | host.saved_names(model, sites) | here
+    return {name: known[name] for name in names if name in known}
+
+
+def check_resolved(
+    host: Host, model: nn.Module, names: list[str], sites: dict[str, AttentionSite], whole: bool
+) -> None:
+    """No module of a record was found by two names, and in a ``whole`` model all were found.
+
+    Raises:
+        GraphFilterError: the first that was not, with the nearest name that the model has.
+    """
+    absent = [name for name in names if name not in sites]
+    if whole and absent:
+        here = [host.relative_name(model, site.name) for site in host.find(model)[0]]
+        nearest = difflib.get_close_matches(absent[0], here, 1, cutoff=0)
+        layers = {name: [int(part) for part in name.split(".") if part.isdigit()] for name in (*absent, *here)}
+        fewer = bool(here) and min(layers[name] for name in absent) > max(layers[name] for name in here)
+        mend = "all of the layers that were patched" if fewer else "the release of the library that wrote it"
+        raise GraphFilterError(
+            f"the record of the graph filter names {len(absent)} of {len(names)} modules that are no self-attention of "
+            f"{type(model).__name__} ({shown(absent[0])}, nearest here {nearest}): load it with {mend}, or patch the "
+            "model anew and save it"
+        )
+    by_site = {site.name: name for name, site in sites.items()}
+    if len(by_site) < len(sites):
+        twice = next(name for name, site in sites.items() if by_site[site.name] != name)
+        raise GraphFilterError(
+            f"the record of the graph filter names one module of {type(model).__name__} twice: {shown(twice)} and "
+            f"{shown(by_site[sites[twice].name])}"
+        )
+
+
+def build_at(config: FilterConfig, site: AttentionSite) -> GraphFilter:
+    graph_filter = build_filter(config, site)
+    like = next(site.module.parameters(), torch.empty(0))
+    dtype = like.dtype if like.is_floating_point() else None
+    graph_filter.train(site.module.training)
+    device = _execution_device(site.module) if like.is_meta else like.device
+    # a module of a model on meta may hold tensors that are not
+    to_be_loaded = device is None or any(t.is_meta for t in (*graph_filter.parameters(), *graph_filter.buffers()))
+    for tensor in graph_filter.coefficient_tensors().values():  # made in the default dtype, which may be half
+        if tensor.is_floating_point() and tensor.element_size() < 4:
+            tensor.data = tensor.data.float()
+    if not to_be_loaded:
+        return graph_filter.to(device=device, dtype=dtype)
+    # buffers that are not saved, and that reset_parameters may not set, are to have the values of __init__
+    unsaved = {f"{n}.{k}".lstrip(".") for n, m in graph_filter.named_modules() for k in m._non_persistent_buffers_set}
+    if unsaved:
+        with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            buffers = dict(build_filter(config, site).named_buffers())
+            vars(graph_filter)[STARTED] = {name: buffers[name] for name in unsaved if name in buffers}
+    return graph_filter
+
+
+def _execution_device(module: nn.Module) -> Any:
+    """Where accelerate runs a module whose weights it has offloaded; None where it has not."""
+    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    return next((device for device in devices if device is not None), None)

@@ -1,0 +1,133 @@
+"""What is patched: a table of modules, filters and coefficients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..filters import FilterConfig, GraphFilter
+from ..filters.core.attached import copy_restarted, filters_of, read_whole
+from ..hosts import host_of, unwrapped
+from ..text import html_text
+
+FORWARD_REPLACED = "forward replaced"
+
+
+@dataclass(frozen=True)
+class FilterRow:
+    """One patched module.
+
+    Attributes:
+        module: its name in the model.
+        filter: the config of its filter.
+        coefficients: by name, copies on the CPU, float32 or complex64.
+        backend: what computes S; ``FORWARD_REPLACED`` where that is not known, since the module's forward or class was
+            replaced after ``patch_model``.
+        trained: the names of the coefficients that training changes; the others are fixed.
+        moved: mean distance of the learned coefficients from their start values; None where there are none.
+    """
+
+    module: str
+    filter: FilterConfig
+    coefficients: dict[str, Tensor]
+    backend: str
+    trained: frozenset[str] = frozenset()
+    moved: float | None = None
+
+
+class FilterStatus(list[FilterRow]):
+    """Rows of ``filter_status``; prints as a table.
+
+    A coefficient is shown as its mean over the heads, with the spread, and "(fixed)" where training leaves it. "moved"
+    is the mean distance of the learned coefficients from their start values.
+    """
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """(header, rows) as text."""
+        names = list(dict.fromkeys(name for row in self for name in row.coefficients))
+        rows = []
+        for row in self:
+            cells = [_summary(row.coefficients.get(name), name in row.trained) for name in names]
+            moved = "" if row.moved is None else f"{row.moved:.4f}"
+            rows.append([row.module, row.filter.filter, *cells, moved, row.backend])
+        return ["module", "filter", *names, "moved", "backend"], rows
+
+    def _repr_html_(self) -> str:
+        """The table in a notebook."""
+        return html_table(*self.table()) if self else "<p>no graph filter</p>"
+
+    def __str__(self) -> str:
+        if not self:
+            return "no graph filter"
+        return text_table(*self.table())
+
+
+def html_table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [("th", header), *(("td", row) for row in rows)]
+    body = ("".join(f"<{tag}>{html_text(cell)}</{tag}>" for cell in cells) for tag, cells in lines)
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in body) + "</table>"
+
+
+def text_table(header: list[str], rows: list[list[str]]) -> str:
+    """Columns of text, each as wide as its longest entry."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [header, ["-" * width for width in widths], *rows]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def filter_status(model: nn.Module) -> FilterStatus:
+    """What is patched: a list of rows (module, filter, coefficients, backend) that prints as a table.
+
+    Of a model that FSDP2 or ZeRO-3 has sharded every process must call it.
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> from hf_graphfilter import patch_model
+        >>> model = patch_model(BertModel(BertConfig(num_hidden_layers=2)), "gfsa", layers="even")
+        >>> [row.module for row in filter_status(model)]
+        ['encoder.layer.0.attention.self']
+    """
+    model = unwrapped(model)
+    host = host_of(model)
+    rows = []
+    for name, graph_filter in filters_of(model):
+        tensors = read_whole(graph_filter, type(graph_filter).coefficients)
+        values = {k: t.to(torch.complex64 if t.is_complex() else torch.float32) for k, t in tensors.items()}
+        module = model.get_submodule(name)
+        backend = host.backend(module) if host.leads_to_filter(module) else FORWARD_REPLACED
+        moved = _distance_from_start(graph_filter, values)
+        rows.append(FilterRow(name, graph_filter.config, values, backend, _trained(graph_filter), moved))
+    return FilterStatus(rows)
+
+
+def _trained(graph_filter: GraphFilter) -> frozenset[str]:
+    parameters = dict(graph_filter.named_parameters())
+    if not any(p.requires_grad for p in parameters.values()):
+        return frozenset()
+    frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+    learned = graph_filter.learned_coefficients()
+    return frozenset(name for name in learned if not {name, name.rpartition("_")[0]} & frozen)
+
+
+def _distance_from_start(graph_filter: GraphFilter, values: dict[str, Tensor]) -> float | None:
+    """Return the mean distance of the learned coefficients, which have these values, from where training starts."""
+    with torch.random.fork_rng(devices=[]):
+        start = copy_restarted(graph_filter).learned_coefficients()
+    distances = [(values[name] - value).abs().flatten() for name, value in start.items()]
+    return torch.cat(distances).mean().item() if distances else None
+
+
+def filter_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The learned parameters of all filters in the model."""
+    for _, graph_filter in filters_of(model):
+        yield from graph_filter.parameters()
+
+
+def _summary(values: Tensor | None, trained: bool) -> str:
+    if values is None:
+        return ""
+    spread = f" ± {values.std(correction=0):.4f}" if values.numel() > 1 and values.std(correction=0) > 0 else ""
+    return f"{values.mean():.4f}{spread}" + " (fixed)" * (not trained)

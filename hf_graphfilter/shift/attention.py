@@ -1,0 +1,205 @@
+"""The attention of a model as a shift operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..errors import UNSEEN, GraphFilterError
+from ..ops.explicit import matrix_of
+from ..ops.heads import repeat_heads
+from ..ops.visibility import average, average_of_seen, seen_by_mask
+from .earlier_layers import EarlierLayers
+from .operator import DenseShift, PastRows, ShiftOperator
+
+
+class AttentionShift(ShiftOperator):
+    """``S`` through an attention function; O(n d) memory whenever the function's own memory is.
+
+    The first application takes the full value tensor, (batch, key heads, key tokens, features), and is the very call
+    that the model itself would make. Later applications take signals at the query tokens with one entry a head; keys
+    are then repeated for grouped-query attention, and the earlier rows come from ``past_rows`` when decoding with a
+    cache.
+
+    Args:
+        attend: ``attend(key, value) -> (output, weights)``, the attention function with query, mask, scale and
+            dropout bound; output (batch, query tokens, heads, features), weights (batch, heads, query, key) or None.
+        query: (batch, heads, query tokens, features).
+        key: (batch, key heads, key tokens, features).
+        past_rows: of signals, where the model decodes with a cache.
+        twice: a faster form of two applications, ``twice(value, exact) -> (S(value), S(S(value)))``, or None where
+            there is none for this value.
+        few_rows: ``few_rows() -> matrix``, (batch, heads, query, key): the rows of ``A`` at the query tokens, formed
+            once and applied as often as the filter asks, unless ``exact``; None where calls are faster.
+        weights_again: whether the weights that ``attend`` gives are ``A`` for all applications: none is dropped.
+
+    For filters that replace ``S`` rather than apply it:
+
+    Args:
+        hidden: (batch, tokens, hidden size), what the attention module was called with; None unless the filter asks
+            for it (``GraphFilter.reads_hidden``).
+        scaling: of the scores ``query @ key^T``.
+        visible: ``visible() -> (causal, keys)``: which tokens the mask leaves, see ``ops.visibility``; all by default.
+        mask: that of the attention function, for ``mean``; None where no token is hidden but by ``visible``.
+        state: a dict of tensors, batch first, that the filter may fill when decoding; None without a cache.
+        earlier: what the filters of earlier layers left, where the filter asks for it (``GraphFilter.reads_earlier``).
+        bias: (batch or 1, heads, query tokens, key tokens), what the module adds to its scores as an argument of its
+            own (T5); None where there is none.
+    """
+
+    def __init__(
+        self,
+        attend: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]],
+        query: Tensor,
+        key: Tensor,
+        past_rows: PastRows | None = None,
+        twice: Callable[[Tensor, bool], tuple[Tensor, Tensor] | None] | None = None,
+        *,
+        few_rows: Callable[[], Tensor | None] = lambda: None,
+        weights_again: bool = False,
+        hidden: Tensor | None = None,
+        scaling: float = 1.0,
+        visible: Callable[[], tuple[bool, Tensor | None]] = lambda: (False, None),
+        mask: Tensor | None = None,
+        state: dict[str, Tensor] | None = None,
+        earlier: EarlierLayers | None = None,
+        bias: Tensor | None = None,
+    ):
+        self.attend, self.query, self.key, self.past_rows, self.twice = attend, query, key, past_rows, twice
+        self.few_rows, self.weights_again = few_rows, weights_again
+        self.hidden, self.scaling, self.state = hidden, scaling, state
+        self._earlier, self._mask, self.bias = earlier, mask, bias
+        self._read_visible = visible
+        self._visible: tuple[bool, Tensor | None] | None = None
+        self.applications = 0
+        self.weights: Tensor | None = None
+        self._formed: DenseShift | None = None
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return self.query.shape[1], self.query.shape[2]
+
+    def __call__(self, signal: Tensor) -> Tensor:
+        if self.applications:
+            signal = self._all_rows(signal)
+        elif not self.exact and (matrix := self.few_rows()) is not None:
+            self._formed = DenseShift(matrix)
+        self.applications += 1
+        if self._formed is not None:
+            return self._formed(signal)
+        if self.applications > 1:
+            return self.attend(repeat_heads(self.key, signal.shape[1]), signal)[0].transpose(1, 2)
+        output, self.weights = self.attend(self.key, signal)
+        if self.weights_again and self.weights is not None:
+            self._formed = DenseShift(self.weights)
+        return output.transpose(1, 2)
+
+    def powers(self, value: Tensor, count: int) -> list[Tensor]:
+        joint = self.twice if count == 2 and not self.applications else None
+        both = None if joint is None else joint(value, self.exact)
+        if both is None:
+            return super().powers(value, count)
+        if self.past_rows is not None:
+            self.past_rows.extend(1, both[0])
+        self.applications = 2
+        return [*both]
+
+    def identity(self, value: Tensor) -> Tensor:
+        tokens = self.query.shape[2]
+        if value.shape[2] != tokens:
+            value = self._check_past(value.shape[2]).newest(value, tokens)
+        return repeat_heads(value, self.query.shape[1])
+
+    def mean(self, signal: Tensor) -> Tensor:
+        structure, tokens, keys = self._structure(), self.query.shape[2], signal.shape[2]
+        if structure is None:
+            return average_of_seen(signal, seen_by_mask(self._mask, signal.shape[0]))
+        means = average(signal, *structure)
+        if not structure[0]:
+            return means.expand(-1, -1, tokens, -1)
+        return means if keys == tokens else self._check_past(keys).newest(means, tokens)
+
+    def seen(self) -> tuple[Tensor | None, bool]:
+        """As SDPA takes it: which keys each query sees, bool (batch or 1, 1, queries or 1, keys), None for all, and
+        whether, without a matrix, these are all up to its own place."""
+        structure, tokens, keys = self._structure(), self.query.shape[2], self.key.shape[2]
+        if structure is None:
+            return seen_by_mask(self._mask, self.query.shape[0]), False
+        causal, there = structure
+        seen = None if there is None else there[:, None, None]
+        if not causal or (seen is None and keys == tokens):
+            return seen, causal
+        places = torch.arange(keys, device=self.key.device).view(1, 1, -1, 1)
+        earlier = places.mT <= (places if keys == tokens else self._check_past(keys).newest(places, tokens))
+        return (earlier if seen is None else earlier & seen), False
+
+    def _structure(self) -> tuple[bool, Tensor | None] | None:
+        """``visible()``; None where the mask must be applied as a matrix, as in a graph, which cannot look into it."""
+        by_queries = self._mask is not None and self._mask.dim() > 2
+        if by_queries and (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+            return None
+        try:
+            return self.visible()
+        except GraphFilterError:
+            if not by_queries:
+                raise
+            return None
+
+    def all_rows(self, signal: Tensor) -> Tensor:
+        rows = self._all_rows(signal)
+        self.applications += 1  # whose rows are kept by this number
+        return rows
+
+    def visible(self) -> tuple[bool, Tensor | None]:
+        """(causal, keys): which tokens the mask leaves, see ``ops.visibility``; read once, as it may be n x n."""
+        if self._visible is None:
+            causal, keys = self._read_visible()
+            self._visible = causal, None if keys is None else keys.expand(self.query.shape[0], -1)
+        return self._visible
+
+    @property
+    def earlier(self) -> EarlierLayers:
+        """A pass of this layer alone where none was handed in."""
+        if self._earlier is None:
+            self._earlier = EarlierLayers()
+        return self._earlier
+
+    def anew(self, earlier: EarlierLayers | None = None) -> AttentionShift:
+        """The same operator before its first application, without a cache, and with what the filters of ``earlier``
+        layers left: for another look at it."""
+        return AttentionShift(
+            *(self.attend, self.query, self.key),
+            weights_again=self.weights_again,
+            hidden=self.hidden,
+            scaling=self.scaling,
+            visible=self.visible,
+            mask=self._mask,
+            earlier=earlier,
+            bias=self.bias,
+        )
+
+    def dense(self) -> DenseShift:
+        """The same operator as an explicit matrix, found by applying it to the unit vectors (for tests, analysis)."""
+        return DenseShift(matrix_of(self.anew(), self.key))
+
+    def _all_rows(self, signal: Tensor) -> Tensor:
+        if self.past_rows is not None:
+            signal = self.past_rows.extend(self.applications, signal)
+        if signal.shape[2] != self.key.shape[2]:
+            self._check_past(self.key.shape[2])
+            raise GraphFilterError(
+                f"the key/value cache holds {self.key.shape[2]} tokens but the filter has seen {signal.shape[2]} of "
+                f"them: {UNSEEN}"
+            )
+        return signal
+
+    def _check_past(self, keys: int) -> PastRows:
+        if self.past_rows is None:
+            raise GraphFilterError(
+                f"attention of {self.query.shape[2]} query tokens over {keys} key tokens has no square matrix to "
+                "filter: for decoding use a DynamicCache (the default) or use_cache=False; leave a module that "
+                "attends to other tokens than its own out with layers="
+            )
+        return self.past_rows

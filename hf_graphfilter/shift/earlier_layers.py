@@ -1,0 +1,88 @@
+"""What the layers of a stack hand on to each other in one forward pass, besides the hidden states."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import GraphFilterError
+
+
+class _Left(NamedTuple):
+    name: str  # of the layer
+    call: int  # of its attention
+    tensor: Tensor
+    with_gradient: bool
+
+
+class EarlierLayers:
+    """What the filters of a stack's layers leave for those of later ones in one forward pass, in its order.
+
+    A layer that gradient checkpointing runs once more finds what it found before, and leaves nothing. Where a layer
+    applies its attention several times, as vision towers do image by image, each call finds what the calls of its
+    number left.
+    """
+
+    def __init__(self) -> None:
+        self._left: list[_Left] = []
+        self._begun_in = _backward_pass()
+        self._calls: dict[tuple[str, int], int] = {}  # of each layer so far, in each pass
+        self._call = 0
+
+    def begin_layer(self, name: str) -> None:
+        """The calls of this layer's attention are counted from here."""
+        self._calls.pop((name, _backward_pass()), None)
+
+    def begin_call(self, name: str) -> None:
+        layer = name, _backward_pass()
+        self._call = self._calls[layer] = self._calls.get(layer, 0) + 1
+
+    def leave(self, name: str, tensor: Tensor) -> None:
+        """For the layers that follow the one of that ``name``, ``GraphFilter.site_name``."""
+        if not self._runs_again(name):
+            self._left.append(_Left(name, self._call, tensor, torch.is_grad_enabled()))
+
+    def left_before(self, name: str) -> list[Tensor]:
+        """What the layers before left, the nearest one's last.
+
+        Raises:
+            GraphFilterError: a gradient would be lost, of this layer or of one before, that first ran without; or the
+                layer is run again, and has several places.
+        """
+        left = [entry for entry in self._left if entry.call == self._call]
+        end = len(left)
+        if self._runs_again(name):
+            places = [i for i, entry in enumerate(left) if entry.name == name]
+            if len(places) > 1:
+                raise GraphFilterError(
+                    f"{name} is applied {len(places)} times in one forward pass, with gradient checkpointing: which "
+                    "layer came before cannot be told; train it without"
+                )
+            end = places[0]
+        before, itself = left[:end], left[end : end + 1]
+        if before and torch.is_grad_enabled() and not all(entry.with_gradient for entry in before + itself):
+            raise GraphFilterError(
+                f"{name} reads what the layer before made, whose gradient reentrant checkpointing loses: use "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}"
+            )
+        return [entry.tensor for entry in before]
+
+    def copy(self) -> EarlierLayers:
+        other = EarlierLayers()
+        other._left, other._calls, other._call = list(self._left), dict(self._calls), self._call
+        return other
+
+    def detach(self) -> None:
+        """No gradient flows back into the layers so far."""
+        self._left = [entry._replace(tensor=entry.tensor.detach()) for entry in self._left]
+
+    def _runs_again(self, name: str) -> bool:
+        own = (entry.name == name and entry.call == self._call for entry in self._left)
+        return _backward_pass() != self._begun_in and any(own)
+
+
+def _backward_pass() -> int:
+    """Number of the backward pass that this code runs in, as checkpointed layers do again; -1 outside of any."""
+    return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()

@@ -1,0 +1,101 @@
+"""The graph shift operator: attention as a linear map over tokens.
+
+A graph filter is a function of the shift operator ``S : x -> A x``, where ``A`` is the attention matrix after mask and
+softmax. Attention is linear in its value argument, so any attention function *is* such an operator, and ``A^2 V`` is
+``S(S(V))``: no n x n matrix is formed. Filters see only this object, never an architecture.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+from torch import Tensor
+
+from ..errors import GraphFilterError
+from ..ops.heads import repeat_heads
+from ..ops.visibility import average_of_seen
+
+
+class PastRows(Protocol):
+    """What incremental decoding must remember: the earlier rows of every signal that ``S`` was applied to."""
+
+    def extend(self, application: int, signal: Tensor) -> Tensor:
+        """Append rows (batch, heads, new tokens, features) of application number ``application``; return all rows."""
+
+    def newest(self, value: Tensor, tokens: int) -> Tensor:
+        """The rows of ``value``, which has one for every token of the cache, at the newest tokens."""
+
+
+class ShiftOperator(ABC):
+    """Applies ``S`` to signals of shape (batch, heads, tokens, features).
+
+    Attributes:
+        exact: whether ``S(value)`` is to be bit for bit what the model's own call gives, as it must where a filter at
+            its start leaves the model as it was. Elsewhere a filter may set it to False before it applies ``S``: the
+            CPU then has faster forms, with other rounding.
+    """
+
+    exact: bool = True
+
+    @property
+    @abstractmethod
+    def rows(self) -> tuple[int, int]:
+        """(heads, query tokens), the dimensions between batch and features of what ``S`` gives."""
+
+    @abstractmethod
+    def __call__(self, signal: Tensor) -> Tensor:
+        """``S(signal)``, shape (batch, heads, query tokens, features), dtype of the signal."""
+
+    def powers(self, value: Tensor, count: int) -> list[Tensor]:
+        """``[S(value), S(S(value)), ...]``, ``count`` of them, each (batch, heads, query tokens, features)."""
+        signals = [self(value)]
+        while len(signals) < count:
+            signals.append(self(signals[-1]))
+        return signals
+
+    @abstractmethod
+    def identity(self, value: Tensor) -> Tensor:
+        """The rows of ``value`` at the query tokens, one copy a head: what ``I`` is to ``S``."""
+
+    def mean(self, signal: Tensor) -> Tensor:
+        """The mean over the tokens that each query sees, of a signal at the key tokens (``value``, or ``all_rows`` of
+        another one): what a uniform ``A`` would give. Shape (batch, heads of the signal, query tokens, features)."""
+        raise GraphFilterError(f"{type(self).__name__} does not tell which tokens a query sees")
+
+    def all_rows(self, signal: Tensor) -> Tensor:
+        """A signal (batch, heads, query tokens, features) with its rows at the earlier tokens, when decoding."""
+        return signal
+
+
+class DenseShift(ShiftOperator):
+    """The reference: ``S`` given by an explicit matrix, O(n^2) memory.
+
+    Args:
+        matrix: (batch, heads, query tokens, key tokens), rows sum to 1.
+
+    Example:
+        >>> import torch
+        >>> shift = DenseShift(torch.full((1, 2, 3, 3), 1 / 3))
+        >>> shift(torch.arange(6.0).view(1, 1, 3, 2))[0, 1, 0]
+        tensor([2., 3.])
+    """
+
+    def __init__(self, matrix: Tensor):
+        self.matrix = matrix
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return self.matrix.shape[1], self.matrix.shape[2]
+
+    def __call__(self, signal: Tensor) -> Tensor:
+        heads, rows, keys = self.matrix.shape[1:]
+        groups, features = signal.shape[1], signal.shape[-1]
+        out = self.matrix.reshape(-1, groups, heads // groups * rows, keys) @ signal  # grouped heads share one signal
+        return out.reshape(-1, heads, rows, features)
+
+    def identity(self, value: Tensor) -> Tensor:
+        return repeat_heads(value, self.matrix.shape[1])[:, :, -self.matrix.shape[2] :]
+
+    def mean(self, signal: Tensor) -> Tensor:
+        return average_of_seen(signal, self.matrix[:, :1] > 0)
