@@ -1,6 +1,6 @@
 """Pretrained models converted to linear time, and what that costs: ``python benchmarks/conversion.py --only NAME ...``.
 
-Every case is one call of ``convert`` with a budget of tokens, and measures of the model before and after: MiniLM on
+Every case is one call of ``linearize`` with a budget of tokens, and measures of the model before and after: MiniLM on
 film reviews of 256 to 512 tokens by filter and window, DeiT-Tiny on 20 classes of Tiny ImageNet, SmolLM2-135M on
 WikiText-2 with its perplexity, copying and retrieval from a long context, Flan-T5-small's encoder; LoLCATs' recipe (the
 Hedgehog feature map, a window of 64, adapters trained on the next token) beside ours.
@@ -35,7 +35,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_graphfilter import convert
+from hf_graphfilter import linearize
 from hf_graphfilter.demo import pretrained_path
 from hf_graphfilter.fitting import ConversionReport, Rates, save_conversion, text_batches
 
@@ -58,7 +58,7 @@ class Task:
         raise NotImplementedError
 
     def measure(self, model: nn.Module) -> dict[str, float]:
-        """Beside what ``convert`` measures on held-out batches."""
+        """Beside what ``linearize`` measures on held-out batches."""
         return {}
 
 
@@ -226,7 +226,7 @@ def play(name: str, options: argparse.Namespace) -> None:
         usual = {"holdout": 8, "evaluations": 10, "rates": Rates(attention=2e-2)}
     begun = time.process_time()
     settings = {"precision": "bf16", "checkpoint": folder / "progress", **usual, **case.options}
-    report = convert(model, data, budget=budget, progress=options.progress, **settings)
+    report = linearize(model, data, budget=budget, progress=options.progress, **settings)
     model.save_pretrained(folder / "model")
     if task.tokenizer is not None:
         task.tokenizer.save_pretrained(folder / "model")

@@ -64,7 +64,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         **{section: partial(gallery, section) for section in ("pretrained", "minilm", "deit", "language")},
         "costs": gallery_costs,
     },
-    "docs/conversion.md": {
+    "docs/linearize.md": {
         **{name: partial(conversion_tables, name) for name in ("reviews", "images", "text", "translation")},
         "finetuned": partial(recipe_tables, "converted-"),
     },

@@ -39,7 +39,7 @@ from .training.arguments import FilterArgumentsMixin as FilterArgumentsMixin
 from .training.arguments import FilterTrainingArguments as FilterTrainingArguments
 from .training.optimizer import filter_optimizer as filter_optimizer, parameter_groups as parameter_groups
 from .fitting import transfer_attention as transfer_attention
-from .fitting import convert as convert
+from .fitting import convert as convert, linearize as linearize
 from .training.blend import BlendSchedule as BlendSchedule, drop_blend as drop_blend, set_blend as set_blend
 from .training.penalties import RegularizerCallback as RegularizerCallback, collect_penalties as collect_penalties
 from .training.orthogonality import OrthogonalityCallback as OrthogonalityCallback

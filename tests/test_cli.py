@@ -154,13 +154,13 @@ def test_convert(cli, text, plain, tmp_path, monkeypatch, ctrl_c):
 
     with monkeypatch.context() as patch:
         patch.setattr(run.StageRun, "_advance", interrupt)
-        done = cli("convert", plain, out, *short)
+        done = cli("linearize", plain, out, *short)
     assert done.returncode == 130
     assert f"progress is kept in {out / '.conversion'}, the same command goes on" in done.stderr
-    done = cli("convert", plain, out, *short, "--layers", "auto:67%")
+    done = cli("linearize", plain, out, *short, "--layers", "auto:67%")
     assert done.returncode == 1
     assert "progress of another transfer (share differ)" in done.stderr
-    done = cli("convert", plain, out, *short, "--speed")
+    done = cli("linearize", plain, out, *short, "--speed")
     assert done.returncode == 0, done.stderr
     assert "converted / original" in done.stdout
     assert "faster than the original" in done.stdout
@@ -176,11 +176,11 @@ def test_convert(cli, text, plain, tmp_path, monkeypatch, ctrl_c):
     (tmp_path / "texts").mkdir()
     text.rename(tmp_path / "texts" / "train.txt")
     short = ("--dataset", tmp_path / "texts", *short[2:])
-    done = cli("convert", plain, tmp_path / "of-a-data-set", *short)
+    done = cli("linearize", plain, tmp_path / "of-a-data-set", *short)
     assert done.returncode == 0, done.stderr
-    done = cli("convert", plain, tmp_path / "wrong", *short, "--column", "sentence")
+    done = cli("linearize", plain, tmp_path / "wrong", *short, "--column", "sentence")
     assert "has no column 'sentence'; it has text" in done.stderr
-    again = cli("convert", out, tmp_path / "again", *short)
+    again = cli("linearize", out, tmp_path / "again", *short)
     assert "has graph filters already" in again.stderr
     for wrong, message in (
         (("--budget", "0"), "budget must be a number of tokens"),
@@ -192,18 +192,23 @@ def test_convert(cli, text, plain, tmp_path, monkeypatch, ctrl_c):
         (("--lr", "nan"), "--lr must be a positive number"),
         (("-f", "gfsa"), "is a function of the attention matrix"),
     ):
-        done = cli("convert", plain, tmp_path / "wrong", *short, *wrong)
+        done = cli("linearize", plain, tmp_path / "wrong", *short, *wrong)
         assert (done.returncode, message in done.stderr) == (1, True), done.stderr
         assert not (tmp_path / "wrong").exists()
 
 
-@pytest.mark.parametrize("verb", ["patch", pytest.param("convert", marks=pytest.mark.slow)])
+def test_the_earlier_name_of_a_verb(cli):
+    assert "--budget" in cli("convert", "--help").stdout
+    assert " convert " not in cli("--help").stdout
+
+
+@pytest.mark.parametrize("verb", ["patch", pytest.param("linearize", marks=pytest.mark.slow)])
 def test_a_filter_begins_with_the_values_of_its_seed(verb, cli, text, plain, tmp_path):
     convert = ("--text", text, "--budget", "64", "--length", "16", "--holdout", "1", "-o", "window=2")
     text.write_text("\n".join(["a b c d e f g h i j a b c d"] * 20))
     made = []
     for name, seed in {"one": (), "two": ("--seed", "0"), "other": ("--seed", "3")}.items():
-        done = cli(verb, plain, tmp_path / name, *(convert if verb == "convert" else ("-f", "agf")), *seed)
+        done = cli(verb, plain, tmp_path / name, *(convert if verb == "linearize" else ("-f", "agf")), *seed)
         assert done.returncode == 0, done.stderr
         made.append((tmp_path / name / "model.safetensors").read_bytes())
     assert made[0] == made[1] != made[2]
@@ -223,7 +228,7 @@ def test_a_full_disk_is_one_line(cli, text, plain, agf, tmp_path, monkeypatch):
     lines.write_text(f"{lines.read_text()}\n" * 9)
     commands = {
         ("transfer", agf, tmp_path / "fitted", "--text", text, *SHORT): 1,
-        ("convert", plain, tmp_path / "converted", *convert): 1,
+        ("linearize", plain, tmp_path / "converted", *convert): 1,
         ("patch", plain, tmp_path / "patched"): 0,
         ("save-filter", agf, tmp_path / "filter"): 0,
     }
@@ -241,12 +246,12 @@ def test_a_full_disk_is_one_line(cli, text, plain, agf, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", ["transfer", "convert", "save-filter"])
+@pytest.mark.parametrize("verb", ["transfer", "linearize", "save-filter"])
 def test_a_command_that_dies_at_a_write_ends_the_same(verb, cli, text, plain, agf, tmp_path, transformers_warnings):
     text.write_text(f"{text.read_text()}\n" * 9)
     short = {
         "transfer": (agf, "--text", text, *SHORT),
-        "convert": (plain, "--text", text, "--budget", "64", "--length", "16", "--holdout", "1", "-o", "window=2"),
+        "linearize": (plain, "--text", text, "--budget", "64", "--length", "16", "--holdout", "1", "-o", "window=2"),
         "save-filter": (agf,),
     }
 
@@ -279,7 +284,7 @@ def test_convert_images(cli, tmp_path, monkeypatch):
             Image.new("RGB", (20, 20), (i * 9, 90 * green, 90)).save(tmp_path / "photos" / animal / f"{i}.png")
     first = next(iter(Images(str(tmp_path / "vit"), tmp_path / "photos", 8)))["pixel_values"]
     assert len(first[:, 1].unique()) == 2, "of one kind, as the folders have it"
-    command = ("convert", tmp_path / "vit", tmp_path / "out", "--images", tmp_path / "photos")
+    command = ("linearize", tmp_path / "vit", tmp_path / "out", "--images", tmp_path / "photos")
     short = ("--budget", "400", "--batch-tokens", "64", "--holdout", "2", "-o", "window=2")
     done = cli(*command, *short)
     assert done.returncode == 0, done.stderr

@@ -35,7 +35,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from hf_graphfilter import AGFConfig, GraphFilterError, convert, filter_parameters, filter_status, patch_model
+from hf_graphfilter import AGFConfig, GraphFilterError, filter_parameters, filter_status, linearize, patch_model
 from hf_graphfilter.files import locked
 from hf_graphfilter.filters.core.attached import filters_of
 from hf_graphfilter.fitting import (
@@ -94,7 +94,7 @@ def texts(count=10, rows=4, tokens=24):
 def run(model, data=None, **options):
     torch.manual_seed(1)
     options = {"budget": 2000, "holdout": 2, "window": 2, "evaluations": 5, "progress": False, **options}
-    return convert(model, texts() if data is None else data, **options)
+    return linearize(model, texts() if data is None else data, **options)
 
 
 def weights(model):
@@ -365,7 +365,7 @@ def test_models_without_a_language_model_s_head(model_class):
 def test_models_that_give_nothing_to_compare_are_refused_before_any_work():
     model = FAMILIES["clip"].build()
     before = weights(model)
-    with pytest.raises(GraphFilterError, match=r"neither logits nor hidden states.*convert one of its parts"):
+    with pytest.raises(GraphFilterError, match=r"neither logits nor hidden states.*linearize one of its parts"):
         run(model, [FAMILIES["clip"].inputs() for _ in range(4)])
     assert weights(model).keys() == before.keys()
 
@@ -478,9 +478,9 @@ class Poisoned(LlamaForCausalLM):
         ({"budget": 1e6}, "budget must be a number of tokens, at least 1, got 1000000.0"),
         ({"filter": "gfsa"}, "'gfsa' is a function of the attention matrix"),
         ({"filter": "afg"}, "did you mean 'agf'"),
-        ({"filter": AGFConfig(init="blend")}, "convert with init='copy'"),
+        ({"filter": AGFConfig(init="blend")}, "linearize with init='copy'"),
         ({"filter": AGFConfig(), "window": 3}, "go into the AGFConfig object"),
-        ({"init": "blend"}, "convert with init='copy'"),
+        ({"init": "blend"}, "linearize with init='copy'"),
         ({"windows": 2}, "has no option 'windows'"),
         ({"window": 23}, "longest held-out input has 24 tokens, which a window of 23 spans"),
         ({"stages": {}}, "stages must give shares"),
@@ -504,15 +504,24 @@ def test_bad_arguments(options, message):
     model, data = llama(), options.get("data", texts())
     options = {name: value for name, value in options.items() if name != "data"}
     with pytest.raises(GraphFilterError, match=message):
-        convert(model, data, **{"holdout": 2, "progress": False, **options})
+        linearize(model, data, **{"holdout": 2, "progress": False, **options})
     assert not list(filters_of(model))
+
+
+def test_the_earlier_name():
+    from hf_graphfilter import convert
+
+    options = {"window": 2, "budget": 40, "evaluations": 1, "holdout": 1, "progress": False}
+    with pytest.warns(FutureWarning, match="convert is called linearize now"):
+        report = convert(llama(), texts(), **options)
+    assert report.after
 
 
 def test_models_that_cannot_be_converted():
     model = patch_model(llama(), "agf")
     with pytest.raises(GraphFilterError, match=r"has graph filters already.*call unpatch_model first"):
         run(model)
-    with pytest.raises(GraphFilterError, match=r"convert takes a model of transformers.* got <class 'torch\.nn"):
+    with pytest.raises(GraphFilterError, match=r"linearize takes a model of transformers.* got <class 'torch\.nn"):
         run(torch.nn.Linear(3, 3))
     with pytest.raises(GraphFilterError, match=r"gives NaN or infinity in torch\.float32"):
         run(Poisoned(LLAMA))
@@ -583,7 +592,7 @@ def test_what_was_measured_is_kept_beside_the_checkpoint(tmp_path):
     uncounted = {name: value for name, value in report.to_dict().items() if name != "parameters"}
     assert "parameters" not in str(ConversionReport.from_dict(uncounted)), "they are not known to be none"
     (tmp_path / "conversion.json").write_text('{"stages": 3}')
-    with pytest.raises(GraphFilterError, match="remove it, or convert again"):
+    with pytest.raises(GraphFilterError, match="remove it, or linearize again"):
         load_conversion(tmp_path)
     (tmp_path / "conversion.json").unlink()
     assert load_conversion(tmp_path) is None

@@ -70,7 +70,7 @@ def test_one_example_serves_any_batch_and_length(name, tokens):
 
 
 def converted(*quick):
-    """The filters that replace attention, with the options that ``convert`` gives them and more sinks than tokens."""
+    """The filters that replace attention, with the options that ``linearize`` gives them and more sinks than tokens."""
     entries = {
         name: replace(FILTERS[name], config=type(FILTERS[name].config).for_conversion(sinks=5, position_bias="drop"))
         for name in ("agf", "hedgehog", "singularformer", "kernelution")

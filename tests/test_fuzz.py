@@ -34,8 +34,8 @@ from hf_graphfilter import (
     FilterConfig,
     GFSAConfig,
     GraphFilterError,
-    convert,
     filter_status,
+    linearize,
     load_filter,
     patch_model,
     save_filter,
@@ -394,7 +394,7 @@ def test_damaged_state(count, tmp_path, capfd):
     config = BertConfig(vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     options = {"budget": 60, "holdout": 1, "evaluations": 1, "window": 2, "progress": False, "checkpoint": tmp_path}
     model = BertModel(config)
-    save_conversion(model, convert(model, [inputs] * 3, **options), tmp_path)
+    save_conversion(model, linearize(model, [inputs] * 3, **options), tmp_path)
     state, report = tmp_path / "attention" / STATE_FILE, tmp_path / "conversion.json"
     data, (content, tensors), reported = state.read_bytes(), read_state(state), json.loads(report.read_text())
     checkpoint = Checkpoint(state.parent, content["settings"])

@@ -22,9 +22,9 @@ from transformers import (
 
 from hf_graphfilter import (
     GraphFilterError,
-    convert,
     create_model_card,
     filter_status,
+    linearize,
     load_filter,
     patch_model,
     save_filter,
@@ -174,7 +174,7 @@ def test_a_sentence_transformer_is_patched_as_it_is(tmp_path, transformers_warni
     assert abs(turned - before).max() > 1e-3
     batches = [dict(tokenizer()(TEXTS, padding=True, return_tensors="pt"))] * 3
     converted = encoder()
-    assert "cosine" in str(convert(converted, batches, budget=20, holdout=1, window=2, progress=False))
+    assert "cosine" in str(linearize(converted, batches, budget=20, holdout=1, window=2, progress=False))
     assert len(filter_status(converted)) == 3
     save_filter(model, tmp_path / "filter")
     assert (load_filter(encoder(), tmp_path / "filter").encode(TEXTS) == turned).all()

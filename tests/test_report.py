@@ -27,9 +27,9 @@ from typer.testing import CliRunner
 from hf_graphfilter import (
     GraphFilterError,
     SmoothingCallback,
-    convert,
     create_model_card,
     filter_optimizer,
+    linearize,
     patch_model,
 )
 from hf_graphfilter.analysis.report import report
@@ -182,7 +182,7 @@ def checkpoint(folder):
 
 def test_what_a_conversion_cost_is_on_the_page(batches, tmp_path):
     model = bert()
-    cost = convert(model, batches, window=2, budget=40, evaluations=1, holdout=1, progress=False)
+    cost = linearize(model, batches, window=2, budget=40, evaluations=1, holdout=1, progress=False)
     reported = report(model, batches, bert(), conversion=cost)
     text = reported.to_html(tmp_path / "report.html").read_text()
     assert "What did the conversion cost?" in text

@@ -17,7 +17,7 @@ try:
         from safetensors import SafetensorError  # of transformers, where a disk is full
 
         from .checkpoints import check_output, reason
-        from .convert import convert
+        from .linearize import linearize
         from .verbs import card, export_remote_code, filters, load_filter, patch, save_filter, status, transfer, unpatch
         from .write_report import report
 except GraphFilterError as error:  # pragma: no cover
@@ -99,10 +99,11 @@ def run(
     run_program(program, arguments or (), module=module, imports=modules or (), filter_lr=filter_lr)
 
 
-for _verb in (patch, unpatch, convert, transfer, status, filters, save_filter, load_filter, card, report, demo):
+for _verb in (patch, unpatch, linearize, transfer, status, filters, save_filter, load_filter, card, report, demo):
     app.command()(_verb)
 app.command(context_settings={"allow_interspersed_args": False})(run)  # the program's options are not ours
 app.command()(export_remote_code)
+app.command("convert", hidden=True)(linearize)  # its earlier name
 
 _CALLS = {
     **{"patch_model": "patch", "unpatch_model": "unpatch", "filter_status": "status", "create_model_card": "card"},

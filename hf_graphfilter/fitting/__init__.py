@@ -1,7 +1,7 @@
 """Fitting filters to the attention that they replace: attention transfer, and whole models to linear time."""
 
 from .data import text_batches
-from .linearization import Rates, convert
+from .linearization import Rates, convert, linearize
 from .report import ConversionReport
 from .saved_report import load_conversion, save_conversion
 from .speed import Speed, crossover, decoding_speed, speed
@@ -16,6 +16,7 @@ __all__ = [
     "convert",
     "crossover",
     "decoding_speed",
+    "linearize",
     "load_conversion",
     "save_conversion",
     "speed",

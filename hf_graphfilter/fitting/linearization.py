@@ -1,4 +1,4 @@
-"""``convert``: what is asked, checked and put together."""
+"""``linearize``: what is asked, checked and put together."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -59,7 +60,7 @@ class Rates:
         return 3.0 if self.filter_lr is None else self.filter_lr / self.attention
 
 
-def convert(
+def linearize(
     model: nn.Module,
     data: Iterable[Any],
     filter: str | FilterConfig = "agf",
@@ -85,7 +86,7 @@ def convert(
         model: a pretrained transformers model that is not patched, or a ``SentenceTransformer`` around one, in any
             precision, on any device.
         data: batches, gone through again when they end: mappings of model inputs, or tensors, the model's main input.
-            Of one budget, many small ones fit better than few large ones (docs/conversion.md).
+            Of one budget, many small ones fit better than few large ones (docs/linearize.md).
         filter: one in the place of attention, by name or as a config. By name it gets the options that fit pretrained
             attention best, ``FilterConfig.for_conversion``, with ``options`` on top.
         budget: tokens of all stages together, without padding; of images, the tokens that attention sees.
@@ -124,7 +125,7 @@ def convert(
         >>> from transformers import BertConfig, BertModel
         >>> model = BertModel(BertConfig(num_hidden_layers=1))
         >>> batches = [{"input_ids": torch.randint(0, 1000, (4, 16))} for _ in range(6)]
-        >>> report = convert(model, batches, "agf", window=4, budget=200, holdout=2, progress=False)
+        >>> report = linearize(model, batches, "agf", window=4, budget=200, holdout=2, progress=False)
         >>> report.error <= report.error_before
         True
 
@@ -135,7 +136,7 @@ def convert(
     _check(evaluations, rank, precision, train)
     model = encoder_of(model)
     if not isinstance(model, PreTrainedModel):
-        raise GraphFilterError(f"convert takes a model of transformers or a SentenceTransformer, got {type(model)}")
+        raise GraphFilterError(f"linearize takes a model of transformers or a SentenceTransformer, got {type(model)}")
     if list(filters_of(model)):
         raise GraphFilterError(
             f"{type(model).__name__} has graph filters already, converted or patched: fit them further with "
@@ -219,13 +220,13 @@ def _config(filter: str | FilterConfig, options: dict[str, Any]) -> ReplacingCon
     kind = get_filter(filter) if isinstance(filter, str) else type(as_config(filter, **options))
     if not issubclass(kind, ReplacingConfig):
         raise GraphFilterError(
-            f"{kind.filter!r} is a function of the attention matrix, with its cost: convert to a filter in the place "
-            "of attention, such as agf or singularformer"
+            f"{kind.filter!r} is a function of the attention matrix, with its cost: linearize with a filter in the "
+            "place of attention, such as agf or singularformer"
         )
     config = kind.for_conversion(**options) if isinstance(filter, str) else filter
     assert isinstance(config, ReplacingConfig)
     if config.init == "blend":
-        raise GraphFilterError("init='blend' would leave attention in the model: convert with init='copy'")
+        raise GraphFilterError("init='blend' would leave attention in the model: linearize with init='copy'")
     return config
 
 
@@ -284,3 +285,9 @@ def _keep(
     for name, graph_filter in kept.items():
         graph_filter.load_state_dict(states[name])
     return kept
+
+
+def convert(*arguments: Any, **options: Any) -> ConversionReport:
+    """Call ``linearize``; this is its earlier name."""
+    warnings.warn("convert is called linearize now, and takes the same arguments", FutureWarning, stacklevel=2)
+    return linearize(*arguments, **options)

@@ -78,7 +78,7 @@ def _embeddings(outputs: Outputs, batch: Batch) -> Tensor:
     last = outputs.get("last_hidden_state", states[-1])
     if last is None:
         raise GraphFilterError(
-            f"the model gives neither logits nor hidden states to compare (but {', '.join(outputs)}): convert one of "
+            f"the model gives neither logits nor hidden states to compare (but {', '.join(outputs)}): linearize one of "
             "its parts by itself"
         )
     last = last.float()

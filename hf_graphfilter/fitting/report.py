@@ -38,7 +38,7 @@ class Measure:
 
 @dataclass
 class ConversionReport:
-    """What ``convert`` did; prints as tables.
+    """What ``linearize`` did; prints as tables.
 
     Attributes:
         before, after: relative L2 error ``|filter - attention| / |attention|`` of each converted module, on the

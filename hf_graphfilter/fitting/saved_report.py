@@ -33,7 +33,7 @@ def load_conversion(source: str | Path) -> ConversionReport | None:
         return ConversionReport.from_dict(read_json(Path(file)))
     except DamagedFileError as error:
         raise GraphFilterError(
-            f"{file} is not what a conversion wrote ({error}): remove it, or convert again"
+            f"{file} is not what a conversion wrote ({error}): remove it, or linearize again"
         ) from error
 
 
@@ -43,17 +43,17 @@ def save_conversion(model: nn.Module, report: ConversionReport, folder: str | Pa
 
     Args:
         model: converted.
-        report: what ``convert`` gave.
+        report: what ``linearize`` gave.
         folder: of the checkpoint.
         card: of ``create_model_card``.
 
     Example:
         >>> import tempfile, torch
         >>> from transformers import BertConfig, BertModel
-        >>> from hf_graphfilter import convert
+        >>> from hf_graphfilter import linearize
         >>> model, folder = BertModel(BertConfig(num_hidden_layers=1)), tempfile.mkdtemp()
         >>> batches = [torch.randint(0, 1000, (1, 16)) for _ in range(3)]
-        >>> report = convert(model, batches, window=2, budget=16, evaluations=1, holdout=1, progress=False)
+        >>> report = linearize(model, batches, window=2, budget=16, evaluations=1, holdout=1, progress=False)
         >>> save_conversion(model, report, folder, base_model="bert-base-uncased")
         >>> sorted(file.name for file in Path(folder).iterdir())
         ['README.md', 'conversion.json', 'figures']

@@ -30,7 +30,7 @@ class Report:
         title: of the page.
         measured: of the model.
         reference: of the model that it is compared with, or None.
-        conversion: what ``convert`` measured, of a model that it made, or None.
+        conversion: what ``linearize`` measured, of a model that it made, or None.
     """
 
     title: str
@@ -100,7 +100,7 @@ def report(
         batches: dicts of the model's arguments, or tensors; a list where there is a reference.
         reference: say, the plain model of a patched one.
         title: of the page.
-        conversion: what ``convert`` gave for the model; its tables and curves join the page.
+        conversion: what ``linearize`` gave for the model; its tables and curves join the page.
         progress: wraps the batches, as a bar does.
 
     Raises:

@@ -168,7 +168,7 @@ class ReplacingConfig(FilterConfig):
 
     @classmethod
     def for_conversion(cls, **options: Any) -> Self:
-        """The config with the options that fit pretrained attention best (docs/conversion.md), ``options`` on top."""
+        """The config with the options that fit pretrained attention best (docs/linearize.md), ``options`` on top."""
         sinks = 4 if options.get("window", 64) else 0
         return cls.from_options(**{"window": 64, "sinks": sinks, "far": "beyond", **options})  # type: ignore[return-value]
 

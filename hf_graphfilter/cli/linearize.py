@@ -1,4 +1,4 @@
-"""The verb that converts a checkpoint."""
+"""The verb that linearizes a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .inputs import Images, column_of, lines_of, positive_rate, read_by_decoder,
 PROGRESS = ".conversion"
 
 
-def convert(
+def linearize(
     source: Source,
     output: Output,
     text: Annotated[
@@ -64,18 +64,18 @@ def convert(
     seed: Seed = 0,
     auto_class: AutoClass = None,
 ) -> None:
-    """Convert a pretrained model to linear time: patch it, fit it to itself, measure what that costs, and save it.
+    """Linearize a pretrained model: patch it, fit it to itself, measure what that costs, and save it.
 
-    With several processes: accelerate launch -m hf_graphfilter convert ... Interrupted, the same command goes on.
+    With several processes: accelerate launch -m hf_graphfilter linearize ... Interrupted, the same command goes on.
 
-    [dim]hf-graphfilter convert sentence-transformers/all-MiniLM-L6-v2 runs/minilm-agf --text reviews.txt[/dim]
+    [dim]hf-graphfilter linearize sentence-transformers/all-MiniLM-L6-v2 runs/minilm-agf --text reviews.txt[/dim]
 
-    [dim]hf-graphfilter convert HuggingFaceTB/SmolLM2-135M runs/smollm2-agf -t wiki.txt --budget 3000000[/dim]
+    [dim]hf-graphfilter linearize HuggingFaceTB/SmolLM2-135M runs/smollm2-agf -t wiki.txt --budget 3000000[/dim]
     """
     import torch
 
     from ..fitting import Rates, save_conversion
-    from ..fitting import convert as converted
+    from ..fitting import linearize as fit
     from ..fitting.checkpoint import remove
 
     if sum(map(bool, (text, dataset, images))) != 1:
@@ -86,8 +86,8 @@ def convert(
     shares, of_filter = parse_options(stages or []), parse_options(options or [])
     if wrong := [f"{k}={v}" for k, v in shares.items() if not isinstance(v, (int, float))]:
         raise GraphFilterError(f"--stage {wrong[0]}: the share is a number, for instance attention=0.7")
-    if taken := [name for name in of_filter if name in inspect.signature(converted).parameters]:
-        raise GraphFilterError(f"--option {taken[0]}: options are of the filter; see convert --help for the others")
+    if taken := [name for name in of_filter if name in inspect.signature(fit).parameters]:
+        raise GraphFilterError(f"--option {taken[0]}: options are of the filter; see linearize --help for the others")
     check_output(output, source)
     if images is None:
         texts = column_of(dataset, configuration, split, column) if dataset else lines_of(text or [])
@@ -100,7 +100,7 @@ def convert(
     progress = output / PROGRESS
     torch.manual_seed(seed)
     with resumable(progress):
-        report = converted(
+        report = fit(
             model,
             batches,
             filter,
