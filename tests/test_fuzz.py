@@ -469,3 +469,31 @@ def test_damaged_filter_files(count, tmp_path):
             assert output(model, inputs).isfinite().all()
         else:
             assert same(state_of(model, inputs), before)
+
+
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys", "ignore:.is_gradient_checkpointing:FutureWarning")
+@examples(40)
+def test_damaged_adapters(count, tmp_path):
+    """What an adapter says of the filter, in its configuration and in its weights."""
+    peft = pytest.importorskip("peft")
+    family = FAMILIES["llama"]
+    inputs, base = family.inputs(tokens=5), family.build()
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["graph_filter"]}
+    peft.get_peft_model(patch_model(copy.deepcopy(base), K=4), peft.LoraConfig(**options)).save_pretrained(tmp_path)
+    config, weights = tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors"
+    good, tensors = json.loads(config.read_text()), load_file(weights)
+    ours = {key: tensor for key, tensor in tensors.items() if "graph_filter" in key}
+    texts = st.sampled_from(["", "[]", 3, None, {}, {"version": 1}])
+
+    @fuzz(count, 40, texts | mutations(), damaged() | st.just([]))
+    def run(changes, damages):
+        record = mutated(good["graph_filter"], changes) if isinstance(changes, list) else changes
+        config.write_text(json.dumps({**good, "graph_filter": record}))
+        save_file({**{k: x for k, x in tensors.items() if k not in ours}, **damage(ours, damages)}, weights)
+        model = copy.deepcopy(base)
+        before = state_of(model, inputs)
+        done, found = attempt(peft.PeftModel.from_pretrained, model, tmp_path)
+        if not done:
+            assert same(state_of(model, inputs), before)
+        elif filter_status(found):
+            assert output(found, inputs).isfinite().all()

@@ -143,7 +143,15 @@ def _reads(original: classmethod[Any, ..., Any]) -> classmethod[Any, ..., Any]:
 def _enters(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def set_peft_model_state_dict(model: nn.Module, peft_model_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(model, checked(model, peft_model_state_dict), *args, **kwargs)
+        try:
+            return original(model, checked(model, peft_model_state_dict), *args, **kwargs)
+        except KeyError as error:  # of PEFT, which looks for what modules_to_save names
+            if f".{CHILD}." not in str(error):
+                raise
+            raise GraphFilterError(
+                f"the adapter is to hold the filter (modules_to_save), and its weights lack {error}: save or download it "
+                "again"
+            ) from error
 
     return set_peft_model_state_dict
 
