@@ -149,8 +149,8 @@ def _enters(original: Callable[..., Any]) -> Callable[..., Any]:
             if f".{CHILD}." not in str(error):
                 raise
             raise GraphFilterError(
-                f"the adapter is to hold the filter (modules_to_save), and its weights lack {error}: save or download it "
-                "again"
+                f"the adapter is to hold the filter (modules_to_save), and its weights lack {error}: save it again, or "
+                "download it again"
             ) from error
 
     return set_peft_model_state_dict
