@@ -117,10 +117,10 @@ def read_json(file: Path, **needed: Any) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedFileError(f"{file} is no readable JSON ({error})") from error
-    return checked(content, file, **needed)
+    return check_content(content, file, **needed)
 
 
-def checked(content: Any, source: object, **needed: Any) -> dict[str, Any]:
+def check_content(content: Any, source: object, **needed: Any) -> dict[str, Any]:
     """Return ``content`` if it is a dict that has what is needed, by these types.
 
     Raises:

@@ -31,14 +31,14 @@ from hf_graphfilter import GraphFilterError
 from hf_graphfilter.analysis.comparison import PairedComparison
 from hf_graphfilter.console import Console, table
 from hf_graphfilter.errors import require
-from hf_graphfilter.files import checked
+from hf_graphfilter.files import check_content
 from recipes import SCRIPTS, check_extras, records, runs
 from recipes.errors import one_line_errors
 from recipes.league import play
 from recipes.machine import is_main_process
 from recipes.records import RUN, alone, lower_is_better, move_aside, tell
 from recipes.settings import Recipe, Settings
-from recipes.summary import PLAIN, beside, plot_sweep, summarise, summary_rows
+from recipes.summary import PLAIN, compare_results, plot_sweep, summarise, summary_rows
 
 NEEDED = {**RUN, "moved": dict[str, float], "filter_parameters": int}  # of each run, for the table
 
@@ -87,7 +87,7 @@ def other_results(against: str, name: str) -> tuple[Path, dict[str, Any]]:
     if not content["runs"]:
         there = ", ".join(sorted(file.name for file in folder.glob("*.json"))) or "none"
         raise GraphFilterError(f"--against {against}: {folder} has no results {name}; there are: {there}")
-    checked(content, folder / name, variants=dict[str, Any], metric=str)
+    check_content(content, folder / name, variants=dict[str, Any], metric=str)
     return folder / name, content
 
 
@@ -149,7 +149,7 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
                 plot_sweep(content, file.with_suffix(".png"))
                 tell(console, f"figure: {file.with_suffix('.png')}")
             if other:
-                drawn, differing = beside(settings, content, other)
+                drawn, differing = compare_results(settings, content, other)
                 old = other["runs"][0]
                 tell(
                     console, f"other: {other_file} ({old['date']}, {old['machine']}, torch {old['versions']['torch']})"

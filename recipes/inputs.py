@@ -54,7 +54,7 @@ def encoded(data: DatasetDict, tokenizer: Any | None, max_length: int, apart: bo
         both = (tokenizer(batch[name], truncation=True, max_length=max_length)["input_ids"] for name in texts)
         return dict(zip(TOKENS, both, strict=True))
 
-    return told(data.map(pairs, batched=True, remove_columns=texts), max_length)
+    return report_truncation(data.map(pairs, batched=True, remove_columns=texts), max_length)
 
 
 def encode(data: DatasetDict, tokenizer: Any, max_length: int) -> DatasetDict:
@@ -64,10 +64,10 @@ def encode(data: DatasetDict, tokenizer: Any, max_length: int) -> DatasetDict:
     def tokens(batch: dict[str, list[str]]) -> Any:
         return tokenizer(*(batch[name] for name in texts), truncation=True, max_length=max_length)
 
-    return told(data.map(tokens, batched=True, remove_columns=texts), max_length)
+    return report_truncation(data.map(tokens, batched=True, remove_columns=texts), max_length)
 
 
-def told(data: DatasetDict, max_length: int) -> DatasetDict:
+def report_truncation(data: DatasetDict, max_length: int) -> DatasetDict:
     """The same, after a word on how many of the texts to train on are cut."""
     train = data["train"]
     kept = (train[name] for name in TOKENS if name in train.column_names)

@@ -50,9 +50,11 @@ def read_results(file: Path, **needed: Any) -> dict[str, Any]:
     try:
         content = files.read_json(file, runs=list[dict[str, Any]])
         for run in content["runs"]:
-            files.checked(run, file, variant=str, seed=int, **(needed if "refused" not in run else {"refused": str}))
+            files.check_content(
+                run, file, variant=str, seed=int, **(needed if "refused" not in run else {"refused": str})
+            )
         kinds = {"variants": dict[str, Any], "model": str, "metric": str, "summary": dict[str, dict[str, Any]]}
-        files.checked(content, file, **{name: kind for name, kind in kinds.items() if name in content})
+        files.check_content(content, file, **{name: kind for name, kind in kinds.items() if name in content})
     except files.DamagedFileError as error:
         raise GraphFilterError(f"{file} is no results file of compare.py: {line(error)}") from error
     return content

@@ -13,7 +13,7 @@ import yaml
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.analysis.comparison import mean_and_sd
 from hf_graphfilter.console import Console, table
-from hf_graphfilter.files import checked, write_text
+from hf_graphfilter.files import check_content, write_text
 from recipes import SCRIPTS
 from recipes.errors import OtherSettingsError, line, one_line_errors
 from recipes.hub import create_repository, push, write_card
@@ -88,7 +88,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         content = yaml.safe_load((folder / CONFIG).read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise GraphFilterError(f"{folder / CONFIG} cannot be read ({line(error)}): delete {folder}") from error
-    return checked(content, folder / CONFIG)
+    return check_content(content, folder / CONFIG)
 
 
 def kept_in(folder: Path) -> bool:

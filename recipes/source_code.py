@@ -29,7 +29,7 @@ from hf_graphfilter import GraphFilterError
 from recipes import metrics, runs
 from recipes.data import FILES, cut, first_file, from_hub, labels_of, read_rows, table_of, texts_of
 from recipes.glue import classify
-from recipes.inputs import told
+from recipes.inputs import report_truncation
 from recipes.models import build_model, load_tokenizer, model_config
 from recipes.settings import Recipe
 from recipes.training import fit
@@ -132,7 +132,7 @@ def write_labels(args, training, tokenizer, data):
         written, labels = (read_words(tokenizer, x) for x in (ids, prediction.label_ids))
         return evaluate.combine([kind() for kind in MEASURES["defect"]]).compute(predictions=written, references=labels)
 
-    encoded = told(data.map(encode, batched=True, remove_columns=["text_a", "label"]), args.max_length)
+    encoded = report_truncation(data.map(encode, batched=True, remove_columns=["text_a", "label"]), args.max_length)
     training.predict_with_generate = True
     training.generation_max_length = training.generation_max_length or max(map(len, words)) + 2
     collator = DataCollatorForSeq2Seq(tokenizer, model, pad_to_multiple_of=8)

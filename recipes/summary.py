@@ -103,7 +103,7 @@ def plot_sweep(content: dict[str, Any], file: Path) -> None:
     figure.savefig(file, dpi=150)
 
 
-def beside(settings: Settings, content: dict[str, Any], other: dict[str, Any]) -> tuple[Any, list[str]]:
+def compare_results(settings: Settings, content: dict[str, Any], other: dict[str, Any]) -> tuple[Any, list[str]]:
     """(one's own results by variant, the other ones below each, as a table; the settings in which they differ)."""
     mine, theirs = ({row[0]: row[1:4] for row in summary_rows(results)[1]} for results in (content, other))
     rows, differing = [], set()

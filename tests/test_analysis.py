@@ -209,7 +209,7 @@ class Kept(Reader):
     def attention(self, call):
         earlier = None if call.earlier is None else call.earlier.copy()
         whole = call.filtered @ call.value
-        again = type(call.graph_filter).forward(call.graph_filter, call.shift.anew(earlier), call.value)
+        again = type(call.graph_filter).forward(call.graph_filter, call.shift.restart(earlier), call.value)
         torch.testing.assert_close(whole, again)
         self.calls.append(call.layer)
 

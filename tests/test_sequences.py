@@ -14,7 +14,7 @@ from transformers import AutoModel, BertConfig, BertModel, DistilBertConfig
 from hf_graphfilter import GraphFilterError, filter_status, patch_model
 from recipes import runs, sequences
 from recipes.classifier import POOLINGS, Denoiser, PooledClassifier, pool
-from recipes.inputs import Batches, HiddenBatches, statistics, told
+from recipes.inputs import Batches, HiddenBatches, report_truncation, statistics
 from recipes.models import of_symbols, symbols_of, train_bpe, train_words
 
 SMALL = ["--model", "bert", "--from_scratch", "hidden_size=32", "num_hidden_layers=2", "num_attention_heads=2"]
@@ -406,9 +406,9 @@ def test_pooling_by_hand():
 
 def test_texts_that_are_cut_are_counted(capsys):
     parts = {"train": Dataset.from_dict({"input_ids": [[1, 2], [1, 2, 3, 4], [5, 6, 7, 8]]})}
-    assert told(DatasetDict(parts), 4)["train"].num_rows == 3
+    assert report_truncation(DatasetDict(parts), 4)["train"].num_rows == 3
     assert (
         "2 of 3 training texts have 4 tokens or more: what is beyond --max_length 4 is cut" in capsys.readouterr().err
     )
-    told(DatasetDict(parts), 5)
+    report_truncation(DatasetDict(parts), 5)
     assert not capsys.readouterr().err

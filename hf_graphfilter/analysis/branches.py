@@ -14,7 +14,7 @@ from ..errors import GraphFilterError
 from ..filters import GraphFilter
 from ..filters.core.attached import filters_of
 from ..hosts import unwrapped
-from .model_inputs import moved
+from .model_inputs import to_device
 from .observing import back_to_training
 
 Measure = Callable[[nn.Module], float]
@@ -84,7 +84,7 @@ def _mean_loss(batches: list[Any]) -> Measure:
         device = next(model.parameters()).device
         with torch.no_grad():
             for batch in batches:
-                given = moved(batch, device)
+                given = to_device(batch, device)
                 if not isinstance(given, dict):
                     raise GraphFilterError("a tensor has no labels: hand in dicts, or a function of the model")
                 loss = getattr(model(**given), "loss", None)

@@ -16,7 +16,7 @@ ENTRIES = 1 << 24  # of attention matrices held at a time: 64 MB in float32
 _FORBIDDEN = -1e4  # additive masks hold 0 and the lowest number of their dtype
 
 
-def moved(batch: Any, device: torch.device) -> Any:
+def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, Mapping):

@@ -20,7 +20,7 @@ from ..ops.explicit import matrix_of
 from ..shift.attention import AttentionShift
 from ..shift.earlier_layers import EarlierLayers
 from ..shift.operator import ShiftOperator
-from .model_inputs import Padding, moved, parts, running
+from .model_inputs import Padding, parts, running, to_device
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Call:
     @cached_property
     def attention(self) -> Tensor:
         """The matrix A, (batch, heads, tokens, tokens), in float32 or wider."""
-        return wide(matrix_of(self.shift.anew(), self.shift.key))
+        return to_float32(matrix_of(self.shift.restart(), self.shift.key))
 
     @property
     def is_matrix(self) -> bool:
@@ -81,9 +81,9 @@ class Call:
 
         def apply(columns: Tensor) -> Tensor:
             earlier = None if self.earlier is None else self.earlier.copy()
-            return type(graph_filter).forward(graph_filter, self.shift.anew(earlier), columns)
+            return type(graph_filter).forward(graph_filter, self.shift.restart(earlier), columns)
 
-        return wide(matrix_of(apply, self.shift.key))
+        return to_float32(matrix_of(apply, self.shift.key))
 
     def each(self, matrices: Tensor) -> Iterator[Tensor]:
         """Of every sequence its matrix without padding: (heads, its tokens, its tokens)."""
@@ -91,7 +91,7 @@ class Call:
             yield matrix[:, there][:, :, there]
 
 
-def wide(x: Tensor) -> Tensor:
+def to_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -170,7 +170,7 @@ def observe(
         watch.look(undo)
         undo.enter_context(torch.no_grad())
         for batch in progress(batches):
-            for part in parts(moved(batch, device), heads, lambda: watch.tokens):
+            for part in parts(to_device(batch, device), heads, lambda: watch.tokens):
                 watch.begin(part)
                 with running(model, part):
                     outputs = model(**part) if isinstance(part, Mapping) else model(part)
@@ -247,7 +247,7 @@ class _Observer:
         tokens = given[0] if isinstance(given, (tuple, list)) else given
         if not isinstance(tokens, Tensor) or tokens.dim() not in (3, 4):
             return
-        tokens = wide(tokens.flatten(1, -2))  # images of windows are (batch, height, width, features)
+        tokens = to_float32(tokens.flatten(1, -2))  # images of windows are (batch, height, width, features)
         layer, there = (
             Layer(self.stacks[site.name], index),
             self.padding.there(site, tokens.shape[0], tokens.shape[1], tokens.device),

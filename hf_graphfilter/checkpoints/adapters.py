@@ -26,7 +26,7 @@ from ..hosts import host_of, unwrapped
 from ..patching.patch import STARTS, unchanged_on_error, unpatch_model
 from ..patching.restore import apply_record
 from . import copies
-from .fingerprint import KEY, check_record, checked, live_record, written
+from .fingerprint import KEY, check_adapter, check_record, live_record, written
 
 READ = "_graph_filter_read"  # of the configuration of an adapter: the record of its filters
 _loading = ContextVar("_loading", default=False)
@@ -144,7 +144,7 @@ def _enters(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def set_peft_model_state_dict(model: nn.Module, peft_model_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return original(model, checked(model, peft_model_state_dict), *args, **kwargs)
+            return original(model, check_adapter(model, peft_model_state_dict), *args, **kwargs)
         except KeyError as error:  # of PEFT, which looks for what modules_to_save names
             if f".{CHILD}." not in str(error):
                 raise
@@ -163,8 +163,8 @@ def _enters_transformers(original: staticmethod[..., Any]) -> staticmethod[..., 
     def _load_pretrained_model(model: nn.Module, state_dict: Any, checkpoint_files: Any, *args: Any, **kw: Any) -> Any:
         files = [file for file in checkpoint_files or () if Path(file).name.startswith("adapter_model.")]
         for file in (file for file in files if file.endswith(".safetensors")):
-            checked(model, _read_ours(file))
-        state_dict = checked(model, state_dict) if state_dict and _loading.get() else state_dict
+            check_adapter(model, _read_ours(file))
+        state_dict = check_adapter(model, state_dict) if state_dict and _loading.get() else state_dict
         info, index = function(model, state_dict, checkpoint_files, *args, **kw)
         if records := {key for key in info.unexpected_keys if key.rpartition(".")[2] == KEY}:
             if not files[0].endswith(".safetensors"):
@@ -192,7 +192,7 @@ def _swaps(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if (record := vars(config).get(READ)) is not None:
             _fit(model, record, config)
-        given, rest = copies.split(checked(model, state_dict), model, parameter_prefix)
+        given, rest = copies.split(check_adapter(model, state_dict), model, parameter_prefix)
         target = copies.of_adapter(model, adapter_name)
         copies.check_copies(given, target, adapter_name)
         result = original(model, rest, adapter_name, config, parameter_prefix)

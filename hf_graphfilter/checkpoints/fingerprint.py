@@ -61,7 +61,7 @@ def written(adapter: State, record: dict[str, Any], model: nn.Module, whole: Sta
     return torch.tensor([*text.encode()], dtype=torch.float32)
 
 
-def checked(model: nn.Module, adapter: State) -> dict[str, Any]:
+def check_adapter(model: nn.Module, adapter: State) -> dict[str, Any]:
     """Return the weights of an adapter as PEFT wrote them, if they may enter a model.
 
     Raises:

@@ -43,7 +43,7 @@ class FeatureMap(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` (batch, heads, tokens, features) to twice as many features, float32 or wider."""
-        mapped = spectral.wide(in_dtype_of(self, x) @ self.weight)
+        mapped = spectral.to_float32(in_dtype_of(self, x) @ self.weight)
         return torch.cat([mapped, -mapped], -1).log_softmax(-1)
 
 

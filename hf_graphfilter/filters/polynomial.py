@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import GraphFilterError
 from ..functional.matrix_polynomial import known_zero
 from ..ops.combine import combine
-from ..ops.polynomials import applied, highest_order, itself, monomials, recurrence
+from ..ops.polynomials import applied, highest_order, identity_coefficients, monomials, recurrence
 from ..shift.operator import ShiftOperator
 from .core.base import LARGEST_ORDER, AttentionSite, FilterConfig
 from .core.build import register_filter
@@ -117,4 +117,4 @@ class PolynomialConfig(FilterConfig):
 
     def start(self) -> list[float]:
         """``theta_0 ... theta_K`` of A itself."""
-        return itself(self.basis, *self.parameters)
+        return identity_coefficients(self.basis, *self.parameters)

@@ -29,7 +29,7 @@ from .processes import process
 LABELS = ("labels", "label", "label_ids", "start_positions", "end_positions", "next_sentence_label")
 
 
-def apart(data: Iterable[Any], holdout: int | Iterable[Any]) -> tuple[Iterable[Any], int | Iterable[Any]]:
+def split_holdout(data: Iterable[Any], holdout: int | Iterable[Any]) -> tuple[Iterable[Any], int | Iterable[Any]]:
     """(data, what to measure on) of a ``DataLoader`` that shuffles, by rows: the batches at the start of one pass come
     again among all others in the next. All else is left as it is.
 

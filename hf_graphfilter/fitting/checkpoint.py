@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import GraphFilterError, is_number, shown
-from ..files import DamagedFileError, checked, locked, read_json, read_state, write_state
+from ..files import DamagedFileError, check_content, locked, read_json, read_state, write_state
 from ..filters.core.attached import CHILD
 from .objectives import Batch
 from .processes import is_first_process, total
@@ -70,7 +70,7 @@ class Checkpoint:
         if content is None:
             file, content = earlier, read_json(earlier)
         later = {name: kind for name, kind in LATER.items() if name in content}
-        progress = checked(content, file, **NEEDED, **later)
+        progress = check_content(content, file, **NEEDED, **later)
         counted = (progress[name] for name, kind in (NEEDED | later).items() if kind is int)
         pairs = progress["history"]
         if not all(map(is_number, counted)) or not pairs or any(len(pair) != 2 for pair in pairs):

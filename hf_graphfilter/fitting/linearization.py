@@ -24,12 +24,12 @@ from ..filters.core.registry import get_filter
 from ..hosts import encoder_of, host_of
 from ..patching.layers import Layers
 from ..patching.patch import patch_model, unpatch_model
-from .batches import apart, one_pass, repeated, set_aside
+from .batches import one_pass, repeated, set_aside, split_holdout
 from .checkpoint import exclusive, fitted_to
 from .choice import least_sensitive, parse_share
 from .report import ConversionReport
 from .run import filter_groups
-from .stages import Conversion, checked, recomputed
+from .stages import Conversion, check_stages, recomputed
 from .transfer import only_filters
 from .weights import Train, check_trainable, trained
 
@@ -147,7 +147,7 @@ def linearize(
         raise GraphFilterError(f"{type(model).__name__} does not support gradient checkpointing: leave it out")
     started, labels = time.monotonic(), "task" in shares
     causal = all(site.causal for site in host_of(model).find(model)[0])
-    data, holdout = apart(data, holdout)
+    data, holdout = split_holdout(data, holdout)
     held, skip = set_aside(model, data, holdout, labels)
     batches = partial(repeated, model, data, skip, labels)
     fitted = fitted_to(model, held)
@@ -158,7 +158,7 @@ def linearize(
         claimed.enter_context(exclusive(checkpoint))
         modules = dict(filters_of(model))
         with only_filters(model, modules), running(model, held[0]):
-            ends_in = checked(model, modules, held[0], shares, causal)
+            ends_in = check_stages(model, modules, held[0], shares, causal)
         shares = shares or {"attention": 0.7, ends_in: 0.3}
         run = Conversion(
             model=model,

@@ -215,7 +215,7 @@ class Conversion:
         )
 
 
-def checked(
+def check_stages(
     model: nn.Module, modules: dict[str, GraphFilter], batch: Batch, stages: Iterable[str], causal: bool
 ) -> str:
     """By what the model's outputs are compared, ``"logits"`` or ``"hidden"``; before any long work.

@@ -18,7 +18,7 @@ from ..errors import GraphFilterError, is_number, shown
 from ..filters import GraphFilter
 from ..filters.core.attached import filters_of
 from ..training.learning_rate import check_rates
-from .batches import apart, repeated, set_aside
+from .batches import repeated, set_aside, split_holdout
 from .checkpoint import Checkpoint, exclusive, fitted_to
 from .objectives import DISTANCES, filter_errors, fit_end_to_end, mean_loss, original_of, regress
 from .run import Stage, StageRun, filter_groups
@@ -105,7 +105,7 @@ def transfer_attention(
         if not lr:  # of which the coefficients' rate there is a multiple
             raise GraphFilterError("lr must be > 0 where a second stage follows, got 0")
     modules = dict(filters_of(model, required=True))
-    dataloader, holdout = apart(dataloader, holdout)
+    dataloader, holdout = split_holdout(dataloader, holdout)
     held, skip = set_aside(model, dataloader, holdout)
     started = time.monotonic()
     with only_filters(model, modules):

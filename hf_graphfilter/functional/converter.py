@@ -209,7 +209,7 @@ def kernel_polynomial_loss(coefficients: Tensor) -> Tensor:
     if coefficients.dim() != 1 or not len(coefficients):
         raise GraphFilterError(f"kernel_polynomial_loss: coefficients is (K+1,), got {tuple(coefficients.shape)}")
     orders = torch.arange(len(coefficients), device=coefficients.device)
-    return math.pi * (orders * spectral.wide(coefficients)).square().sum()
+    return math.pi * (orders * spectral.to_float32(coefficients)).square().sum()
 
 
 def _filtered(signal: Tensor, angle: Tensor, lower: Tensor, upper: Tensor, phase: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def agf(
             f"and {value.dtype}"
         )
     keys = present(mask, u)
-    left = spectral.Left(u, sigma, spectral.wide(theta), recurrence(basis, theta.shape[-1] - 1, a, b))
+    left = spectral.Left(u, sigma, spectral.to_float32(theta), recurrence(basis, theta.shape[-1] - 1, a, b))
     if causal:
         return spectral.filter_causal(left, v, value, keys)[0]
     return spectral.filter_all(left, v, value, keys)
@@ -127,7 +127,7 @@ def singularformer(
     if mask is not None and mask.shape == (1, query.shape[2]):
         mask = mask.expand(batch, -1)
     keys = present(mask, query)
-    spread = spectral.wide(scores).softmax(-1).to(value.dtype)
+    spread = spectral.to_float32(scores).softmax(-1).to(value.dtype)
     gather = spectral.basis(scores.unsqueeze(1), -2, keys).squeeze(1).mT.to(value.dtype)  # (batch, r, tokens)
 
     def pooled(x: Tensor) -> Tensor:
@@ -136,8 +136,8 @@ def singularformer(
         return repeat_heads(together.unflatten(-1, (x.shape[1], -1)).transpose(1, 2), heads)
 
     with torch.autocast(query.device.type, enabled=False):  # half precision may not hold the scores
-        scaled = spectral.wide(pooled(query)) * (features**-0.5 if scale is None else scale)
-        core = scaled @ spectral.wide(pooled(key)).mT
+        scaled = spectral.to_float32(pooled(query)) * (features**-0.5 if scale is None else scale)
+        core = scaled @ spectral.to_float32(pooled(key)).mT
     if previous is not None:
         core = core + previous
     inner = core.softmax(-1).to(value.dtype) @ pooled(value)

@@ -77,7 +77,7 @@ def diagonal_loss(core: Tensor) -> Tensor:
         raise GraphFilterError(f"diagonal_loss: core is (batch, heads, r, r), got {tuple(core.shape)}")
     real("diagonal_loss", core=core)
     with torch.autocast(core.device.type, enabled=False):
-        return off_diagonal(spectral.wide(core).softmax(-1)).mean()
+        return off_diagonal(spectral.to_float32(core).softmax(-1)).mean()
 
 
 def off_diagonal(matrix: Tensor) -> Tensor:

@@ -108,11 +108,11 @@ def monomials(basis: str, K: int, a: float = 1.0, b: float = 1.0) -> list[list[f
     return rows
 
 
-def itself(basis: str, K: int, a: float = 1.0, b: float = 1.0) -> list[float]:
+def identity_coefficients(basis: str, K: int, a: float = 1.0, b: float = 1.0) -> list[float]:
     """The coefficients of ``T_0 ... T_K`` whose sum is x itself, K >= 1; arguments, errors as of ``monomials``.
 
     Example:
-        >>> itself("bernstein", 2)
+        >>> identity_coefficients("bernstein", 2)
         [0.0, 0.5, 1.0]
     """
     if basis == "bernstein":

@@ -166,7 +166,7 @@ class AttentionShift(ShiftOperator):
             self._earlier = EarlierLayers()
         return self._earlier
 
-    def anew(self, earlier: EarlierLayers | None = None) -> AttentionShift:
+    def restart(self, earlier: EarlierLayers | None = None) -> AttentionShift:
         """The same operator before its first application, without a cache, and with what the filters of ``earlier``
         layers left: for another look at it."""
         return AttentionShift(
@@ -182,7 +182,7 @@ class AttentionShift(ShiftOperator):
 
     def dense(self) -> DenseShift:
         """The same operator as an explicit matrix, found by applying it to the unit vectors (for tests, analysis)."""
-        return DenseShift(matrix_of(self.anew(), self.key))
+        return DenseShift(matrix_of(self.restart(), self.key))
 
     def _all_rows(self, signal: Tensor) -> Tensor:
         if self.past_rows is not None:

@@ -104,7 +104,7 @@ def play(league: League, file: Path, root: Path, workers: int, console: Console)
                     found[run] = record
                     content["runs"].append(record)
                     write_json(file, content)
-                    tell(console, told(league, run, record, len(found)))
+                    tell(console, describe_run(league, run, record, len(found)))
                     if run.variant == PLAIN and run.seed == TUNING_SEED:
                         league.check(found)  # finished runs may have had another rate of the model
         except BaseException as error:
@@ -119,7 +119,7 @@ def play(league: League, file: Path, root: Path, workers: int, console: Console)
             signal.signal(signal.SIGTERM, before)
 
 
-def told(league: League, run: Run, record: dict[str, Any], count: int) -> str:
+def describe_run(league: League, run: Run, record: dict[str, Any], count: int) -> str:
     of = f"{run.task}, {run.variant}, rate {run.rate:g}, {f'seed {run.seed}' if run.seed else 'tuning'}"
     if "refused" in record:
         return f"{count}: {of}: refused: {record['refused']}"

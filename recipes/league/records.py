@@ -3,7 +3,7 @@
 from operator import eq, gt
 from typing import Any, NamedTuple
 
-from hf_graphfilter.files import checked
+from hf_graphfilter.files import check_content
 
 
 class Run(NamedTuple):
@@ -25,7 +25,7 @@ def by_run(content: dict[str, Any]) -> Records:
         GraphFilterError: the file is damaged.
     """
     for record in content["runs"]:
-        checked(record, "the results of this league", task=str, rate=float)
+        check_content(record, "the results of this league", task=str, rate=float)
     return {Run(*(record[name] for name in Run._fields)): record for record in content["runs"]}
 
 

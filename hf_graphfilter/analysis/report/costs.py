@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ...filters.core.attached import filters_of
-from ..model_inputs import moved
+from ..model_inputs import to_device
 from ..observing import back_to_training
 
 RUNS = 3
@@ -30,7 +30,7 @@ class Cost:
 
 def cost_of(model: nn.Module, batch: Any) -> Cost:
     device = next(model.parameters()).device
-    batch = moved(batch, device)
+    batch = to_device(batch, device)
     training = [module for module in model.modules() if module.training]
     times = []
     try:

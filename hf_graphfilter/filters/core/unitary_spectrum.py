@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.polynomials import Recurrence, expand
-from ...ops.spectral import wide
+from ...ops.spectral import to_float32
 from .window import in_dtype_of
 
 
@@ -77,7 +77,7 @@ class Spectrum(nn.Module):
             if layer is not siren[0]:
                 x = nn.functional.dropout(x, dropout, self.training)
             x = layer(in_dtype_of(layer, x))
-            x = wide(x).sin()
+            x = to_float32(x).sin()
         return x.unflatten(-1, (count, -1)).mean(-1).mT
 
 

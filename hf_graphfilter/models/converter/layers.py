@@ -18,7 +18,7 @@ from ...errors import GraphFilterError
 from ...filters.core.unitary_spectrum import Spectrum, damped_polynomial
 from ...filters.core.window import in_dtype_of
 from ...ops.polynomials import recurrence
-from ...ops.spectral import wide
+from ...ops.spectral import to_float32
 from ...ops.unitary import filter_tokens
 from .configuration import ConverterConfig
 
@@ -34,8 +34,8 @@ class ScaleNorm(nn.Module):
         init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = wide(x)
-        return x * (wide(self.weight) / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + self.eps))
+        x = to_float32(x)
+        return x * (to_float32(self.weight) / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + self.eps))
 
 
 class ConverterEmbeddings(nn.Module):
@@ -82,7 +82,7 @@ class ConverterEmbeddings(nn.Module):
 
 def recurrent(gru: nn.Module, embeds: Tensor, mask: Tensor | None) -> Tensor:
     """The outputs of a GRU in float32 or wider. It runs forwards, so that tokens moved to the front see no padding."""
-    x = wide(embeds)
+    x = to_float32(embeds)
     if mask is not None:
         to_front = (~mask).byte().argsort(dim=1, stable=True)
         x = _taken(x, to_front)
@@ -141,7 +141,7 @@ class ConverterConvolution(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """(batch, tokens, features), complex64 or wider."""
-        parts = [wide(layer(in_dtype_of(layer, x))) for layer in (self.value_real, self.value_imag)]
+        parts = [to_float32(layer(in_dtype_of(layer, x))) for layer in (self.value_real, self.value_imag)]
         value = torch.complex(*(dropout(part, self.dropout, self.training) for part in parts))
         eigenvalues, angles = self.spectrum(x)
         if self.coefficients is not None:
@@ -203,7 +203,7 @@ def pooled(x: Tensor, mask: Tensor | None, pooling: str) -> Tensor:
     there = mask.unsqueeze(-1)
     if pooling == "max":
         return x.masked_fill(~there, torch.finfo(x.dtype).min).amax(1) * there.any(1)
-    return (wide(x) * there).sum(1).div(there.sum(1).clamp(min=1)).to(x.dtype)
+    return (to_float32(x) * there).sum(1).div(there.sum(1).clamp(min=1)).to(x.dtype)
 
 
 def say_what_labels_would_add(logits: Tensor, penalty: Tensor | None, labels: Tensor | None, eta: float) -> None:

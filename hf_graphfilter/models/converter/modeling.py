@@ -31,8 +31,8 @@ from .layers import (
     check,
     pooled,
     say_what_labels_would_add,
+    to_float32,
     visible,
-    wide,
 )
 
 
@@ -54,8 +54,8 @@ class ConverterLayer(GradientCheckpointingLayer):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """(batch, tokens, features), real as ``x``; and in training the kernel polynomial loss, where it counts."""
-        z = self.convolution_norm(self.convolution(x, mask) + wide(x))
-        out = self.feed_forward_norm(wide(self.feed_forward(z)) + real_form(z, self.zeta)).to(x.dtype)
+        z = self.convolution_norm(self.convolution(x, mask) + to_float32(x))
+        out = self.feed_forward_norm(to_float32(self.feed_forward(z)) + real_form(z, self.zeta)).to(x.dtype)
         coefficients = self.convolution.coefficients if self.training and self.penalised else None
         return out, None if coefficients is None else kernel_polynomial_loss(coefficients)
 

@@ -10,8 +10,8 @@ causal form, all inner arithmetic are float32 or wider, whatever the inputs.
 """
 
 from .bidirectional import filter_all
-from .blocks import CausalState, hide, wide
+from .blocks import CausalState, hide, to_float32
 from .causal import filter_causal
 from .factors import Left, basis, gram_deviation
 
-__all__ = ["CausalState", "Left", "basis", "filter_all", "filter_causal", "gram_deviation", "hide", "wide"]
+__all__ = ["CausalState", "Left", "basis", "filter_all", "filter_causal", "gram_deviation", "hide", "to_float32"]

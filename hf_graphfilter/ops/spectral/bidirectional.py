@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..gradients import first_order, one_by_one
 from ..polynomials import Recurrence
-from .blocks import blocks, hide, no_past, wide
+from .blocks import blocks, hide, no_past, to_float32
 from .factors import Left
 
 
@@ -26,7 +26,7 @@ def filter_all(left: Left, v: Tensor, value: Tensor, keys: Tensor | None) -> Ten
         (batch, heads, tokens, value features), dtype of ``value``.
     """
     if torch.jit.is_tracing():  # which keeps operations of PyTorch only, and blocks for the number of tokens it saw
-        logits, signal = hide(wide(v), value, keys)
+        logits, signal = hide(to_float32(v), value, keys)
         mean = logits.softmax(-2).to(value.dtype).mT @ signal
         return left.rows().to(value.dtype) @ mean
     return _All.apply(*left, v, value, keys)[0]
@@ -47,7 +47,7 @@ class _All(torch.autograd.Function):
         masses, means = no_past(v, value)
         for group in blocks(v):
             for at in group:
-                logits, signal = hide(wide(v[at]), value[at], None if keys is None else keys[at[0], at[2]])
+                logits, signal = hide(to_float32(v[at]), value[at], None if keys is None else keys[at[0], at[2]])
                 weights = logits.softmax(-2)
                 mass, earlier = logits.amax(-2) - weights.amax(-2).log_(), masses[at[:2]]
                 total = torch.logaddexp(earlier, mass)
@@ -93,11 +93,11 @@ def _gradients(
         across = torch.zeros_like(means[group[0][:2]])
         for at in group:
             g = grad[at]
-            rows = left.backward(at, wide(g @ means[at[:2]].to(g.dtype).mT), grads)
+            rows = left.backward(at, to_float32(g @ means[at[:2]].to(g.dtype).mT), grads)
             across += rows.to(g.dtype).mT @ g
         for at in group:
             present = None if keys is None else keys[at[0], at[2]]
-            logits, signal = hide(wide(v[at]), value[at], present)
+            logits, signal = hide(to_float32(v[at]), value[at], present)
             weights = (logits - masses[at[:2]][:, :, None]).exp_()
             by_feature = (across * means[at[:2]]).sum(-1)[:, :, None]
             toward = across.to(value.dtype)

@@ -29,11 +29,11 @@ class CausalState(NamedTuple):
 def no_past(v: Tensor, value: Tensor) -> CausalState:
     """The state before the first token."""
     batch, heads, _, features = v.shape
-    mass = torch.full((batch, heads, features), NEVER, dtype=wide(v).dtype, device=v.device)
+    mass = torch.full((batch, heads, features), NEVER, dtype=to_float32(v).dtype, device=v.device)
     return CausalState(mass, mass.new_zeros(batch, heads, features, value.shape[-1]))
 
 
-def wide(x: Tensor) -> Tensor:
+def to_float32(x: Tensor) -> Tensor:
     return x.float() if x.element_size() < 4 else x
 
 

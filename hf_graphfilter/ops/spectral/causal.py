@@ -12,7 +12,7 @@ from ..exporting import is_exporting
 from ..gradients import first_order, one_by_one, under_vmap
 from ..polynomials import Recurrence
 from ..triton import filter_causal as by_kernel
-from .blocks import NEVER, CausalState, absent, blocks, hide, no_past, wide
+from .blocks import NEVER, CausalState, absent, blocks, hide, no_past, to_float32
 from .factors import Left
 
 CHUNK = 64  # tokens that are taken together
@@ -43,7 +43,7 @@ def filter_causal(
     with torch.autocast(v.device.type, enabled=False):
         traced = torch.jit.is_tracing()  # into a graph that would run with any number of tokens, wrongly
         if v.shape[2] == 1 and not traced:
-            out, state = _one_token(left.rows(), wide(v)[:, :, 0], wide(value), state)
+            out, state = _one_token(left.rows(), to_float32(v)[:, :, 0], to_float32(value), state)
             return out.to(value.dtype), state
         if is_exporting() or traced:
             raise GraphFilterError(
@@ -51,7 +51,7 @@ def filter_causal(
                 "exported graph cannot: export models without causal attention, or patch with 'gfsa'"
             )
         if _underflows(v.detach(), keys):
-            out, state = _stable_causal(left.rows(), wide(v), wide(value), state)
+            out, state = _stable_causal(left.rows(), to_float32(v), to_float32(value), state)
             return out.to(value.dtype), state
         done = by_kernel(left.rows, v, value, *state, _TINY) or _Causal.apply(*left, v, value, *state)
         out, mass, mean, *_ = done
@@ -80,7 +80,7 @@ def _underflows(v: Tensor, keys: Tensor | None) -> bool:
         parts = [chunks] if chunks.numel() else []
         parts += [v[:, :, None, chunks.shape[2] * CHUNK :]] if v.shape[2] % CHUNK else []
         return any(bool((part.amax(-2).float() - part.amin(-2).float()).max() > _STEEP) for part in parts)
-    chunks = _split(wide(v), NEVER)
+    chunks = _split(to_float32(v), NEVER)
     present = chunks > absent(v.dtype) / 2
     rise = chunks.amax(-2) - torch.where(present, chunks, torch.inf).amin(-2)
     return bool(rise.max() > _STEEP)
@@ -147,8 +147,8 @@ class _Causal(torch.autograd.Function):
             for at in group:
                 if at is not group[0]:
                     states += [group_mass, group_mean]
-                queries, signal = _split(left.rows(at)), _split(wide(value[at]))
-                c = _chunks(_split(wide(v[at]), NEVER), group_mass)
+                queries, signal = _split(left.rows(at)), _split(to_float32(value[at]))
+                c = _chunks(_split(to_float32(v[at]), NEVER), group_mass)
                 queries = queries * c.inverse
                 before, group_mean = _scan(c.decay.mT, (c.weights * c.after).mT @ signal, group_mean)
                 group_mass = c.mass
@@ -200,8 +200,8 @@ def _gradients(
             first = at is group[0]
             block_mean = mean[at[:2]] if first else states.pop()
             block_mass = mass[at[:2]] if first else states.pop()
-            signal, toward = _split(wide(value[at])), _split(wide(grad[at]))
-            c = _chunks(_split(wide(v[at]), NEVER), block_mass)
+            signal, toward = _split(to_float32(value[at])), _split(to_float32(grad[at]))
+            c = _chunks(_split(to_float32(v[at]), NEVER), block_mass)
             before = _scan(c.decay.mT, (c.weights * c.after).mT @ signal, block_mean)[0]
             pairs = (toward @ signal.mT).tril_()
             grad_w = (pairs @ c.weights).add_((toward @ before.mT).mul_(c.past)).mul_(c.inverse)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..polynomials import Recurrence, expand, expand_with_derivatives
-from .blocks import NEVER, Block, wide
+from .blocks import NEVER, Block, to_float32
 
 ALL: Block = (slice(None), slice(None), slice(None))
 
@@ -57,8 +57,8 @@ class Left(NamedTuple):
         return U.mul_(p)
 
     def _at(self, at: Block) -> tuple[Tensor, Tensor | None, Tensor]:
-        U = wide(self.u[at]).transpose(1, 2).softmax(-1).transpose(1, 2)  # as projections store it
-        x = None if self.sigma is None else wide(self.sigma[at]).sigmoid()
+        U = to_float32(self.u[at]).transpose(1, 2).softmax(-1).transpose(1, 2)  # as projections store it
+        x = None if self.sigma is None else to_float32(self.sigma[at]).sigmoid()
         return U, x, self.theta[at[1]] if self.theta.dim() == 2 else self.theta
 
 
@@ -66,9 +66,9 @@ def basis(x: Tensor, dim: int, keys: Tensor | None) -> Tensor:
     """``U``, ``V``: the softmax of ``x`` (batch, heads, tokens, features) over the features (``dim`` -1) or
     the tokens (-2); zero at tokens where ``keys`` is False."""
     if keys is None:
-        return wide(x).softmax(dim)
+        return to_float32(x).softmax(dim)
     there = keys[:, None, :, None]
-    return wide(x).masked_fill(~there, NEVER).softmax(dim) * there
+    return to_float32(x).masked_fill(~there, NEVER).softmax(dim) * there
 
 
 def gram_deviation(x: Tensor) -> Tensor:
