@@ -144,3 +144,18 @@ def test_examples_in_docstrings(module, monkeypatch):
     if module.startswith("hf_graphfilter.ops.triton."):
         pytest.importorskip("triton")
     assert doctest.testmod(importlib.import_module(module)).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now", "names"),
+    [
+        ("conversion", "fitting", ["Rates", "convert", "load_conversion", "save_conversion", "speed", "text_batches"]),
+        ("training.transfer", "fitting", ["TransferReport", "transfer_attention"]),
+        ("status", "patching.status", ["FilterStatus", "filter_parameters", "filter_status"]),
+        ("patching", "patching.patch", ["patch_model", "unpatch_model"]),
+        ("shift", "shift.operator", ["DenseShift", "ShiftOperator"]),
+    ],
+)
+def test_earlier_names_of_modules(earlier, now, names):
+    before, after = (importlib.import_module(f"hf_graphfilter.{name}") for name in (earlier, now))
+    assert all(getattr(before, name) is getattr(after, name) for name in names)
