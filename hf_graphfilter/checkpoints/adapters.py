@@ -20,6 +20,7 @@ from safetensors import safe_open
 from torch import nn
 
 from ..errors import GraphFilterError
+from ..files import write_text
 from ..filters.core.attached import CHILD, patched_modules
 from ..filters.core.record import described, read_groups
 from ..hosts import host_of, unwrapped
@@ -118,7 +119,8 @@ def _writes(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(self, save_directory, *args, **kwargs)
         if (record := vars(self).get(READ)) is not None:
             file = Path(save_directory, CONFIG_NAME)
-            file.write_text(json.dumps({**json.loads(file.read_text()), CHILD: record}, indent=2, sort_keys=True))
+            content = {**json.loads(file.read_text()), CHILD: record}
+            write_text(file, json.dumps(content, indent=2, sort_keys=True))
         return result
 
     return save_pretrained
