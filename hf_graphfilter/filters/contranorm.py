@@ -43,7 +43,8 @@ class ContraNorm(PerHead):
         seen, causal = shift.seen()
         scale = 1 / self.config.temperature
         most = self._largest(out)
-        query, key = out.clamp(-most, most), rows.clamp(-most, most)
+        query = out.clamp(-most, most)
+        key = query if rows is out else rows.clamp(-most, most)
         alike = scaled_dot_product_attention(query, key, rows, seen, is_causal=causal, scale=scale)
         return combine([(torch.ones_like(self.s), out), (self.s, out - alike)])
 

@@ -38,8 +38,7 @@ class XSA(PerHead):
         wide = own.float() if own.element_size() < 4 else own
         # v . v of a large v is out of range; of v divided by a number the same comes out
         unit = wide / wide.detach().abs().amax(-1, keepdim=True).clamp(min=1e-6)
-        along = unit / unit.square().sum(-1, keepdim=True).clamp(min=1)
-        share = (out.to(wide.dtype) * along).sum(-1, keepdim=True)
+        share = (out.to(wide.dtype) * unit).sum(-1, keepdim=True) / unit.square().sum(-1, keepdim=True).clamp(min=1)
         return combine([(torch.ones_like(self.alpha), out), (-self.alpha, (share * unit).to(out.dtype))])
 
 
