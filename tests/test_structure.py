@@ -1,6 +1,7 @@
 """The house: floors that import only what lies below, no circle, and files of a size that can be read."""
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from statistics import median
@@ -120,3 +121,10 @@ def test_the_map_of_contributing_names_every_room():
     assert [room for room in rooms if f"`{room}`" not in table] == []
     named = [word for word in table.split("`") if word.endswith((".py", "/")) and " " not in word and "|" not in word]
     assert [word for word in named if not (PACKAGE / word).exists() and not (ROOT / word).exists()] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_files_that_a_newcomer_is_sent_to_are_there(page):
+    named = re.findall(r"`([\w/]+\.py)`", (ROOT / page).read_text())
+    assert named
+    assert [name for name in named if not (ROOT / name).exists() and not (PACKAGE / name).exists()] == []
