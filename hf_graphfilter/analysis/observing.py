@@ -17,6 +17,7 @@ from ..filters import AttentionSite, FilterConfig, GraphFilter
 from ..filters.core.attached import CHILD, active_filter
 from ..hosts import host_of, unwrapped
 from ..ops.explicit import matrix_of
+from ..ops.spectral import to_float32
 from ..shift.attention import AttentionShift
 from ..shift.earlier_layers import EarlierLayers
 from ..shift.operator import ShiftOperator
@@ -89,10 +90,6 @@ class Call:
         """Of every sequence its matrix without padding: (heads, its tokens, its tokens)."""
         for matrix, there in zip(matrices, self.there, strict=True):
             yield matrix[:, there][:, :, there]
-
-
-def to_float32(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 class Reader:

@@ -7,7 +7,7 @@ model by more roads than configurations do, and a configuration knows no coeffic
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,12 +19,12 @@ from ..filters.core.attached import CHILD, filters_of, patched_modules
 from ..filters.core.record import described, read_groups, record_of
 from ..hosts import Host, host_of, unwrapped
 from ..hosts.base import check_values
+from ..patching.base_weights import evenly_spaced, is_whole, rounded
 from ..patching.restore import resolve
 from .copies import without_adapters
 
 KEY = "graph_filter_record"  # the bytes of JSON as float32: programs average and scale the weights of adapters
 SAMPLES = "samples"
-_VALUES = 8  # per tensor, and its norm
 State = Mapping[str, Any]
 
 
@@ -53,7 +53,7 @@ def written(adapter: State, record: dict[str, Any], model: nn.Module, whole: Sta
     held = _by_owner(base, adapter)
     given = _by_owner(base, base.state_dict() if whole is None else whole)
     samples = {
-        owner: {name: _sample(tensor) for name, tensor in tensors.items() if _is_here(tensor)}
+        owner: {name: _sample(tensor) for name, tensor in tensors.items() if _has_sample(tensor)}
         for owner, tensors in given.items()
         if not tensors.keys() <= held.get(owner, {}).keys()
     }
@@ -76,6 +76,7 @@ def check_adapter(model: nn.Module, adapter: State) -> dict[str, Any]:
     host, held = host_of(base), _by_owner(base, weights)
     sites = resolve(host, base, held)
     filters = {host.relative_name(base, name): graph_filter for name, graph_filter in filters_of(base)}
+    elsewhere = any(type(module).__name__ == "FullyShardedDataParallel" for module in base.modules())
     for owner, tensors in held.items():
         now = host.relative_name(base, sites[owner].name) if owner in sites else owner
         if (graph_filter := filters.get(now)) is None:
@@ -85,7 +86,6 @@ def check_adapter(model: nn.Module, adapter: State) -> dict[str, Any]:
             )
         own = graph_filter.coefficient_tensors()
         coefficients = {f"{owner}.{CHILD}.{name}": x for name, x in tensors.items() if name in own}
-        elsewhere = any(type(module).__name__ == "FullyShardedDataParallel" for module in base.modules())
         whole = {f"{owner}.{CHILD}.{name}": x for name, x in own.items() if not elsewhere and not hasattr(x, "ds_id")}
         check_values(coefficients, whole, "the adapter")
     return weights
@@ -103,12 +103,17 @@ def check_record(model: nn.Module, record: Any) -> None:
         raise GraphFilterError(
             f"{trained_on}, and this {kind} is {here}: load it over a base that is patched as that one was"
         )
-    samples, present = record.get(SAMPLES), _by_owner(base, base.state_dict())
+    samples = record.get(SAMPLES)
+    present = _by_owner(base, base.state_dict()) if samples else {}
+    kept = {name for _, f in filters_of(base) for name in f.coefficient_names()}  # in float32, whatever the dtype
     for owner, tensors in samples.items() if isinstance(samples, dict) else ():
         mine = present.get(now.get(owner) or owner, {})
-        kept = {name for _, f in filters_of(base) for name in f.coefficient_names()}  # in float32, whatever the dtype
         for name, values in tensors.items() if isinstance(tensors, dict) else ():
-            if name in mine and _is_here(mine[name]) and not _same(values, mine[name], 1e-4 if name in kept else 2**-6):
+            if (
+                name in mine
+                and _has_sample(mine[name])
+                and not _same(values, mine[name], 1e-4 if name in kept else 2**-6)
+            ):
                 raise GraphFilterError(
                     f"{trained_on} whose coefficients it does not hold, and {owner}.{CHILD}.{name} of this {kind} has "
                     "other values, as those that patch_model starts with: load the model that it was trained on, or "
@@ -156,15 +161,12 @@ def _by_owner(base: nn.Module, state: State) -> dict[str, dict[str, Tensor]]:
     return {owner: without_adapters(tensors) for owner, tensors in found.items()}
 
 
-def _is_here(tensor: Tensor) -> bool:
-    sharded = any(hasattr(tensor, mark) for mark in ("full_tensor", "ds_id"))
-    return not sharded and not tensor.is_meta and tensor.is_floating_point() and tensor.numel() > 0
+def _has_sample(tensor: Tensor) -> bool:
+    return is_whole(tensor) and tensor.is_floating_point()
 
 
 def _sample(tensor: Tensor) -> list[float]:
-    flat = tensor.detach().flatten().double()
-    values: Iterable[float] = (*flat[:: max(1, len(flat) // _VALUES)][:_VALUES].tolist(), flat.norm().item())
-    return [float(f"{value:.6g}") for value in values]
+    return rounded(torch.cat([evenly_spaced(tensor).double(), tensor.detach().double().norm().view(1)]))
 
 
 def _same(values: Any, tensor: Tensor, tolerance: float) -> bool:

@@ -98,11 +98,11 @@ class Images:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for start in range(0, len(self.files), self.batch_size):
-            opened = [opened_image(file) for file in self.files[start : start + self.batch_size]]
+            opened = [open_image(file) for file in self.files[start : start + self.batch_size]]
             yield dict(self.processor(opened, return_tensors="pt"))
 
 
-def opened_image(file: Path) -> Any:
+def open_image(file: Path) -> Any:
     """Return an image in RGB.
 
     Raises:

@@ -11,7 +11,7 @@ from ..filters.core.attached import CHILD
 from ..hosts import Host
 
 SAMPLE = "_graph_filter_base_weights"  # of a model: sampled when it was patched or loaded
-_VALUES = 8  # per parameter: training changes nearly all of them
+_VALUES = 8  # per tensor: training changes nearly all of them
 _WRITTEN = 2
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -39,7 +39,7 @@ def written_weights(host: Host, model: nn.Module, modules: Iterable[str]) -> dic
     sample = {**_sample(host, model), **(vars(model).get(SAMPLE) or {})}
     names = tuple(f"{module}." for module in modules)
     chosen = {k: v for k, v in sample.items() if k.startswith(names) and v.is_floating_point()}
-    return {name: [float(f"{x:.6g}") for x in values[:_WRITTEN].tolist()] for name, values in chosen.items()}
+    return {name: rounded(values[:_WRITTEN]) for name, values in chosen.items()}
 
 
 def differing_weights(written: object, host: Host, model: nn.Module) -> list[str]:
@@ -60,13 +60,25 @@ def _sample(host: Host, model: nn.Module) -> dict[str, Tensor]:
     """Evenly spaced values of the parameters that are whole and here, by their names without wrappers of PEFT."""
     sample: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        data = parameter.detach()
-        elsewhere = data.is_meta or type(parameter.data) is not Tensor or hasattr(parameter, "ds_id")
-        if elsewhere or not data.numel() or f".{CHILD}." in f".{name}":
-            continue
-        values = data.flatten()[:: max(1, data.numel() // _VALUES)][:_VALUES]
-        sample.setdefault(host.relative_name(model, name), values.to("cpu", copy=True))  # a wrapper holds it first
+        if is_whole(parameter) and f".{CHILD}." not in f".{name}":
+            values = evenly_spaced(parameter).to("cpu", copy=True)
+            sample.setdefault(host.relative_name(model, name), values)  # a wrapper holds it first
     return sample
+
+
+def is_whole(tensor: Tensor) -> bool:
+    """Return whether the values of a tensor are in it: not sharded, offloaded or quantized."""
+    return not (tensor.is_meta or type(tensor.data) is not Tensor or hasattr(tensor, "ds_id")) and tensor.numel() > 0
+
+
+def evenly_spaced(tensor: Tensor) -> Tensor:
+    """Return a few values of a tensor, by which it is known again."""
+    return tensor.detach().flatten()[:: max(1, tensor.numel() // _VALUES)][:_VALUES]
+
+
+def rounded(values: Tensor) -> list[float]:
+    """Return values as a file keeps them."""
+    return [float(f"{x:.6g}") for x in values.tolist()]
 
 
 def _same(before: Tensor, now: Tensor) -> bool:
