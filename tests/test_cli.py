@@ -23,8 +23,8 @@ from hf_graphfilter import filter_status, patch_model
 from hf_graphfilter.cli import main
 from hf_graphfilter.cli.inputs import Images
 from hf_graphfilter.files import read_state
+from hf_graphfilter.fitting import fit as call
 from hf_graphfilter.fitting import run
-from hf_graphfilter.fitting import transfer as call
 
 
 @pytest.fixture
