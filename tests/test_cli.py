@@ -162,7 +162,7 @@ def test_convert(cli, text, plain, tmp_path, monkeypatch, ctrl_c):
     assert "progress of another transfer (share differ)" in done.stderr
     done = cli("linearize", plain, out, *short, "--speed")
     assert done.returncode == 0, done.stderr
-    assert "converted / original" in done.stdout
+    assert "linearized / original" in done.stdout
     assert "faster than the original" in done.stdout
     assert "without far" in done.stdout
     assert sorted(out.glob(".conversion/**/*")) == own[1:]

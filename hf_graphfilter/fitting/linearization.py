@@ -1,4 +1,4 @@
-"""``linearize``: what is asked, checked and put together."""
+"""Linearize a model: check what is asked, and run the stages."""
 
 from __future__ import annotations
 
@@ -52,45 +52,48 @@ def linearize(
     progress: bool = True,
     **options: Any,
 ) -> ConversionReport:
-    """Put a filter in the place of a pretrained model's attention, in place, and fit it so that little is lost.
+    """Replace the attention of a pretrained model by a filter in linear time, in place, and fit the filter to it.
+
+    The model is patched, fitted in stages without labels, and measured against the original on held-out batches.
 
     Args:
         model: a pretrained transformers model that is not patched, or a ``SentenceTransformer`` around one, in any
             precision, on any device.
-        data: batches, gone through again when they end: mappings of model inputs, or tensors, the model's main input.
-            Of one budget, many small ones fit better than few large ones (docs/linearize.md).
-        filter: one in the place of attention, by name or as a config. By name it gets the options that fit pretrained
-            attention best, ``FilterConfig.for_conversion``, with ``options`` on top.
-        budget: tokens of all stages together, without padding; of images, the tokens that attention sees.
-        stages: shares of the budget, in order. ``"attention"``: each layer to its original attention; ``"hidden"``: the
-            hidden states of all layers; ``"logits"``: the output distribution (Kullback-Leibler divergence from the
-            original's); ``"task"``: the loss that the model itself gives for batches with labels. If not given, 0.7 of
-            ``"attention"`` and 0.3 of ``"logits"``, or of ``"hidden"`` where the model gives no logits.
-        train: what the stages after ``"attention"`` train: the ``"filters"``; these and low-rank adapters of the
-            attention's projections, ``"lora"``, which are merged into the weights at the end (those of a model in half
-            precision round what is merged); or ``"all"`` weights.
-        layers, stack: as for ``patch_model``; ``"auto:75%"`` keeps three quarters of the layers as filters and gives
-            the others, where the filter costs most, their attention back after the first stage.
-        holdout: batches to measure on: how many to set aside from the start of ``data``, or the batches. Of a
-            ``DataLoader`` that shuffles, as many rows are set aside.
-        rates: learning rates, those of ``Rates`` that are to be others: ``{"attention": 2e-2}``.
-        rank: of the adapters.
+        data: batches: mappings of model inputs, or tensors, the model's main input. They are read again when they end,
+            except those of an iterator. For one budget, many small batches fit better than few large ones.
+        filter: a replacement filter, by name or as a config. By name it gets the options that fit pretrained attention
+            best, ``FilterConfig.for_conversion``, with ``options`` on top.
+        budget: number of tokens of all stages together, without padding; for images, the tokens that attention sees.
+        stages: shares of the budget, in order. ``"attention"`` fits each layer to its original attention;
+            ``"hidden"`` the hidden states of all layers; ``"logits"`` the output distribution (Kullback-Leibler
+            divergence from the original's); ``"task"`` minimises the model's own loss on batches with labels. The
+            default is 0.7 of ``"attention"`` and 0.3 of ``"logits"``, or of ``"hidden"`` for a model without logits.
+        train: what the stages after ``"attention"`` train: the ``"filters"``; ``"lora"``, the filters and low-rank
+            adapters of the attention's projections, which are merged into the weights at the end (rounded, if the model
+            is in half precision); or ``"all"`` weights.
+        layers: which layers are linearized, as in ``patch_model``. ``"auto:75%"`` gives a quarter of the layers, where
+            the filter costs most, their attention back after the first stage.
+        stack: which stack of an encoder-decoder, as in ``patch_model``.
+        holdout: batches to measure on: how many to take from the start of ``data``, or the batches themselves. From a
+            ``DataLoader`` that shuffles, as many rows are taken.
+        rates: learning rates that differ from those of ``Rates``: ``{"attention": 2e-2}``.
+        rank: rank of the adapters.
         precision: ``"bf16"`` computes under autocast.
-        gradient_checkpointing: compute activations again in the backward pass, for memory.
-        evaluations: measurements in each stage, fewer if they would read more tokens than the stage itself; the best
-            state is kept.
-        checkpoint: a directory that keeps the progress at every measurement; the same call goes on from there.
-        progress: show a progress bar.
-        **options: options of the filter, when it is given by name.
+        gradient_checkpointing: whether to compute activations again in the backward pass, to save memory.
+        evaluations: number of measurements per stage, fewer if they would read more tokens than the stage itself. The
+            best state is kept.
+        checkpoint: a directory that keeps the progress at every measurement. The same call resumes from it.
+        progress: whether to show a progress bar.
+        **options: options of the filter, if it is given by name.
 
     Returns:
-        ``ConversionReport``: errors of each layer, by the number of tokens that a token sees, the model's measures
-        before and after, and with each part of the filters switched off.
+        ``ConversionReport``: the error of each layer and by context length, and measures of the model before, after,
+        and with each part of the filters switched off.
 
     Raises:
-        GraphFilterError: a budget, share or stage that cannot be; a filter that is not in the place of attention; a
-            model that is patched already; texts that the window spans; an original that gives NaN; a checkpoint of
-            another run, or one that another call is writing. The model is then as it was.
+        GraphFilterError: an argument is not possible, the filter does not replace attention, the model is patched
+            already, the window spans all texts, the original gives NaN, or the checkpoint belongs to another run or is
+            in use. The model is then as it was.
 
     Example:
         >>> import torch
@@ -101,7 +104,7 @@ def linearize(
         >>> report.error <= report.error_before
         True
 
-    Source: attention transfer and low-rank adaptation after it are those of Zhang et al., LoLCATs (2024).
+    Source: attention transfer, and low-rank adaptation after it, follow Zhang et al., LoLCATs (2024).
     """
     config, shares, share = _config(filter, options), _shares(stages, budget), parse_share(layers)
     rates = _rates({} if rates is None else rates)

@@ -1,4 +1,4 @@
-"""The optimisation of one stage: steps, measurements, the best state, interruptions, and its progress on disk."""
+"""Run one stage: steps, measurements, the best state, interruptions, and the progress on disk."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Stage:
 
 
 class StageRun:
-    """One stage: optimiser, schedule, measurements, the best state so far."""
+    """The run of one stage: its optimizer, schedule, measurements, and best state so far."""
 
     def __init__(self, stage: Stage, report: TransferReport, checkpoint: Checkpoint | None):
         self.stage, self.report, self.checkpoint = stage, report, checkpoint
@@ -107,6 +107,7 @@ class StageRun:
         self.best, self.best_state = math.inf, self._state()
 
     def fit(self, batches: Iterator[Batch], eval_every: float, patience: int | None, progress: bool) -> None:
+        """Train until the budget is used, the batches end or nothing improves, and keep the best state."""
         if self.checkpoint is not None and self._restore(self.checkpoint):
             next(islice(batches, self.step, self.step), None)  # those it has seen; the next stage may go on in them
             if self.stage.name in self.checkpoint.finished:
@@ -146,7 +147,7 @@ class StageRun:
             self._save(finished=True)
 
     def _advance(self, batch: Batch, bar: Any) -> str | None:
-        """One step; the name of a problem, if there is one."""
+        """Make one step, and return the name of a problem if there is one."""
         self.optimizer.zero_grad()
         errors = self.stage.step(batch)
         size = total(self.stage.size(batch))
@@ -166,7 +167,7 @@ class StageRun:
         return None
 
     def _measure(self, error: float | None = None) -> float:
-        """The held-out error, if it is not known already."""
+        """Note the held-out error, measured unless it is given."""
         error = mean_of(self.stage.measure() if error is None else error)
         self.report.history.append((self.before + self.used, error))
         self.stale = 0 if error < 0.999 * self.best else self.stale + 1
@@ -203,7 +204,7 @@ class StageRun:
         self.checkpoint.write(self.stage.name, finished, progress, tensors)
 
     def _restore(self, checkpoint: Checkpoint) -> bool:
-        """Go on where the checkpoint was left; False if it is not of this stage."""
+        """Resume from the checkpoint; return False if it is not of this stage."""
         if (found := checkpoint.read()) is None:
             return False
         progress, tensors = found
@@ -228,7 +229,7 @@ class StageRun:
 
 @contextlib.contextmanager
 def _interruptions(deferred: bool) -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed, so that a step can be finished before what it made is kept; a second one ends it."""
+    """Yield whether Ctrl-C was pressed, so that a step ends and is kept first; a second Ctrl-C ends at once."""
     asked = False
 
     def note(*_: Any) -> None:

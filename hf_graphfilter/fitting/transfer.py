@@ -1,4 +1,4 @@
-"""``transfer_attention``: what is asked, checked and put together."""
+"""Fit the filters of a patched model to its attention: check what is asked, and run the stages."""
 
 from __future__ import annotations
 
@@ -41,42 +41,43 @@ def transfer_attention(
 ) -> TransferReport:
     """Fit the filters of a patched model to the original attention of their modules, in place.
 
-    In one forward pass every module computes its original attention, which the model goes on with, and its filter,
-    whose relative squared error to it is minimised: a regression in each layer, without labels. Only filter parameters
-    change. A second, end-to-end stage lets the filters act and fits the hidden states or the logits of the original
-    model.
+    In one forward pass every module computes its original attention, with which the model continues, and its filter.
+    The relative squared error between the two is minimised: a regression in each layer, without labels. Only the
+    parameters of the filters change. An optional second stage lets the filters act, and fits the hidden states or the
+    logits to those of the original model.
 
     Args:
-        model: a patched model, in any precision, on any device. With ``init="blend"`` the filter's branch is fitted and
-            the gate stays. AGF needs ``correction=True`` to fit well, since query and key stay as they are.
-        dataloader: batches, gone through again when they end (unless they come from an iterator): mappings of model
-            inputs, from which labels are left out, or tensors, the model's main input.
-        steps: batches of the regression; 0 leaves it out, for the second stage alone.
-        lr: peak learning rate of AdamW; linear warm-up, then a cosine to zero.
-        filter_lr: learning rate of the filter coefficients (``theta`` ...).
-        end_to_end: ``"hidden"`` (relative squared error, mean over the hidden states of all layers) or ``"logits"``
-            (Kullback-Leibler divergence); ``None`` leaves the second stage out.
-        end_to_end_steps, end_to_end_lr: of the second stage; ``None`` for a quarter of ``steps``.
-        holdout: batches to measure on: how many to set aside from the start of ``dataloader``, or the batches. Of a
-            ``DataLoader`` that shuffles, as many rows are set aside.
-        eval_every: steps between measurements.
-        patience: stop a stage after so many measurements without improvement (of 0.1 %); ``None`` never.
-        checkpoint: a directory that keeps the progress at every measurement; a later call with the same settings goes
-            on from there.
-        progress: show a progress bar with the error of each module.
+        model: a patched model, in any precision, on any device. With ``init="blend"`` the branch of the filter is
+            fitted and the gate stays. AGF needs ``correction=True`` to fit well, since query and key do not change.
+        dataloader: batches: mappings of model inputs, or tensors, the model's main input. Labels are left out. The
+            batches are read again when they end, except those of an iterator.
+        steps: number of batches of the regression; 0 skips it and runs the second stage alone.
+        lr: peak learning rate of AdamW, with a linear warm-up and a cosine decay to zero.
+        filter_lr: peak learning rate of the filter coefficients (``theta`` ...).
+        end_to_end: what the second stage compares: ``"hidden"`` (relative squared error, mean over the hidden states of
+            all layers), ``"logits"`` (Kullback-Leibler divergence), or ``None`` for no second stage.
+        end_to_end_steps: number of batches of the second stage; ``None`` for a quarter of ``steps``.
+        end_to_end_lr: peak learning rate of the second stage.
+        holdout: batches to measure on: how many to take from the start of ``dataloader``, or the batches themselves.
+            From a ``DataLoader`` that shuffles, as many rows are taken.
+        eval_every: steps between two measurements.
+        patience: number of measurements without an improvement of 0.1 % after which a stage ends; ``None`` for no
+            limit.
+        checkpoint: a directory that keeps the progress at every measurement. The same call resumes from it.
+        progress: whether to show a progress bar with the error of each module.
 
-    Where a process group is there (torchrun, ``accelerate launch``), all its processes must call this together: they
-    share the batches and step by the mean of their gradients.
+    In a process group (torchrun, ``accelerate launch``), all processes must call this together. They share the batches
+    and step by the mean of their gradients.
 
     Returns:
         ``TransferReport``: the errors before and after on the held-out batches. The model has the parameters of the
         best measurement.
 
     Raises:
-        GraphFilterError: no filter in the model, filters that equal their attention already, no batches, batches of
-            labels only, a checkpoint of another run or one that another call is writing.
-        KeyboardInterrupt: with ``checkpoint`` at the end of the step, whose progress is kept; at once if asked twice.
-            After every exception the model is as it was.
+        GraphFilterError: the model has no filter, the filters equal their attention already, there are no batches or
+            only labels in them, or the checkpoint belongs to another run or is in use.
+        KeyboardInterrupt: after Ctrl-C. With ``checkpoint`` the step is finished and kept first; a second Ctrl-C ends
+            at once. After every exception the model is as it was.
 
     Example:
         >>> import torch
@@ -88,7 +89,7 @@ def transfer_attention(
         >>> report.mean_after <= report.mean_before
         True
 
-    Source: the regression is that of "attention transfer" in Zhang et al., LoLCATs (2024), here for AGF.
+    Source: the regression is "attention transfer" of Zhang et al., LoLCATs (2024), applied to graph filters.
     """
     _check_arguments(steps, end_to_end, end_to_end_steps, eval_every)
     check_rates(lr=lr, filter_lr=filter_lr)

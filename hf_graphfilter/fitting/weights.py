@@ -22,14 +22,14 @@ Train = Literal["filters", "lora", "all"]
 
 
 class Trained(NamedTuple):
-    """Weights by name that are trained, and what the model was like before."""
+    """The weights that are trained, by name, and the model as it was before."""
 
     parameters: dict[str, nn.Parameter]
     original: Original
 
 
 def check_trainable(model: nn.Module, kind: Train) -> None:
-    """Whether these weights can be trained, before any long work."""
+    """Raise if these weights cannot be trained, before any long work."""
     if kind == "lora":
         with needs("peft", "train='lora'"):
             import peft  # noqa: F401
@@ -42,7 +42,7 @@ def check_trainable(model: nn.Module, kind: Train) -> None:
 
 @contextlib.contextmanager
 def trained(model: nn.Module, modules: dict[str, GraphFilter], kind: Train, rank: int) -> Iterator[Trained]:
-    """The weights; adapters are merged into them afterwards. After an exception all are as they were."""
+    """Yield the weights that are trained; merge adapters into them afterwards, or restore all after an exception."""
     if kind == "filters":
         yield Trained({}, original_of(model, modules))
     elif kind == "lora":
@@ -79,7 +79,7 @@ def _adapters(model: Any, modules: dict[str, GraphFilter], rank: int) -> Iterato
 
 
 def _projections(model: nn.Module, modules: dict[str, GraphFilter]) -> list[str]:
-    """The linear layers of the attention of each module: its own, and those around it that hold nothing else."""
+    """Return the names of the linear layers of each module's attention, and of blocks that hold nothing else."""
     found = []
     for name in modules:
         block = name
@@ -105,7 +105,7 @@ def _all(model: nn.Module, modules: dict[str, GraphFilter]) -> Iterator[Trained]
 
 @contextlib.contextmanager
 def restored_on_error(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
-    """After an exception inside, tensors have the given values again."""
+    """Give tensors their values again after an exception inside."""
     try:
         yield
     except BaseException:
@@ -117,8 +117,10 @@ def restored_on_error(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> It
 
 @contextlib.contextmanager
 def only_filters(model: nn.Module, modules: dict[str, GraphFilter]) -> Iterator[None]:
-    """Freeze all but the filters, in evaluation mode, and hold these in float32, as half precision would lose small
-    steps; afterwards all is as it was, after an exception the filters too."""
+    """Freeze all but the filters, in evaluation mode, and hold the filters in float32.
+
+    Half precision would lose small steps. Afterwards all is as it was; after an exception the filters are too.
+    """
     modes = [(module, module.training) for module in model.modules()]
     before = [(p, p.requires_grad, p.dtype) for p in model.parameters()]
     values = [(p, p.detach().clone()) for graph_filter in modules.values() for p in graph_filter.parameters()]
@@ -143,7 +145,7 @@ def only_filters(model: nn.Module, modules: dict[str, GraphFilter]) -> Iterator[
 
 @contextlib.contextmanager
 def recomputed(model: Any, wanted: bool) -> Iterator[None]:
-    """Gradient checkpointing, in evaluation mode too, where transformers leaves it out: dropout stays off."""
+    """Switch gradient checkpointing on in evaluation mode, which transformers does not; dropout stays off."""
     if not wanted:
         yield
         return
