@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hf_graphfilter"
 # from the ground up: a module imports what is on a lower floor, or on its own
 FLOORS = [
-    {"errors", "files", "text", "_on_import"},
+    {"errors", "files", "tables", "text", "_on_import"},
     {"ops"},
     {"shift"},
     {"functional"},

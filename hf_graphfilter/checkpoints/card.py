@@ -25,7 +25,8 @@ from ..filters.core.overview import summary
 from ..filters.core.record import grouped
 from ..hosts import Host, encoder_of, host_of, unwrapped
 from ..patching.status import FilterStatus, filter_parameters, filter_status
-from ..text import markdown_table, markdown_text, quoted
+from ..tables import markdown_table
+from ..text import markdown_text, quoted
 from .copies import holds
 
 TEMPLATE = Path(__file__).parents[1] / "data" / "model_card.md"
@@ -202,7 +203,7 @@ def create_model_card(
         "usage": "\n".join([*(f"import {m}  # registers its filter" for m in modules), usage]),
         "description": "\n\n".join(filter(None, [description.strip(), _seen(report)])),
         "training_table": _training(training),
-        "coefficient_table": _table(*status.table()) if table else "",
+        "coefficient_table": markdown_table(*status.table(), escape=True) if table else "",
         "per_head": any(values.numel() > 1 for values in table),
         "added_parameters": sum(p.numel() for p in filter_parameters(inner)),
         "configuration": json.dumps(record, indent=2),
@@ -234,11 +235,6 @@ def package_address() -> str | None:
     return next(iter([*preferred, *urls.values()]), None)
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table of text, which may be anyone's."""
-    return markdown_table([*map(markdown_text, header)], [[*map(markdown_text, row)] for row in rows])
-
-
 def _loading(model: Any, host: Host, repo_id: str, base_model: str | None) -> tuple[str, str | None, str]:
     """(library, task, Python that loads the model) as the Hub's page shows them."""
     inner = unwrapped(model)
@@ -259,7 +255,7 @@ def _training(training: Mapping[str, Any] | TrainingArguments | None) -> str:
     if isinstance(training, TrainingArguments):
         values = {name: getattr(training, name) for name in HYPERPARAMETERS}
         training = {k: getattr(v, "value", v) for k, v in values.items() if v not in (None, False, 0, -1)}
-    return _table(["name", "value"], list(training.items())) if training else ""
+    return markdown_table(["name", "value"], list(training.items()), escape=True) if training else ""
 
 
 def _results(results: list[EvalResult]) -> str:
@@ -269,7 +265,7 @@ def _results(results: list[EvalResult]) -> str:
     for r in results:
         value = f"{r.metric_value:.4f}" if isinstance(r.metric_value, float) else r.metric_value
         rows.append([r.dataset_name, r.dataset_split or "", r.metric_name or r.metric_type, value])
-    return _table(["data", "split", "metric", "value"], rows)
+    return markdown_table(["data", "split", "metric", "value"], rows, escape=True)
 
 
 def _merged(there: Any, here: Any) -> ModelCardData:
