@@ -26,7 +26,6 @@ from ..filters import GraphFilter
 from ..filters.core.attached import CHILD, filters_of
 from ..filters.core.record import read_groups
 from ..hosts import host_of
-from ..hosts.base import check_values
 from ..hosts.transformers.attention import IMPLEMENTATION, graph_filter_attention
 from ..hosts.transformers.records import model_class, read_record, resolve_implementation, saved_config
 from ..hosts.transformers.sites import relative_name
@@ -34,6 +33,7 @@ from ..patching.base_weights import remember_weights
 from ..patching.restore import STARTED, apply_record, check_resolved, resolve
 from .adapters import OF_TRANSFORMERS
 from .readme import write_readme
+from .values import check_values
 
 
 def install() -> None:
