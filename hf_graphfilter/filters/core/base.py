@@ -123,12 +123,10 @@ class GraphFilter(nn.Module):
         """``forward``, and a look at what it returned."""
         out = super().__call__(shift, value)
         wanted = (value.shape[0], *shift.rows, value.shape[-1])
-        if isinstance(out, Tensor):
-            if out.shape == wanted and (out.dtype == value.dtype or torch.is_autocast_enabled(value.device.type)):
-                return out
-            returned = f"{tuple(out.shape)} of {out.dtype}"
-        else:
-            returned = type(out).__name__
+        has_shape = isinstance(out, Tensor) and out.shape == wanted
+        if has_shape and (out.dtype == value.dtype or torch.is_autocast_enabled(value.device.type)):
+            return out
+        returned = f"{tuple(out.shape)} of {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
         raise GraphFilterError(
             f"{self.site_name}: {type(self).__name__}.forward must return a tensor (batch, heads, query tokens, "
             f"features) = {wanted} of {value.dtype}, as the value is, and returned {returned}"
