@@ -115,8 +115,8 @@ def check_card(path: Path, force: bool = False) -> ModelCard | None:
     if force or is_signed(there.text) or not there.text.strip():
         return there
     raise GraphFilterError(
-        f"{path} was not written by hf_graphfilter, or was edited since: write to another file, or pass force=True to "
-        "replace its text (its metadata and results are kept)"
+        f"{path} was not written by hf_graphfilter, or was edited since: write to another file, or pass force=True "
+        "(--force) to replace its text (its metadata and results are kept)"
     )
 
 
@@ -167,7 +167,9 @@ def create_model_card(
     """
     inner, results = unwrapped(model), list(results)
     if not (filters := {name: graph_filter.config for name, graph_filter in filters_of(inner)}):
-        raise GraphFilterError(f"{type(model).__name__} has no graph filter to describe; call patch_model first")
+        raise GraphFilterError(
+            f"{type(model).__name__} has no graph filter to describe; call patch_model first (hf-graphfilter patch)"
+        )
     status = filter_status(model) if coefficients else FilterStatus()
     configs = {config.filter: type(config) for config in filters.values()}
     host = host_of(inner)

@@ -112,7 +112,7 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
     if current is not None and current["filters"] != record["filters"]:
         raise GraphFilterError(
             f"{type(model).__name__} is patched with {described(current)}, {source} holds {described(record)}; call "
-            "unpatch_model first"
+            "unpatch_model first (hf-graphfilter unpatch)"
         )
     if current is None:
         host.write_record(model, record)

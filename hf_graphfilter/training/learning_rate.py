@@ -150,6 +150,7 @@ def _peak(group: dict[str, Any]) -> float:
 
 def caller(kind: type[C]) -> C | None:
     """Return the nearest object of a class whose method called, or None."""
+    # the Trainer gives callbacks neither itself nor their handler, and to keep it would take a wrapper of its __init__
     frame = inspect.currentframe()
     while frame is not None and not isinstance(frame.f_locals.get("self"), kind):
         frame = frame.f_back
