@@ -22,6 +22,7 @@ class FeatScale(PerHead):
     of the features of a head, which start at 0."""
 
     linear = spectral = False
+    reads_mask = True
     per_head = ("low", "high")
     low: Tensor
     high: Tensor

@@ -100,6 +100,8 @@ class GraphFilter(nn.Module):
         reads_hidden: whether ``shift.hidden`` is needed, the input of the attention module.
         reads_earlier: whether ``shift.earlier`` is needed, what the filters of earlier layers left. ``__init__`` may
             set it, and must refuse a site without a ``stack_module`` then.
+        reads_mask: whether ``forward`` asks which tokens a query sees (``shift.mean``, ``shift.visible``), which not
+            all shifted windows of images tell.
         per_head: parameters and buffers (heads, ...), where they are all that the filter is made of; tensor parallelism
             then hands each process the part of its heads.
 
@@ -111,6 +113,7 @@ class GraphFilter(nn.Module):
     spectral: ClassVar[bool] = True
     reads_hidden: ClassVar[bool] = False
     reads_earlier: bool = False
+    reads_mask: ClassVar[bool] = False
     per_head: ClassVar[tuple[str, ...]] = ()
     recorder: Callable[[GraphFilter, Tensor, dict[str, Loss]], Tensor] | None = None
 

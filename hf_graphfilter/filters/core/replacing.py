@@ -41,6 +41,7 @@ class ReplacingFilter(GraphFilter):
 
     spectral: ClassVar[bool] = False
     reads_hidden: ClassVar[bool] = True
+    reads_mask: ClassVar[bool] = True
     causal_form: ClassVar[bool] = True
     config: ReplacingConfig
     gate: Tensor | None
