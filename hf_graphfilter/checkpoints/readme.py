@@ -62,6 +62,6 @@ def _is_of_encoder(text: str) -> bool:
     """Whether a card is the one that an encoder was saved with."""
     from huggingface_hub import ModelCard
 
-    from .card import is_signed
+    from .filter_card import is_signed
 
     return _OF_SENTENCE_TRANSFORMERS not in text and is_signed(ModelCard(text).text)
