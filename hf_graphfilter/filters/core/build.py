@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from ...errors import GraphFilterError, shown
-from .base import AttentionSite, Decoding, FilterConfig, GraphFilter
+from .base import Decoding, FilterConfig, GraphFilter
 from .registry import CONFIG_CLASSES, available_filters, get_filter
+from .site import AttentionSite
 
 C = TypeVar("C", bound="type[FilterConfig]")
 

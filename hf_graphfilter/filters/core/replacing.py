@@ -17,7 +17,8 @@ from ...ops.combine import combine
 from ...ops.filled import filled
 from ...shift.attention import AttentionShift
 from ...shift.operator import ShiftOperator
-from .base import AttentionSite, Decoding, FilterConfig, GraphFilter
+from .base import Decoding, FilterConfig, GraphFilter
+from .site import AttentionSite
 from .window import mix_window
 
 WIDEST = 1_000_000  # window
