@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from hf_graphfilter.text import markdown_table
+from hf_graphfilter.tables import markdown_table
 from pages.sources import RECIPES, ROOT, days
 from recipes.league.plan import League
 from recipes.league.records import by_run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -22,27 +21,22 @@ def _wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name.removeprefix("_orig_mod."), module
 
 
-def unloads(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``merge_and_unload`` or ``unload`` of a tuner, which takes a filter for a linear layer, or passes over it.
+def unload_with_copies(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Merge or unload adapters: a tuner takes a filter for a linear layer, or passes over it.
 
     The model keeps the copy of the adapter that is merged, or of the active one.
     """
-
-    @functools.wraps(original)
-    def unload(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(original).bind(self, *args, **kwargs).arguments.get("adapter_names")
-        wrappers = [(*_place(self.model, name), wrapper) for name, wrapper in _wrappers(self.model)]
-        kept = [_kept(wrapper, given) for *_, wrapper in wrappers]
-        for (parent, name, _), copy in zip(wrappers, kept, strict=True):
-            setattr(parent, name, copy)
-        try:
-            return original(self, *args, **kwargs)
-        except BaseException:
-            for parent, name, wrapper in wrappers:
-                setattr(parent, name, wrapper)
-            raise
-
-    return unload
+    given = inspect.signature(original).bind(self, *args, **kwargs).arguments.get("adapter_names")
+    wrappers = [(*_place(self.model, name), wrapper) for name, wrapper in _wrappers(self.model)]
+    kept = [_kept(wrapper, given) for *_, wrapper in wrappers]
+    for (parent, name, _), copy in zip(wrappers, kept, strict=True):
+        setattr(parent, name, copy)
+    try:
+        return original(self, *args, **kwargs)
+    except BaseException:
+        for parent, name, wrapper in wrappers:
+            setattr(parent, name, wrapper)
+        raise
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -130,24 +124,21 @@ def _is_saved(name: str, config: Any) -> bool:
     return any(f".{path}".endswith(f".{entry}") or entry.endswith(f".{path}") for path in around for entry in entries)
 
 
-def weighs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``add_weighted_adapter`` of a tuner, which gives the new adapter the base's filter.
+def weigh_with_copies(
+    original: Callable[..., Any], self: Any, adapters: list[str], weights: Any, adapter_name: str, *a: Any, **k: Any
+) -> Any:
+    """Combine adapters: a tuner gives the new adapter the base's filter.
 
     The new adapter gets the filter of the one that holds it. PEFT refuses several that do.
     """
-
-    @functools.wraps(original)
-    def add_weighted_adapter(self: Any, adapters: list[str], weights: Any, adapter_name: str, *a: Any, **k: Any) -> Any:
-        held = {name: copies for name in adapters if (copies := of_adapter(self.model, name))}
-        if held and adapters[0] not in held:
-            raise GraphFilterError(
-                f"the new adapter is made like {shown(adapters[0])}, which holds no graph filter, and "
-                f"{shown(next(iter(held)))} does: name that one first"
-            )
-        is_new = adapter_name not in self.peft_config
-        result = original(self, adapters, weights, adapter_name, *a, **k)
-        if is_new and held:
-            swap(held[adapters[0]], of_adapter(self.model, adapter_name))
-        return result
-
-    return add_weighted_adapter
+    held = {name: copies for name in adapters if (copies := of_adapter(self.model, name))}
+    if held and adapters[0] not in held:
+        raise GraphFilterError(
+            f"the new adapter is made like {shown(adapters[0])}, which holds no graph filter, and "
+            f"{shown(next(iter(held)))} does: name that one first"
+        )
+    is_new = adapter_name not in self.peft_config
+    result = original(self, adapters, weights, adapter_name, *a, **k)
+    if is_new and held:
+        swap(held[adapters[0]], of_adapter(self.model, adapter_name))
+    return result

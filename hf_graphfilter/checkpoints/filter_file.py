@@ -24,12 +24,13 @@ from ..filters import GraphFilter
 from ..filters.core.attached import filters_of, patched_modules, read_whole
 from ..filters.core.record import described, read_groups
 from ..hosts import Host, encoder_of, host_of, unwrapped
-from ..hosts.base import check_values, own_record
+from ..hosts.base import own_record
 from ..patching.base_weights import SAMPLE, changed_weights, differing_weights, written_weights
 from ..patching.patch import STARTS
 from ..patching.restore import apply_record, resolve
 from ..text import printable
 from .copies import without_adapters
+from .values import check_values
 
 WEIGHTS_FILE = "graph_filter.safetensors"
 CONFIG_FILE = "graph_filter.json"
@@ -111,7 +112,7 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
     if current is not None and current["filters"] != record["filters"]:
         raise GraphFilterError(
             f"{type(model).__name__} is patched with {described(current)}, {source} holds {described(record)}; call "
-            "unpatch_model first"
+            "unpatch_model first (hf-graphfilter unpatch)"
         )
     if current is None:
         host.write_record(model, record)

@@ -18,10 +18,10 @@ from ..filters import FilterConfig
 from ..filters.core.attached import CHILD, filters_of, patched_modules
 from ..filters.core.record import described, read_groups, record_of
 from ..hosts import Host, host_of, unwrapped
-from ..hosts.base import check_values
 from ..patching.base_weights import evenly_spaced, is_whole, rounded
 from ..patching.restore import resolve
 from .copies import without_adapters
+from .values import check_values
 
 KEY = "graph_filter_record"  # the bytes of JSON as float32: programs average and scale the weights of adapters
 SAMPLES = "samples"

@@ -14,10 +14,10 @@ from torch import nn
 from ..errors import GraphFilterError, needs, shown
 from ..filters.core.attached import CHILD
 from ..hosts import host_of
-from ..hosts.base import check_values
 from ..hosts.timm import RECORD, write_record
 from ..patching.base_weights import remember_weights
 from ..patching.restore import apply_record
+from .values import check_values
 
 WEIGHTS = "model.safetensors"
 # what makes timm read or fetch other files, and what is the caller's choice; no class of a model means these

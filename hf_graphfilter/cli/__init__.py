@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -105,32 +104,13 @@ app.command(context_settings={"allow_interspersed_args": False})(run)  # the pro
 app.command()(export_remote_code)
 app.command("convert", hidden=True)(linearize)  # its earlier name
 
-_CALLS = {
-    **{"patch_model": "patch", "unpatch_model": "unpatch", "filter_status": "status", "create_model_card": "card"},
-    **{"save_filter": "save-filter", "load_filter": "load-filter", "transfer_attention": "transfer"},
-    "available_filters": "filters",
-}
-
-
-def _spoken(message: str) -> str:
-    """A message of the Python API in the words of the command line."""
-    called = rf"(?<![/\\.\w-])(call )?({'|'.join(_CALLS)})(?![/\\\w-]|\.\w)(\([^()]*\))?"
-    message = re.sub(called, lambda m: f"{'run ' if m[1] else ''}hf-graphfilter {_CALLS[m[2]]}", message)
-    message = re.sub(
-        r"\b(layers|stack|holdout|train|precision)=(?=([\w'\"\[(])?)",
-        lambda m: f"--{m[1]}{' ' if m[2] else ''}",
-        message,
-    )
-    message = message.replace("force=True", "--force")
-    return message.replace("must be imported first", "needs --import MODULE before the verb")
-
 
 def main() -> None:
     """Entry point: user mistakes are one line on stderr and exit code 1, wrong usage 2."""
     try:
         app(prog_name="hf-graphfilter")
     except (GraphFilterError, OSError, SafetensorError) as error:
-        message = printable(" ".join(_spoken(reason(error)).split()))
+        message = printable(" ".join(reason(error).split()))
         print(f"hf-graphfilter: {message}", file=sys.stderr)
         sys.exit(1)
     except SystemExit as done:  # Typer makes a silent one of Ctrl-C

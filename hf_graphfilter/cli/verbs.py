@@ -217,7 +217,8 @@ def card(
 
     [dim]hf-graphfilter card runs/bert-gfsa --repo-id me/bert-gfsa --base-model bert-base-uncased[/dim]
     """
-    from ..checkpoints.card import check_card, create_model_card
+    from ..checkpoints.card import create_model_card
+    from ..checkpoints.filter_card import check_card
 
     if output is None:
         if not Path(source).is_dir():

@@ -18,9 +18,10 @@ from ..ops import spectral
 from ..ops.heads import repeat_heads
 from ..ops.polynomials import Basis, expand, recurrence
 from ..shift.attention import AttentionShift
-from .core.base import LARGEST_ORDER, AttentionSite
+from .core.base import LARGEST_ORDER
 from .core.build import register_filter
 from .core.replacing import ReplacingConfig, ReplacingFilter
+from .core.site import AttentionSite
 from .core.window import in_dtype_of
 
 CITATION = """@inproceedings{wi2025agf,

@@ -32,6 +32,7 @@ class ContraNorm(PerHead):
     the start. The paper applies it to the features of all heads after the layer; here it is a head's."""
 
     linear = spectral = False
+    reads_mask = True
     per_head = ("s",)
     s: Tensor
     config: ContraNormConfig

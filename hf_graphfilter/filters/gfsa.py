@@ -19,8 +19,9 @@ from ..functional.matrix_polynomial import attention_terms, known_zero
 from ..ops.combine import combine
 from ..ops.filled import filled
 from ..shift.operator import ShiftOperator
-from .core.base import LARGEST_ORDER, AttentionSite, FilterConfig, GraphFilter
+from .core.base import LARGEST_ORDER, FilterConfig, GraphFilter
 from .core.build import register_filter
+from .core.site import AttentionSite
 
 CITATION = """@inproceedings{choi2024gfsa,
   title     = {Graph Convolutions Enrich the Self-Attention in Transformers!},

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from .. import functional
 from ..errors import GraphFilterError, shown
 from ..shift.attention import AttentionShift
-from .core.base import AttentionSite
 from .core.build import register_filter
 from .core.fields import check_counts
 from .core.replacing import ReplacingConfig, ReplacingFilter
+from .core.site import AttentionSite
 from .core.window import in_dtype_of
 
 CITATION = """@inproceedings{wu2023singularformer,

@@ -15,10 +15,10 @@ from ..errors import GraphFilterError
 from ..ops.heads import repeat_heads
 from ..ops.unitary import Permutation, filter_tokens
 from ..shift.attention import AttentionShift
-from .core.base import AttentionSite
 from .core.build import register_filter
 from .core.fields import check_counts
 from .core.replacing import ReplacingConfig, ReplacingFilter
+from .core.site import AttentionSite
 from .core.unitary_spectrum import Spectrum, real_form, reflected
 
 CITATION = """@article{zhang2025converter,

@@ -12,7 +12,8 @@ from torch import nn
 
 from ..errors import has_type, needs
 from ..files import DamagedFileError
-from ..text import figure_text, markdown_table, markdown_text, printable
+from ..tables import markdown_table, text_table
+from ..text import figure_text, printable
 from .speed import Speed, crossover, decoding_speed, speed
 from .transfer_report import TransferReport, mean
 
@@ -152,17 +153,15 @@ class ConversionReport:
     def __str__(self) -> str:
         added = f"; {self.parameters:,} parameters added" if self.parameters else ""
         lines = [self.verdict, "", f"{self.tokens:,} of {self.budget:,} tokens, {self.seconds:.0f} s{added}"]
-        for rows in self.tables().values():
-            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-            lines += ["", *("  ".join(f"{x:<{w}}" for x, w in zip(row, widths, strict=True)).rstrip() for row in rows)]
+        for header, *rows in self.tables().values():
+            lines += ["", text_table(header, rows, rule=False)]
         return printable("\n".join(lines))
 
     def to_markdown(self) -> str:
         """Return the tables as a model card shows them."""
         parts = [self.verdict]
         for title, (header, *rows) in self.tables().items():
-            cells = ([*map(markdown_text, row)] for row in (header, *rows))
-            parts.append(f"*{title[0].upper()}{title[1:]}*\n\n{markdown_table(next(cells), [*cells])}")
+            parts.append(f"*{title[0].upper()}{title[1:]}*\n\n{markdown_table(header, rows, escape=True)}")
         return "\n\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from ..checkpoints.card import FIGURES, create_model_card
+from ..checkpoints.card import create_model_card
+from ..checkpoints.filter_card import FIGURES
 from ..errors import GraphFilterError
 from ..files import DamagedFileError, read_json, write_text
 from .report import ConversionReport

@@ -73,7 +73,8 @@ def patch_model(
         if hasattr(site.module, CHILD):
             raise GraphFilterError(
                 f"{type(model).__name__} is already patched at {site.name} "
-                f"({site.module.get_submodule('graph_filter').config}); call unpatch_model first or select other layers"
+                f"({site.module.get_submodule('graph_filter').config}); call unpatch_model first (hf-graphfilter "
+                "unpatch), or select other layers"
             )
     patched = (site for site in sites if (f := site.module._modules.get(CHILD)) and type(f.config) is type(config))
     config.check_sites([*patched, *selected])

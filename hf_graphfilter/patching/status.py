@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..filters import FilterConfig, GraphFilter
 from ..filters.core.attached import copy_restarted, filters_of, read_whole
 from ..hosts import host_of, unwrapped
-from ..text import html_text
+from ..tables import html_table, text_table
 
 FORWARD_REPLACED = "forward replaced"
 
@@ -63,19 +63,6 @@ class FilterStatus(list[FilterRow]):
         if not self:
             return "no graph filter"
         return text_table(*self.table())
-
-
-def html_table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [("th", header), *(("td", row) for row in rows)]
-    body = ("".join(f"<{tag}>{html_text(cell)}</{tag}>" for cell in cells) for tag, cells in lines)
-    return "<table>" + "".join(f"<tr>{line}</tr>" for line in body) + "</table>"
-
-
-def text_table(header: list[str], rows: list[list[str]]) -> str:
-    """Columns of text, each as wide as its longest entry."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [header, ["-" * width for width in widths], *rows]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
 def filter_status(model: nn.Module) -> FilterStatus:

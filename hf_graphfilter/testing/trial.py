@@ -17,7 +17,7 @@ from ..errors import GraphFilterError
 from ..filters import FilterConfig, GraphFilter
 from ..filters.core.attached import filters_of
 from ..patching.patch import patch_model
-from ..patching.status import text_table
+from ..tables import text_table
 from ..training.blend import set_blend
 
 # Models run in float64, but a filter may compute in float32: its rounding, grown over two layers of attention far from

@@ -8,7 +8,6 @@ This file imports no Trainer: it is loaded with accelerate, long before one is n
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import math
@@ -24,6 +23,7 @@ from torch import nn
 from ..errors import GraphFilterError, is_number, shown
 from ..filters.core.attached import filters_of
 from ..patching.status import filter_parameters, filter_status
+from ..wrappers import wrap
 
 FILTER_LR = 1e-2
 FAST = 1e-3  # a rate that moves a coefficient by as much as filters were seen to need, within a thousand steps
@@ -150,31 +150,27 @@ def _peak(group: dict[str, Any]) -> float:
 
 def caller(kind: type[C]) -> C | None:
     """Return the nearest object of a class whose method called, or None."""
+    # the Trainer gives callbacks neither itself nor their handler, and to keep it would take a wrapper of its __init__
     frame = inspect.currentframe()
     while frame is not None and not isinstance(frame.f_locals.get("self"), kind):
         frame = frame.f_back
     return None if frame is None else frame.f_locals["self"]
 
 
-def check_prepared(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Accelerator.prepare``: a filter that the optimizer would not move is reported in one line.
+def prepare_with_rate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run ``Accelerator.prepare``, and report a filter that the optimizer would not move in one line.
 
     The rate of ``hf-graphfilter run --filter-lr`` is given to an optimizer that no schedule reads yet.
     """
-
-    @functools.wraps(original)
-    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
-        optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
-        models = [arg for arg in args if isinstance(arg, nn.Module)] or self._models
-        if optimizers and not _called_by_trainer():  # whose callback reports more exactly
-            rate = rate_from_environment()
-            for model, optimizer in ((m, o) for m in models for o in optimizers if coefficient_ids(m)):
-                if rate is not None and not any("initial_lr" in group for group in optimizer.param_groups):
-                    split_filter_groups(optimizer, model, rate)
-                report_problem(find_rate_problem(model, optimizer), self.is_main_process)
-        return original(self, *args, **kwargs)
-
-    return prepare
+    optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
+    models = [arg for arg in args if isinstance(arg, nn.Module)] or self._models
+    if optimizers and not _called_by_trainer():  # whose callback reports more exactly
+        rate = rate_from_environment()
+        for model, optimizer in ((m, o) for m in models for o in optimizers if coefficient_ids(m)):
+            if rate is not None and not any("initial_lr" in group for group in optimizer.param_groups):
+                split_filter_groups(optimizer, model, rate)
+            report_problem(find_rate_problem(model, optimizer), self.is_main_process)
+    return original(self, *args, **kwargs)
 
 
 def _called_by_trainer() -> bool:
@@ -188,4 +184,4 @@ def report_problem(problem: str | None, on_this_process: bool) -> None:
         logger.warning("hf_graphfilter: %s", problem)
 
 
-Accelerator.prepare = check_prepared(Accelerator.prepare)  # this file is imported right after accelerate's
+wrap(Accelerator, "prepare", prepare_with_rate)  # this file is imported right after accelerate's

@@ -19,7 +19,7 @@ from check import Verdict, architectures, check  # noqa: E402
 from check_timm import check_timm, smallest_models  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from hf_graphfilter.text import markdown_table  # noqa: E402
+from hf_graphfilter.tables import markdown_table  # noqa: E402
 
 INTRODUCTIONS = {
     "transformers": """# Architectures of transformers

@@ -9,7 +9,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from ...errors import needs
-from ...patching.status import html_table
+from ...tables import html_table
 from ...text import html_text
 from .drawing import figures
 from .measurements import ConversionCost, Measurements

@@ -25,7 +25,9 @@ def patched_modules(model: nn.Module, required: bool = True) -> list[tuple[str, 
         if CHILD in module._modules and hasattr(module.graph_filter, "site_name")
     ]
     if required and not patched:
-        raise GraphFilterError(f"{type(model).__name__} has no graph filter; call patch_model first")
+        raise GraphFilterError(
+            f"{type(model).__name__} has no graph filter; call patch_model first (hf-graphfilter patch)"
+        )
     return patched
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .base import AttentionSite, FilterConfig
+from .base import FilterConfig
 from .registry import available_filters, get_filter
+from .site import AttentionSite
 
 HEADER = ["filter", "formula", "cost", "parameters a head", "causal", "decoding keeps", "start", "source"]
 

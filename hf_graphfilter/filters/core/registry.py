@@ -37,8 +37,8 @@ def get_filter(name: str) -> type[Any]:
     if name not in CONFIG_CLASSES:
         known = available_filters()
         raise UnknownFilterError(
-            f"unknown filter {shown(name)}{nearest(name, known)}; known filters: {', '.join(known)} (a third party's "
-            "filter must be imported first)"
+            f"unknown filter {shown(name)}{nearest(name, known)}; known filters: {', '.join(known)} (command line: "
+            "--import MODULE; a third party's filter must be imported first)"
         )
     return CONFIG_CLASSES[name]
 

@@ -17,7 +17,8 @@ from ...ops.combine import combine
 from ...ops.filled import filled
 from ...shift.attention import AttentionShift
 from ...shift.operator import ShiftOperator
-from .base import AttentionSite, Decoding, FilterConfig, GraphFilter
+from .base import Decoding, FilterConfig, GraphFilter
+from .site import AttentionSite
 from .window import mix_window
 
 WIDEST = 1_000_000  # window
@@ -41,6 +42,7 @@ class ReplacingFilter(GraphFilter):
 
     spectral: ClassVar[bool] = False
     reads_hidden: ClassVar[bool] = True
+    reads_mask: ClassVar[bool] = True
     causal_form: ClassVar[bool] = True
     config: ReplacingConfig
     gate: Tensor | None
