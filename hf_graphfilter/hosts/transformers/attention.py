@@ -15,7 +15,7 @@ from ...filters.core.attached import CHILD
 from ...ops.apply_twice import joint_form
 from ...ops.few_rows import can_form_rows, form_rows
 from ...ops.visibility import visibility
-from ...shift.attention import AttentionShift
+from ...shift.attention import AttentionCall, AttentionShift
 from ..watching import note_filter_runs
 from . import cache
 from .interface import attention_function, honours_softcap
@@ -106,18 +106,18 @@ def graph_filter_attention(
             f"{graph_filter.config.filter!r} was told nothing: use_cache=False, as its model has a cache of its own"
         )
     scaling = kwargs.get("scaling")
-    shift = AttentionShift(
-        *(apply, query, key, rows, twice if attend is sdpa_attention_forward else None),
+    call = AttentionCall(
+        *(apply, query, key),
+        twice=twice if attend is sdpa_attention_forward else None,
         few_rows=few_rows,
         weights_again=implementation == "eager" and not module.training,
         hidden=hidden,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         visible=visible,
         mask=attention_mask if isinstance(attention_mask, Tensor) else None,
-        state=state,
-        earlier=earlier,
         bias=kwargs.get("position_bias"),
     )
+    shift = AttentionShift(call, rows, state, earlier)
     a_row_each = hidden is None or (hidden.dim() == 3 and hidden.shape[:2] == (query.shape[0], query.shape[2]))
     output = apply_filter(shift, value) if a_row_each else _apply_beside(hidden, apply_filter, module, shift, value)
     if not shift.applications and implementation == "eager" and _weights_wanted(kwargs):
