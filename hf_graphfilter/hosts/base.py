@@ -74,6 +74,11 @@ def own_record(host: Host, model: nn.Module) -> dict[str, Any]:
     return record
 
 
+def describe_site(module: Any) -> str:
+    """Return the name and class of a patched module, for errors."""
+    return f"{module.graph_filter.site_name} ({type(module).__name__})"
+
+
 def check_values(read: Mapping[str, Tensor], wanted: Mapping[str, Tensor], source: object) -> None:
     """Refuse what no training ends with, before it is loaded: another shape than the filter's, other numbers than
     floating point where the filter has these (or is not there), and such that are not finite in float32.
