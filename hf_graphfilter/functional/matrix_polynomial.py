@@ -12,7 +12,7 @@ from ..errors import GraphFilterError
 from ..ops.apply_twice import on_plain_cpu
 from ..ops.combine import combine
 from ..ops.heads import repeat_heads
-from ..shift.attention import AttentionShift
+from ..shift.attention import AttentionCall, AttentionShift
 from ..shift.operator import ShiftOperator
 from .losses import present
 
@@ -85,7 +85,7 @@ def gfsa(
         out = scaled_dot_product_attention(query, k, v, keys, dropout, is_causal, scale=scale)
         return out.transpose(1, 2), None
 
-    shift = AttentionShift(attend, query, key)
+    shift = AttentionShift(AttentionCall(attend, query, key))
     c_0, c_1, c_K = (_coefficient(c, query, heads, n) for c, n in ((w_0, "w_0"), (w_1, "w_1"), (w_K, "w_K")))
     terms = attention_terms(shift, value, c_1, c_K, K, approximation)
     return combine([(c_0, shift.identity(value)), *terms])

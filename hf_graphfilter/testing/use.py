@@ -23,7 +23,7 @@ from ..hosts.transformers.cache import NAME as CACHE
 from ..ops.heads import repeat_heads
 from ..patching.patch import unpatch_model
 from ..patching.status import filter_parameters
-from ..shift.attention import AttentionShift
+from ..shift.attention import AttentionCall, AttentionShift
 from ..shift.operator import DenseShift
 from .trial import ALL, DoesNotApply, Failed, Family, Trial, check, equal, one_line, output, state, turn_on
 
@@ -121,9 +121,9 @@ def _finite_differences(trial: Trial, _: Family) -> None:
 
     def filtered(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, *parameters: Tensor) -> Tensor:
         matrix = (query @ key.mT).softmax(-1)
-        shift = AttentionShift(lambda _, signal: ((matrix @ signal).transpose(1, 2), matrix), query, key)
-        shift.hidden = hidden
-        return functional_call(graph_filter, dict(zip(start, parameters, strict=True)), (shift, value))
+        call = AttentionCall(lambda _, signal: ((matrix @ signal).transpose(1, 2), matrix), query, key, hidden=hidden)
+        arguments = AttentionShift(call), value
+        return functional_call(graph_filter, dict(zip(start, parameters, strict=True)), arguments)
 
     try:
         torch.autograd.gradcheck(filtered, [x.requires_grad_() for x in (*inputs, *start.values())], fast_mode=True)
