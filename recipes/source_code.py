@@ -20,7 +20,6 @@ import random
 from functools import lru_cache
 from pathlib import Path
 
-import evaluate
 import numpy as np
 from datasets import Dataset, DatasetDict, Value
 from transformers import AutoModelForSeq2SeqLM, DataCollatorForSeq2Seq, Seq2SeqTrainer
@@ -42,7 +41,7 @@ COLUMNS = {
     "defect": {"text_a": ("func",), "label": ("target",)},
     "clone": {"text_a": ("func1",), "text_b": ("func2",), "label": ("label",)},
 }
-MEASURES = {"defect": (metrics.Accuracy, metrics.F1), "clone": (metrics.F1, metrics.Accuracy)}
+MEASURES = {"defect": ("accuracy", "f1"), "clone": ("f1", "accuracy")}
 WORDS = ("false", "true")
 
 
@@ -130,7 +129,7 @@ def write_labels(args, training, tokenizer, data):
         predictions = prediction.predictions
         ids = predictions[0] if isinstance(predictions, tuple) else predictions
         written, labels = (read_words(tokenizer, x) for x in (ids, prediction.label_ids))
-        return evaluate.combine([kind() for kind in MEASURES["defect"]]).compute(predictions=written, references=labels)
+        return metrics.score(MEASURES["defect"], written, labels)
 
     encoded = report_truncation(data.map(encode, batched=True, remove_columns=["text_a", "label"]), args.max_length)
     training.predict_with_generate = True

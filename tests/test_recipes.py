@@ -362,17 +362,18 @@ def test_metrics_are_those_of_scikit_learn_and_scipy():
     a, b = (torch.randint(0, 2, (40,), generator=g).tolist() for _ in range(2))
     x, y = (torch.randn(40, generator=g, dtype=torch.float64).tolist() for _ in range(2))
     both = {"predictions": a, "references": b}
-    assert metrics.Accuracy().compute(**both) == {"accuracy": sklearn_metrics.accuracy_score(b, a)}
-    assert metrics.F1().compute(**both) == {"f1": sklearn_metrics.f1_score(b, a)}
-    assert metrics.Matthews().compute(**both) == {"matthews_correlation": sklearn_metrics.matthews_corrcoef(b, a)}
-    found = metrics.Correlation().compute(predictions=x, references=y)
-    assert found == pytest.approx({"spearmanr": stats.spearmanr(x, y)[0], "pearson": stats.pearsonr(x, y)[0]})
-    assert metrics.Correlation().compute(predictions=[1.0, 1.0], references=[1.0, 2.0]) == {
-        "spearmanr": 0,
-        "pearson": 0,
+    assert metrics.load("accuracy").compute(**both) == {"accuracy": sklearn_metrics.accuracy_score(b, a)}
+    assert metrics.load("f1").compute(**both) == {"f1": sklearn_metrics.f1_score(b, a)}
+    assert metrics.load("matthews_correlation").compute(**both) == {
+        "matthews_correlation": sklearn_metrics.matthews_corrcoef(b, a)
     }
-    assert metrics.F1().compute(predictions=[0, 0], references=[0, 0]) == {"f1": 0}
-    assert metrics.Perplexity().compute(nll=[2.0, 4.0], tokens=[1.0, 5.0]) == {"perplexity": pytest.approx(math.e)}
+    found = metrics.score(("spearmanr", "pearson"), x, y)
+    assert found == pytest.approx({"spearmanr": stats.spearmanr(x, y)[0], "pearson": stats.pearsonr(x, y)[0]})
+    assert metrics.score(("spearmanr", "pearson"), [1.0, 1.0], [1.0, 2.0]) == {"spearmanr": 0, "pearson": 0}
+    assert metrics.load("f1").compute(predictions=[0, 0], references=[0, 0]) == {"f1": 0}
+    assert metrics.load("perplexity").compute(nll=[2.0, 4.0], tokens=[1.0, 5.0]) == {
+        "perplexity": pytest.approx(math.e)
+    }
 
 
 @pytest.mark.parametrize(("tokens", "stride"), [(50, 8), (50, 3), (50, 16), (16, 8), (9, 4), (17, 1)])
