@@ -217,6 +217,22 @@ def test_critical_difference_is_that_of_the_tables(k, n, expected):
     assert figures.critical_difference(k, n) == pytest.approx(expected, abs=0.002)
 
 
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [
+        ([[3, 2, 1]] * 2, False),  # p = 0.135
+        ([[3, 2, 1]] * 4, True),  # p = 0.018
+        ([[3, 2, 1], [1, 2, 3]] * 5, False),
+        ([[1, 1, -math.inf]] * 4, True),
+        ([[1, 1, 1]] * 4, False),
+        ([[1, 2], [2, 1]], True),  # left to Nemenyi's test
+    ],
+)
+def test_friedman_is_asked_before_ranks_are_compared_in_pairs(scores, expected):
+    named = {f"task {i}": dict(zip("abc", values, strict=False)) for i, values in enumerate(scores)}
+    assert figures.ranks_differ(named) == expected
+
+
 def test_a_run_that_diverged_is_no_number(trained, monkeypatch):
     whole = play.train
 

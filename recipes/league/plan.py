@@ -14,7 +14,7 @@ from hf_graphfilter import GraphFilterError
 from hf_graphfilter.errors import nearest
 from recipes import SCRIPTS, check_extras
 from recipes.errors import OtherSettingsError, check_keys
-from recipes.league.records import Records, Run, level, ranked
+from recipes.league.records import Records, Run, level, rank_scores
 from recipes.records import lower_is_better, value_of
 from recipes.settings import Settings
 from recipes.summary import PLAIN
@@ -219,7 +219,7 @@ class League:
 
     def ranks(self, found: Records, stage: Stage) -> dict[str, float]:
         """Mean rank of plain and the variants over the tasks that all have played, 1 the best."""
-        by_task = [ranked(means) for means in self.scores(found, stage).values()]
+        by_task = [rank_scores(means) for means in self.scores(found, stage).values()]
         mean = {variant: fmean(ranks[variant] for ranks in by_task) for variant in (by_task[0] if by_task else ())}
         return dict(sorted(mean.items(), key=lambda x: x[1]))
 
