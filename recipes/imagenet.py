@@ -29,6 +29,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
+from huggingface_hub.utils import tqdm
 from safetensors.torch import load_model, save_model
 from timm.data import Mixup
 from timm.loss import SoftTargetCrossEntropy
@@ -36,7 +37,6 @@ from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_grou
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_graphfilter import GraphFilterError, collect_penalties, filter_status
