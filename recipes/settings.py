@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import yaml
 from transformers import HfArgumentParser, Seq2SeqTrainingArguments
-from transformers.hf_argparser import string_to_bool
 
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.console import parse_layers, parse_options
@@ -78,7 +77,9 @@ class Settings:
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
-        self.parser = HfArgumentParser(recipe.arguments, description=recipe.description, allow_abbrev=False)
+        self.parser = HfArgumentParser(
+            recipe.arguments, description=recipe.description, allow_abbrev=False, exit_on_error=False
+        )
         self.parser.add_argument("--config", help="A YAML file; flags override it.")
         modules = "Modules that register filters, by dotted name or .py file."
         self.parser.add_argument("--import", nargs="+", action="extend", type=str, help=modules)
@@ -96,7 +97,10 @@ class Settings:
 
     def parse(self, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """(settings, sections of the YAML file that are no settings: ``variants`` and ``sweep``)."""
-        namespace, unknown = self.parser.parse_known_args(list(argv))
+        try:
+            namespace, unknown = self.parser.parse_known_args(list(argv))
+        except argparse.ArgumentError as error:
+            self.parser.error(str(error))
         if unknown:
             flag = unknown[0].split("=")[0]
             raise GraphFilterError(f"unknown argument {flag}{nearest(flag.lstrip('-'), self.actions, '--')}")
@@ -128,7 +132,7 @@ class Settings:
             values["bf16"] = False
             if machine.is_main_process():
                 print("this machine computes slowly in bf16, or not at all: float32 (--bf16 insists)", file=sys.stderr)
-        import_filters([values["import"]] if isinstance(values.get("import"), str) else values.get("import", []))
+        import_filters(values.get("import", []))
         self.check(values)
         return values, {name: sections[name] for name in ("variants", "sweep")}
 
@@ -143,7 +147,7 @@ class Settings:
         for key, value in changes.items():
             if key not in self.actions or key == "config":
                 raise GraphFilterError(f"unknown setting {key!r}{where}{nearest(key, self.actions)}")
-            value = self._typed(key, value, where)
+            value = self._read(key, value, where)
             if owner := OPTIONS_OF.get(key):
                 same = changes.get(owner, before.get(owner)) == before.get(owner)
                 below = parse_options(values.get(key) or []) if same else {}
@@ -153,36 +157,30 @@ class Settings:
             merged["filter_options"] = []
         return merged
 
-    def _typed(self, key: str, value: Any, where: str) -> Any:
-        """A value of a YAML file as the flag would read it: 2e-5, for one, is text in YAML."""
-        action = self.actions[key]
-        if isinstance(value, dict) and action.nargs == "+":
-            return _option_texts(value)
-        if action.nargs == "+" and isinstance(value, (str, int, float)):
-            value = [value]
+    def _read(self, key: str, value: Any, where: str) -> Any:
+        """Return what the command line reads if it is given a value of a YAML file, where 2e-5, say, is text."""
+        action, default = self.actions[key], self.defaults.get(key)
+        many = action.nargs == "+"
+        if value is None and default is None:
+            return None
+        if key in self.optional and (value is None or (value is False and action.type is str)):
+            return ""
+        if many and not isinstance(value, str | int | float):
+            value = _option_texts(value) if isinstance(value, dict) else value
+            if not value:
+                return []
+        elif isinstance(value, list | dict) and action.type is str and key not in self.own:
+            return value  # of the Trainer, which takes more than a flag can say
+        elif isinstance(value, list) and key == "layers":
+            value = ",".join(map(str, value))
+        values = value if many and isinstance(value, list) else [value]
+        texts = ["no" if item is False else str(item) for item in values]
         try:
-            if value is None and self.defaults.get(key) is not None and key not in self.optional:
-                raise ValueError
-            nothing = value is False or (value is None and self.defaults.get(key))
-            if nothing and key in self.own and action.type is str:
-                return "" if key in self.optional else "no"  # as which YAML reads no
-            if isinstance(value, (list, dict)) and action.nargs != "+" and key in self.own and key != "layers":
-                raise ValueError
-            if key in self.own and action.type is str and type(value) in (int, float):
-                return str(value)
-            if isinstance(value, list) and action.nargs == "+":
-                return [action.type(str(v)) if action.type else v for v in value]
-            if isinstance(value, str) and action.type is string_to_bool:
-                return string_to_bool(value)
-            if isinstance(value, (str, int)) and not isinstance(value, bool) and action.type in (int, float):
-                return action.type(value)
-            if action.type is float and not isinstance(value, float) and value is not None:
-                raise ValueError
-            if key == "layers" and isinstance(value, (list, int)):
-                return ",".join(map(str, value if isinstance(value, list) else [value]))
-        except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
+            if any(item is None or isinstance(item, list | dict) for item in values):
+                raise argparse.ArgumentError(action, "one value is needed")
+            return vars(self.parser.parse_args([f"--{key}", *texts] if many else [f"--{key}={texts[0]}"]))[key]
+        except argparse.ArgumentError as error:
             raise GraphFilterError(f"the setting {key!r}{where} cannot be {value!r}") from error
-        return value
 
     def check(self, values: dict[str, Any]) -> None:
         """What can be known to be wrong before any data is read."""
