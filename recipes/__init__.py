@@ -4,9 +4,6 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-# where recipes.py led here: this folder must not be searched, its code.py would stand for Python's own
-sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent]
-
 EXTRAS = {"recipes": ("datasets", "evaluate", "scipy", "sklearn"), "vision": ("timm", "torchvision")}
 # the names of the recipes, which records and results keep, and their files
 SCRIPTS = {name: name for name in ("glue", "language_modeling", "sequences", "imagenet")} | {"code": "source_code"}

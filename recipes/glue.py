@@ -22,8 +22,7 @@ from datasets import Dataset, DatasetDict
 from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding
 
 from recipes import metrics, runs
-from recipes.data import cut, first_file, from_hub, labels_of, read_rows, table_of, texts_of
-from recipes.inputs import encode
+from recipes.data import cut, encode, first_file, from_hub, labels_of, read_rows, table_of, texts_of
 from recipes.models import build_model, load_tokenizer
 from recipes.settings import Recipe
 from recipes.training import fit

@@ -45,11 +45,11 @@ from hf_graphfilter.training.callbacks import coefficient_values
 from hf_graphfilter.training.optimizer import coefficient_ids
 from recipes import image_models, runs
 from recipes.arguments import ImageArguments
-from recipes.errors import filtering
+from recipes.errors import mark_refusals
 from recipes.image_data import cut, hold_out, load, loaders
 from recipes.records import write_json
 from recipes.settings import Recipe
-from recipes.training import blended, last_checkpoint, outcome, penalised
+from recipes.training import has_blend, has_penalties, last_checkpoint, outcome
 
 TASKS = ("imagenet-1k", "imagenet-100", "cifar10", "tiny-imagenet", "folder")
 # of transformers' models, besides biases and norms; timm's name their own
@@ -92,7 +92,7 @@ def optimizer_of(args: ImageArguments, model: nn.Module) -> torch.optim.Optimize
 
 def logits_of(model: Any, images: Tensor) -> Tensor:
     """A model of timm returns them, one of transformers has them among its outputs."""
-    with filtering():
+    with mark_refusals():
         output = model(images)
     return getattr(output, "logits", output)
 
@@ -171,7 +171,7 @@ def run(args: ImageArguments) -> dict[str, Any]:
         step_on_epochs=False,
         updates_per_epoch=per_epoch,
     )
-    blend = BlendSchedule() if blended(start) else None
+    blend = BlendSchedule() if has_blend(start) else None
     plain, (model, optimizer, val) = model, accelerator.prepare(model, optimizer, val)
     if average is not None:
         average.to(accelerator.device)
@@ -197,7 +197,7 @@ def run(args: ImageArguments) -> dict[str, Any]:
                 if mix is not None:
                     images, target = mix(images, target)
                 with nullcontext() if complete else accelerator.no_sync(model):
-                    asked = collect_penalties(plain) if penalised(start) else nullcontext()
+                    asked = collect_penalties(plain) if has_penalties(start) else nullcontext()
                     with accelerator.autocast(), asked as penalties:
                         loss = loss_of(logits_of(running, images), target)
                     total_loss = loss + penalties.total() if penalties else loss

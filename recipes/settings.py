@@ -13,41 +13,20 @@ from typing import Any
 import torch
 import yaml
 from transformers import HfArgumentParser, Seq2SeqTrainingArguments
+from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.console import parse_layers, parse_options
 from hf_graphfilter.errors import nearest
 from hf_graphfilter.filters import get_filter, import_filters
 from hf_graphfilter.filters.core.registry import UnknownFilterError
-from recipes import machine
-from recipes.arguments import RecipeArguments
-from recipes.identity import INCIDENTAL, differing, identity
+from recipes.arguments import DEFAULTS, SMOKE, RecipeArguments
+from recipes.errors import is_main_process
 from recipes.models import load_model
-from recipes.records import lower_is_better
+from recipes.records import INCIDENTAL, identity, list_differences, lower_is_better
 
 CONFIGS = Path(__file__).parent / "configs"
 OPTIONS_OF = {"filter_options": "filter", "from_scratch": "model"}
-# of the recipes that have such flags
-DEFAULTS = {
-    "report_to": "none",
-    "logging_steps": 50,
-    "warmup_steps": 0,
-    "eval_strategy": "epoch",
-    "save_strategy": "epoch",
-    "save_total_limit": 1,
-    "restore_callback_states_from_checkpoint": True,  # how long early stopping has waited
-    "dataloader_pin_memory": torch.cuda.is_available(),
-}
-SMOKE = {
-    "max_train_samples": 64,
-    "max_eval_samples": 64,
-    "max_steps": 4,
-    "eval_strategy": "no",
-    "save_strategy": "no",
-    "load_best_model_at_end": False,
-    "early_stopping_patience": None,
-    "logging_steps": 1,
-}
 
 
 @dataclass(frozen=True)
@@ -128,9 +107,9 @@ class Settings:
             values = self.override(values, {k: v for k, v in smoke.items() if k not in given})
         if not values.get("output_dir"):
             values["output_dir"] = f"runs/{self.recipe.name}/{Path(values['task']).name}-{values.get('filter', 'gfsa')}"
-        if values.get("bf16") and "bf16" not in given and not machine.bf16_pays(values.get("use_cpu", False)):
+        if values.get("bf16") and "bf16" not in given and not bf16_pays(values.get("use_cpu", False)):
             values["bf16"] = False
-            if machine.is_main_process():
+            if is_main_process():
                 print("this machine computes slowly in bf16, or not at all: float32 (--bf16 insists)", file=sys.stderr)
         import_filters(values.get("import", []))
         self.check(values)
@@ -212,16 +191,16 @@ class Settings:
         values = {k: v for k, v in values.items() if k != "import"}
         if lower_is_better(values.get("metric_for_best_model") or ""):
             values.setdefault("greater_is_better", False)  # the Trainer knows this of losses alone
-        if values.get("bf16") and not machine.accelerated():
+        if values.get("bf16") and not has_accelerator():
             values["use_cpu"] = True  # the Trainer takes bf16 on a CPU only where this is said
         try:
             return tuple(self.parser.parse_dict(values))
         except (ValueError, TypeError) as error:
             raise GraphFilterError(f"settings of the training: {error}") from error
 
-    def differing(self, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    def list_differences(self, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
         """Names of the settings in which two runs differ; one that was not given has its default."""
-        return differing(self.defaults | a, self.defaults | b)
+        return list_differences(self.defaults | a, self.defaults | b)
 
     def identity(self, values: dict[str, Any]) -> dict[str, Any]:
         """By which a run is known again."""
@@ -239,11 +218,11 @@ def _option_texts(options: dict[str, Any]) -> list[str]:
     return [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in options.items()]
 
 
-def read_yaml(name: str) -> dict[str, Any]:
-    """A YAML file, by path or by its path under recipes/configs."""
-    file = next((p for p in (Path(name), CONFIGS / name, CONFIGS / f"{name}.yaml") if p.is_file()), None)
+def read_yaml(name: str, folder: Path = CONFIGS) -> dict[str, Any]:
+    """Return the content of a YAML file, by its path or by its path within ``folder``."""
+    file = next((p for p in (Path(name), folder / name, folder / f"{name}.yaml") if p.is_file()), None)
     if file is None:
-        known = sorted(str(p.relative_to(CONFIGS)) for p in CONFIGS.rglob("*.yaml"))
+        known = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.yaml"))
         raise GraphFilterError(f"no configuration {name}{nearest(name, known)}; at hand: {', '.join(known)}")
     try:
         content = yaml.safe_load(file.read_text()) or {}
@@ -252,3 +231,15 @@ def read_yaml(name: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise GraphFilterError(f"{file} must hold settings as NAME: VALUE, found {type(content).__name__}")
     return content
+
+
+def has_accelerator() -> bool:
+    """Whether the Trainer finds anything else than the CPU."""
+    return torch.accelerator.is_available() or is_torch_xla_available()
+
+
+def bf16_pays(use_cpu: bool) -> bool:
+    """Whether bf16 is at hand; a CPU without instructions for it takes many times as long as in float32."""
+    if has_accelerator() and not use_cpu:
+        return is_torch_bf16_gpu_available() or is_torch_xla_available()
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

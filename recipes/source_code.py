@@ -26,9 +26,8 @@ from transformers import AutoModelForSeq2SeqLM, DataCollatorForSeq2Seq, Seq2SeqT
 
 from hf_graphfilter import GraphFilterError
 from recipes import metrics, runs
-from recipes.data import FILES, cut, first_file, from_hub, labels_of, read_rows, table_of, texts_of
+from recipes.data import FILES, cut, first_file, from_hub, labels_of, read_rows, report_truncation, table_of, texts_of
 from recipes.glue import classify
-from recipes.inputs import report_truncation
 from recipes.models import build_model, load_tokenizer, model_config
 from recipes.settings import Recipe
 from recipes.training import fit

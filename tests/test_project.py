@@ -22,7 +22,7 @@ LINKS = runpy.run_path(str(ROOT / "docs" / "links.py"))
 PAGES = [
     *ROOT.glob("*.md"),
     *(ROOT / "docs").rglob("*.md"),
-    *(ROOT / "recipes").glob("*.md"),
+    *(ROOT / "recipes").rglob("*.md"),
     *(ROOT / "examples").glob("*.md"),
 ]
 
