@@ -7,18 +7,17 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .errors import GraphFilterError, needs
-from .text import printable
+from rich import console as rich_console
+from rich.cells import cell_len
+from rich.columns import Columns
+from rich.console import ConsoleOptions, RenderResult
+from rich.padding import Padding
+from rich.segment import Segment
+from rich.table import Column, Table
+from rich.text import Text
 
-with needs("cli", "a table on the console"):
-    from rich import console as rich_console
-    from rich.cells import cell_len
-    from rich.columns import Columns
-    from rich.console import ConsoleOptions, RenderResult
-    from rich.padding import Padding
-    from rich.segment import Segment
-    from rich.table import Column, Table
-    from rich.text import Text
+from .errors import GraphFilterError
+from .text import printable
 
 
 class Console(rich_console.Console):

@@ -12,8 +12,8 @@ from itertools import islice
 from typing import Any
 
 import torch
+from huggingface_hub.utils import tqdm
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from ..errors import GraphFilterError
 from ..filters import GraphFilter
