@@ -15,7 +15,7 @@ from ..filters import GraphFilter
 from ..filters.core.attached import filters_of
 from ..hosts import unwrapped
 from .model_inputs import to_device
-from .observing import back_to_training
+from .observing import set_training
 
 Measure = Callable[[nn.Module], float]
 
@@ -62,16 +62,16 @@ def branch_report(model: nn.Module, measure: Measure | Iterable[Any]) -> list[Br
         whole = measured(model)
         branches = [Branch("all", whole, 0.0, len(filters))]
         for name, having in parts.items():
-            with without(name, having):
+            with switch_off(name, having):
                 value = measured(model)
             branches.append(Branch(name, value, value - whole, len(having)))
     finally:
-        back_to_training(training)
+        set_training(training)
     return branches
 
 
 @contextlib.contextmanager
-def without(name: str, filters: Iterable[GraphFilter]) -> Iterator[None]:
+def switch_off(name: str, filters: Iterable[GraphFilter]) -> Iterator[None]:
     with contextlib.ExitStack() as back:
         for graph_filter in filters:
             back.enter_context(graph_filter.branches()[name]())

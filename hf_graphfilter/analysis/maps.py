@@ -94,7 +94,7 @@ def attention_correlation(model: nn.Module, other: nn.Module, batches: Iterable[
     values: list[float] = []
     for batch in batches:
         for one, two in zip(attention_maps(model, batch), attention_maps(other, batch), strict=True):
-            a, b = summarised(one), summarised(two)
+            a, b = summarise(one), summarise(two)
             if a.shape != b.shape:
                 raise GraphFilterError(
                     f"the models see one input as {len(a)} and {len(b)} tokens: their attention cannot be compared"
@@ -107,7 +107,7 @@ def attention_correlation(model: nn.Module, other: nn.Module, batches: Iterable[
     return Correlation(running.band(), values)
 
 
-def summarised(maps: dict[Layer, Tensor]) -> Tensor:
+def summarise(maps: dict[Layer, Tensor]) -> Tensor:
     stacks = list(dict.fromkeys(layer.stack for layer in maps))
     if len(stacks) > 1 and "encoder" not in stacks:
         raise GraphFilterError(f"a model of {' and '.join(stacks)} has no one attention: hand in one of its parts")

@@ -24,7 +24,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     raise GraphFilterError(f"a batch is a dict of the model's arguments or a tensor, got {type(batch).__name__}")
 
 
-def parts(batch: Any, heads: int, seen: Callable[[], int]) -> Iterator[Any]:
+def cut_batch(batch: Any, heads: int, seen: Callable[[], int]) -> Iterator[Any]:
     """The batch in pieces of so many sequences that the matrices of one layer fit into memory; whole for 0 heads.
 
     Of how many tokens an image or a sound is made is known when a module has ``seen`` one: the first piece is one
@@ -52,7 +52,7 @@ def parts(batch: Any, heads: int, seen: Callable[[], int]) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def running(model: nn.Module, batch: Any) -> Iterator[None]:
+def name_mistakes(model: nn.Module, batch: Any) -> Iterator[None]:
     """What ``model`` says to a batch that is not for it, in a sentence that tells what it was given.
 
     Raises:

@@ -21,7 +21,7 @@ from ..ops.spectral import to_float32
 from ..shift.attention import AttentionShift
 from ..shift.earlier_layers import EarlierLayers
 from ..shift.operator import ShiftOperator
-from .model_inputs import Padding, parts, running, to_device
+from .model_inputs import Padding, cut_batch, name_mistakes, to_device
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def observe(
     device = next(model.parameters()).device
     heads = max(site.heads for site in sites) if any(reader.matrices for reader in readers) else 0
     with contextlib.ExitStack() as undo:
-        undo.callback(back_to_training, training)
+        undo.callback(set_training, training)
         model.eval()
         watched: list[nn.Module] = []
         undo.callback(host.detach, model, watched)
@@ -167,9 +167,9 @@ def observe(
         watch.look(undo)
         undo.enter_context(torch.no_grad())
         for batch in progress(batches):
-            for part in parts(to_device(batch, device), heads, lambda: watch.tokens):
+            for part in cut_batch(to_device(batch, device), heads, lambda: watch.tokens):
                 watch.begin(part)
-                with running(model, part):
+                with name_mistakes(model, part):
                     outputs = model(**part) if isinstance(part, Mapping) else model(part)
                 watch.padding.check()
                 for reader in readers:
@@ -178,7 +178,7 @@ def observe(
         raise GraphFilterError("there are no batches with a token: nothing was measured")
 
 
-def back_to_training(modules: list[nn.Module]) -> None:
+def set_training(modules: list[nn.Module]) -> None:
     for module in modules:
         module.training = True
 

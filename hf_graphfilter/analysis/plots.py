@@ -13,7 +13,7 @@ from ..patching.status import filter_status
 from ..text import figure_text
 
 
-def by_head(coefficient: Tensor) -> Tensor:
+def average_heads(coefficient: Tensor) -> Tensor:
     """(heads, ...) or a number to (heads,) or (1,): the mean of what a head has; real."""
     return coefficient.reshape(*coefficient.shape[:1], -1).real.float().mean(-1).reshape(-1)
 
@@ -37,7 +37,7 @@ def plot_coefficients(model: nn.Module, path: str | os.PathLike[str]) -> Path:
         raise GraphFilterError(f"{kinds}: a filter of weights alone, which has no coefficients to draw")
     figure = Figure(figsize=(7, 2.6 * len(names)), layout="constrained")
     for axes, name in zip(figure.subplots(len(names), 1, squeeze=False)[:, 0], names, strict=True):
-        points = [(i, by_head(row.coefficients[name])) for i, row in enumerate(rows) if name in row.coefficients]
+        points = [(i, average_heads(row.coefficients[name])) for i, row in enumerate(rows) if name in row.coefficients]
         for layer, values in points:
             axes.scatter([layer] * len(values), values, s=14, alpha=0.5, color="tab:blue")
         axes.plot([i for i, _ in points], [v.mean() for _, v in points], color="tab:red", marker="o", label="mean")

@@ -14,7 +14,7 @@ from ..filters.core.attached import filters_of
 from ..shift.operator import ShiftOperator
 from ..text import figure_text
 from .observing import Call, observe
-from .results import COLOURS, BandReader, Measured, some
+from .results import COLOURS, BandReader, Measured, pick_some
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -163,7 +163,7 @@ def plot_curves(curves: dict[str, Curve], most: int = 4) -> Figure:
     """A line a head, for ``most`` of the modules from the first to the last; dashed what attention would make of it."""
     with needs("plots", "a figure"):
         from matplotlib.figure import Figure
-    chosen = some([*curves.items()], most)
+    chosen = pick_some([*curves.items()], most)
     figure = Figure(figsize=(3.2 * len(chosen), 3.2), layout="constrained")
     for axes, (name, curve) in zip(figure.subplots(1, len(chosen), squeeze=False)[0], chosen, strict=True):
         for head, line in enumerate(curve.response):

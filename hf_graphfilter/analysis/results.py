@@ -123,7 +123,7 @@ class Measured:
                 axes.set_xlabel(f"layer of the {stack} (-1: what it is given)" if -1 in x else f"layer of the {stack}")
             else:
                 axis, at = measured.grid(quantity, sample.mean.numel()) or ("index", [*range(sample.mean.numel())])
-                for colour, layer in zip(COLOURS, some(layers), strict=False):
+                for colour, layer in zip(COLOURS, pick_some(layers), strict=False):
                     band = measured.bands[layer, quantity]
                     text = f"{label}, {layer}" if len(pairs) > 1 else str(layer)
                     _line(axes, at, list(band.mean), None, colour, style, text)
@@ -142,7 +142,7 @@ def _line(
         axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
-def some(items: list[T], count: int = 4) -> list[T]:
+def pick_some(items: list[T], count: int = 4) -> list[T]:
     """First, last and some between."""
     if len(items) <= count:
         return items

@@ -20,13 +20,13 @@ from torch import nn
 from ..errors import GraphFilterError
 from ..files import write_text
 from ..filters.core.attached import CHILD, patched_modules
-from ..filters.core.record import described, read_groups
+from ..filters.core.record import describe_record, read_groups
 from ..hosts import host_of, unwrapped
-from ..patching.patch import STARTS, unchanged_on_error, unpatch_model
+from ..patching.patch import STARTS, restore_on_error, unpatch_model
 from ..patching.restore import apply_record
 from ..wrappers import wrap
 from . import copies
-from .fingerprint import KEY, check_adapter, check_record, live_record, written
+from .fingerprint import KEY, check_adapter, check_record, encode_record, live_record
 
 READ = "_graph_filter_read"  # of the configuration of an adapter: the record of its filters
 _loading = ContextVar("_loading", default=False)
@@ -76,7 +76,7 @@ def _add_record(
 def _convert_with_copies(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     config, state = original(model, *args, **kwargs)
     arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
-    state = copies.with_copies(state, model, arguments.get("adapter_name", "default"))
+    state = copies.complete_copies(state, model, arguments.get("adapter_name", "default"))
     return config, _record(model, state, config)
 
 
@@ -91,7 +91,7 @@ def _subtract_with_filter(
 def _record(model: nn.Module, state: dict[str, Any], config: Any, whole: Any = None) -> dict[str, Any]:
     """Return the weights of an adapter with the record of the model's filters, which its configuration gets too."""
     if (record := live_record(model)) is not None:
-        state = {**state, KEY: written(state, record, model, whole)}
+        state = {**state, KEY: encode_record(state, record, model, whole)}
     vars(config)[READ] = record
     return state
 
@@ -166,11 +166,11 @@ def _swap_with_copies(
 ) -> Any:
     if (record := vars(config).get(READ)) is not None:
         _fit(model, record, config)
-    given, rest = copies.split(check_adapter(model, state_dict), model, parameter_prefix)
-    target = copies.of_adapter(model, adapter_name)
+    given, rest = copies.split_copies(check_adapter(model, state_dict), model, parameter_prefix)
+    target = copies.tensors_of(model, adapter_name)
     copies.check_copies(given, target, adapter_name)
     result = original(model, rest, adapter_name, config, parameter_prefix)
-    copies.swap(given, target)
+    copies.swap_copies(given, target)
     return result
 
 
@@ -182,7 +182,7 @@ def load_with_filter(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
         return original(*args, **kwargs)
     token = _loading.set(True)
     try:
-        with unchanged_on_error(model):
+        with restore_on_error(model):
             read = config if getattr(config, READ, None) else _read_configuration(given)
             if (record := getattr(read, READ, None)) is not None:
                 _fit(model, record, config or read)
@@ -206,7 +206,7 @@ def _read_configuration(given: dict[str, Any]) -> Any:
 def _delete_with_filter(original: Callable[..., Any], self: Any, adapter_name: str) -> None:
     original(self, adapter_name)
     if not self.peft_config:
-        copies.drop(base := unwrapped(self))
+        copies.drop_copies(base := unwrapped(self))
         if vars(base).get(STARTS):  # the filter came with the adapters
             unpatch_model(base)
 
@@ -221,8 +221,8 @@ def _fit(model: nn.Module, record: Any, config: Any) -> None:
 
     groups, base = read_groups(record, "the adapter", f" of {CHILD} in its configuration"), unwrapped(model)
     host, kind = host_of(base), type(base).__name__
-    trained_on = f"the adapter was trained on a model with {described(record)}"
-    held = copies.holds(config, (name for _, names in groups for name in names))
+    trained_on = f"the adapter was trained on a model with {describe_record(record)}"
+    held = copies.holds_filters(config, (name for _, names in groups for name in names))
     mend = "load it over that model, or lay its filter over this one first, with load_filter"
     if patched_modules(base, required=False):
         check_record(base, record)

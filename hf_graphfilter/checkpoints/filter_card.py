@@ -44,10 +44,10 @@ class FilterCard(ModelCard):
             data,
             template_str=TEMPLATE.read_text(),
             base_model=markdown_text(data.base_model) if isinstance(data.base_model, str) else None,
-            results_table=_results(data.eval_results or []),
+            results_table=_tabulate_results(data.eval_results or []),
             **fields,
         )
-        card.fields, card.text = fields, _signed(card.text)
+        card.fields, card.text = fields, _sign(card.text)
         card.rendered = card.text
         return card
 
@@ -65,11 +65,11 @@ class FilterCard(ModelCard):
         there = check_card(Path(filepath), force)
         if there is not None:
             if is_signed(there.text):
-                self.fields |= {"description": _joined(there.text, self.rendered, self.fields["description"])}
-            self.data = _merged(there.data, self.data)
+                self.fields |= {"description": _join_sections(there.text, self.rendered, self.fields["description"])}
+            self.data = _merge_metadata(there.data, self.data)
             edited, self.rendered = self.text != self.rendered, FilterCard.of(self.data, self.fields).text
             self.text = self.text if edited else self.rendered
-        self.text = _signed(self.text)
+        self.text = _sign(self.text)
         write_text(Path(filepath), str(self))
         if self.report is not None:
             self.report.save_figures(Path(filepath).parent / FIGURES, SHOWN)
@@ -104,7 +104,7 @@ def check_card(path: Path, force: bool = False) -> ModelCard | None:
     )
 
 
-def _joined(there: str, here: str, description: str) -> str:
+def _join_sections(there: str, here: str, description: str) -> str:
     """The description with the sections of an earlier card that this one lacks."""
     derived = {"How to use", "Evaluation", "Filter coefficients", "Configuration", "Citation"}
     old, new = (
@@ -114,7 +114,7 @@ def _joined(there: str, here: str, description: str) -> str:
     return "\n\n".join(filter(None, [description, *(old[h] for h in old if h not in new and h not in derived)]))
 
 
-def _results(results: list[EvalResult]) -> str:
+def _tabulate_results(results: list[EvalResult]) -> str:
     if not results:
         return ""
     rows = []
@@ -124,24 +124,24 @@ def _results(results: list[EvalResult]) -> str:
     return markdown_table(["data", "split", "metric", "value"], rows, escape=True)
 
 
-def _merged(there: Any, here: Any) -> ModelCardData:
+def _merge_metadata(there: Any, here: Any) -> ModelCardData:
     """The metadata of two cards: ``here`` wins, lists are joined, results of the same measurement are replaced."""
     old, new = ({k: v for k, v in vars(data).items() if v is not None} for data in (there, here))
     joined = {**old, **new}
     old["tags"] = [t for t in old.get("tags", []) if t not in available_filters()]  # of an earlier filter
     for key in ("tags", "datasets", "metrics"):
-        joined[key] = list(dict.fromkeys([*_listed(new.get(key)), *_listed(old.get(key))])) or None
+        joined[key] = list(dict.fromkeys([*_as_list(new.get(key)), *_as_list(old.get(key))])) or None
     results = new.get("eval_results", [])
     kept = [r for r in old.get("eval_results", []) if not any(r.is_equal_except_value(n) for n in results)]
     joined["eval_results"] = [*results, *kept] or None
     return ModelCardData(**joined)
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return [value] if isinstance(value, str) else list(value or ())
 
 
-def _signed(text: str) -> str:
+def _sign(text: str) -> str:
     """``text`` with a comment that tells whether it was edited since."""
     body = _SIGNATURE.sub("", text).rstrip()
     digest = hashlib.sha256("\n".join(body.split()).encode()).hexdigest()[:16]
@@ -149,4 +149,4 @@ def _signed(text: str) -> str:
 
 
 def is_signed(text: str) -> bool:
-    return text.split() == _signed(text).split()
+    return text.split() == _sign(text).split()

@@ -22,14 +22,14 @@ from ..errors import GraphFilterError, shown
 from ..files import digest, replacing, write_tensors
 from ..filters import GraphFilter
 from ..filters.core.attached import filters_of, patched_modules, read_whole
-from ..filters.core.record import described, read_groups
+from ..filters.core.record import describe_record, read_groups
 from ..hosts import Host, encoder_of, host_of, unwrapped
 from ..hosts.base import own_record
 from ..patching.base_weights import SAMPLE, changed_weights, differing_weights, written_weights
 from ..patching.patch import STARTS
 from ..patching.restore import apply_record, resolve
 from ..text import printable
-from .copies import without_adapters
+from .copies import strip_adapters
 from .values import check_values
 
 WEIGHTS_FILE = "graph_filter.safetensors"
@@ -111,8 +111,8 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
         )
     if current is not None and current["filters"] != record["filters"]:
         raise GraphFilterError(
-            f"{type(model).__name__} is patched with {described(current)}, {source} holds {described(record)}; call "
-            "unpatch_model first (hf-graphfilter unpatch)"
+            f"{type(model).__name__} is patched with {describe_record(current)}, {source} holds "
+            f"{describe_record(record)}; call unpatch_model first (hf-graphfilter unpatch)"
         )
     if current is None:
         host.write_record(model, record)
@@ -216,7 +216,7 @@ def _coefficients(
     return {
         f"{host.relative_name(model, name)}.{key}": tensor
         for name, graph_filter in filters_of(model, required=True)
-        for key, tensor in without_adapters(read(graph_filter)).items()
+        for key, tensor in strip_adapters(read(graph_filter)).items()
     }
 
 

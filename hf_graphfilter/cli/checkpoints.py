@@ -48,7 +48,7 @@ def check_output(output: Path, source: str | None = None) -> None:
 
 
 @contextlib.contextmanager
-def resumable(progress: Path) -> Iterator[None]:
+def keep_progress(progress: Path) -> Iterator[None]:
     """Say what is kept of a fit that is interrupted, or that finds the disk full."""
     from ..fitting.checkpoint import is_kept
 
@@ -60,10 +60,10 @@ def resumable(progress: Path) -> Iterator[None]:
         print(f"hf-graphfilter: interrupted: {kept}", file=sys.stderr)
         raise typer.Exit(130) from None
     except OSError as error:
-        raise GraphFilterError(f"{reason(error)}; {resumes}" if is_kept(progress) else reason(error)) from error
+        raise GraphFilterError(f"{message_of(error)}; {resumes}" if is_kept(progress) else message_of(error)) from error
 
 
-def reason(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """Return the message of an error, with the file that it is about."""
     return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
 
@@ -78,7 +78,7 @@ def load_config(source: str, patched: bool = False) -> PreTrainedConfig:
         raise GraphFilterError(f"{source} is a checkpoint of timm: use load_timm_model in Python")
     if folder.is_file():
         raise GraphFilterError(f"{source} is a file: name the directory of a checkpoint, or a Hub id")
-    with _loading(source):
+    with _name_source(source):
         config = transformers.AutoConfig.from_pretrained(source)
     if patched and getattr(config, "graph_filter", None) is None:
         raise GraphFilterError(f"{source} has no graph filter; patch it with: hf-graphfilter patch")
@@ -117,12 +117,12 @@ def load(
             pass
         finally:
             logging.set_verbosity(verbosity)
-    with _loading(source):
+    with _name_source(source):
         return make(model_class.from_pretrained(source, **({"dtype": dtype} if dtype else {})))
 
 
 @contextlib.contextmanager
-def _loading(source: str) -> Iterator[None]:
+def _name_source(source: str) -> Iterator[None]:
     try:
         yield
     except GraphFilterError:

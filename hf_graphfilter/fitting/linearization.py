@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..analysis.model_inputs import running
+from ..analysis.model_inputs import name_mistakes
 from ..errors import GraphFilterError, is_number, nearest, shown
 from ..filters import FilterConfig, GraphFilter, ReplacingConfig, as_config
 from ..filters.core.attached import filters_of
@@ -157,7 +157,7 @@ def linearize(
     try:
         claimed.enter_context(exclusive(checkpoint))
         modules = dict(filters_of(model))
-        with only_filters(model, modules), running(model, held[0]):
+        with only_filters(model, modules), name_mistakes(model, held[0]):
             ends_in = check_stages(model, modules, held[0], shares, causal)
         shares = shares or {"attention": 0.7, ends_in: 0.3}
         run = Conversion(

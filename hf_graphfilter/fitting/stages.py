@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..analysis.branches import without
+from ..analysis.branches import switch_off
 from ..errors import GraphFilterError
 from ..filters import GraphFilter
 from .checkpoint import Checkpoint
@@ -199,7 +199,7 @@ class Conversion:
         errors = {"": mean(after)}
         switched: dict[str, dict[str, dict[str, float]]] = {}
         for part in parts_of(self.modules):
-            with without(part, [f for f in self.modules.values() if part in f.branches()]):
+            with switch_off(part, [f for f in self.modules.values() if part in f.branches()]):
                 switched[part] = compare(self.model, original, self.held, causal)
                 errors[part] = mean(filter_errors(self.model, self.modules, self.held))
         return ConversionReport(

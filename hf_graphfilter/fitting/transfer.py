@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..analysis.model_inputs import running
+from ..analysis.model_inputs import name_mistakes
 from ..errors import GraphFilterError, is_number, shown
 from ..filters import GraphFilter
 from ..filters.core.attached import filters_of
@@ -109,7 +109,7 @@ def transfer_attention(
     held, skip = set_aside(model, dataloader, holdout)
     started = time.monotonic()
     with only_filters(model, modules):
-        with running(model, held[0]):
+        with name_mistakes(model, held[0]):
             report = TransferReport(before=filter_errors(model, modules, held))
         _refuse_equal(model, modules, report.before)
         # "coefficient_lr": progress that was kept under this name can be resumed

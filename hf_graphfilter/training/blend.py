@@ -33,7 +33,7 @@ def set_blend(model: M, gate: float) -> M:
     """
     if not is_number(gate, 1):
         raise GraphFilterError(f"the gate of a blend is between 0 and 1, got {gate!r}")
-    for layer in _blended(model):
+    for layer in _find_blended(model):
         assert layer.gate is not None
         layer.gate.fill_(gate)
     return model
@@ -50,7 +50,7 @@ def drop_blend(model: M, *, force: bool = False) -> M:
         GraphFilterError: no blended layer, a gate that is not 1, or layers of a part that was patched by itself.
     """
     whole, model = model, unwrapped(model, running=False)  # type: ignore[assignment]
-    host, layers = host_of(model), _blended(model)
+    host, layers = host_of(model), _find_blended(model)
     for layer in layers:
         assert layer.gate is not None
         if not force and not bool((layer.gate == 1).all()):
@@ -120,7 +120,7 @@ class BlendSchedule(LoggingCallback):
         return {"blend_gate": self.gate}
 
 
-def _blended(model: nn.Module) -> list[ReplacingFilter]:
+def _find_blended(model: nn.Module) -> list[ReplacingFilter]:
     blended = [f for _, f in filters_of(model, ReplacingFilter, copies=True) if f.gate is not None]
     if not blended:
         can_blend = [name for name in available_filters() if issubclass(get_filter(name), ReplacingConfig)]

@@ -148,7 +148,7 @@ def _peak(group: dict[str, Any]) -> float:
     return math.inf if rate is None else float(rate)
 
 
-def caller(kind: type[C]) -> C | None:
+def find_caller(kind: type[C]) -> C | None:
     """Return the nearest object of a class whose method called, or None."""
     # the Trainer gives callbacks neither itself nor their handler, and to keep it would take a wrapper of its __init__
     frame = inspect.currentframe()
@@ -164,7 +164,7 @@ def prepare_with_rate(original: Callable[..., Any], self: Any, *args: Any, **kwa
     """
     optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
     models = [arg for arg in args if isinstance(arg, nn.Module)] or self._models
-    if optimizers and not _called_by_trainer():  # whose callback reports more exactly
+    if optimizers and not _is_called_by_trainer():  # whose callback reports more exactly
         rate = rate_from_environment()
         for model, optimizer in ((m, o) for m in models for o in optimizers if coefficient_ids(m)):
             if rate is not None and not any("initial_lr" in group for group in optimizer.param_groups):
@@ -173,9 +173,9 @@ def prepare_with_rate(original: Callable[..., Any], self: Any, *args: Any, **kwa
     return original(self, *args, **kwargs)
 
 
-def _called_by_trainer() -> bool:
+def _is_called_by_trainer() -> bool:
     module = sys.modules.get("transformers.trainer")
-    return module is not None and caller(module.Trainer) is not None
+    return module is not None and find_caller(module.Trainer) is not None
 
 
 def report_problem(problem: str | None, on_this_process: bool) -> None:

@@ -14,9 +14,9 @@ from ..errors import GraphFilterError
 from ..patching.status import filter_parameters
 from .learning_rate import (
     FILTER_LR,
-    caller,
     check_rates,
     coefficient_ids,
+    find_caller,
     rate_from_environment,
     split_by_mesh,
     split_filter_groups,
@@ -125,7 +125,7 @@ class _Factory:
         return self.build
 
     def build(self, model: nn.Module, **_: Any) -> torch.optim.Optimizer:
-        if (trainer := caller(Trainer)) is None:
+        if (trainer := find_caller(Trainer)) is None:
             raise GraphFilterError("filter_optimizer is for a Trainer; in a loop of your own use parameter_groups")
         _check_trainable(model)
         trainer.optimizer_cls_and_kwargs, ours = None, trainer.optimizer_cls_and_kwargs

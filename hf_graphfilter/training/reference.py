@@ -9,7 +9,7 @@ from torch import nn
 
 from ..filters import GraphFilter
 from ..filters.core.attached import copy_restarted, filters_of
-from ..filters.core.record import described, record_of
+from ..filters.core.record import describe_record, record_of
 from ..filters.core.replacing import ReplacingFilter
 
 
@@ -30,15 +30,15 @@ def check_reference(trainer: Any) -> str | None:
         return None
     if all(_is_original(f) for each in filters for f in each):
         return None
-    trained, kept = (_described(configs) for configs in (own, others))
+    trained, kept = (_describe(configs) for configs in (own, others))
     return (
         f"the model that is trained has {trained}, and the reference model has {kept}: pass "
         "ref_model=copy.deepcopy(model), or save the patched model and load it from there, as TRL loads the reference"
     )
 
 
-def _described(configs: list[Any]) -> str:
-    return described(record_of("", ((str(i), config) for i, config in enumerate(configs)))) or "no graph filter"
+def _describe(configs: list[Any]) -> str:
+    return describe_record(record_of("", ((str(i), config) for i, config in enumerate(configs)))) or "no graph filter"
 
 
 def _is_original(graph_filter: GraphFilter) -> bool:

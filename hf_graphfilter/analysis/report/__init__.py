@@ -66,7 +66,7 @@ class Report:
         Raises:
             GraphFilterError: it cannot be written.
         """
-        return _written(Path(path), page(self.title, self.measured, self.reference, self.conversion))
+        return _write_page(Path(path), page(self.title, self.measured, self.reference, self.conversion))
 
     def save_figures(self, folder: str | os.PathLike[str], names: Sequence[str] | None = None) -> list[Path]:
         """The figures, or those of some ``names``, as PNG."""
@@ -117,19 +117,19 @@ def report(
     measured = measure(model, batches, progress)
     other = None if reference is None else measure(reference, batches, progress)
     if other and measured.smoothing.layers() != other.smoothing.layers():
-        theirs, own = (_counted(found.smoothing.layers()) for found in (other, measured))
+        theirs, own = (_count_layers(found.smoothing.layers()) for found in (other, measured))
         raise GraphFilterError(
             f"the reference has {theirs}, {type(model).__name__} has {own}: they cannot be compared layer by layer"
         )
     return Report(title or type(model).__name__, measured, other, conversion)
 
 
-def _counted(layers: list[Layer]) -> str:
+def _count_layers(layers: list[Layer]) -> str:
     stacks = Counter(layer.stack for layer in layers if layer.index >= 0)
     return " and ".join(f"{count} layers of the {stack}" for stack, count in stacks.items())
 
 
-def _written(path: Path, content: str) -> Path:
+def _write_page(path: Path, content: str) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, encoding="utf-8")

@@ -13,7 +13,7 @@ from torch import nn
 
 from ...filters.core.attached import filters_of
 from ..model_inputs import to_device
-from ..observing import back_to_training
+from ..observing import set_training
 
 RUNS = 3
 
@@ -43,7 +43,7 @@ def cost_of(model: nn.Module, batch: Any) -> Cost:
                 _wait(device)
                 times.append(time.perf_counter() - begun)
     finally:
-        back_to_training(training)
+        set_training(training)
     own = sum(p.numel() for _, graph_filter in filters_of(model) for p in graph_filter.parameters())
     return Cost(sum(p.numel() for p in model.parameters()), own, statistics.median(times), str(device))
 

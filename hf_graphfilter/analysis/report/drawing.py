@@ -9,7 +9,7 @@ import torch
 from ...errors import needs
 from ...patching.status import FilterStatus
 from ...text import figure_text
-from ..plots import by_head
+from ..plots import average_heads
 from ..response import plot_curves
 from .measurements import ConversionCost, Measurements
 
@@ -43,14 +43,14 @@ def heat_maps(status: FilterStatus) -> Figure:
     with needs("plots", "a figure"):
         from matplotlib.figure import Figure
     names = list(dict.fromkeys(name for row in status for name in row.coefficients))
-    heads = max(len(by_head(value)) for row in status for value in row.coefficients.values())
+    heads = max(len(average_heads(value)) for row in status for value in row.coefficients.values())
     size = 1.6 + 0.22 * len(status)
     figure = Figure(figsize=(6.2, size * len(names)), layout="constrained")
     for axes, name in zip(figure.subplots(len(names), 1, squeeze=False)[:, 0], names, strict=True):
         values = torch.full((len(status), heads), torch.nan)
         for i, row in enumerate(status):
             if (value := row.coefficients.get(name)) is not None:
-                values[i, : len(by_head(value))] = by_head(value)
+                values[i, : len(average_heads(value))] = average_heads(value)
         limit = values.nan_to_num().abs().max().item() or 1.0
         image = axes.imshow(values.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
         axes.set(xlabel="head", ylabel="patched module", title=figure_text(name))

@@ -14,7 +14,7 @@ def sentences(own: Measurements, other: Measurements | None) -> list[str]:
         first, last = layers[0], layers[-1]
         where = f" of the {stack}" if len(own.smoothing.layers()) > len(layers) else ""
 
-        def both(part: str, layer: Layer, name: str, form: str = ".2f") -> str:
+        def compare(part: str, layer: Layer, name: str, form: str = ".2f") -> str:
             texts = []
             for found, label in ((own, ""), (other, "reference ")):
                 measured: Measured | None = getattr(found, part) if found else None
@@ -23,22 +23,23 @@ def sentences(own: Measurements, other: Measurements | None) -> list[str]:
             return ", ".join(texts)
 
         lines.append(
-            f"Tokens{where}: mean cosine of two tokens {both('smoothing', first, 'cosine')} before the first layer, "
-            f"{both('smoothing', last, 'cosine')} after the last."
+            f"Tokens{where}: mean cosine of two tokens {compare('smoothing', first, 'cosine')} before the first layer, "
+            f"{compare('smoothing', last, 'cosine')} after the last."
         )
         lines.append(
-            f"Share of the energy off the mean token{where}: {both('smoothing', first, 'high_frequency')} before, "
-            f"{both('smoothing', last, 'high_frequency')} after."
+            f"Share of the energy off the mean token{where}: {compare('smoothing', first, 'high_frequency')} before, "
+            f"{compare('smoothing', last, 'high_frequency')} after."
         )
         lines.append(
-            f"Effective rank of the tokens{where}: {both('spectrum', first, 'effective_rank', '.1f')} before, "
-            f"{both('spectrum', last, 'effective_rank', '.1f')} after."
+            f"Effective rank of the tokens{where}: {compare('spectrum', first, 'effective_rank', '.1f')} before, "
+            f"{compare('spectrum', last, 'effective_rank', '.1f')} after."
         )
         name = "high_to_low"
         if calls := [layer for layer in own.response.layers(stack) if (layer, name) in own.response.bands]:
             lines.append(
-                f"Gain of self-attention off frequency 0, of that at 0{where}: {both('response', calls[0], name)} in "
-                f"{'the first layer' if calls[0].index == 0 else calls[0]}, {both('response', calls[-1], name)} in "
+                f"Gain of self-attention off frequency 0, of that at 0{where}: "
+                f"{compare('response', calls[0], name)} in "
+                f"{'the first layer' if calls[0].index == 0 else calls[0]}, {compare('response', calls[-1], name)} in "
                 f"{'the last' if calls[-1].index == last.index else calls[-1]}."
             )
     largest = max(own.taylor.bands.items(), key=lambda item: item[1].mean.item() / int(item[0][1][2:]))

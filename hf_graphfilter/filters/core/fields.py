@@ -22,7 +22,7 @@ def check_fields(config: Any) -> None:
     """
     hints = typing.get_type_hints(type(config))
     for field in fields(config):
-        value, where = _plain(getattr(config, field.name)), f"{type(config).__name__}: {field.name}"
+        value, where = _to_python(getattr(config, field.name)), f"{type(config).__name__}: {field.name}"
         if isinstance(value, str) and typing.get_origin(hints[field.name]) is tuple:
             value = (value,)  # learn="w_K" names one coefficient
         object.__setattr__(config, field.name, value)
@@ -67,10 +67,10 @@ def describe(hint: Any) -> str:
     )
 
 
-def _plain(value: Any) -> Any:
+def _to_python(value: Any) -> Any:
     """Numbers of numpy as Python's, and a list, which JSON has instead, as a tuple."""
     if isinstance(value, (list, tuple)):
-        return tuple(v if isinstance(v, (list, tuple)) else _plain(v) for v in value)
+        return tuple(v if isinstance(v, (list, tuple)) else _to_python(v) for v in value)
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return int(value)
     if isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational):
