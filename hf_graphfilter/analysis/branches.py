@@ -59,12 +59,12 @@ def branch_report(model: nn.Module, measure: Measure | Iterable[Any]) -> list[Br
     training = [module for module in model.modules() if module.training]
     try:
         model.eval()
-        whole = measured(model)
-        branches = [Branch("all", whole, 0.0, len(filters))]
+        with_all = measured(model)
+        branches = [Branch("all", with_all, 0.0, len(filters))]
         for name, having in parts.items():
             with switch_off(name, having):
                 value = measured(model)
-            branches.append(Branch(name, value, value - whole, len(having)))
+            branches.append(Branch(name, value, value - with_all, len(having)))
     finally:
         set_training(training)
     return branches
@@ -84,13 +84,13 @@ def _mean_loss(batches: list[Any]) -> Measure:
         device = next(model.parameters()).device
         with torch.no_grad():
             for batch in batches:
-                given = to_device(batch, device)
-                if not isinstance(given, dict):
+                arguments = to_device(batch, device)
+                if not isinstance(arguments, dict):
                     raise GraphFilterError("a tensor has no labels: hand in dicts, or a function of the model")
-                loss = getattr(model(**given), "loss", None)
+                loss = getattr(model(**arguments), "loss", None)
                 if loss is None:
                     raise GraphFilterError("the batches give no loss: hand in labels, or a function of the model")
-                if terms := _terms(model, given):
+                if terms := _terms(model, arguments):
                     total, count = total + float(loss) * terms, count + terms
         if not count:
             raise GraphFilterError("there are no batches to measure on")

@@ -29,7 +29,7 @@ class MapReader(Reader):
         self.first = self.first or call.layer
         if call.layer == self.first:
             self.batch = len(self.maps)
-            self.maps += [{} for _ in range(len(call.there))]
+            self.maps += [{} for _ in range(len(call.is_token))]
         matrices = list(call.each(call.filtered if self.filtered else call.attention))
         if len(matrices) != len(self.maps) - self.batch:
             raise GraphFilterError(
@@ -65,13 +65,13 @@ def rollout(maps: dict[Layer, Tensor], stack: str | None = None) -> Tensor:
     if len({layer.stack for layer in layers}) != 1:
         stacks = ", ".join(repr(name) for name in dict.fromkeys(layer.stack for layer in maps))
         raise GraphFilterError(f"rollout follows one stack of layers: name it with stack=, of {stacks}")
-    whole = None
+    product = None
     for layer in sorted(layers, key=lambda layer: layer.index):
         mean = maps[layer].mean(0)
         step = (mean + torch.eye(len(mean), dtype=mean.dtype)) / 2
-        whole = step if whole is None else step @ whole
-    assert whole is not None
-    return whole
+        product = step if product is None else step @ product
+    assert product is not None
+    return product
 
 
 @dataclass(frozen=True)

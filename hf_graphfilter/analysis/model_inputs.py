@@ -64,9 +64,9 @@ def name_mistakes(model: nn.Module, batch: Any) -> Iterator[None]:
         raise
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         named = batch if isinstance(batch, Mapping) else {"a tensor": batch}
-        given = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items() if isinstance(x, Tensor))
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items() if isinstance(x, Tensor))
         text = " ".join(str(error).split())[:200]
-        raise GraphFilterError(f"{type(model).__name__} does not run on {given}: {text}") from error
+        raise GraphFilterError(f"{type(model).__name__} does not run on {shapes}: {text}") from error
 
 
 def mask_of(batch: Mapping[str, Any], stack: str) -> Tensor | None:
@@ -94,7 +94,7 @@ class Padding:
         self.unread: dict[str, Tensor] = {}
         self.read: set[str] = set()
 
-    def there(self, site: AttentionSite, batch: int, tokens: int, device: torch.device) -> Tensor:
+    def find_tokens(self, site: AttentionSite, batch: int, tokens: int, device: torch.device) -> Tensor:
         """bool (batch, tokens), for what the stack of ``site`` holds."""
         stack = site.stack if self.encoder_decoder else ""
         mask = mask_of(self.batch, stack) if _reads_texts(site) or not self.texts else None

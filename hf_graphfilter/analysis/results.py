@@ -98,10 +98,10 @@ class Measured:
         """Axes for each quantity, over the layers, or curves of some layers; ``against`` is drawn with dashes."""
         with needs("plots", "a figure"):
             from matplotlib.figure import Figure
-        there = dict.fromkeys(name for _, name in self.bands)
-        if unknown := [name for name in quantities or () if name not in {**there, **self.quantities}]:
-            raise GraphFilterError(f"{type(self).__name__} has no {unknown[0]!r}; it has {', '.join(there)}")
-        names = [name for name in quantities or self.quantities if name in there] or [*there]
+        known = dict.fromkeys(name for _, name in self.bands)
+        if unknown := [name for name in quantities or () if name not in {**known, **self.quantities}]:
+            raise GraphFilterError(f"{type(self).__name__} has no {unknown[0]!r}; it has {', '.join(known)}")
+        names = [name for name in quantities or self.quantities if name in known] or [*known]
         stacks = list(dict.fromkeys(layer.stack for layer in self.layers()))
         figure = Figure(figsize=(5.2 * len(stacks), 3.2 * len(names)), layout="constrained")
         axes = figure.subplots(len(names), len(stacks), squeeze=False)

@@ -88,10 +88,10 @@ def _subtract_with_filter(
     return {**ours, **original(self, output_state_dict, *args, **kwargs)}
 
 
-def _record(model: nn.Module, state: dict[str, Any], config: Any, whole: Any = None) -> dict[str, Any]:
+def _record(model: nn.Module, state: dict[str, Any], config: Any, model_state: Any = None) -> dict[str, Any]:
     """Return the weights of an adapter with the record of the model's filters, which its configuration gets too."""
     if (record := live_record(model)) is not None:
-        state = {**state, KEY: encode_record(state, record, model, whole)}
+        state = {**state, KEY: encode_record(state, record, model, model_state)}
     vars(config)[READ] = record
     return state
 
@@ -166,24 +166,24 @@ def _swap_with_copies(
 ) -> Any:
     if (record := vars(config).get(READ)) is not None:
         _fit(model, record, config)
-    given, rest = copies.split_copies(check_adapter(model, state_dict), model, parameter_prefix)
+    filters, rest = copies.split_copies(check_adapter(model, state_dict), model, parameter_prefix)
     target = copies.tensors_of(model, adapter_name)
-    copies.check_copies(given, target, adapter_name)
+    copies.check_copies(filters, target, adapter_name)
     result = original(model, rest, adapter_name, config, parameter_prefix)
-    copies.swap_copies(given, target)
+    copies.swap_copies(filters, target)
     return result
 
 
 def load_with_filter(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Load an adapter: a plain base gets the filter first, and an error leaves the model as it was."""
-    given = inspect.signature(original).bind(*args, **kwargs).arguments
-    model, config = given.get("model", given.get("self")), given.get("config", given.get("peft_config"))
+    arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+    model, config = arguments.get("model", arguments.get("self")), arguments.get("config", arguments.get("peft_config"))
     if _loading.get() or not isinstance(model, nn.Module):
         return original(*args, **kwargs)
     token = _loading.set(True)
     try:
         with restore_on_error(model):
-            read = config if getattr(config, READ, None) else _read_configuration(given)
+            read = config if getattr(config, READ, None) else _read_configuration(arguments)
             if (record := getattr(read, READ, None)) is not None:
                 _fit(model, record, config or read)
             return original(*args, **kwargs)
@@ -191,14 +191,14 @@ def load_with_filter(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
         _loading.reset(token)
 
 
-def _read_configuration(given: dict[str, Any]) -> Any:
+def _read_configuration(arguments: dict[str, Any]) -> Any:
     """Return the configuration in the folder or repository that is loaded; None where weights are alone."""
     from peft import PeftConfig
 
-    options = {**(getattr(given.get("load_config"), "download_kwargs", None) or {}), **given.get("kwargs", {})}
-    options |= given.get("adapter_kwargs") or {}
+    options = {**(getattr(arguments.get("load_config"), "download_kwargs", None) or {}), **arguments.get("kwargs", {})}
+    options |= arguments.get("adapter_kwargs") or {}
     with contextlib.suppress(ValueError, TypeError):
-        if (source := given.get("model_id", given.get("peft_model_id"))) is not None:
+        if (source := arguments.get("model_id", arguments.get("peft_model_id"))) is not None:
             return PeftConfig.from_pretrained(source, **PeftConfig._split_kwargs(options)[0])
     return None
 
@@ -237,5 +237,5 @@ def _fit(model: nn.Module, record: Any, config: Any) -> None:
     if any(module._get_available_adapters() for module in base.modules() if isinstance(module, BaseTunerLayer)):
         raise GraphFilterError(f"{trained_on}, and this {kind} holds adapters that were not: load it before them")
     host.write_record(base, record)
-    apply_record(base, whole=True)
+    apply_record(base, complete=True)
     vars(base)[STARTS] = True

@@ -26,10 +26,10 @@ def unload_with_copies(original: Callable[..., Any], self: Any, *args: Any, **kw
 
     The model keeps the copy of the adapter that is merged, or of the active one.
     """
-    given = inspect.signature(original).bind(self, *args, **kwargs).arguments.get("adapter_names")
+    adapters = inspect.signature(original).bind(self, *args, **kwargs).arguments.get("adapter_names")
     wrappers = [(*_locate(self.model, name), wrapper) for name, wrapper in _wrappers(self.model)]
-    kept = [_choose_copy(wrapper, given) for *_, wrapper in wrappers]
-    for (parent, name, _), copy in zip(wrappers, kept, strict=True):
+    chosen = [_choose_copy(wrapper, adapters) for *_, wrapper in wrappers]
+    for (parent, name, _), copy in zip(wrappers, chosen, strict=True):
         setattr(parent, name, copy)
     try:
         return original(self, *args, **kwargs)
@@ -75,8 +75,8 @@ def complete_copies(state: dict[str, Tensor], model: nn.Module, adapter: str) ->
     PEFT names their tensors by the last part of the name alone, takes those of any adapter and no buffers.
     """
     owners = {name for name, _ in _wrappers(model)}
-    kept = {key: tensor for key, tensor in state.items() if key.rpartition(".")[0] not in owners}
-    return kept | {key: tensor.contiguous() for key, tensor in tensors_of(model, adapter).items()}
+    others = {key: tensor for key, tensor in state.items() if key.rpartition(".")[0] not in owners}
+    return others | {key: tensor.contiguous() for key, tensor in tensors_of(model, adapter).items()}
 
 
 def strip_adapters(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -96,10 +96,10 @@ def split_copies(state: Mapping[str, Any], model: nn.Module, prefix: str) -> tup
 def check_copies(copies: Mapping[str, Any], target: Mapping[str, Tensor], adapter: str) -> None:
     """Raise a ``GraphFilterError`` unless the copies can replace those of an adapter."""
     for name in sorted({*copies, *target}):
-        given, own = (tuple(x[name].shape) if name in x else "nothing" for x in (copies, target))
-        if given != own:
+        new, held = (tuple(x[name].shape) if name in x else "nothing" for x in (copies, target))
+        if new != held:
             raise GraphFilterError(
-                f"the adapter to be swapped in holds {given} at {name}, and {shown(adapter)} holds {own}: load it "
+                f"the adapter to be swapped in holds {new} at {name}, and {shown(adapter)} holds {held}: load it "
                 "under another name, with load_adapter"
             )
 

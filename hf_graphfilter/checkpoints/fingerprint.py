@@ -40,7 +40,7 @@ def live_record(model: nn.Module) -> dict[str, Any] | None:
     return record_of(type(base).__name__, filters_by_name(host_of(base), base).items())
 
 
-def encode_record(adapter: State, record: dict[str, Any], model: nn.Module, whole: State | None) -> Tensor:
+def encode_record(adapter: State, record: dict[str, Any], model: nn.Module, model_state: State | None) -> Tensor:
     """Return the tensor for the weights of an ``adapter``.
 
     Args:
@@ -51,10 +51,10 @@ def encode_record(adapter: State, record: dict[str, Any], model: nn.Module, whol
     """
     base = unwrapped(model)
     held = _group_by_owner(base, adapter)
-    given = _group_by_owner(base, base.state_dict() if whole is None else whole)
+    by_owner = _group_by_owner(base, base.state_dict() if model_state is None else model_state)
     samples = {
         owner: {name: _sample(tensor) for name, tensor in tensors.items() if _has_sample(tensor)}
-        for owner, tensors in given.items()
+        for owner, tensors in by_owner.items()
         if not tensors.keys() <= held.get(owner, {}).keys()
     }
     text = json.dumps({**record, SAMPLES: samples})
@@ -84,10 +84,10 @@ def check_adapter(model: nn.Module, adapter: State) -> dict[str, Any]:
                 f"the adapter holds {sum(map(len, held.values()))} filter coefficients that this {type(base).__name__} "
                 f"has no filter for, at {owner} first: patch it as it was, with patch_model or load_filter"
             )
-        own = graph_filter.coefficient_tensors()
-        coefficients = {f"{owner}.{CHILD}.{name}": x for name, x in tensors.items() if name in own}
-        whole = {f"{owner}.{CHILD}.{name}": x for name, x in own.items() if not elsewhere and not hasattr(x, "ds_id")}
-        check_values(coefficients, whole, "the adapter")
+        known = graph_filter.coefficient_tensors()
+        coefficients = {f"{owner}.{CHILD}.{name}": x for name, x in tensors.items() if name in known}
+        local = {f"{owner}.{CHILD}.{name}": x for name, x in known.items() if not elsewhere and not hasattr(x, "ds_id")}
+        check_values(coefficients, local, "the adapter")
     return weights
 
 
@@ -98,21 +98,21 @@ def check_record(model: nn.Module, record: Any) -> None:
     trained_on = f"the adapter was trained on a model with {describe_record(record)}"
     named = [name for _, names in groups for name in names]
     now = {name: host.relative_name(base, site.name) for name, site in resolve(host, base, named).items()}
-    if (own := filters_by_name(host, base)) != {now.get(name, name): f for f, names in groups for name in names}:
-        here = f"patched with {describe_record(record_of(kind, own.items()))}" if own else "not patched"
+    if (filters := filters_by_name(host, base)) != {now.get(name, name): f for f, names in groups for name in names}:
+        here = f"patched with {describe_record(record_of(kind, filters.items()))}" if filters else "not patched"
         raise GraphFilterError(
             f"{trained_on}, and this {kind} is {here}: load it over a base that is patched as that one was"
         )
     samples = record.get(SAMPLES)
     present = _group_by_owner(base, base.state_dict()) if samples else {}
-    kept = {name for _, f in filters_of(base) for name in f.coefficient_names()}  # in float32, whatever the dtype
+    precise = {name for _, f in filters_of(base) for name in f.coefficient_names()}  # in float32, whatever the dtype
     for owner, tensors in samples.items() if isinstance(samples, dict) else ():
         mine = present.get(now.get(owner) or owner, {})
         for name, values in tensors.items() if isinstance(tensors, dict) else ():
             if (
                 name in mine
                 and _has_sample(mine[name])
-                and not _is_same(values, mine[name], 1e-4 if name in kept else 2**-6)
+                and not _is_same(values, mine[name], 1e-4 if name in precise else 2**-6)
             ):
                 raise GraphFilterError(
                     f"{trained_on} whose coefficients it does not hold, and {owner}.{CHILD}.{name} of this {kind} has "
@@ -136,10 +136,10 @@ def _is_ours(key: str) -> bool:
 
 def _decode_record(adapter: State) -> Any:
     """Return the record; None where there is none, or as good as none in the zeros that an average starts with."""
-    found: Tensor | None = next((tensor for key, tensor in adapter.items() if _is_ours(key)), None)
-    if found is None or not found.any():
+    encoded: Tensor | None = next((tensor for key, tensor in adapter.items() if _is_ours(key)), None)
+    if encoded is None or not encoded.any():
         return None
-    values = found.detach().cpu().double()
+    values = encoded.detach().cpu().double()
     try:
         return json.loads(bytes((values / values[0] * ord("{")).round().int().tolist()))
     except (ValueError, IndexError, RecursionError) as error:
@@ -152,13 +152,13 @@ def _decode_record(adapter: State) -> Any:
 def _group_by_owner(base: nn.Module, state: State) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of the filters by the relative names of their modules, without what adapters put around them
     and without the copies of adapters."""
-    host, found = host_of(base), dict[str, dict[str, Tensor]]()
+    host, by_owner = host_of(base), dict[str, dict[str, Tensor]]()
     for key, tensor in state.items():
         owner, marker, name = key.removeprefix("base_model.model.").partition(f".{CHILD}.")
         if not marker or "modules_to_save." in key:
             continue
-        found.setdefault(host.relative_name(base, owner), {})[name.removeprefix("original_module.")] = tensor
-    return {owner: strip_adapters(tensors) for owner, tensors in found.items()}
+        by_owner.setdefault(host.relative_name(base, owner), {})[name.removeprefix("original_module.")] = tensor
+    return {owner: strip_adapters(tensors) for owner, tensors in by_owner.items()}
 
 
 def _has_sample(tensor: Tensor) -> bool:
@@ -170,7 +170,7 @@ def _sample(tensor: Tensor) -> list[float]:
 
 
 def _is_same(values: Any, tensor: Tensor, tolerance: float) -> bool:
-    own = _sample(tensor)
-    if not isinstance(values, list) or [*map(type, values)] != [float] * len(own):
+    sample = _sample(tensor)
+    if not isinstance(values, list) or [*map(type, values)] != [float] * len(sample):
         return False
-    return torch.allclose(torch.tensor(values).double(), torch.tensor(own).double(), rtol=tolerance, atol=1e-6)
+    return torch.allclose(torch.tensor(values).double(), torch.tensor(sample).double(), rtol=tolerance, atol=1e-6)

@@ -37,14 +37,14 @@ def check_output(output: Path, source: str | None = None) -> None:
             raise GraphFilterError(f"{output} is the checkpoint that is read: name another directory to write to")
     except FileNotFoundError:
         pass  # the source is on the Hub
-    there = next(path for path in (output, *output.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise GraphFilterError(f"cannot write to {output}: {there} is a file, name a directory")
+    nearest = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise GraphFilterError(f"cannot write to {output}: {nearest} is a file, name a directory")
     try:
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
-        raise GraphFilterError(f"cannot write to {output}: {there}: {error.strerror}") from error
+        raise GraphFilterError(f"cannot write to {output}: {nearest}: {error.strerror}") from error
 
 
 @contextlib.contextmanager
@@ -56,8 +56,8 @@ def keep_progress(progress: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        kept = resumes if is_kept(progress) else "nothing was fitted yet"
-        print(f"hf-graphfilter: interrupted: {kept}", file=sys.stderr)
+        state = resumes if is_kept(progress) else "nothing was fitted yet"
+        print(f"hf-graphfilter: interrupted: {state}", file=sys.stderr)
         raise typer.Exit(130) from None
     except OSError as error:
         raise GraphFilterError(f"{message_of(error)}; {resumes}" if is_kept(progress) else message_of(error)) from error

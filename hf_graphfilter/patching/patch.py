@@ -61,7 +61,7 @@ def patch_model(
         True
     """
     config = as_config(filter, **options)
-    whole, model = model, encoder_of(model)
+    wrapped, model = model, encoder_of(model)
     host = host_of(model)
     sites, refused = host.find(model)
     if not sites:
@@ -82,7 +82,7 @@ def patch_model(
     names = [*dict.fromkeys(host.relative_name(model, site.name) for site in selected)]  # once for PEFT's copies
     record = extend_record(host.read_record(model), type(model).__name__, config, names)
     attach(host, model, list(zip(selected, filters, strict=True)), record)
-    return whole
+    return wrapped
 
 
 def unpatch_model(model: M) -> M:
@@ -91,14 +91,14 @@ def unpatch_model(model: M) -> M:
     Raises:
         GraphFilterError: the model is not patched.
     """
-    whole, model = model, unwrapped(model, running=False)  # type: ignore[assignment]
+    wrapped, model = model, unwrapped(model, running=False)  # type: ignore[assignment]
     host = host_of(model)
     patched = patched_modules(model, required=host.read_record(model) is None)  # parts may have lost them all
     host.detach(model, [module for _, module in patched])
     host.write_record(model, None)
-    for kept in (STARTS, SAMPLE):
-        vars(model).pop(kept, None)
-    return whole
+    for attribute in (STARTS, SAMPLE):
+        vars(model).pop(attribute, None)
+    return wrapped
 
 
 @contextlib.contextmanager

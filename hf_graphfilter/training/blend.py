@@ -49,7 +49,7 @@ def drop_blend(model: M, *, force: bool = False) -> M:
     Raises:
         GraphFilterError: no blended layer, a gate that is not 1, or layers of a part that was patched by itself.
     """
-    whole, model = model, unwrapped(model, running=False)  # type: ignore[assignment]
+    wrapped, model = model, unwrapped(model, running=False)  # type: ignore[assignment]
     host, layers = host_of(model), _find_blended(model)
     for layer in layers:
         assert layer.gate is not None
@@ -60,14 +60,16 @@ def drop_blend(model: M, *, force: bool = False) -> M:
             )
     record = own_record(host, model)
     configs = [FilterConfig.from_dict(group["config"]) for group in record["filters"]]
-    kept = [replace(config, init="copy") if isinstance(config, ReplacingConfig) else config for config in configs]
+    unblended = [replace(config, init="copy") if isinstance(config, ReplacingConfig) else config for config in configs]
     # in place: the config of a model around this one holds this one's
-    record["filters"] = [{**g, "config": config.to_dict()} for g, config in zip(record["filters"], kept, strict=True)]
+    record["filters"] = [
+        {**g, "config": config.to_dict()} for g, config in zip(record["filters"], unblended, strict=True)
+    ]
     host.write_record(model, record)
     for layer in layers:
         layer.gate = None
         layer.config = replace(layer.config, init="copy")
-    return whole
+    return wrapped
 
 
 class BlendSchedule(LoggingCallback):

@@ -85,8 +85,8 @@ class _Without:
         self.other, self.on_log = other, on_log
 
     def __call__(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-        kept = {k: v for k, v in (logs or {}).items() if k not in self.other.logged}
-        return self.on_log(args, state, control, logs=kept, **kwargs)
+        printed = {k: v for k, v in (logs or {}).items() if k not in self.other.logged}
+        return self.on_log(args, state, control, logs=printed, **kwargs)
 
 
 class CoefficientCallback(LoggingCallback):

@@ -53,9 +53,9 @@ class Report:
             "title": self.title,
             "summary": self.summary(),
             **{
-                name: {part: measured.to_dict() for part, measured in found.parts().items()}
-                for name, found in models.items()
-                if found
+                name: {part: measured.to_dict() for part, measured in measurements.parts().items()}
+                for name, measurements in models.items()
+                if measurements
             },
             **({"conversion": self.conversion.to_dict()} if self.conversion else {}),
         }
@@ -117,9 +117,9 @@ def report(
     measured = measure(model, batches, progress)
     other = None if reference is None else measure(reference, batches, progress)
     if other and measured.smoothing.layers() != other.smoothing.layers():
-        theirs, own = (_count_layers(found.smoothing.layers()) for found in (other, measured))
+        theirs, layers = (_count_layers(each.smoothing.layers()) for each in (other, measured))
         raise GraphFilterError(
-            f"the reference has {theirs}, {type(model).__name__} has {own}: they cannot be compared layer by layer"
+            f"the reference has {theirs}, {type(model).__name__} has {layers}: they cannot be compared layer by layer"
         )
     return Report(title or type(model).__name__, measured, other, conversion)
 

@@ -44,8 +44,8 @@ def cost_of(model: nn.Module, batch: Any) -> Cost:
                 times.append(time.perf_counter() - begun)
     finally:
         set_training(training)
-    own = sum(p.numel() for _, graph_filter in filters_of(model) for p in graph_filter.parameters())
-    return Cost(sum(p.numel() for p in model.parameters()), own, statistics.median(times), str(device))
+    of_filters = sum(p.numel() for _, graph_filter in filters_of(model) for p in graph_filter.parameters())
+    return Cost(sum(p.numel() for p in model.parameters()), of_filters, statistics.median(times), str(device))
 
 
 def _wait(device: torch.device) -> None:

@@ -24,14 +24,16 @@ SHOWN = {
 }
 
 
-def figures(own: Measurements, other: Measurements | None, conversion: ConversionCost | None) -> dict[str, Figure]:
+def figures(
+    measurements: Measurements, reference: Measurements | None, conversion: ConversionCost | None
+) -> dict[str, Figure]:
     drawn = {}
-    for name, measured in own.parts().items():
-        drawn[name] = measured.plot(other.parts()[name] if other else None, SHOWN[name])
-    if own.curves:
-        drawn["curves"] = plot_curves(own.curves)
-    if any(row.coefficients for row in own.status):
-        drawn["coefficients"] = heat_maps(own.status)
+    for name, measured in measurements.parts().items():
+        drawn[name] = measured.plot(reference.parts()[name] if reference else None, SHOWN[name])
+    if measurements.curves:
+        drawn["curves"] = plot_curves(measurements.curves)
+    if any(row.coefficients for row in measurements.status):
+        drawn["coefficients"] = heat_maps(measurements.status)
     if conversion:
         drawn["conversion"] = conversion.plot()
     return drawn

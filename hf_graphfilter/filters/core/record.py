@@ -20,10 +20,10 @@ def extend_record(
     record: dict[str, Any] | None, model_class: str, config: FilterConfig, names: Iterable[str]
 ) -> dict[str, Any]:
     """``record`` (or a new one) with one filter more, in the place of those that these modules had and lost."""
-    before, names = record or {"filters": []}, [*names]
-    imports = sorted({*_imports(before), *foreign_modules([config])})
-    kept = ({**group, "modules": [m for m in group["modules"] if m not in names]} for group in before["filters"])
-    groups = [*(group for group in kept if group["modules"]), *group_by_config((name, config) for name in names)]
+    earlier, names = record or {"filters": []}, [*names]
+    imports = sorted({*_imports(earlier), *foreign_modules([config])})
+    remaining = ({**group, "modules": [m for m in group["modules"] if m not in names]} for group in earlier["filters"])
+    groups = [*(group for group in remaining if group["modules"]), *group_by_config((name, config) for name in names)]
     return _make_record(model_class, groups, imports)
 
 
