@@ -21,7 +21,7 @@ from torch import nn
 from ..errors import GraphFilterError, shown
 from ..files import digest, replacing, write_tensors
 from ..filters import GraphFilter
-from ..filters.core.attached import filters_of, patched_modules, read_whole
+from ..filters.core.attached import filters_of, is_sharded, patched_modules, read_whole
 from ..filters.core.record import describe_record, read_groups
 from ..hosts import Host, encoder_of, host_of, unwrapped
 from ..hosts.base import own_record
@@ -247,7 +247,7 @@ def _copy(target: dict[str, torch.Tensor], source: dict[str, torch.Tensor], path
         wanted = tuple(target[name].shape) if name in target else "nothing"
         if held != wanted:
             raise GraphFilterError(f"{path}: {name} should hold {wanted}, it holds {held}")
-    if any(hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id") for tensor in target.values()):
+    if any(map(is_sharded, target.values())):
         raise GraphFilterError(f"{path} cannot be laid over a model that is sharded already: load it before")
     check_values(source, target, path)
     with torch.no_grad():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..filters import GraphFilter
-from ..filters.core.attached import copy_restarted, filters_of
+from ..filters.core.attached import copy_restarted, filters_of, is_sharded
 from ..filters.core.record import describe_record, record_of
 from ..filters.core.replacing import ReplacingFilter
 
@@ -44,8 +44,7 @@ def _describe(configs: list[Any]) -> str:
 def _is_original(graph_filter: GraphFilter) -> bool:
     """Return whether a filter still is the original attention, as it started."""
     tensors = graph_filter.state_dict(keep_vars=True)
-    sharded = any(hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id") for tensor in tensors.values())
-    if sharded or not graph_filter.config.starts_as_original:
+    if any(map(is_sharded, tensors.values())) or not graph_filter.config.starts_as_original:
         return False
     if isinstance(graph_filter, ReplacingFilter):
         return not graph_filter.gate.any()  # type: ignore[union-attr]  # it has one, since it starts as the original

@@ -97,6 +97,11 @@ def read_whole(graph_filter: GraphFilter, read: Callable[[GraphFilter], dict[str
         return {name: t.to("cpu", copy=True) for name, t in gathered.items()}
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether FSDP2 or ZeRO-3 keeps a part of a tensor in each process."""
+    return hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id")
+
+
 def copy_restarted(graph_filter: GraphFilter) -> GraphFilter:
     """Return a copy on the CPU that has the start values, drawn anew where they are random.
 
@@ -104,7 +109,7 @@ def copy_restarted(graph_filter: GraphFilter) -> GraphFilter:
     """
     blank: dict[int, Tensor] = {}
     for tensor in (*graph_filter.parameters(), *graph_filter.buffers()):
-        if tensor.is_meta or hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id"):
+        if tensor.is_meta or is_sharded(tensor):
             empty = torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype)
             learned = isinstance(tensor, nn.Parameter)
             blank[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if learned else empty
