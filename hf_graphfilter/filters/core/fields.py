@@ -45,6 +45,22 @@ def check_counts(config: Any, **most: int) -> None:
             raise GraphFilterError(f"{type(config).__name__}: {name} must be 1 to {limit}, got {shown(value)}")
 
 
+def check_limits(
+    config: Any, *names: str, least: float | None = None, above: float | None = None, most: float | None = None
+) -> None:
+    """Raise unless each of these fields of a dataclass is within the limits."""
+    for name in names:
+        value, limit = getattr(config, name), None
+        if least is not None and value < least:
+            limit = f">= {least}"
+        if above is not None and value <= above:
+            limit = f"> {above}"
+        if most is not None and value > most:
+            limit = f"at most {most}"
+        if limit:
+            raise GraphFilterError(f"{type(config).__name__}: {name} must be {limit}, got {shown(value)}")
+
+
 def options(config_class: type[Any]) -> dict[str, tuple[str, Any]]:
     """What ``from_options`` takes: name -> (type in words, default or ``dataclasses.MISSING``), its own options
     before those that every filter in the place of attention has."""

@@ -18,6 +18,7 @@ from ...ops.filled import filled
 from ...shift.attention import AttentionShift
 from ...shift.operator import ShiftOperator
 from .base import Decoding, FilterConfig, GraphFilter
+from .fields import check_limits
 from .site import AttentionSite
 from .window import mix_window
 
@@ -175,9 +176,7 @@ class ReplacingConfig(FilterConfig):
         return cls.from_options(**{"window": 64, "sinks": sinks, "far": "beyond", **options})  # type: ignore[return-value]
 
     def validate(self) -> None:
-        if not 0 <= self.window <= WIDEST:
-            limit = ">= 0" if self.window < 0 else f"at most {WIDEST}"
-            raise GraphFilterError(f"{type(self).__name__}: window must be {limit}, got {shown(self.window)}")
+        check_limits(self, "window", least=0, most=WIDEST)
         if not 0 <= self.sinks <= MOST_SINKS:
             raise GraphFilterError(
                 f"{type(self).__name__}: sinks must be between 0 and {MOST_SINKS}, got {shown(self.sinks)}"
