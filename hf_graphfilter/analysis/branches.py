@@ -15,7 +15,7 @@ from ..filters import GraphFilter
 from ..filters.core.attached import filters_of
 from ..hosts import unwrapped
 from .model_inputs import to_device
-from .observing import set_training
+from .observing import evaluate
 
 Measure = Callable[[nn.Module], float]
 
@@ -56,17 +56,13 @@ def branch_report(model: nn.Module, measure: Measure | Iterable[Any]) -> list[Br
     if not parts:
         kinds = ", ".join(sorted({graph_filter.config.filter for _, graph_filter in filters}))
         raise GraphFilterError(f"the filters of the model ({kinds}) have no parts that can be switched off")
-    training = [module for module in model.modules() if module.training]
-    try:
-        model.eval()
+    with evaluate(model):
         with_all = measured(model)
         branches = [Branch("all", with_all, 0.0, len(filters))]
         for name, having in parts.items():
             with switch_off(name, having):
                 value = measured(model)
             branches.append(Branch(name, value, value - with_all, len(having)))
-    finally:
-        set_training(training)
     return branches
 
 

@@ -153,12 +153,10 @@ def observe(
         raise GraphFilterError("batches is a list or an iterator of batches: put this one into a list")
     watch = _Observer(model, sites, readers)
     plain = [site for site in sites if CHILD not in site.module._modules]
-    training = [module for module in model.modules() if module.training]
     device = next(model.parameters()).device
     heads = max(site.heads for site in sites) if any(reader.matrices for reader in readers) else 0
     with contextlib.ExitStack() as undo:
-        undo.callback(set_training, training)
-        model.eval()
+        undo.enter_context(evaluate(model))
         watched: list[nn.Module] = []
         undo.callback(host.detach, model, watched)
         for site in plain:
@@ -178,9 +176,16 @@ def observe(
         raise GraphFilterError("there are no batches with a token: nothing was measured")
 
 
-def set_training(modules: list[nn.Module]) -> None:
-    for module in modules:
-        module.training = True
+@contextlib.contextmanager
+def evaluate(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode within; afterwards each of its modules has the mode that it had."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 class _Observer:

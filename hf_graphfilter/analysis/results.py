@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..errors import GraphFilterError, needs
 from ..text import figure_text
 from .observing import Layer, Reader
+from .plots import make_figure
 from .statistics import Band, Running
 
 if TYPE_CHECKING:
@@ -96,14 +97,12 @@ class Measured:
 
     def plot(self, against: Measured | None = None, quantities: list[str] | None = None) -> Figure:
         """Axes for each quantity, over the layers, or curves of some layers; ``against`` is drawn with dashes."""
-        with needs("plots", "a figure"):
-            from matplotlib.figure import Figure
         known = dict.fromkeys(name for _, name in self.bands)
         if unknown := [name for name in quantities or () if name not in {**known, **self.quantities}]:
             raise GraphFilterError(f"{type(self).__name__} has no {unknown[0]!r}; it has {', '.join(known)}")
         names = [name for name in quantities or self.quantities if name in known] or [*known]
         stacks = list(dict.fromkeys(layer.stack for layer in self.layers()))
-        figure = Figure(figsize=(5.2 * len(stacks), 3.2 * len(names)), layout="constrained")
+        figure = make_figure(5.2 * len(stacks), 3.2 * len(names))
         axes = figure.subplots(len(names), len(stacks), squeeze=False)
         for row, name in enumerate(names):
             for column, stack in enumerate(stacks):

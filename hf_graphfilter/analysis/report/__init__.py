@@ -13,6 +13,7 @@ from torch import nn
 
 from ...errors import GraphFilterError
 from ..observing import Layer
+from ..plots import save_figure
 from .drawing import figures
 from .measurements import ConversionCost, Measurements, measure
 from .page import page
@@ -76,10 +77,7 @@ class Report:
         for name, figure in figures.items():
             if names is not None and name not in names:
                 continue
-            file = Path(folder, f"{name}.png")
-            file.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(file, dpi=150)
-            files.append(file)
+            files.append(save_figure(figure, Path(folder, f"{name}.png")))
         return files
 
 

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...errors import needs
 from ...patching.status import FilterStatus
 from ...text import figure_text
-from ..plots import average_heads
+from ..plots import average_heads, make_figure
 from ..response import plot_curves
 from .measurements import ConversionCost, Measurements
 
@@ -42,12 +41,10 @@ def figures(
 def heat_maps(status: FilterStatus) -> Figure:
     """A map for each coefficient (of several numbers a head, their mean): modules over heads, red above 0 and blue
     below, white at 0."""
-    with needs("plots", "a figure"):
-        from matplotlib.figure import Figure
     names = list(dict.fromkeys(name for row in status for name in row.coefficients))
     heads = max(len(average_heads(value)) for row in status for value in row.coefficients.values())
     size = 1.6 + 0.22 * len(status)
-    figure = Figure(figsize=(6.2, size * len(names)), layout="constrained")
+    figure = make_figure(6.2, size * len(names))
     for axes, name in zip(figure.subplots(len(names), 1, squeeze=False)[:, 0], names, strict=True):
         values = torch.full((len(status), heads), torch.nan)
         for i, row in enumerate(status):
