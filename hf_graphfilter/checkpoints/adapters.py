@@ -20,13 +20,13 @@ from torch import nn
 from ..errors import GraphFilterError
 from ..files import write_text
 from ..filters.core.attached import CHILD, patched_modules
-from ..filters.core.record import described, read_groups
+from ..filters.core.record import describe_record, read_groups
 from ..hosts import host_of, unwrapped
-from ..patching.patch import STARTS, unchanged_on_error, unpatch_model
+from ..patching.patch import STARTS, restore_on_error, unpatch_model
 from ..patching.restore import apply_record
 from ..wrappers import wrap
 from . import copies
-from .fingerprint import KEY, check_adapter, check_record, live_record, written
+from .fingerprint import KEY, check_adapter, check_record, encode_record, live_record
 
 READ = "_graph_filter_read"  # of the configuration of an adapter: the record of its filters
 _loading = ContextVar("_loading", default=False)
@@ -76,7 +76,7 @@ def _add_record(
 def _convert_with_copies(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     config, state = original(model, *args, **kwargs)
     arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
-    state = copies.with_copies(state, model, arguments.get("adapter_name", "default"))
+    state = copies.complete_copies(state, model, arguments.get("adapter_name", "default"))
     return config, _record(model, state, config)
 
 
@@ -88,10 +88,10 @@ def _subtract_with_filter(
     return {**ours, **original(self, output_state_dict, *args, **kwargs)}
 
 
-def _record(model: nn.Module, state: dict[str, Any], config: Any, whole: Any = None) -> dict[str, Any]:
+def _record(model: nn.Module, state: dict[str, Any], config: Any, model_state: Any = None) -> dict[str, Any]:
     """Return the weights of an adapter with the record of the model's filters, which its configuration gets too."""
     if (record := live_record(model)) is not None:
-        state = {**state, KEY: written(state, record, model, whole)}
+        state = {**state, KEY: encode_record(state, record, model, model_state)}
     vars(config)[READ] = record
     return state
 
@@ -166,24 +166,24 @@ def _swap_with_copies(
 ) -> Any:
     if (record := vars(config).get(READ)) is not None:
         _fit(model, record, config)
-    given, rest = copies.split(check_adapter(model, state_dict), model, parameter_prefix)
-    target = copies.of_adapter(model, adapter_name)
-    copies.check_copies(given, target, adapter_name)
+    filters, rest = copies.split_copies(check_adapter(model, state_dict), model, parameter_prefix)
+    target = copies.tensors_of(model, adapter_name)
+    copies.check_copies(filters, target, adapter_name)
     result = original(model, rest, adapter_name, config, parameter_prefix)
-    copies.swap(given, target)
+    copies.swap_copies(filters, target)
     return result
 
 
 def load_with_filter(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Load an adapter: a plain base gets the filter first, and an error leaves the model as it was."""
-    given = inspect.signature(original).bind(*args, **kwargs).arguments
-    model, config = given.get("model", given.get("self")), given.get("config", given.get("peft_config"))
+    arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+    model, config = arguments.get("model", arguments.get("self")), arguments.get("config", arguments.get("peft_config"))
     if _loading.get() or not isinstance(model, nn.Module):
         return original(*args, **kwargs)
     token = _loading.set(True)
     try:
-        with unchanged_on_error(model):
-            read = config if getattr(config, READ, None) else _read_configuration(given)
+        with restore_on_error(model):
+            read = config if getattr(config, READ, None) else _read_configuration(arguments)
             if (record := getattr(read, READ, None)) is not None:
                 _fit(model, record, config or read)
             return original(*args, **kwargs)
@@ -191,14 +191,14 @@ def load_with_filter(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
         _loading.reset(token)
 
 
-def _read_configuration(given: dict[str, Any]) -> Any:
+def _read_configuration(arguments: dict[str, Any]) -> Any:
     """Return the configuration in the folder or repository that is loaded; None where weights are alone."""
     from peft import PeftConfig
 
-    options = {**(getattr(given.get("load_config"), "download_kwargs", None) or {}), **given.get("kwargs", {})}
-    options |= given.get("adapter_kwargs") or {}
+    options = {**(getattr(arguments.get("load_config"), "download_kwargs", None) or {}), **arguments.get("kwargs", {})}
+    options |= arguments.get("adapter_kwargs") or {}
     with contextlib.suppress(ValueError, TypeError):
-        if (source := given.get("model_id", given.get("peft_model_id"))) is not None:
+        if (source := arguments.get("model_id", arguments.get("peft_model_id"))) is not None:
             return PeftConfig.from_pretrained(source, **PeftConfig._split_kwargs(options)[0])
     return None
 
@@ -206,7 +206,7 @@ def _read_configuration(given: dict[str, Any]) -> Any:
 def _delete_with_filter(original: Callable[..., Any], self: Any, adapter_name: str) -> None:
     original(self, adapter_name)
     if not self.peft_config:
-        copies.drop(base := unwrapped(self))
+        copies.drop_copies(base := unwrapped(self))
         if vars(base).get(STARTS):  # the filter came with the adapters
             unpatch_model(base)
 
@@ -221,8 +221,8 @@ def _fit(model: nn.Module, record: Any, config: Any) -> None:
 
     groups, base = read_groups(record, "the adapter", f" of {CHILD} in its configuration"), unwrapped(model)
     host, kind = host_of(base), type(base).__name__
-    trained_on = f"the adapter was trained on a model with {described(record)}"
-    held = copies.holds(config, (name for _, names in groups for name in names))
+    trained_on = f"the adapter was trained on a model with {describe_record(record)}"
+    held = copies.holds_filters(config, (name for _, names in groups for name in names))
     mend = "load it over that model, or lay its filter over this one first, with load_filter"
     if patched_modules(base, required=False):
         check_record(base, record)
@@ -237,5 +237,5 @@ def _fit(model: nn.Module, record: Any, config: Any) -> None:
     if any(module._get_available_adapters() for module in base.modules() if isinstance(module, BaseTunerLayer)):
         raise GraphFilterError(f"{trained_on}, and this {kind} holds adapters that were not: load it before them")
     host.write_record(base, record)
-    apply_record(base, whole=True)
+    apply_record(base, complete=True)
     vars(base)[STARTS] = True

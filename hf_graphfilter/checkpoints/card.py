@@ -15,12 +15,12 @@ from ..errors import GraphFilterError
 from ..filters.core.attached import filters_of, patched_modules
 from ..filters.core.build import foreign_modules
 from ..filters.core.overview import summary
-from ..filters.core.record import grouped
+from ..filters.core.record import group_by_config
 from ..hosts import Host, encoder_of, host_of, unwrapped
 from ..patching.status import FilterStatus, filter_parameters, filter_status
 from ..tables import markdown_table
 from ..text import markdown_text, quoted
-from .copies import holds
+from .copies import holds_filters
 from .filter_card import FIGURES, SHOWN, FilterCard, Seen
 
 HYPERPARAMETERS = (
@@ -75,7 +75,7 @@ def create_model_card(
     host = host_of(inner)
     base_model = base_model or host.base_model(inner)
     base_model = None if base_model == repo_id else base_model
-    library, task, usage = _loading(model, host, repo_id, base_model)
+    library, task, usage = _describe_loading(model, host, repo_id, base_model)
     name = repo_id.rstrip("/").rsplit("/", 1)[-1]
     relation = {"base_model_relation": "adapter" if library == "peft" else "finetune"} if base_model else {}
     data = ModelCardData(
@@ -95,7 +95,7 @@ def create_model_card(
     packages = dict.fromkeys(["hf_graphfilter", library, "transformers", "torch"])
     table = [values for row in status for values in row.coefficients.values()]
     # a model whose parts were patched by themselves has no record of its own
-    record = host.read_record(inner) or {"filters": grouped(filters.items())}
+    record = host.read_record(inner) or {"filters": group_by_config(filters.items())}
     fields = {
         "title": markdown_text(name),
         "model_class": type(inner).__name__,
@@ -103,8 +103,8 @@ def create_model_card(
         "filters": "\n".join(f"- `{n}`: {summary(c)}".removesuffix(": ") for n, c in sorted(configs.items())),
         "adapter": library == "peft",
         "usage": "\n".join([*(f"import {m}  # registers its filter" for m in modules), usage]),
-        "description": "\n\n".join(filter(None, [description.strip(), _seen(report)])),
-        "training_table": _training(training),
+        "description": "\n\n".join(filter(None, [description.strip(), _describe_report(report)])),
+        "training_table": _tabulate_training(training),
         "coefficient_table": markdown_table(*status.table(), escape=True) if table else "",
         "per_head": any(values.numel() > 1 for values in table),
         "added_parameters": sum(p.numel() for p in filter_parameters(inner)),
@@ -117,7 +117,7 @@ def create_model_card(
     return card
 
 
-def _seen(report: Seen | None) -> str:
+def _describe_report(report: Seen | None) -> str:
     if report is None:
         return ""
     lines = "\n".join(f"- {line}" for line in report.summary())
@@ -137,7 +137,7 @@ def package_address() -> str | None:
     return next(iter([*preferred, *urls.values()]), None)
 
 
-def _loading(model: Any, host: Host, repo_id: str, base_model: str | None) -> tuple[str, str | None, str]:
+def _describe_loading(model: Any, host: Host, repo_id: str, base_model: str | None) -> tuple[str, str | None, str]:
     """(library, task, Python that loads the model) as the Hub's page shows them."""
     inner = unwrapped(model)
     if encoder_of(model) is not model:
@@ -146,14 +146,14 @@ def _loading(model: Any, host: Host, repo_id: str, base_model: str | None) -> tu
         return "sentence-transformers", "sentence-similarity" if kind == "SentenceTransformer" else None, usage
     if hasattr(model, "get_base_model"):
         base = host.usage(inner, base_model or "path/to/the/base/model")
-        held = holds(model.peft_config[model.active_adapters[0]], (name for name, _ in patched_modules(inner)))
+        held = holds_filters(model.peft_config[model.active_adapters[0]], (name for name, _ in patched_modules(inner)))
         lay = f"hf_graphfilter.load_filter(model, {quoted(repo_id)})  # what save_filter(model, folder) writes\n"
         load = f"{'' if held else lay}model = PeftModel.from_pretrained(model, {quoted(repo_id)})"
         return "peft", host.pipeline_tag(inner), f"from peft import PeftModel\n{base}\n{load}"
     return host.LIBRARY, host.pipeline_tag(inner), host.usage(inner, repo_id)
 
 
-def _training(training: Mapping[str, Any] | TrainingArguments | None) -> str:
+def _tabulate_training(training: Mapping[str, Any] | TrainingArguments | None) -> str:
     if isinstance(training, TrainingArguments):
         values = {name: getattr(training, name) for name in HYPERPARAMETERS}
         training = {k: getattr(v, "value", v) for k, v in values.items() if v not in (None, False, 0, -1)}

@@ -44,10 +44,10 @@ class FilterCard(ModelCard):
             data,
             template_str=TEMPLATE.read_text(),
             base_model=markdown_text(data.base_model) if isinstance(data.base_model, str) else None,
-            results_table=_results(data.eval_results or []),
+            results_table=_tabulate_results(data.eval_results or []),
             **fields,
         )
-        card.fields, card.text = fields, _signed(card.text)
+        card.fields, card.text = fields, _sign(card.text)
         card.rendered = card.text
         return card
 
@@ -62,14 +62,14 @@ class FilterCard(ModelCard):
         Raises:
             GraphFilterError: such a README without ``force``, or one whose metadata cannot be read.
         """
-        there = check_card(Path(filepath), force)
-        if there is not None:
-            if is_signed(there.text):
-                self.fields |= {"description": _joined(there.text, self.rendered, self.fields["description"])}
-            self.data = _merged(there.data, self.data)
+        earlier = check_card(Path(filepath), force)
+        if earlier is not None:
+            if is_signed(earlier.text):
+                self.fields |= {"description": _join_sections(earlier.text, self.rendered, self.fields["description"])}
+            self.data = _merge_metadata(earlier.data, self.data)
             edited, self.rendered = self.text != self.rendered, FilterCard.of(self.data, self.fields).text
             self.text = self.text if edited else self.rendered
-        self.text = _signed(self.text)
+        self.text = _sign(self.text)
         write_text(Path(filepath), str(self))
         if self.report is not None:
             self.report.save_figures(Path(filepath).parent / FIGURES, SHOWN)
@@ -91,30 +91,30 @@ def check_card(path: Path, force: bool = False) -> ModelCard | None:
     if path.is_dir():
         raise GraphFilterError(f"{path} is a directory: name a file for the card, such as {path / 'README.md'}")
     try:
-        there = ModelCard.load(path)
+        card = ModelCard.load(path)
     except (ValueError, OSError, yaml.YAMLError) as error:
         raise GraphFilterError(
             f"the metadata of {path} cannot be read and would be lost: mend it or write to another file ({error})"
         ) from error
-    if force or is_signed(there.text) or not there.text.strip():
-        return there
+    if force or is_signed(card.text) or not card.text.strip():
+        return card
     raise GraphFilterError(
         f"{path} was not written by hf_graphfilter, or was edited since: write to another file, or pass force=True "
         "(--force) to replace its text (its metadata and results are kept)"
     )
 
 
-def _joined(there: str, here: str, description: str) -> str:
+def _join_sections(earlier_text: str, new_text: str, description: str) -> str:
     """The description with the sections of an earlier card that this one lacks."""
     derived = {"How to use", "Evaluation", "Filter coefficients", "Configuration", "Citation"}
     old, new = (
         {part.partition("\n")[0].strip(): f"## {part.strip()}" for part in re.split(r"^## ", text, flags=re.M)[1:]}
-        for text in (_SIGNATURE.sub("", there), here)
+        for text in (_SIGNATURE.sub("", earlier_text), new_text)
     )
     return "\n\n".join(filter(None, [description, *(old[h] for h in old if h not in new and h not in derived)]))
 
 
-def _results(results: list[EvalResult]) -> str:
+def _tabulate_results(results: list[EvalResult]) -> str:
     if not results:
         return ""
     rows = []
@@ -124,24 +124,24 @@ def _results(results: list[EvalResult]) -> str:
     return markdown_table(["data", "split", "metric", "value"], rows, escape=True)
 
 
-def _merged(there: Any, here: Any) -> ModelCardData:
-    """The metadata of two cards: ``here`` wins, lists are joined, results of the same measurement are replaced."""
-    old, new = ({k: v for k, v in vars(data).items() if v is not None} for data in (there, here))
+def _merge_metadata(earlier: Any, data: Any) -> ModelCardData:
+    """The metadata of two cards: ``data`` wins, lists are joined, results of the same measurement are replaced."""
+    old, new = ({k: v for k, v in vars(each).items() if v is not None} for each in (earlier, data))
     joined = {**old, **new}
     old["tags"] = [t for t in old.get("tags", []) if t not in available_filters()]  # of an earlier filter
     for key in ("tags", "datasets", "metrics"):
-        joined[key] = list(dict.fromkeys([*_listed(new.get(key)), *_listed(old.get(key))])) or None
+        joined[key] = list(dict.fromkeys([*_as_list(new.get(key)), *_as_list(old.get(key))])) or None
     results = new.get("eval_results", [])
-    kept = [r for r in old.get("eval_results", []) if not any(r.is_equal_except_value(n) for n in results)]
-    joined["eval_results"] = [*results, *kept] or None
+    earlier_results = [r for r in old.get("eval_results", []) if not any(r.is_equal_except_value(n) for n in results)]
+    joined["eval_results"] = [*results, *earlier_results] or None
     return ModelCardData(**joined)
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return [value] if isinstance(value, str) else list(value or ())
 
 
-def _signed(text: str) -> str:
+def _sign(text: str) -> str:
     """``text`` with a comment that tells whether it was edited since."""
     body = _SIGNATURE.sub("", text).rstrip()
     digest = hashlib.sha256("\n".join(body.split()).encode()).hexdigest()[:16]
@@ -149,4 +149,4 @@ def _signed(text: str) -> str:
 
 
 def is_signed(text: str) -> bool:
-    return text.split() == _signed(text).split()
+    return text.split() == _sign(text).split()

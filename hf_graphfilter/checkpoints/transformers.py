@@ -145,8 +145,8 @@ def _check_values(model: PreTrainedModel, state_dict: dict[str, Tensor] | None, 
         return {relative_name(model, key): read(key) for key, name in parts if name in names}
 
     # those that ZeRO-3 has partitioned are empty here
-    own = {k: t for k, t in model.state_dict(keep_vars=True).items() if not hasattr(t, "ds_id")}
-    wanted = coefficients(own, own.__getitem__)
+    local = {k: t for k, t in model.state_dict(keep_vars=True).items() if not hasattr(t, "ds_id")}
+    wanted = coefficients(local, local.__getitem__)
     if state_dict is not None:
         check_values(coefficients(state_dict, state_dict.__getitem__), wanted, "state_dict")
         return
@@ -161,8 +161,8 @@ def _follow_renaming(model: PreTrainedModel) -> list[WeightRenaming]:
     host, record = host_of(model), read_record(model) or {}
     names = [name for _, group in read_groups(record, type(model).__name__) for name in group]
     sites = resolve(host, model, names)
-    whole = len(sites) < len(names) and not _is_a_part(model, record, {*names} - {*sites})
-    check_resolved(host, model, names, sites, whole)
+    complete = len(sites) < len(names) and not _is_a_part(model, record, {*names} - {*sites})
+    check_resolved(host, model, names, sites, complete)
     renamed = {name: now for name, site in sites.items() if (now := relative_name(model, site.name)) != name}
     if renamed:
         groups = [{**g, "modules": [renamed.get(name, name) for name in g["modules"]]} for g in record["filters"]]
@@ -181,10 +181,10 @@ def _is_a_part(model: PreTrainedModel, record: dict[str, Any], absent: set[str])
     for make in (*map(model_class, names), transformers.AutoModel.from_config):
         try:
             with torch.device("meta"):
-                whole = make(copy.deepcopy(config))  # type: ignore[misc]
+                candidate = make(copy.deepcopy(config))  # type: ignore[misc]
         except Exception:  # no class of transformers, or the config of a part is not enough for it
             continue
-        if absent <= {*resolve(host_of(whole), whole, absent)}:
+        if absent <= {*resolve(host_of(candidate), candidate, absent)}:
             return True
     return False
 
@@ -222,8 +222,8 @@ def _check_coefficients(model: PreTrainedModel, info: Any, path: Any) -> None:
 
 def _copy_of(name: str) -> str:
     """Of the copies that PEFT keeps for its adapters, which come one by one, the one that a name is in."""
-    found = re.match(r"original_module\.|modules_to_save\.[^.]+\.", name)
-    return found[0] if found else ""
+    match = re.match(r"original_module\.|modules_to_save\.[^.]+\.", name)
+    return match[0] if match else ""
 
 
 def _refuse_lost_filters(
@@ -231,13 +231,13 @@ def _refuse_lost_filters(
 ) -> None:
     """``load_state_dict`` of weights with a filter into a model without it: torch's strict=False, and PEFT, drop them
     in silence, and the optimizer's state, which the Trainer resumes, would be that of other parameters."""
-    given: dict[tuple[str, str], dict[str, Any]] = {}
+    saved_shapes: dict[tuple[str, str], dict[str, Any]] = {}
     for key in state_dict:
         owner, marker, name = key.removeprefix(prefix).partition(f".{CHILD}.")
         if not marker or not key.startswith(prefix):
             continue
-        given.setdefault((owner, _copy_of(name)), {})[name] = getattr(state_dict[key], "shape", ())
-    for (owner, copied), shapes in given.items():
+        saved_shapes.setdefault((owner, _copy_of(name)), {})[name] = getattr(state_dict[key], "shape", ())
+    for (owner, copied), shapes in saved_shapes.items():
         try:
             module = self.get_submodule(owner)
         except AttributeError:
@@ -247,13 +247,13 @@ def _refuse_lost_filters(
                 f"the weights hold a graph filter at {owner}, and this {type(self).__name__} has none there: patch "
                 "it first as it was when they were saved, with patch_model or load_filter"
             )
-        own = {k: getattr(v, "shape", ()) for k, v in graph_filter.state_dict().items() if _copy_of(k) == copied}
-        other = any(own.get(k) not in (shapes[k], (0,)) for k in shapes)  # (0,): ZeRO-3's
+        own_shapes = {k: getattr(v, "shape", ()) for k, v in graph_filter.state_dict().items() if _copy_of(k) == copied}
+        other = any(own_shapes.get(k) not in (shapes[k], (0,)) for k in shapes)  # (0,): ZeRO-3's
         if other and not any(type(m).__name__ == "FullyShardedDataParallel" for m in self.modules()):  # in pieces
-            there, here = (", ".join(f"{k} {tuple(v)}" for k, v in sorted(x.items())) for x in (shapes, own))
+            saved, ours = (", ".join(f"{k} {tuple(v)}" for k, v in sorted(x.items())) for x in (shapes, own_shapes))
             raise GraphFilterError(
-                f"the weights at {owner} are those of another filter, with {there}, and that of this "
-                f"{type(self).__name__} has {here or 'no such copy'}: patch it as it was when they were saved"
+                f"the weights at {owner} are those of another filter, with {saved}, and that of this "
+                f"{type(self).__name__} has {ours or 'no such copy'}: patch it as it was when they were saved"
             )
     original(self, state_dict, prefix, *args, **kwargs)
 

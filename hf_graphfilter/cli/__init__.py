@@ -12,7 +12,7 @@ from safetensors import SafetensorError  # of transformers, where a disk is full
 from .. import __version__
 from ..errors import GraphFilterError
 from ..text import printable
-from .checkpoints import check_output, reason
+from .checkpoints import check_output, message_of
 from .linearize import linearize
 from .verbs import card, export_remote_code, filters, load_filter, patch, save_filter, status, transfer, unpatch
 from .write_report import report
@@ -33,7 +33,7 @@ def _show_version(wanted: bool) -> None:
 
 
 @app.callback()
-def _before_the_verb(
+def _import_modules(
     context: typer.Context,
     modules: Annotated[
         list[str] | None,
@@ -105,7 +105,7 @@ def main() -> None:
     try:
         app(prog_name="hf-graphfilter")
     except (GraphFilterError, OSError, SafetensorError) as error:
-        message = printable(" ".join(reason(error).split()))
+        message = printable(" ".join(message_of(error).split()))
         print(f"hf-graphfilter: {message}", file=sys.stderr)
         sys.exit(1)
     except SystemExit as done:  # Typer makes a silent one of Ctrl-C

@@ -50,8 +50,8 @@ def report(
     if output.suffix.lower() not in (".html", ".htm"):
         raise GraphFilterError(f"--output {output}: name a page, NAME.html")
     check_output(output.parent)
-    for path, there in ((output, output.is_dir()), (output.with_suffix(""), output.with_suffix("").is_file())):
-        if there:  # the figures go into a folder of the page's name
+    for path, is_taken in ((output, output.is_dir()), (output.with_suffix(""), output.with_suffix("").is_file())):
+        if is_taken:  # the figures go into a folder of the page's name
             raise GraphFilterError(f"--output {output}: {path} is in the way")
     if images is None:
         batches = texts_of(source, text or [], count, length, batch_size)
@@ -62,10 +62,10 @@ def report(
     conversion = load_conversion(source)
     reference = load(against, auto_class).to(device) if against else None
     progress = partial(tqdm, desc="measuring", leave=False, disable=None)
-    found = measured(model, batches, reference, title=Path(source).name, conversion=conversion, progress=progress)
-    page = found.to_html(output)
-    found.save_figures(output.with_suffix(""))
-    output.with_suffix(".json").write_text(json.dumps(found.to_dict(), indent=1) + "\n")
-    for line in found.summary():
+    result = measured(model, batches, reference, title=Path(source).name, conversion=conversion, progress=progress)
+    page = result.to_html(output)
+    result.save_figures(output.with_suffix(""))
+    output.with_suffix(".json").write_text(json.dumps(result.to_dict(), indent=1) + "\n")
+    for line in result.summary():
         Console().print(escape(f"- {line}"), highlight=False)
     Console().print(f"saved to {escape(str(page))}")

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..analysis.model_inputs import running
+from ..analysis.model_inputs import name_mistakes
 from ..errors import GraphFilterError, is_number, nearest, shown
 from ..filters import FilterConfig, GraphFilter, ReplacingConfig, as_config
 from ..filters.core.attached import filters_of
@@ -127,7 +127,7 @@ def linearize(
         )
         with fit.exclusive():
             with fit.only_filters():
-                with running(model, batches.held[0]):
+                with name_mistakes(model, batches.held[0]):
                     ends_in = fit.check(shares, causal)
                 fit.tokens = _tokens(shares or {"attention": 0.7, ends_in: 0.3}, budget)
                 fit.begin(config.window)

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from ..analysis.branches import without
+from ..analysis.branches import switch_off
 from ..errors import GraphFilterError
 from .checkpoint import Checkpoint
 from .fit import Fit
@@ -164,7 +164,7 @@ class Linearization(Fit):
             errors: dict[str, float] = {}
             switched: dict[str, dict[str, dict[str, float]]] = {}
             for part in parts_of(self.modules):
-                with without(part, [f for f in self.modules.values() if part in f.branches()]):
+                with switch_off(part, [f for f in self.modules.values() if part in f.branches()]):
                     switched[part] = compare(self.model, original, held, causal)
                     errors[part] = mean(self.errors())
         measures = [

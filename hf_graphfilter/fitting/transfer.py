@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..analysis.model_inputs import running
+from ..analysis.model_inputs import name_mistakes
 from ..errors import GraphFilterError, is_number, shown
 from ..filters import GraphFilter
 from ..filters.core.attached import filters_of
@@ -110,7 +110,7 @@ def transfer_attention(
     fit = Fit(model, batches, rates, settings, checkpoint, progress, eval_every, patience)
     report = fit.report
     with fit.only_filters():
-        with running(model, batches.held[0]):
+        with name_mistakes(model, batches.held[0]):
             report.before = fit.errors()
         _refuse_equal(fit)
         original = fit.original()

@@ -34,7 +34,7 @@ def _select(group: str, sites: list[AttentionSite], layers: Layers) -> list[Atte
         return sites
     if isinstance(layers, str) and layers in ("even", "odd"):
         return sites[layers == "odd" :: 2]
-    given = f"layers={shown(layers)}"
+    where = f"layers={shown(layers)}"
     try:
         if isinstance(layers, slice):
             return sites[layers]
@@ -42,23 +42,23 @@ def _select(group: str, sites: list[AttentionSite], layers: Layers) -> list[Atte
             return [site for site in sites if layers(site.index, site.name)]
         if not isinstance(layers, Collection) or isinstance(layers, (str, bytes, bytearray, memoryview, Mapping)):
             raise TypeError(f"{type(layers).__name__} is no list of indices")
-        indices = {_index(i, given, group, len(sites)) for i in layers}  # stops at the first mistake
+        indices = {_index(i, where, group, len(sites)) for i in layers}  # stops at the first mistake
     except GraphFilterError:
         raise
     except Exception as error:  # a predicate may raise anything
         raise GraphFilterError(
-            f"{given}: use None, 'even', 'odd', a list of indices, a slice, 'all' or a predicate that "
+            f"{where}: use None, 'even', 'odd', a list of indices, a slice, 'all' or a predicate that "
             f"takes (index, module name); it raised {shown(error)}"
         ) from error
     return [site for site in sites if site.index in indices]
 
 
-def _index(i: Any, given: str, group: str, count: int) -> int:
+def _index(i: Any, where: str, group: str, count: int) -> int:
     if isinstance(i, bool):  # Python takes True for 1, and a list of them may be meant as a mask
         raise TypeError(f"{i} is no index")
     if not -count <= (index := operator.index(i)) < count:
         raise GraphFilterError(
-            f"{given}: {shown(i)} is out of range, {group or 'the model'} has {count} layers (use stack= to choose "
+            f"{where}: {shown(i)} is out of range, {group or 'the model'} has {count} layers (use stack= to choose "
             "encoder or decoder)"
         )
     return index % count

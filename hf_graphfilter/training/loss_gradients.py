@@ -16,7 +16,7 @@ Weights = Mapping[str, float]
 Options = Mapping[str, Mapping[str, Any]]
 
 
-def chosen_weights(graph_filter: GraphFilter, losses: Iterable[str], weights: Weights) -> dict[str, float]:
+def choose_weights(graph_filter: GraphFilter, losses: Iterable[str], weights: Weights) -> dict[str, float]:
     """Return the weights of the losses that count: one of weight 0 is not computed, and no part of a mean."""
     chosen = {**graph_filter.config.penalties, **weights}
     return {name: chosen[name] for name in losses if chosen[name]}
@@ -40,7 +40,7 @@ class GradientAdder:
         self.counts = Counter[str]()
 
     def __call__(self, graph_filter: GraphFilter, out: Tensor, losses: dict[str, Loss]) -> Tensor:
-        weights = chosen_weights(graph_filter, losses, self.weights)
+        weights = choose_weights(graph_filter, losses, self.weights)
         if torch._C._current_graph_task_id() == -1:  # checkpointing runs a layer again, during the backward pass
             if self.backward_began:
                 self.applications, self.others, self.backward_began = Counter(), Counter(), False

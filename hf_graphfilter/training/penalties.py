@@ -23,8 +23,8 @@ from ..filters import GraphFilter
 from ..filters.core.attached import filters_of
 from ..filters.core.base import Loss
 from .callbacks import LoggingCallback
-from .learning_rate import caller
-from .loss_gradients import GradientAdder, Options, Weights, chosen_weights, reruns_layers
+from .learning_rate import find_caller
+from .loss_gradients import GradientAdder, Options, Weights, choose_weights, reruns_layers
 
 LOGGED = {"orthogonality": "ortho_loss"}  # its name since the first release; others are NAME_loss
 
@@ -62,7 +62,7 @@ class RegularizerCallback(LoggingCallback):
         if args.deepspeed:
             raise GraphFilterError(f"{name}: DeepSpeed scales the loss where a callback cannot see it; use DDP or FSDP")
         self.added = GradientAdder(self.weights, self.options, reruns_layers(model))
-        if trainer := caller(Trainer):
+        if trainer := find_caller(Trainer):
             step = trainer.training_step
             inner = step.inner if isinstance(step, _Step) else step  # of a training that was interrupted
             trainer.training_step = _Step(inner, filters, self.added)  # type: ignore[method-assign]
@@ -75,7 +75,7 @@ class RegularizerCallback(LoggingCallback):
         scaler = getattr(optimizer, "scaler", None)  # float16: the gradients are scaled until the optimizer's step
         scale = 1.0 if scaler is None else scaler.get_scale()
         # batches of this step: an epoch may end with fewer
-        batches = getattr(caller(Trainer), "current_gradient_accumulation_steps", args.gradient_accumulation_steps)
+        batches = getattr(find_caller(Trainer), "current_gradient_accumulation_steps", args.gradient_accumulation_steps)
         self.added.scale = scale / batches
 
     def values(self) -> dict[str, float]:
@@ -84,7 +84,7 @@ class RegularizerCallback(LoggingCallback):
         return {LOGGED.get(name, f"{name}_loss"): total.item() / counts[name] for name, total in sums.items()}
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        trainer = caller(Trainer)
+        trainer = find_caller(Trainer)
         if trainer and isinstance(trainer.training_step, _Step):
             trainer.training_step = trainer.training_step.inner  # type: ignore[method-assign]
         record(penalised_filters(model, self.weights, self.options), None)
@@ -120,7 +120,7 @@ class Penalties:
     def _record(self, graph_filter: GraphFilter, out: Tensor, losses: dict[str, Loss]) -> Tensor:
         if torch.is_grad_enabled():
             self._called = True
-            for name, weight in chosen_weights(graph_filter, losses, self._weights).items():
+            for name, weight in choose_weights(graph_filter, losses, self._weights).items():
                 self._seen.setdefault(name, []).append((weight, losses[name]))
         return out
 
@@ -204,7 +204,7 @@ def penalised_filters(model: nn.Module, weights: Weights, options: Options) -> l
             f"{type(model).__name__} has no filter with a loss of its own (FilterConfig.penalties); patch it with one, "
             "such as 'agf'"
         )
-    if not any(chosen_weights(f, f.config.penalties, weights) for f in filters):
+    if not any(choose_weights(f, f.config.penalties, weights) for f in filters):
         raise GraphFilterError(
             f"the losses of {type(model).__name__}: every weight is 0 in the configs of the filters; give one, say 1e-2"
         )

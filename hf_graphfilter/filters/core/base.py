@@ -137,8 +137,8 @@ class GraphFilter(nn.Module):
         trained with a learning rate of their own. By default those of the module itself; a filter may name some of its
         children's too (``"mix.weight"``).
         """
-        own = (*self.named_parameters(recurse=False), *self.named_buffers(recurse=False))
-        return {name for name, _ in own}
+        tensors = (*self.named_parameters(recurse=False), *self.named_buffers(recurse=False))
+        return {name for name, _ in tensors}
 
     def coefficient_tensors(self) -> dict[str, Tensor]:
         """The parameters and buffers that are coefficients, by name."""

@@ -42,13 +42,13 @@ def register_filter(name: str) -> Callable[[C], C]:
             raise GraphFilterError(
                 f"{config_class.__name__} must derive from FilterConfig and set `module` to its GraphFilter class"
             )
-        own: Any = config_class
-        if "__dataclass_fields__" not in vars(own) or not own.__dataclass_params__.frozen:
+        dataclass_type: Any = config_class
+        if "__dataclass_fields__" not in vars(dataclass_type) or not dataclass_type.__dataclass_params__.frozen:
             raise GraphFilterError(
                 f"{config_class.__name__} must be a frozen dataclass, or its options would be lost: write "
                 f"@dataclass(frozen=True) between @register_filter({name!r}) and the class"
             )
-        if taken_names := {f.name for f in fields(own)} & {*dir(FilterConfig)}:
+        if taken_names := {f.name for f in fields(dataclass_type)} & {*dir(FilterConfig)}:
             raise GraphFilterError(
                 f"{config_class.__name__}: {min(taken_names)!r} belongs to FilterConfig and cannot be an option: give "
                 "the option another name, or leave out the annotation if it is meant as the class attribute"
@@ -114,12 +114,12 @@ def build_filter(config: FilterConfig, site: AttentionSite) -> GraphFilter:
 
 def _refuse_other(graph_filter: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Refuse the weights of another filter, which ``load_state_dict`` with strict=False drops in silence."""
-    given = {key.removeprefix(prefix) for key in state if key.startswith(prefix)}
-    own = graph_filter.state_dict().keys()
-    if given - own and own - given:
+    saved = {key.removeprefix(prefix) for key in state if key.startswith(prefix)}
+    known = graph_filter.state_dict().keys()
+    if saved - known and known - saved:
         raise GraphFilterError(
-            f"the weights at {prefix.rstrip('.')} are those of another filter, with {', '.join(sorted(given))}, and "
-            f"that of this model has {', '.join(sorted(own))}: patch it as it was when they were saved"
+            f"the weights at {prefix.rstrip('.')} are those of another filter, with {', '.join(sorted(saved))}, and "
+            f"that of this model has {', '.join(sorted(known))}: patch it as it was when they were saved"
         )
 
 

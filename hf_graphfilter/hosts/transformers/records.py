@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...errors import GraphFilterError, shown
 from ...filters import FilterConfig
 from ...filters.core.attached import CHILD, active_filter, filters_of, patched_modules
-from ...filters.core.record import grouped
+from ...filters.core.record import group_by_config
 from .implementation import CURE, IMPLEMENTATION
 from .sites import relative_name
 
@@ -170,7 +170,7 @@ def _settle(part: PreTrainedModel, others: list[str], prefix: str) -> None:
     own = [(n, m) for n, m in patched_modules(part, required=False) if not f"{prefix}{n}.".startswith(tuple(others))]
     here = {relative_name(part, name): active_filter(module).config for name, module in own}
     if here and here != named:
-        setattr(part.config, CHILD, {**record, "filters": grouped(here.items())})
+        setattr(part.config, CHILD, {**record, "filters": group_by_config(here.items())})
 
 
 def _with_parts(config: Any) -> Iterator[PreTrainedConfig]:
