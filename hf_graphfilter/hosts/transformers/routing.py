@@ -18,7 +18,7 @@ from ...shift.earlier_layers import EarlierLayers
 from ..watching import unwatch, watch
 from . import cache
 from .attention import EARLIER, HIDDEN
-from .implementation import BASE_CONFIG, CHOSEN, IMPLEMENTATION, SERVING, read_field
+from .implementation import BASE_CONFIG, CHOSEN, IMPLEMENTATION, SERVING, read_fields
 
 _SITE = "_graph_filter_site"
 
@@ -53,7 +53,7 @@ def _routed(base: Any) -> Any:
     from it at each call is ours, or an error."""
 
     def read(self: Any) -> str:
-        if (written := read_field(self, CHOSEN)) != IMPLEMENTATION:
+        if (written := read_fields(self, CHOSEN)) != IMPLEMENTATION:
             raise GraphFilterError(
                 f"{getattr(self, _SITE)} is patched, but {written!r} was written into its config, which leads past the "
                 f"graph filter: choose a backend with model.set_attn_implementation('sdpa'); {SERVING}"
