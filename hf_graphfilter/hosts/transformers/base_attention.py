@@ -14,6 +14,7 @@ from ...ops.few_rows import can_form_rows, form_rows
 from ...ops.visibility import visibility
 from ...shift.attention import AttentionCall
 from ..base import describe_site
+from ..stand_ins import ModuleView
 from .implementation import BASE_CONFIG, CHOSEN, ENGINES, IMPLEMENTATION, SERVING, read_fields
 from .interface import attention_function, honours_softcap
 
@@ -151,16 +152,10 @@ class BaseAttention:
         return packed or not increasing
 
 
-class _SingleGroup:
-    """A view of an attention module whose keys have been repeated to one group per head."""
+class _SingleGroup(ModuleView):
+    """An attention module whose keys have been repeated to one group per head."""
 
     num_key_value_groups = 1
-
-    def __init__(self, module: nn.Module):
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
 
 
 def declares_causal(module: nn.Module) -> bool:
