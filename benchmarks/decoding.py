@@ -7,10 +7,11 @@ are timed in turn within a round; ratios are taken within a round. Writes benchm
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
-from measure import arguments, report, rounds, rows, write
+from measure import Benchmark, main
 from transformers import DynamicCache, GPT2Config, GPT2Model, StaticCache
 
 from hf_graphfilter import filter_parameters, patch_model
@@ -75,26 +76,23 @@ def replayed(step: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
+CASES = {"dynamic": "one token, dynamic cache", "static": "one token, static cache"}
+CASES["graph"] = "one token, static cache, graph"  # last: it may not be possible
+
+
 @torch.no_grad()
-def main() -> None:
-    kinds = ("dynamic", "static", "graph")
-    options, common = arguments(__doc__, kinds, CONTEXTS)
-    models = {form: build(form, options.device) for form in ("plain", "gfsa")}
-    made = []
-    cases = {kind: f"one token, {kind} cache" for kind in kinds} | {"graph": "one token, static cache, graph"}
-    for kind in kinds if options.device == "cuda" else kinds[:2]:
-        for length in options.lengths if options.only in (None, kind) else ():
-            steps = {
-                form: one_token(model, filled(model, length, kind, options.device), options.device)
-                for form, model in models.items()
-            }
-            if kind == "graph":
-                steps = {form: replayed(step) for form, step in steps.items()}
-            times = rounds(steps, options.device, options.seconds)
-            case = {**common, "case": cases[kind], "n": length, "causal": True, "pass": "decoding"}
-            made += report(rows(case, times))
-        write(made, options.output / f"decoding-{options.device}.csv")  # a graph may not be possible
+def time_tokens(benchmark: Benchmark, kind: str) -> Iterator[list[dict]]:
+    device = benchmark.device
+    if kind == "graph" and device != "cuda":
+        return
+    models = {form: build(form, device) for form in ("plain", "gfsa")}
+    for length in benchmark.lengths:
+        calls = {form: one_token(model, filled(model, length, kind, device), device) for form, model in models.items()}
+        if kind == "graph":
+            calls = {form: replayed(call) for form, call in calls.items()}
+        yield benchmark.time(calls, CASES[kind], length, True, "decoding")
 
 
 if __name__ == "__main__":
-    main()
+    sections = {kind: partial(time_tokens, kind=kind) for kind in CASES}
+    main("decoding", __doc__, sections, CONTEXTS, file="decoding-{device}")

@@ -20,13 +20,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import RESULTS, hardware, write
+from measure import make_parser, stamp, write
 from PIL import Image
 from real import reviews, weights, windows
 from torch import nn
@@ -326,12 +325,7 @@ SECTIONS = {"pretrained": pretrained, "minilm": minilm, "deit": deit, "language"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=[*SECTIONS, "costs"], help="one section")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared", help="folder of data/ and weights/")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "gallery", help="folder for what is trained")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the numbers")
+    parser = make_parser(__doc__, [*SECTIONS, "costs"], "gallery")
     parser.add_argument("--figures", type=Path, default=ROOT / "docs" / "figures", help="folder for the figures")
     parser.add_argument("--analyse", choices=CASES.values(), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -339,7 +333,7 @@ def main() -> None:
     if options.analyse:
         analyse(options, options.analyse)
         return
-    common = {"date": date.today().isoformat(), "device": hardware(options.device)}
+    common = stamp(options.device)
     for section, run in SECTIONS.items():
         if options.only in (None, section):
             rows = numbers({**common, "data": DATA[section]}, run(options))

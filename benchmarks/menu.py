@@ -16,7 +16,7 @@ import csv
 
 import torch
 from gfsa import bert, gpt2, training_step
-from measure import arguments, report, rounds, rows, write
+from measure import Benchmark, write
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_graphfilter import GraphFilterError, available_filters, patch_model
@@ -46,25 +46,24 @@ def patched(model: torch.nn.Module, name: str) -> torch.nn.Module:
 
 def main() -> None:
     filters = available_filters()
-    options, common = arguments(__doc__, (*SHAPES, *filters), ())
-    size = {"num_hidden_layers": 1} if options.smoke else {}
-    file = options.output / f"menu-{options.device}-steps.csv"
+    benchmark = Benchmark(__doc__, (*SHAPES, *filters), ())
+    only, device = benchmark.only, benchmark.device
+    size = {"num_hidden_layers": 1} if benchmark.smoke else {}
+    file = benchmark.output / f"menu-{device}-steps.csv"
     table = []
-    if options.only and file.is_file():
+    if only and file.is_file():
         with file.open() as before:
-            table = [row for row in csv.DictReader(before) if options.only not in (row["form"], row["case"])]
-    for case in [options.only] if options.only in SHAPES else SHAPES:
-        build, batch, n, causal = SHAPES[case](False, options.device, **size)
-        plain = training_step(build().to(options.device).train(), batch)
-        for name in [options.only] if options.only in filters else filters:
+            table = [row for row in csv.DictReader(before) if only not in (row["form"], row["case"])]
+    for case in [only] if only in SHAPES else SHAPES:
+        build, batch, n, causal = SHAPES[case](False, device, **size)
+        plain = training_step(build().to(device).train(), batch)
+        for name in [only] if only in filters else filters:
             try:
-                step = training_step(patched(build(), name).to(options.device).train(), batch)
+                step = training_step(patched(build(), name).to(device).train(), batch)
             except GraphFilterError as error:
                 print(f"{case}: {name} is refused ({error})")
                 continue
-            times = rounds({"plain": plain, name: step}, options.device, options.seconds)
-            fields = {**common, "case": case, "n": n, "causal": causal, "pass": "fwd+bwd+AdamW"}
-            table += report([row for row in rows(fields, times) if row["form"] != "plain"])
+            table += benchmark.time({"plain": plain, name: step}, case, n, causal)[1:]
             write(table, file)
 
 

@@ -42,7 +42,7 @@ def ratios(text: str) -> dict[tuple[str, ...], Ratio]:
     return found
 
 
-def worse(before: str, after: str) -> Iterator[tuple[tuple[str, ...], Ratio, Ratio]]:
+def find_worse(before: str, after: str) -> Iterator[tuple[tuple[str, ...], Ratio, Ratio]]:
     """(case, ratio before, ratio after) of two versions of a file."""
     old = ratios(before)
     for case, new in ratios(after).items():
@@ -55,7 +55,7 @@ def git(*arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def at(commit: str | None, name: str) -> str | None:
+def read_at(commit: str | None, name: str) -> str | None:
     """A file of the repository at a commit, or in the working tree; None where it is not there."""
     if commit is None:
         return (ROOT / name).read_text() if (ROOT / name).is_file() else None
@@ -80,10 +80,10 @@ def report(before: str | None, after: str | None) -> list[str]:
     lines = []
     for name in names:
         earlier = before or last_change(name)
-        texts = at(earlier, name) if earlier else None, at(after, name)
+        texts = read_at(earlier, name) if earlier else None, read_at(after, name)
         if None in texts:
             continue
-        for (device, case, n, causal, which, form), old, new in worse(*texts):
+        for (device, case, n, causal, which, form), old, new in find_worse(*texts):
             described = f"{case}, n = {n}, {'causal, ' if causal == 'True' else ''}{which}, {form} on {device}"
             spreads = (f"{median:g} [{low:.3g}, {high:.3g}]" for low, median, high in (old, new))
             lines.append(f"{Path(name).stem}: {described}: {' -> '.join(spreads)}")

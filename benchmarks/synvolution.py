@@ -13,10 +13,10 @@ benchmarks/results/synvolution-DEVICE.csv with percentiles and hardware.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
-from measure import arguments, report, rounds, rows, write
+from measure import PASSES, Benchmark, main
 from torch import Tensor
 
 from hf_graphfilter import functional
@@ -128,19 +128,13 @@ def call(form: str, n: int, features: int, device: str, backward: bool) -> Calla
     return run
 
 
-def main() -> None:
-    options, common = arguments(__doc__, ("scan",), LENGTHS)
-    table = []
-    for backward in (False, True):
-        for features, n in itertools.product(FEATURES, options.lengths):
-            calls = {form: call(form, n, features, options.device, backward) for form in FORMS}
-            for ours, theirs in zip(calls["blocks"](), calls["plain"](), strict=True):
-                assert (ours - theirs).abs().max() <= 1e-3 * max(1.0, float(theirs.abs().max()))
-            fields = {"case": f"{features} features", "n": n, "causal": False}
-            fields["pass"] = "fwd+bwd" if backward else "fwd"
-            table += report(rows({**common, **fields}, rounds(calls, options.device, options.seconds)))
-    write(table, options.output / f"synvolution-{options.device}.csv")
+def time_scan(benchmark: Benchmark) -> Iterator[list[dict]]:
+    for backward, features, n in itertools.product((False, True), FEATURES, benchmark.lengths):
+        calls = {form: call(form, n, features, benchmark.device, backward) for form in FORMS}
+        for ours, theirs in zip(calls["blocks"](), calls["plain"](), strict=True):
+            assert (ours - theirs).abs().max() <= 1e-3 * max(1.0, float(theirs.abs().max()))
+        yield benchmark.time(calls, f"{features} features", n, False, PASSES[backward])
 
 
 if __name__ == "__main__":
-    main()
+    main("synvolution", __doc__, {"scan": time_scan}, LENGTHS, file="synvolution-{device}")
