@@ -107,9 +107,9 @@ def test_plain_is_tuned_first_then_filters_then_seeds_and_stages(trained):
     assert values[0, "gfsa"]["held_out"] == HELD_OUT
     assert "held_out" not in values[1, "gfsa"]
     assert {values[1, name]["learning_rate"] for name in ("none", "gfsa")} == {2e-4}, "plain's best"
-    assert [*league().wanted({run: found[run] for run in found if run not in order[27:]})] == order[27:], "beside it"
+    assert [*league().list_runs({run: found[run] for run in found if run not in order[27:]})] == order[27:], "beside it"
     del found[Run("ptb", "plain", TUNING_SEED, 1)]
-    assert {run for run in league().wanted(found) if run.task == "ptb"} == {Run("ptb", "plain", TUNING_SEED, 1)}
+    assert {run for run in league().list_runs(found) if run.task == "ptb"} == {Run("ptb", "plain", TUNING_SEED, 1)}
     longer = next(v for v, _, folder in trained if LONGER.replace(" ", "-") in folder.parts and v["task"] == "ptb")
     assert longer["max_steps"] == 7500
 
@@ -173,7 +173,7 @@ def test_ranks_and_comparisons_are_those_of_the_numbers(trained):
     gfsa = made["ptb", "gfsa"]
     assert gfsa.paired.mean == pytest.approx(-0.1, abs=1e-3)
     assert gfsa.better
-    assert gfsa.beyond
+    assert gfsa.is_significant
     assert gfsa.paired.pairs == 4
     text = standings.verdict(own, found)
     assert text.startswith(
@@ -250,7 +250,7 @@ def test_a_run_that_diverged_is_no_number(trained, monkeypatch):
     own, found = league(), index_runs(played(trained))
     stage = own.stages[0]
     gated = [c for c in standings.comparisons(own, found, stage) if c.variant == "gated"]
-    assert [(c.task, c.paired, c.diverged, c.beyond) for c in gated] == [
+    assert [(c.task, c.paired, c.diverged, c.is_significant) for c in gated] == [
         (task, None, 3, False) for task in ("reviews", "ptb")
     ]
     assert [*own.ranks(found, stage)][-1] == "gated"
@@ -265,7 +265,7 @@ def test_one_seed_that_diverged_is_never_better(trained):
     stage = own.stages[1]
     found[Run("ptb", "gfsa", 4, 1e-2)]["metrics"]["test/loss"] = float("nan")
     (gfsa,) = standings.comparisons(own, found, stage)
-    assert (gfsa.paired.pairs, gfsa.diverged, gfsa.beyond) == (3, 1, False)
+    assert (gfsa.paired.pairs, gfsa.diverged, gfsa.is_significant) == (3, 1, False)
     assert standings.verdict(own, found).endswith(
         "None is better than plain. None is worse than plain. Diverged: `gfsa` on ptb, 1 seeds."
     )
@@ -276,7 +276,7 @@ def test_nothing_is_claimed_where_plain_diverged(trained, diverged):
     own, found = league(), index_runs(played(trained))
     found[Run("ptb", "plain", 4, 2.0)]["metrics"] |= diverged
     (gfsa,) = standings.comparisons(own, found, own.stages[1])
-    assert (gfsa.paired.pairs, gfsa.diverged, gfsa.unpaired, gfsa.beyond) == (3, 0, 1, False)
+    assert (gfsa.paired.pairs, gfsa.diverged, gfsa.unpaired, gfsa.is_significant) == (3, 0, 1, False)
     assert standings.verdict(own, found).endswith("Diverged: plain on ptb, 1 seeds.")
 
 
@@ -290,7 +290,7 @@ def test_nothing_is_claimed_before_its_seeds_are_there_and_all_planned_compariso
     found = {run: r for run, r in found.items() if run.task == "reviews" or run.seed in (TUNING_SEED, 1, 2)}
     part = {(c.task, c.variant): c for c in standings.comparisons(own, found, stage)}
     assert {c.missing for c in part.values() if c.task == "ptb"} == {1}
-    assert not any(c.beyond for c in part.values() if c.task == "ptb")
+    assert not any(c.is_significant for c in part.values() if c.task == "ptb")
     found = {run: r for run, r in found.items() if run.task == "reviews" or run.seed == TUNING_SEED}
     alone = {(c.task, c.variant): c for c in standings.comparisons(own, found, stage)}
     assert {task for task, _ in alone} == {"reviews"}
@@ -309,7 +309,7 @@ def test_runs_at_rates_that_are_no_longer_asked_for_are_not_counted(trained):
     found = index_runs(played(trained))
     own = league(rates={"learning_rate": [1, 2], "filter_lr": [1e-3, 3e-3]})
     assert standings.read_values(own, found, "ptb", "gfsa", (1, 2, 3)) == {}
-    assert Run("ptb", "gfsa", TUNING_SEED, 3e-3) in [*own.wanted(found)]
+    assert Run("ptb", "gfsa", TUNING_SEED, 3e-3) in [*own.list_runs(found)]
 
 
 def test_other_rates_of_the_model_under_finished_runs_of_filters_are_said(trained):
@@ -333,7 +333,7 @@ def test_of_equal_rates_the_one_of_the_lower_loss_is_taken(trained):
         metrics = found[Run("reviews", "gfsa", TUNING_SEED, rate)]["metrics"]
         metrics |= {"validation/matthews_correlation": 0.4, "held_out/matthews_correlation": 0.4}
         metrics |= {"validation/loss": loss, "held_out/loss": loss}
-    assert league().tuned(found, "reviews", "gfsa") == rates[1]
+    assert league().choose_rate(found, "reviews", "gfsa") == rates[1]
 
 
 def test_what_can_claim_nothing_spares_the_others_no_correction(trained):

@@ -26,7 +26,7 @@ def league_tables(name: str) -> str:
             title = f"Stage {number}, seeds {min(stage.seeds)} to {max(stage.seeds)}" if len(league.stages) > 1 else ""
             made += [f"*{title}*" if title else "", markdown_table(*overview(league, found, stage))]
             made += fold("in detail", *details(league, found, stage))
-            if len(league.playing(found, stage)) <= FEW:
+            if len(league.choose_variants(found, stage)) <= FEW:
                 made += fold(
                     "filters among each other, not corrected for their number", *compare_filters(league, found, stage)
                 )

@@ -95,12 +95,12 @@ class League:
 
     def metric(self, task: str) -> str:
         """Return the metric by which runs with the stages' seeds are compared."""
-        return self.settings[task].recipe.metric(self.task_of(task))
+        return self.settings[task].recipe.metric(self.name_task(task))
 
     def tuning_metric(self, task: str) -> str:
-        return self.settings[task].recipe.metric(self.task_of(task), held_out=True)
+        return self.settings[task].recipe.metric(self.name_task(task), held_out=True)
 
-    def task_of(self, task: str) -> str:
+    def name_task(self, task: str) -> str:
         """Return the task as its recipe calls it."""
         return self.tasks[task].get("task", task)
 
@@ -109,7 +109,7 @@ class League:
         """The settings of the plain model on each task."""
         by_task = {}
         for task, about in self.tasks.items():
-            argv = ["--config", about["config"], "--task", self.task_of(task)]
+            argv = ["--config", about["config"], "--task", self.name_task(task)]
             if "data" in about:
                 argv += ["--data", str(self.data / about["data"])]
             values, _ = self.settings[task].parse([*argv, "--filter", "none"])
@@ -122,7 +122,7 @@ class League:
         """Return the settings of a run, with what was tuned before it."""
         settings, values = self.settings[run.task], dict(self.base[run.task])
         plain = run.variant in (PLAIN, LONGER)
-        factor = run.rate if plain else self.tuned(found, run.task, PLAIN) or 1.0
+        factor = run.rate if plain else self.choose_rate(found, run.task, PLAIN) or 1.0
         values["learning_rate"] *= factor
         if not plain:
             changes = {"filter": run.variant, **self.variants[run.variant]}
@@ -175,7 +175,7 @@ class League:
     def metric_of(self, run: Run) -> str:
         return self.tuning_metric(run.task) if run.seed == TUNING_SEED else self.metric(run.task)
 
-    def tuned(self, found: Records, task: str, variant: str) -> float | None:
+    def choose_rate(self, found: Records, task: str, variant: str) -> float | None:
         """Return the best rate on validation, None before all have been tried.
 
         Of equal ones (accuracy over few examples) it is that of the lowest loss.
@@ -186,19 +186,19 @@ class League:
         loss = f"{self.tuning_metric(task).rpartition('/')[0]}/loss"
         return max(tried, key=lambda run: (self.score(run, found[run]), -get_value(found[run], loss))).rate
 
-    def refused(self, found: Records, task: str, variant: str) -> str | None:
+    def find_refusal(self, found: Records, task: str, variant: str) -> str | None:
         """Return why a filter is left out of a task, None if it is not."""
         return next((r["refused"] for run, r in found.items() if run[:2] == (task, variant) and "refused" in r), None)
 
-    def runs_of(self, found: Records, task: str, variant: str, seeds: tuple[int, ...]) -> dict[int, dict[str, Any]]:
+    def select_runs(self, found: Records, task: str, variant: str, seeds: tuple[int, ...]) -> dict[int, dict[str, Any]]:
         """Seed to record, at the rate that tuning chose: others are of another version of the file, and not counted."""
-        rate = self.tuned(found, task, PLAIN if variant == LONGER else variant)
+        rate = self.choose_rate(found, task, PLAIN if variant == LONGER else variant)
         if rate is None:
             return {}
         runs = {seed: found.get(Run(task, variant, seed, rate), {}) for seed in seeds}
         return {seed: record for seed, record in runs.items() if "metrics" in record}
 
-    def playing(self, found: Records, stage: Stage) -> list[str]:
+    def choose_variants(self, found: Records, stage: Stage) -> list[str]:
         """Return the variants of a stage."""
         if stage.best is None:
             return [*self.variants]
@@ -210,10 +210,10 @@ class League:
 
         Tasks without such a seed are left out. A variant that is refused has minus infinity.
         """
-        playing, made = [PLAIN, *self.playing(found, stage)], {}
+        playing, made = [PLAIN, *self.choose_variants(found, stage)], {}
         for task in stage.tasks:
-            variants = [variant for variant in playing if not self.refused(found, task, variant)]
-            runs = {variant: self.runs_of(found, task, variant, stage.seeds) for variant in variants}
+            variants = [variant for variant in playing if not self.find_refusal(found, task, variant)]
+            runs = {variant: self.select_runs(found, task, variant, stage.seeds) for variant in variants}
             if shared := set.intersection(*({*records} for records in runs.values())):
                 made[task] = dict.fromkeys(playing, -math.inf)
                 for variant, records in runs.items():
@@ -227,23 +227,23 @@ class League:
         mean = {variant: fmean(ranks[variant] for ranks in by_task) for variant in (by_task[0] if by_task else ())}
         return dict(sorted(mean.items(), key=lambda x: x[1]))
 
-    def wanted(self, found: Records) -> Iterator[Run]:
+    def list_runs(self, found: Records) -> Iterator[Run]:
         """Yield the runs that can be begun now and are not finished, in order."""
         for stage in self.stages:
-            variants = self.playing(found, stage)
-            missing = [run for task in stage.tasks for run in self._of(found, task, variants, stage.seeds)]
+            variants = self.choose_variants(found, stage)
+            missing = [run for task in stage.tasks for run in self._list_task_runs(found, task, variants, stage.seeds)]
             yield from missing
             if missing:
                 break  # the next stage waits; what follows here does not
         for task in self.tasks if self.longer else ():
-            rate = self.tuned(found, task, PLAIN)
+            rate = self.choose_rate(found, task, PLAIN)
             if rate is not None and (run := Run(task, LONGER, self.stages[0].seeds[0], rate)) not in found:
                 yield run
 
-    def _of(self, found: Records, task: str, variants: list[str], seeds: tuple[int, ...]) -> Iterator[Run]:
+    def _list_task_runs(self, found: Records, task: str, variants: list[str], seeds: tuple[int, ...]) -> Iterator[Run]:
         """Yield the runs of a task: plain's tuning, that of the filters, which have its rate, then seed by seed."""
-        playing = [PLAIN, *(v for v in variants if not self.refused(found, task, v))]
-        rates: dict[str, float | None] = {variant: self.tuned(found, task, variant) for variant in playing}
+        playing = [PLAIN, *(v for v in variants if not self.find_refusal(found, task, v))]
+        rates: dict[str, float | None] = {variant: self.choose_rate(found, task, variant) for variant in playing}
         if rates[PLAIN] is None:
             rates = {PLAIN: None}
         tuned = {variant: rate for variant, rate in rates.items() if rate is not None}

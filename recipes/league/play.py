@@ -91,7 +91,7 @@ def play(league: League, file: Path, root: Path, workers: int, console: Console)
     with ProcessPoolExecutor(workers, context, begin, (int(threads),)) as pool:
         try:
             while True:
-                open_runs = (run for run in league.wanted(found) if run not in running.values())
+                open_runs = (run for run in league.list_runs(found) if run not in running.values())
                 for run in itertools.islice(open_runs, workers - len(running)):
                     folder = root / run.task / run.variant.replace(" ", "-") / f"{run.rate:g}" / f"seed-{run.seed}"
                     recipe = league.settings[run.task].recipe.name

@@ -30,21 +30,21 @@ class Comparison(NamedTuple):
     unpaired: int  # seeds on which plain did
 
     @property
-    def beyond(self) -> bool:
+    def is_significant(self) -> bool:
         """Whether the difference stands after the correction; nothing does before its seeds are complete."""
         return not (self.missing or self.diverged or self.unpaired) and self.corrected < LEVEL
 
 
 def read_values(league: League, records: Records, task: str, variant: str, seeds: tuple[int, ...]) -> dict[int, float]:
     """Return seed to the metric of the task; NaN where a run diverged."""
-    runs = league.runs_of(records, task, variant, seeds)
+    runs = league.select_runs(records, task, variant, seeds)
     return {seed: get_value(record, league.metric(task)) for seed, record in runs.items()}
 
 
 def plan_comparisons(league: League, found: Records, stage: Stage) -> list[tuple[str, str]]:
     """Return (task, variant) of every comparison that a stage is to make."""
-    pairs = itertools.product(stage.tasks, league.playing(found, stage))
-    return [(task, variant) for task, variant in pairs if not league.refused(found, task, variant)]
+    pairs = itertools.product(stage.tasks, league.choose_variants(found, stage))
+    return [(task, variant) for task, variant in pairs if not league.find_refusal(found, task, variant)]
 
 
 def comparisons(league: League, found: Records, stage: Stage) -> list[Comparison]:
@@ -113,7 +113,7 @@ def verdict(league: League, found: Records) -> str:
         names = "; ".join(
             f"`{c.variant}` on {c.task} by {abs(c.paired.mean):.3g} ({metric_of(league, c.task)})"
             for c in made
-            if c.paired and c.beyond and c.better == better
+            if c.paired and c.is_significant and c.better == better
         )
         sentences.append(f"{verb.capitalize()} than plain: {names}." if names else f"None is {verb} than plain.")
     diverged = [f"`{c.variant}` on {c.task}, {c.diverged} seeds" for c in made if c.diverged]
@@ -122,7 +122,7 @@ def verdict(league: League, found: Records) -> str:
         sentences.append(f"Diverged: {'; '.join(diverged)}.")
     complete = sum(not c.missing for c in made)
     done = "but these comparisons are" if complete == count else f"{complete} of {count} comparisons are"
-    unfinished = f"Not finished yet, {done}. " if any(league.wanted(found)) else ""
+    unfinished = f"Not finished yet, {done}. " if any(league.list_runs(found)) else ""
     about = f"Of {count} comparisons with plain over {len(stage.seeds)} seeds, Holm-corrected at {LEVEL:.0%}"
     return f"{unfinished}{about}: {' '.join(sentences)}"
 
@@ -145,7 +145,7 @@ def overview(league: League, found: Records, stage: Stage) -> tuple[list[str], l
         "mean rank",
     ]
     rows = []
-    for variant in (*ranks, *(v for v in (PLAIN, *league.playing(found, stage)) if v not in ranks)):
+    for variant in (*ranks, *(v for v in (PLAIN, *league.choose_variants(found, stage)) if v not in ranks)):
         cells = []
         for task in tasks:
             if variant == PLAIN:
@@ -153,14 +153,14 @@ def overview(league: League, found: Records, stage: Stage) -> tuple[list[str], l
             elif comparison := made.get((task, variant)):
                 cells.append(cell(comparison))
             else:
-                cells.append("refused" if league.refused(found, task, variant) else "")
+                cells.append("refused" if league.find_refusal(found, task, variant) else "")
         if any(cells):
             rows.append([variant, *cells, ranks.get(variant, "")])
     return header, rows
 
 
 def cell(comparison: Comparison) -> str:
-    paired, mark = comparison.paired, "**" if comparison.beyond else ""
+    paired, mark = comparison.paired, "**" if comparison.is_significant else ""
     shown = f"{mark}{paired.mean:+.3g} [{paired.low:+.3g}, {paired.high:+.3g}]{mark}" if paired else ""
     diverged = f"{comparison.diverged} diverged" if comparison.diverged else ""
     so_far = f"{paired.pairs} pairs so far" if paired and comparison.missing else ""
@@ -173,11 +173,11 @@ def details(league: League, found: Records, stage: Stage) -> tuple[list[str], li
     header = ["task", "filter", "tuned rate", "seeds", "score", "p (t)", "p (Holm)", "p (sign flips)"]
     rows = []
     for task in stage.tasks:
-        for variant in (PLAIN, *league.playing(found, stage)):
+        for variant in (PLAIN, *league.choose_variants(found, stage)):
             values = read_values(league, found, task, variant, stage.seeds)
             if not values:
                 continue
-            settings = league.runs_of(found, task, variant, stage.seeds)[min(values)]["settings"]
+            settings = league.select_runs(found, task, variant, stage.seeds)[min(values)]["settings"]
             rate = f"{settings[league.tune[variant]]:g} of the {OF[league.tune[variant]]}"
             row = [task, f"`{variant}`", rate, f"{len(values)}", mean_and_sd([*values.values()], ".4g")]
             comparison = made.get((task, variant))
@@ -189,7 +189,7 @@ def details(league: League, found: Records, stage: Stage) -> tuple[list[str], li
 def compare_filters(league: League, found: Records, stage: Stage) -> tuple[list[str], list[list[str]]]:
     """Return (header, rows): of every two filters, the second's differences to the first, with their intervals."""
     rows = []
-    for first, second in itertools.combinations(league.playing(found, stage), 2):
+    for first, second in itertools.combinations(league.choose_variants(found, stage), 2):
         cells = []
         for task in stage.tasks:
             a, b = (read_values(league, found, task, variant, stage.seeds) for variant in (first, second))
@@ -211,7 +211,7 @@ def tuning(league: League, found: Records) -> tuple[list[str], list[list[str]]]:
     rows = []
     for task in league.tasks:
         for variant in (PLAIN, *league.variants):
-            best, cells = league.tuned(found, task, variant), []
+            best, cells = league.choose_rate(found, task, variant), []
             for rate in league.rates[league.tune[variant]]:
                 run = Run(task, variant, TUNING_SEED, rate)
                 if "metrics" in (record := found.get(run, {})):
@@ -230,7 +230,7 @@ def levels(league: League, found: Records) -> tuple[list[str], list[list[str]]]:
     for task in league.tasks:
         plain, longer = (read_values(league, found, task, variant, seeds) for variant in (PLAIN, LONGER))
         if plain:
-            steps = f"{league.runs_of(found, task, PLAIN, seeds)[min(plain)]['steps']:,}"
+            steps = f"{league.select_runs(found, task, PLAIN, seeds)[min(plain)]['steps']:,}"
             shown = (plain, longer) if league.longer else (plain,)
             scores = [mean_and_sd([*values.values()], ".4g") if values else "" for values in shown]
             rows.append([task, metric_of(league, task), steps, *scores])
