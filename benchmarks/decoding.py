@@ -46,6 +46,7 @@ def filled(model: GPT2Model, length: int, kind: str, device: str) -> DynamicCach
             layer.keys, layer.values = (repeated(x, times, length) for x in (layer.keys, layer.values))
             kept.update({name: repeated(x, times, length) for name, x in kept.items()})
             layer.ends = dict.fromkeys(kept, length)
+            layer.known = layer.keys, layer.values  # else the filter sees that another has replaced them
         else:
             for x in (layer.keys, layer.values, *kept.values()):
                 x[:, :, :length] = repeated(x[:, :, :FILLED], times, length)
