@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 import transformers
-from decoding import filled, one_token
+from decoding import fill_cache, one_token
 from measure import PASSES, SDPA_UP_TO, Benchmark, Call, half, main, make_pass, random_heads
 from transformers import BertConfig, GPT2Config, GPT2Model
 from transformers.models.bert.modeling_bert import BertSelfAttention
@@ -96,7 +96,7 @@ def measure_memory(benchmark: Benchmark) -> Iterator[list[dict]]:
 
 
 def time_layers(benchmark: Benchmark) -> Iterator[list[dict]]:
-    """An attention module of BERT-base and of GPT-2 in training: plain, AGF, AGF with the orthogonality loss."""
+    """Time an attention module of BERT-base and of GPT-2 in training: plain, AGF, AGF with the orthogonality loss."""
     for (name, causal), n in itertools.product({"BERT-base": False, "GPT-2": True}.items(), (512, 2048)):
         hidden = torch.randn(4096 // n, n, 768, device=benchmark.device, requires_grad=True)
         calls = {form: module_step(form, causal, hidden, benchmark.device) for form in ("plain", "agf", "agf+ortho")}
@@ -136,7 +136,7 @@ def time_decoding(benchmark: Benchmark) -> Iterator[list[dict]]:
         model = GPT2Model(config).to(benchmark.device).eval()
         if form == "agf":
             patch_model(model, "agf")
-        call = one_token(model, filled(model, length, "dynamic", benchmark.device), benchmark.device)
+        call = one_token(model, fill_cache(model, length, "dynamic", benchmark.device), benchmark.device)
         yield benchmark.time({form: call}, "one token, GPT-2, 4 layers", length, True, "decoding")
 
 

@@ -29,7 +29,7 @@ from measure import make_parser, stamp, write
 from PIL import Image
 from real import reviews, weights, windows
 from torch import nn
-from transfer import AGF, fitted
+from transfer import AGF, fit_filter
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -95,10 +95,11 @@ def pretrained(options: argparse.Namespace) -> Found:
 def minilm(options: argparse.Namespace) -> Found:
     source = pretrained_path()
     models = {"pretrained": AutoModel.from_pretrained(source)}
-    kept = options.runs / "minilm-agf"
-    if not kept.is_dir():
-        save_filter(fitted(options, reviews(options, AutoTokenizer.from_pretrained(source)), "agf", AGF, 600)[0], kept)
-    models["AGF, fitted"] = load_filter(AutoModel.from_pretrained(source), kept)
+    folder = options.runs / "minilm-agf"
+    if not folder.is_dir():
+        batches = reviews(options, AutoTokenizer.from_pretrained(source))
+        save_filter(fit_filter(options, batches, "agf", AGF, 600)[0], folder)
+    models["AGF, fitted"] = load_filter(AutoModel.from_pretrained(source), folder)
     for name, flags in {"fine-tuned": ["--filter", "none"], "fine-tuned with GFSA": ["--filter_lr", "1e-2"]}.items():
         common = ["--config", "glue/minilm.yaml", "--task", "movie-snippets", "--model", source, "--max_train_samples"]
         folder = trained(options, "glue", name, [*common, "8000", *flags, "--save_strategy", "epoch"])
@@ -153,7 +154,7 @@ def language(options: argparse.Namespace) -> Found:
 
 
 def trained(options: argparse.Namespace, recipe: str, name: str, argv: list[str], seed: int = 1) -> Path:
-    """The checkpoint of a recipe, trained now if it is not there."""
+    """Return the checkpoint of a recipe, trained now if it is not there."""
     output = options.runs / name.replace(" ", "-")
     command = [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), *argv, "--seeds", str(seed), "--output_dir"]
     subprocess.run([*command, str(output)], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
@@ -167,7 +168,7 @@ Lines = list[tuple[str, Any, Any]]  # what each is called, where its points are,
 
 
 def panels(drawn: dict[str, Lines], x: str, y: str = "", *, legends: bool = False, **options: Any) -> Any:
-    """A figure of panels side by side by their titles, with a legend in each or in the first; ``options`` of axes."""
+    """Draw panels side by side by their titles, with a legend in each or in the first; ``options`` of axes."""
     from matplotlib.figure import Figure
 
     shared, marker = bool(y), None if y else "o"
@@ -192,7 +193,7 @@ def draw(options: argparse.Namespace, name: str, figure: Any) -> None:
 
 
 def stacks(found: Found) -> Iterator[tuple[str, Measurements, str]]:
-    """(what to call it, the numbers, the stack) for each stack of each model."""
+    """Yield (what to call it, the numbers, the stack) for each stack of each model."""
     for name, measured in found.items():
         there = list(dict.fromkeys(layer.stack for layer in measured.smoothing.layers()))
         for stack in there:
@@ -207,7 +208,7 @@ def band(measured: Measurements, stack: str, quantity: str) -> tuple[list[int], 
 
 
 def depth(found: Found) -> Any:
-    """What becomes of the tokens, over the layers; models of different depth over the share of them."""
+    """Draw what becomes of the tokens, over the layers; models of different depth over the share of them."""
     lines = list(stacks(found))
     differ = len({max(band(measured, stack, "cosine")[0]) for _, measured, stack in lines}) > 1
     drawn: dict[str, Lines] = {title: [] for title in PANELS.values()}
@@ -223,7 +224,7 @@ def gain(measured: Measurements, layer: Layer, quantity: str, label: str) -> tup
 
 
 def frequencies(found: Found) -> Any:
-    """The gain of attention over the frequencies, in some layers of each stack (GFSA, Figure 2)."""
+    """Draw the gain of attention over the frequencies, in some layers of each stack (GFSA, Figure 2)."""
     drawn = {
         name: [
             gain(measured, layer, "attention_gain", f"layer {layer.index}")
@@ -235,7 +236,7 @@ def frequencies(found: Found) -> Any:
 
 
 def gains(found: Found, names: list[str]) -> Any:
-    """The gain of what modules apply, in some layers: filters beside what they start from."""
+    """Draw the gain of what modules apply, in some layers: filters beside what they start from."""
     layers = some(found[names[0]].response.layers())
     drawn = {f"layer {x.index}": [gain(found[name], x, "gain", name) for name in names] for x in layers}
     return panels(drawn, "frequency (cycles a token)", "gain of what the module applies")
@@ -283,7 +284,7 @@ CASES = {
 
 
 def analyse(options: argparse.Namespace, case: str) -> None:
-    """A report of one of the cases, within a process of its own."""
+    """Write a report of one of the cases, within a process of its own."""
     if case == "minilm":
         model, batches = AutoModel.from_pretrained(pretrained_path()), texts(options, pretrained_path(), 512)
     elif case == "smollm2":

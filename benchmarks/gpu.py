@@ -52,7 +52,7 @@ def sections(smoke: bool) -> dict[str, tuple[int, list[str]]]:
 
 
 def find_winners(rows: Iterable[dict], kernel: str) -> str | None:
-    """The line of the table for a kernel, timed as form "kernel" beside the plain form, which has the kernel's name.
+    """Return the line of the table for a kernel, timed as "kernel" beside the plain form, which has the kernel's name.
 
     It holds the fewest tokens from which the kernel won in training, whatever the mask.
     """

@@ -23,7 +23,7 @@ LENGTHS = {"50 to 200 tokens": (50, 200), "500 to 2,000 tokens": (500, 2_000)}
 
 
 def read_top_digits(tokens: list[str]) -> tuple[str, str | None]:
-    """The outermost operator, and the largest (smallest) of the digits directly under it, where it asks for that."""
+    """Return the outermost operator, and the largest (smallest) digit directly under it, where it asks for that."""
     depth, digits = 0, []
     for token in tokens:
         depth += token.startswith("[") - (token == "]")

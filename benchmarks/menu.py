@@ -24,7 +24,7 @@ from hf_graphfilter.filters.core.attached import filters_of
 
 
 def narrow(dropout: bool, device: str, **size: int) -> tuple:
-    """The 12 layers of recipes/configs/language_modeling/deep.yaml."""
+    """Build the 12 layers of recipes/configs/language_modeling/deep.yaml."""
     sizes = {"vocab_size": 2048, "n_embd": 32, "n_head": 2, "n_positions": 64, **size}
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.1 if dropout else 0.0}
     config = GPT2Config(**sizes, **off, activation_function="gelu_pytorch_tanh")
@@ -35,7 +35,7 @@ def narrow(dropout: bool, device: str, **size: int) -> tuple:
 SHAPES = {"BERT-base, 8 x 128": bert, "GPT-2, 1 x 1,024": gpt2, "GPT-2 of 32 features, 32 x 64": narrow}
 
 
-def patched(model: torch.nn.Module, name: str) -> torch.nn.Module:
+def patch_filter(model: torch.nn.Module, name: str) -> torch.nn.Module:
     patch_model(model, name)
     with torch.no_grad():
         for _, graph_filter in filters_of(model):
@@ -59,7 +59,7 @@ def main() -> None:
         plain = training_step(build().to(device).train(), batch)
         for name in [only] if only in filters else filters:
             try:
-                step = training_step(patched(build(), name).to(device).train(), batch)
+                step = training_step(patch_filter(build(), name).to(device).train(), batch)
             except GraphFilterError as error:
                 print(f"{case}: {name} is refused ({error})")
                 continue

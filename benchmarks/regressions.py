@@ -56,14 +56,14 @@ def git(*arguments: str) -> str:
 
 
 def read_at(commit: str | None, name: str) -> str | None:
-    """A file of the repository at a commit, or in the working tree; None where it is not there."""
+    """Return a file of the repository at a commit, or in the working tree; None where it is not there."""
     if commit is None:
         return (ROOT / name).read_text() if (ROOT / name).is_file() else None
     return git("show", f"{commit}:{name}") if git("ls-tree", "--name-only", commit, name) else None
 
 
 def last_change(name: str) -> str | None:
-    """The commit that a file is compared with: HEAD where it is changed, else the one before its last change."""
+    """Return the commit that a file is compared with: HEAD where it is changed, else the one before its last change."""
     if git("status", "--porcelain", name):
         return "HEAD"
     commits = git("log", "-2", "--format=%H", "--", name).split()
@@ -71,7 +71,7 @@ def last_change(name: str) -> str | None:
 
 
 def report(before: str | None, after: str | None) -> list[str]:
-    """A line for every ratio that got worse."""
+    """Return a line for every ratio that got worse."""
     if after is None:
         names = [str(file.relative_to(ROOT)) for file in sorted(RESULTS.rglob("*.csv"))]
     else:

@@ -1,5 +1,4 @@
-"""Synvolution against the parallel scan of its paper: ``python benchmarks/synvolution.py`` (on the GPU where there is
-one).
+"""Synvolution against the parallel scan of its paper: ``python benchmarks/synvolution.py``, on a GPU if there is one.
 
 plain: Eq. 8 with the parallel scan of Algorithm 1 (Converter, appendix A) in PyTorch; blocks:
 ``hf_graphfilter.functional.synvolution``. Both from the same angles, eigenvalues and values, one sequence, of 64
@@ -97,7 +96,7 @@ def upward(cells: Tensor, x: Tensor) -> Tensor:
     return downward(cells.flip(1, 2, 3), x.flip(1)).flip(1)
 
 
-def scanned(value: Tensor, eigenvalues: Tensor, lower: Tensor, upper: Tensor, phase: Tensor) -> Tensor:
+def scan_twice(value: Tensor, eigenvalues: Tensor, lower: Tensor, upper: Tensor, phase: Tensor) -> Tensor:
     """Eq. 8."""
     low, up, turn = rotations(lower), rotations(upper), torch.exp(1j * phase)[..., None]
     x = turn * downward(low, upward(up, value.to(turn.dtype)))
@@ -105,7 +104,7 @@ def scanned(value: Tensor, eigenvalues: Tensor, lower: Tensor, upper: Tensor, ph
     return downward(up.mH, upward(low.mH, x))
 
 
-FORMS = {"plain": scanned, "blocks": functional.synvolution}
+FORMS = {"plain": scan_twice, "blocks": functional.synvolution}
 
 
 def inputs(n: int, features: int, device: str) -> list[Tensor]:

@@ -44,7 +44,7 @@ def gflops(model: nn.Module) -> float:
 
 
 def steps(model: nn.Module, images: torch.Tensor, train: bool):
-    """A function that runs one step."""
+    """Return a function that runs one step."""
     model.train(train)
     device = images.device.type
 

@@ -17,7 +17,7 @@ FIGURES = {  # by compare.py league --figures docs/figures
 
 
 def league_tables(name: str) -> str:
-    """The verdict, the tables of each stage, and how far plain was trained."""
+    """Write the verdict, the tables of each stage, and how far plain was trained."""
     content = json.loads((ROOT / "recipes" / "league" / "results" / f"{name}.json").read_text())
     league, found = League(content["league"], name, Path()), index_runs(content)
     made = [f"**{verdict(league, found)}**"]
@@ -47,5 +47,5 @@ def league_tables(name: str) -> str:
 
 
 def fold(title: str, header: list[str], rows: list[list[str]]) -> list[str]:
-    """A table that is shown when its title is clicked."""
+    """Return a table that is shown when its title is clicked."""
     return [f"<details><summary>{title}</summary>", markdown_table(header, rows), "</details>"] if rows else []

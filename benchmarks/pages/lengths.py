@@ -152,7 +152,7 @@ def growth_tables() -> str:
 
 
 def by_length(rows: list[dict], more: dict[str, dict[str, str]]) -> str:
-    """A line a system and a column a length, and ``more`` columns by system."""
+    """Return a table of a line per system and a column per length, and ``more`` columns by system."""
     cells: dict[tuple[str, str], str] = {}
     for row in rows:
         cell = [f"{float(row['median_ms']) / 1e3:#.3g} s"]

@@ -37,7 +37,7 @@ def where(rows: list[dict]) -> str:
 
 
 def days(dates: Iterable[str]) -> str:
-    """The first and the last."""
+    """Return the first date and the last."""
     ordered = sorted(dates)
     return " to ".join(dict.fromkeys((ordered[0], ordered[-1])))
 

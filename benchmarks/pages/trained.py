@@ -13,7 +13,7 @@ from recipes.summary import PLAIN, format_interval, group_by_seed, summary_rows
 
 
 def recipe_tables(*names: str) -> str:
-    """What recipes/compare.py measured, a table a task, and the mean over the tasks of a family of models."""
+    """Return what recipes/compare.py measured, a table a task, and the mean over the tasks of a family of models."""
     files = [file for name in names for file in sorted(RECIPES.glob(f"{name}*.json"))]
     contents = [json.loads(file.read_text()) for file in files]
     parts = []
