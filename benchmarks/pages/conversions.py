@@ -8,7 +8,7 @@ from pages.sources import days
 
 
 def conversion_tables(task: str) -> str:
-    """The cases of a task beside each other, and their errors by context."""
+    """Show the cases of a task beside each other, and their errors by context."""
     cases = [json.loads(file.read_text()) for file in sorted((sources.RESULTS / "conversion").glob("*.json"))]
     cases = [case for case in cases if case["task"] == task]
     if not cases:
