@@ -105,4 +105,5 @@ def on_page_markdown(markdown, page, config, files):
         # what is nowhere stays as it is, for mkdocs to complain of
         return hosted(path) if (ROOT / path).exists() else posixpath.relpath(path, posixpath.dirname(source) or ".")
 
-    return relinked(markdown, source, address)
+    # mkdocs reads no Markdown within HTML that does not ask for it
+    return relinked(markdown, source, address).replace("<details>", '<details markdown="1">')

@@ -29,6 +29,10 @@ NEEDS = {
     "export": ["onnxscript", "onnxruntime"],
     "filters": [],
     "choose": [],
+    "agf": [],
+    "linearize": [],
+    "analysis": ["matplotlib"],
+    "vision": ["timm"],
     "settings": [],
     "troubleshooting": [],
 }

@@ -2,6 +2,7 @@
 
 import os
 import posixpath
+import re
 import runpy
 import subprocess
 import sys
@@ -20,20 +21,29 @@ TARGETS = {"a": "href", "img": "src", "link": "href", "script": "src", "source":
 
 
 class Page(HTMLParser):
-    """What a page links to, its anchors, and the links of the navigation."""
+    """What a page links to, its anchors, the links of the navigation, and tables that stayed Markdown."""
 
     def __init__(self, file):
         super().__init__()
-        self.targets, self.anchors, self.placed = [], set(), set()
+        self.targets, self.anchors, self.placed, self.raw = [], set(), set(), []
+        self.code = 0  # how many elements of code are open
         self.feed(file.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag, attrs):
         attributes = dict(attrs)
+        self.code += tag in ("pre", "code", "script")
         self.anchors |= {attributes.get("id"), attributes.get("name") if tag == "a" else None} - {None}
         if target := attributes.get(TARGETS.get(tag)):
             self.targets.append(target)
             if "md-nav__link" in (attributes.get("class") or ""):
                 self.placed.add(target)
+
+    def handle_endtag(self, tag):
+        self.code -= tag in ("pre", "code", "script")
+
+    def handle_data(self, data):
+        if not self.code and re.search(r"^\s*\|.*\|", data, re.MULTILINE):
+            self.raw.append(data)
 
 
 @pytest.fixture(scope="session")
@@ -86,6 +96,11 @@ def test_the_navigation_holds_each_page(site):
     placed = {file_of("index.html", urlsplit(target).path) for target in pages["index.html"].placed}
     source = f"{LINKS['SOURCE']}/"
     assert {name for name in pages if name != "404.html" and not name.startswith(source)} - placed == set()
+
+
+def test_tables_are_tables(site):
+    _, pages = site
+    assert {name: page.raw for name, page in pages.items() if page.raw} == {}
 
 
 def test_pages_show_the_figures(site):
