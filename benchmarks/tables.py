@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pages.conversions import conversion_tables
 from pages.galleries import gallery, gallery_costs
-from pages.leagues import league_tables
+from pages.leagues import answers, league_tables
 from pages.lengths import agf_speed, growth_tables, linear_tables, scan_table
 from pages.overview import demo_table, headlines
 from pages.sources import CARD, ROOT
@@ -69,7 +69,8 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "finetuned": partial(recipe_tables, "converted-"),
     },
     "docs/league.md": {
-        name: partial(league_tables, name) for name in ("depth", "control", "long", "time", "small", "contranorm")
+        "answers": answers,
+        **{name: partial(league_tables, name) for name in ("depth", "control", "long", "time", "small", "contranorm")},
     },
     "docs/converter.md": {"scan": scan_table, "imdb": partial(recipe_tables, "sequences-imdb")},
     "docs/sequences.md": {

@@ -30,6 +30,8 @@ NEEDS = {
     "filters": [],
     "choose": [],
     "agf": [],
+    "singularformer": [],
+    "converter": [],
     "linearize": [],
     "analysis": ["matplotlib"],
     "vision": ["timm"],
