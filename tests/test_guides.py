@@ -96,7 +96,7 @@ def test_the_figures_of_the_concepts_can_be_drawn(tmp_path):
     assert drawn == set(re.findall(r"\(figures/([\w-]+\.png)\)", text))
 
 
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # of PEFT and TRL
 @pytest.mark.parametrize("page", NEEDS)
 def test_guides_print_what_they_show(page, folder, transformers_warnings):
     for package in NEEDS[page]:
