@@ -57,8 +57,9 @@ bench: $(VENV)/installed-test
 	$(BIN)/python benchmarks/agf.py
 	$(BIN)/python benchmarks/decoding.py
 
-# the figures of docs/analysis.md; needs the data and weights that benchmarks/gallery.py names
+# the figures of docs/concepts.md, and of docs/analysis.md; the latter need the data and weights that gallery.py names
 figures: $(VENV)/installed-test
+	$(BIN)/python benchmarks/concepts.py
 	$(BIN)/python benchmarks/gallery.py
 
 # all that a GPU can answer, in eight minutes; run again, it goes on where it was stopped

@@ -215,7 +215,7 @@ def depth(found: Found) -> Any:
     for (quantity, title), (name, measured, stack) in itertools.product(PANELS.items(), lines):
         layers, values = band(measured, stack, quantity)
         drawn[title].append((name, [(i + 1) / len(layers[1:]) for i in layers] if differ else layers, values))
-    return panels(drawn, "share of the layers" if differ else "layer (-1: what the first is given)")
+    return panels(drawn, "share of the layers" if differ else "layer (-1: input embeddings)")
 
 
 def gain(measured: Measurements, layer: Layer, quantity: str, label: str) -> tuple[str, Any, Any]:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from pages.conversions import conversion_tables
+from pages.conversions import conversion_overview, conversion_tables
 from pages.galleries import gallery, gallery_costs
-from pages.leagues import league_tables
-from pages.lengths import agf_speed, growth_tables, linear_tables, scan_table
+from pages.leagues import answers, league_tables
+from pages.lengths import agf_ratios, agf_speed, growth_tables, linear_tables, scan_table
 from pages.overview import demo_table, headlines
 from pages.sources import CARD, ROOT
 from pages.speed import bench_tables, decoding_table, machines_tables, menu_steps, overhead_table, vision_table
@@ -44,6 +44,7 @@ def replace(file: Path, name: str, content: str) -> None:
     print(f"wrote {name} into {file.name}")
 
 
+CONVERTED = ("reviews", "images", "text", "translation")
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"headlines": headlines},
     "docs/benchmarks.md": {
@@ -54,7 +55,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "machines": machines_tables,
     },
     "docs/filters.md": {"menu": lambda: markdown_table(MENU, menu()), "steps": menu_steps},
-    "docs/agf.md": {"speed": agf_speed, "transfer": agf_transfer},
+    "docs/agf.md": {"ratios": agf_ratios, "speed": agf_speed, "transfer": agf_transfer},
     "docs/singularformer.md": {
         "linear": linear_tables,
         "singular": singular_transfer,
@@ -65,11 +66,13 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "costs": gallery_costs,
     },
     "docs/linearize.md": {
-        **{name: partial(conversion_tables, name) for name in ("reviews", "images", "text", "translation")},
+        **{name: partial(conversion_tables, name) for name in CONVERTED},
+        **{f"{name}-overview": partial(conversion_overview, name) for name in CONVERTED},
         "finetuned": partial(recipe_tables, "converted-"),
     },
     "docs/league.md": {
-        name: partial(league_tables, name) for name in ("depth", "control", "long", "time", "small", "contranorm")
+        "answers": answers,
+        **{name: partial(league_tables, name) for name in ("depth", "control", "long", "time", "small", "contranorm")},
     },
     "docs/converter.md": {"scan": scan_table, "imdb": partial(recipe_tables, "sequences-imdb")},
     "docs/sequences.md": {

@@ -31,11 +31,16 @@ IMPORTED = "ignore::pytest.PytestAssertRewriteWarning"  # anyio, by what this mo
 OUTCOMES = ("fails", "works", "refused", "not tested")
 TEXT = """# What works
 
-Every row is what tests show: a command runs them and writes this page (`python tests/compatibility.py`). A cell names
-the models that a feature was tested on with a filter whose coefficients are on; **works** means the results of the same
-model used in the plain way (the tests say to what tolerance), **refused** that the call stops with the message below.
-What no test shows is *not tested*. "All" are {families}. Every other architecture of transformers:
-[coverage.md](coverage.md).
+This page lists what works with which filter and model, feature by feature. The tests write it (`python
+tests/compatibility.py`).
+
+- A cell names the models that a feature was tested on. The coefficients of the filter are not at their start.
+- **works**: the results are those of the same model used directly (the tests say to what tolerance).
+- **refused**: the call raises an error with the message [below](#refusals).
+- *not tested*: no test shows it.
+- "All" are {families}.
+
+Every other architecture of transformers is in [coverage.md](coverage.md).
 
 {summary}
 

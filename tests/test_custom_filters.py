@@ -756,17 +756,19 @@ def test_checkpoints_and_cards_name_the_module_to_import(folder):
 
 
 def test_the_page_on_filters_runs_as_it_stands(folder, capsys):
-    text = (Path(__file__).parents[1] / "docs" / "filters.md").read_text()
+    text = (Path(__file__).parents[1] / "docs" / "write_filter.md").read_text()
     blocks = {language: "\n".join(found) for language, found in _blocks(text).items()}
     page = type(sys)("filters_page")
     sys.modules[page.__name__] = page  # where pickle looks
-    exec(compile(blocks["python"], "docs/filters.md", "exec"), vars(page))
+    exec(compile(blocks["python"], "docs/write_filter.md", "exec"), vars(page))
     assert page.loaded.config.graph_filter["filters"][0]["config"]["start"] == 0.1
     page.test_high_pass(0.1)
     page.test_kernel_attention()
     assert page.penalties.total().item() == pytest.approx(1e-2 * 0.1**2)
     assert set(page.filter_status(page.kernel)[0].coefficients) == {"c", "gate"}
-    assert capsys.readouterr().out.count("passed") == 20  # every check applies
+    out = capsys.readouterr().out
+    assert blocks["text"] in out
+    assert out.count("passed") == 20  # every check applies
     entry_points = tomllib.loads(blocks["toml"])["project"]["entry-points"]
     assert entry_points == {"hf_graphfilter.filters": {"high-pass": "my_package.my_filters"}}
 

@@ -7,11 +7,29 @@ from pages import sources
 from pages.sources import days
 
 
+def read_cases(task: str) -> list[dict]:
+    """Read the results of the cases of a task."""
+    cases = [json.loads(file.read_text()) for file in sorted((sources.RESULTS / "conversion").glob("*.json"))]
+    return [case for case in cases if case["task"] == task]
+
+
+def conversion_overview(task: str) -> str:
+    """Return a table of the cases of a task: what each costs, and how near it comes to the original."""
+    if not (cases := read_cases(task)):
+        return "Not run yet."
+    names = [measure["name"] for measure in cases[0]["report"]["measures"]]
+    body = []
+    for case in cases:
+        report = case["report"]
+        values = {m["name"]: f"{m['original']:.4g} → {m['converted']:.4g}" for m in report["measures"]}
+        counts = [f"{n:,}" for n in (report["parameters"], report["tokens"])]
+        body.append([f"`{case['name']}`", *counts, f"{report['error']:.3f}", *(values.get(name, "") for name in names)])
+    return markdown_table(["case", "parameters added", "tokens", "error of the layers", *names], body)
+
+
 def conversion_tables(task: str) -> str:
     """Show the cases of a task beside each other, and their errors by context."""
-    cases = [json.loads(file.read_text()) for file in sorted((sources.RESULTS / "conversion").glob("*.json"))]
-    cases = [case for case in cases if case["task"] == task]
-    if not cases:
+    if not (cases := read_cases(task)):
         return "Not run yet."
     body = []
     for case in cases:

@@ -6,7 +6,7 @@ from pathlib import Path
 from hf_graphfilter.tables import markdown_table
 from pages.sources import ROOT, days
 from recipes.league.plan import League
-from recipes.league.records import index_runs
+from recipes.league.records import Records, index_runs
 from recipes.league.standings import compare_filters, comparisons, details, levels, overview, tuning, verdict
 
 FEW = 4  # filters, which are shown two by two
@@ -16,10 +16,41 @@ FIGURES = {  # by compare.py league --figures docs/figures
 }
 
 
+QUESTIONS = {  # the leagues whose significant differences open the page, and their sections there
+    "depth": "[deep language models](#gfsa-in-deep-language-models)",
+    "long": "[four times the steps](#does-it-last)",
+    "time": "[the same time](#is-it-worth-its-time)",
+    "contranorm": "[deep vision transformers](#contranorm-in-deep-vision-transformers)",
+    "small": "[all filters, small tasks](#all-filters-on-small-tasks)",
+}
+
+
+def read_league(name: str) -> tuple[League, Records]:
+    """Read the plan and the runs of a league."""
+    content = json.loads((ROOT / "recipes" / "league" / "results" / f"{name}.json").read_text())
+    return League(content["league"], name, Path()), index_runs(content)
+
+
+def answers() -> str:
+    """Return a table of each difference from the baseline that stands after the correction."""
+    rows = []
+    for name, question in QUESTIONS.items():
+        league, found = read_league(name)
+        header, body = overview(league, found, league.stages[-1])
+        baseline = next(row for row in body if row[0] == "plain")
+        stands = [
+            [question, row[0], task, plain, cell]
+            for row in body
+            for task, plain, cell in zip(header[1:-1], baseline[1:-1], row[1:-1], strict=True)
+            if "**" in cell
+        ]
+        rows += stands or [[question, "none", "", "", ""]]
+    return markdown_table(["question", "variant", "task", "baseline", "difference, 95 % interval"], rows)
+
+
 def league_tables(name: str) -> str:
     """Write the verdict, the tables of each stage, and how far plain was trained."""
-    content = json.loads((ROOT / "recipes" / "league" / "results" / f"{name}.json").read_text())
-    league, found = League(content["league"], name, Path()), index_runs(content)
+    league, found = read_league(name)
     made = [f"**{verdict(league, found)}**"]
     for number, stage in enumerate(league.stages, 1):
         if comparisons(league, found, stage):

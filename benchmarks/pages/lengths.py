@@ -7,6 +7,18 @@ from pages import sources
 from pages.sources import MASKS, over_plain, pivot, read, where, with_memory
 
 
+def agf_ratios(device: str = "cpu") -> str:
+    """Return a table of AGF's time over SDPA's, by length."""
+    timed = [row for row in read(f"agf-{device}-attention") if row["form"] == "agf" and row["ratio_to_plain"]]
+    lengths = sorted({int(row["n"]) for row in timed})
+    body = []
+    for causal, which in dict.fromkeys((row["causal"], row["pass"]) for row in timed):
+        ratios = {int(r["n"]): over_plain(r) for r in timed if (r["causal"], r["pass"]) == (causal, which)}
+        mask = "causal" if causal == "True" else "every token sees all"
+        body.append([f"{mask}, {which}", *(f"{ratios[n]:.2f}" if n in ratios else "" for n in lengths)])
+    return markdown_table(["AGF / SDPA, by tokens", *(f"{n:,}" for n in lengths)], body)
+
+
 def agf_speed(device: str = "cpu") -> str:
     timed, peaks = read(f"agf-{device}-attention"), read(f"agf-{device}-memory")
     for row in timed:

@@ -24,14 +24,22 @@ from hf_graphfilter.tables import markdown_table  # noqa: E402
 INTRODUCTIONS = {
     "transformers": """# Architectures of transformers
 
-A tiny random model of every architecture, made from its config class alone (tests/coverage), is patched with GFSA and
-compared in float64: identical at the start; with the filter on equal to explicit matrices, on SDPA and eager attention
-(to each other where the matrices do not give the plain model's output); finite gradients of every coefficient; the
-same again after saving and loading. "Decoding" names the filters with which tokens that are decoded with the cache are
-those of a whole pass, where this holds of the unpatched model and the inputs made here. Inputs are the main input and
-what has no default: of multimodal models the text part, so "run" may be less than "patched"; their vision towers have
-rows of their own. The families of the common tester (README) are tested there besides, with every filter. Written by
-`python tests/coverage/write.py`.
+This page says which architectures of transformers work with a filter. A program checks them all and writes this page
+(`python tests/coverage/write.py`).
+
+It makes a tiny random model of every architecture from its config class alone, patches it with GFSA, and compares in
+float64:
+
+- the outputs are identical at the start;
+- with the filter on, they equal explicit matrices, on SDPA and eager attention (or each other, where the matrices do
+  not give the unpatched model's output);
+- the gradients of every coefficient are finite;
+- the same holds again after saving and loading.
+
+"Decoding" names the filters with which decoding with the cache gives the tokens of a whole pass, where this holds of
+the unpatched model and the inputs made here. Inputs are the main input and what has no default. Of multimodal models
+this is the text part, so "run" may be less than "patched"; their vision towers have their own rows. The families of the
+common tester (README) are tested there besides, with every filter.
 """,
     "timm": """# Models of timm
 
