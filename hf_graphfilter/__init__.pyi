@@ -34,7 +34,7 @@ from .filters.core.build import register_filter as register_filter
 from .filters.core.registry import available_filters as available_filters
 from .testing import check_filter as check_filter
 from .shift.operator import DenseShift as DenseShift, ShiftOperator as ShiftOperator
-from .shift.attention import AttentionShift as AttentionShift
+from .shift.attention import AttentionCall as AttentionCall, AttentionShift as AttentionShift
 
 from .training.arguments import FilterArgumentsMixin as FilterArgumentsMixin
 from .training.arguments import FilterTrainingArguments as FilterTrainingArguments

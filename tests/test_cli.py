@@ -23,8 +23,8 @@ from hf_graphfilter import filter_status, patch_model
 from hf_graphfilter.cli import main
 from hf_graphfilter.cli.inputs import Images
 from hf_graphfilter.files import read_state
+from hf_graphfilter.fitting import fit as call
 from hf_graphfilter.fitting import run
-from hf_graphfilter.fitting import transfer as call
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_convert(cli, text, plain, tmp_path, monkeypatch, ctrl_c):
     assert "progress of another transfer (share differ)" in done.stderr
     done = cli("linearize", plain, out, *short, "--speed")
     assert done.returncode == 0, done.stderr
-    assert "converted / original" in done.stdout
+    assert "linearized / original" in done.stdout
     assert "faster than the original" in done.stdout
     assert "without far" in done.stdout
     assert sorted(out.glob(".conversion/**/*")) == own[1:]

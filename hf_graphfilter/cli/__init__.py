@@ -1,4 +1,4 @@
-"""The command ``hf-graphfilter``: the same verbs as the Python API. Needs the extra ``cli``."""
+"""The command ``hf-graphfilter``: the same verbs as the Python API."""
 
 from __future__ import annotations
 
@@ -6,21 +6,16 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import typer
+from safetensors import SafetensorError  # of transformers, where a disk is full
+
 from .. import __version__
-from ..errors import GraphFilterError, needs
+from ..errors import GraphFilterError
 from ..text import printable
-
-try:
-    with needs("cli", "the command line"):
-        import typer
-        from safetensors import SafetensorError  # of transformers, where a disk is full
-
-        from .checkpoints import check_output, message_of
-        from .linearize import linearize
-        from .verbs import card, export_remote_code, filters, load_filter, patch, save_filter, status, transfer, unpatch
-        from .write_report import report
-except GraphFilterError as error:  # pragma: no cover
-    sys.exit(f"hf-graphfilter: {error}")
+from .checkpoints import check_output, message_of
+from .linearize import linearize
+from .verbs import card, export_remote_code, filters, load_filter, patch, save_filter, status, transfer, unpatch
+from .write_report import report
 
 app = typer.Typer(
     name="hf-graphfilter",

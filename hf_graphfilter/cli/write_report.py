@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+from huggingface_hub.utils import tqdm
 from rich.markup import escape
-from rich.progress import track
 
 from ..console import Console
 from ..errors import GraphFilterError
@@ -60,11 +61,7 @@ def report(
     model = load(source, auto_class).to(device)
     conversion = load_conversion(source)
     reference = load(against, auto_class).to(device) if against else None
-    console = Console(stderr=True)
-
-    def progress(items: Any) -> Any:
-        return track(items, "measuring", console=console, transient=True)
-
+    progress = partial(tqdm, desc="measuring", leave=False, disable=None)
     result = measured(model, batches, reference, title=Path(source).name, conversion=conversion, progress=progress)
     page = result.to_html(output)
     result.save_figures(output.with_suffix(""))

@@ -74,6 +74,11 @@ def own_record(host: Host, model: nn.Module) -> dict[str, Any]:
     return record
 
 
+def describe_site(module: Any) -> str:
+    """Return the name and class of a patched module, for errors."""
+    return f"{module.graph_filter.site_name} ({type(module).__name__})"
+
+
 def unwrapped(model: Any, *, running: bool = True) -> nn.Module:
     """Return the model within a PEFT model, a SentenceTransformer or DataParallel and, if ``running``, within what
     ``torch.compile`` and DDP make of it, which are lost when the model changes."""

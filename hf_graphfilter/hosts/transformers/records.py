@@ -16,7 +16,7 @@ from ...filters import FilterConfig
 from ...filters.core.attached import CHILD, active_filter, filters_of, patched_modules
 from ...filters.core.record import group_by_config
 from ...wrappers import Function
-from .attention import CURE, IMPLEMENTATION
+from .implementation import CURE, IMPLEMENTATION
 from .sites import relative_name
 
 # what transformers checks by name in every model's __init__; the second stops who overrides the first as it proposes
