@@ -27,7 +27,8 @@ from .models.converter.modeling import ConverterForMaskedLM as ConverterForMaske
 from .models.converter.modeling import ConverterForSequenceClassification as ConverterForSequenceClassification
 from .models.converter.modeling import ConverterModel as ConverterModel
 
-from .filters.core.base import AttentionSite as AttentionSite, FilterConfig as FilterConfig, GraphFilter as GraphFilter
+from .filters.core.base import FilterConfig as FilterConfig, GraphFilter as GraphFilter
+from .filters.core.site import AttentionSite as AttentionSite
 from .filters.core.replacing import ReplacingConfig as ReplacingConfig, ReplacingFilter as ReplacingFilter
 from .filters.core.build import register_filter as register_filter
 from .filters.core.registry import available_filters as available_filters

@@ -3,11 +3,11 @@
 import json
 from pathlib import Path
 
-from hf_graphfilter.text import markdown_table
-from pages.sources import RECIPES, ROOT, days
+from hf_graphfilter.tables import markdown_table
+from pages.sources import ROOT, days
 from recipes.league.plan import League
 from recipes.league.records import by_run
-from recipes.league.standings import between, comparisons, details, levels, overview, tuning, verdict
+from recipes.league.standings import compare_filters, comparisons, details, levels, overview, tuning, verdict
 
 FEW = 4  # filters, which are shown two by two
 FIGURES = {  # by compare.py league --figures docs/figures
@@ -18,7 +18,7 @@ FIGURES = {  # by compare.py league --figures docs/figures
 
 def league_tables(name: str) -> str:
     """The verdict, the tables of each stage, and how far plain was trained."""
-    content = json.loads((RECIPES / "league" / f"{name}.json").read_text())
+    content = json.loads((ROOT / "recipes" / "league" / "results" / f"{name}.json").read_text())
     league, found = League(content["league"], name, Path()), by_run(content)
     made = [f"**{verdict(league, found)}**"]
     for number, stage in enumerate(league.stages, 1):
@@ -28,7 +28,7 @@ def league_tables(name: str) -> str:
             made += folded("in detail", *details(league, found, stage))
             if len(league.playing(found, stage)) <= FEW:
                 made += folded(
-                    "filters among each other, not corrected for their number", *between(league, found, stage)
+                    "filters among each other, not corrected for their number", *compare_filters(league, found, stage)
                 )
     runs = [run for run in found.values() if "machine" in run]
     machines = sorted(

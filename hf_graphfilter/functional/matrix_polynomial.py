@@ -32,7 +32,7 @@ def gfsa(
     dropout: float = 0.0,
     approximation: Literal["taylor", "none"] = "taylor",
 ) -> Tensor:
-    """``H value`` with ``H = w_0 I + w_1 A + w_K (A + (K-1)(A^2 - A))``, without an n x n matrix.
+    """Apply ``H = w_0 I + w_1 A + w_K (A + (K-1)(A^2 - A))`` to ``value``, without an n x n matrix.
 
     Args:
         query: (batch, heads, tokens, features).
@@ -94,7 +94,7 @@ def gfsa(
 def attention_terms(
     shift: ShiftOperator, value: Tensor, w_1: Tensor, w_K: Tensor, K: int, approximation: Literal["taylor", "none"]
 ) -> list[tuple[Tensor, Tensor]]:
-    """``w_1 S(value) + w_K P(value)`` as (coefficient, signal) pairs for ``combine``; see ``gfsa``.
+    """Return ``w_1 S(value) + w_K P(value)`` as pairs (coefficient, signal) for ``combine``; see ``gfsa``.
 
     While w_K is zero, as it starts, ``S`` is the model's own attention call, so that its outputs stay the same bit for
     bit; asked on the CPU only, where there are faster forms.
@@ -111,12 +111,12 @@ def attention_terms(
 
 
 def known_zero(coefficient: Tensor) -> bool:
-    """Whether all are zero. Asked only where the answer costs no synchronisation and no graph break, else False."""
+    """Return whether all are zero, or False where the answer would cost a synchronisation or a graph break."""
     return on_plain_cpu(coefficient) and not any(coefficient.flatten().tolist())  # no operation: they are a few numbers
 
 
 def _visible(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """What ``scaled_dot_product_attention`` takes."""
+    """Return the mask as ``scaled_dot_product_attention`` takes it."""
     if mask is None:
         return None
     batch, heads, tokens, _ = query.shape
