@@ -69,8 +69,9 @@ class StepCallback(TrainerCallback):
 
 
 def count_batches(args: TrainingArguments, train: Snippets, test: Snippets) -> int:
-    """Return the batches of one epoch and of the evaluation after it."""
-    return math.ceil(len(train) / args.train_batch_size) + math.ceil(len(test) / args.eval_batch_size)
+    """Return the batches of the training, which is one epoch at most, and of the evaluation after it."""
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(len(train) / args.train_batch_size)
+    return steps + math.ceil(len(test) / args.eval_batch_size)
 
 
 def fine_tune(
