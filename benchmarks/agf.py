@@ -30,7 +30,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from hf_graphfilter import functional, patch_model
 from hf_graphfilter.ops.polynomials import polynomials, recurrence
 from hf_graphfilter.ops.triton.enabled import SWITCH
-from hf_graphfilter.training.penalties import _Added  # its cost, without a Trainer around it
+from hf_graphfilter.training.loss_gradients import GradientAdder  # its cost, without a Trainer around it
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 BATCHES = ((32, 256), (16, 512), (4, 2048), (1, 8192))  # against plain operations
@@ -162,7 +162,7 @@ def module_step(form: str, causal: bool, hidden: torch.Tensor, device: str) -> C
     model.to(device).train()
     module = next(m for m in model.modules() if isinstance(m, (BertSelfAttention, GPT2Attention)))
     if form == "agf+ortho":
-        module.graph_filter.recorder = _Added({"orthogonality": 1e-2}, {})
+        module.graph_filter.recorder = GradientAdder({"orthogonality": 1e-2}, {})
 
     def step() -> None:
         module(hidden)[0].sum().backward()

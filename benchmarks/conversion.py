@@ -38,6 +38,7 @@ from transformers import (
 from hf_graphfilter import linearize
 from hf_graphfilter.demo import pretrained_path
 from hf_graphfilter.fitting import ConversionReport, Rates, save_conversion, text_batches
+from hf_graphfilter.tables import markdown_table
 
 ROOT = Path(__file__).parents[1]
 
@@ -258,10 +259,10 @@ def write_card(name: str, options: argparse.Namespace) -> None:
         report.time(model, rounds=3)
     content["report"] = report.to_dict()
     file.write_text(json.dumps(content, indent=1) + "\n")
-    rows = [f"| {what} | {content['before'][what]:.4g} | {after:.4g} |" for what, after in content["after"].items()]
+    rows = [[what, f"{content['before'][what]:.4g}", f"{after:.4g}"] for what, after in content["after"].items()]
     measured = [f"{content['about']} {content['device']}, torch {content['torch']}, {content['date']}."]
     if rows:
-        measured += ["\n".join(["| on the test part | original | converted |", "| --- | --- | --- |", *rows])]
+        measured += [markdown_table(["on the test part", "original", "converted"], rows)]
     folder = options.cards / CARDS[name]
     save_conversion(model, report, folder, repo_id=CARDS[name], base_model=task.base, description="\n\n".join(measured))
     (folder / "conversion.json").unlink()  # the results, which lie with the others

@@ -45,7 +45,7 @@ from hf_graphfilter.analysis.observing import Layer
 from hf_graphfilter.analysis.report import report
 from hf_graphfilter.analysis.report.measurements import Measurements, measure
 from hf_graphfilter.analysis.response import plot_curves
-from hf_graphfilter.analysis.results import COLOURS, some
+from hf_graphfilter.analysis.results import COLOURS, pick_some
 from hf_graphfilter.cli.inputs import Images, texts_of
 from hf_graphfilter.demo import pretrained_path
 
@@ -124,7 +124,7 @@ def deit(options: argparse.Namespace) -> Found:
     for name, flags in {"plain": ["--filter", "none"], "with GFSA": []}.items():
         models[name] = load(trained(options, "imagenet", f"deit-24-{name}", [*common, *flags])).to(options.device)
     transform = create_transform(**resolve_data_config({"input_size": (3, 32, 32), "crop_pct": 1.0}))
-    files = some(sorted((data / "test").rglob("*.png")), COUNT)
+    files = pick_some(sorted((data / "test").rglob("*.png")), COUNT)
     batches = list(torch.stack([transform(Image.open(file).convert("RGB")) for file in files]).split(16))
     found = {name: measure(model, batches) for name, model in models.items()}
     draw(options, "deit-24", depth(found))
@@ -143,7 +143,7 @@ def language(options: argparse.Namespace) -> Found:
         for (name, flags), seed in itertools.product(kinds.items(), (1, 2, 3))
     }
     tokenizer = AutoTokenizer.from_pretrained(folders["plain, seed 1"])
-    batches = [{"input_ids": torch.stack(some(list(windows(tokenizer, data / "ptb.test.txt", 64)), COUNT))}]
+    batches = [{"input_ids": torch.stack(pick_some(list(windows(tokenizer, data / "ptb.test.txt", 64)), COUNT))}]
     models = {name: AutoModelForCausalLM.from_pretrained(folder) for name, folder in folders.items()}
     found = {name: measure(model.to(options.device), batches) for name, model in models.items()}
     first = {name: found[f"{name}, seed 1"] for name in kinds}
@@ -228,7 +228,7 @@ def frequencies(found: Found) -> Any:
     drawn = {
         name: [
             gain(measured, layer, "attention_gain", f"layer {layer.index}")
-            for layer in some(measured.response.layers(stack))
+            for layer in pick_some(measured.response.layers(stack))
         ]
         for name, measured, stack in stacks(found)
     }
@@ -237,7 +237,7 @@ def frequencies(found: Found) -> Any:
 
 def gains(found: Found, names: list[str]) -> Any:
     """The gain of what modules apply, in some layers: filters beside what they start from."""
-    layers = some(found[names[0]].response.layers())
+    layers = pick_some(found[names[0]].response.layers())
     drawn = {f"layer {x.index}": [gain(found[name], x, "gain", name) for name in names] for x in layers}
     return panels(drawn, "frequency (cycles a token)", "gain of what the module applies")
 

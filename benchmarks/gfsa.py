@@ -29,7 +29,15 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from hf_graphfilter import AttentionShift, AttentionSite, DenseShift, GFSAConfig, patch_model, unpatch_model
+from hf_graphfilter import (
+    AttentionCall,
+    AttentionShift,
+    AttentionSite,
+    DenseShift,
+    GFSAConfig,
+    patch_model,
+    unpatch_model,
+)
 from hf_graphfilter.ops.apply_twice import joint_form
 from hf_graphfilter.ops.triton.enabled import SWITCH
 
@@ -76,7 +84,7 @@ def attention(
         if form == "plain":
             return attend(key, value)[0].transpose(1, 2)
         if form in ("gfsa", "kernel"):
-            return graph_filter(AttentionShift(attend, query, key, twice=twice), value)
+            return graph_filter(AttentionShift(AttentionCall(attend, query, key, twice=twice)), value)
         A = matrix()  # Eq. 5 as it is printed, and as the authors' code computes it
         w_0, w_1, w_K = (w.view(-1, 1, 1) for w in (graph_filter.w_0, graph_filter.w_1, graph_filter.w_K))
         H = w_0 * torch.eye(n, device=device) + w_1 * A + w_K * (A + 2 * (A @ A - A))

@@ -26,7 +26,8 @@ from measure import arguments, measure, peak_mb, report, rounds, rows, write
 from transformers import BertConfig
 
 from hf_graphfilter import ConverterConfig, ConverterForSequenceClassification, patch_model
-from hf_graphfilter.training.penalties import _Added, penalised_filters  # as the Trainer's callback does
+from hf_graphfilter.training.loss_gradients import GradientAdder
+from hf_graphfilter.training.penalties import penalised_filters  # as the Trainer's callback does
 
 sys.path.append(str(Path(__file__).parents[1]))
 from recipes.classifier import PooledClassifier
@@ -53,7 +54,7 @@ def classifier(form: str, n: int, layers: int = 2) -> torch.nn.Module:
     if form in FILTERS:
         patch_model(model, form, **FILTERS[form])
     if form in FILTERS and form not in QUADRATIC:
-        added = _Added({}, {})
+        added = GradientAdder({}, {})
         for graph_filter in penalised_filters(model, {}, {}):
             graph_filter.recorder = added
     return model

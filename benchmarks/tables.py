@@ -24,7 +24,7 @@ from pages.transfers import agf_transfer, singular_transfer
 
 from hf_graphfilter.filters.core.overview import HEADER as MENU
 from hf_graphfilter.filters.core.overview import overview as menu
-from hf_graphfilter.text import markdown_table
+from hf_graphfilter.tables import markdown_table
 
 
 def keep_demo(output: Path) -> None:

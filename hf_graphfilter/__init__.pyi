@@ -27,13 +27,14 @@ from .models.converter.modeling import ConverterForMaskedLM as ConverterForMaske
 from .models.converter.modeling import ConverterForSequenceClassification as ConverterForSequenceClassification
 from .models.converter.modeling import ConverterModel as ConverterModel
 
-from .filters.core.base import AttentionSite as AttentionSite, FilterConfig as FilterConfig, GraphFilter as GraphFilter
+from .filters.core.base import FilterConfig as FilterConfig, GraphFilter as GraphFilter
+from .filters.core.site import AttentionSite as AttentionSite
 from .filters.core.replacing import ReplacingConfig as ReplacingConfig, ReplacingFilter as ReplacingFilter
 from .filters.core.build import register_filter as register_filter
 from .filters.core.registry import available_filters as available_filters
 from .testing import check_filter as check_filter
 from .shift.operator import DenseShift as DenseShift, ShiftOperator as ShiftOperator
-from .shift.attention import AttentionShift as AttentionShift
+from .shift.attention import AttentionCall as AttentionCall, AttentionShift as AttentionShift
 
 from .training.arguments import FilterArgumentsMixin as FilterArgumentsMixin
 from .training.arguments import FilterTrainingArguments as FilterTrainingArguments

@@ -1,4 +1,4 @@
-"""``python -m hf_graphfilter``: the command ``hf-graphfilter``."""
+"""Run the command ``hf-graphfilter`` as ``python -m hf_graphfilter``."""
 
 from .cli import main
 

@@ -1,4 +1,4 @@
-"""What is to happen right after a module of another library is first imported, so that importing us imports none."""
+"""Act right after a module of another library is first imported, so that importing this package imports none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What command lines share: tables, and values written as text. Needs the extra ``cli``."""
+"""What command lines share: tables, and values written as text."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .errors import GraphFilterError, needs
-from .text import printable
+from rich import console as rich_console
+from rich.cells import cell_len
+from rich.columns import Columns
+from rich.console import ConsoleOptions, RenderResult
+from rich.padding import Padding
+from rich.segment import Segment
+from rich.table import Column, Table
+from rich.text import Text
 
-with needs("cli", "a table on the console"):
-    from rich import console as rich_console
-    from rich.cells import cell_len
-    from rich.columns import Columns
-    from rich.console import ConsoleOptions, RenderResult
-    from rich.padding import Padding
-    from rich.segment import Segment
-    from rich.table import Column, Table
-    from rich.text import Text
+from .errors import GraphFilterError
+from .text import printable
 
 
 class Console(rich_console.Console):
-    """A console on which no text that it is given can steer the terminal."""
+    """A console on which no given text can steer the terminal."""
 
     def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
@@ -30,7 +29,7 @@ class Console(rich_console.Console):
 
 
 class _Records:
-    """A Rich table where its cells fit the width, else one with folded headers, else a paragraph a row."""
+    """A Rich table if its cells fit the width, else one with folded headers, else one paragraph per row."""
 
     def __init__(self, header: Sequence[str], rows: Sequence[Sequence[str]], title: str | None):
         self.header, self.rows, self.title = header, rows, title
@@ -55,12 +54,15 @@ class _Records:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> _Records:
-    """A Rich table of plain text that breaks no name: what is too wide for the console is shown below one another."""
+    """Return a Rich table of plain text that breaks no name.
+
+    Columns that are too wide for the console are shown below one another.
+    """
     return _Records(header, rows, title)
 
 
 def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """``["K=4", "learn=[\"w_0\"]", "basis=jacobi"]`` as a dict: values are JSON, or else text."""
+    """Parse ``["K=4", "learn=["w_0"]", "basis=jacobi"]`` into a dict; values are JSON, or else text."""
     options = {}
     for pair in pairs:
         name, sign, text = pair.partition("=")
@@ -74,7 +76,7 @@ def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def parse_layers(text: str | None) -> Any:
-    """``layers`` of ``patch_model`` from text: all, even, odd, indices ``0,2,-1`` or a slice ``2:8``."""
+    """Parse the ``layers`` of ``patch_model``: all, even, odd, indices ``0,2,-1`` or a slice ``2:8``."""
     if text is None or text == "all":
         return None
     if text in ("even", "odd"):

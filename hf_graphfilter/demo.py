@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import EvalResult
+from huggingface_hub.utils import tqdm
 from torch import nn
 from transformers import (
     AutoModelForSequenceClassification,
@@ -34,15 +35,11 @@ from transformers import (
 from .analysis.comparison import mean_and_sd, paired_comparison
 from .analysis.plots import plot_coefficients
 from .checkpoints.card import create_model_card
+from .console import Console, table
 from .errors import GraphFilterError, needs, require
 from .patching.patch import patch_model
 from .patching.status import filter_parameters, filter_status
 from .training.optimizer import filter_optimizer
-
-with needs("demo", "the demo"):
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from .console import Console, table
 
 TEST_ROWS = 2000
 LR = 2e-4
@@ -76,14 +73,17 @@ class Snippets(list[dict[str, Any]]):
 
 
 class _Bar(TrainerCallback):
-    def __init__(self, progress: Progress, title: str):
-        self.progress, self.title = progress, title
+    def __init__(self, title: str):
+        self.title = title
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.task = self.progress.add_task(self.title, total=state.max_steps)
+        self.bar = tqdm(desc=self.title, total=state.max_steps, unit=" steps", disable=None)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.progress.update(self.task, completed=state.global_step)
+        self.bar.update()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.bar.close()
 
 
 def run_demo(
@@ -124,22 +124,17 @@ def run_demo(
     console.print(f"all-MiniLM-L6-v2 on {len(train):,} movie-review snippets{asked}, tested on {len(test):,} others")
 
     runs: list[dict[str, Any]] = []
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console) as progress:
-        for seed in range(1, seeds + 1):
-            begun = time.perf_counter()
-            for variant in VARIANTS:
-                model, args = _model(source, variant, seed, K), quiet_arguments(output / "trainer", seed)
-                optimizer = filter_optimizer(args, filter_lr) if variant == "gfsa" else None
-                bar = _Bar(progress, f"seed {seed}, {variant:5}")
-                scores = _fine_tune(model, args, train, test, tokenizer, optimizer, bar)
-                runs.append({"variant": variant, "seed": seed, **scores})
-            pair = time.perf_counter() - begun
-            if seed < seeds and time.perf_counter() - started + pair > minutes * 60:
-                console.print(
-                    f"stopping after {seed} of {seeds} seeds: the next pair would go over {minutes:g} minutes"
-                )
-                break
+    for seed in range(1, seeds + 1):
+        begun = time.perf_counter()
+        for variant in VARIANTS:
+            model, args = _model(source, variant, seed, K), quiet_arguments(output / "trainer", seed)
+            optimizer = filter_optimizer(args, filter_lr) if variant == "gfsa" else None
+            scores = _fine_tune(model, args, train, test, tokenizer, optimizer, _Bar(f"seed {seed}, {variant:5}"))
+            runs.append({"variant": variant, "seed": seed, **scores})
+        pair = time.perf_counter() - begun
+        if seed < seeds and time.perf_counter() - started + pair > minutes * 60:
+            console.print(f"stopping after {seed} of {seeds} seeds: the next pair would go over {minutes:g} minutes")
+            break
 
     results = _summary(runs, model, len(train), K, filter_lr)
     console.print(table(*result_rows(results), title="fine-tuned twice, same seeds (mean ± standard deviation)"))

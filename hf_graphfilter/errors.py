@@ -1,5 +1,4 @@
-"""The one exception of the package, how its messages show what they were given, and what it says where an optional
-dependency is missing."""
+"""The exception of the package, how its messages show values, and what to install where an import fails."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ class GraphFilterError(ValueError):
 
 
 def shown(value: object) -> str:
-    """``repr(value)`` as part of a message: one line, the middle left out where it is long, whatever ``repr`` does.
+    """Return ``repr(value)`` for a message: one line, shortened in the middle, whatever ``repr`` does.
 
     Example:
         >>> shown("gfsa"), len(shown("g" * 20_000))
@@ -50,7 +49,7 @@ def shown(value: object) -> str:
 
 
 def nearest(word: object, known: Iterable[str], prefix: str = "") -> str:
-    """The known word that was meant, if one is near: the end of a message, after ``prefix`` as users write it.
+    """Return the known word that was probably meant, as the end of a message, after ``prefix`` as users write it.
 
     Example:
         >>> nearest("gsfa", ["agf", "gfsa"]), nearest("converter", ["agf", "gfsa"])
@@ -62,7 +61,7 @@ def nearest(word: object, known: Iterable[str], prefix: str = "") -> str:
 
 
 def is_number(value: Any, most: float = math.inf, *, whole: bool = False) -> bool:
-    """Whether an argument is a finite number from 0 to ``most``; text is none, as which YAML reads 1e-2.
+    """Return whether an argument is a finite number from 0 to ``most``; text is not, such as YAML's 1e-2.
 
     Example:
         >>> is_number(0.5, 1), is_number("1e-2"), is_number(2.5, whole=True)
@@ -75,7 +74,7 @@ def is_number(value: Any, most: float = math.inf, *, whole: bool = False) -> boo
 
 
 def has_type(value: Any, hint: Any) -> bool:
-    """Whether a value is what a type hint says, its parts included; an integer is a number, and True is none.
+    """Return whether a value has the type of a hint, parts included; an integer is a number, and True is not.
 
     Example:
         >>> has_type({"a": [1, 2.5]}, dict[str, list[float]]), has_type([True], list[int])
@@ -112,7 +111,7 @@ def _shortened(text: str, most: int) -> str:
 
 @contextlib.contextmanager
 def needs(extra: str, purpose: str) -> Iterator[None]:
-    """Around the imports of what an extra installs: where one is missing, a sentence names it and the extra.
+    """Turn an import that fails inside into an error that names the module and the extra to install.
 
     Example:
         >>> with needs("plots", "a plot"):
@@ -129,7 +128,7 @@ def needs(extra: str, purpose: str) -> Iterator[None]:
 
 
 def require(module: str, extra: str, purpose: str) -> None:
-    """Import ``module`` or say which extra installs it: for the beginning of long work that needs it at its end.
+    """Import ``module``, or raise an error that names the extra to install, before long work that needs it.
 
     Example:
         >>> require("json", "recipes", "a recipe")

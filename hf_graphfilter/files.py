@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, that are checked when they are read, and folders that one process has."""
+"""Write files whole or not at all, check them when they are read, and lock folders."""
 
 from __future__ import annotations
 

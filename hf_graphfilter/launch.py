@@ -1,4 +1,4 @@
-"""Any other program, started with the package loaded: ``hf-graphfilter run``."""
+"""Start any other program with the package loaded: ``hf-graphfilter run``."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run_program(
 
 
 def command_line(program: str, arguments: Sequence[str] = (), *, module: bool = False) -> list[str]:
-    """What starts the program: this Python for modules and files, else the command itself.
+    """Return what starts the program: this Python for modules and files, else the command itself.
 
     Example:
         >>> command_line("train.py", ["--lr", "0.1"])[1:]

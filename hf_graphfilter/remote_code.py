@@ -1,4 +1,4 @@
-"""Code in a saved checkpoint through which ``trust_remote_code=True`` finds the installed package."""
+"""Put code into a checkpoint through which ``trust_remote_code=True`` finds the installed package."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ Written by `hf-graphfilter export-remote-code`; the filters are in the package h
 
 
 def with_filters(model_class: type[PreTrainedModel], module: str) -> type[PreTrainedModel]:
-    """A subclass for the code of a checkpoint: ``from_pretrained`` marks the class that it loads, so that saving copies
-    its ``module``; in all else transformers is to treat it as ``model_class``, weights of older versions included."""
+    """Return a subclass for the code of a checkpoint.
+
+    ``from_pretrained`` marks the class that it loads, so that saving copies its ``module``. In all else transformers
+    treats it as ``model_class``, weights of older versions included.
+    """
     own = {
         "__module__": module,
         "is_custom_code": classmethod(lambda cls: False),
@@ -43,8 +46,9 @@ def with_filters(model_class: type[PreTrainedModel], module: str) -> type[PreTra
 
 
 def export_remote_code(folder: str | os.PathLike[str]) -> list[str]:
-    """Let ``AutoModelX.from_pretrained(folder, trust_remote_code=True)`` load the filters in programs that do not
-    import this package; it must be installed there all the same.
+    """Let programs that do not import this package load the filters with ``trust_remote_code=True``.
+
+    They call ``AutoModelX.from_pretrained(folder, trust_remote_code=True)``. The package must be installed there.
 
     Adds ``modeling_graph_filter.py`` and an ``auto_map`` in ``config.json``; weights are not touched. Doing it again
     changes nothing. Models loaded in this way are saved with the code.
@@ -93,7 +97,7 @@ def export_remote_code(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """The ``config.json`` of a patched checkpoint."""
+    """Return the ``config.json`` of a patched checkpoint."""
     try:
         description = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -110,7 +114,7 @@ def _is_ours(reference: Any) -> bool:
 
 
 def _models(folder: Path) -> dict[str, type[PreTrainedModel]]:
-    """Auto class -> model class, of all that load this kind of checkpoint."""
+    """Return the model class by auto class, for all that load this kind of checkpoint."""
     try:
         config = AutoConfig.from_pretrained(folder)
     except Exception as error:  # whatever a file that was written by hand leads to

@@ -5,8 +5,6 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Sequence
-from typing import Any
 
 # what moves the cursor or colours a terminal, turns the direction of writing, or is no character
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -40,12 +38,6 @@ def markdown_text(text: object) -> str:
         a\|b &lt;b&gt; w_0
     """
     return re.sub(r"([\\`*\[\]|])", r"\\\1", html.escape(" ".join(printable(text).split()), quote=False))
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return a GitHub-flavoured Markdown table; its cells are Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def quoted(text: str) -> str:

@@ -1,23 +1,18 @@
 """Trainer scripts with a graph filter in the attention."""
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
-# where recipes.py led here: this folder must not be searched, its code.py would stand for Python's own
-sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent]
-
-from hf_graphfilter.errors import GraphFilterError, require  # noqa: E402
-
-EXTRAS = {"recipes": ("datasets", "evaluate", "rich", "scipy", "sklearn", "yaml"), "vision": ("timm", "torchvision")}
+EXTRAS = {"recipes": ("datasets", "evaluate", "scipy", "sklearn"), "vision": ("timm", "torchvision")}
 # the names of the recipes, which records and results keep, and their files
 SCRIPTS = {name: name for name in ("glue", "language_modeling", "sequences", "imagenet")} | {"code": "source_code"}
 
 
 def check_extras(*extras: str) -> None:
     """End the program with one sentence where a library is missing, before any of them is imported."""
-    try:
-        for extra in extras:
-            for module in EXTRAS[extra]:
-                require(module, extra, "this recipe")
-    except GraphFilterError as error:
-        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+    for extra in extras:
+        for module in EXTRAS[extra]:
+            if find_spec(module) is None:
+                program = Path(sys.argv[0]).name
+                sys.exit(f"{program}: this recipe needs {module}: pip install 'hf-graphfilter[{extra}]'")

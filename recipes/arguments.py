@@ -1,10 +1,33 @@
-"""The flags of the recipes, besides those of the Trainer."""
+"""The flags of the recipes, besides those of the Trainer, and what both are where nothing is said."""
 
 from dataclasses import dataclass
 
+import torch
 from transformers.hf_argparser import HfArg
 
 from hf_graphfilter.training.optimizer import FILTER_LR
+
+# of the recipes that have such flags
+DEFAULTS = {
+    "report_to": "none",
+    "logging_steps": 50,
+    "warmup_steps": 0,
+    "eval_strategy": "epoch",
+    "save_strategy": "epoch",
+    "save_total_limit": 1,
+    "restore_callback_states_from_checkpoint": True,  # how long early stopping has waited
+    "dataloader_pin_memory": torch.cuda.is_available(),
+}
+SMOKE = {
+    "max_train_samples": 64,
+    "max_eval_samples": 64,
+    "max_steps": 4,
+    "eval_strategy": "no",
+    "save_strategy": "no",
+    "load_best_model_at_end": False,
+    "early_stopping_patience": None,
+    "logging_steps": 1,
+}
 
 
 @dataclass

@@ -33,10 +33,9 @@ from hf_graphfilter.console import Console, table
 from hf_graphfilter.errors import require
 from hf_graphfilter.files import check_content
 from recipes import SCRIPTS, check_extras, records, runs
-from recipes.errors import one_line_errors
+from recipes.errors import is_main_process, one_line_errors
 from recipes.league import play
-from recipes.machine import is_main_process
-from recipes.records import RUN, alone, lower_is_better, move_aside, tell
+from recipes.records import RUN, lock, lower_is_better, move_aside, tell
 from recipes.settings import Recipe, Settings
 from recipes.summary import PLAIN, compare_results, plot_sweep, summarise, summary_rows
 
@@ -108,9 +107,9 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
     suffix = "-sweep" if options.sweep is not None else ""
     file_name = f"{options.name}.json" if options.name else records.results_name(compared, suffix)
     other_file, other = other_results(options.against, file_name) if options.against else (None, None)
-    file = (options.results or records.own_results(values)) / file_name
-    root = records.own_results(values) / file.stem
-    with alone(Path(f"{root}.lock"), Path(f"{file}.lock"), work="making this comparison"):
+    file = (options.results or records.results_folder(values)) / file_name
+    root = records.results_folder(values) / file.stem
+    with lock(Path(f"{root}.lock"), Path(f"{file}.lock"), work="making this comparison"):
         if options.fresh:
             move_aside([file, file.with_suffix(".png"), root], console)
         content = records.read_results(file, **NEEDED)
@@ -127,7 +126,7 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
         for run in content["runs"]:
             variant = run["variant"]
             if variant in resolved and (
-                changed := settings.differing(run["settings"], settings.identity(resolved[variant]))
+                changed := settings.list_differences(run["settings"], settings.identity(resolved[variant]))
             ):
                 raise GraphFilterError(
                     f"{file}: {variant}, seed {run['seed']} was run with other settings ({', '.join(changed)} differ): "
@@ -188,7 +187,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    runs.quiet()
+    runs.silence_libraries()
     argv = sys.argv[1:] if argv is None else argv
     console = Console(quiet=not is_main_process())
     again = "this command without --fresh" if "--fresh" in argv else "the same command"

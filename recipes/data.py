@@ -1,10 +1,11 @@
-"""The rows of a task: read from official files or from the Hub, with the columns that the recipes use."""
+"""The rows of a task, read from files or from the Hub with the columns that the recipes use, and their tokens."""
 
 import csv
 import io
 import itertools
 import json
 import random
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from datasets import Dataset, DatasetDict
 
 from hf_graphfilter import GraphFilterError
 from recipes.arguments import RecipeArguments
-from recipes.errors import line
+from recipes.errors import is_main_process, line
 
+TOKENS = "input_ids", "input_ids_2"  # the second of pairs that are encoded apart
 FILES = {"train": "train", "validation": "valid", "test": "test"}  # the parts, and how official files call them
 
 
@@ -28,7 +30,7 @@ def read_rows(file: Path, header: Sequence[str] | None = None) -> list[dict[str,
         if file.suffix == ".csv":
             csv.field_size_limit(2**31 - 1)  # instead of 128 KiB, which a document may have
             lines = [line for line in csv.reader(io.StringIO(text, newline=""), strict=True) if line]
-            return list(named_rows(lines, header, file))
+            return list(name_rows(lines, header, file))
         if file.suffix == ".jsonl":
             return [json.loads(line) for line in text.split("\n") if line.strip()]
         if file.suffix == ".json":
@@ -44,12 +46,12 @@ def tsv_rows(file: Path, header: Sequence[str] | None = None) -> Iterator[dict[s
     with file.open(encoding="utf-8-sig") as lines:
         try:
             cells = (text.removesuffix("\n").split("\t") for text in lines if text != "\n")
-            yield from named_rows(cells, header, file)
+            yield from name_rows(cells, header, file)
         except UnicodeDecodeError as error:
             raise GraphFilterError(f"{file} cannot be read as tsv: {error}") from error
 
 
-def named_rows(rows: Iterable[list[str]], header: Sequence[str] | None, source: object) -> Iterator[dict[str, Any]]:
+def name_rows(rows: Iterable[list[str]], header: Sequence[str] | None, source: object) -> Iterator[dict[str, Any]]:
     """Rows by the names of the columns: of the ``header``, which they then fit, or of the first row, of which they may
     lack some."""
     rows = iter(rows)
@@ -161,7 +163,7 @@ def texts_of(data: Dataset) -> Iterator[str]:
 def cut(data: DatasetDict, args: RecipeArguments) -> DatasetDict:
     """At most as many rows of each part as asked for; with --held_out those of the training part alone."""
     if args.held_out:
-        kept, out = held_out(len(data["train"]), args.held_out)
+        kept, out = split_holdout(len(data["train"]), args.held_out)
         data = DatasetDict(train=data["train"].select(kept), validation=data["train"].select(out))
     parts = {}
     for name, part in data.items():
@@ -177,9 +179,30 @@ def cut(data: DatasetDict, args: RecipeArguments) -> DatasetDict:
     return DatasetDict(parts)
 
 
-def held_out(rows: int, share: float) -> tuple[list[int], list[int]]:
+def split_holdout(rows: int, share: float) -> tuple[list[int], list[int]]:
     """(training rows, rows to evaluate on), the same whatever the seed."""
     if not 0 < share < 1 or not 0 < (count := round(rows * share)) < rows:
         raise GraphFilterError(f"--held_out {share}: of {rows} training rows it must leave some on both sides")
     order = random.Random(0).sample(range(rows), rows)
     return sorted(order[count:]), sorted(order[:count])
+
+
+def encode(data: DatasetDict, tokenizer: Any, max_length: int) -> DatasetDict:
+    """The texts in all columns but ``label`` as tokens, together."""
+    texts = [name for name in data["train"].column_names if name != "label"]
+
+    def tokens(batch: dict[str, list[str]]) -> Any:
+        return tokenizer(*(batch[name] for name in texts), truncation=True, max_length=max_length)
+
+    return report_truncation(data.map(tokens, batched=True, remove_columns=texts), max_length)
+
+
+def report_truncation(data: DatasetDict, max_length: int) -> DatasetDict:
+    """The same, after a word on how many of the texts to train on are cut."""
+    train = data["train"]
+    kept = (train[name] for name in TOKENS if name in train.column_names)
+    full = sum(any(len(ids) >= max_length for ids in row) for row in zip(*kept, strict=True))
+    if full and is_main_process():
+        share = f"{full:,} of {len(train):,} training texts have {max_length} tokens or more"
+        print(f"{share}: what is beyond --max_length {max_length} is cut", file=sys.stderr)
+    return data

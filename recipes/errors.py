@@ -1,19 +1,22 @@
-"""What goes wrong for a user, as one line."""
+"""What goes wrong for a user, as one line of the process that writes."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 
 from hf_graphfilter import GraphFilterError
-from hf_graphfilter.errors import nearest
 from hf_graphfilter.text import printable
-from recipes.machine import is_main_process
 
 NETWORK_ERRORS = HfHubHTTPError.__bases__  # OSError, and HTTPError of whichever client the installed version has
+
+
+def is_main_process() -> bool:
+    """Whether this is the process that writes, under torchrun or accelerate launch; without them it is."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 class OtherSettingsError(GraphFilterError):
@@ -25,7 +28,7 @@ class RefusedError(GraphFilterError):
 
 
 @contextmanager
-def filtering() -> Iterator[None]:
+def mark_refusals() -> Iterator[None]:
     """Around what a filter can refuse: a comparison of many leaves it out there, and stops at any other mistake."""
     try:
         yield
@@ -62,14 +65,3 @@ def note(message: str) -> None:
 
 def line(error: BaseException) -> str:
     return printable(" ".join(str(error).split())[:400]) or type(error).__name__
-
-
-def check_keys(content: Any, what: str, needed: dict[str, type], *others: str) -> None:
-    """That a part of the file has what it needs, and nothing that would be overlooked."""
-    if not isinstance(content, dict):
-        raise GraphFilterError(f"{what} must be given as NAME: VALUE, found {content!r}")
-    if unknown := [key for key in content if key not in (*needed, *others)]:
-        raise GraphFilterError(f"{what} has no {unknown[0]!r}{nearest(unknown[0], (*needed, *others))}")
-    for key, kind in needed.items():
-        if not isinstance(content.get(key), kind) or not content[key]:
-            raise GraphFilterError(f"{what} needs {key!r}, a {kind.__name__}, found {content.get(key)!r}")

@@ -22,8 +22,7 @@ from datasets import Dataset, DatasetDict
 from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding
 
 from recipes import metrics, runs
-from recipes.data import cut, first_file, from_hub, labels_of, read_rows, table_of, texts_of
-from recipes.inputs import encode
+from recipes.data import cut, encode, first_file, from_hub, labels_of, read_rows, table_of, texts_of
 from recipes.models import build_model, load_tokenizer
 from recipes.settings import Recipe
 from recipes.training import fit
@@ -36,7 +35,7 @@ class Task:
     folder: str
     columns: dict[str, tuple[str, ...]]
     labels: tuple[str, ...] | None
-    measures: tuple[type, ...] = (metrics.Accuracy,)
+    measures: tuple[str, ...] = ("accuracy",)
     header: tuple[str, ...] | None = None
     parts: dict[str, tuple[str, ...]] = field(
         default_factory=lambda: {"train": ("train.tsv", "train.json"), "validation": ("dev.tsv", "dev.json")}
@@ -56,11 +55,11 @@ def pair(first: str, second: str, label: str = "label") -> dict[str, tuple[str, 
 SINGLE = {"text_a": ("sentence", "text_a"), "label": ("label",)}
 ENTAILMENT = ("entailment", "not_entailment")
 TASKS = {
-    "cola": Task("CoLA", SINGLE, ("0", "1"), (metrics.Matthews,), header=("source", "label", "star", "sentence")),
+    "cola": Task("CoLA", SINGLE, ("0", "1"), ("matthews_correlation",), header=("source", "label", "star", "sentence")),
     "sst2": Task("SST-2", SINGLE, ("0", "1")),
-    "mrpc": Task("MRPC", pair("#1 String", "#2 String", "Quality"), ("0", "1"), (metrics.F1, metrics.Accuracy)),
-    "qqp": Task("QQP", pair("question1", "question2", "is_duplicate"), ("0", "1"), (metrics.F1, metrics.Accuracy)),
-    "stsb": Task("STS-B", pair("sentence1", "sentence2", "score"), None, (metrics.Correlation,)),
+    "mrpc": Task("MRPC", pair("#1 String", "#2 String", "Quality"), ("0", "1"), ("f1", "accuracy")),
+    "qqp": Task("QQP", pair("question1", "question2", "is_duplicate"), ("0", "1"), ("f1", "accuracy")),
+    "stsb": Task("STS-B", pair("sentence1", "sentence2", "score"), None, ("spearmanr", "pearson")),
     "mnli": Task(
         "MNLI",
         pair("sentence1", "sentence2", "gold_label"),
@@ -73,7 +72,7 @@ TASKS = {
     ),
     "qnli": Task("QNLI", pair("question", "sentence"), ENTAILMENT),
     "rte": Task("RTE", pair("sentence1", "sentence2"), ENTAILMENT),
-    "movie-snippets": Task("", {"text_a": ("text",), "label": ("label",)}, None, (metrics.Correlation,)),
+    "movie-snippets": Task("", {"text_a": ("text",), "label": ("label",)}, None, ("spearmanr", "pearson")),
 }
 COMPARED = {"cola": "matthews_correlation", "mrpc": "f1", "qqp": "f1", "stsb": "spearmanr", "movie-snippets": "pearson"}
 

@@ -16,7 +16,7 @@ from torch.utils.data import Subset
 
 from hf_graphfilter import GraphFilterError
 from recipes.arguments import ImageArguments
-from recipes.data import held_out
+from recipes.data import split_holdout
 
 HUB = {"imagenet-1k": ("hfds/ILSVRC/imagenet-1k", 1000), "imagenet-100": ("hfds/clane9/imagenet-100", 100)}
 
@@ -93,7 +93,7 @@ class Part(Subset[Any]):
 
 def hold_out(train: Any, share: float) -> tuple[Any, Any]:
     """(the rest of the training images, the share of them to evaluate on), each with a transform of its own."""
-    kept, out = held_out(len(train), share)
+    kept, out = split_holdout(len(train), share)
     other = copy.copy(train)
     train.among, other.among = kept, out
     return Part(train, kept), Part(other, out)

@@ -29,6 +29,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
+from huggingface_hub.utils import tqdm
 from safetensors.torch import load_model, save_model
 from timm.data import Mixup
 from timm.loss import SoftTargetCrossEntropy
@@ -36,7 +37,6 @@ from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_grou
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_graphfilter import GraphFilterError, collect_penalties, filter_status
@@ -45,11 +45,11 @@ from hf_graphfilter.training.callbacks import coefficient_values
 from hf_graphfilter.training.optimizer import coefficient_ids
 from recipes import image_models, runs
 from recipes.arguments import ImageArguments
-from recipes.errors import filtering
+from recipes.errors import mark_refusals
 from recipes.image_data import cut, hold_out, load, loaders
 from recipes.records import write_json
 from recipes.settings import Recipe
-from recipes.training import blended, last_checkpoint, outcome, penalised
+from recipes.training import has_blend, has_penalties, last_checkpoint, outcome
 
 TASKS = ("imagenet-1k", "imagenet-100", "cifar10", "tiny-imagenet", "folder")
 # of transformers' models, besides biases and norms; timm's name their own
@@ -92,7 +92,7 @@ def optimizer_of(args: ImageArguments, model: nn.Module) -> torch.optim.Optimize
 
 def logits_of(model: Any, images: Tensor) -> Tensor:
     """A model of timm returns them, one of transformers has them among its outputs."""
-    with filtering():
+    with mark_refusals():
         output = model(images)
     return getattr(output, "logits", output)
 
@@ -171,7 +171,7 @@ def run(args: ImageArguments) -> dict[str, Any]:
         step_on_epochs=False,
         updates_per_epoch=per_epoch,
     )
-    blend = BlendSchedule() if blended(start) else None
+    blend = BlendSchedule() if has_blend(start) else None
     plain, (model, optimizer, val) = model, accelerator.prepare(model, optimizer, val)
     if average is not None:
         average.to(accelerator.device)
@@ -197,7 +197,7 @@ def run(args: ImageArguments) -> dict[str, Any]:
                 if mix is not None:
                     images, target = mix(images, target)
                 with nullcontext() if complete else accelerator.no_sync(model):
-                    asked = collect_penalties(plain) if penalised(start) else nullcontext()
+                    asked = collect_penalties(plain) if has_penalties(start) else nullcontext()
                     with accelerator.autocast(), asked as penalties:
                         loss = loss_of(logits_of(running, images), target)
                     total_loss = loss + penalties.total() if penalties else loss

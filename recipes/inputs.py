@@ -1,6 +1,5 @@
 """What a classifier is given: tokens of one or two texts, pixels or series, and batches of them."""
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +10,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorForLanguageModeling
 
 from hf_graphfilter import GraphFilterError
-from recipes.data import texts_of
-from recipes.machine import is_main_process
+from recipes.data import TOKENS, encode, report_truncation, texts_of
 from recipes.models import load_tokenizer, of_symbols, symbols_of
 
 SERIES = "inputs_embeds"  # the name of a model's argument, which the Trainer keeps
 PADDED_TO = 8  # batches of tokens, to a multiple
-TOKENS = "input_ids", "input_ids_2"  # the second of pairs that are encoded apart
 
 
 def tokenizer_of(kind: str, args: Any, data: DatasetDict) -> Any | None:
@@ -36,7 +33,7 @@ def tokenizer_of(kind: str, args: Any, data: DatasetDict) -> Any | None:
         raise
 
 
-def encoded(data: DatasetDict, tokenizer: Any | None, max_length: int, apart: bool) -> DatasetDict:
+def encode_inputs(data: DatasetDict, tokenizer: Any | None, max_length: int, apart: bool) -> DatasetDict:
     """The columns that a model takes, and the label; the texts of pairs are tokens ``apart`` or together."""
     columns = data["train"].column_names
     if tokenizer is None:
@@ -57,27 +54,6 @@ def encoded(data: DatasetDict, tokenizer: Any | None, max_length: int, apart: bo
     return report_truncation(data.map(pairs, batched=True, remove_columns=texts), max_length)
 
 
-def encode(data: DatasetDict, tokenizer: Any, max_length: int) -> DatasetDict:
-    """The texts in all columns but ``label`` as tokens, together."""
-    texts = [name for name in data["train"].column_names if name != "label"]
-
-    def tokens(batch: dict[str, list[str]]) -> Any:
-        return tokenizer(*(batch[name] for name in texts), truncation=True, max_length=max_length)
-
-    return report_truncation(data.map(tokens, batched=True, remove_columns=texts), max_length)
-
-
-def report_truncation(data: DatasetDict, max_length: int) -> DatasetDict:
-    """The same, after a word on how many of the texts to train on are cut."""
-    train = data["train"]
-    kept = (train[name] for name in TOKENS if name in train.column_names)
-    full = sum(any(len(ids) >= max_length for ids in row) for row in zip(*kept, strict=True))
-    if full and is_main_process():
-        share = f"{full:,} of {len(train):,} training texts have {max_length} tokens or more"
-        print(f"{share}: what is beyond --max_length {max_length} is cut", file=sys.stderr)
-    return data
-
-
 def statistics(series: list[list[list[float]]]) -> tuple[Tensor, Tensor]:
     """Mean and deviation of each channel, over all steps."""
     steps = torch.cat([torch.tensor(one, dtype=torch.float64) for one in series])
@@ -93,7 +69,7 @@ class Batches:
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         batch = {"labels": torch.tensor([row["label"] for row in rows])}
         if self.tokenizer is None:
-            return batch | padded([row[SERIES] for row in rows])
+            return batch | pad_series([row[SERIES] for row in rows])
         for name in TOKENS:
             if name in rows[0]:
                 ids = {"input_ids": [row[name] for row in rows]}
@@ -114,13 +90,13 @@ class HiddenBatches:
             options = {"mlm_probability": self.ratio, "mask_replace_prob": 1.0, "random_replace_prob": 0.0}
             hide = DataCollatorForLanguageModeling(self.tokenizer, pad_to_multiple_of=PADDED_TO, **options)
             return dict(hide([{"input_ids": row[name]} for name in TOKENS if name in rows[0] for row in rows]))
-        batch = padded([row[SERIES] for row in rows])
+        batch = pad_series([row[SERIES] for row in rows])
         there = batch["attention_mask"].bool()
         order = torch.rand(there.shape).masked_fill(~there, 2.0).argsort(1).argsort(1)
         return batch | {"hidden_steps": order < (there.sum(1, keepdim=True) * self.ratio).ceil()}  # one at least
 
 
-def padded(series: list[list[list[float]]]) -> dict[str, Tensor]:
+def pad_series(series: list[list[list[float]]]) -> dict[str, Tensor]:
     steps = [torch.tensor(one, dtype=torch.float32) for one in series]
     there = [torch.ones(len(one), dtype=torch.long) for one in steps]
     return {SERIES: pad_sequence(steps, batch_first=True), "attention_mask": pad_sequence(there, batch_first=True)}

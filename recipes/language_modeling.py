@@ -115,7 +115,7 @@ def sums(logits, labels):
 
 def compute(prediction):
     nll, counts = prediction.predictions.T
-    return metrics.Perplexity().compute(nll=nll, tokens=counts)
+    return metrics.load("perplexity").compute(nll=nll, tokens=counts)
 
 
 def run(args, training):

@@ -19,7 +19,7 @@ from hf_graphfilter.console import parse_layers, parse_options
 from hf_graphfilter.errors import nearest, shown
 from hf_graphfilter.hosts.transformers.records import model_class
 from recipes.arguments import FilterArguments, RecipeArguments
-from recipes.errors import filtering, line
+from recipes.errors import line, mark_refusals
 
 
 def load_tokenizer(args: RecipeArguments, texts: Callable[[], Iterator[str]]) -> Any:
@@ -158,7 +158,7 @@ def patch(args: FilterArguments, model: Any) -> None:
     """The model with the filter that was asked for."""
     if args.filter != "none":
         layers, options = parse_layers(args.layers), parse_options(args.filter_options)
-        with filtering():
+        with mark_refusals():
             patch_model(model, args.filter, layers=layers, **options)
 
 

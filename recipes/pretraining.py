@@ -9,9 +9,9 @@ from transformers import PreTrainedModel, Seq2SeqTrainingArguments
 
 from hf_graphfilter import GraphFilterError
 from recipes.arguments import SequenceArguments
+from recipes.errors import is_main_process
 from recipes.inputs import HiddenBatches
-from recipes.machine import is_main_process
-from recipes.records import RECORD, read_whole, write_json
+from recipes.records import RECORD, try_read, write_json
 from recipes.training import last_checkpoint, make_trainer
 
 OBJECTIVES = ("denoise",)
@@ -27,10 +27,10 @@ def check(args: SequenceArguments, training: Seq2SeqTrainingArguments) -> None:
         if (value := getattr(args, name)) is not None and not value > 0:
             raise GraphFilterError(f"--{name} {value}: it is more than 0")
     if args.pretrain:
-        own_settings(args, training)
+        pretraining_settings(args, training)
 
 
-def own_settings(args: SequenceArguments, training: Seq2SeqTrainingArguments) -> Seq2SeqTrainingArguments:
+def pretraining_settings(args: SequenceArguments, training: Seq2SeqTrainingArguments) -> Seq2SeqTrainingArguments:
     """The settings of ``training`` but for those of the task and of its length."""
     options: dict[str, Any] = {"output_dir": str(Path(training.output_dir, FOLDER))}
     options |= {"num_train_epochs": args.pretrain_epochs, "max_steps": training.max_steps if args.smoke else -1}
@@ -59,12 +59,12 @@ def pretrain(
     that record.
     """
     folder = Path(training.output_dir, FOLDER)
-    if (record := read_whole(folder / RECORD, objective=str)) is not None:
+    if (record := try_read(folder / RECORD, objective=str)) is not None:
         denoiser = type(denoiser).from_pretrained(folder)
     else:
         collator = HiddenBatches(tokenizer, args.mask_ratio)
         given = {"train_dataset": rows, "data_collator": collator, "processing_class": tokenizer}
-        trainer = make_trainer(args, own_settings(args, training), denoiser, **given)
+        trainer = make_trainer(args, pretraining_settings(args, training), denoiser, **given)
         begun = last_checkpoint(folder)
         trained = trainer.train(resume_from_checkpoint=begun)
         trainer.save_model()

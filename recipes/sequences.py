@@ -32,9 +32,9 @@ from hf_graphfilter.console import parse_options
 from recipes import metrics, pretraining, runs
 from recipes.arguments import SequenceArguments
 from recipes.classifier import POOLINGS, POSITIONS, Denoiser, PooledClassifier, position_table
-from recipes.data import cut
+from recipes.data import TOKENS, cut
 from recipes.glue import named
-from recipes.inputs import PADDED_TO, SERIES, TOKENS, Batches, encoded, statistics, tokenizer_of
+from recipes.inputs import PADDED_TO, SERIES, Batches, encode_inputs, statistics, tokenizer_of
 from recipes.models import build_model, loading
 from recipes.sequence_tasks import FOLDS, TASKS, load
 from recipes.settings import Recipe
@@ -53,7 +53,7 @@ def run(args, training):
     tokenizer = tokenizer_of(task.kind, args, data)
     if tokenizer is None:
         training.remove_unused_columns = False  # the Trainer groups series by the column of their lengths
-    data = encoded(data, tokenizer, args.max_length, apart=args.pooling is not None or kind == "converter")
+    data = encode_inputs(data, tokenizer, args.max_length, apart=args.pooling is not None or kind == "converter")
     longest = longest_of(data)
     config = named(loaded.labels) | fields(args, tokenizer, data, longest)
 
@@ -71,7 +71,7 @@ def run(args, training):
         rows = data["train"].remove_columns("label")
         denoiser = built(AutoModelForMaskedLM if kind == "converter" else Denoiser)
         record["pretraining"] = pretraining.pretrain(args, training, denoiser, tokenizer, rows, model)
-    compute = metrics.classification((metrics.Accuracy,), len(loaded.labels))
+    compute = metrics.classification(["accuracy"], len(loaded.labels))
     options = {"data_collator": Batches(tokenizer), "compute_metrics": compute}
     return {**fit(args, training, model, tokenizer, data, **options), **record}
 

@@ -13,42 +13,20 @@ from typing import Any
 import torch
 import yaml
 from transformers import HfArgumentParser, Seq2SeqTrainingArguments
-from transformers.hf_argparser import string_to_bool
+from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.console import parse_layers, parse_options
 from hf_graphfilter.errors import nearest
 from hf_graphfilter.filters import get_filter, import_filters
 from hf_graphfilter.filters.core.registry import UnknownFilterError
-from recipes import machine
-from recipes.arguments import RecipeArguments
-from recipes.identity import INCIDENTAL, differing, identity
+from recipes.arguments import DEFAULTS, SMOKE, RecipeArguments
+from recipes.errors import is_main_process
 from recipes.models import load_model
-from recipes.records import lower_is_better
+from recipes.records import INCIDENTAL, identity, list_differences, lower_is_better
 
 CONFIGS = Path(__file__).parent / "configs"
 OPTIONS_OF = {"filter_options": "filter", "from_scratch": "model"}
-# of the recipes that have such flags
-DEFAULTS = {
-    "report_to": "none",
-    "logging_steps": 50,
-    "warmup_steps": 0,
-    "eval_strategy": "epoch",
-    "save_strategy": "epoch",
-    "save_total_limit": 1,
-    "restore_callback_states_from_checkpoint": True,  # how long early stopping has waited
-    "dataloader_pin_memory": torch.cuda.is_available(),
-}
-SMOKE = {
-    "max_train_samples": 64,
-    "max_eval_samples": 64,
-    "max_steps": 4,
-    "eval_strategy": "no",
-    "save_strategy": "no",
-    "load_best_model_at_end": False,
-    "early_stopping_patience": None,
-    "logging_steps": 1,
-}
 
 
 @dataclass(frozen=True)
@@ -78,7 +56,9 @@ class Settings:
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
-        self.parser = HfArgumentParser(recipe.arguments, description=recipe.description, allow_abbrev=False)
+        self.parser = HfArgumentParser(
+            recipe.arguments, description=recipe.description, allow_abbrev=False, exit_on_error=False
+        )
         self.parser.add_argument("--config", help="A YAML file; flags override it.")
         modules = "Modules that register filters, by dotted name or .py file."
         self.parser.add_argument("--import", nargs="+", action="extend", type=str, help=modules)
@@ -96,7 +76,10 @@ class Settings:
 
     def parse(self, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """(settings, sections of the YAML file that are no settings: ``variants`` and ``sweep``)."""
-        namespace, unknown = self.parser.parse_known_args(list(argv))
+        try:
+            namespace, unknown = self.parser.parse_known_args(list(argv))
+        except argparse.ArgumentError as error:
+            self.parser.error(str(error))
         if unknown:
             flag = unknown[0].split("=")[0]
             raise GraphFilterError(f"unknown argument {flag}{nearest(flag.lstrip('-'), self.actions, '--')}")
@@ -124,11 +107,11 @@ class Settings:
             values = self.override(values, {k: v for k, v in smoke.items() if k not in given})
         if not values.get("output_dir"):
             values["output_dir"] = f"runs/{self.recipe.name}/{Path(values['task']).name}-{values.get('filter', 'gfsa')}"
-        if values.get("bf16") and "bf16" not in given and not machine.bf16_pays(values.get("use_cpu", False)):
+        if values.get("bf16") and "bf16" not in given and not bf16_pays(values.get("use_cpu", False)):
             values["bf16"] = False
-            if machine.is_main_process():
+            if is_main_process():
                 print("this machine computes slowly in bf16, or not at all: float32 (--bf16 insists)", file=sys.stderr)
-        import_filters([values["import"]] if isinstance(values.get("import"), str) else values.get("import", []))
+        import_filters(values.get("import", []))
         self.check(values)
         return values, {name: sections[name] for name in ("variants", "sweep")}
 
@@ -143,7 +126,7 @@ class Settings:
         for key, value in changes.items():
             if key not in self.actions or key == "config":
                 raise GraphFilterError(f"unknown setting {key!r}{where}{nearest(key, self.actions)}")
-            value = self._typed(key, value, where)
+            value = self._read(key, value, where)
             if owner := OPTIONS_OF.get(key):
                 same = changes.get(owner, before.get(owner)) == before.get(owner)
                 below = parse_options(values.get(key) or []) if same else {}
@@ -153,36 +136,30 @@ class Settings:
             merged["filter_options"] = []
         return merged
 
-    def _typed(self, key: str, value: Any, where: str) -> Any:
-        """A value of a YAML file as the flag would read it: 2e-5, for one, is text in YAML."""
-        action = self.actions[key]
-        if isinstance(value, dict) and action.nargs == "+":
-            return _option_texts(value)
-        if action.nargs == "+" and isinstance(value, (str, int, float)):
-            value = [value]
+    def _read(self, key: str, value: Any, where: str) -> Any:
+        """Return what the command line reads if it is given a value of a YAML file, where 2e-5, say, is text."""
+        action, default = self.actions[key], self.defaults.get(key)
+        many = action.nargs == "+"
+        if value is None and default is None:
+            return None
+        if key in self.optional and (value is None or (value is False and action.type is str)):
+            return ""
+        if many and not isinstance(value, str | int | float):
+            value = _option_texts(value) if isinstance(value, dict) else value
+            if not value:
+                return []
+        elif isinstance(value, list | dict) and action.type is str and key not in self.own:
+            return value  # of the Trainer, which takes more than a flag can say
+        elif isinstance(value, list) and key == "layers":
+            value = ",".join(map(str, value))
+        values = value if many and isinstance(value, list) else [value]
+        texts = ["no" if item is False else str(item) for item in values]
         try:
-            if value is None and self.defaults.get(key) is not None and key not in self.optional:
-                raise ValueError
-            nothing = value is False or (value is None and self.defaults.get(key))
-            if nothing and key in self.own and action.type is str:
-                return "" if key in self.optional else "no"  # as which YAML reads no
-            if isinstance(value, (list, dict)) and action.nargs != "+" and key in self.own and key != "layers":
-                raise ValueError
-            if key in self.own and action.type is str and type(value) in (int, float):
-                return str(value)
-            if isinstance(value, list) and action.nargs == "+":
-                return [action.type(str(v)) if action.type else v for v in value]
-            if isinstance(value, str) and action.type is string_to_bool:
-                return string_to_bool(value)
-            if isinstance(value, (str, int)) and not isinstance(value, bool) and action.type in (int, float):
-                return action.type(value)
-            if action.type is float and not isinstance(value, float) and value is not None:
-                raise ValueError
-            if key == "layers" and isinstance(value, (list, int)):
-                return ",".join(map(str, value if isinstance(value, list) else [value]))
-        except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
+            if any(item is None or isinstance(item, list | dict) for item in values):
+                raise argparse.ArgumentError(action, "one value is needed")
+            return vars(self.parser.parse_args([f"--{key}", *texts] if many else [f"--{key}={texts[0]}"]))[key]
+        except argparse.ArgumentError as error:
             raise GraphFilterError(f"the setting {key!r}{where} cannot be {value!r}") from error
-        return value
 
     def check(self, values: dict[str, Any]) -> None:
         """What can be known to be wrong before any data is read."""
@@ -214,16 +191,16 @@ class Settings:
         values = {k: v for k, v in values.items() if k != "import"}
         if lower_is_better(values.get("metric_for_best_model") or ""):
             values.setdefault("greater_is_better", False)  # the Trainer knows this of losses alone
-        if values.get("bf16") and not machine.accelerated():
+        if values.get("bf16") and not has_accelerator():
             values["use_cpu"] = True  # the Trainer takes bf16 on a CPU only where this is said
         try:
             return tuple(self.parser.parse_dict(values))
         except (ValueError, TypeError) as error:
             raise GraphFilterError(f"settings of the training: {error}") from error
 
-    def differing(self, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    def list_differences(self, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
         """Names of the settings in which two runs differ; one that was not given has its default."""
-        return differing(self.defaults | a, self.defaults | b)
+        return list_differences(self.defaults | a, self.defaults | b)
 
     def identity(self, values: dict[str, Any]) -> dict[str, Any]:
         """By which a run is known again."""
@@ -241,11 +218,11 @@ def _option_texts(options: dict[str, Any]) -> list[str]:
     return [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in options.items()]
 
 
-def read_yaml(name: str) -> dict[str, Any]:
-    """A YAML file, by path or by its path under recipes/configs."""
-    file = next((p for p in (Path(name), CONFIGS / name, CONFIGS / f"{name}.yaml") if p.is_file()), None)
+def read_yaml(name: str, folder: Path = CONFIGS) -> dict[str, Any]:
+    """Return the content of a YAML file, by its path or by its path within ``folder``."""
+    file = next((p for p in (Path(name), folder / name, folder / f"{name}.yaml") if p.is_file()), None)
     if file is None:
-        known = sorted(str(p.relative_to(CONFIGS)) for p in CONFIGS.rglob("*.yaml"))
+        known = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.yaml"))
         raise GraphFilterError(f"no configuration {name}{nearest(name, known)}; at hand: {', '.join(known)}")
     try:
         content = yaml.safe_load(file.read_text()) or {}
@@ -254,3 +231,15 @@ def read_yaml(name: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise GraphFilterError(f"{file} must hold settings as NAME: VALUE, found {type(content).__name__}")
     return content
+
+
+def has_accelerator() -> bool:
+    """Whether the Trainer finds anything else than the CPU."""
+    return torch.accelerator.is_available() or is_torch_xla_available()
+
+
+def bf16_pays(use_cpu: bool) -> bool:
+    """Whether bf16 is at hand; a CPU without instructions for it takes many times as long as in float32."""
+    if has_accelerator() and not use_cpu:
+        return is_torch_bf16_gpu_available() or is_torch_xla_available()
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -20,16 +20,14 @@ import random
 from functools import lru_cache
 from pathlib import Path
 
-import evaluate
 import numpy as np
 from datasets import Dataset, DatasetDict, Value
 from transformers import AutoModelForSeq2SeqLM, DataCollatorForSeq2Seq, Seq2SeqTrainer
 
 from hf_graphfilter import GraphFilterError
 from recipes import metrics, runs
-from recipes.data import FILES, cut, first_file, from_hub, labels_of, read_rows, table_of, texts_of
+from recipes.data import FILES, cut, first_file, from_hub, labels_of, read_rows, report_truncation, table_of, texts_of
 from recipes.glue import classify
-from recipes.inputs import report_truncation
 from recipes.models import build_model, load_tokenizer, model_config
 from recipes.settings import Recipe
 from recipes.training import fit
@@ -42,7 +40,7 @@ COLUMNS = {
     "defect": {"text_a": ("func",), "label": ("target",)},
     "clone": {"text_a": ("func1",), "text_b": ("func2",), "label": ("label",)},
 }
-MEASURES = {"defect": (metrics.Accuracy, metrics.F1), "clone": (metrics.F1, metrics.Accuracy)}
+MEASURES = {"defect": ("accuracy", "f1"), "clone": ("f1", "accuracy")}
 WORDS = ("false", "true")
 
 
@@ -130,7 +128,7 @@ def write_labels(args, training, tokenizer, data):
         predictions = prediction.predictions
         ids = predictions[0] if isinstance(predictions, tuple) else predictions
         written, labels = (read_words(tokenizer, x) for x in (ids, prediction.label_ids))
-        return evaluate.combine([kind() for kind in MEASURES["defect"]]).compute(predictions=written, references=labels)
+        return metrics.score(MEASURES["defect"], written, labels)
 
     encoded = report_truncation(data.map(encode, batched=True, remove_columns=["text_a", "label"]), args.max_length)
     training.predict_with_generate = True

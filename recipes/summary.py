@@ -112,5 +112,5 @@ def compare_results(settings: Settings, content: dict[str, Any], other: dict[str
         rows += [["  other", *theirs[variant]]] if variant in theirs else []
     for variant in mine.keys() & theirs.keys():
         a, b = (next(r["settings"] for r in c["runs"] if r["variant"] == variant) for c in (content, other))
-        differing.update(settings.differing(a, b))
+        differing.update(settings.list_differences(a, b))
     return table(["variant", "seeds", content["metric"].partition("/")[2], "difference"], rows), sorted(differing)

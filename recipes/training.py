@@ -30,8 +30,8 @@ from hf_graphfilter.fitting.memory import begin_peak_memory, peak_memory
 from hf_graphfilter.patching.status import FilterStatus
 from hf_graphfilter.training import BlendSchedule
 from recipes.arguments import RecipeArguments
-from recipes.errors import filtering, note
-from recipes.records import read_whole
+from recipes.errors import mark_refusals, note
+from recipes.records import try_read
 
 
 class Clock(TrainerCallback):
@@ -76,7 +76,7 @@ def fit(
     begin_peak_memory(training.device)
     begun = time.perf_counter()
     try:
-        with filtering():
+        with mark_refusals():
             trainer.train(resume_from_checkpoint=last_checkpoint(Path(training.output_dir)))
     except KeyError as error:
         if "metric_for_best_model" not in str(error):
@@ -108,14 +108,14 @@ def make_trainer(
     """An ordinary Trainer, with the filter in an optimizer group of its own, its coefficients logged and its losses."""
     trainer = trainer_class(model=model, args=training, **options)
     order = trainer._get_train_sampler
-    trainer._get_train_sampler = lambda *rows: of_its_own(order(*rows), training)
+    trainer._get_train_sampler = lambda *rows: seed_sampler(order(*rows), training)
     if any(True for _ in filter_parameters(model)):
         trainer.add_callback(CoefficientCallback())
         # an attribute, since Seq2SeqTrainer does not take the argument
         trainer.optimizer_cls_and_kwargs = filter_optimizer(training, args.filter_lr)
-    if penalised(filter_status(model)):
+    if has_penalties(filter_status(model)):
         trainer.add_callback(RegularizerCallback())
-    if blended(filter_status(model)):
+    if has_blend(filter_status(model)):
         trainer.add_callback(BlendSchedule())
     if training.disable_tqdm:
         trainer.remove_callback(PrinterCallback)
@@ -135,18 +135,18 @@ class Order(LengthGroupedSampler):
         self.generator.manual_seed(self.seed + epoch)
 
 
-def of_its_own(sampler: Any, training: Seq2SeqTrainingArguments) -> Any:
+def seed_sampler(sampler: Any, training: Seq2SeqTrainingArguments) -> Any:
     """The Trainer's sampler, with a generator of its own where it has none."""
     seed = training.seed if training.data_seed is None else training.data_seed
     return Order(sampler, seed) if isinstance(sampler, LengthGroupedSampler) else sampler
 
 
-def penalised(status: FilterStatus) -> bool:
+def has_penalties(status: FilterStatus) -> bool:
     """Whether a filter declares a loss of its own with a weight."""
     return any(any(row.filter.penalties.values()) for row in status)
 
 
-def blended(status: FilterStatus) -> bool:
+def has_blend(status: FilterStatus) -> bool:
     """Whether a filter starts beside the attention, with a gate at 0 that training must carry to 1."""
     return any(isinstance(row.filter, ReplacingConfig) and row.filter.init == "blend" for row in status)
 
@@ -179,7 +179,7 @@ def last_checkpoint(folder: Path, written_last: str = "trainer_state.json", step
     numbers = {int(n): path for path in folder.glob("checkpoint-*") if (n := path.name.partition("-")[2]).isdecimal()}
     for number in sorted(numbers, reverse=True):
         file = numbers[number] / written_last
-        if (state := read_whole(file, **{step: int})) is not None:
+        if (state := try_read(file, **{step: int})) is not None:
             if state[step] == number:
                 return str(file.parent)
             note(f"ignored: {file} is of step {state[step]}")

@@ -23,7 +23,7 @@ from filters import FILTERS, Entry, cases
 from models import FAMILIES, Family
 from versions import VERSIONS
 
-from hf_graphfilter.text import markdown_table
+from hf_graphfilter.tables import markdown_table
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = {entry.config.filter: entry.config.module.__name__ for _, entry in cases()}

@@ -65,12 +65,6 @@ class Entry:
         return isinstance(self.config, ReplacingConfig)
 
     @property
-    def in_order(self) -> bool:
-        """Whether it asks which tokens a query sees, which shifted windows do not tell everywhere."""
-        looking = AttnScaleConfig, CenteredConfig, ContraNormConfig, FeatScaleConfig
-        return self.replaces or isinstance(self.config, looking)
-
-    @property
     def reads_first(self) -> bool:
         """Whether it reads what the first layer made, which one within windows cannot."""
         return isinstance(self.config, FromFirstLayerConfig)

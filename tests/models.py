@@ -65,7 +65,7 @@ class Family:
 
     def patch(self, model, entry):
         """With a filter of filters.py."""
-        layers = self.whole_windows if entry.in_order else None
+        layers = self.whole_windows if entry.config.module.reads_mask else None
         if entry.reads_first and self.whole_windows:
             pytest.skip("reads values in the order of the first layer")
         if entry.encoders_only:

@@ -20,7 +20,7 @@ from hf_graphfilter import (
     set_blend,
     unpatch_model,
 )
-from hf_graphfilter.analysis.branches import without
+from hf_graphfilter.analysis.branches import switch_off
 from hf_graphfilter.filters.core.attached import filters_of
 from hf_graphfilter.functional import agf, gfsa, orthogonality_loss
 from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
@@ -478,12 +478,12 @@ def test_the_bias_of_positions_in_the_window(window, sinks):
     options = {"window": window, "sinks": sinks, "stack": "encoder"}
     patch_model(model, "agf", position_bias="window", **options)
     modules = [f for _, f in filters_of(model)]
-    with without("far", modules):
+    with switch_off("far", modules):
         found = encoder(input_ids=ids, attention_mask=mask).last_hidden_state
     there = mask.bool()
     torch.testing.assert_close(found[there], expected[there])
     patch_model(unpatch_model(model), "agf", position_bias="drop", **options)
-    with without("far", [f for _, f in filters_of(model)]):
+    with switch_off("far", [f for _, f in filters_of(model)]):
         found = encoder(input_ids=ids, attention_mask=mask).last_hidden_state
     assert not torch.allclose(found[there], expected[there])
 

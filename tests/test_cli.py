@@ -23,8 +23,8 @@ from hf_graphfilter import filter_status, patch_model
 from hf_graphfilter.cli import main
 from hf_graphfilter.cli.inputs import Images
 from hf_graphfilter.files import read_state
+from hf_graphfilter.fitting import fit as call
 from hf_graphfilter.fitting import run
-from hf_graphfilter.fitting import transfer as call
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_convert(cli, text, plain, tmp_path, monkeypatch, ctrl_c):
     assert "progress of another transfer (share differ)" in done.stderr
     done = cli("linearize", plain, out, *short, "--speed")
     assert done.returncode == 0, done.stderr
-    assert "converted / original" in done.stdout
+    assert "linearized / original" in done.stdout
     assert "faster than the original" in done.stdout
     assert "without far" in done.stdout
     assert sorted(out.glob(".conversion/**/*")) == own[1:]
@@ -315,7 +315,7 @@ def test_the_filter_alone_and_back(cli, plain, tmp_path):
     assert torch.equal(logits[2], logits[3])
     assert not torch.equal(logits[0], logits[2])
     refused = cli("load-filter", cli_agf(cli, plain, tmp_path), alone, tmp_path / "no")
-    assert "run hf-graphfilter unpatch first" in refused.stderr
+    assert "unpatch_model first (hf-graphfilter unpatch)" in refused.stderr
     assert not (tmp_path / "no").exists()
 
 
@@ -358,7 +358,7 @@ class HalfConfig(FilterConfig):
     )
     monkeypatch.setattr(sys, "path", list(sys.path))
     unknown = cli("patch", plain, tmp_path / "out", "-f", "half")
-    assert "needs --import MODULE before the verb" in unknown.stderr
+    assert "command line: --import MODULE" in unknown.stderr
     done = cli("--import", tmp_path / "half_filter.py", "filters", "half")
     assert all(part in done.stdout for part in ("A part of the attention.", "factor", "0.5", "a number"))
     assert cli("--import", tmp_path / "half_filter.py", "patch", plain, tmp_path / "out", "-f", "half").returncode == 0
@@ -385,7 +385,7 @@ def test_card_of_another_is_left_alone(cli, plain, tmp_path, monkeypatch):
         patch.setattr(PreTrainedModel, "from_pretrained", None)
         done = cli("card", out)
     assert done.returncode == 1
-    assert "pass --force" in done.stderr
+    assert "pass force=True (--force)" in done.stderr
     assert (out / "README.md").read_text() == foreign
     done = cli("card", out, "--force", "--repo-id", "me/bert-gfsa", "--training", "learning_rate=2e-5")
     assert done.returncode == 0, done.stderr
@@ -422,7 +422,7 @@ def test_auto_class(cli, plain, tmp_path, transformers_warnings):
         (["patch", "PLAIN", "PLAIN"], 1, "is the checkpoint that is read"),
         (["patch", "PLAIN", "/proc/nowhere/x"], 1, "cannot write to /proc/nowhere/x"),
         (["patch", "PLAIN", "OUT", "--stack", "middle"], 2, "--stack"),
-        (["patch", "PLAIN", "OUT", "--stack", "decoder"], 1, "--stack 'decoder': the model has encoder"),
+        (["patch", "PLAIN", "OUT", "--stack", "decoder"], 1, "stack='decoder': the model has encoder"),
         (["status", "PLAIN"], 1, "has no graph filter"),
         (["status", "EMPTY"], 1, "holds no config.json"),
         (["status", "FILE"], 1, "is a file: name the directory"),

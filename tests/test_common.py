@@ -54,7 +54,7 @@ def test_identical_at_the_start(family, entry, backend):
         )
     status = filter_status(model)
     if not entry.encoders_only:  # of these, what is no decoder's
-        assert len(status) == family.patched // (2 if entry.in_order and family.whole_windows else 1)
+        assert len(status) == family.patched // (2 if entry.config.module.reads_mask and family.whole_windows else 1)
     assert {row.backend for row in status} == {backend}
 
 

@@ -22,7 +22,7 @@ from hf_graphfilter import (
     transfer_attention,
 )
 from hf_graphfilter.filters.core.attached import filters_of
-from hf_graphfilter.filters.core.unitary_spectrum import Spectrum, reflected
+from hf_graphfilter.filters.core.unitary_spectrum import Spectrum, reflect
 from hf_graphfilter.functional import kernel_polynomial_loss, kernelution, unitary
 from hf_graphfilter.ops.unitary import filter_tokens
 
@@ -126,7 +126,7 @@ def test_zeta_stays_in_its_interval_and_alive():
     for wanted in (2.0, -1.0, 0.4):
         for _ in range(20):
             optimizer.zero_grad()
-            (reflected(graph_filter.zeta) - wanted).square().sum().backward()
+            (reflect(graph_filter.zeta) - wanted).square().sum().backward()
             assert graph_filter.zeta.grad.abs().min() > 1e-12 or wanted == 0.4
             optimizer.step()
             zeta = graph_filter.coefficients()["zeta"]

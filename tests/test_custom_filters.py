@@ -241,10 +241,7 @@ class OtherDecoding(Damped):
     [
         (NoReset, ": NoReset has parameters or buffers and no reset_parameters()"),
         (NoForward, ": NoForward has no forward(shift, value)"),
-        (LateSuper, ": LateSuper cannot be built (AttributeError: cannot assign parameters before Module.__init__() c"),
         (NoSuper, "must return a GraphFilter, got a NoSuper without super().__init__(config, site)"),
-        (SuperWithoutSite, "takes (config, site) and first calls super().__init__(config, site)"),
-        (OtherArguments, ": OtherArguments cannot be built (TypeError: "),
         (PlainTensor, ": PlainTensor: self.table holds tensors that would not be moved, trained or saved"),
         (PlainList, ": PlainList: self.maps holds tensors that would not be moved, trained or saved"),
         (NotPerHead, "names 'c', which must be a parameter or buffer (4, ...), one entry a head, and is (3,)"),
@@ -263,6 +260,23 @@ def test_mistakes_are_found_when_a_model_is_patched(filter_class, message):
     assert filter_class.__name__ in str(caught.value)
     assert "\n" not in str(caught.value)
     assert torch.equal(output(model, BERT.inputs()), expected)
+
+
+@pytest.mark.parametrize(
+    ("filter_class", "message"),
+    [
+        (LateSuper, "cannot assign parameters before Module.__init__() call"),
+        (SuperWithoutSite, "Damped.__init__() missing 2 required positional arguments: 'config' and 'site'"),
+        (OtherArguments, "OtherArguments.__init__() takes 2 positional arguments but 3 were given"),
+    ],
+)
+def test_mistakes_that_python_names_itself_leave_the_model_as_it_was(filter_class, message):
+    model, config = BERT.build(), config_of(filter_class)
+    expected = output(model, BERT.inputs())
+    with pytest.raises((TypeError, AttributeError), match=re.escape(message)):
+        patch_model(model, config)
+    assert torch.equal(output(model, BERT.inputs()), expected)
+    assert not filter_status(model)
 
 
 def test_a_filter_without_parameters_needs_no_reset(tmp_path):

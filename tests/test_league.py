@@ -24,14 +24,12 @@ from transformers import BertConfig, BertModel
 from hf_graphfilter import GraphFilterError, available_filters, filter_parameters, patch_model
 from hf_graphfilter.filters import get_filter
 from hf_graphfilter.training.optimizer import coefficient_ids
-from recipes import compare, language_modeling
-from recipes.data import held_out
-from recipes.identity import identity
+from recipes import compare, language_modeling, records
+from recipes.data import split_holdout
 from recipes.image_data import hold_out
 from recipes.league import figures, play, standings
 from recipes.league.plan import HELD_OUT, LONGER, TUNING_SEED, League
 from recipes.league.records import Run, by_run, level
-from recipes.settings import read_yaml
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -62,7 +60,7 @@ def trained(monkeypatch, tmp_path):
         seen.append((values, seed, folder))
         name = LONGER if values.get("max_steps", 0) > 2500 else values["filter"].replace("none", "plain")
         if name == "neutreno" and recipe == "glue":
-            return {"refused": "no layers before", "settings": identity(values)}
+            return {"refused": "no layers before", "settings": records.identity(values)}
         rate = values["learning_rate"] if name in ("plain", LONGER) else values.get("filter_lr")
         good = HELPS.get(name, 0) + 0.01 * (rate in (1e-2, 2e-4, 4e-2)) + 0.001 * ((seed * 7919 + len(name)) % 13) / 13
         if recipe == "glue":
@@ -70,7 +68,13 @@ def trained(monkeypatch, tmp_path):
         else:
             metrics = {"validation/perplexity": 99 - good, "test/perplexity": 100 - good}
         seconds = 30.0 if name == "gfsa" else 20.0
-        made = {"metrics": metrics, "train_seconds": seconds, "steps": 9, "settings": identity(values), "moved": {}}
+        made = {
+            "metrics": metrics,
+            "train_seconds": seconds,
+            "steps": 9,
+            "settings": records.identity(values),
+            "moved": {},
+        }
         return {"recipe": recipe, "task": values["task"], "seed": seed, **made}
 
     monkeypatch.setattr(play, "ProcessPoolExecutor", Threads)
@@ -176,7 +180,7 @@ def test_ranks_and_comparisons_are_those_of_the_numbers(trained):
         "Of 1 comparisons with plain over 4 seeds, Holm-corrected at 5%: Better than plain: `gfsa` on ptb"
     )
     assert text.endswith("None is worse than plain.")
-    _, rows = standings.between(own, found, own.stages[0])
+    _, rows = standings.compare_filters(own, found, own.stages[0])
     assert [row[0] for row in rows] == ["`gated` - `gfsa`", "`neutreno` - `gfsa`", "`neutreno` - `gated`"]
     assert rows[0][2] == "+0.3 [+0.3, +0.3], 3", "a difference, its interval, three seeds"
     assert rows[1][1] == "", "refused"
@@ -215,6 +219,22 @@ def test_holm_is_its_definition():
 def test_critical_difference_is_that_of_the_tables(k, n, expected):
     """q of Demsar (2006), Table 5: 1.960, 2.728, 3.164."""
     assert figures.critical_difference(k, n) == pytest.approx(expected, abs=0.002)
+
+
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [
+        ([[3, 2, 1]] * 2, False),  # p = 0.135
+        ([[3, 2, 1]] * 4, True),  # p = 0.018
+        ([[3, 2, 1], [1, 2, 3]] * 5, False),
+        ([[1, 1, -math.inf]] * 4, True),
+        ([[1, 1, 1]] * 4, False),
+        ([[1, 2], [2, 1]], True),  # left to Nemenyi's test
+    ],
+)
+def test_friedman_is_asked_before_ranks_are_compared_in_pairs(scores, expected):
+    named = {f"task {i}": dict(zip("abc", values, strict=False)) for i, values in enumerate(scores)}
+    assert figures.ranks_differ(named) == expected
 
 
 def test_a_run_that_diverged_is_no_number(trained, monkeypatch):
@@ -360,7 +380,7 @@ def test_a_part_to_tune_on_is_asked_for(trained, monkeypatch):
 
 
 def test_equal_differences_are_no_certainty():
-    paired, p = standings.tested([0.5, 0.25], [0.6, 0.35])
+    paired, p = standings.compare_pairs([0.5, 0.25], [0.6, 0.35])
     assert paired.sd == pytest.approx(0)
     assert p == 0.5
 
@@ -375,7 +395,7 @@ def test_a_filter_without_coefficients_has_the_rate_of_the_model_tuned(trained):
 def test_a_mistake_is_no_refusal(tmp_path, monkeypatch):
     """Of data that are not there, as of a network that is not: the filter would be out of the task for good."""
     monkeypatch.chdir(tmp_path)
-    own = League(read_yaml("league/depth.yaml"), "depth", tmp_path / "nowhere")
+    own = League(play.read_league("league/depth.yaml"), "depth", tmp_path / "nowhere")
     run = Run("ptb, 12 layers", "gfsa", 1, 1e-2)
     with pytest.raises(GraphFilterError, match="there is no folder"):
         play.train("language_modeling", own.values(run, {}), 1, tmp_path / "run")
@@ -509,13 +529,13 @@ def test_league_files_are_refused_before_anything_is_run(changes, message, train
 
 
 def test_held_out_rows_are_fixed_and_apart():
-    kept, out = held_out(50, 0.1)
-    assert (kept, out) == held_out(50, 0.1)
+    kept, out = split_holdout(50, 0.1)
+    assert (kept, out) == split_holdout(50, 0.1)
     assert sorted(kept + out) == [*range(50)]
     assert len(out) == 5
     for share in (-0.1, 0.001, 1.0):
         with pytest.raises(GraphFilterError, match="--held_out"):
-            held_out(50, share)
+            split_holdout(50, share)
 
 
 def test_held_out_images_have_a_transform_of_their_own():
@@ -534,9 +554,9 @@ def test_held_out_images_have_a_transform_of_their_own():
     assert sorted([x for x, _ in train] + [x for x, _ in val]) == [*range(10)]
 
 
-@pytest.mark.parametrize("name", sorted(file.stem for file in (ROOT / "recipes/configs/league").glob("*.yaml")))
+@pytest.mark.parametrize("name", sorted(file.stem for file in (ROOT / "recipes/league/configs").glob("*.yaml")))
 def test_shipped_leagues_can_be_played(name):
-    content = read_yaml(f"league/{name}.yaml")
+    content = play.read_league(f"{name}.yaml")
     own = League(content, name, DATA)
     own.check({})
     if name == "small":
@@ -549,11 +569,11 @@ def test_shipped_leagues_can_be_played(name):
             assert has_rate == (own.tune[variant] == "filter_lr"), f"all runs of tuning {variant} would be the same"
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "recipes" / "results" / "league").glob("*.json")), ids=lambda f: f.stem)
+@pytest.mark.parametrize("file", sorted((ROOT / "recipes" / "league" / "results").glob("*.json")), ids=lambda f: f.stem)
 def test_shipped_standings_are_those_of_the_shipped_leagues(file):
     """So that the same command goes on with them."""
     content = json.loads(file.read_text())
-    own = League(read_yaml(f"league/{file.stem}.yaml"), file.stem, DATA)
+    own = League(play.read_league(f"{file.stem}.yaml"), file.stem, DATA)
     assert content["league"] == own.content
     own.check(by_run(content))
 

@@ -40,7 +40,7 @@ from hf_graphfilter.filters.core.registry import get_filter
 from hf_graphfilter.filters.hedgehog import HedgehogConfig
 from hf_graphfilter.filters.polynomial import PolynomialConfig
 from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
-from hf_graphfilter.shift.attention import AttentionShift
+from hf_graphfilter.shift.attention import AttentionCall, AttentionShift
 from hf_graphfilter.testing import check_filter
 
 SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
@@ -366,8 +366,8 @@ def of_a_site(config, values):
     def attend(key, value):
         return scaled_dot_product_attention(query, key, value).transpose(1, 2), None
 
-    shift = AttentionShift(attend, query, key)
-    shift.hidden = torch.randn(1, values.shape[2], 16).to(values.dtype)
+    hidden = torch.randn(1, values.shape[2], 16).to(values.dtype)
+    shift = AttentionShift(AttentionCall(attend, query, key, hidden=hidden))
     return graph_filter, (lambda: graph_filter(shift, values)), attend(key, values)[0].transpose(1, 2)
 
 

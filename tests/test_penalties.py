@@ -33,7 +33,7 @@ from hf_graphfilter import (
     patch_model,
 )
 from hf_graphfilter.filters.core.attached import filters_of
-from hf_graphfilter.training.penalties import _Added
+from hf_graphfilter.training.loss_gradients import GradientAdder
 
 GAMMA = 0.5
 
@@ -274,7 +274,7 @@ def test_shared_layers_are_averaged():
     penalties.total().backward()
     gradients.append(weight.grad.clone())
     patched.zero_grad()
-    graph_filter.recorder = _Added({"orthogonality": 1.0}, {})
+    graph_filter.recorder = GradientAdder({"orthogonality": 1.0}, {})
     (0 * patched(**inputs).last_hidden_state.sum()).backward()
     assert graph_filter.recorder.counts == {"orthogonality": 3}
     torch.testing.assert_close(weight.grad, *gradients)

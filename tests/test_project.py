@@ -1,8 +1,11 @@
 """What surrounds the code: version, addresses, links, metadata, workflows."""
 
+import ast
 import re
 import runpy
+import sys
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -19,7 +22,7 @@ LINKS = runpy.run_path(str(ROOT / "docs" / "links.py"))
 PAGES = [
     *ROOT.glob("*.md"),
     *(ROOT / "docs").rglob("*.md"),
-    *(ROOT / "recipes").glob("*.md"),
+    *(ROOT / "recipes").rglob("*.md"),
     *(ROOT / "examples").glob("*.md"),
 ]
 
@@ -79,6 +82,35 @@ def test_extras_that_are_named_exist():
     assert named
     assert makefile
     assert {*named, *installed, *makefile} <= EXTRAS
+
+
+def imported(nodes):
+    """The packages of others that statements import."""
+    modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    modules += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    return {name.partition(".")[0] for name in modules} - sys.stdlib_module_names - {*OURS, *INSTALLED_BY_OTHERS}
+
+
+def declared(*requirements):
+    return {re.match(r"[\w-]+", requirement)[0].lower() for requirement in requirements}
+
+
+OURS = {"hf_graphfilter", "recipes"}
+INSTALLED_BY_OTHERS = {"triton", "sitecustomize"}  # by torch, and by whoever made the environment
+CORE = declared(*PROJECT["project"]["dependencies"])
+OPTIONAL = declared(*(r for requirements in PROJECT["project"]["optional-dependencies"].values() for r in requirements))
+
+
+@pytest.mark.parametrize("folder", sorted(OURS))
+def test_what_is_imported_is_declared(folder):
+    """In the core, what the package imports before a function asks for it."""
+    trees = {file: ast.parse(file.read_text()) for file in (ROOT / folder).rglob("*.py")}
+    distributions = {name: found[0].lower() for name, found in packages_distributions().items()}
+    anywhere = {distributions.get(name, name) for tree in trees.values() for name in imported([*ast.walk(tree)])}
+    assert anywhere <= CORE | OPTIONAL
+    if folder == "hf_graphfilter":
+        at_once = {distributions.get(name, name) for tree in trees.values() for name in imported(tree.body)}
+        assert at_once <= CORE
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda f: f.name)

@@ -17,7 +17,7 @@ from recipes import SCRIPTS, compare, generate
 from recipes.league import play
 from recipes.league.plan import League
 from recipes.models import train_bpe
-from recipes.settings import Settings, read_yaml
+from recipes.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -80,7 +80,7 @@ def test_the_python_of_the_readme_runs_as_printed(folder, transformers_warnings,
 
 def commands():
     """(file, words) of each call of a recipe that the documents show."""
-    files = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").glob("*.md")]
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").rglob("*.md")]
     for file in [*files, *(ROOT / "recipes").glob("*.py")]:
         for line in file.read_text().replace("\\\n", " ").splitlines():
             if re.match(r" *(python|accelerate launch) recipes/\w+\.py ", line):
@@ -98,7 +98,7 @@ def test_the_commands_of_the_documents_are_valid(monkeypatch):
             continue
         if name == "recipes/compare.py" and argv[0] == "league":
             options = play.arguments().parse_args(argv[1:])
-            League(read_yaml(options.config), "shown", options.data).check({})
+            League(play.read_league(options.config), "shown", options.data).check({})
             continue
         if name == "recipes/compare.py":
             options, argv = compare.arguments().parse_known_args(argv)

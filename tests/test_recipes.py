@@ -29,10 +29,8 @@ from hf_graphfilter.analysis.comparison import paired_comparison
 from recipes import (
     compare,
     glue,
-    hub,
     imagenet,
     language_modeling,
-    machine,
     metrics,
     records,
     runs,
@@ -41,9 +39,11 @@ from recipes import (
     summary,
     training,
 )
+from recipes import (
+    settings as recipe_settings,
+)
 from recipes.arguments import RecipeArguments
 from recipes.data import cut
-from recipes.identity import mark_of
 from recipes.models import train_bpe
 from recipes.settings import CONFIGS, Settings
 
@@ -82,7 +82,7 @@ def asked(monkeypatch, tmp_path):
         return {"metrics": metrics, "moved": {}, "coefficients": {}, "filter_parameters": 0}
 
     monkeypatch.setattr(glue, "RECIPE", dataclasses.replace(glue.RECIPE, run=run))
-    monkeypatch.setattr(machine, "bf16_pays", lambda use_cpu: True)
+    monkeypatch.setattr(recipe_settings, "bf16_pays", lambda use_cpu: True)
     monkeypatch.chdir(tmp_path)
     return seen
 
@@ -362,17 +362,18 @@ def test_metrics_are_those_of_scikit_learn_and_scipy():
     a, b = (torch.randint(0, 2, (40,), generator=g).tolist() for _ in range(2))
     x, y = (torch.randn(40, generator=g, dtype=torch.float64).tolist() for _ in range(2))
     both = {"predictions": a, "references": b}
-    assert metrics.Accuracy().compute(**both) == {"accuracy": sklearn_metrics.accuracy_score(b, a)}
-    assert metrics.F1().compute(**both) == {"f1": sklearn_metrics.f1_score(b, a)}
-    assert metrics.Matthews().compute(**both) == {"matthews_correlation": sklearn_metrics.matthews_corrcoef(b, a)}
-    found = metrics.Correlation().compute(predictions=x, references=y)
-    assert found == pytest.approx({"spearmanr": stats.spearmanr(x, y)[0], "pearson": stats.pearsonr(x, y)[0]})
-    assert metrics.Correlation().compute(predictions=[1.0, 1.0], references=[1.0, 2.0]) == {
-        "spearmanr": 0,
-        "pearson": 0,
+    assert metrics.load("accuracy").compute(**both) == {"accuracy": sklearn_metrics.accuracy_score(b, a)}
+    assert metrics.load("f1").compute(**both) == {"f1": sklearn_metrics.f1_score(b, a)}
+    assert metrics.load("matthews_correlation").compute(**both) == {
+        "matthews_correlation": sklearn_metrics.matthews_corrcoef(b, a)
     }
-    assert metrics.F1().compute(predictions=[0, 0], references=[0, 0]) == {"f1": 0}
-    assert metrics.Perplexity().compute(nll=[2.0, 4.0], tokens=[1.0, 5.0]) == {"perplexity": pytest.approx(math.e)}
+    found = metrics.score(("spearmanr", "pearson"), x, y)
+    assert found == pytest.approx({"spearmanr": stats.spearmanr(x, y)[0], "pearson": stats.pearsonr(x, y)[0]})
+    assert metrics.score(("spearmanr", "pearson"), [1.0, 1.0], [1.0, 2.0]) == {"spearmanr": 0, "pearson": 0}
+    assert metrics.load("f1").compute(predictions=[0, 0], references=[0, 0]) == {"f1": 0}
+    assert metrics.load("perplexity").compute(nll=[2.0, 4.0], tokens=[1.0, 5.0]) == {
+        "perplexity": pytest.approx(math.e)
+    }
 
 
 @pytest.mark.parametrize(("tokens", "stride"), [(50, 8), (50, 3), (50, 16), (16, 8), (9, 4), (17, 1)])
@@ -689,19 +690,21 @@ def test_files_of_the_same_name_are_told_apart(tmp_path):
 
     settings = Settings(glue.RECIPE)
     assert of("a", "a")["model"] == "model"
-    assert settings.differing(of("a", "a"), of("copied/a", "copied/a")) == []
-    assert settings.differing(of("a", "a"), of("b", "a")) == ["the files of model"]
-    assert settings.differing(of("a", "a"), of("a", "b")) == ["the files of data"]
+    assert settings.list_differences(of("a", "a"), of("copied/a", "copied/a")) == []
+    assert settings.list_differences(of("a", "a"), of("b", "a")) == ["the files of model"]
+    assert settings.list_differences(of("a", "a"), of("a", "b")) == ["the files of data"]
     (tmp_path / "a" / "data" / "CoLA" / ".DS_Store").write_text("stray")
     (tmp_path / "a" / "data" / "CoLA" / "NOTES.md").write_text("stray")
     before = of("copied/a", "copied/a")
-    mark_of.cache_clear()
-    assert settings.differing(before, of("a", "a")) == []
+    records.mark_of.cache_clear()
+    assert settings.list_differences(before, of("a", "a")) == []
     assert "contents" not in settings.identity({"task": "cola", "model": "m", "data": tmp_path / "elsewhere"})
     earlier = {name: value for name, value in of("a", "a").items() if name != "contents"}
-    assert settings.differing(earlier, of("b", "b")) == []
+    assert settings.list_differences(earlier, of("b", "b")) == []
     texts = [settings.identity({"task": "texts", "data": tmp_path / which}) for which in ("a", "copied/a")]
-    assert settings.differing({"task": "texts", "data": texts[0]["data"]}, texts[1]) == ["data"], "an earlier record"
+    assert settings.list_differences({"task": "texts", "data": texts[0]["data"]}, texts[1]) == ["data"], (
+        "an earlier record"
+    )
 
 
 def test_the_data_of_an_interrupted_run_are_known_again(asked, cola, monkeypatch, capsys):
@@ -715,13 +718,13 @@ def test_the_data_of_an_interrupted_run_are_known_again(asked, cola, monkeypatch
     train = cola / "CoLA" / "train.tsv"
     before = train.read_text()
     train.write_text(before.replace("cat", "cow"))
-    mark_of.cache_clear()
+    records.mark_of.cache_clear()
     capsys.readouterr()
     with pytest.raises(SystemExit):
         runs.main(glue.RECIPE, argv)
     assert "other settings (the files of data differ)" in capsys.readouterr().err
     train.write_text(before)
-    mark_of.cache_clear()
+    records.mark_of.cache_clear()
     runs.main(glue.RECIPE, argv)
     assert [*Path("runs/glue/cola-gfsa/seed-1").glob("*.json")] == [Path("runs/glue/cola-gfsa/seed-1/record.json")]
 
@@ -855,7 +858,7 @@ def test_compare_pairs_the_seeds_and_goes_on_at_the_first_missing_one(cola, tmp_
     assert first["metric"] == "validation/matthews_correlation"
     # the same model and data for both: what differs is the filter
     plain, patched = (next(r for r in first["runs"] if r["variant"] == v) for v in ("plain", "gfsa"))
-    assert Settings(glue.RECIPE).differing(plain["settings"], patched["settings"]) == ["filter"]
+    assert Settings(glue.RECIPE).list_differences(plain["settings"], patched["settings"]) == ["filter"]
 
     first["runs"] = [r for r in first["runs"] if (r["seed"], r["variant"]) != (2, "gfsa")]
     file.write_text(json.dumps(first))
@@ -939,9 +942,11 @@ def test_the_card_says_what_was_measured_and_compared(cola, tmp_path, monkeypatc
             "value": record(tmp_path / name)["metrics"]["validation/matthews_correlation"],
         }
     settings, made, elsewhere = Settings(glue.RECIPE), record(tmp_path / "gfsa"), {"output_dir": "else/where"}
-    assert hub.compared(settings, made, elsewhere) == "", "the shipped ones have other settings"
+    assert runs.describe_comparison(settings, made, elsewhere) == "", "the shipped ones have other settings"
     monkeypatch.setattr(records, "RESULTS", tmp_path)
-    assert hub.compared(settings, made, elsewhere).endswith("no claim (measured by the authors of the recipes).")
+    assert runs.describe_comparison(settings, made, elsewhere).endswith(
+        "no claim (measured by the authors of the recipes)."
+    )
 
 
 def test_a_comparison_in_a_fresh_clone_trains(asked, tmp_path, capsys):
@@ -984,7 +989,7 @@ def test_shipped_results_are_shown_or_gone_on_with_when_asked_for(asked, capsys,
 
 def test_shipped_results_have_the_settings_of_the_configurations(monkeypatch):
     """So that the same command goes on with them: a machine that has no bf16 says so."""
-    monkeypatch.setattr(machine, "bf16_pays", lambda use_cpu: True)
+    monkeypatch.setattr(recipe_settings, "bf16_pays", lambda use_cpu: True)
     arena = {
         "lra-listops-200": "--max_length 200",
         "lra-listops-2000": "--max_length 2000 --num_train_epochs 2 --per_device_train_batch_size 8",
@@ -1009,7 +1014,7 @@ def test_shipped_results_have_the_settings_of_the_configurations(monkeypatch):
             found = next(run["settings"] for run in content["runs"] if run["variant"] == variant)
             resolved = settings.identity(settings.override(values, overrides))
             copies = {"model", "tokenizer"} if "converted" in file.stem else {"model"}
-            assert {*settings.differing(found, resolved)} <= copies, "a local copy has another name"
+            assert {*settings.list_differences(found, resolved)} <= copies, "a local copy has another name"
 
 
 def test_a_comparison_of_some_variants_only():
@@ -1027,8 +1032,8 @@ def test_a_comparison_of_some_variants_only():
 @pytest.mark.parametrize("pays", [True, False])
 def test_configurations_for_a_laptop_need_no_flag(pays, asked, monkeypatch, capsys):
     """bf16 on a CPU that is quick with it, else float32; the Trainer would refuse to decide."""
-    monkeypatch.setattr(machine, "accelerated", lambda: False)
-    monkeypatch.setattr(machine, "bf16_pays", lambda use_cpu: pays)
+    monkeypatch.setattr(recipe_settings, "has_accelerator", lambda: False)
+    monkeypatch.setattr(recipe_settings, "bf16_pays", lambda use_cpu: pays)
     compare.main(README_COMPARISON)
     assert {bf16 for *_, bf16 in asked} == {pays}
     assert ("computes slowly in bf16, or not at all: float32" in capsys.readouterr().err) is not pays
@@ -1085,7 +1090,7 @@ from huggingface_hub import HfApi
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from hub_server import TOKEN
 from hf_graphfilter import filter_status
-from recipes import glue, hub, runs
+from recipes import glue, runs
 
 def run(token):
     try:
@@ -1098,7 +1103,7 @@ run(TOKEN)
 model = AutoModelForSequenceClassification.from_pretrained("me/roberta-cola-gfsa", token=TOKEN)
 AutoTokenizer.from_pretrained("me/roberta-cola-gfsa", token=TOKEN)
 print("loaded", len(filter_status(model)))
-hub.HfApi = lambda token: HfApi(endpoint="http://127.0.0.1:9", token=token)
+runs.HfApi = lambda token: HfApi(endpoint="http://127.0.0.1:9", token=token)
 run(TOKEN)
 """
 
@@ -1144,14 +1149,11 @@ def test_push_to_a_stand_in_of_the_hub_and_load_from_it(cola, tmp_path):
         pytest.param(
             ["FOLDER/source_code.py", "--help"], "python recipes/source_code.py --config", marks=pytest.mark.slow
         ),
-        pytest.param(*(["FOLDER/code.py", "--help"], "python recipes/source_code.py --config"), marks=pytest.mark.slow),
         (["-m", "recipes.compare", "--help"], "python recipes/compare.py glue"),
-        (["-c", "import sys; sys.path.insert(0, 'FOLDER'); import code, torch; print(code.interact)"], "<function"),
     ],
-    ids=["file", "old name", "module", "python's own code"],
+    ids=["file", "module"],
 )
 def test_scripts_run_from_any_folder_and_explain_themselves(argv, said, tmp_path):
-    """recipes/code.py must not stand for the module code of Python, which torch imports."""
     done = subprocess.run(
         [sys.executable, *(word.replace("FOLDER", str(ROOT / "recipes")) for word in argv)],
         capture_output=True,
@@ -1162,7 +1164,6 @@ def test_scripts_run_from_any_folder_and_explain_themselves(argv, said, tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert said in " ".join(done.stdout.split())
-    assert ("recipes/code.py is called" in done.stderr) == argv[0].endswith("/code.py")
 
 
 def test_data_sets_of_the_hub_are_read_by_their_columns(monkeypatch):

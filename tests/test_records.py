@@ -42,7 +42,7 @@ from hf_graphfilter import (
     unpatch_model,
 )
 from hf_graphfilter.hosts import host_of
-from hf_graphfilter.hosts.transformers.attention import CURE
+from hf_graphfilter.hosts.transformers.implementation import CURE
 
 BERT = FAMILIES["bert"]
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}

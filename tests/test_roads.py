@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from hf_graphfilter import GFSAConfig, GraphFilterError, patch_model
-from hf_graphfilter.checkpoints.card import markdown_table
+from hf_graphfilter.tables import markdown_table
 
 peft = pytest.importorskip("peft")
 from peft.utils.hotswap import hotswap_adapter  # noqa: E402

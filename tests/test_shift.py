@@ -1,5 +1,7 @@
 """The shift operator and the kernels under it, against explicit matrices."""
 
+from dataclasses import FrozenInstanceError
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -20,6 +22,7 @@ from transformers import (
 from transformers.masking_utils import flash_attention_mask
 
 from hf_graphfilter import (
+    AttentionCall,
     AttentionShift,
     AttentionSite,
     DenseShift,
@@ -73,11 +76,11 @@ def test_attention_shift_is_the_dense_one(mask, groups):
         out = F.scaled_dot_product_attention(query, k, v, mask, is_causal=causal, enable_gqa=k.shape[1] != H)
         return out.transpose(1, 2), None
 
-    shift, dense = AttentionShift(attend, query, key), DenseShift(matrix(query, key, additive))
+    shift, dense = AttentionShift(AttentionCall(attend, query, key)), DenseShift(matrix(query, key, additive))
     for found, expected in zip(shift.powers(value, 3), dense.powers(value, 3), strict=True):
         torch.testing.assert_close(found, expected)
     torch.testing.assert_close(shift.identity(value), dense.identity(value))
-    torch.testing.assert_close(AttentionShift(attend, query, key).dense().matrix, dense.matrix)
+    torch.testing.assert_close(AttentionShift(AttentionCall(attend, query, key)).dense().matrix, dense.matrix)
 
 
 def test_per_head_scaling_and_repeated_keys():
@@ -89,14 +92,36 @@ def test_per_head_scaling_and_repeated_keys():
         out = F.scaled_dot_product_attention(query * scale, k, v, enable_gqa=k.shape[1] != H)
         return out.transpose(1, 2), None
 
-    found = AttentionShift(attend, query, key).powers(value, 2)
+    found = AttentionShift(AttentionCall(attend, query, key)).powers(value, 2)
     expected = DenseShift(matrix(query * scale, key, 0)).powers(value, 2)
     torch.testing.assert_close(found, expected)
 
 
+def test_a_call_does_not_change_and_another_look_starts_afresh():
+    query, key, value = tensors(1, 2, 3, 4, count=3)
+
+    def attend(k, v):
+        return F.scaled_dot_product_attention(query, k, v).transpose(1, 2), None
+
+    call = AttentionCall(attend, query, key, hidden=value, scaling=0.5, bias=key, twice=lambda v, exact: (v, v))
+    with pytest.raises(FrozenInstanceError):
+        call.query = key
+    shift = AttentionShift(call, state={})
+    assert (shift.query, shift.key, shift.hidden, shift.scaling, shift.bias) == (query, key, value, 0.5, key)
+    assert all(power is value for power in shift.powers(value, 2))
+    again = shift.restart()
+    assert (shift.applications, again.applications, again.state, again.hidden) == (2, 0, None, value)
+    torch.testing.assert_close(again.powers(value, 2)[0], attend(key, value)[0].transpose(1, 2))
+
+
+def test_a_shift_takes_a_call():
+    with pytest.raises(GraphFilterError, match=r"takes an AttentionCall, and got a function.*AttentionCall\(attend"):
+        AttentionShift(lambda k, v: (v, None), *tensors(1, 2, 3, 4, count=2))
+
+
 def test_cross_attention_is_refused():
     query, key = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
-    shift = AttentionShift(lambda k, v: (torch.randn(1, 3, 2, 4), None), query, key)
+    shift = AttentionShift(AttentionCall(lambda k, v: (torch.randn(1, 3, 2, 4), None), query, key))
     first = shift(torch.randn(1, 2, 5, 4))
     with pytest.raises(GraphFilterError, match="3 query tokens over 5 key tokens"):
         shift(first)
@@ -207,7 +232,7 @@ def test_the_start_is_the_attention_call_itself_bit_for_bit(causal):
         return apply_twice(query, key, v, causal=causal) if can else None
 
     def filtered(joint):
-        return graph_filter(AttentionShift(attend, query, key, twice=joint), value)
+        return graph_filter(AttentionShift(AttentionCall(attend, query, key, twice=joint)), value)
 
     assert torch.equal(filtered(twice), attend(key, value)[0].transpose(1, 2))
     torch.nn.init.constant_(graph_filter.w_K, 0.3)

@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from statistics import median
@@ -12,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hf_graphfilter"
 # from the ground up: a module imports what is on a lower floor, or on its own
 FLOORS = [
-    {"errors", "files", "text", "_on_import"},
+    {"errors", "files", "tables", "text", "wrappers", "_on_import"},
     {"ops"},
     {"shift"},
     {"functional"},
@@ -121,6 +123,27 @@ def test_the_map_of_contributing_names_every_room():
     assert [room for room in rooms if f"`{room}`" not in table] == []
     named = [word for word in table.split("`") if word.endswith((".py", "/")) and " " not in word and "|" not in word]
     assert [word for word in named if not (PACKAGE / word).exists() and not (ROOT / word).exists()] == []
+
+
+LIST_WRAPPED = """
+import hf_graphfilter, peft, sentence_transformers, transformers.modeling_utils, transformers.trainer
+from hf_graphfilter.training.resuming import check_when_resuming
+from hf_graphfilter.wrappers import WRAPPED
+check_when_resuming(transformers.trainer.Trainer)
+print("\\n".join(WRAPPED))
+"""
+
+
+def test_contributing_lists_what_is_wrapped():
+    for library in ("peft", "sentence_transformers"):
+        pytest.importorskip(library)
+    done = subprocess.run([sys.executable, "-c", LIST_WRAPPED], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    listed = re.findall(r"^\| `(\w+: [\w.]+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    assert sorted(listed) == sorted(done.stdout.split("\n")[:-1])
+    assert [name for name, file in MODULES.items() if "functools.wraps" in file.read_text()] == [
+        "hf_graphfilter.wrappers"
+    ]
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])

@@ -69,7 +69,9 @@ def patch(model, family, entry):
         with pytest.raises(GraphFilterError, match=r"hand nothing on to each other|choose layers of one shape"):
             patch_model(model, entry.config)
         pytest.skip("layers hand nothing on to each other")
-    return patch_model(model, entry.config, layers="even" if family in PATCHED and entry.in_order else None)
+    return patch_model(
+        model, entry.config, layers="even" if family in PATCHED and entry.config.module.reads_mask else None
+    )
 
 
 def build(family, fused=True):
@@ -106,7 +108,7 @@ def test_identical_at_the_start(family, entry, fused):
     assert all(map(torch.equal, both(), expected)) == entry.config.starts_as_original
     assert keys < set(model.state_dict())
     status = filter_status(model)
-    assert len(status) == PATCHED.get(family, 3) // (2 if family in PATCHED and entry.in_order else 1)
+    assert len(status) == PATCHED.get(family, 3) // (2 if family in PATCHED and entry.config.module.reads_mask else 1)
     assert {row.backend for row in status} == {"sdpa" if fused and family != "cait" else "eager"}
 
 

@@ -29,7 +29,7 @@ from hf_graphfilter import (
 )
 from hf_graphfilter.files import locked, read_state
 from hf_graphfilter.filters.core.attached import filters_of
-from hf_graphfilter.fitting import transfer as call
+from hf_graphfilter.fitting import fit as call
 from hf_graphfilter.fitting.checkpoint import EARLIER_FILE, LOCK, STATE_FILE, Checkpoint
 from hf_graphfilter.fitting.objectives import DISTANCES, original_of
 from hf_graphfilter.fitting.run import StageRun

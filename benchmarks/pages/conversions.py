@@ -2,7 +2,7 @@
 
 import json
 
-from hf_graphfilter.text import markdown_table
+from hf_graphfilter.tables import markdown_table
 from pages import sources
 from pages.sources import days
 

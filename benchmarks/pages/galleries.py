@@ -1,6 +1,6 @@
 """What the analysis finds in real weights, from benchmarks/gallery.py."""
 
-from hf_graphfilter.text import markdown_table
+from hf_graphfilter.tables import markdown_table
 from pages.sources import read, where
 
 GALLERY = {  # quantity: (column, of what it is shown)

@@ -3,11 +3,11 @@
 import json
 from pathlib import Path
 
-from hf_graphfilter.text import markdown_table
-from pages.sources import RECIPES, ROOT, days
+from hf_graphfilter.tables import markdown_table
+from pages.sources import ROOT, days
 from recipes.league.plan import League
 from recipes.league.records import Records, by_run
-from recipes.league.standings import between, comparisons, details, levels, overview, tuning, verdict
+from recipes.league.standings import compare_filters, comparisons, details, levels, overview, tuning, verdict
 
 FEW = 4  # filters, which are shown two by two
 FIGURES = {  # by compare.py league --figures docs/figures
@@ -26,7 +26,8 @@ QUESTIONS = {  # the leagues whose significant differences open the page, and th
 
 
 def read_league(name: str) -> tuple[League, Records]:
-    content = json.loads((RECIPES / "league" / f"{name}.json").read_text())
+    """Return a league and its finished runs."""
+    content = json.loads((ROOT / "recipes" / "league" / "results" / f"{name}.json").read_text())
     return League(content["league"], name, Path()), by_run(content)
 
 
@@ -58,7 +59,7 @@ def league_tables(name: str) -> str:
             made += folded("in detail", *details(league, found, stage))
             if len(league.playing(found, stage)) <= FEW:
                 made += folded(
-                    "filters among each other, not corrected for their number", *between(league, found, stage)
+                    "filters among each other, not corrected for their number", *compare_filters(league, found, stage)
                 )
     runs = [run for run in found.values() if "machine" in run]
     machines = sorted(

@@ -2,7 +2,7 @@
 
 from agf import growth
 
-from hf_graphfilter.text import markdown_table
+from hf_graphfilter.tables import markdown_table
 from pages import sources
 from pages.sources import over_plain, read, where, with_memory
 

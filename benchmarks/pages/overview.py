@@ -3,7 +3,7 @@
 import json
 
 from hf_graphfilter.demo import result_rows
-from hf_graphfilter.text import markdown_table
+from hf_graphfilter.tables import markdown_table
 from pages.sources import CARD, over_plain, read, where
 
 

@@ -3,7 +3,7 @@
 import csv
 import itertools
 
-from hf_graphfilter.text import markdown_table
+from hf_graphfilter.tables import markdown_table
 from pages import sources
 from pages.sources import over_plain, read, where, with_memory
 

@@ -6,7 +6,7 @@ import math
 import statistics
 
 from hf_graphfilter.analysis.comparison import paired_comparison
-from hf_graphfilter.text import markdown_table
+from hf_graphfilter.tables import markdown_table
 from pages.sources import RECIPES, read
 from recipes.records import lower_is_better
 from recipes.summary import PLAIN, by_seed, interval, summary_rows

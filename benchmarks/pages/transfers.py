@@ -3,7 +3,7 @@
 from transfer import STARTS
 
 from hf_graphfilter.analysis.comparison import mean_and_sd, paired_comparison
-from hf_graphfilter.text import markdown_table
+from hf_graphfilter.tables import markdown_table
 from pages.sources import read, where
 
 

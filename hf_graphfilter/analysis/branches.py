@@ -15,7 +15,7 @@ from ..filters import GraphFilter
 from ..filters.core.attached import filters_of
 from ..hosts import unwrapped
 from .model_inputs import to_device
-from .observing import back_to_training
+from .observing import evaluate
 
 Measure = Callable[[nn.Module], float]
 
@@ -56,22 +56,18 @@ def branch_report(model: nn.Module, measure: Measure | Iterable[Any]) -> list[Br
     if not parts:
         kinds = ", ".join(sorted({graph_filter.config.filter for _, graph_filter in filters}))
         raise GraphFilterError(f"the filters of the model ({kinds}) have no parts that can be switched off")
-    training = [module for module in model.modules() if module.training]
-    try:
-        model.eval()
-        whole = measured(model)
-        branches = [Branch("all", whole, 0.0, len(filters))]
+    with evaluate(model):
+        with_all = measured(model)
+        branches = [Branch("all", with_all, 0.0, len(filters))]
         for name, having in parts.items():
-            with without(name, having):
+            with switch_off(name, having):
                 value = measured(model)
-            branches.append(Branch(name, value, value - whole, len(having)))
-    finally:
-        back_to_training(training)
+            branches.append(Branch(name, value, value - with_all, len(having)))
     return branches
 
 
 @contextlib.contextmanager
-def without(name: str, filters: Iterable[GraphFilter]) -> Iterator[None]:
+def switch_off(name: str, filters: Iterable[GraphFilter]) -> Iterator[None]:
     with contextlib.ExitStack() as back:
         for graph_filter in filters:
             back.enter_context(graph_filter.branches()[name]())
@@ -84,13 +80,13 @@ def _mean_loss(batches: list[Any]) -> Measure:
         device = next(model.parameters()).device
         with torch.no_grad():
             for batch in batches:
-                given = to_device(batch, device)
-                if not isinstance(given, dict):
+                arguments = to_device(batch, device)
+                if not isinstance(arguments, dict):
                     raise GraphFilterError("a tensor has no labels: hand in dicts, or a function of the model")
-                loss = getattr(model(**given), "loss", None)
+                loss = getattr(model(**arguments), "loss", None)
                 if loss is None:
                     raise GraphFilterError("the batches give no loss: hand in labels, or a function of the model")
-                if terms := _terms(model, given):
+                if terms := _terms(model, arguments):
                     total, count = total + float(loss) * terms, count + terms
         if not count:
             raise GraphFilterError("there are no batches to measure on")

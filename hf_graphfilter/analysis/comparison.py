@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,11 +66,12 @@ def paired_comparison(baseline: Sequence[float], treated: Sequence[float]) -> Pa
     if n == 1:
         return PairedComparison(1, mean, math.nan, math.nan, math.nan, math.nan)
     sd = statistics.stdev(differences)
-    half = stats.t.ppf(0.975, n - 1) * sd / math.sqrt(n)
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # of an interval of equal differences
+        low, high = map(float, stats.ttest_rel(treated, baseline).confidence_interval())
     flips = stats.permutation_test(
         (differences,), statistics.mean, permutation_type="samples", vectorized=False, n_resamples=9999, rng=0
     )
-    return PairedComparison(n, mean, sd, mean - half, mean + half, float(flips.pvalue))
+    return PairedComparison(n, mean, sd, low, high, float(flips.pvalue))
 
 
 def mean_and_sd(values: Sequence[float], form: str = ".4f") -> str:

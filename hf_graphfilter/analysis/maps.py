@@ -29,7 +29,7 @@ class MapReader(Reader):
         self.first = self.first or call.layer
         if call.layer == self.first:
             self.batch = len(self.maps)
-            self.maps += [{} for _ in range(len(call.there))]
+            self.maps += [{} for _ in range(len(call.is_token))]
         matrices = list(call.each(call.filtered if self.filtered else call.attention))
         if len(matrices) != len(self.maps) - self.batch:
             raise GraphFilterError(
@@ -65,13 +65,13 @@ def rollout(maps: dict[Layer, Tensor], stack: str | None = None) -> Tensor:
     if len({layer.stack for layer in layers}) != 1:
         stacks = ", ".join(repr(name) for name in dict.fromkeys(layer.stack for layer in maps))
         raise GraphFilterError(f"rollout follows one stack of layers: name it with stack=, of {stacks}")
-    whole = None
+    product = None
     for layer in sorted(layers, key=lambda layer: layer.index):
         mean = maps[layer].mean(0)
         step = (mean + torch.eye(len(mean), dtype=mean.dtype)) / 2
-        whole = step if whole is None else step @ whole
-    assert whole is not None
-    return whole
+        product = step if product is None else step @ product
+    assert product is not None
+    return product
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def attention_correlation(model: nn.Module, other: nn.Module, batches: Iterable[
     values: list[float] = []
     for batch in batches:
         for one, two in zip(attention_maps(model, batch), attention_maps(other, batch), strict=True):
-            a, b = summarised(one), summarised(two)
+            a, b = summarise(one), summarise(two)
             if a.shape != b.shape:
                 raise GraphFilterError(
                     f"the models see one input as {len(a)} and {len(b)} tokens: their attention cannot be compared"
@@ -107,7 +107,7 @@ def attention_correlation(model: nn.Module, other: nn.Module, batches: Iterable[
     return Correlation(running.band(), values)
 
 
-def summarised(maps: dict[Layer, Tensor]) -> Tensor:
+def summarise(maps: dict[Layer, Tensor]) -> Tensor:
     stacks = list(dict.fromkeys(layer.stack for layer in maps))
     if len(stacks) > 1 and "encoder" not in stacks:
         raise GraphFilterError(f"a model of {' and '.join(stacks)} has no one attention: hand in one of its parts")

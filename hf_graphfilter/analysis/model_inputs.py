@@ -24,7 +24,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     raise GraphFilterError(f"a batch is a dict of the model's arguments or a tensor, got {type(batch).__name__}")
 
 
-def parts(batch: Any, heads: int, seen: Callable[[], int]) -> Iterator[Any]:
+def cut_batch(batch: Any, heads: int, seen: Callable[[], int]) -> Iterator[Any]:
     """The batch in pieces of so many sequences that the matrices of one layer fit into memory; whole for 0 heads.
 
     Of how many tokens an image or a sound is made is known when a module has ``seen`` one: the first piece is one
@@ -52,7 +52,7 @@ def parts(batch: Any, heads: int, seen: Callable[[], int]) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def running(model: nn.Module, batch: Any) -> Iterator[None]:
+def name_mistakes(model: nn.Module, batch: Any) -> Iterator[None]:
     """What ``model`` says to a batch that is not for it, in a sentence that tells what it was given.
 
     Raises:
@@ -64,9 +64,9 @@ def running(model: nn.Module, batch: Any) -> Iterator[None]:
         raise
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         named = batch if isinstance(batch, Mapping) else {"a tensor": batch}
-        given = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items() if isinstance(x, Tensor))
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items() if isinstance(x, Tensor))
         text = " ".join(str(error).split())[:200]
-        raise GraphFilterError(f"{type(model).__name__} does not run on {given}: {text}") from error
+        raise GraphFilterError(f"{type(model).__name__} does not run on {shapes}: {text}") from error
 
 
 def mask_of(batch: Mapping[str, Any], stack: str) -> Tensor | None:
@@ -94,7 +94,7 @@ class Padding:
         self.unread: dict[str, Tensor] = {}
         self.read: set[str] = set()
 
-    def there(self, site: AttentionSite, batch: int, tokens: int, device: torch.device) -> Tensor:
+    def find_tokens(self, site: AttentionSite, batch: int, tokens: int, device: torch.device) -> Tensor:
         """bool (batch, tokens), for what the stack of ``site`` holds."""
         stack = site.stack if self.encoder_decoder else ""
         mask = mask_of(self.batch, stack) if _reads_texts(site) or not self.texts else None

@@ -21,7 +21,7 @@ from ..ops.spectral import to_float32
 from ..shift.attention import AttentionShift
 from ..shift.earlier_layers import EarlierLayers
 from ..shift.operator import ShiftOperator
-from .model_inputs import Padding, parts, running, to_device
+from .model_inputs import Padding, cut_batch, name_mistakes, to_device
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class Call:
         shift: the operator, before its first application.
         value: (batch, key heads, tokens, features).
         graph_filter: what filtered; None where attention is the model's own.
-        there: bool (batch, tokens), which tokens are no padding.
+        is_token: bool (batch, tokens), which tokens are no padding.
     """
 
     layer: Layer
     shift: AttentionShift
     value: Tensor
     graph_filter: GraphFilter | None
-    there: Tensor
+    is_token: Tensor
     earlier: EarlierLayers | None = None
 
     @cached_property
@@ -88,8 +88,8 @@ class Call:
 
     def each(self, matrices: Tensor) -> Iterator[Tensor]:
         """Of every sequence its matrix without padding: (heads, its tokens, its tokens)."""
-        for matrix, there in zip(matrices, self.there, strict=True):
-            yield matrix[:, there][:, :, there]
+        for matrix, is_token in zip(matrices, self.is_token, strict=True):
+            yield matrix[:, is_token][:, :, is_token]
 
 
 class Reader:
@@ -104,7 +104,7 @@ class Reader:
     def attention(self, call: Call) -> None:
         """After a self-attention module ran."""
 
-    def tokens(self, layer: Layer, tokens: Tensor, there: Tensor) -> None:
+    def tokens(self, layer: Layer, tokens: Tensor, is_token: Tensor) -> None:
         """What a layer gave, (batch, tokens, features), and which tokens are no padding, bool (batch, tokens)."""
 
     def outputs(self, outputs: Any, batch: Any) -> None:
@@ -153,12 +153,10 @@ def observe(
         raise GraphFilterError("batches is a list or an iterator of batches: put this one into a list")
     watch = _Observer(model, sites, readers)
     plain = [site for site in sites if CHILD not in site.module._modules]
-    training = [module for module in model.modules() if module.training]
     device = next(model.parameters()).device
     heads = max(site.heads for site in sites) if any(reader.matrices for reader in readers) else 0
     with contextlib.ExitStack() as undo:
-        undo.callback(back_to_training, training)
-        model.eval()
+        undo.enter_context(evaluate(model))
         watched: list[nn.Module] = []
         undo.callback(host.detach, model, watched)
         for site in plain:
@@ -167,9 +165,9 @@ def observe(
         watch.look(undo)
         undo.enter_context(torch.no_grad())
         for batch in progress(batches):
-            for part in parts(to_device(batch, device), heads, lambda: watch.tokens):
+            for part in cut_batch(to_device(batch, device), heads, lambda: watch.tokens):
                 watch.begin(part)
-                with running(model, part):
+                with name_mistakes(model, part):
                     outputs = model(**part) if isinstance(part, Mapping) else model(part)
                 watch.padding.check()
                 for reader in readers:
@@ -178,9 +176,16 @@ def observe(
         raise GraphFilterError("there are no batches with a token: nothing was measured")
 
 
-def back_to_training(modules: list[nn.Module]) -> None:
-    for module in modules:
-        module.training = True
+@contextlib.contextmanager
+def evaluate(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode within; afterwards each of its modules has the mode that it had."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 class _Observer:
@@ -199,40 +204,40 @@ class _Observer:
         """Put the hooks in, each with its removal."""
         for site in self.sites:
             graph_filter = active_filter(site.module)
-            undo.callback(graph_filter.register_forward_pre_hook(self._before).remove)
-            undo.callback(graph_filter.register_forward_hook(self._after(site, graph_filter)).remove)
+            undo.callback(graph_filter.register_forward_pre_hook(self._keep_earlier).remove)
+            undo.callback(graph_filter.register_forward_hook(self._hook_filter(site, graph_filter)).remove)
         for name, site in layer_modules(self.sites).items():
             module = self.model.get_submodule(name)
-            undo.callback(module.register_forward_pre_hook(self._given(site), with_kwargs=True).remove)
-            undo.callback(module.register_forward_hook(self._gave(site)).remove)
+            undo.callback(module.register_forward_pre_hook(self._hook_inputs(site), with_kwargs=True).remove)
+            undo.callback(module.register_forward_hook(self._hook_outputs(site)).remove)
 
-    def _before(self, graph_filter: Any, given: tuple[AttentionShift, Tensor]) -> None:
-        self.earlier = given[0].earlier.copy() if graph_filter.reads_earlier else None
+    def _keep_earlier(self, graph_filter: Any, arguments: tuple[AttentionShift, Tensor]) -> None:
+        self.earlier = arguments[0].earlier.copy() if graph_filter.reads_earlier else None
 
-    def _after(self, site: AttentionSite, graph_filter: GraphFilter) -> Callable[..., None]:
+    def _hook_filter(self, site: AttentionSite, graph_filter: GraphFilter) -> Callable[..., None]:
         stack = self.stacks[site.name]
 
-        def hook(module: nn.Module, given: tuple[AttentionShift, Tensor], output: Tensor) -> None:
-            shift, value = given
+        def hook(module: nn.Module, arguments: tuple[AttentionShift, Tensor], output: Tensor) -> None:
+            shift, value = arguments
             layer = Layer(stack, self.calls[stack])
             self.calls[stack] += 1
             self.tokens = max(self.tokens, value.shape[2])
-            kept = None if isinstance(graph_filter, _Watch) else graph_filter
-            there = self.padding.there(site, value.shape[0], value.shape[2], value.device)
-            call = Call(layer, shift, value, kept, there, self.earlier)
+            running = None if isinstance(graph_filter, _Watch) else graph_filter
+            is_token = self.padding.find_tokens(site, value.shape[0], value.shape[2], value.device)
+            call = Call(layer, shift, value, running, is_token, self.earlier)
             for reader in self.readers:
                 reader.attention(call)
 
         return hook
 
-    def _given(self, site: AttentionSite) -> Callable[..., None]:
+    def _hook_inputs(self, site: AttentionSite) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not self.layers[self.stacks[site.name]]:
                 self._tell(site, -1, args[0] if args else kwargs.get("hidden_states"))
 
         return hook
 
-    def _gave(self, site: AttentionSite) -> Callable[..., None]:
+    def _hook_outputs(self, site: AttentionSite) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             stack = self.stacks[site.name]
             self._tell(site, self.layers[stack], output)
@@ -240,20 +245,18 @@ class _Observer:
 
         return hook
 
-    def _tell(self, site: AttentionSite, index: int, given: Any) -> None:
-        tokens = given[0] if isinstance(given, (tuple, list)) else given
+    def _tell(self, site: AttentionSite, index: int, output: Any) -> None:
+        tokens = output[0] if isinstance(output, (tuple, list)) else output
         if not isinstance(tokens, Tensor) or tokens.dim() not in (3, 4):
             return
         tokens = to_float32(tokens.flatten(1, -2))  # images of windows are (batch, height, width, features)
-        layer, there = (
-            Layer(self.stacks[site.name], index),
-            self.padding.there(site, tokens.shape[0], tokens.shape[1], tokens.device),
-        )
-        if not tokens[there].isfinite().all():
+        layer = Layer(self.stacks[site.name], index)
+        is_token = self.padding.find_tokens(site, tokens.shape[0], tokens.shape[1], tokens.device)
+        if not tokens[is_token].isfinite().all():
             raise GraphFilterError(f"layer {layer} gives numbers that are not finite (NaN or infinity)")
-        self.sequences += int(there.any(1).sum())
+        self.sequences += int(is_token.any(1).sum())
         for reader in self.readers:
-            reader.tokens(layer, tokens, there)
+            reader.tokens(layer, tokens, is_token)
 
 
 def stacks_of(model: nn.Module, sites: list[AttentionSite]) -> dict[str, str]:

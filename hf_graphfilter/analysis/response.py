@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import needs
 from ..filters.core.attached import filters_of
 from ..shift.operator import ShiftOperator
 from ..text import figure_text
 from .observing import Call, observe
-from .results import COLOURS, BandReader, Measured, some
+from .plots import make_figure
+from .results import COLOURS, BandReader, Measured, pick_some
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -161,10 +161,8 @@ def response_curves(model: nn.Module, points: int = 101) -> dict[str, Curve]:
 
 def plot_curves(curves: dict[str, Curve], most: int = 4) -> Figure:
     """A line a head, for ``most`` of the modules from the first to the last; dashed what attention would make of it."""
-    with needs("plots", "a figure"):
-        from matplotlib.figure import Figure
-    chosen = some([*curves.items()], most)
-    figure = Figure(figsize=(3.2 * len(chosen), 3.2), layout="constrained")
+    chosen = pick_some([*curves.items()], most)
+    figure = make_figure(3.2 * len(chosen), 3.2)
     for axes, (name, curve) in zip(figure.subplots(1, len(chosen), squeeze=False)[0], chosen, strict=True):
         for head, line in enumerate(curve.response):
             axes.plot(curve.at, line, color=COLOURS[head % len(COLOURS)], linewidth=1, alpha=0.8)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..errors import GraphFilterError, needs
 from ..text import figure_text
 from .observing import Layer, Reader
+from .plots import make_figure
 from .statistics import Band, Running
 
 if TYPE_CHECKING:
@@ -96,14 +97,12 @@ class Measured:
 
     def plot(self, against: Measured | None = None, quantities: list[str] | None = None) -> Figure:
         """Axes for each quantity, over the layers, or curves of some layers; ``against`` is drawn with dashes."""
-        with needs("plots", "a figure"):
-            from matplotlib.figure import Figure
-        there = dict.fromkeys(name for _, name in self.bands)
-        if unknown := [name for name in quantities or () if name not in {**there, **self.quantities}]:
-            raise GraphFilterError(f"{type(self).__name__} has no {unknown[0]!r}; it has {', '.join(there)}")
-        names = [name for name in quantities or self.quantities if name in there] or [*there]
+        known = dict.fromkeys(name for _, name in self.bands)
+        if unknown := [name for name in quantities or () if name not in {**known, **self.quantities}]:
+            raise GraphFilterError(f"{type(self).__name__} has no {unknown[0]!r}; it has {', '.join(known)}")
+        names = [name for name in quantities or self.quantities if name in known] or [*known]
         stacks = list(dict.fromkeys(layer.stack for layer in self.layers()))
-        figure = Figure(figsize=(5.2 * len(stacks), 3.2 * len(names)), layout="constrained")
+        figure = make_figure(5.2 * len(stacks), 3.2 * len(names))
         axes = figure.subplots(len(names), len(stacks), squeeze=False)
         for row, name in enumerate(names):
             for column, stack in enumerate(stacks):
@@ -123,7 +122,7 @@ class Measured:
                 axes.set_xlabel(f"layer of the {stack} (-1: what it is given)" if -1 in x else f"layer of the {stack}")
             else:
                 axis, at = measured.grid(quantity, sample.mean.numel()) or ("index", [*range(sample.mean.numel())])
-                for colour, layer in zip(COLOURS, some(layers), strict=False):
+                for colour, layer in zip(COLOURS, pick_some(layers), strict=False):
                     band = measured.bands[layer, quantity]
                     text = f"{label}, {layer}" if len(pairs) > 1 else str(layer)
                     _line(axes, at, list(band.mean), None, colour, style, text)
@@ -142,7 +141,7 @@ def _line(
         axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
-def some(items: list[T], count: int = 4) -> list[T]:
+def pick_some(items: list[T], count: int = 4) -> list[T]:
     """First, last and some between."""
     if len(items) <= count:
         return items

@@ -33,9 +33,9 @@ class SmoothingReader(BandReader[Smoothing]):
         super().__init__()
         self.given: dict[str, Tensor] = {}
 
-    def tokens(self, layer: Layer, tokens: Tensor, there: Tensor) -> None:
+    def tokens(self, layer: Layer, tokens: Tensor, is_token: Tensor) -> None:
         self.given[layer.stack] = tokens
-        for x, visible in zip(tokens, there, strict=True):
+        for x, visible in zip(tokens, is_token, strict=True):
             if (text := x[visible]).shape[0] > 1:
                 self.samples[layer, "cosine"].add(mean_cosine(text))
                 self.samples[layer, "high_frequency"].add(high_frequency(text))
@@ -43,11 +43,11 @@ class SmoothingReader(BandReader[Smoothing]):
     def attention(self, call: Call) -> None:
         if not self.matrices or (tokens := self.given.get(call.layer.stack)) is None:
             return
-        if tokens.shape[:2] != call.there.shape:
+        if tokens.shape[:2] != call.is_token.shape:
             return  # of windows, whose tokens are in another order
-        for matrix, x, there in zip(call.each(call.attention), tokens, call.there, strict=True):
+        for matrix, x, is_token in zip(call.each(call.attention), tokens, call.is_token, strict=True):
             if matrix.shape[-1] > 1:
-                self.samples[call.layer, "dirichlet"].add(dirichlet_energy(matrix, x[there]))
+                self.samples[call.layer, "dirichlet"].add(dirichlet_energy(matrix, x[is_token]))
 
 
 def smoothing(model: nn.Module, batches: Iterable[Any], *, dirichlet: bool = True, **options: Any) -> Smoothing:
@@ -82,8 +82,8 @@ def smoothing(model: nn.Module, batches: Iterable[Any], *, dirichlet: bool = Tru
 def mean_cosine(x: Tensor) -> Tensor:
     """Over the pairs of different rows of (tokens, features)."""
     unit = x / x.norm(dim=-1, keepdim=True).clamp(min=1e-12)
-    together, own = unit.sum(0).square().sum(), unit.square().sum()
-    return (together - own) / (len(x) * (len(x) - 1))
+    together, alone = unit.sum(0).square().sum(), unit.square().sum()
+    return (together - alone) / (len(x) * (len(x) - 1))
 
 
 def high_frequency(x: Tensor) -> Tensor:

@@ -44,8 +44,8 @@ class SpectrumReader(BandReader[Spectrum]):
         self.seen: dict[Layer, int] = defaultdict(int)
         super().__init__()
 
-    def tokens(self, layer: Layer, tokens: Tensor, there: Tensor) -> None:
-        for x, visible in zip(tokens, there, strict=True):
+    def tokens(self, layer: Layer, tokens: Tensor, is_token: Tensor) -> None:
+        for x, visible in zip(tokens, is_token, strict=True):
             if visible.any():
                 self.add(layer, "", torch.linalg.svdvals(x[visible]))
 

@@ -76,10 +76,10 @@ def taylor_error(
 def errors(matrix: Tensor, orders: Sequence[int]) -> dict[int, Tensor]:
     """Of (heads, tokens, tokens), by order: (heads,)."""
     square = matrix @ matrix
-    power, found = matrix, {}
+    power, by_order = matrix, {}
     for order in range(2, max(orders) + 1):
         power = power @ matrix
         if order in orders:
             off = power - torch.lerp(matrix, square, float(order - 1))
-            found[order] = off.abs().sum(-1).amax(-1)
-    return found
+            by_order[order] = off.abs().sum(-1).amax(-1)
+    return by_order

@@ -7,10 +7,8 @@ The record is in the configuration, which is read before anything of an adapter 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import json
-import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
@@ -22,20 +20,20 @@ from torch import nn
 from ..errors import GraphFilterError
 from ..files import write_text
 from ..filters.core.attached import CHILD, patched_modules
-from ..filters.core.record import described, read_groups
+from ..filters.core.record import describe_record, read_groups
 from ..hosts import host_of, unwrapped
-from ..patching.patch import STARTS, unchanged_on_error, unpatch_model
+from ..patching.patch import STARTS, restore_on_error, unpatch_model
 from ..patching.restore import apply_record
+from ..wrappers import wrap
 from . import copies
-from .fingerprint import KEY, check_adapter, check_record, live_record, written
+from .fingerprint import KEY, check_adapter, check_record, encode_record, live_record
 
 READ = "_graph_filter_read"  # of the configuration of an adapter: the record of its filters
 _loading = ContextVar("_loading", default=False)
 
 
-@functools.cache
 def install() -> None:
-    """Teach PEFT; ``checkpoints.transformers`` installs ``OF_TRANSFORMERS``."""
+    """Wrap what PEFT does with adapters; ``checkpoints.transformers`` wraps what transformers does."""
     from peft import PeftMixedModel, PeftModel
     from peft.config import PeftConfigMixin
     from peft.tuners import IA3Model, LoraModel
@@ -43,141 +41,112 @@ def install() -> None:
     from peft.tuners.tuners_utils import BaseTuner
     from peft.utils import hotswap, save_and_load
 
-    wraps: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
-        (PeftModel, "from_pretrained", _loads),
-        (PeftModel, "load_adapter", _loads),
-        (PeftModel, "delete_adapter", _deletes),
-        (PeftMixedModel, "from_pretrained", _loads),
-        (PeftConfigMixin, "from_peft_type", _reads),
-        (PeftConfigMixin, "save_pretrained", _writes),
-        (BaseTuner, "merge_and_unload", copies.unloads),
-        (BaseTuner, "unload", copies.unloads),
-        (LoraModel, "add_weighted_adapter", copies.weighs),
-        (IA3Model, "add_weighted_adapter", copies.weighs),
-        (LoraModel, "subtract_mutated_init", _subtracts),
-        (conversion, "convert_to_lora", _converts),
-        (hotswap, "hotswap_adapter_from_state_dict", _swaps),
-        (save_and_load, "get_peft_model_state_dict", _leaves),
-        (save_and_load, "set_peft_model_state_dict", _enters),
-    )
-    for owner, name, wrap in wraps:
-        wrapped = wrap(original := inspect.getattr_static(owner, name))
-        setattr(owner, name, wrapped)
-        for module in [m for n, m in sys.modules.items() if n.startswith("peft") and vars(m).get(name) is original]:
-            setattr(module, name, wrapped)  # a function that it has imported
+    wrap(PeftModel, "from_pretrained", load_with_filter)
+    wrap(PeftModel, "load_adapter", load_with_filter)
+    wrap(PeftModel, "delete_adapter", _delete_with_filter)
+    wrap(PeftMixedModel, "from_pretrained", load_with_filter)
+    wrap(PeftConfigMixin, "from_peft_type", _read_record)
+    wrap(PeftConfigMixin, "save_pretrained", _write_record)
+    wrap(BaseTuner, "merge_and_unload", copies.unload_with_copies)
+    wrap(BaseTuner, "unload", copies.unload_with_copies)
+    wrap(LoraModel, "add_weighted_adapter", copies.weigh_with_copies)
+    wrap(IA3Model, "add_weighted_adapter", copies.weigh_with_copies)
+    wrap(LoraModel, "subtract_mutated_init", _subtract_with_filter)
+    wrap(conversion, "convert_to_lora", _convert_with_copies)
+    wrap(hotswap, "hotswap_adapter_from_state_dict", _swap_with_copies)
+    wrap(save_and_load, "get_peft_model_state_dict", _add_record)
+    wrap(save_and_load, "set_peft_model_state_dict", _check_weights)
 
 
 # ------------------------------------------------------------------------------------------------------------- saving
 
 
-def _leaves(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def get_peft_model_state_dict(
-        model: Any, state_dict: Any = None, adapter_name: str = "default", *args: Any, **kwargs: Any
-    ) -> Any:
-        state = original(model, state_dict, adapter_name, *args, **kwargs)
-        return _recorded(model, state, model.peft_config[adapter_name], state_dict)
-
-    return get_peft_model_state_dict
-
-
-def _converts(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def convert_to_lora(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        config, state = original(model, *args, **kwargs)
-        arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
-        state = copies.with_copies(state, model, arguments.get("adapter_name", "default"))
-        return config, _recorded(model, state, config)
-
-    return convert_to_lora
+def _add_record(
+    original: Callable[..., Any],
+    model: Any,
+    state_dict: Any = None,
+    adapter_name: str = "default",
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    state = original(model, state_dict, adapter_name, *args, **kwargs)
+    return _record(model, state, model.peft_config[adapter_name], state_dict)
 
 
-def _subtracts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """PEFT converts PiSSA and its like to LoRA, and drops all weights but these."""
-
-    @functools.wraps(original)
-    def subtract_mutated_init(self: Any, output_state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        ours = {k: tensor for k, tensor in output_state_dict.items() if k == KEY or f".{CHILD}." in k}
-        return {**ours, **original(self, output_state_dict, *args, **kwargs)}
-
-    return subtract_mutated_init
+def _convert_with_copies(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    config, state = original(model, *args, **kwargs)
+    arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
+    state = copies.complete_copies(state, model, arguments.get("adapter_name", "default"))
+    return config, _record(model, state, config)
 
 
-def _recorded(model: nn.Module, state: dict[str, Any], config: Any, whole: Any = None) -> dict[str, Any]:
+def _subtract_with_filter(
+    original: Callable[..., Any], self: Any, output_state_dict: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Keep the filter where PEFT converts PiSSA and its like to LoRA, and drops all weights but these."""
+    ours = {k: tensor for k, tensor in output_state_dict.items() if k == KEY or f".{CHILD}." in k}
+    return {**ours, **original(self, output_state_dict, *args, **kwargs)}
+
+
+def _record(model: nn.Module, state: dict[str, Any], config: Any, model_state: Any = None) -> dict[str, Any]:
     """Return the weights of an adapter with the record of the model's filters, which its configuration gets too."""
     if (record := live_record(model)) is not None:
-        state = {**state, KEY: written(state, record, model, whole)}
+        state = {**state, KEY: encode_record(state, record, model, model_state)}
     vars(config)[READ] = record
     return state
 
 
-def _writes(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        from peft.utils import CONFIG_NAME
+def _write_record(original: Callable[..., Any], self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    from peft.utils import CONFIG_NAME
 
-        result = original(self, save_directory, *args, **kwargs)
-        if (record := vars(self).get(READ)) is not None:
-            file = Path(save_directory, CONFIG_NAME)
-            content = {**json.loads(file.read_text()), CHILD: record}
-            write_text(file, json.dumps(content, indent=2, sort_keys=True))
-        return result
-
-    return save_pretrained
+    result = original(self, save_directory, *args, **kwargs)
+    if (record := vars(self).get(READ)) is not None:
+        file = Path(save_directory, CONFIG_NAME)
+        content = {**json.loads(file.read_text()), CHILD: record}
+        write_text(file, json.dumps(content, indent=2, sort_keys=True))
+    return result
 
 
-def _reads(original: classmethod[Any, ..., Any]) -> classmethod[Any, ..., Any]:
-    function = original.__func__
-
-    @functools.wraps(function)
-    def from_peft_type(cls: type, **kwargs: Any) -> Any:
-        record = kwargs.pop(CHILD, None)
-        config = function(cls, **kwargs)
-        vars(config)[READ] = record
-        return config
-
-    return classmethod(from_peft_type)
+def _read_record(original: Callable[..., Any], cls: type, **kwargs: Any) -> Any:
+    record = kwargs.pop(CHILD, None)
+    config = original(cls, **kwargs)
+    vars(config)[READ] = record
+    return config
 
 
 # ------------------------------------------------------------------------------------------------------------ loading
 
 
-def _enters(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def set_peft_model_state_dict(model: nn.Module, peft_model_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(model, check_adapter(model, peft_model_state_dict), *args, **kwargs)
-        except KeyError as error:  # of PEFT, which looks for what modules_to_save names
-            if f".{CHILD}." not in str(error):
-                raise
+def _check_weights(
+    original: Callable[..., Any], model: nn.Module, peft_model_state_dict: Any, *args: Any, **kwargs: Any
+) -> Any:
+    try:
+        return original(model, check_adapter(model, peft_model_state_dict), *args, **kwargs)
+    except KeyError as error:  # of PEFT, which looks for what modules_to_save names
+        if f".{CHILD}." not in str(error):
+            raise
+        raise GraphFilterError(
+            f"the adapter is to hold the filter (modules_to_save), and its weights lack {error}: save it again, or "
+            "download it again"
+        ) from error
+
+
+def check_loaded_weights(
+    original: Callable[..., Any], model: nn.Module, state_dict: Any, checkpoint_files: Any, *args: Any, **kw: Any
+) -> Any:
+    files = [file for file in checkpoint_files or () if Path(file).name.startswith("adapter_model.")]
+    for file in (file for file in files if file.endswith(".safetensors")):
+        check_adapter(model, _read_ours(file))
+    state_dict = check_adapter(model, state_dict) if state_dict and _loading.get() else state_dict
+    info, index = original(model, state_dict, checkpoint_files, *args, **kw)
+    if records := {key for key in info.unexpected_keys if key.rpartition(".")[2] == KEY}:
+        if not files[0].endswith(".safetensors"):
             raise GraphFilterError(
-                f"the adapter is to hold the filter (modules_to_save), and its weights lack {error}: save it again, or "
-                "download it again"
-            ) from error
-
-    return set_peft_model_state_dict
-
-
-def _enters_transformers(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
-    function = original.__func__
-
-    @functools.wraps(function)
-    def _load_pretrained_model(model: nn.Module, state_dict: Any, checkpoint_files: Any, *args: Any, **kw: Any) -> Any:
-        files = [file for file in checkpoint_files or () if Path(file).name.startswith("adapter_model.")]
-        for file in (file for file in files if file.endswith(".safetensors")):
-            check_adapter(model, _read_ours(file))
-        state_dict = check_adapter(model, state_dict) if state_dict and _loading.get() else state_dict
-        info, index = function(model, state_dict, checkpoint_files, *args, **kw)
-        if records := {key for key in info.unexpected_keys if key.rpartition(".")[2] == KEY}:
-            if not files[0].endswith(".safetensors"):
-                raise GraphFilterError(
-                    f"{files[0]} was trained over a graph filter, and is a pickle, in which that cannot be checked: "
-                    "load it with PeftModel.from_pretrained, or save it as safetensors"
-                )
-            info.unexpected_keys -= records
-        return info, index
-
-    return staticmethod(_load_pretrained_model)
+                f"{files[0]} was trained over a graph filter, and is a pickle, in which that cannot be checked: "
+                "load it with PeftModel.from_pretrained, or save it as safetensors"
+            )
+        info.unexpected_keys -= records
+    return info, index
 
 
 def _read_ours(file: str) -> dict[str, Any]:
@@ -187,72 +156,59 @@ def _read_ours(file: str) -> dict[str, Any]:
         return {key: opened.get_tensor(key) for key in ours}
 
 
-def _swaps(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def hotswap_adapter_from_state_dict(
-        model: nn.Module, state_dict: Any, adapter_name: str, config: Any, parameter_prefix: str = "lora_"
-    ) -> Any:
-        if (record := vars(config).get(READ)) is not None:
-            _fit(model, record, config)
-        given, rest = copies.split(check_adapter(model, state_dict), model, parameter_prefix)
-        target = copies.of_adapter(model, adapter_name)
-        copies.check_copies(given, target, adapter_name)
-        result = original(model, rest, adapter_name, config, parameter_prefix)
-        copies.swap(given, target)
-        return result
-
-    return hotswap_adapter_from_state_dict
-
-
-def _loads(original: Any) -> Any:
-    """Loading of an adapter: a plain base gets the filter first, and an error leaves the model as it was."""
-    function = getattr(original, "__func__", original)
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def load(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        model, config = given.get("model", given.get("self")), given.get("config", given.get("peft_config"))
-        if _loading.get() or not isinstance(model, nn.Module):
-            return function(*args, **kwargs)
-        token = _loading.set(True)
-        try:
-            with unchanged_on_error(model):
-                read = config if getattr(config, READ, None) else _read_configuration(given)
-                if (record := getattr(read, READ, None)) is not None:
-                    _fit(model, record, config or read)
-                return function(*args, **kwargs)
-        finally:
-            _loading.reset(token)
-
-    return classmethod(load) if isinstance(original, classmethod) else load
+def _swap_with_copies(
+    original: Callable[..., Any],
+    model: nn.Module,
+    state_dict: Any,
+    adapter_name: str,
+    config: Any,
+    parameter_prefix: str = "lora_",
+) -> Any:
+    if (record := vars(config).get(READ)) is not None:
+        _fit(model, record, config)
+    filters, rest = copies.split_copies(check_adapter(model, state_dict), model, parameter_prefix)
+    target = copies.tensors_of(model, adapter_name)
+    copies.check_copies(filters, target, adapter_name)
+    result = original(model, rest, adapter_name, config, parameter_prefix)
+    copies.swap_copies(filters, target)
+    return result
 
 
-def _read_configuration(given: dict[str, Any]) -> Any:
+def load_with_filter(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Load an adapter: a plain base gets the filter first, and an error leaves the model as it was."""
+    arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+    model, config = arguments.get("model", arguments.get("self")), arguments.get("config", arguments.get("peft_config"))
+    if _loading.get() or not isinstance(model, nn.Module):
+        return original(*args, **kwargs)
+    token = _loading.set(True)
+    try:
+        with restore_on_error(model):
+            read = config if getattr(config, READ, None) else _read_configuration(arguments)
+            if (record := getattr(read, READ, None)) is not None:
+                _fit(model, record, config or read)
+            return original(*args, **kwargs)
+    finally:
+        _loading.reset(token)
+
+
+def _read_configuration(arguments: dict[str, Any]) -> Any:
     """Return the configuration in the folder or repository that is loaded; None where weights are alone."""
     from peft import PeftConfig
 
-    options = {**(getattr(given.get("load_config"), "download_kwargs", None) or {}), **given.get("kwargs", {})}
-    options |= given.get("adapter_kwargs") or {}
+    options = {**(getattr(arguments.get("load_config"), "download_kwargs", None) or {}), **arguments.get("kwargs", {})}
+    options |= arguments.get("adapter_kwargs") or {}
     with contextlib.suppress(ValueError, TypeError):
-        if (source := given.get("model_id", given.get("peft_model_id"))) is not None:
+        if (source := arguments.get("model_id", arguments.get("peft_model_id"))) is not None:
             return PeftConfig.from_pretrained(source, **PeftConfig._split_kwargs(options)[0])
     return None
 
 
-def _deletes(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def delete_adapter(self: Any, adapter_name: str) -> None:
-        original(self, adapter_name)
-        if not self.peft_config:
-            copies.drop(base := unwrapped(self))
-            if vars(base).get(STARTS):  # the filter came with the adapters
-                unpatch_model(base)
-
-    return delete_adapter
-
-
-OF_TRANSFORMERS = {"load_adapter": _loads, "_load_pretrained_model": _enters_transformers}
+def _delete_with_filter(original: Callable[..., Any], self: Any, adapter_name: str) -> None:
+    original(self, adapter_name)
+    if not self.peft_config:
+        copies.drop_copies(base := unwrapped(self))
+        if vars(base).get(STARTS):  # the filter came with the adapters
+            unpatch_model(base)
 
 
 def _fit(model: nn.Module, record: Any, config: Any) -> None:
@@ -265,8 +221,8 @@ def _fit(model: nn.Module, record: Any, config: Any) -> None:
 
     groups, base = read_groups(record, "the adapter", f" of {CHILD} in its configuration"), unwrapped(model)
     host, kind = host_of(base), type(base).__name__
-    trained_on = f"the adapter was trained on a model with {described(record)}"
-    held = copies.holds(config, (name for _, names in groups for name in names))
+    trained_on = f"the adapter was trained on a model with {describe_record(record)}"
+    held = copies.holds_filters(config, (name for _, names in groups for name in names))
     mend = "load it over that model, or lay its filter over this one first, with load_filter"
     if patched_modules(base, required=False):
         check_record(base, record)
@@ -281,5 +237,5 @@ def _fit(model: nn.Module, record: Any, config: Any) -> None:
     if any(module._get_available_adapters() for module in base.modules() if isinstance(module, BaseTunerLayer)):
         raise GraphFilterError(f"{trained_on}, and this {kind} holds adapters that were not: load it before them")
     host.write_record(base, record)
-    apply_record(base, whole=True)
+    apply_record(base, complete=True)
     vars(base)[STARTS] = True

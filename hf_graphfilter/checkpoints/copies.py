@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -22,35 +21,30 @@ def _wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name.removeprefix("_orig_mod."), module
 
 
-def unloads(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``merge_and_unload`` or ``unload`` of a tuner, which takes a filter for a linear layer, or passes over it.
+def unload_with_copies(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Merge or unload adapters: a tuner takes a filter for a linear layer, or passes over it.
 
     The model keeps the copy of the adapter that is merged, or of the active one.
     """
-
-    @functools.wraps(original)
-    def unload(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(original).bind(self, *args, **kwargs).arguments.get("adapter_names")
-        wrappers = [(*_place(self.model, name), wrapper) for name, wrapper in _wrappers(self.model)]
-        kept = [_kept(wrapper, given) for *_, wrapper in wrappers]
-        for (parent, name, _), copy in zip(wrappers, kept, strict=True):
-            setattr(parent, name, copy)
-        try:
-            return original(self, *args, **kwargs)
-        except BaseException:
-            for parent, name, wrapper in wrappers:
-                setattr(parent, name, wrapper)
-            raise
-
-    return unload
+    adapters = inspect.signature(original).bind(self, *args, **kwargs).arguments.get("adapter_names")
+    wrappers = [(*_locate(self.model, name), wrapper) for name, wrapper in _wrappers(self.model)]
+    chosen = [_choose_copy(wrapper, adapters) for *_, wrapper in wrappers]
+    for (parent, name, _), copy in zip(wrappers, chosen, strict=True):
+        setattr(parent, name, copy)
+    try:
+        return original(self, *args, **kwargs)
+    except BaseException:
+        for parent, name, wrapper in wrappers:
+            setattr(parent, name, wrapper)
+        raise
 
 
-def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _locate(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     parent, _, child = name.rpartition(".")
     return model.get_submodule(parent), child
 
 
-def _kept(wrapper: Any, adapters: list[str] | None) -> nn.Module:
+def _choose_copy(wrapper: Any, adapters: list[str] | None) -> nn.Module:
     names = [name for name in adapters or wrapper.active_adapters if name in wrapper.modules_to_save]
     if len(names) > 1:
         raise GraphFilterError(
@@ -59,13 +53,13 @@ def _kept(wrapper: Any, adapters: list[str] | None) -> nn.Module:
     return wrapper.modules_to_save[names[0]] if names else wrapper.original_module  # type: ignore[no-any-return]
 
 
-def drop(model: nn.Module) -> None:
+def drop_copies(model: nn.Module) -> None:
     """Take the wrappers of a model whose adapters were all deleted away, which PEFT cannot use again."""
     for name, wrapper in [*_wrappers(model)]:
-        setattr(*_place(model, name), wrapper.original_module)
+        setattr(*_locate(model, name), wrapper.original_module)
 
 
-def of_adapter(model: nn.Module, adapter: str) -> dict[str, Tensor]:
+def tensors_of(model: nn.Module, adapter: str) -> dict[str, Tensor]:
     """Return the tensors of the copies that an adapter holds, by the names that they have in its file."""
     return {
         f"{name}.{key}": tensor
@@ -75,24 +69,24 @@ def of_adapter(model: nn.Module, adapter: str) -> dict[str, Tensor]:
     }
 
 
-def with_copies(state: dict[str, Tensor], model: nn.Module, adapter: str) -> dict[str, Tensor]:
+def complete_copies(state: dict[str, Tensor], model: nn.Module, adapter: str) -> dict[str, Tensor]:
     """Return the weights of an adapter that PEFT converted to LoRA, with the copies of ``adapter`` whole.
 
     PEFT names their tensors by the last part of the name alone, takes those of any adapter and no buffers.
     """
     owners = {name for name, _ in _wrappers(model)}
-    kept = {key: tensor for key, tensor in state.items() if key.rpartition(".")[0] not in owners}
-    return kept | {key: tensor.contiguous() for key, tensor in of_adapter(model, adapter).items()}
+    others = {key: tensor for key, tensor in state.items() if key.rpartition(".")[0] not in owners}
+    return others | {key: tensor.contiguous() for key, tensor in tensors_of(model, adapter).items()}
 
 
-def without_adapters(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def strip_adapters(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a filter without what PEFT has put on some (``target_modules="all-linear"``)."""
     adapted = {owner for owner, marker, _ in (key.rpartition("base_layer.") for key in tensors) if marker}
     base = {key.replace("base_layer.", ""): tensor for key, tensor in tensors.items() if "base_layer." in key}
     return {key: tensor for key, tensor in tensors.items() if not key.startswith(tuple(adapted))} | base
 
 
-def split(state: Mapping[str, Any], model: nn.Module, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_copies(state: Mapping[str, Any], model: nn.Module, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the weights of an adapter that are copies, and the others, whose names have the ``prefix`` of a tuner."""
     owners = tuple(f"{name}." for name, _ in _wrappers(model))
     copies = {k: x for k, x in state.items() if prefix not in k and (k.startswith(owners) or f".{CHILD}." in k)}
@@ -102,22 +96,22 @@ def split(state: Mapping[str, Any], model: nn.Module, prefix: str) -> tuple[dict
 def check_copies(copies: Mapping[str, Any], target: Mapping[str, Tensor], adapter: str) -> None:
     """Raise a ``GraphFilterError`` unless the copies can replace those of an adapter."""
     for name in sorted({*copies, *target}):
-        given, own = (tuple(x[name].shape) if name in x else "nothing" for x in (copies, target))
-        if given != own:
+        new, held = (tuple(x[name].shape) if name in x else "nothing" for x in (copies, target))
+        if new != held:
             raise GraphFilterError(
-                f"the adapter to be swapped in holds {given} at {name}, and {shown(adapter)} holds {own}: load it "
+                f"the adapter to be swapped in holds {new} at {name}, and {shown(adapter)} holds {held}: load it "
                 "under another name, with load_adapter"
             )
 
 
 @torch.no_grad()
-def swap(copies: Mapping[str, Any], target: Mapping[str, Tensor]) -> None:
+def swap_copies(copies: Mapping[str, Any], target: Mapping[str, Tensor]) -> None:
     """Give the tensors of an adapter's copies the values of others."""
     for name, tensor in target.items():
         tensor.copy_(copies[name])
 
 
-def holds(config: Any, names: Iterable[str]) -> bool:
+def holds_filters(config: Any, names: Iterable[str]) -> bool:
     """Return whether the adapter of a configuration holds the filters of the modules of these names."""
     return all(_is_saved(name, config) for name in names)
 
@@ -130,24 +124,21 @@ def _is_saved(name: str, config: Any) -> bool:
     return any(f".{path}".endswith(f".{entry}") or entry.endswith(f".{path}") for path in around for entry in entries)
 
 
-def weighs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``add_weighted_adapter`` of a tuner, which gives the new adapter the base's filter.
+def weigh_with_copies(
+    original: Callable[..., Any], self: Any, adapters: list[str], weights: Any, adapter_name: str, *a: Any, **k: Any
+) -> Any:
+    """Combine adapters: a tuner gives the new adapter the base's filter.
 
     The new adapter gets the filter of the one that holds it. PEFT refuses several that do.
     """
-
-    @functools.wraps(original)
-    def add_weighted_adapter(self: Any, adapters: list[str], weights: Any, adapter_name: str, *a: Any, **k: Any) -> Any:
-        held = {name: copies for name in adapters if (copies := of_adapter(self.model, name))}
-        if held and adapters[0] not in held:
-            raise GraphFilterError(
-                f"the new adapter is made like {shown(adapters[0])}, which holds no graph filter, and "
-                f"{shown(next(iter(held)))} does: name that one first"
-            )
-        is_new = adapter_name not in self.peft_config
-        result = original(self, adapters, weights, adapter_name, *a, **k)
-        if is_new and held:
-            swap(held[adapters[0]], of_adapter(self.model, adapter_name))
-        return result
-
-    return add_weighted_adapter
+    held = {name: copies for name in adapters if (copies := tensors_of(self.model, name))}
+    if held and adapters[0] not in held:
+        raise GraphFilterError(
+            f"the new adapter is made like {shown(adapters[0])}, which holds no graph filter, and "
+            f"{shown(next(iter(held)))} does: name that one first"
+        )
+    is_new = adapter_name not in self.peft_config
+    result = original(self, adapters, weights, adapter_name, *a, **k)
+    if is_new and held:
+        swap_copies(held[adapters[0]], tensors_of(self.model, adapter_name))
+    return result

@@ -21,15 +21,16 @@ from torch import nn
 from ..errors import GraphFilterError, shown
 from ..files import digest, replacing, write_tensors
 from ..filters import GraphFilter
-from ..filters.core.attached import filters_of, patched_modules, read_whole
-from ..filters.core.record import described, read_groups
+from ..filters.core.attached import filters_of, is_sharded, patched_modules, read_whole
+from ..filters.core.record import describe_record, read_groups
 from ..hosts import Host, encoder_of, host_of, unwrapped
-from ..hosts.base import check_values, own_record
+from ..hosts.base import own_record
 from ..patching.base_weights import SAMPLE, changed_weights, differing_weights, written_weights
 from ..patching.patch import STARTS
 from ..patching.restore import apply_record, resolve
 from ..text import printable
-from .copies import without_adapters
+from .copies import strip_adapters
+from .values import check_values
 
 WEIGHTS_FILE = "graph_filter.safetensors"
 CONFIG_FILE = "graph_filter.json"
@@ -93,31 +94,31 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
         GraphFilterError: a missing or corrupted file, an unknown version, coefficients that are not finite, another
             base model (heads, layers, type), or a model patched differently. The model is then as it was.
     """
-    whole, inner = model, unwrapped(model, running=False)
+    wrapped, inner = model, unwrapped(model, running=False)
     # a plain model that PEFT has wrapped is refused, as patch_model does
     model = inner if patched_modules(inner, required=False) else encoder_of(model)  # type: ignore[assignment]
     host = host_of(model)
     description, tensors = _in_names_of(host, model, *_read(source, hub_options))
-    base, own = description.get("base"), _base(host, model)
-    if base != own:
-        raise GraphFilterError(f"{source} does not fit {type(model).__name__}: {_difference(base, own)}")
+    base, base_here = description.get("base"), _base(host, model)
+    if base != base_here:
+        raise GraphFilterError(f"{source} does not fit {type(model).__name__}: {_difference(base, base_here)}")
     record = {key: value for key, value in description.items() if key not in ("base", WEIGHTS, MARK)}
     current = own_record(host, model) if patched_modules(model, required=False) else None
-    if current is None and len(own["heads"]) < len(host.find(model)[0]):
+    if current is None and len(base_here["heads"]) < len(host.find(model)[0]):
         raise GraphFilterError(
             f"{type(model).__name__} holds copies of whole attention modules (PEFT's modules_to_save): load the filter "
             "before the adapters"
         )
     if current is not None and current["filters"] != record["filters"]:
         raise GraphFilterError(
-            f"{type(model).__name__} is patched with {described(current)}, {source} holds {described(record)}; call "
-            "unpatch_model first"
+            f"{type(model).__name__} is patched with {describe_record(current)}, {source} holds "
+            f"{describe_record(record)}; call unpatch_model first (hf-graphfilter unpatch)"
         )
     if current is None:
         host.write_record(model, record)
     try:
         if current is None:
-            apply_record(model, whole=True)
+            apply_record(model, complete=True)
         _copy(_coefficients(host, model), tensors, source)
         vars(model).pop(STARTS, None)
     except Exception:
@@ -132,7 +133,7 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
             "it gives other outputs here; load it into the base that it was trained on",
             stacklevel=2,
         )
-    return whole
+    return wrapped
 
 
 def _read(
@@ -194,14 +195,14 @@ def _locate(source: str | os.PathLike[str], name: str, hub_options: dict[str, An
         ) from error
 
 
-def _path(given: Any) -> str:
+def _path(value: Any) -> str:
     """A path as a string that the file system can be asked for."""
     try:
-        path = os.fspath(given)
+        path = os.fspath(value)
         if not isinstance(path, str) or b"\0" in os.fsencode(path):
             raise TypeError("not a path")
     except Exception as error:
-        raise GraphFilterError(f"a filter is saved at a path or on the Hub, got {shown(given)}") from error
+        raise GraphFilterError(f"a filter is saved at a path or on the Hub, got {shown(value)}") from error
     return path
 
 
@@ -215,7 +216,7 @@ def _coefficients(
     return {
         f"{host.relative_name(model, name)}.{key}": tensor
         for name, graph_filter in filters_of(model, required=True)
-        for key, tensor in without_adapters(read(graph_filter)).items()
+        for key, tensor in strip_adapters(read(graph_filter)).items()
     }
 
 
@@ -226,18 +227,18 @@ def _base(host: Host, model: nn.Module) -> dict[str, Any]:
     return {"model_type": host.model_type(model), "heads": heads}
 
 
-def _difference(base: Any, own: dict[str, Any]) -> str:
+def _difference(base: Any, here: dict[str, Any]) -> str:
     if not isinstance(base, dict) or not isinstance(base.get("heads"), dict):
         return f"it does not describe its base model ({shown(base)})"
-    if base.get("model_type") != own["model_type"]:
-        return f"it was made for a {base.get('model_type')} model, this is {own['model_type']}"
-    theirs, ours = base["heads"], own["heads"]
+    if base.get("model_type") != here["model_type"]:
+        return f"it was made for a {base.get('model_type')} model, this is {here['model_type']}"
+    theirs, ours = base["heads"], here["heads"]
     if len(theirs) != len(ours):
         return f"it was made for {len(theirs)} attention layers, this model has {len(ours)}"
     for name in theirs:
         if name not in ours or theirs[name] != ours[name]:
             return f"{name} had {shown(theirs[name])} heads, here it has {ours.get(name, 'no such layer')}"
-    return f"it says more of its base model than this installation knows ({shown(sorted(base.keys() - own.keys()))})"
+    return f"it says more of its base model than this installation knows ({shown(sorted(base.keys() - here.keys()))})"
 
 
 def _copy(target: dict[str, torch.Tensor], source: dict[str, torch.Tensor], path: Any) -> None:
@@ -246,7 +247,7 @@ def _copy(target: dict[str, torch.Tensor], source: dict[str, torch.Tensor], path
         wanted = tuple(target[name].shape) if name in target else "nothing"
         if held != wanted:
             raise GraphFilterError(f"{path}: {name} should hold {wanted}, it holds {held}")
-    if any(hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id") for tensor in target.values()):
+    if any(map(is_sharded, target.values())):
         raise GraphFilterError(f"{path} cannot be laid over a model that is sharded already: load it before")
     check_values(source, target, path)
     with torch.no_grad():

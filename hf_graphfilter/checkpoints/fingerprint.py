@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from ..errors import GraphFilterError
 from ..filters import FilterConfig
 from ..filters.core.attached import CHILD, filters_of, patched_modules
-from ..filters.core.record import described, read_groups, record_of
+from ..filters.core.record import describe_record, read_groups, record_of
 from ..hosts import Host, host_of, unwrapped
-from ..hosts.base import check_values
-from ..patching.base_weights import evenly_spaced, is_whole, rounded
+from ..patching.base_weights import is_whole, round_values, sample_evenly
 from ..patching.restore import resolve
-from .copies import without_adapters
+from .copies import strip_adapters
+from .values import check_values
 
 KEY = "graph_filter_record"  # the bytes of JSON as float32: programs average and scale the weights of adapters
 SAMPLES = "samples"
@@ -35,12 +35,12 @@ def filters_by_name(host: Host, base: nn.Module) -> dict[str, FilterConfig]:
 
 def live_record(model: nn.Module) -> dict[str, Any] | None:
     """Return the record of the filters that a model has now; None of one without, or that no host knows."""
-    if (base := _hosted(model)) is None or not patched_modules(base, required=False):
+    if (base := _find_base(model)) is None or not patched_modules(base, required=False):
         return None
     return record_of(type(base).__name__, filters_by_name(host_of(base), base).items())
 
 
-def written(adapter: State, record: dict[str, Any], model: nn.Module, whole: State | None) -> Tensor:
+def encode_record(adapter: State, record: dict[str, Any], model: nn.Module, model_state: State | None) -> Tensor:
     """Return the tensor for the weights of an ``adapter``.
 
     Args:
@@ -50,11 +50,11 @@ def written(adapter: State, record: dict[str, Any], model: nn.Module, whole: Sta
         whole: the weights of that model where they are not in it, as FSDP gathers them.
     """
     base = unwrapped(model)
-    held = _by_owner(base, adapter)
-    given = _by_owner(base, base.state_dict() if whole is None else whole)
+    held = _group_by_owner(base, adapter)
+    by_owner = _group_by_owner(base, base.state_dict() if model_state is None else model_state)
     samples = {
         owner: {name: _sample(tensor) for name, tensor in tensors.items() if _has_sample(tensor)}
-        for owner, tensors in given.items()
+        for owner, tensors in by_owner.items()
         if not tensors.keys() <= held.get(owner, {}).keys()
     }
     text = json.dumps({**record, SAMPLES: samples})
@@ -69,11 +69,11 @@ def check_adapter(model: nn.Module, adapter: State) -> dict[str, Any]:
             model has no filter for.
     """
     weights = {key: tensor for key, tensor in adapter.items() if not _is_ours(key)}
-    if (base := _hosted(model)) is None:
+    if (base := _find_base(model)) is None:
         return weights
-    if (record := _read(adapter)) is not None:
+    if (record := _decode_record(adapter)) is not None:
         check_record(base, record)
-    host, held = host_of(base), _by_owner(base, weights)
+    host, held = host_of(base), _group_by_owner(base, weights)
     sites = resolve(host, base, held)
     filters = {host.relative_name(base, name): graph_filter for name, graph_filter in filters_of(base)}
     elsewhere = any(type(module).__name__ == "FullyShardedDataParallel" for module in base.modules())
@@ -84,10 +84,10 @@ def check_adapter(model: nn.Module, adapter: State) -> dict[str, Any]:
                 f"the adapter holds {sum(map(len, held.values()))} filter coefficients that this {type(base).__name__} "
                 f"has no filter for, at {owner} first: patch it as it was, with patch_model or load_filter"
             )
-        own = graph_filter.coefficient_tensors()
-        coefficients = {f"{owner}.{CHILD}.{name}": x for name, x in tensors.items() if name in own}
-        whole = {f"{owner}.{CHILD}.{name}": x for name, x in own.items() if not elsewhere and not hasattr(x, "ds_id")}
-        check_values(coefficients, whole, "the adapter")
+        known = graph_filter.coefficient_tensors()
+        coefficients = {f"{owner}.{CHILD}.{name}": x for name, x in tensors.items() if name in known}
+        local = {f"{owner}.{CHILD}.{name}": x for name, x in known.items() if not elsewhere and not hasattr(x, "ds_id")}
+        check_values(coefficients, local, "the adapter")
     return weights
 
 
@@ -95,24 +95,24 @@ def check_record(model: nn.Module, record: Any) -> None:
     """Raise a ``GraphFilterError`` unless a model has the filters that an adapter was trained over."""
     groups, base = read_groups(record, "the adapter", f" of {CHILD} in its configuration or weights"), unwrapped(model)
     host, kind = host_of(base), type(base).__name__
-    trained_on = f"the adapter was trained on a model with {described(record)}"
+    trained_on = f"the adapter was trained on a model with {describe_record(record)}"
     named = [name for _, names in groups for name in names]
     now = {name: host.relative_name(base, site.name) for name, site in resolve(host, base, named).items()}
-    if (own := filters_by_name(host, base)) != {now.get(name, name): f for f, names in groups for name in names}:
-        here = f"patched with {described(record_of(kind, own.items()))}" if own else "not patched"
+    if (filters := filters_by_name(host, base)) != {now.get(name, name): f for f, names in groups for name in names}:
+        here = f"patched with {describe_record(record_of(kind, filters.items()))}" if filters else "not patched"
         raise GraphFilterError(
             f"{trained_on}, and this {kind} is {here}: load it over a base that is patched as that one was"
         )
     samples = record.get(SAMPLES)
-    present = _by_owner(base, base.state_dict()) if samples else {}
-    kept = {name for _, f in filters_of(base) for name in f.coefficient_names()}  # in float32, whatever the dtype
+    present = _group_by_owner(base, base.state_dict()) if samples else {}
+    precise = {name for _, f in filters_of(base) for name in f.coefficient_names()}  # in float32, whatever the dtype
     for owner, tensors in samples.items() if isinstance(samples, dict) else ():
         mine = present.get(now.get(owner) or owner, {})
         for name, values in tensors.items() if isinstance(tensors, dict) else ():
             if (
                 name in mine
                 and _has_sample(mine[name])
-                and not _same(values, mine[name], 1e-4 if name in kept else 2**-6)
+                and not _is_same(values, mine[name], 1e-4 if name in precise else 2**-6)
             ):
                 raise GraphFilterError(
                     f"{trained_on} whose coefficients it does not hold, and {owner}.{CHILD}.{name} of this {kind} has "
@@ -121,7 +121,7 @@ def check_record(model: nn.Module, record: Any) -> None:
                 )
 
 
-def _hosted(model: nn.Module) -> nn.Module | None:
+def _find_base(model: nn.Module) -> nn.Module | None:
     base = unwrapped(model)
     try:
         host_of(base)
@@ -134,12 +134,12 @@ def _is_ours(key: str) -> bool:
     return key.rpartition(".")[2] == KEY
 
 
-def _read(adapter: State) -> Any:
+def _decode_record(adapter: State) -> Any:
     """Return the record; None where there is none, or as good as none in the zeros that an average starts with."""
-    found: Tensor | None = next((tensor for key, tensor in adapter.items() if _is_ours(key)), None)
-    if found is None or not found.any():
+    encoded: Tensor | None = next((tensor for key, tensor in adapter.items() if _is_ours(key)), None)
+    if encoded is None or not encoded.any():
         return None
-    values = found.detach().cpu().double()
+    values = encoded.detach().cpu().double()
     try:
         return json.loads(bytes((values / values[0] * ord("{")).round().int().tolist()))
     except (ValueError, IndexError, RecursionError) as error:
@@ -149,16 +149,16 @@ def _read(adapter: State) -> Any:
         ) from error
 
 
-def _by_owner(base: nn.Module, state: State) -> dict[str, dict[str, Tensor]]:
+def _group_by_owner(base: nn.Module, state: State) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of the filters by the relative names of their modules, without what adapters put around them
     and without the copies of adapters."""
-    host, found = host_of(base), dict[str, dict[str, Tensor]]()
+    host, by_owner = host_of(base), dict[str, dict[str, Tensor]]()
     for key, tensor in state.items():
         owner, marker, name = key.removeprefix("base_model.model.").partition(f".{CHILD}.")
         if not marker or "modules_to_save." in key:
             continue
-        found.setdefault(host.relative_name(base, owner), {})[name.removeprefix("original_module.")] = tensor
-    return {owner: without_adapters(tensors) for owner, tensors in found.items()}
+        by_owner.setdefault(host.relative_name(base, owner), {})[name.removeprefix("original_module.")] = tensor
+    return {owner: strip_adapters(tensors) for owner, tensors in by_owner.items()}
 
 
 def _has_sample(tensor: Tensor) -> bool:
@@ -166,11 +166,11 @@ def _has_sample(tensor: Tensor) -> bool:
 
 
 def _sample(tensor: Tensor) -> list[float]:
-    return rounded(torch.cat([evenly_spaced(tensor).double(), tensor.detach().double().norm().view(1)]))
+    return round_values(torch.cat([sample_evenly(tensor).double(), tensor.detach().double().norm().view(1)]))
 
 
-def _same(values: Any, tensor: Tensor, tolerance: float) -> bool:
-    own = _sample(tensor)
-    if not isinstance(values, list) or [*map(type, values)] != [float] * len(own):
+def _is_same(values: Any, tensor: Tensor, tolerance: float) -> bool:
+    sample = _sample(tensor)
+    if not isinstance(values, list) or [*map(type, values)] != [float] * len(sample):
         return False
-    return torch.allclose(torch.tensor(values).double(), torch.tensor(own).double(), rtol=tolerance, atol=1e-6)
+    return torch.allclose(torch.tensor(values).double(), torch.tensor(sample).double(), rtol=tolerance, atol=1e-6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from ..errors import shown
 from ..files import write_text
 from ..filters.core.attached import patched_modules
 from ..text import printable
+from ..wrappers import wrap
 
 logger = logging.getLogger("hf_graphfilter")
 _IMPORT = "import hf_graphfilter  # pip install hf-graphfilter\n"
@@ -42,32 +42,26 @@ def install() -> None:
 
     name = "_create_model_card"
     for owner in SentenceTransformer.__mro__:
-        if name in vars(owner) and not hasattr(vars(owner)[name], "__wrapped__"):
-            setattr(owner, name, _names_the_import(vars(owner)[name]))
+        if name in vars(owner):
+            wrap(owner, name, _name_the_import)
 
 
-def _names_the_import(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def _create_model_card(self: Any, *args: Any, **kwargs: Any) -> None:
-        if (text := self._model_card_text) and _is_of_encoder(text):
-            self._model_card_text = None  # else it would be saved as that of the SentenceTransformer
-        original(self, *args, **kwargs)
-        file = Path(signature.bind(self, *args, **kwargs).arguments["path"], "README.md")
-        if file.is_file() and patched_modules(self, required=False):
-            text = file.read_text(encoding="utf-8")
-            if "import hf_graphfilter" not in text and _OF_SENTENCE_TRANSFORMERS in text:
-                named = text.replace(_OF_SENTENCE_TRANSFORMERS, _IMPORT + _OF_SENTENCE_TRANSFORMERS, 1)
-                write_text(file, named)
-
-    return _create_model_card
+def _name_the_import(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    if (text := self._model_card_text) and _is_of_encoder(text):
+        self._model_card_text = None  # else it would be saved as that of the SentenceTransformer
+    original(self, *args, **kwargs)
+    file = Path(inspect.signature(original).bind(self, *args, **kwargs).arguments["path"], "README.md")
+    if file.is_file() and patched_modules(self, required=False):
+        text = file.read_text(encoding="utf-8")
+        if "import hf_graphfilter" not in text and _OF_SENTENCE_TRANSFORMERS in text:
+            named = text.replace(_OF_SENTENCE_TRANSFORMERS, _IMPORT + _OF_SENTENCE_TRANSFORMERS, 1)
+            write_text(file, named)
 
 
 def _is_of_encoder(text: str) -> bool:
     """Whether a card is the one that an encoder was saved with."""
     from huggingface_hub import ModelCard
 
-    from .card import is_signed
+    from .filter_card import is_signed
 
     return _OF_SENTENCE_TRANSFORMERS not in text and is_signed(ModelCard(text).text)

@@ -14,10 +14,10 @@ from torch import nn
 from ..errors import GraphFilterError, needs, shown
 from ..filters.core.attached import CHILD
 from ..hosts import host_of
-from ..hosts.base import check_values
 from ..hosts.timm import RECORD, write_record
 from ..patching.base_weights import remember_weights
 from ..patching.restore import apply_record
+from .values import check_values
 
 WEIGHTS = "model.safetensors"
 # what makes timm read or fetch other files, and what is the caller's choice; no class of a model means these
@@ -78,10 +78,10 @@ def load_timm_model(source: str | Path, **options: Any) -> nn.Module:
         raise GraphFilterError(f"{source}: timm cannot build {shown(name)}: {shown(error)}") from error
     model.pretrained_cfg = {**model.pretrained_cfg, **{k: v for k, v in pretrained_cfg.items() if k not in _SOURCES}}
     write_record(model, record)
-    apply_record(model, whole=True)
-    own = model.state_dict()
-    check_values({key: x for key, x in state.items() if f".{CHILD}." in key}, own, source)
-    misfits = [key for key in state if key in own and state[key].shape != own[key].shape]
+    apply_record(model, complete=True)
+    model_state = model.state_dict()
+    check_values({key: x for key, x in state.items() if f".{CHILD}." in key}, model_state, source)
+    misfits = [key for key in state if key in model_state and state[key].shape != model_state[key].shape]
     if misfits:
         raise GraphFilterError(f"{source}: {len(misfits)} weights have another shape in {name} ({misfits[0]} ...)")
     misses = model.load_state_dict(state, strict=False)
@@ -102,8 +102,8 @@ def _check_arguments(source: str | Path, name: object, args: object) -> None:
     starts = {base.__dict__.get("__init__", object.__init__) for c in classes for base in c.__mro__}
     known = {argument for start in starts for argument in inspect.signature(start).parameters} - _NEVER
     if not isinstance(args, dict) or (unknown := [key for key in args if key not in known]):
-        found = shown(unknown[0] if isinstance(args, dict) else args)
+        wrong = shown(unknown[0] if isinstance(args, dict) else args)
         raise GraphFilterError(
-            f"{source}: model_args of its config.json holds {found}, which the class of {name} does not take: "
+            f"{source}: model_args of its config.json holds {wrong}, which the class of {name} does not take: "
             "remove it, or give it to load_timm_model yourself if you trust it"
         )

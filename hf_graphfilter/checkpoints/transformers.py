@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable
@@ -26,53 +25,56 @@ from ..filters import GraphFilter
 from ..filters.core.attached import CHILD, filters_of
 from ..filters.core.record import read_groups
 from ..hosts import host_of
-from ..hosts.base import check_values
 from ..hosts.transformers.attention import IMPLEMENTATION, graph_filter_attention
 from ..hosts.transformers.records import model_class, read_record, resolve_implementation, saved_config
 from ..hosts.transformers.sites import relative_name
 from ..patching.base_weights import remember_weights
 from ..patching.restore import STARTED, apply_record, check_resolved, resolve
-from .adapters import OF_TRANSFORMERS
+from ..wrappers import wrap
+from .adapters import check_loaded_weights, load_with_filter
 from .readme import write_readme
+from .values import check_values
 
 
 def install() -> None:
-    """Register the attention function, and teach ``PreTrainedModel`` to load patched checkpoints. Idempotent."""
-    if IMPLEMENTATION in ALL_ATTENTION_FUNCTIONS:
-        return
-    missing = [name for name in _WRAPS if not hasattr(PreTrainedModel, name)]
-    if missing:
+    """Register the attention function, and let ``PreTrainedModel`` save and load patched checkpoints. Idempotent."""
+    hooks: dict[str, Callable[..., Any]] = {
+        "_check_and_adjust_attn_implementation": resolve_implementation,
+        "post_init": _patch_after_init,
+        "_initialize_weights": _initialise_filters,
+        "_load_pretrained_model": _load_by_record,
+        "_load_from_state_dict": _refuse_lost_filters,
+        "save_pretrained": _save_with_readme,
+    }
+    if missing := [name for name in hooks if not hasattr(PreTrainedModel, name)]:
         raise GraphFilterError(
             f"transformers {transformers.__version__} has no PreTrainedModel.{missing[0]}, which patched checkpoints "
             "need; upgrade hf_graphfilter or install transformers 5.17 to 5.24"
         )
+    if IMPLEMENTATION in ALL_ATTENTION_FUNCTIONS:
+        return
     type(ALL_ATTENTION_FUNCTIONS).register(IMPLEMENTATION, graph_filter_attention)
-    for name, wrap in (*_WRAPS.items(), *OF_TRANSFORMERS.items()):
-        original = inspect.getattr_static(PreTrainedModel, name)
-        setattr(PreTrainedModel, name, wrap(original))
+    for name, hook in hooks.items():
+        wrap(PreTrainedModel, name, hook)
+    wrap(PreTrainedModel, "load_adapter", load_with_filter)
+    wrap(PreTrainedModel, "_load_pretrained_model", check_loaded_weights)
 
 
-def _patch_after_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def post_init(self: PreTrainedModel) -> None:
-        original(self)
-        if getattr(self.config, CHILD, None) is not None:
-            apply_record(self)
-
-    return post_init
+def _patch_after_init(original: Callable[..., Any], self: PreTrainedModel) -> None:
+    original(self)
+    if getattr(self.config, CHILD, None) is not None:
+        apply_record(self)
 
 
-def _initialise_filters(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _initialize_weights(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # coefficients missing from a checkpoint come up as uninitialised memory
-        if isinstance(module, GraphFilter) and not getattr(module, "_is_hf_initialized", False):
-            _reset_missing(module)
-            module._is_hf_initialized = True  # type: ignore[assignment]
-            return None
-        return original(self, module, *args, **kwargs)
-
-    return _initialize_weights
+def _initialise_filters(
+    original: Callable[..., Any], self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    # coefficients missing from a checkpoint come up as uninitialised memory
+    if isinstance(module, GraphFilter) and not getattr(module, "_is_hf_initialized", False):
+        _reset_missing(module)
+        module._is_hf_initialized = True  # type: ignore[assignment]
+        return None
+    return original(self, module, *args, **kwargs)
 
 
 def _reset_missing(graph_filter: GraphFilter) -> None:
@@ -97,39 +99,39 @@ def _reset_missing(graph_filter: GraphFilter) -> None:
         slot[name] = tensor
 
 
-def _load_by_record(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
+def _load_by_record(
+    original: Callable[..., Any],
+    model: PreTrainedModel,
+    state_dict: Any,
+    checkpoint_files: Any,
+    load_config: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Loading of weights: coefficients under the names of another release are renamed, all of them must fit, and a
     broken file is named."""
-    function = original.__func__
-
-    @functools.wraps(function)
-    def _load_pretrained_model(
-        model: PreTrainedModel, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        path = load_config.pretrained_model_name_or_path
-        if not filters_of(model, copies=True) and read_record(model) is None:
-            info, index = function(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-            _check_coefficients(model, info, path)
-            return info, index
-        # a composite that is made of patched models has no record of its own
-        renamings = _follow_renaming(model) if read_record(model) is not None else []
-        mapping = [*renamings, *(load_config.weight_mapping or ())]
-        load_config = dataclasses.replace(load_config, weight_mapping=mapping)
-        try:
-            _check_values(model, state_dict, checkpoint_files or [])
-            info, index = function(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-        except (SafetensorError, EOFError) as error:
-            raise GraphFilterError(
-                f"{path}: a weights file is corrupted or truncated ({error}); save or download it again"
-            ) from error
+    path = load_config.pretrained_model_name_or_path
+    if not filters_of(model, copies=True) and read_record(model) is None:
+        info, index = original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         _check_coefficients(model, info, path)
-        remember_weights(host_of(model), model, again=True)
-        if renamings:  # it will be saved by the others
-            used = vars(model)["_weight_conversions"]
-            vars(model)["_weight_conversions"] = [conversion for conversion in used if conversion not in renamings]
         return info, index
-
-    return staticmethod(_load_pretrained_model)
+    # a composite that is made of patched models has no record of its own
+    renamings = _follow_renaming(model) if read_record(model) is not None else []
+    mapping = [*renamings, *(load_config.weight_mapping or ())]
+    load_config = dataclasses.replace(load_config, weight_mapping=mapping)
+    try:
+        _check_values(model, state_dict, checkpoint_files or [])
+        info, index = original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+    except (SafetensorError, EOFError) as error:
+        raise GraphFilterError(
+            f"{path}: a weights file is corrupted or truncated ({error}); save or download it again"
+        ) from error
+    _check_coefficients(model, info, path)
+    remember_weights(host_of(model), model, again=True)
+    if renamings:  # it will be saved by the others
+        used = vars(model)["_weight_conversions"]
+        vars(model)["_weight_conversions"] = [conversion for conversion in used if conversion not in renamings]
+    return info, index
 
 
 def _check_values(model: PreTrainedModel, state_dict: dict[str, Tensor] | None, files: list[str]) -> None:
@@ -143,8 +145,8 @@ def _check_values(model: PreTrainedModel, state_dict: dict[str, Tensor] | None, 
         return {relative_name(model, key): read(key) for key, name in parts if name in names}
 
     # those that ZeRO-3 has partitioned are empty here
-    own = {k: t for k, t in model.state_dict(keep_vars=True).items() if not hasattr(t, "ds_id")}
-    wanted = coefficients(own, own.__getitem__)
+    local = {k: t for k, t in model.state_dict(keep_vars=True).items() if not hasattr(t, "ds_id")}
+    wanted = coefficients(local, local.__getitem__)
     if state_dict is not None:
         check_values(coefficients(state_dict, state_dict.__getitem__), wanted, "state_dict")
         return
@@ -159,8 +161,8 @@ def _follow_renaming(model: PreTrainedModel) -> list[WeightRenaming]:
     host, record = host_of(model), read_record(model) or {}
     names = [name for _, group in read_groups(record, type(model).__name__) for name in group]
     sites = resolve(host, model, names)
-    whole = len(sites) < len(names) and not _is_a_part(model, record, {*names} - {*sites})
-    check_resolved(host, model, names, sites, whole)
+    complete = len(sites) < len(names) and not _is_a_part(model, record, {*names} - {*sites})
+    check_resolved(host, model, names, sites, complete)
     renamed = {name: now for name, site in sites.items() if (now := relative_name(model, site.name)) != name}
     if renamed:
         groups = [{**g, "modules": [renamed.get(name, name) for name in g["modules"]]} for g in record["filters"]]
@@ -179,10 +181,10 @@ def _is_a_part(model: PreTrainedModel, record: dict[str, Any], absent: set[str])
     for make in (*map(model_class, names), transformers.AutoModel.from_config):
         try:
             with torch.device("meta"):
-                whole = make(copy.deepcopy(config))  # type: ignore[misc]
+                candidate = make(copy.deepcopy(config))  # type: ignore[misc]
         except Exception:  # no class of transformers, or the config of a part is not enough for it
             continue
-        if absent <= {*resolve(host_of(whole), whole, absent)}:
+        if absent <= {*resolve(host_of(candidate), candidate, absent)}:
             return True
     return False
 
@@ -220,67 +222,49 @@ def _check_coefficients(model: PreTrainedModel, info: Any, path: Any) -> None:
 
 def _copy_of(name: str) -> str:
     """Of the copies that PEFT keeps for its adapters, which come one by one, the one that a name is in."""
-    found = re.match(r"original_module\.|modules_to_save\.[^.]+\.", name)
-    return found[0] if found else ""
+    match = re.match(r"original_module\.|modules_to_save\.[^.]+\.", name)
+    return match[0] if match else ""
 
 
-def _refuse_lost_filters(original: Callable[..., Any]) -> Callable[..., Any]:
+def _refuse_lost_filters(
+    original: Callable[..., Any], self: PreTrainedModel, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
+) -> None:
     """``load_state_dict`` of weights with a filter into a model without it: torch's strict=False, and PEFT, drop them
     in silence, and the optimizer's state, which the Trainer resumes, would be that of other parameters."""
-
-    @functools.wraps(original)
-    def _load_from_state_dict(self: PreTrainedModel, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        given: dict[tuple[str, str], dict[str, Any]] = {}
-        for key in state_dict:
-            owner, marker, name = key.removeprefix(prefix).partition(f".{CHILD}.")
-            if not marker or not key.startswith(prefix):
-                continue
-            given.setdefault((owner, _copy_of(name)), {})[name] = getattr(state_dict[key], "shape", ())
-        for (owner, copied), shapes in given.items():
-            try:
-                module = self.get_submodule(owner)
-            except AttributeError:
-                continue  # weights of another model, which torch reports
-            if (graph_filter := module._modules.get(CHILD)) is None:
-                raise GraphFilterError(
-                    f"the weights hold a graph filter at {owner}, and this {type(self).__name__} has none there: patch "
-                    "it first as it was when they were saved, with patch_model or load_filter"
-                )
-            own = {k: getattr(v, "shape", ()) for k, v in graph_filter.state_dict().items() if _copy_of(k) == copied}
-            other = any(own.get(k) not in (shapes[k], (0,)) for k in shapes)  # (0,): ZeRO-3's
-            if other and not any(type(m).__name__ == "FullyShardedDataParallel" for m in self.modules()):  # in pieces
-                there, here = (", ".join(f"{k} {tuple(v)}" for k, v in sorted(x.items())) for x in (shapes, own))
-                raise GraphFilterError(
-                    f"the weights at {owner} are those of another filter, with {there}, and that of this "
-                    f"{type(self).__name__} has {here or 'no such copy'}: patch it as it was when they were saved"
-                )
-        original(self, state_dict, prefix, *args, **kwargs)
-
-    return _load_from_state_dict
+    saved_shapes: dict[tuple[str, str], dict[str, Any]] = {}
+    for key in state_dict:
+        owner, marker, name = key.removeprefix(prefix).partition(f".{CHILD}.")
+        if not marker or not key.startswith(prefix):
+            continue
+        saved_shapes.setdefault((owner, _copy_of(name)), {})[name] = getattr(state_dict[key], "shape", ())
+    for (owner, copied), shapes in saved_shapes.items():
+        try:
+            module = self.get_submodule(owner)
+        except AttributeError:
+            continue  # weights of another model, which torch reports
+        if (graph_filter := module._modules.get(CHILD)) is None:
+            raise GraphFilterError(
+                f"the weights hold a graph filter at {owner}, and this {type(self).__name__} has none there: patch "
+                "it first as it was when they were saved, with patch_model or load_filter"
+            )
+        own_shapes = {k: getattr(v, "shape", ()) for k, v in graph_filter.state_dict().items() if _copy_of(k) == copied}
+        other = any(own_shapes.get(k) not in (shapes[k], (0,)) for k in shapes)  # (0,): ZeRO-3's
+        if other and not any(type(m).__name__ == "FullyShardedDataParallel" for m in self.modules()):  # in pieces
+            saved, ours = (", ".join(f"{k} {tuple(v)}" for k, v in sorted(x.items())) for x in (shapes, own_shapes))
+            raise GraphFilterError(
+                f"the weights at {owner} are those of another filter, with {saved}, and that of this "
+                f"{type(self).__name__} has {ours or 'no such copy'}: patch it as it was when they were saved"
+            )
+    original(self, state_dict, prefix, *args, **kwargs)
 
 
-def _save_with_readme(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
+def _save_with_readme(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    with saved_config(self, arguments.get("state_dict")):
+        result = original(self, *args, **kwargs)
+    if arguments.get("is_main_process", True) and not getattr(self, "_hf_peft_config_loaded", False):
+        write_readme(self, arguments["save_directory"])
+    return result
 
-    @functools.wraps(original)
-    def save_pretrained(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(self, *args, **kwargs).arguments
-        with saved_config(self, arguments.get("state_dict")):
-            result = original(self, *args, **kwargs)
-        if arguments.get("is_main_process", True) and not getattr(self, "_hf_peft_config_loaded", False):
-            write_readme(self, arguments["save_directory"])
-        return result
-
-    return save_pretrained
-
-
-_WRAPS: dict[str, Callable[[Any], Any]] = {
-    "_check_and_adjust_attn_implementation": resolve_implementation,
-    "post_init": _patch_after_init,
-    "_initialize_weights": _initialise_filters,
-    "_load_pretrained_model": _load_by_record,
-    "_load_from_state_dict": _refuse_lost_filters,
-    "save_pretrained": _save_with_readme,
-}
 
 install()

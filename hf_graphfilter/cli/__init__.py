@@ -1,27 +1,21 @@
-"""The command ``hf-graphfilter``: the same verbs as the Python API. Needs the extra ``cli``."""
+"""The command ``hf-graphfilter``: the same verbs as the Python API."""
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Annotated
 
+import typer
+from safetensors import SafetensorError  # of transformers, where a disk is full
+
 from .. import __version__
-from ..errors import GraphFilterError, needs
+from ..errors import GraphFilterError
 from ..text import printable
-
-try:
-    with needs("cli", "the command line"):
-        import typer
-        from safetensors import SafetensorError  # of transformers, where a disk is full
-
-        from .checkpoints import check_output, reason
-        from .linearize import linearize
-        from .verbs import card, export_remote_code, filters, load_filter, patch, save_filter, status, transfer, unpatch
-        from .write_report import report
-except GraphFilterError as error:  # pragma: no cover
-    sys.exit(f"hf-graphfilter: {error}")
+from .checkpoints import check_output, message_of
+from .linearize import linearize
+from .verbs import card, export_remote_code, filters, load_filter, patch, save_filter, status, transfer, unpatch
+from .write_report import report
 
 app = typer.Typer(
     name="hf-graphfilter",
@@ -39,7 +33,7 @@ def _show_version(wanted: bool) -> None:
 
 
 @app.callback()
-def _before_the_verb(
+def _import_modules(
     context: typer.Context,
     modules: Annotated[
         list[str] | None,
@@ -105,32 +99,13 @@ app.command(context_settings={"allow_interspersed_args": False})(run)  # the pro
 app.command()(export_remote_code)
 app.command("convert", hidden=True)(linearize)  # its earlier name
 
-_CALLS = {
-    **{"patch_model": "patch", "unpatch_model": "unpatch", "filter_status": "status", "create_model_card": "card"},
-    **{"save_filter": "save-filter", "load_filter": "load-filter", "transfer_attention": "transfer"},
-    "available_filters": "filters",
-}
-
-
-def _spoken(message: str) -> str:
-    """A message of the Python API in the words of the command line."""
-    called = rf"(?<![/\\.\w-])(call )?({'|'.join(_CALLS)})(?![/\\\w-]|\.\w)(\([^()]*\))?"
-    message = re.sub(called, lambda m: f"{'run ' if m[1] else ''}hf-graphfilter {_CALLS[m[2]]}", message)
-    message = re.sub(
-        r"\b(layers|stack|holdout|train|precision)=(?=([\w'\"\[(])?)",
-        lambda m: f"--{m[1]}{' ' if m[2] else ''}",
-        message,
-    )
-    message = message.replace("force=True", "--force")
-    return message.replace("must be imported first", "needs --import MODULE before the verb")
-
 
 def main() -> None:
     """Entry point: user mistakes are one line on stderr and exit code 1, wrong usage 2."""
     try:
         app(prog_name="hf-graphfilter")
     except (GraphFilterError, OSError, SafetensorError) as error:
-        message = printable(" ".join(_spoken(reason(error)).split()))
+        message = printable(" ".join(message_of(error).split()))
         print(f"hf-graphfilter: {message}", file=sys.stderr)
         sys.exit(1)
     except SystemExit as done:  # Typer makes a silent one of Ctrl-C

@@ -37,18 +37,18 @@ def check_output(output: Path, source: str | None = None) -> None:
             raise GraphFilterError(f"{output} is the checkpoint that is read: name another directory to write to")
     except FileNotFoundError:
         pass  # the source is on the Hub
-    there = next(path for path in (output, *output.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise GraphFilterError(f"cannot write to {output}: {there} is a file, name a directory")
+    nearest = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise GraphFilterError(f"cannot write to {output}: {nearest} is a file, name a directory")
     try:
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
-        raise GraphFilterError(f"cannot write to {output}: {there}: {error.strerror}") from error
+        raise GraphFilterError(f"cannot write to {output}: {nearest}: {error.strerror}") from error
 
 
 @contextlib.contextmanager
-def resumable(progress: Path) -> Iterator[None]:
+def keep_progress(progress: Path) -> Iterator[None]:
     """Say what is kept of a fit that is interrupted, or that finds the disk full."""
     from ..fitting.checkpoint import is_kept
 
@@ -56,14 +56,14 @@ def resumable(progress: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        kept = resumes if is_kept(progress) else "nothing was fitted yet"
-        print(f"hf-graphfilter: interrupted: {kept}", file=sys.stderr)
+        state = resumes if is_kept(progress) else "nothing was fitted yet"
+        print(f"hf-graphfilter: interrupted: {state}", file=sys.stderr)
         raise typer.Exit(130) from None
     except OSError as error:
-        raise GraphFilterError(f"{reason(error)}; {resumes}" if is_kept(progress) else reason(error)) from error
+        raise GraphFilterError(f"{message_of(error)}; {resumes}" if is_kept(progress) else message_of(error)) from error
 
 
-def reason(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """Return the message of an error, with the file that it is about."""
     return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
 
@@ -78,7 +78,7 @@ def load_config(source: str, patched: bool = False) -> PreTrainedConfig:
         raise GraphFilterError(f"{source} is a checkpoint of timm: use load_timm_model in Python")
     if folder.is_file():
         raise GraphFilterError(f"{source} is a file: name the directory of a checkpoint, or a Hub id")
-    with _loading(source):
+    with _name_source(source):
         config = transformers.AutoConfig.from_pretrained(source)
     if patched and getattr(config, "graph_filter", None) is None:
         raise GraphFilterError(f"{source} has no graph filter; patch it with: hf-graphfilter patch")
@@ -117,12 +117,12 @@ def load(
             pass
         finally:
             logging.set_verbosity(verbosity)
-    with _loading(source):
+    with _name_source(source):
         return make(model_class.from_pretrained(source, **({"dtype": dtype} if dtype else {})))
 
 
 @contextlib.contextmanager
-def _loading(source: str) -> Iterator[None]:
+def _name_source(source: str) -> Iterator[None]:
     try:
         yield
     except GraphFilterError:

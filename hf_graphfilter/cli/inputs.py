@@ -12,7 +12,7 @@ from ..errors import GraphFilterError, needs
 IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 
 
-def positive_rate(lr: float | None) -> float | None:
+def check_rate(lr: float | None) -> float | None:
     if lr is not None and not 0 < lr < float("inf"):
         raise GraphFilterError(f"--lr must be a positive number, got {lr}")
     return lr
@@ -65,11 +65,11 @@ def texts_of(source: str, files: list[Path], count: int, length: int, batch_size
         part = lines[start : start + batch_size]
         batch = dict(tokenizer(part, padding=True, truncation=True, max_length=length, return_tensors="pt"))
         batch = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        batches.append(read_by_decoder(batch) if encoder_decoder else batch)
+        batches.append(add_decoder_inputs(batch) if encoder_decoder else batch)
     return batches
 
 
-def read_by_decoder(batch: dict[str, Any]) -> dict[str, Any]:
+def add_decoder_inputs(batch: dict[str, Any]) -> dict[str, Any]:
     """Of an encoder-decoder: the text itself, as far as it is read."""
     return batch | {f"decoder_{name}": value for name, value in batch.items()}
 

@@ -10,8 +10,8 @@ import typer
 
 from ..console import Console, parse_layers, parse_options, table
 from ..errors import GraphFilterError
-from .checkpoints import AutoClass, Output, Seed, Source, check_output, load, load_config, resumable, save
-from .inputs import Images, column_of, lines_of, positive_rate, read_by_decoder, tokenizer_of
+from .checkpoints import AutoClass, Output, Seed, Source, check_output, keep_progress, load, load_config, save
+from .inputs import Images, add_decoder_inputs, check_rate, column_of, lines_of, tokenizer_of
 
 PROGRESS = ".conversion"
 
@@ -51,7 +51,7 @@ def linearize(
         int | None, typer.Option("--batch-tokens", min=2, help="Tokens of a batch; --length of them if not given.")
     ] = None,
     holdout: Annotated[int, typer.Option("--holdout", min=1, help="Batches to measure on.")] = 32,
-    lr: Annotated[float | None, typer.Option("--lr", callback=positive_rate, help="Of the first stage.")] = None,
+    lr: Annotated[float | None, typer.Option("--lr", callback=check_rate, help="Of the first stage.")] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option("--dtype", help="Of the weights; the checkpoint's if not given."),
@@ -96,10 +96,10 @@ def linearize(
         config = load_config(source)
         size, patch = getattr(config, "image_size", 224), getattr(config, "patch_size", 16)
         batches = Images(source, images, max(1, (batch or length) // (size // patch) ** 2))
-    model, first = _placed(load(source, auto_class, dtype=dtype))
+    model, first = _place(load(source, auto_class, dtype=dtype))
     progress = output / PROGRESS
     torch.manual_seed(seed)
-    with resumable(progress):
+    with keep_progress(progress):
         report = fit(
             model,
             batches,
@@ -138,10 +138,10 @@ def _batches(source: str, texts: list[str], length: int, tokens: int | None) -> 
     causal = any(name.endswith(("CausalLM", "LMHeadModel")) for name in config.architectures or [])
     packed = causal and not config.is_encoder_decoder
     batches = text_batches(tokenizer_of(source), texts, length=length, tokens=tokens, packed=packed)
-    return [read_by_decoder(batch) for batch in batches] if config.is_encoder_decoder else batches
+    return [add_decoder_inputs(batch) for batch in batches] if config.is_encoder_decoder else batches
 
 
-def _placed(model: Any) -> tuple[Any, bool]:
+def _place(model: Any) -> tuple[Any, bool]:
     """The model on the device of this process, and whether that is the first."""
     from accelerate import PartialState
 

@@ -12,8 +12,19 @@ from rich.markup import escape
 
 from ..console import Console, parse_layers, parse_options, table
 from ..errors import GraphFilterError
-from .checkpoints import AutoClass, Output, Seed, Source, check_output, load, load_config, resumable, save, show_status
-from .inputs import positive_rate, tokenizer_of
+from .checkpoints import (
+    AutoClass,
+    Output,
+    Seed,
+    Source,
+    check_output,
+    keep_progress,
+    load,
+    load_config,
+    save,
+    show_status,
+)
+from .inputs import check_rate, tokenizer_of
 
 
 def patch(
@@ -73,7 +84,7 @@ def transfer(
     steps: Annotated[int, typer.Option(min=1, help="Batches of the regression.")] = 1000,
     length: Annotated[int, typer.Option(min=8, help="Tokens of a window of text.")] = 128,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows in a batch.")] = 8,
-    lr: Annotated[float, typer.Option(callback=positive_rate, help="Learning rate.")] = 3e-3,
+    lr: Annotated[float, typer.Option(callback=check_rate, help="Learning rate.")] = 3e-3,
     end_to_end: Annotated[
         Literal["hidden", "logits"] | None, typer.Option(help="A second stage, against these of the model.")
     ] = None,
@@ -104,7 +115,7 @@ def transfer(
     model = load(source, auto_class, patched=True)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     progress = output / ".transfer"
-    with resumable(progress):
+    with keep_progress(progress):
         report = transfer_attention(
             model,
             batches,
@@ -217,7 +228,8 @@ def card(
 
     [dim]hf-graphfilter card runs/bert-gfsa --repo-id me/bert-gfsa --base-model bert-base-uncased[/dim]
     """
-    from ..checkpoints.card import check_card, create_model_card
+    from ..checkpoints.card import create_model_card
+    from ..checkpoints.filter_card import check_card
 
     if output is None:
         if not Path(source).is_dir():
@@ -225,14 +237,14 @@ def card(
         output = Path(source) / "README.md"
     check_card(output, force)
     check_output(output.parent)
-    settings = _trained(Path(source)) | parse_options(training or [])
+    settings = _read_trainer_state(Path(source)) | parse_options(training or [])
     model = load(source, auto_class, patched=True)
     options: dict[str, Any] = {"base_model": base_model, "license": license, "training": settings}
     create_model_card(model, repo_id=repo_id or source, **options).save(output, force=force)
     Console().print(f"wrote {escape(str(output))}")
 
 
-def _trained(folder: Path) -> dict[str, Any]:
+def _read_trainer_state(folder: Path) -> dict[str, Any]:
     """What a Trainer left as JSON beside its checkpoint; its arguments are a pickle, which is not read."""
     try:
         state = json.loads((folder / "trainer_state.json").read_text())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+from huggingface_hub.utils import tqdm
 from rich.markup import escape
-from rich.progress import track
 
 from ..console import Console
 from ..errors import GraphFilterError
@@ -49,8 +50,8 @@ def report(
     if output.suffix.lower() not in (".html", ".htm"):
         raise GraphFilterError(f"--output {output}: name a page, NAME.html")
     check_output(output.parent)
-    for path, there in ((output, output.is_dir()), (output.with_suffix(""), output.with_suffix("").is_file())):
-        if there:  # the figures go into a folder of the page's name
+    for path, is_taken in ((output, output.is_dir()), (output.with_suffix(""), output.with_suffix("").is_file())):
+        if is_taken:  # the figures go into a folder of the page's name
             raise GraphFilterError(f"--output {output}: {path} is in the way")
     if images is None:
         batches = texts_of(source, text or [], count, length, batch_size)
@@ -60,15 +61,11 @@ def report(
     model = load(source, auto_class).to(device)
     conversion = load_conversion(source)
     reference = load(against, auto_class).to(device) if against else None
-    console = Console(stderr=True)
-
-    def progress(given: Any) -> Any:
-        return track(given, "measuring", console=console, transient=True)
-
-    found = measured(model, batches, reference, title=Path(source).name, conversion=conversion, progress=progress)
-    page = found.to_html(output)
-    found.save_figures(output.with_suffix(""))
-    output.with_suffix(".json").write_text(json.dumps(found.to_dict(), indent=1) + "\n")
-    for line in found.summary():
+    progress = partial(tqdm, desc="measuring", leave=False, disable=None)
+    result = measured(model, batches, reference, title=Path(source).name, conversion=conversion, progress=progress)
+    page = result.to_html(output)
+    result.save_figures(output.with_suffix(""))
+    output.with_suffix(".json").write_text(json.dumps(result.to_dict(), indent=1) + "\n")
+    for line in result.summary():
         Console().print(escape(f"- {line}"), highlight=False)
     Console().print(f"saved to {escape(str(page))}")

@@ -13,14 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..errors import GraphFilterError, shown
+from ..errors import GraphFilterError
 from ..ops import spectral
 from ..ops.heads import repeat_heads
 from ..ops.polynomials import Basis, expand, recurrence
 from ..shift.attention import AttentionShift
-from .core.base import LARGEST_ORDER, AttentionSite
+from .core.base import LARGEST_ORDER
 from .core.build import register_filter
+from .core.fields import check_limits
 from .core.replacing import ReplacingConfig, ReplacingFilter
+from .core.site import AttentionSite
 from .core.window import in_dtype_of
 
 CITATION = """@inproceedings{wi2025agf,
@@ -181,11 +183,8 @@ class AGFConfig(ReplacingConfig):
 
     def validate(self) -> None:
         super().validate()
-        for name in ("K", "gamma"):
-            if getattr(self, name) < 0:
-                raise GraphFilterError(f"AGFConfig: {name} must be >= 0, got {shown(getattr(self, name))}")
-        if self.K > LARGEST_ORDER:
-            raise GraphFilterError(f"AGFConfig: K must be at most {LARGEST_ORDER}, got {shown(self.K)}")
+        check_limits(self, "K", "gamma", least=0)
+        check_limits(self, "K", most=LARGEST_ORDER)
         try:
             recurrence(self.basis, self.K, self.a, self.b)
         except GraphFilterError as error:

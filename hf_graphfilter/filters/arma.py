@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from ..errors import GraphFilterError, shown
-from .core.base import LARGEST_ORDER, AttentionSite, FilterConfig
+from .core.base import LARGEST_ORDER, FilterConfig
 from .core.build import register_filter
 from .core.fields import check_counts
 from .core.power_series import PowerSeries
+from .core.site import AttentionSite
 
 CITATION = """@article{isufi2017arma,
   title   = {Autoregressive Moving Average Graph Filtering},

@@ -30,6 +30,7 @@ class AttnScale(PerHead):
     rest, and lambda, a number a head that starts at 0, scales the rest."""
 
     spectral = False
+    reads_mask = True
     per_head = ("scale",)
     scale: Tensor
 

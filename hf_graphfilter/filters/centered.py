@@ -29,6 +29,7 @@ class Centered(PerHead):
     head, 0 at the start; the mean is over the tokens that a query sees."""
 
     spectral = False
+    reads_mask = True
     per_head = ("g",)
     g: Tensor
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..errors import GraphFilterError, shown
 from ..ops.combine import combine
 from ..shift.attention import AttentionShift
 from .core.base import FilterConfig
 from .core.build import register_filter
+from .core.fields import check_limits
 from .core.power_series import PerHead
 
 CITATION = """@inproceedings{guo2023contranorm,
@@ -32,6 +32,7 @@ class ContraNorm(PerHead):
     the start. The paper applies it to the features of all heads after the layer; here it is a head's."""
 
     linear = spectral = False
+    reads_mask = True
     per_head = ("s",)
     s: Tensor
     config: ContraNormConfig
@@ -71,5 +72,4 @@ class ContraNormConfig(FilterConfig):
     temperature: float = 1.0
 
     def validate(self) -> None:
-        if not self.temperature > 0:
-            raise GraphFilterError(f"ContraNormConfig: temperature must be > 0, got {shown(self.temperature)}")
+        check_limits(self, "temperature", above=0)

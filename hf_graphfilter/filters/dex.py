@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ..shift.operator import ShiftOperator
-from .core.base import AttentionSite, FilterConfig
+from .core.base import FilterConfig
 from .core.build import register_filter
 from .core.power_series import PerHead
+from .core.site import AttentionSite
 
 CITATION = """@article{kong2025dex,
   title   = {Understanding Differential Transformer Unchains Pretrained Self-Attentions},

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ..shift.operator import ShiftOperator
 from .attnscale import CITATION
-from .core.base import AttentionSite, FilterConfig
+from .core.base import FilterConfig
 from .core.build import register_filter
 from .core.power_series import PerHead
+from .core.site import AttentionSite
 
 
 class FeatScale(PerHead):
@@ -22,6 +23,7 @@ class FeatScale(PerHead):
     of the features of a head, which start at 0."""
 
     linear = spectral = False
+    reads_mask = True
     per_head = ("low", "high")
     low: Tensor
     high: Tensor

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ..errors import GraphFilterError
 from ..shift.attention import AttentionShift
-from .core.base import AttentionSite, FilterConfig
+from .core.base import FilterConfig
 from .core.build import register_filter
 from .core.power_series import PerHead
+from .core.site import AttentionSite
 
 CITATION = """@article{qiu2025gated,
   title   = {Gated Attention for Large Language Models: Non-linearity, Sparsity, and Attention-Sink-Free},

@@ -19,8 +19,10 @@ from ..functional.matrix_polynomial import attention_terms, known_zero
 from ..ops.combine import combine
 from ..ops.filled import filled
 from ..shift.operator import ShiftOperator
-from .core.base import LARGEST_ORDER, AttentionSite, FilterConfig, GraphFilter
+from .core.base import LARGEST_ORDER, FilterConfig, GraphFilter
 from .core.build import register_filter
+from .core.fields import check_limits
+from .core.site import AttentionSite
 
 CITATION = """@inproceedings{choi2024gfsa,
   title     = {Graph Convolutions Enrich the Self-Attention in Transformers!},
@@ -123,8 +125,7 @@ class GFSAConfig(FilterConfig):
     def validate(self) -> None:
         if self.K < 1:
             raise GraphFilterError(f"GFSAConfig: K must be an integer >= 1, got {self.K}")
-        if self.K > LARGEST_ORDER:
-            raise GraphFilterError(f"GFSAConfig: K must be at most {LARGEST_ORDER}, got {shown(self.K)}")
+        check_limits(self, "K", most=LARGEST_ORDER)
         for name in self.learn:
             if name not in COEFFICIENTS:
                 raise GraphFilterError(

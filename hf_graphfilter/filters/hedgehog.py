@@ -16,9 +16,9 @@ from ..ops import spectral
 from ..ops.heads import repeat_heads
 from ..ops.polynomials import recurrence
 from ..shift.attention import AttentionShift
-from .core.base import AttentionSite
 from .core.build import register_filter
 from .core.replacing import ReplacingConfig, ReplacingFilter
+from .core.site import AttentionSite
 from .core.window import in_dtype_of
 
 CITATION = """@inproceedings{zhang2024hedgehog,

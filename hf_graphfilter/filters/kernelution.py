@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..errors import GraphFilterError, shown
+from ..errors import GraphFilterError
 from ..functional import Kernel
 from ..ops.polynomials import recurrence
 from ..shift.attention import AttentionShift
 from .core.base import LARGEST_ORDER
 from .core.build import register_filter
+from .core.fields import check_limits
 from .core.unitary_spectrum import damped_polynomial
 from .synvolution import Synvolution, SynvolutionConfig
 
@@ -103,13 +104,8 @@ class KernelutionConfig(SynvolutionConfig):
 
     def validate(self) -> None:
         super().validate()
-        if not 0 <= self.K <= LARGEST_ORDER:
-            limit = ">= 0" if self.K < 0 else f"at most {LARGEST_ORDER}"
-            raise GraphFilterError(f"KernelutionConfig: K must be {limit}, got {shown(self.K)}")
-        if self.M > LARGEST_ORDER:
-            raise GraphFilterError(f"KernelutionConfig: M must be at most {LARGEST_ORDER}, got {shown(self.M)}")
-        if self.gamma_kernel < 0:
-            raise GraphFilterError(f"KernelutionConfig: gamma_kernel must be >= 0, got {shown(self.gamma_kernel)}")
+        check_limits(self, "K", "gamma_kernel", least=0)
+        check_limits(self, "K", "M", most=LARGEST_ORDER)
         try:
             self.damping()
         except GraphFilterError as error:

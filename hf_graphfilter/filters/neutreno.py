@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from ..errors import GraphFilterError
 from ..ops.combine import combine
 from ..shift.attention import AttentionShift
-from .core.base import AttentionSite
 from .core.build import register_filter
 from .core.power_series import FromFirstLayer, FromFirstLayerConfig
+from .core.site import AttentionSite
 
 CITATION = """@inproceedings{nguyen2023neutreno,
   title     = {Mitigating Over-smoothing in Transformers via Regularized Nonlocal Functionals},

@@ -15,10 +15,11 @@ from ..functional.matrix_polynomial import known_zero
 from ..ops.combine import combine
 from ..ops.polynomials import applied, highest_order, identity_coefficients, monomials, recurrence
 from ..shift.operator import ShiftOperator
-from .core.base import LARGEST_ORDER, AttentionSite, FilterConfig
+from .core.base import LARGEST_ORDER, FilterConfig
 from .core.build import register_filter
 from .core.fields import check_counts
 from .core.power_series import PowerSeries
+from .core.site import AttentionSite
 
 CITATION = """@inproceedings{defferrard2016chebnet,
   title     = {Convolutional Neural Networks on Graphs with Fast Localized Spectral Filtering},

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import GraphFilterError, shown
 from .core.base import LARGEST_ORDER, FilterConfig
 from .core.build import register_filter
-from .core.fields import check_counts
+from .core.fields import check_counts, check_limits
 from .core.power_series import PowerSeries
 
 CITATION = """@inproceedings{gasteiger2019diffusion,
@@ -91,5 +91,4 @@ class PPRConfig(FilterConfig):
         check_counts(self, K=LARGEST_ORDER)
         if not 0 < self.alpha < 1:
             raise GraphFilterError(f"PPRConfig: alpha must lie between 0 and 1, got {shown(self.alpha)}")
-        if not self.t > 0:
-            raise GraphFilterError(f"PPRConfig: t must be > 0, got {shown(self.t)}")
+        check_limits(self, "t", above=0)

@@ -12,12 +12,12 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from .. import functional
-from ..errors import GraphFilterError, shown
+from ..errors import GraphFilterError
 from ..shift.attention import AttentionShift
-from .core.base import AttentionSite
 from .core.build import register_filter
-from .core.fields import check_counts
+from .core.fields import check_counts, check_limits
 from .core.replacing import ReplacingConfig, ReplacingFilter
+from .core.site import AttentionSite
 from .core.window import in_dtype_of
 
 CITATION = """@inproceedings{wu2023singularformer,
@@ -125,8 +125,5 @@ class SingularformerConfig(ReplacingConfig):
     def validate(self) -> None:
         super().validate()
         check_counts(self, r=65_536)
-        if self.temperature <= 0:
-            raise GraphFilterError(f"SingularformerConfig: temperature must be > 0, got {shown(self.temperature)}")
-        for name in ("gamma_orthogonal", "gamma_diagonal"):
-            if getattr(self, name) < 0:
-                raise GraphFilterError(f"SingularformerConfig: {name} must be >= 0, got {shown(getattr(self, name))}")
+        check_limits(self, "temperature", above=0)
+        check_limits(self, "gamma_orthogonal", "gamma_diagonal", least=0)

@@ -15,11 +15,11 @@ from ..errors import GraphFilterError
 from ..ops.heads import repeat_heads
 from ..ops.unitary import Permutation, filter_tokens
 from ..shift.attention import AttentionShift
-from .core.base import AttentionSite
 from .core.build import register_filter
 from .core.fields import check_counts
 from .core.replacing import ReplacingConfig, ReplacingFilter
-from .core.unitary_spectrum import Spectrum, real_form, reflected
+from .core.site import AttentionSite
+from .core.unitary_spectrum import Spectrum, real_form, reflect
 
 CITATION = """@article{zhang2025converter,
   title   = {Converting Transformers into DGNNs Form},
@@ -67,7 +67,7 @@ class Synvolution(ReplacingFilter):
 
     def coefficients(self) -> dict[str, Tensor]:
         """``zeta`` in [0, 1], ``w_0`` ... ``w_K``, (1,) or (heads,), and the ``gate`` of a blend."""
-        by_name = {**super().coefficients(), "zeta": reflected(self.zeta.detach())}
+        by_name = {**super().coefficients(), "zeta": reflect(self.zeta.detach())}
         w = by_name.pop("w", None)
         if w is None:
             return by_name

@@ -1,8 +1,9 @@
 """Fitting filters to the attention that they replace: attention transfer, and whole models to linear time."""
 
 from .data import text_batches
-from .linearization import Rates, convert, linearize
+from .linearization import convert, linearize
 from .report import ConversionReport
+from .run import Rates
 from .saved_report import load_conversion, save_conversion
 from .speed import Speed, crossover, decoding_speed, speed
 from .transfer import transfer_attention

@@ -1,9 +1,10 @@
-"""Batches: what of them the model is given, which are set aside, and the others again and again."""
+"""The batches of a fit: those to measure on, and the others again and again."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -29,12 +30,63 @@ from .processes import process
 LABELS = ("labels", "label", "label_ids", "start_positions", "end_positions", "next_sentence_label")
 
 
-def split_holdout(data: Iterable[Any], holdout: int | Iterable[Any]) -> tuple[Iterable[Any], int | Iterable[Any]]:
-    """(data, what to measure on) of a ``DataLoader`` that shuffles, by rows: the batches at the start of one pass come
-    again among all others in the next. All else is left as it is.
+class Batches:
+    """The batches of a fit, as inputs of the model, on its device.
+
+    Args:
+        model: what reads them.
+        data: mappings of model inputs, or tensors, the model's main input.
+        holdout: how many of ``data`` to measure on, or other batches for that.
+        labels: whether the model is given labels too.
+
+    Attributes:
+        held: the batches to measure on.
 
     Raises:
-        GraphFilterError: it has no rows that could be told apart.
+        GraphFilterError: there are too few batches, or a batch is no input of the model.
+    """
+
+    def __init__(self, model: nn.Module, data: Iterable[Any], holdout: int | Iterable[Any], labels: bool = False):
+        data, holdout = split_holdout(data, holdout)
+        to_inputs = partial(inputs_of, model, labels=labels)
+        count = holdout if isinstance(holdout, int) else 0
+        self.held = [*map(to_inputs, islice(data, count) if isinstance(holdout, int) else holdout)]
+        if isinstance(holdout, int) and (len(self.held) < holdout or holdout < 1):
+            raise GraphFilterError(f"the dataloader yields {len(self.held)} batches, holdout={holdout} asks for more")
+        self._data, self._to_inputs = data, to_inputs
+        self._once = iter(data) is data  # an iterator gives each batch once: later stages go on where it is
+        self._skip = 0 if self._once else count
+        self._rest: Iterator[Batch] | None = None
+
+    def stream(self) -> Iterator[Batch]:
+        """Return the batches for one stage, again and again; those of an iterator come once, in all stages together.
+
+        Several processes share them.
+        """
+        if not self._once:
+            return self._repeated()
+        if self._rest is None:
+            rest = self._repeated()
+            self._rest = chain([next(rest)], rest)  # or the error that there is none
+        return self._rest
+
+    def _repeated(self) -> Iterator[Batch]:
+        empty, (number, processes) = True, process()
+        while empty or not self._once:
+            for batch in islice(self._data, self._skip + number, None, processes):
+                empty = False
+                yield self._to_inputs(batch)
+            if empty:
+                raise GraphFilterError("the dataloader yields no batch that is not held out (or is exhausted)")
+
+
+def split_holdout(data: Iterable[Any], holdout: int | Iterable[Any]) -> tuple[Iterable[Any], int | Iterable[Any]]:
+    """Split the rows of a ``DataLoader`` that shuffles into data and what to measure on; leave all else as it is.
+
+    The first batches of one pass of such a loader would come again, among all others, in the next.
+
+    Raises:
+        GraphFilterError: its sampler does not say which rows it draws from.
     """
     if not isinstance(holdout, int) or not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset):
         return data, holdout
@@ -57,68 +109,39 @@ def split_holdout(data: Iterable[Any], holdout: int | Iterable[Any]) -> tuple[It
 
 
 def _rows_of(sampler: Sampler[int] | Any, dataset: Any) -> Sequence[int] | None:
-    """What a sampler that shuffles draws from; None of one that goes by weights, or by a rule of its own."""
+    """Return what a sampler that shuffles draws from; None for one that goes by weights, or by another rule."""
     if isinstance(sampler, SubsetRandomSampler):
         return sampler.indices
     whole = isinstance(sampler, (RandomSampler, DistributedSampler, LengthGroupedSampler))
     return range(len(dataset)) if whole and hasattr(dataset, "__len__") else None
 
 
-def set_aside(
-    model: nn.Module, dataloader: Iterable[Any], holdout: int | Iterable[Any], labels: bool = False
-) -> tuple[list[Batch], int]:
-    """The batches to measure on, and how many of the dataloader's they are at its start from now on."""
-    if not isinstance(holdout, int):
-        return [inputs_of(model, batch, labels) for batch in holdout], 0
-    held = [inputs_of(model, batch, labels) for batch in islice(dataloader, holdout)]
-    if len(held) < holdout or holdout < 1:
-        raise GraphFilterError(f"the dataloader yields {len(held)} batches, holdout={holdout} asks for more")
-    return held, 0 if iter(dataloader) is dataloader else holdout
-
-
-def repeated(model: nn.Module, dataloader: Iterable[Any], skip: int, labels: bool = False) -> Iterator[Batch]:
-    """All but the first ``skip``, again and again; from an iterator they come once. Several processes share them."""
-    empty, (number, processes) = True, process()
-    while empty or iter(dataloader) is not dataloader:
-        for batch in islice(dataloader, skip + number, None, processes):
-            empty = False
-            yield inputs_of(model, batch, labels)
-        if empty:
-            raise GraphFilterError("the dataloader yields no batch that is not held out (or is exhausted)")
-
-
-def one_pass(batches: Iterator[Batch]) -> Callable[[], Iterator[Batch]]:
-    """The same iterator for every stage: those that come after its end have nothing left."""
-    first = next(batches)  # or the error that there is none
-    rest = chain([first], batches)
-    return lambda: rest
-
-
 def inputs_of(model: nn.Module, batch: Any, labels: bool) -> Batch:
+    """Return what of a batch the model is given, on its device."""
     device = next(model.parameters()).device
     if isinstance(batch, Tensor):
         batch = {model.main_input_name: batch}
     if not isinstance(batch, Mapping):
         raise GraphFilterError(f"a batch must be a mapping of model inputs or a tensor, got {type(batch).__name__}")
-    kept = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items() if labels or k not in LABELS}
-    if "labels" in batch and "labels" not in kept:
-        kept |= _read_by_decoder(model, kept, batch["labels"])
-    if not kept:
+    inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items() if labels or k not in LABELS}
+    if "labels" in batch and "labels" not in inputs:
+        inputs |= _read_by_decoder(model, inputs, batch["labels"])
+    if not inputs:
         raise GraphFilterError(f"a batch holds {list(batch) or 'nothing'} and no input of the model")
     if "use_cache" in inspect.signature(model.forward).parameters:
-        kept["use_cache"] = False
-    return kept
+        inputs["use_cache"] = False
+    return inputs
 
 
-def _read_by_decoder(model: nn.Module, kept: Batch, labels: Any) -> Batch:
-    """What an encoder-decoder makes of labels for its decoder to read, where it is given nothing else to."""
+def _read_by_decoder(model: nn.Module, inputs: Batch, labels: Any) -> Batch:
+    """Return what an encoder-decoder's decoder reads, made from labels, where the batch holds nothing else for it."""
     config = getattr(model, "config", None)
-    given = any(name.startswith("decoder_input") for name in kept)
-    if given or not isinstance(labels, Tensor) or not getattr(config, "is_encoder_decoder", False):
+    has_inputs = any(name.startswith("decoder_input") for name in inputs)
+    if has_inputs or not isinstance(labels, Tensor) or not getattr(config, "is_encoder_decoder", False):
         return {}
     shifted: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if shifted is None:
         raise GraphFilterError(f"the batches of {type(model).__name__} need decoder_input_ids beside input_ids")
     labels = labels.to(next(model.parameters()).device)
     made = {"decoder_input_ids": shifted(labels=labels), "decoder_attention_mask": (labels != -100).long()}
-    return {name: x for name, x in made.items() if name in inspect.signature(model.forward).parameters} | kept
+    return {name: x for name, x in made.items() if name in inspect.signature(model.forward).parameters} | inputs

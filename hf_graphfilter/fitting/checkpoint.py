@@ -1,4 +1,4 @@
-"""The progress of a fit on disk, which one call at a time has."""
+"""Keep the progress of a fit on disk, for one call at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LATER = {"used": int, "before_it": int, "stopped": str}  # the first release wro
 
 
 class Checkpoint:
-    """Parameters, moments and all else as one file of safetensors, which is replaced when the next is whole."""
+    """The parameters, moments and counters of a fit in one file of safetensors, replaced when the next one is whole."""
 
     def __init__(self, directory: str | os.PathLike[str], settings: dict[str, Any]):
         self.directory, self.settings = Path(directory), settings
@@ -102,12 +102,12 @@ def exclusive(directory: str | os.PathLike[str] | None) -> Iterator[None]:
 
 
 def is_kept(directory: Path) -> bool:
-    """Whether a directory, or one of its stages, holds progress."""
+    """Return whether a directory, or the folder of one of its stages, holds progress."""
     return any(any(directory.glob(pattern)) for pattern in (STATE_FILE, f"*/{STATE_FILE}"))
 
 
 def remove(directory: Path) -> None:
-    """Remove what an interrupted fit would have gone on from, and nothing else that may lie there."""
+    """Remove the progress of an interrupted fit, and no other file that lies there."""
     for place in (*directory.glob("*/"), directory):  # a folder for each stage
         for file in (*place.glob(f".{STATE_FILE}.*"), *(place / name for name in (STATE_FILE, EARLIER_FILE, LOCK))):
             file.unlink(missing_ok=True)
@@ -116,7 +116,7 @@ def remove(directory: Path) -> None:
 
 
 def marked(values: Iterable[Any]) -> str:
-    """By which a model, or batches, are known again: a hash of some numbers of each tensor."""
+    """Return a hash of some numbers of each tensor, which identifies a model or batches."""
     found = hashlib.sha256()
     for x in values:
         if isinstance(x, Tensor):
@@ -125,6 +125,6 @@ def marked(values: Iterable[Any]) -> str:
 
 
 def fitted_to(model: nn.Module, held: list[Batch]) -> dict[str, str]:
-    """Settings that name the weights besides the filters', and the batches that are measured on."""
+    """Return settings that identify the weights besides the filters', and the batches that are measured on."""
     weights = (x for name, x in model.state_dict().items() if f".{CHILD}." not in name)
     return {"model": marked(weights), "held out": marked(x for batch in held for x in batch.values())}

@@ -1,4 +1,4 @@
-"""Which layers keep their attention: those in whose place a filter costs most."""
+"""Choose the layers that keep their attention: those where a filter costs most."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _AUTO = re.compile(r"auto:(\d+(?:\.\d+)?)%")
 
 
 def parse_share(layers: Any) -> float | None:
-    """The share of layers to be converted of ``"auto:75%"``; None of what ``patch_model`` reads itself."""
+    """Return the share of layers that ``"auto:75%"`` linearizes; None for what ``patch_model`` reads itself."""
     if not isinstance(layers, str) or not layers.startswith("auto"):
         return None
     found = _AUTO.fullmatch(layers)
@@ -23,7 +23,7 @@ def parse_share(layers: Any) -> float | None:
 
 
 def least_sensitive(sensitivity: Mapping[str, float], share: float) -> list[str]:
-    """The modules that cost least, at least one, in the order given; one that gives NaN costs most."""
+    """Return the modules that cost least, at least one, in the order given; one that gives NaN costs most."""
     count = max(1, round(share * len(sensitivity)))
     cost = {name: math.inf if math.isnan(value) else value for name, value in sensitivity.items()}
     chosen = sorted(cost, key=lambda name: cost[name])[:count]

@@ -1,4 +1,4 @@
-"""Batches of text to convert with."""
+"""Make batches of text to fit with."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def text_batches(
     packed: bool = False,
     seed: int = 0,
 ) -> Batches:
-    """Batches of about as many tokens each, in random order.
+    """Return batches of about as many tokens each, in random order.
 
     Args:
-        tokenizer: of the model.
-        texts: any number.
-        length: most tokens of a text; longer ones are cut off.
-        tokens: of a batch, padding included; ``length`` if not given, since of one budget many small steps fit better
-            than few large ones.
-        packed: cut windows of exactly ``length`` tokens out of all texts one after the other, as decoders are trained,
-            with the tokenizer's end of text between them. Otherwise texts of like length come together, padded.
-        seed: of the order.
+        tokenizer: the tokenizer of the model.
+        texts: any number of texts.
+        length: maximum number of tokens per text; longer texts are cut.
+        tokens: number of tokens per batch, padding included. The default is ``length``: for one budget, many small
+            steps fit better than few large ones.
+        packed: whether to join all texts, with the tokenizer's end of text between them, and cut windows of exactly
+            ``length`` tokens, as decoders are trained. Otherwise texts of similar length form a padded batch.
+        seed: determines the order.
 
     Raises:
         GraphFilterError: there is no text, or not one window of it; the tokenizer knows no words.

@@ -1,22 +1,19 @@
-"""``linearize``: what is asked, checked and put together."""
+"""Linearize a model: check what is asked, and run the stages."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields
 from typing import Any, Literal, get_args
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..analysis.model_inputs import running
+from ..analysis.model_inputs import name_mistakes
 from ..errors import GraphFilterError, is_number, nearest, shown
 from ..filters import FilterConfig, GraphFilter, ReplacingConfig, as_config
 from ..filters.core.attached import filters_of
@@ -24,40 +21,15 @@ from ..filters.core.registry import get_filter
 from ..hosts import encoder_of, host_of
 from ..patching.layers import Layers
 from ..patching.patch import patch_model, unpatch_model
-from .batches import one_pass, repeated, set_aside, split_holdout
-from .checkpoint import exclusive, fitted_to
+from .batches import Batches
 from .choice import least_sensitive, parse_share
 from .report import ConversionReport
-from .run import filter_groups
-from .stages import Conversion, check_stages, recomputed
-from .transfer import only_filters
-from .weights import Train, check_trainable, trained
+from .run import Rates
+from .stages import Linearization
+from .weights import Train, check_trainable, recomputed, trained
 
 STAGES = ("attention", "hidden", "logits", "task")
 USUAL = {"attention": 0.7, "logits": 0.3}
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Peak learning rates.
-
-    Attributes:
-        attention: of the filters' weights in the regression of each layer.
-        end_to_end: of these in later stages.
-        filter_lr: of the filter coefficients in the regression; None for three times ``attention``. Later stages keep
-            the ratio of the two.
-        weights: of the model's own weights, or their adapters.
-    """
-
-    attention: float = 1e-2
-    end_to_end: float = 1e-3
-    filter_lr: float | None = None
-    weights: float = 1e-4
-
-    @property
-    def ratio(self) -> float:
-        """The rate of the coefficients over that of the filters' weights."""
-        return 3.0 if self.filter_lr is None else self.filter_lr / self.attention
 
 
 def linearize(
@@ -71,7 +43,7 @@ def linearize(
     layers: Layers | str = None,
     stack: Literal["encoder", "decoder"] | None = None,
     holdout: int | Iterable[Any] = 8,
-    rates: Rates | Mapping[str, float] = Rates(),
+    rates: Rates | Mapping[str, float] | None = None,
     rank: int = 8,
     precision: Literal["bf16"] | None = None,
     gradient_checkpointing: bool = False,
@@ -80,45 +52,48 @@ def linearize(
     progress: bool = True,
     **options: Any,
 ) -> ConversionReport:
-    """Put a filter in the place of a pretrained model's attention, in place, and fit it so that little is lost.
+    """Replace the attention of a pretrained model by a filter in linear time, in place, and fit the filter to it.
+
+    The model is patched, fitted in stages without labels, and measured against the original on held-out batches.
 
     Args:
         model: a pretrained transformers model that is not patched, or a ``SentenceTransformer`` around one, in any
             precision, on any device.
-        data: batches, gone through again when they end: mappings of model inputs, or tensors, the model's main input.
-            Of one budget, many small ones fit better than few large ones (docs/linearize.md).
-        filter: one in the place of attention, by name or as a config. By name it gets the options that fit pretrained
-            attention best, ``FilterConfig.for_conversion``, with ``options`` on top.
-        budget: tokens of all stages together, without padding; of images, the tokens that attention sees.
-        stages: shares of the budget, in order. ``"attention"``: each layer to its original attention; ``"hidden"``: the
-            hidden states of all layers; ``"logits"``: the output distribution (Kullback-Leibler divergence from the
-            original's); ``"task"``: the loss that the model itself gives for batches with labels. If not given, 0.7 of
-            ``"attention"`` and 0.3 of ``"logits"``, or of ``"hidden"`` where the model gives no logits.
-        train: what the stages after ``"attention"`` train: the ``"filters"``; these and low-rank adapters of the
-            attention's projections, ``"lora"``, which are merged into the weights at the end (those of a model in half
-            precision round what is merged); or ``"all"`` weights.
-        layers, stack: as for ``patch_model``; ``"auto:75%"`` keeps three quarters of the layers as filters and gives
-            the others, where the filter costs most, their attention back after the first stage.
-        holdout: batches to measure on: how many to set aside from the start of ``data``, or the batches. Of a
-            ``DataLoader`` that shuffles, as many rows are set aside.
-        rates: learning rates, those of ``Rates`` that are to be others: ``{"attention": 2e-2}``.
-        rank: of the adapters.
+        data: batches: mappings of model inputs, or tensors, the model's main input. They are read again when they end,
+            except those of an iterator. For one budget, many small batches fit better than few large ones.
+        filter: a replacement filter, by name or as a config. By name it gets the options that fit pretrained attention
+            best, ``FilterConfig.for_conversion``, with ``options`` on top.
+        budget: number of tokens of all stages together, without padding; for images, the tokens that attention sees.
+        stages: shares of the budget, in order. ``"attention"`` fits each layer to its original attention;
+            ``"hidden"`` the hidden states of all layers; ``"logits"`` the output distribution (Kullback-Leibler
+            divergence from the original's); ``"task"`` minimises the model's own loss on batches with labels. The
+            default is 0.7 of ``"attention"`` and 0.3 of ``"logits"``, or of ``"hidden"`` for a model without logits.
+        train: what the stages after ``"attention"`` train: the ``"filters"``; ``"lora"``, the filters and low-rank
+            adapters of the attention's projections, which are merged into the weights at the end (rounded, if the model
+            is in half precision); or ``"all"`` weights.
+        layers: which layers are linearized, as in ``patch_model``. ``"auto:75%"`` gives a quarter of the layers, where
+            the filter costs most, their attention back after the first stage.
+        stack: which stack of an encoder-decoder, as in ``patch_model``.
+        holdout: batches to measure on: how many to take from the start of ``data``, or the batches themselves. From a
+            ``DataLoader`` that shuffles, as many rows are taken.
+        rates: learning rates that differ from those of ``Rates``: ``{"attention": 2e-2}``.
+        rank: rank of the adapters.
         precision: ``"bf16"`` computes under autocast.
-        gradient_checkpointing: compute activations again in the backward pass, for memory.
-        evaluations: measurements in each stage, fewer if they would read more tokens than the stage itself; the best
-            state is kept.
-        checkpoint: a directory that keeps the progress at every measurement; the same call goes on from there.
-        progress: show a progress bar.
-        **options: options of the filter, when it is given by name.
+        gradient_checkpointing: whether to compute activations again in the backward pass, to save memory.
+        evaluations: number of measurements per stage, fewer if they would read more tokens than the stage itself. The
+            best state is kept.
+        checkpoint: a directory that keeps the progress at every measurement. The same call resumes from it.
+        progress: whether to show a progress bar.
+        **options: options of the filter, if it is given by name.
 
     Returns:
-        ``ConversionReport``: errors of each layer, by the number of tokens that a token sees, the model's measures
-        before and after, and with each part of the filters switched off.
+        ``ConversionReport``: the error of each layer and by context length, and measures of the model before, after,
+        and with each part of the filters switched off.
 
     Raises:
-        GraphFilterError: a budget, share or stage that cannot be; a filter that is not in the place of attention; a
-            model that is patched already; texts that the window spans; an original that gives NaN; a checkpoint of
-            another run, or one that another call is writing. The model is then as it was.
+        GraphFilterError: an argument is not possible, the filter does not replace attention, the model is patched
+            already, the window spans all texts, the original gives NaN, or the checkpoint belongs to another run or is
+            in use. The model is then as it was.
 
     Example:
         >>> import torch
@@ -129,91 +104,59 @@ def linearize(
         >>> report.error <= report.error_before
         True
 
-    Source: attention transfer and low-rank adaptation after it are those of Zhang et al., LoLCATs (2024).
+    Source: attention transfer, and low-rank adaptation after it, follow Zhang et al., LoLCATs (2024).
     """
     config, shares, share = _config(filter, options), _shares(stages, budget), parse_share(layers)
-    rates = _rates(rates)
-    _check(evaluations, rank, precision, train)
+    rates = _rates({} if rates is None else rates)
+    _check_arguments(evaluations, rank, precision, train)
     model = encoder_of(model)
-    if not isinstance(model, PreTrainedModel):
-        raise GraphFilterError(f"linearize takes a model of transformers or a SentenceTransformer, got {type(model)}")
-    if list(filters_of(model)):
-        raise GraphFilterError(
-            f"{type(model).__name__} has graph filters already, converted or patched: fit them further with "
-            "transfer_attention, or call unpatch_model first"
-        )
-    check_trainable(model, train)
-    if gradient_checkpointing and not model.supports_gradient_checkpointing:
-        raise GraphFilterError(f"{type(model).__name__} does not support gradient checkpointing: leave it out")
-    started, labels = time.monotonic(), "task" in shares
-    causal = all(site.causal for site in host_of(model).find(model)[0])
-    data, holdout = split_holdout(data, holdout)
-    held, skip = set_aside(model, data, holdout, labels)
-    batches = partial(repeated, model, data, skip, labels)
-    fitted = fitted_to(model, held)
+    _check_model(model, train, gradient_checkpointing)
+    started, causal = time.monotonic(), all(site.causal for site in host_of(model).find(model)[0])
+    batches = Batches(model, data, holdout, labels="task" in shares)
+    batches.stream()  # what it lacks is said before the model changes
     patch_model(model, config, layers=None if share is not None else layers, stack=stack)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"filter": config.to_dict(), "share": share, "train": train, "rank": rank}
+    settings |= {"evaluations": evaluations, "precision": precision}
+    # "coefficients": progress that earlier code kept can be resumed
+    settings["rates"] = {name: rate for name, rate in asdict(rates).items() if name != "filter_lr"}
+    settings["rates"]["coefficients"] = rates.ratio
     sensitivity: dict[str, float] = {}
-    claimed = contextlib.ExitStack()
     try:
-        claimed.enter_context(exclusive(checkpoint))
-        modules = dict(filters_of(model))
-        with only_filters(model, modules), running(model, held[0]):
-            ends_in = check_stages(model, modules, held[0], shares, causal)
-        shares = shares or {"attention": 0.7, ends_in: 0.3}
-        run = Conversion(
-            model=model,
-            modules=modules,
-            held=held,
-            batches=one_pass(batches()) if isinstance(data, Iterator) else batches,
-            tokens=_tokens(shares, budget),
-            evaluations=evaluations,
-            precision=precision,
-            checkpoint=None if checkpoint is None else Path(checkpoint),
-            progress=progress,
-            ends_in=ends_in,
-            settings={
-                **fitted,
-                "filter": config.to_dict(),
-                "modules": sorted(modules),
-                "share": share,
-                "train": train,
-                "rank": rank,
-                # by these names: progress that earlier code kept can be resumed
-                "rates": {
-                    "attention": rates.attention,
-                    "end_to_end": rates.end_to_end,
-                    "coefficients": rates.ratio,
-                    "weights": rates.weights,
-                },
-                "evaluations": evaluations,
-                "precision": precision,
-            },
+        fit = Linearization(
+            model, batches, rates, settings, checkpoint, progress, evaluations=evaluations, precision=precision
         )
-        with only_filters(model, modules):
-            run.attention(filter_groups(modules, rates.attention, rates.attention * rates.ratio), config.window)
+        with fit.exclusive():
+            with fit.only_filters():
+                with name_mistakes(model, batches.held[0]):
+                    ends_in = fit.check(shares, causal)
+                fit.tokens = _tokens(shares or {"attention": 0.7, ends_in: 0.3}, budget)
+                fit.begin(config.window)
+                if "attention" in fit.tokens:
+                    fit.fit_attention(fit.tokens["attention"])
+                if share is not None:
+                    sensitivity = fit.sensitivity(ends_in)
             if share is not None:
-                sensitivity = run.sensitivity()
-        if share is not None:
-            run.modules = modules = _keep(model, config, modules, least_sensitive(sensitivity, share))
-        kept_in = [(p, p.dtype) for graph_filter in modules.values() for p in graph_filter.parameters()]
-        with only_filters(model, modules), trained(model, modules, train, rank) as weights:
-            groups = filter_groups(modules, rates.end_to_end, rates.end_to_end * rates.ratio)
-            if weights.parameters:
-                groups.append((weights.parameters, rates.weights))
-            with recomputed(model, gradient_checkpointing):
-                run.end_to_end(groups, weights.original)
-            for parameter, dtype in kept_in:  # half precision rounds what was fitted in float32
-                parameter.data.copy_(parameter.data.to(dtype))
-            report = run.measured(weights.original, causal)
+                fit.modules = _keep(model, config, fit.modules, least_sensitive(sensitivity, share))
+            report = _finish(fit, train, rank, gradient_checkpointing, causal)
     except BaseException:
         unpatch_model(model)
         raise
-    finally:
-        claimed.close()
     report.config, report.sensitivity, report.budget = config.to_dict(), sensitivity, budget
-    report.parameters = sum(p.numel() for graph_filter in modules.values() for p in graph_filter.parameters())
+    report.parameters = sum(p.numel() for graph_filter in fit.modules.values() for p in graph_filter.parameters())
     report.seconds = time.monotonic() - started
     return report
+
+
+def _finish(fit: Linearization, train: Train, rank: int, recompute: bool, causal: bool) -> ConversionReport:
+    """Run the stages after "attention", and measure the model as it will be saved."""
+    dtypes = [(p, p.dtype) for graph_filter in fit.modules.values() for p in graph_filter.parameters()]
+    with fit.only_filters(), trained(fit.model, fit.modules, train, rank) as weights:
+        fit.weights = weights.parameters
+        with recomputed(fit.model, recompute):
+            fit.finish(weights.original)
+        for parameter, dtype in dtypes:  # half precision rounds what was fitted in float32
+            parameter.data.copy_(parameter.data.to(dtype))
+        return fit.measured(weights.original, causal)
 
 
 def _config(filter: str | FilterConfig, options: dict[str, Any]) -> ReplacingConfig:
@@ -230,21 +173,21 @@ def _config(filter: str | FilterConfig, options: dict[str, Any]) -> ReplacingCon
     return config
 
 
-def _rates(given: Any) -> Rates:
-    known = [field.name for field in fields(Rates)]
-    own = asdict(given) if isinstance(given, Rates) else given
-    if not isinstance(own, Mapping) or not all(
-        name in known and (is_number(own[name]) or (name == "filter_lr" and own[name] is None)) for name in own
+def _rates(wanted: Any) -> Rates:
+    names = [field.name for field in fields(Rates)]
+    values = asdict(wanted) if isinstance(wanted, Rates) else wanted
+    if not isinstance(values, Mapping) or not all(
+        name in names and (is_number(rate) or (name == "filter_lr" and rate is None)) for name, rate in values.items()
     ):
-        raise GraphFilterError(f"rates are numbers >= 0 by the names of Rates, {', '.join(known)}; got {shown(given)}")
-    rates = Rates(**own)
+        raise GraphFilterError(f"rates are numbers >= 0 by the names of Rates, {', '.join(names)}; got {shown(wanted)}")
+    rates = Rates(**values)
     if not rates.attention and rates.filter_lr is not None:  # later stages keep their ratio
         raise GraphFilterError("rates: filter_lr goes with an attention rate > 0, got attention=0")
     return rates
 
 
 def _shares(stages: Mapping[str, float] | None, budget: int) -> dict[str, float]:
-    """Of the budget; empty for the usual ones."""
+    """Return the shares of the budget; none where the usual ones are meant."""
     if type(budget) is not int or budget < 1:
         raise GraphFilterError(f"budget must be a number of tokens, at least 1, got {shown(budget)}")
     if stages is None:
@@ -262,11 +205,11 @@ def _shares(stages: Mapping[str, float] | None, budget: int) -> dict[str, float]
 
 
 def _tokens(shares: dict[str, float], budget: int) -> dict[str, int]:
-    whole = sum(shares.values())
-    return {name: max(1, round(budget * share / whole)) for name, share in shares.items()}
+    total = sum(shares.values())
+    return {name: max(1, round(budget * share / total)) for name, share in shares.items()}
 
 
-def _check(evaluations: int, rank: int, precision: str | None, train: str) -> None:
+def _check_arguments(evaluations: int, rank: int, precision: str | None, train: str) -> None:
     if evaluations < 1 or rank < 1:
         raise GraphFilterError(f"evaluations and rank must be >= 1, got {shown(evaluations)} and {shown(rank)}")
     if precision not in (None, "bf16"):
@@ -275,16 +218,29 @@ def _check(evaluations: int, rank: int, precision: str | None, train: str) -> No
         raise GraphFilterError(f"train={shown(train)}: use {', '.join(map(repr, get_args(Train)))}")
 
 
+def _check_model(model: nn.Module, train: Train, recompute: bool) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise GraphFilterError(f"linearize takes a model of transformers or a SentenceTransformer, got {type(model)}")
+    if list(filters_of(model)):
+        raise GraphFilterError(
+            f"{type(model).__name__} has graph filters already, converted or patched: fit them further with "
+            "transfer_attention, or call unpatch_model first"
+        )
+    check_trainable(model, train)
+    if recompute and not model.supports_gradient_checkpointing:
+        raise GraphFilterError(f"{type(model).__name__} does not support gradient checkpointing: leave it out")
+
+
 def _keep(
     model: nn.Module, config: FilterConfig, modules: dict[str, GraphFilter], chosen: list[str]
 ) -> dict[str, GraphFilter]:
     """Give the other modules their attention back."""
     states = {name: modules[name].state_dict() for name in chosen}
     patch_model(unpatch_model(model), config, layers=lambda index, name: name in states)
-    kept = dict(filters_of(model))
-    for name, graph_filter in kept.items():
+    remaining = dict(filters_of(model))
+    for name, graph_filter in remaining.items():
         graph_filter.load_state_dict(states[name])
-    return kept
+    return remaining
 
 
 def convert(*arguments: Any, **options: Any) -> ConversionReport:

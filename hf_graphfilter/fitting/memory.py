@@ -1,4 +1,4 @@
-"""Peak memory, of a GPU or of this process."""
+"""Measure peak memory, of a GPU or of this process."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch
 
 
 def begin_peak_memory(device: torch.device) -> float | None:
-    """Forget the peak so far, and give what is in use now, MB; None where the peak cannot be forgotten, which on a CPU
-    needs Linux."""
+    """Forget the peak so far, and return the memory in use now in MB.
+
+    Return None where the peak cannot be forgotten, which on a CPU needs Linux.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device) / 2**20
@@ -25,7 +27,7 @@ def begin_peak_memory(device: torch.device) -> float | None:
 
 
 def peak_memory(device: torch.device) -> float:
-    """MB: allocated on the GPU, or else resident in this process, the libraries included."""
+    """Return the peak in MB: allocated on the GPU, or else resident in this process, libraries included."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     with suppress(OSError):

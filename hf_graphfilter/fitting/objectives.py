@@ -1,4 +1,4 @@
-"""What is minimised: the distance between filters (students) and the attention that they replace (teachers)."""
+"""Compute what a fit minimises: the distance between filters (students) and the attention they replace (teachers)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Outputs = Mapping[str, Any]
 
 
 class Squares(NamedTuple):
-    """Sums of squares of each token, (batch, tokens), zero where there is none.
+    """Sums of squares per token, each (batch, tokens), zero for padding.
 
     Attributes:
         error: of the filter.
@@ -42,8 +42,10 @@ Distance = Callable[[Outputs, Outputs, Batch], Tensor]
 def attending(
     modules: dict[str, GraphFilter], observe: Callable[[str, Squares], None] | None = None, fit: bool = False
 ) -> Iterator[None]:
-    """Let the modules compute their original attention; ``observe(name, squares)`` sees how far the filters are from
-    it, with gradients where ``fit``."""
+    """Let the modules compute their original attention.
+
+    ``observe(name, squares)`` receives how far the filters are from it, with gradients where ``fit``.
+    """
 
     def attend(name: str, graph_filter: GraphFilter, shift: AttentionShift, value: Tensor) -> Tensor:
         fresh = copy.copy(shift)
@@ -73,7 +75,7 @@ def _squares(shift: AttentionShift, approximation: Tensor, wanted: Tensor) -> Sq
 
 
 def regress(model: nn.Module, modules: dict[str, GraphFilter], batch: Batch) -> dict[str, float]:
-    """One batch: the gradients of all filters, each formed as soon as its module has run, and their errors."""
+    """Form the gradients of all filters on one batch, each as soon as its module has run, and return their errors."""
     losses: dict[str, Tensor] = {}
 
     def observe(name: str, squares: Squares) -> None:
@@ -87,7 +89,7 @@ def regress(model: nn.Module, modules: dict[str, GraphFilter], batch: Batch) -> 
 
 
 def filter_errors(model: nn.Module, modules: dict[str, GraphFilter], batches: list[Batch]) -> dict[str, float]:
-    """Of each filter over all batches: ``|filter - attention| / |attention|``."""
+    """Return the error of each filter over all batches: ``|filter - attention| / |attention|``."""
     whole, _ = errors_by_context(model, modules, batches, [])
     return whole
 
@@ -96,7 +98,10 @@ def filter_errors(model: nn.Module, modules: dict[str, GraphFilter], batches: li
 def errors_by_context(
     model: nn.Module, modules: dict[str, GraphFilter], batches: list[Batch], bounds: list[int]
 ) -> tuple[dict[str, float], list[dict[str, float]]]:
-    """The same, and by how many tokens a token sees: up to the first bound, up to the next ..., beyond the last."""
+    """Return the errors of the filters, and the same by how many tokens a token sees.
+
+    The parts end at the bounds; the last part is what lies beyond the last bound.
+    """
     edges = torch.tensor(bounds)
     # the last entry is the sum of all, not of the entries before it: the same, bit for bit, whatever the bounds
     sums = {name: torch.zeros(2, len(bounds) + 2, dtype=torch.float64) for name in modules}
@@ -117,7 +122,7 @@ def errors_by_context(
 
 
 def original_of(model: nn.Module, modules: dict[str, GraphFilter]) -> Original:
-    """What the model gives with its attention in the place of the filters."""
+    """Return a function that runs the model with attention where the filters are."""
 
     @torch.no_grad()
     def run(batch: Batch) -> Outputs:
@@ -129,7 +134,7 @@ def original_of(model: nn.Module, modules: dict[str, GraphFilter]) -> Original:
 
 
 def fit_end_to_end(model: nn.Module, original: Original, of: str, batch: Batch) -> dict[str, float]:
-    """One batch: the model with its filters against the model with its attention."""
+    """Form the gradients of one batch: the model with its filters against the model with its attention."""
     wanted = original(batch)
     loss = DISTANCES[of](model(**batch, output_hidden_states=True), wanted, batch)
     backward(loss)
@@ -137,25 +142,27 @@ def fit_end_to_end(model: nn.Module, original: Original, of: str, batch: Batch) 
 
 
 def backward(loss: Tensor) -> None:
-    """The gradients, if it has any; without autocast, under which backward passes in float32 would be narrowed too."""
+    """Form the gradients, if there are any; outside autocast, which would narrow backward passes in float32 too."""
     if loss.requires_grad:
         with torch.autocast(loss.device.type, enabled=False):
             loss.backward()
 
 
 def logits_of(outputs: Outputs) -> Tensor:
-    """(..., classes), float32; those of a map, (batch, classes, height, width), with the classes last."""
+    """Return the logits in float32, with the classes last: those of a map are (batch, classes, height, width)."""
     logits: Tensor = outputs["logits"].float()
     return logits.movedim(1, -1) if logits.dim() == 4 else logits
 
 
 def mask_of_logits(batch: Batch, outputs: Outputs) -> Tensor | None:
+    """Return the mask of the tokens that the logits belong to, or None."""
     by_decoder = "labels" in batch and "encoder_last_hidden_state" in outputs
     return mask_of(batch, "decoder" if by_decoder or "decoder_input_ids" in batch else "")
 
 
 @torch.no_grad()
 def mean_loss(fit: Callable[[Batch], dict[str, float]], batches: list[Batch]) -> float:
+    """Return the mean loss over the batches."""
     return sum(fit(batch)["loss"] for batch in batches) / len(batches)
 
 

@@ -1,4 +1,4 @@
-"""Several processes that fit the same filters to different batches (torchrun, ``accelerate launch``)."""
+"""Let several processes fit the same filters to different batches (torchrun, ``accelerate launch``)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from torch import distributed, nn
 
 
 def process() -> tuple[int, int]:
-    """Number of this process, and how many there are."""
+    """Return the number of this process, and how many there are."""
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     return 0, 1
 
 
 def is_first_process() -> bool:
+    """Return whether this process is the one that writes."""
     return process()[0] == 0
 
 
 def total(number: int) -> int:
-    """Its sum over the processes."""
+    """Return the sum of a number over the processes."""
     if process()[1] == 1:
         return int(number)
     device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
@@ -30,7 +31,7 @@ def total(number: int) -> int:
 
 
 def mean_of(number: float) -> float:
-    """Its mean over the processes; NaN for all where one has NaN, so that all do the same next."""
+    """Return the mean of a number over the processes; NaN for all where one has NaN, so that all do the same next."""
     count = process()[1]
     if count == 1:
         return number
@@ -41,14 +42,14 @@ def mean_of(number: float) -> float:
 
 
 def share(parameters: Iterable[nn.Parameter]) -> None:
-    """Give all processes those of the first: filters start at random."""
+    """Give all processes the parameters of the first, since filters start at random."""
     if process()[1] > 1:
         for parameter in parameters:
             distributed.broadcast(parameter.data, 0)
 
 
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """In place; of a parameter that a process has no gradient of, zeros enter the mean."""
+    """Average the gradients over the processes, in place; a missing gradient counts as zeros."""
     count = process()[1]
     if count == 1:
         return

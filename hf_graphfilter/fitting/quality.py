@@ -1,4 +1,4 @@
-"""How near a converted model is to the original, on held-out batches."""
+"""Measure how near a linearized model is to the original, on held-out batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOWER_IS_BETTER = ("perplexity", "divergence")
 
 @torch.no_grad()
 def compare(model: nn.Module, original: Original, batches: list[Batch], causal: bool) -> dict[str, dict[str, float]]:
-    """Measures by name, each of the ``"original"`` and the ``"converted"`` model.
+    """Return measures by name, each for the ``"original"`` and the ``"converted"`` model.
 
     Of models with logits: how often the likeliest class or token is the same (``agreement``, of 1), the mean
     Kullback-Leibler ``divergence`` from the original in nats, and, of decoders of text, the ``perplexity``. Of others,
@@ -101,5 +101,5 @@ def _of_embeddings(original: Tensor, converted: Tensor) -> dict[str, dict[str, f
 
 
 def parts_of(modules: Mapping[str, GraphFilter]) -> list[str]:
-    """Names of what can be switched off."""
+    """Return the names of the parts of the filters that can be switched off."""
     return list(dict.fromkeys(name for graph_filter in modules.values() for name in graph_filter.branches()))

@@ -1,4 +1,4 @@
-"""What a conversion did: printed, as JSON, and for a model card."""
+"""The report of a linearization: printed, as JSON, and for a model card."""
 
 from __future__ import annotations
 
@@ -12,22 +12,29 @@ from torch import nn
 
 from ..errors import has_type, needs
 from ..files import DamagedFileError
-from ..text import figure_text, markdown_table, markdown_text, printable
+from ..tables import markdown_table, text_table
+from ..text import figure_text, printable
 from .speed import Speed, crossover, decoding_speed, speed
 from .transfer_report import TransferReport, mean
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+KEPT = {
+    "agreement": "Its likeliest class or token is the original's in {0:.1%} of all cases",
+    "cosine": "Its embeddings have a cosine of {0:.3f} with the original's",
+    "perplexity": "Its perplexity is {0:.4g}, and the original's is {1:.4g}",
+}
+
 
 @dataclass(frozen=True)
 class Measure:
-    """Of the model on the held-out batches.
+    """A measure of the model on the held-out batches.
 
     Attributes:
         name: ``"perplexity"``, ``"agreement"``, ``"divergence"``, ``"cosine"`` or ``"rank correlation"``.
-        original, converted: its value of both models.
-        without: of the converted one, with a part of the filters switched off, by the part's name.
+        original, converted: the value for each of the two models.
+        without: the value for the linearized model with a part of the filters switched off, by the part's name.
     """
 
     name: str
@@ -41,17 +48,17 @@ class ConversionReport:
     """What ``linearize`` did; prints as tables.
 
     Attributes:
-        before, after: relative L2 error ``|filter - attention| / |attention|`` of each converted module, on the
+        before, after: relative L2 error ``|filter - attention| / |attention|`` of each linearized module, on the
             held-out batches.
-        by_context: the mean over the modules of the error after, by the number of tokens that a token sees.
+        by_context: the mean error over the modules at the end, by the number of tokens that a token sees.
         errors_without: the mean error with a part of the filters switched off, by the part's name.
-        measures: of the whole model.
-        stages: the run of each stage: tokens, held-out error, why it ended.
-        config: of the filter.
-        sensitivity: of ``layers="auto:..."``, how far the outputs move where only this module is a filter.
-        parameters: of the filters; 0 in what earlier versions wrote.
-        tokens: that were used of the ``budget``.
-        seconds: of wall-clock time, of this call.
+        measures: measures of the whole model.
+        stages: what each stage did: tokens, held-out error, why it ended.
+        config: the config of the filter.
+        sensitivity: with ``layers="auto:..."``, how far the outputs move if only this module is a filter.
+        parameters: number of parameters of the filters; 0 in reports of earlier versions.
+        budget: number of tokens of all stages.
+        seconds: wall-clock time of this call.
         speed, decoding: what ``speed`` and ``decoding_speed`` measured, where ``time`` was called.
     """
 
@@ -71,39 +78,49 @@ class ConversionReport:
 
     @property
     def error_before(self) -> float:
+        """The mean error of the modules that are filters now, before the first step."""
         return mean({name: self.before[name] for name in self.after})
 
     @property
     def error(self) -> float:
+        """The mean error of the modules at the end."""
         return mean(self.after)
 
     @property
     def tokens(self) -> int:
+        """The tokens that were used."""
         return sum(stage.history[-1][0] for stage in self.stages.values() if stage.history)
 
     def __getitem__(self, name: str) -> Measure:
-        """The measure of that name."""
+        """Return the measure of that name."""
         return next(measure for measure in self.measures if measure.name == name)
 
     def time(self, model: nn.Module, lengths: Iterable[int] | None = None, rounds: int = 5) -> None:
-        """Fill in ``speed`` and, of a decoder, ``decoding``; arguments as of ``conversion.speed``."""
+        """Fill in ``speed`` and, for a decoder, ``decoding``; the arguments are those of ``speed``."""
         self.speed = speed(model, lengths, rounds)
         if model.can_generate() and not model.config.is_encoder_decoder:  # type: ignore[operator, union-attr]
             self.decoding = decoding_speed(model)
 
     @property
     def crossing(self) -> str:
-        """From how many tokens on the converted model is the faster one; nothing where it was not timed."""
+        """A sentence on the number of tokens from which the linearized model is faster; empty if it was not timed."""
         if not self.speed:
             return ""
         if (start := crossover(self.speed)) is None:
             return f"not faster than the original up to {max(row.tokens for row in self.speed):,} tokens"
         return f"faster than the original from {start:,} tokens on"
 
+    @property
+    def verdict(self) -> str:
+        """Two sentences: whether the linearized model is faster, and what it lost."""
+        lost = [KEPT[m.name].format(m.converted, m.original) for m in self.measures if m.name in KEPT]
+        paid = f"The linearized model is {self.crossing}." if self.speed else "Its speed was not measured."
+        return " ".join([paid, *(f"{sentence}." for sentence in lost[-1:])])
+
     def tables(self) -> dict[str, list[list[str]]]:
-        """Rows of text, the first the header, by what they are about."""
+        """Return tables as rows of text by title; the first row is the header."""
         parts = list(self.errors_without)
-        measures = [["measure", "original", "converted", *(f"without {part}" for part in parts)]]
+        measures = [["measure", "original", "linearized", *(f"without {part}" for part in parts)]]
         for m in self.measures:
             measures += [[m.name, *(f"{x:.4g}" for x in (m.original, m.converted, *(m.without[p] for p in parts)))]]
         errors = [f"{x:.4g}" for x in (self.error, *self.errors_without.values())]
@@ -122,12 +139,12 @@ class ConversionReport:
         timed = {"a forward pass": ("tokens", self.speed), "decoding": ("tokens before", self.decoding)}
         for title, (tokens, times) in timed.items():
             if times:
-                header = [tokens, "original ms", "converted ms", "converted / original"]
+                header = [tokens, "original ms", "linearized ms", "linearized / original"]
                 rows = [
                     [f"{s.tokens:,}", f"{s.original_ms:.3g}", f"{s.converted_ms:.3g}", f"{s.ratio:.3f}"] for s in times
                 ]
                 if all(s.original_mb is not None for s in times):
-                    header += ["original MB", "converted MB"]
+                    header += ["original MB", "linearized MB"]
                     for row, s in zip(rows, times, strict=True):
                         row += [f"{s.original_mb:,.0f}", f"{s.converted_mb:,.0f}"]
                 tables[title] = [header, *rows]
@@ -135,27 +152,25 @@ class ConversionReport:
 
     def __str__(self) -> str:
         added = f"; {self.parameters:,} parameters added" if self.parameters else ""
-        lines = [f"{self.tokens:,} of {self.budget:,} tokens, {self.seconds:.0f} s{added}"]
-        for rows in self.tables().values():
-            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-            lines += ["", *("  ".join(f"{x:<{w}}" for x, w in zip(row, widths, strict=True)).rstrip() for row in rows)]
-        return printable("\n".join([*lines, *filter(None, ["", self.crossing])]))
+        lines = [self.verdict, "", f"{self.tokens:,} of {self.budget:,} tokens, {self.seconds:.0f} s{added}"]
+        for header, *rows in self.tables().values():
+            lines += ["", text_table(header, rows, rule=False)]
+        return printable("\n".join(lines))
 
     def to_markdown(self) -> str:
-        """Tables, as a model card has them."""
-        parts = []
+        """Return the tables as a model card shows them."""
+        parts = [self.verdict]
         for title, (header, *rows) in self.tables().items():
-            cells = ([*map(markdown_text, row)] for row in (header, *rows))
-            parts.append(f"*{title[0].upper()}{title[1:]}*\n\n{markdown_table(next(cells), [*cells])}")
-        return "\n\n".join([*parts, *filter(None, [f"Timed: {self.crossing}." * bool(self.speed)])])
+            parts.append(f"*{title[0].upper()}{title[1:]}*\n\n{markdown_table(header, rows, escape=True)}")
+        return "\n\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return what JSON can hold."""
         return {**asdict(self), "tokens": self.tokens, "error": self.error, "error_before": self.error_before}
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Self:
-        """Return what ``to_dict`` was called on, as ``conversion.json`` beside a checkpoint holds it.
+        """Return the report that ``to_dict`` was called on, as ``conversion.json`` beside a checkpoint holds it.
 
         Raises:
             DamagedFileError: a part is missing, or of another type.
@@ -175,7 +190,7 @@ class ConversionReport:
         return found
 
     def plot(self) -> Figure:
-        """The held-out error of each stage over the tokens so far, and the error by context.
+        """Draw the held-out error of each stage over the tokens so far, and the error by context.
 
         Raises:
             GraphFilterError: matplotlib is not installed.

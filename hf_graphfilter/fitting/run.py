@@ -1,4 +1,4 @@
-"""The optimisation of one stage: steps, measurements, the best state, interruptions, and its progress on disk."""
+"""Run one stage: steps, measurements, the best state, interruptions, and the progress on disk."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from itertools import islice
 from typing import Any
 
 import torch
+from huggingface_hub.utils import tqdm
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from ..errors import GraphFilterError
 from ..filters import GraphFilter
@@ -25,36 +25,60 @@ from .transfer_report import TransferReport
 Group = tuple[dict[str, nn.Parameter], float]  # parameters by name, and their peak learning rate
 
 
-def filter_groups(modules: dict[str, GraphFilter], lr: float, filter_lr: float) -> list[Group]:
-    """The parameters of the filters, with the coefficients' learning rate for these.
+@dataclass(frozen=True)
+class Rates:
+    """Peak learning rates.
 
-    Raises:
-        GraphFilterError: there are none.
+    Attributes:
+        attention: for the filters' weights in the regression of each layer.
+        end_to_end: for the filters' weights in later stages.
+        filter_lr: for the filter coefficients in the regression; None for three times ``attention``. Later stages keep
+            the ratio of the two.
+        weights: for the model's own weights, or their adapters.
     """
-    coefficients = {id(p) for f in modules.values() for p in f.coefficient_tensors().values()}
-    parameters = {f"{n}.{k}": p for n, f in modules.items() for k, p in f.named_parameters()}
-    if not parameters:
-        raise GraphFilterError("the filters have no parameters that could be fitted")
-    return [
-        ({k: p for k, p in parameters.items() if (id(p) in coefficients) == own}, rate)
-        for own, rate in ((False, lr), (True, filter_lr))
-    ]
+
+    attention: float = 1e-2
+    end_to_end: float = 1e-3
+    filter_lr: float | None = None
+    weights: float = 1e-4
+
+    @property
+    def ratio(self) -> float:
+        """The rate of the coefficients over that of the filters' weights."""
+        return 3.0 if self.filter_lr is None else self.filter_lr / self.attention
+
+    def groups(self, modules: dict[str, GraphFilter], regression: bool) -> list[Group]:
+        """Return the parameters of the filters with their rates, in the regression of each layer or a later stage.
+
+        Raises:
+            GraphFilterError: there are no parameters.
+        """
+        coefficients = {id(p) for f in modules.values() for p in f.coefficient_tensors().values()}
+        parameters = {f"{n}.{k}": p for n, f in modules.items() for k, p in f.named_parameters()}
+        if not parameters:
+            raise GraphFilterError("the filters have no parameters that could be fitted")
+        lr = self.attention if regression else self.end_to_end
+        filter_lr = self.filter_lr if regression and self.filter_lr is not None else lr * self.ratio
+        return [
+            ({k: p for k, p in parameters.items() if (id(p) in coefficients) == are_coefficients}, rate)
+            for are_coefficients, rate in ((False, lr), (True, filter_lr))
+        ]
 
 
 @dataclass
 class Stage:
-    """What is fitted.
+    """What one stage fits, and for how long.
 
     Attributes:
-        budget: of what ``size`` counts; the learning rates go by it.
-        groups: parameters, with their learning rates.
-        step: forms the gradients of a batch, and gives its errors by name.
-        measure: the held-out error.
-        start: the same before the first step, where it is known.
-        size: what a batch takes of the budget.
-        clip: largest norm of the gradient.
-        unit: of the budget, for the progress bar.
-        betas: of AdamW.
+        budget: how many steps or tokens the stage has; the learning rates follow from it.
+        groups: the parameters, with their learning rates.
+        step: forms the gradients of a batch, and returns its errors by name.
+        measure: returns the held-out error.
+        start: the held-out error before the first step, where it is known.
+        size: returns what a batch takes of the budget.
+        clip: the largest norm of the gradient.
+        unit: what the budget counts, for the progress bar.
+        betas: the moments of AdamW.
     """
 
     name: str
@@ -70,7 +94,7 @@ class Stage:
 
 
 class StageRun:
-    """One stage: optimiser, schedule, measurements, the best state so far."""
+    """The run of one stage: its optimizer, schedule, measurements, and best state so far."""
 
     def __init__(self, stage: Stage, report: TransferReport, checkpoint: Checkpoint | None):
         self.stage, self.report, self.checkpoint = stage, report, checkpoint
@@ -82,7 +106,8 @@ class StageRun:
         self.before = report.history[-1][0] if report.history else 0
         self.best, self.best_state = math.inf, self._state()
 
-    def fit(self, batches: Iterator[Batch], eval_every: int, patience: int | None, progress: bool) -> None:
+    def fit(self, batches: Iterator[Batch], eval_every: float, patience: int | None, progress: bool) -> None:
+        """Train until the budget is used, the batches end or nothing improves, and keep the best state."""
         if self.checkpoint is not None and self._restore(self.checkpoint):
             next(islice(batches, self.step, self.step), None)  # those it has seen; the next stage may go on in them
             if self.stage.name in self.checkpoint.finished:
@@ -122,7 +147,7 @@ class StageRun:
             self._save(finished=True)
 
     def _advance(self, batch: Batch, bar: Any) -> str | None:
-        """One step; the name of a problem, if there is one."""
+        """Make one step, and return the name of a problem if there is one."""
         self.optimizer.zero_grad()
         errors = self.stage.step(batch)
         size = total(self.stage.size(batch))
@@ -142,7 +167,7 @@ class StageRun:
         return None
 
     def _measure(self, error: float | None = None) -> float:
-        """The held-out error, if it is not known already."""
+        """Note the held-out error, measured unless it is given."""
         error = mean_of(self.stage.measure() if error is None else error)
         self.report.history.append((self.before + self.used, error))
         self.stale = 0 if error < 0.999 * self.best else self.stale + 1
@@ -179,7 +204,7 @@ class StageRun:
         self.checkpoint.write(self.stage.name, finished, progress, tensors)
 
     def _restore(self, checkpoint: Checkpoint) -> bool:
-        """Go on where the checkpoint was left; False if it is not of this stage."""
+        """Resume from the checkpoint; return False if it is not of this stage."""
         if (found := checkpoint.read()) is None:
             return False
         progress, tensors = found
@@ -204,7 +229,7 @@ class StageRun:
 
 @contextlib.contextmanager
 def _interruptions(deferred: bool) -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed, so that a step can be finished before what it made is kept; a second one ends it."""
+    """Yield whether Ctrl-C was pressed, so that a step ends and is kept first; a second Ctrl-C ends at once."""
     asked = False
 
     def note(*_: Any) -> None:

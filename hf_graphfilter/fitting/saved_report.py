@@ -1,4 +1,4 @@
-"""The model card of a converted checkpoint."""
+"""Save and load the report of a linearized checkpoint, with its model card."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from ..checkpoints.card import FIGURES, create_model_card
+from ..checkpoints.card import create_model_card
+from ..checkpoints.filter_card import FIGURES
 from ..errors import GraphFilterError
 from ..files import DamagedFileError, read_json, write_text
 from .report import ConversionReport
@@ -18,7 +19,7 @@ CONVERSION_FILE = "conversion.json"
 
 
 def load_conversion(source: str | Path) -> ConversionReport | None:
-    """What ``save_conversion`` wrote beside a checkpoint, in a folder or on the Hub; None where nothing was.
+    """Return what ``save_conversion`` wrote beside a checkpoint, in a folder or on the Hub; None if it wrote nothing.
 
     Raises:
         GraphFilterError: the file is damaged.
@@ -38,8 +39,9 @@ def load_conversion(source: str | Path) -> ConversionReport | None:
 
 
 def save_conversion(model: nn.Module, report: ConversionReport, folder: str | Path, **card: Any) -> None:
-    """Write what a conversion measured beside its checkpoint: ``conversion.json``, a card with its tables, and, where
-    matplotlib is installed, its curves.
+    """Write what a linearization measured beside its checkpoint.
+
+    That is ``conversion.json``, a card with its tables, and, where matplotlib is installed, its curves.
 
     Args:
         model: converted.
@@ -66,7 +68,7 @@ def save_conversion(model: nn.Module, report: ConversionReport, folder: str | Pa
         report.save_figure(folder / name)
     parts = [
         "## Conversion",
-        f"Its attention was replaced and fitted to what it was on {report.tokens:,} tokens; measured on others.",
+        f"A filter replaces its attention, fitted to it on {report.tokens:,} tokens. Other data gave these numbers.",
         report.to_markdown(),
         f"![held-out error over the tokens, and by context]({name})" * drawn,
         card.pop("description", ""),

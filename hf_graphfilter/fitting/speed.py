@@ -1,4 +1,4 @@
-"""Time and memory of the original and the converted model, by the number of tokens."""
+"""Time the original and the linearized model by the number of tokens, and measure their memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONTEXTS = (100, 1000, 8000)
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one text of ``tokens`` tokens.
+    """Time and memory for one text of ``tokens`` tokens.
 
     Attributes:
         original_ms, converted_ms: a forward pass, or a step of decoding after so many tokens, median.
@@ -45,7 +45,7 @@ class Speed:
 
 @torch.no_grad()
 def speed(model: nn.Module, lengths: Iterable[int] | None = None, rounds: int = 5) -> list[Speed]:
-    """Forward passes of a converted model of text and of a copy with its attention, taken in turn.
+    """Time forward passes of a linearized text model and of a copy with its attention, taken in turn.
 
     Args:
         model: converted; a copy is made beside it.
@@ -71,7 +71,7 @@ def speed(model: nn.Module, lengths: Iterable[int] | None = None, rounds: int = 
 def decoding_speed(
     model: nn.Module, contexts: Iterable[int] | None = None, rounds: int = 3, steps: int = 8
 ) -> list[Speed]:
-    """Steps of decoding with a cache of a converted decoder and of a copy with its attention, taken in turn.
+    """Time steps of decoding with a cache, of a linearized decoder and of a copy with its attention, taken in turn.
 
     Args:
         model: converted; a copy is made beside it.
@@ -102,7 +102,7 @@ def decoding_speed(
 
 
 def _decoder(form: nn.Module, ids: torch.Tensor) -> Callable[[], object]:
-    """A step after ``ids``; the first is made."""
+    """Return a function that makes one step after ``ids``; the first step is made."""
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(form.forward).parameters else {}
     cache = form(input_ids=ids, use_cache=True, **last)[CACHE]
     step = lambda: form(input_ids=ids[:, :1], **{CACHE: cache}, use_cache=True)  # noqa: E731
@@ -113,8 +113,10 @@ def _decoder(form: nn.Module, ids: torch.Tensor) -> Callable[[], object]:
 def _possible(
     model: nn.Module, lengths: Iterable[int] | None, usual: Iterable[int], more: int = 0
 ) -> tuple[list[int], int]:
-    """The lengths that leave room for ``more`` tokens, or the longest that does if none of the usual ones does; and the
-    size of the vocabulary."""
+    """Return the lengths that leave room for ``more`` tokens, and the size of the vocabulary.
+
+    Where none of the usual lengths leaves room, the longest that does is returned.
+    """
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     vocabulary, most = getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
     if most is None and lengths is None:  # no positions (T5): what the original makes of 16,384 tokens is no use
@@ -131,7 +133,7 @@ def _possible(
 
 @contextlib.contextmanager
 def _forms(model: nn.Module) -> Iterator[tuple[dict[str, nn.Module], torch.device]]:
-    """The model and a copy with its attention, both in evaluation mode."""
+    """Return the model and a copy with its attention, both in evaluation mode."""
     forms = {"original": unpatch_model(copy.deepcopy(model)).eval(), "converted": model}
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -143,7 +145,7 @@ def _forms(model: nn.Module) -> Iterator[tuple[dict[str, nn.Module], torch.devic
 
 
 def crossover(rows: Iterable[Speed]) -> int | None:
-    """The number of tokens from which on the converted model is the faster one, of those measured."""
+    """Return the number of tokens from which the linearized model is faster, among those measured."""
     faster = None
     for row in sorted(rows, key=lambda row: -row.tokens):
         if row.ratio >= 1:
@@ -164,8 +166,10 @@ def _row(forms: dict[str, nn.Module], tokens: int, ids: torch.Tensor, rounds: in
 def taken_in_turn(
     tokens: int, calls: dict[str, Callable[[], object]], device: torch.device, rounds: int, times: int = 1
 ) -> Speed:
-    """Each of ``calls`` so many ``times`` a round, and once more for its memory: forgetting the peak gives pages back,
-    which a timed call would have to take again."""
+    """Time each of ``calls`` so many ``times`` per round, and run it once more for its memory.
+
+    Forgetting the peak gives pages back, which a timed call would have to take again.
+    """
     taken: dict[str, list[float]] = {name: [] for name in calls}
     mb: dict[str, float | None] = dict.fromkeys(calls)
     for _ in range(rounds):

@@ -1,4 +1,4 @@
-"""What a transfer did."""
+"""The report of a transfer, or of one stage of a linearization."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 def mean(errors: dict[str, float]) -> float:
-    """Over the modules."""
+    """Return the mean over the modules."""
     return sum(errors.values()) / len(errors)
 
 
@@ -16,10 +16,10 @@ class TransferReport:
 
     Attributes:
         before, after: relative L2 error ``|filter - attention| / |attention|`` of each module on the held-out batches.
-        steps: of optimisation that were made, both stages together.
-        seconds: of wall-clock time.
+        steps: number of steps, both stages together.
+        seconds: wall-clock time.
         stopped: why it ended: ``"all steps made"``, ``"no improvement"``, or what became non-finite.
-        history: (step, mean held-out error) pairs; of a conversion, the tokens so far and the error.
+        history: pairs of the step and the mean held-out error; for a linearization, of the tokens so far and the error.
     """
 
     before: dict[str, float]
@@ -31,10 +31,12 @@ class TransferReport:
 
     @property
     def mean_before(self) -> float:
+        """The mean of ``before``."""
         return mean(self.before)
 
     @property
     def mean_after(self) -> float:
+        """The mean of ``after``."""
         return mean(self.after)
 
     def __str__(self) -> str:

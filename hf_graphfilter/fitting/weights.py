@@ -1,35 +1,35 @@
-"""What the last stages train besides the filters: nothing, low-rank adapters, or all weights; and the original, which
-stays as it was."""
+"""The weights that a fit trains: the filters, and in the last stages also low-rank adapters or all weights."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import GraphFilterError, needs
 from ..filters import GraphFilter
 from ..filters.core.attached import CHILD
 from .objectives import Batch, Original, Outputs, original_of
-from .transfer import restored_on_error
 
 Train = Literal["filters", "lora", "all"]
 
 
 class Trained(NamedTuple):
-    """Weights by name that are trained, and what the model was like before."""
+    """The weights that are trained, by name, and the model as it was before."""
 
     parameters: dict[str, nn.Parameter]
     original: Original
 
 
 def check_trainable(model: nn.Module, kind: Train) -> None:
-    """Whether these weights can be trained, before any long work."""
+    """Raise if these weights cannot be trained, before any long work."""
     if kind == "lora":
         with needs("peft", "train='lora'"):
             import peft  # noqa: F401
@@ -42,7 +42,7 @@ def check_trainable(model: nn.Module, kind: Train) -> None:
 
 @contextlib.contextmanager
 def trained(model: nn.Module, modules: dict[str, GraphFilter], kind: Train, rank: int) -> Iterator[Trained]:
-    """The weights; adapters are merged into them afterwards. After an exception all are as they were."""
+    """Yield the weights that are trained; merge adapters into them afterwards, or restore all after an exception."""
     if kind == "filters":
         yield Trained({}, original_of(model, modules))
     elif kind == "lora":
@@ -79,7 +79,7 @@ def _adapters(model: Any, modules: dict[str, GraphFilter], rank: int) -> Iterato
 
 
 def _projections(model: nn.Module, modules: dict[str, GraphFilter]) -> list[str]:
-    """The linear layers of the attention of each module: its own, and those around it that hold nothing else."""
+    """Return the names of the linear layers of each module's attention, and of blocks that hold nothing else."""
     found = []
     for name in modules:
         block = name
@@ -101,3 +101,70 @@ def _all(model: nn.Module, modules: dict[str, GraphFilter]) -> Iterator[Trained]
         for parameter in weights.values():
             parameter.requires_grad_(True)
         yield Trained(weights, original)
+
+
+@contextlib.contextmanager
+def restored_on_error(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    """Give tensors their values again after an exception inside."""
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for tensor, value in values:
+                tensor.copy_(value)
+        raise
+
+
+@contextlib.contextmanager
+def only_filters(model: nn.Module, modules: dict[str, GraphFilter]) -> Iterator[None]:
+    """Freeze all but the filters, in evaluation mode, and hold the filters in float32.
+
+    Half precision would lose small steps. Afterwards all is as it was; after an exception the filters are too.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    before = [(p, p.requires_grad, p.dtype) for p in model.parameters()]
+    values = [(p, p.detach().clone()) for graph_filter in modules.values() for p in graph_filter.parameters()]
+    model.eval().requires_grad_(False)
+    for graph_filter in modules.values():
+        for parameter in graph_filter.requires_grad_(True).parameters():
+            if parameter.element_size() < 4:
+                parameter.data = parameter.data.float()
+    try:
+        with restored_on_error(values):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for parameter, required, dtype in before:
+            if parameter.requires_grad:
+                parameter.grad = None
+            if parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
+            parameter.requires_grad_(required)
+
+
+@contextlib.contextmanager
+def recomputed(model: Any, wanted: bool) -> Iterator[None]:
+    """Switch gradient checkpointing on in evaluation mode, which transformers does not; dropout stays off."""
+    if not wanted:
+        yield
+        return
+    later = hasattr(type(model), "is_activation_checkpointing")  # its later name
+    earlier = model.is_activation_checkpointing if later else model.is_gradient_checkpointing
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # its later name
+    enable({"use_reentrant": False})
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    rates = [(layer, k, v) for layer in layers for k, v in vars(layer).items() if "drop" in k and isinstance(v, float)]
+    for layer in layers:
+        layer.training = True  # its parts are not
+    for layer, name, _ in rates:
+        setattr(layer, name, 0.0)  # BART's layers drop out by themselves
+    try:
+        yield
+    finally:
+        if not earlier:
+            getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
+        for layer in layers:
+            layer.training = False
+        for layer, name, rate in rates:
+            setattr(layer, name, rate)

@@ -1,4 +1,4 @@
-"""Converter: a unitary matrix of the tokens from angles, and filters whose eigenvectors it holds."""
+"""Converter: a unitary matrix over the tokens, built from angles, and filters that have its eigenvectors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LARGEST = 1_000_000  # K and M of a damping
 
 
 def unitary(x: Tensor, lower: Tensor, upper: Tensor, phase: Tensor, *, inverse: bool = False) -> Tensor:
-    """``Phi x`` with ``Phi = D H_l H_u`` unitary, O(n d) time and memory, without an n x n matrix.
+    """Apply the unitary matrix ``Phi = D H_l H_u`` to ``x`` in O(n d) time and memory, without an n x n matrix.
 
     ``H_l = G_{N-1} ... G_1`` and ``H_u = G_1 ... G_{N-1}`` are products of Givens rotations G_i of the tokens i, i+1,
     the one of ``lower``, the other of ``upper``; ``D = diag(exp(i phase))``.
@@ -55,7 +55,7 @@ def unitary(x: Tensor, lower: Tensor, upper: Tensor, phase: Tensor, *, inverse: 
 
 
 def synvolution(value: Tensor, eigenvalues: Tensor, lower: Tensor, upper: Tensor, phase: Tensor) -> Tensor:
-    """``Phi^-1 [exp(i eigenvalues) * (Phi value)]``, a unitary filter, O(n d) time and memory.
+    """Apply ``Phi^-1 [exp(i eigenvalues) * (Phi value)]``, a unitary filter, in O(n d) time and memory.
 
     Args:
         value: (batch, tokens, features) or (batch, heads, tokens, features), real or complex.
@@ -95,7 +95,7 @@ def kernelution(
     a: float = 0.5,
     b: float = 2.0,
 ) -> Tensor:
-    """``Phi^-1 [exp(i p(eigenvalues)) * (Phi value)]`` with ``p(x) = sum_k g_k w_k T_k(x)``, Chebyshev polynomials.
+    """Apply ``Phi^-1 [exp(i p(eigenvalues)) * (Phi value)]`` with the Chebyshev series ``p(x) = sum_k g_k w_k T_k(x)``.
 
     Args:
         value, eigenvalues, lower, upper, phase: as in ``synvolution``; the eigenvalues are meant to be in [-1, 1].
@@ -129,7 +129,7 @@ def kernelution(
 
 
 def gibbs_damping(kernel: Kernel, K: int, *, M: int = 3, xi: float = 4.0, a: float = 0.5, b: float = 2.0) -> Tensor:
-    """The factors ``g_0 ... g_K`` that damp the Gibbs oscillations of a Chebyshev expansion; g_0 = 1.
+    """Return the factors ``g_0 ... g_K`` that damp the Gibbs oscillations of a Chebyshev expansion; ``g_0`` is 1.
 
     Args:
         kernel: ``"dirichlet"``, ``"fejer"``, ``"jackson"``, ``"lanczos"`` (with M), ``"lorentz"`` (xi), ``"vekic"`` or
@@ -187,7 +187,7 @@ def gibbs_damping(kernel: Kernel, K: int, *, M: int = 3, xi: float = 4.0, a: flo
 
 
 def kernel_polynomial_loss(coefficients: Tensor) -> Tensor:
-    """``sum_k pi k^2 |w_k|^2``: higher orders cost more.
+    """Return ``sum_k pi k^2 |w_k|^2``, by which higher orders cost more.
 
     Args:
         coefficients: w_k, (K+1,), before any damping.
@@ -226,7 +226,7 @@ def _integer(x: object) -> bool:
 
 
 def _prepared(name: str, x: Tensor, lower: Tensor, upper: Tensor, phase: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
-    """The signal as (batch, tokens, all features), the rotations, and the rest, of the precision of the result."""
+    """Return the signal (batch, tokens, all features), the rotations and the rest, in the precision of the result."""
     real(name, lower=lower, upper=upper, phase=phase)
     if x.dim() not in (3, 4) or not (x.is_floating_point() or x.is_complex()):
         raise GraphFilterError(

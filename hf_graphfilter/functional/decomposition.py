@@ -1,4 +1,4 @@
-"""Filters in the place of attention: products of tall matrices, linear in the number of tokens."""
+"""Replacement filters: products of tall matrices, linear in the number of tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def agf(
     mask: Tensor | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """``U Sigma V^T value``: a filter in the singular value domain, O(n d^2) time and O(n d + d^2) memory.
+    """Apply ``U Sigma V^T``, a filter in the singular value domain, in O(n d^2) time and O(n d + d^2) memory.
 
     ``U = softmax_features(u)``, ``V = softmax_tokens(v)``, ``Sigma = sum_k theta_k T_k(sigmoid(sigma))`` for every
     token and feature.
@@ -86,8 +86,9 @@ def singularformer(
     previous: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``alpha softmax(core) alpha^ value`` with ``core = scale (alpha^ query)(alpha^ key)^T``, O(n r d) time and
-    O(n (r + d)) memory.
+    """Apply ``alpha softmax(core) alpha^`` with ``core = scale (alpha^ query)(alpha^ key)^T``, in linear time.
+
+    It takes O(n r d) time and O(n (r + d)) memory.
 
     ``alpha = softmax_r(scores)`` and ``alpha^ = softmax_tokens(scores)``, one for all heads.
 

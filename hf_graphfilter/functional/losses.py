@@ -1,4 +1,4 @@
-"""What training may add to the loss of the task."""
+"""Losses that training may add to the loss of the task."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Norm = Literal["mean_abs", "frobenius", "off_diagonal"]
 
 
 def orthogonality_loss(u: Tensor, v: Tensor, mask: Tensor | None = None, *, norm: Norm = "mean_abs") -> Tensor:
-    """How far the singular vectors are from orthonormal: ``|U^T U - I| + |V^T V - I|``.
+    """Return how far the singular vectors are from orthonormal: ``|U^T U - I| + |V^T V - I|``.
 
     Args:
         u, v: (batch, heads, tokens, features), the projections before their softmax over features and tokens.
@@ -55,7 +55,9 @@ def orthogonality_loss(u: Tensor, v: Tensor, mask: Tensor | None = None, *, norm
 
 
 def diagonal_loss(core: Tensor) -> Tensor:
-    """How far ``softmax(core)`` is from diagonal: the mean square of its entries, those of the diagonal counted as 0.
+    """Return how far ``softmax(core)`` is from diagonal: the mean square of its off-diagonal entries.
+
+    The entries on the diagonal count as 0.
 
     Args:
         core: (batch, heads, r, r), the scores of ``singularformer`` before their softmax.
@@ -81,19 +83,19 @@ def diagonal_loss(core: Tensor) -> Tensor:
 
 
 def off_diagonal(matrix: Tensor) -> Tensor:
-    """The squares of the entries (..., r, r), 0 on the diagonal."""
+    """Return the squares of the entries (..., r, r), with 0 on the diagonal."""
     return matrix.square() * (1 - torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device))
 
 
 def real(name: str, **tensors: Tensor | None) -> None:
-    """The arguments of the function ``name`` are real floating-point numbers."""
+    """Raise unless the arguments of the function ``name`` are real floating-point numbers."""
     for argument, x in tensors.items():
         if x is not None and not x.is_floating_point():
             raise GraphFilterError(f"{name}: {argument} must be real floating-point numbers, got {x.dtype}")
 
 
 def present(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """A mask of tokens, of bool or integers, as bool, checked against (batch, heads, tokens, features)."""
+    """Return a mask of tokens as bool, checked against (batch, heads, tokens, features)."""
     if mask is not None and mask.shape != (like.shape[0], like.shape[2]):
         raise GraphFilterError(
             f"mask is (batch, tokens), here ({like.shape[0]}, {like.shape[2]}), got {tuple(mask.shape)}"

@@ -12,7 +12,7 @@ from ..errors import GraphFilterError
 from ..ops.apply_twice import on_plain_cpu
 from ..ops.combine import combine
 from ..ops.heads import repeat_heads
-from ..shift.attention import AttentionShift
+from ..shift.attention import AttentionCall, AttentionShift
 from ..shift.operator import ShiftOperator
 from .losses import present
 
@@ -32,7 +32,7 @@ def gfsa(
     dropout: float = 0.0,
     approximation: Literal["taylor", "none"] = "taylor",
 ) -> Tensor:
-    """``H value`` with ``H = w_0 I + w_1 A + w_K (A + (K-1)(A^2 - A))``, without an n x n matrix.
+    """Apply ``H = w_0 I + w_1 A + w_K (A + (K-1)(A^2 - A))`` to ``value``, without an n x n matrix.
 
     Args:
         query: (batch, heads, tokens, features).
@@ -85,7 +85,7 @@ def gfsa(
         out = scaled_dot_product_attention(query, k, v, keys, dropout, is_causal, scale=scale)
         return out.transpose(1, 2), None
 
-    shift = AttentionShift(attend, query, key)
+    shift = AttentionShift(AttentionCall(attend, query, key))
     c_0, c_1, c_K = (_coefficient(c, query, heads, n) for c, n in ((w_0, "w_0"), (w_1, "w_1"), (w_K, "w_K")))
     terms = attention_terms(shift, value, c_1, c_K, K, approximation)
     return combine([(c_0, shift.identity(value)), *terms])
@@ -94,7 +94,7 @@ def gfsa(
 def attention_terms(
     shift: ShiftOperator, value: Tensor, w_1: Tensor, w_K: Tensor, K: int, approximation: Literal["taylor", "none"]
 ) -> list[tuple[Tensor, Tensor]]:
-    """``w_1 S(value) + w_K P(value)`` as (coefficient, signal) pairs for ``combine``; see ``gfsa``.
+    """Return ``w_1 S(value) + w_K P(value)`` as pairs (coefficient, signal) for ``combine``; see ``gfsa``.
 
     While w_K is zero, as it starts, ``S`` is the model's own attention call, so that its outputs stay the same bit for
     bit; asked on the CPU only, where there are faster forms.
@@ -111,12 +111,12 @@ def attention_terms(
 
 
 def known_zero(coefficient: Tensor) -> bool:
-    """Whether all are zero. Asked only where the answer costs no synchronisation and no graph break, else False."""
+    """Return whether all are zero, or False where the answer would cost a synchronisation or a graph break."""
     return on_plain_cpu(coefficient) and not any(coefficient.flatten().tolist())  # no operation: they are a few numbers
 
 
 def _visible(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """What ``scaled_dot_product_attention`` takes."""
+    """Return the mask as ``scaled_dot_product_attention`` takes it."""
     if mask is None:
         return None
     batch, heads, tokens, _ = query.shape

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import GraphFilterError
 from ..filters import AttentionSite, GraphFilter
@@ -74,30 +74,9 @@ def own_record(host: Host, model: nn.Module) -> dict[str, Any]:
     return record
 
 
-def check_values(read: Mapping[str, Tensor], wanted: Mapping[str, Tensor], source: object) -> None:
-    """Refuse what no training ends with, before it is loaded: another shape than the filter's, other numbers than
-    floating point where the filter has these (or is not there), and such that are not finite in float32.
-
-    Raises:
-        GraphFilterError: naming ``source`` and the first such tensor.
-    """
-    for name, tensor in read.items():
-        target = wanted.get(name)
-        if target is not None and tensor.shape != target.shape:
-            raise GraphFilterError(
-                f"{source}: {name} should hold {tuple(target.shape)}, it holds {tuple(tensor.shape)}"
-            )
-        if target is not None and not target.is_floating_point():
-            continue  # a counter or a mask, of another author's filter
-        kind = str(tensor.dtype).removeprefix("torch.")
-        if tensor.is_floating_point():
-            if tensor.detach().float().isfinite().all():
-                continue
-            kind = f"NaN or infinity ({kind})"
-        raise GraphFilterError(
-            f"{source}: {name} holds {kind}, and coefficients are finite floating-point numbers: the file is damaged, "
-            "or the training diverged; save or download it again"
-        )
+def describe_site(module: Any) -> str:
+    """Return the name and class of a patched module, for errors."""
+    return f"{module.graph_filter.site_name} ({type(module).__name__})"
 
 
 def unwrapped(model: Any, *, running: bool = True) -> nn.Module:

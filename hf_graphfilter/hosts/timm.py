@@ -27,7 +27,7 @@ from ..filters import AttentionSite, GraphFilter
 from ..filters.core.attached import CHILD
 from ..ops.apply_twice import joint_form
 from ..ops.visibility import visibility
-from ..shift.attention import AttentionShift
+from ..shift.attention import AttentionCall, AttentionShift
 from ..text import quoted
 from .base import locate, looks_like_attention, without_wrappers
 from .watching import REPLACED, as_written, note_filter_runs, refuse_script, running_forward, unwatch, watch
@@ -154,7 +154,7 @@ def _forward(original: Callable[..., Tensor], module: Any, x: Tensor, *args: Any
     if hasattr(module, "q_norm"):
         query, key = module.q_norm(query), module.k_norm(key)
     mask, causal = _mask(original, args, kwargs)
-    shift = AttentionShift(
+    call = AttentionCall(
         *(attend, query, key),
         twice=lambda signal, exact: _twice(module, query, key, signal, mask, causal, exact),
         hidden=x,
@@ -162,7 +162,7 @@ def _forward(original: Callable[..., Tensor], module: Any, x: Tensor, *args: Any
         visible=lambda: _visible(module, mask, causal, x.shape[1]),
         mask=mask,
     )
-    output = graph_filter(shift, value).transpose(1, 2).flatten(2)
+    output = graph_filter(AttentionShift(call), value).transpose(1, 2).flatten(2)
     return module.proj_drop(module.proj(output))  # type: ignore[no-any-return]
 
 

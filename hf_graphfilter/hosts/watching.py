@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import GraphFilterError
+from .base import describe_site
 
 _runs = threading.local()  # latest: id of the module whose filter ran last in this thread, until its forward ends
 _RAN = "_graph_filter_ran"  # of a patched module: whether its filter ran in compiled code, which knows no threads
@@ -50,8 +51,8 @@ def _notice(module: Any, args: Any, output: Any) -> None:
             return
     if not getattr(module, _RAN, False):  # where only the forward is compiled, this hook asks from outside
         raise GraphFilterError(
-            f"{module.graph_filter.site_name} ({type(module).__name__}) ran without its graph filter, since its "
-            "forward or its class was replaced: put the original back, or call unpatch_model"
+            f"{describe_site(module)} ran without its graph filter, since its forward or its class was replaced: put "
+            "the original back, or call unpatch_model"
         )
     object.__setattr__(module, _RAN, False)
 

@@ -1,1 +1,1 @@
-"""Whole models, which ``import hf_graphfilter`` registers with the Auto classes of transformers."""
+"""Whole models, which ``import hf_graphfilter`` registers with the auto classes of transformers."""

@@ -31,7 +31,7 @@ def changed_weights(host: Host, model: nn.Module) -> list[str]:
     """
     before: dict[str, Tensor] = vars(model).get(SAMPLE) or {}
     now = _sample(host, model) if before else {}
-    return [name for name, values in now.items() if name in before and not _same(before[name], values)]
+    return [name for name, values in now.items() if name in before and not _is_same(before[name], values)]
 
 
 def written_weights(host: Host, model: nn.Module, modules: Iterable[str]) -> dict[str, list[float]]:
@@ -39,7 +39,7 @@ def written_weights(host: Host, model: nn.Module, modules: Iterable[str]) -> dic
     sample = {**_sample(host, model), **(vars(model).get(SAMPLE) or {})}
     names = tuple(f"{module}." for module in modules)
     chosen = {k: v for k, v in sample.items() if k.startswith(names) and v.is_floating_point()}
-    return {name: rounded(values[:_WRITTEN]) for name, values in chosen.items()}
+    return {name: round_values(values[:_WRITTEN]) for name, values in chosen.items()}
 
 
 def differing_weights(written: object, host: Host, model: nn.Module) -> list[str]:
@@ -61,7 +61,7 @@ def _sample(host: Host, model: nn.Module) -> dict[str, Tensor]:
     sample: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if is_whole(parameter) and f".{CHILD}." not in f".{name}":
-            values = evenly_spaced(parameter).to("cpu", copy=True)
+            values = sample_evenly(parameter).to("cpu", copy=True)
             sample.setdefault(host.relative_name(model, name), values)  # a wrapper holds it first
     return sample
 
@@ -71,17 +71,17 @@ def is_whole(tensor: Tensor) -> bool:
     return not (tensor.is_meta or type(tensor.data) is not Tensor or hasattr(tensor, "ds_id")) and tensor.numel() > 0
 
 
-def evenly_spaced(tensor: Tensor) -> Tensor:
+def sample_evenly(tensor: Tensor) -> Tensor:
     """Return a few values of a tensor, by which it is known again."""
     return tensor.detach().flatten()[:: max(1, tensor.numel() // _VALUES)][:_VALUES]
 
 
-def rounded(values: Tensor) -> list[float]:
+def round_values(values: Tensor) -> list[float]:
     """Return values as a file keeps them."""
     return [float(f"{x:.6g}") for x in values.tolist()]
 
 
-def _same(before: Tensor, now: Tensor) -> bool:
+def _is_same(before: Tensor, now: Tensor) -> bool:
     if before.shape != now.shape or before.is_floating_point() != now.is_floating_point():
         return True  # sharded or quantized since
     if not now.is_floating_point():

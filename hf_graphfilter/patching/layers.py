@@ -34,43 +34,31 @@ def _select(group: str, sites: list[AttentionSite], layers: Layers) -> list[Atte
         return sites
     if isinstance(layers, str) and layers in ("even", "odd"):
         return sites[layers == "odd" :: 2]
-    given = f"layers={shown(layers)}"
-    if isinstance(layers, slice):
-        try:
+    where = f"layers={shown(layers)}"
+    try:
+        if isinstance(layers, slice):
             return sites[layers]
-        except Exception as error:
-            raise GraphFilterError(f"{given}: a slice of layers holds integers, its step is not 0") from error
-    if callable(layers):
-        return [site for site in sites if _holds(layers, site, given)]
-    listed = isinstance(layers, Collection) and getattr(layers, "ndim", 1) == 1  # arrays and tensors too
-    if not listed or isinstance(layers, (str, bytes, bytearray, memoryview, Mapping)):
-        raise GraphFilterError(f"{given}: use None, 'even', 'odd', a list of indices, a slice, a predicate or 'all'")
-    wanted = set()
-    for i in layers:  # one by one: a range may be endless
-        index = _index(i, given)
-        if not -len(sites) <= index < len(sites):
-            raise GraphFilterError(
-                f"{given}: {shown(i)} is out of range, {group or 'the model'} has {len(sites)} layers (use stack= to "
-                "choose encoder or decoder)"
-            )
-        wanted.add(index % len(sites))
-    return [site for site in sites if site.index in wanted]
-
-
-def _holds(predicate: Callable[[int, str], bool], site: AttentionSite, given: str) -> bool:
-    try:
-        return bool(predicate(site.index, site.name))
-    except Exception as error:
+        if callable(layers):
+            return [site for site in sites if layers(site.index, site.name)]
+        if not isinstance(layers, Collection) or isinstance(layers, (str, bytes, bytearray, memoryview, Mapping)):
+            raise TypeError(f"{type(layers).__name__} is no list of indices")
+        indices = {_index(i, where, group, len(sites)) for i in layers}  # stops at the first mistake
+    except GraphFilterError:
+        raise
+    except Exception as error:  # a predicate may raise anything
         raise GraphFilterError(
-            f"{given}: the predicate takes (index, module name) and returns True or False; at ({site.index}, "
-            f"{site.name!r}) it raised {shown(error)}"
+            f"{where}: use None, 'even', 'odd', a list of indices, a slice, 'all' or a predicate that "
+            f"takes (index, module name); it raised {shown(error)}"
         ) from error
+    return [site for site in sites if site.index in indices]
 
 
-def _index(value: Any, given: str) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError("a bool is no index")
-        return operator.index(value)
-    except Exception as error:
-        raise GraphFilterError(f"{given}: a list of layers holds integers, got {shown(value)}") from error
+def _index(i: Any, where: str, group: str, count: int) -> int:
+    if isinstance(i, bool):  # Python takes True for 1, and a list of them may be meant as a mask
+        raise TypeError(f"{i} is no index")
+    if not -count <= (index := operator.index(i)) < count:
+        raise GraphFilterError(
+            f"{where}: {shown(i)} is out of range, {group or 'the model'} has {count} layers (use stack= to choose "
+            "encoder or decoder)"
+        )
+    return index % count

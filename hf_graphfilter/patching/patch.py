@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import GraphFilterError
 from ..filters import FilterConfig, as_config
 from ..filters.core.attached import CHILD, patched_modules
-from ..filters.core.record import extended
+from ..filters.core.record import extend_record
 from ..hosts import encoder_of, host_of, unwrapped
 from ..hosts.watching import REPLACED
 from .base_weights import SAMPLE
@@ -61,7 +61,7 @@ def patch_model(
         True
     """
     config = as_config(filter, **options)
-    whole, model = model, encoder_of(model)
+    wrapped, model = model, encoder_of(model)
     host = host_of(model)
     sites, refused = host.find(model)
     if not sites:
@@ -73,15 +73,16 @@ def patch_model(
         if hasattr(site.module, CHILD):
             raise GraphFilterError(
                 f"{type(model).__name__} is already patched at {site.name} "
-                f"({site.module.get_submodule('graph_filter').config}); call unpatch_model first or select other layers"
+                f"({site.module.get_submodule('graph_filter').config}); call unpatch_model first (hf-graphfilter "
+                "unpatch), or select other layers"
             )
     patched = (site for site in sites if (f := site.module._modules.get(CHILD)) and type(f.config) is type(config))
     config.check_sites([*patched, *selected])
     filters = [build_at(config, site) for site in selected]  # all before the first change: failing leaves no trace
     names = [*dict.fromkeys(host.relative_name(model, site.name) for site in selected)]  # once for PEFT's copies
-    record = extended(host.read_record(model), type(model).__name__, config, names)
+    record = extend_record(host.read_record(model), type(model).__name__, config, names)
     attach(host, model, list(zip(selected, filters, strict=True)), record)
-    return whole
+    return wrapped
 
 
 def unpatch_model(model: M) -> M:
@@ -90,18 +91,18 @@ def unpatch_model(model: M) -> M:
     Raises:
         GraphFilterError: the model is not patched.
     """
-    whole, model = model, unwrapped(model, running=False)  # type: ignore[assignment]
+    wrapped, model = model, unwrapped(model, running=False)  # type: ignore[assignment]
     host = host_of(model)
     patched = patched_modules(model, required=host.read_record(model) is None)  # parts may have lost them all
     host.detach(model, [module for _, module in patched])
     host.write_record(model, None)
-    for kept in (STARTS, SAMPLE):
-        vars(model).pop(kept, None)
-    return whole
+    for attribute in (STARTS, SAMPLE):
+        vars(model).pop(attribute, None)
+    return wrapped
 
 
 @contextlib.contextmanager
-def unchanged_on_error(model: nn.Module) -> Iterator[None]:
+def restore_on_error(model: nn.Module) -> Iterator[None]:
     """After an exception inside, the modules of a model, their attributes and what is trained are as they were.
 
     The values of tensors are not kept.

@@ -22,13 +22,13 @@ from .base_weights import remember_weights
 STARTED = "_started"  # of a filter built on meta: its buffers that are not saved, as __init__ makes them elsewhere
 
 
-def apply_record(model: nn.Module, whole: bool = False) -> None:
+def apply_record(model: nn.Module, complete: bool = False) -> None:
     """Patch what a saved record names and the model has, as ``from_pretrained`` does; patched modules stay.
 
     A sub-model sees only its own modules, and a record written with a task head is read without it.
 
     Args:
-        whole: whether the model must have every module that the record names. The class that was saved must.
+        complete: whether the model must have every module that the record names. The class that was saved must.
 
     Raises:
         GraphFilterError: an unknown version, filter or field, a record of another shape, or a module that is not there.
@@ -38,7 +38,7 @@ def apply_record(model: nn.Module, whole: bool = False) -> None:
     groups = read_groups(record, type(model).__name__, " of config.graph_filter")
     named = [name for _, names in groups for name in names]
     sites = resolve(host, model, named)
-    check_resolved(host, model, named, sites, whole or record.get("model") == type(model).__name__)
+    check_resolved(host, model, named, sites, complete or record.get("model") == type(model).__name__)
     chosen = [(config, sites[name]) for config, names in groups for name in names if name in sites]
     filters = [(site, build_at(config, site)) for config, site in chosen if not hasattr(site.module, CHILD)]
     attach(host, model, filters, record)
@@ -84,15 +84,15 @@ def resolve(host: Host, model: nn.Module, names: Iterable[str]) -> dict[str, Att
 
 
 def check_resolved(
-    host: Host, model: nn.Module, names: list[str], sites: dict[str, AttentionSite], whole: bool
+    host: Host, model: nn.Module, names: list[str], sites: dict[str, AttentionSite], complete: bool
 ) -> None:
-    """No module of a record was found by two names, and in a ``whole`` model all were found.
+    """No module of a record was found by two names, and in a ``complete`` model all were found.
 
     Raises:
         GraphFilterError: the first that was not, with the nearest name that the model has.
     """
     absent = [name for name in names if name not in sites]
-    if whole and absent:
+    if complete and absent:
         here = [host.relative_name(model, site.name) for site in host.find(model)[0]]
         nearest = difflib.get_close_matches(absent[0], here, 1, cutoff=0)
         layers = {name: [int(part) for part in name.split(".") if part.isdigit()] for name in (*absent, *here)}

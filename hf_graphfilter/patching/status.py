@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..filters import FilterConfig, GraphFilter
 from ..filters.core.attached import copy_restarted, filters_of, read_whole
 from ..hosts import host_of, unwrapped
-from ..text import html_text
+from ..tables import html_table, text_table
 
 FORWARD_REPLACED = "forward replaced"
 
@@ -50,7 +50,7 @@ class FilterStatus(list[FilterRow]):
         names = list(dict.fromkeys(name for row in self for name in row.coefficients))
         rows = []
         for row in self:
-            cells = [_summary(row.coefficients.get(name), name in row.trained) for name in names]
+            cells = [_summarise(row.coefficients.get(name), name in row.trained) for name in names]
             moved = "" if row.moved is None else f"{row.moved:.4f}"
             rows.append([row.module, row.filter.filter, *cells, moved, row.backend])
         return ["module", "filter", *names, "moved", "backend"], rows
@@ -63,19 +63,6 @@ class FilterStatus(list[FilterRow]):
         if not self:
             return "no graph filter"
         return text_table(*self.table())
-
-
-def html_table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [("th", header), *(("td", row) for row in rows)]
-    body = ("".join(f"<{tag}>{html_text(cell)}</{tag}>" for cell in cells) for tag, cells in lines)
-    return "<table>" + "".join(f"<tr>{line}</tr>" for line in body) + "</table>"
-
-
-def text_table(header: list[str], rows: list[list[str]]) -> str:
-    """Columns of text, each as wide as its longest entry."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [header, ["-" * width for width in widths], *rows]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
 def filter_status(model: nn.Module) -> FilterStatus:
@@ -99,11 +86,11 @@ def filter_status(model: nn.Module) -> FilterStatus:
         module = model.get_submodule(name)
         backend = host.backend(module) if host.leads_to_filter(module) else FORWARD_REPLACED
         moved = _distance_from_start(graph_filter, values)
-        rows.append(FilterRow(name, graph_filter.config, values, backend, _trained(graph_filter), moved))
+        rows.append(FilterRow(name, graph_filter.config, values, backend, _names_trained(graph_filter), moved))
     return FilterStatus(rows)
 
 
-def _trained(graph_filter: GraphFilter) -> frozenset[str]:
+def _names_trained(graph_filter: GraphFilter) -> frozenset[str]:
     parameters = dict(graph_filter.named_parameters())
     if not any(p.requires_grad for p in parameters.values()):
         return frozenset()
@@ -126,7 +113,7 @@ def filter_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
         yield from graph_filter.parameters()
 
 
-def _summary(values: Tensor | None, trained: bool) -> str:
+def _summarise(values: Tensor | None, trained: bool) -> str:
     if values is None:
         return ""
     spread = f" ± {values.std(correction=0):.4f}" if values.numel() > 1 and values.std(correction=0) > 0 else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,25 +16,15 @@ from .earlier_layers import EarlierLayers
 from .operator import DenseShift, PastRows, ShiftOperator
 
 
-class AttentionShift(ShiftOperator):
-    """``S`` through an attention function; O(n d) memory whenever the function's own memory is.
-
-    The first application takes the full value tensor, (batch, key heads, key tokens, features), and is the very call
-    that the model itself would make. Later applications take signals at the query tokens with one entry a head; keys
-    are then repeated for grouped-query attention, and the earlier rows come from ``past_rows`` when decoding with a
-    cache.
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """What a host knows of one call of a model's attention when it begins. Nothing of it changes during the call.
 
     Args:
         attend: ``attend(key, value) -> (output, weights)``, the attention function with query, mask, scale and
             dropout bound; output (batch, query tokens, heads, features), weights (batch, heads, query, key) or None.
         query: (batch, heads, query tokens, features).
         key: (batch, key heads, key tokens, features).
-        past_rows: of signals, where the model decodes with a cache.
-        twice: a faster form of two applications, ``twice(value, exact) -> (S(value), S(S(value)))``, or None where
-            there is none for this value.
-        few_rows: ``few_rows() -> matrix``, (batch, heads, query, key): the rows of ``A`` at the query tokens, formed
-            once and applied as often as the filter asks, unless ``exact``; None where calls are faster.
-        weights_again: whether the weights that ``attend`` gives are ``A`` for all applications: none is dropped.
 
     For filters that replace ``S`` rather than apply it:
 
@@ -41,63 +32,117 @@ class AttentionShift(ShiftOperator):
         hidden: (batch, tokens, hidden size), what the attention module was called with; None unless the filter asks
             for it (``GraphFilter.reads_hidden``).
         scaling: of the scores ``query @ key^T``.
-        visible: ``visible() -> (causal, keys)``: which tokens the mask leaves, see ``ops.visibility``; all by default.
-        mask: that of the attention function, for ``mean``; None where no token is hidden but by ``visible``.
-        state: a dict of tensors, batch first, that the filter may fill when decoding; None without a cache.
-        earlier: what the filters of earlier layers left, where the filter asks for it (``GraphFilter.reads_earlier``).
+        mask: that of the attention function, for ``AttentionShift.mean``; None where no token is hidden but by
+            ``visible``.
         bias: (batch or 1, heads, query tokens, key tokens), what the module adds to its scores as an argument of its
             own (T5); None where there is none.
+        visible: ``visible() -> (causal, keys)``: which tokens the mask leaves, see ``ops.visibility``. None: all.
+
+    Faster forms, each None where there is none:
+
+    Args:
+        twice: ``twice(value, exact) -> (S(value), S(S(value)))``; it returns None for a value that it cannot take.
+        few_rows: ``few_rows() -> matrix``, (batch, heads, query, key): the rows of ``A`` at the query tokens, formed
+            once and applied as often as the filter asks, unless ``exact``. It returns None where calls are faster.
+        weights_again: whether the weights that ``attend`` gives are ``A`` for all applications: none is dropped.
+    """
+
+    attend: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+    query: Tensor
+    key: Tensor
+    _: KW_ONLY
+    hidden: Tensor | None = None
+    scaling: float = 1.0
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    visible: Callable[[], tuple[bool, Tensor | None]] | None = None
+    twice: Callable[[Tensor, bool], tuple[Tensor, Tensor] | None] | None = None
+    few_rows: Callable[[], Tensor | None] | None = None
+    weights_again: bool = False
+
+
+class AttentionShift(ShiftOperator):
+    """``S`` through an attention function; O(n d) memory whenever the function's own memory is.
+
+    The first application takes the full value tensor, (batch, key heads, key tokens, features), and is the very call
+    that the model itself would make. Later applications take signals at the query tokens with one entry per head. Keys
+    are then repeated for grouped-query attention, and ``past_rows`` adds the earlier rows when decoding with a cache.
+
+    Args:
+        call: what the host knows. The shift has its ``query``, ``key``, ``hidden``, ``scaling`` and ``bias`` too.
+        past_rows: of signals, where the model decodes with a cache.
+        state: a dict of tensors, batch first, that the filter may fill when decoding; None without a cache.
+        earlier: what the filters of earlier layers left, where the filter asks for it (``GraphFilter.reads_earlier``).
+
+    Attributes:
+        applications: how often ``S`` was applied so far.
+        weights: (batch, heads, query, key), those of the first application, where the attention function gives them.
     """
 
     def __init__(
         self,
-        attend: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]],
-        query: Tensor,
-        key: Tensor,
+        call: AttentionCall,
         past_rows: PastRows | None = None,
-        twice: Callable[[Tensor, bool], tuple[Tensor, Tensor] | None] | None = None,
-        *,
-        few_rows: Callable[[], Tensor | None] = lambda: None,
-        weights_again: bool = False,
-        hidden: Tensor | None = None,
-        scaling: float = 1.0,
-        visible: Callable[[], tuple[bool, Tensor | None]] = lambda: (False, None),
-        mask: Tensor | None = None,
         state: dict[str, Tensor] | None = None,
         earlier: EarlierLayers | None = None,
-        bias: Tensor | None = None,
     ):
-        self.attend, self.query, self.key, self.past_rows, self.twice = attend, query, key, past_rows, twice
-        self.few_rows, self.weights_again = few_rows, weights_again
-        self.hidden, self.scaling, self.state = hidden, scaling, state
-        self._earlier, self._mask, self.bias = earlier, mask, bias
-        self._read_visible = visible
-        self._visible: tuple[bool, Tensor | None] | None = None
+        if not isinstance(call, AttentionCall):
+            raise GraphFilterError(
+                f"AttentionShift takes an AttentionCall, and got a {type(call).__name__}: write "
+                "AttentionShift(AttentionCall(attend, query, key, ...))"
+            )
+        self.call, self.past_rows, self.state, self._earlier = call, past_rows, state, earlier
         self.applications = 0
         self.weights: Tensor | None = None
         self._formed: DenseShift | None = None
+        self._visible: tuple[bool, Tensor | None] | None = None
+
+    @property
+    def attend(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]:
+        return self.call.attend
+
+    @property
+    def query(self) -> Tensor:
+        return self.call.query
+
+    @property
+    def key(self) -> Tensor:
+        return self.call.key
+
+    @property
+    def hidden(self) -> Tensor | None:
+        return self.call.hidden
+
+    @property
+    def scaling(self) -> float:
+        return self.call.scaling
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.call.bias
 
     @property
     def rows(self) -> tuple[int, int]:
-        return self.query.shape[1], self.query.shape[2]
+        return self.call.query.shape[1], self.call.query.shape[2]
 
     def __call__(self, signal: Tensor) -> Tensor:
+        call = self.call
         if self.applications:
             signal = self._all_rows(signal)
-        elif not self.exact and (matrix := self.few_rows()) is not None:
+        elif call.few_rows is not None and not self.exact and (matrix := call.few_rows()) is not None:
             self._formed = DenseShift(matrix)
         self.applications += 1
         if self._formed is not None:
             return self._formed(signal)
         if self.applications > 1:
-            return self.attend(repeat_heads(self.key, signal.shape[1]), signal)[0].transpose(1, 2)
-        output, self.weights = self.attend(self.key, signal)
-        if self.weights_again and self.weights is not None:
+            return call.attend(repeat_heads(call.key, signal.shape[1]), signal)[0].transpose(1, 2)
+        output, self.weights = call.attend(call.key, signal)
+        if call.weights_again and self.weights is not None:
             self._formed = DenseShift(self.weights)
         return output.transpose(1, 2)
 
     def powers(self, value: Tensor, count: int) -> list[Tensor]:
-        joint = self.twice if count == 2 and not self.applications else None
+        joint = self.call.twice if count == 2 and not self.applications else None
         both = None if joint is None else joint(value, self.exact)
         if both is None:
             return super().powers(value, count)
@@ -115,20 +160,23 @@ class AttentionShift(ShiftOperator):
     def mean(self, signal: Tensor) -> Tensor:
         structure, tokens, keys = self._structure(), self.query.shape[2], signal.shape[2]
         if structure is None:
-            return average_of_seen(signal, seen_by_mask(self._mask, signal.shape[0]))
+            return average_of_seen(signal, seen_by_mask(self.call.mask, signal.shape[0]))
         means = average(signal, *structure)
         if not structure[0]:
             return means.expand(-1, -1, tokens, -1)
         return means if keys == tokens else self._check_past(keys).newest(means, tokens)
 
     def seen(self) -> tuple[Tensor | None, bool]:
-        """As SDPA takes it: which keys each query sees, bool (batch or 1, 1, queries or 1, keys), None for all, and
-        whether, without a matrix, these are all up to its own place."""
+        """Return what each query sees as SDPA takes it: (keys, causal).
+
+        Keys are bool (batch or 1, 1, queries or 1, keys), None for all. Causal says, without such a matrix, whether a
+        query sees no later token.
+        """
         structure, tokens, keys = self._structure(), self.query.shape[2], self.key.shape[2]
         if structure is None:
-            return seen_by_mask(self._mask, self.query.shape[0]), False
-        causal, there = structure
-        seen = None if there is None else there[:, None, None]
+            return seen_by_mask(self.call.mask, self.query.shape[0]), False
+        causal, visible_keys = structure
+        seen = None if visible_keys is None else visible_keys[:, None, None]
         if not causal or (seen is None and keys == tokens):
             return seen, causal
         places = torch.arange(keys, device=self.key.device).view(1, 1, -1, 1)
@@ -137,7 +185,7 @@ class AttentionShift(ShiftOperator):
 
     def _structure(self) -> tuple[bool, Tensor | None] | None:
         """``visible()``; None where the mask must be applied as a matrix, as in a graph, which cannot look into it."""
-        by_queries = self._mask is not None and self._mask.dim() > 2
+        by_queries = self.call.mask is not None and self.call.mask.dim() > 2
         if by_queries and (torch.compiler.is_compiling() or torch.jit.is_tracing()):
             return None
         try:
@@ -155,7 +203,7 @@ class AttentionShift(ShiftOperator):
     def visible(self) -> tuple[bool, Tensor | None]:
         """(causal, keys): which tokens the mask leaves, see ``ops.visibility``; read once, as it may be n x n."""
         if self._visible is None:
-            causal, keys = self._read_visible()
+            causal, keys = (False, None) if self.call.visible is None else self.call.visible()
             self._visible = causal, None if keys is None else keys.expand(self.query.shape[0], -1)
         return self._visible
 
@@ -167,18 +215,12 @@ class AttentionShift(ShiftOperator):
         return self._earlier
 
     def restart(self, earlier: EarlierLayers | None = None) -> AttentionShift:
-        """The same operator before its first application, without a cache, and with what the filters of ``earlier``
-        layers left: for another look at it."""
-        return AttentionShift(
-            *(self.attend, self.query, self.key),
-            weights_again=self.weights_again,
-            hidden=self.hidden,
-            scaling=self.scaling,
-            visible=self.visible,
-            mask=self._mask,
-            earlier=earlier,
-            bias=self.bias,
-        )
+        """Return the same operator before its first application, without a cache, for another look at it.
+
+        ``earlier`` is what the filters of earlier layers left. ``S`` is then applied by calls of the attention function
+        alone, so that every look finds the same numbers.
+        """
+        return AttentionShift(replace(self.call, twice=None, few_rows=None), earlier=earlier)
 
     def dense(self) -> DenseShift:
         """The same operator as an explicit matrix, found by applying it to the unit vectors (for tests, analysis)."""

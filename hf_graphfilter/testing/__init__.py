@@ -1,4 +1,4 @@
-"""``check_filter``: whether a filter, of this package or anybody's, does all that the package promises of filters.
+"""Check that a filter does all that the package promises of filters: ``check_filter``.
 
 It runs on tiny models with random weights, made here: an encoder, a causal decoder with grouped keys, an
 encoder-decoder and a vision model. Nothing is downloaded.
@@ -33,7 +33,7 @@ def check_filter(
     raise_on_failure: bool = True,
     **options: Any,
 ) -> FilterReport:
-    """Run a filter through models, explicit matrices, decoding, files, copies and the compiler: some seconds.
+    """Check a filter on tiny models: explicit matrices, decoding, files, copies and the compiler, in some seconds.
 
     Random numbers are afterwards as they were; what ``torch.compile`` has compiled so far is forgotten.
 

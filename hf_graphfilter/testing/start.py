@@ -1,4 +1,4 @@
-"""Checks of what a filter is before it is used: its config, its parameters, its start."""
+"""Checks of a filter before it is used: its config, its parameters, its start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _all_set(model: nn.Module, complaint: str) -> None:
 
 
 def _reset(model: nn.Module, complaint: str) -> None:
-    """``reset_parameters`` of all filters, whose memory holds NaN before."""
+    """Call ``reset_parameters`` of all filters, whose memory holds NaN before."""
     for tensor in state(model).values():
         if tensor.is_floating_point():
             tensor.data.fill_(torch.nan)
@@ -70,7 +70,7 @@ def _start_values(trial: Trial, family: Family) -> None:
 
 @check("meta", *ALL)
 def _meta(trial: Trial, family: Family) -> None:
-    """As ``from_pretrained`` builds a model."""
+    """Build a model on the meta device, as ``from_pretrained`` does."""
     with torch.device("meta"):
         model = patch_model(family.model_class(copy.deepcopy(family.config)), trial.config)
     if other := {*state(patch_model(family.build(), trial.config))} ^ {*state(model)}:

@@ -1,4 +1,4 @@
-"""What all checks are made of: a trial of one filter, its rows, how a check fails, and looks into patched models."""
+"""The parts of all checks: a trial of one filter, its rows, how a check fails, and helpers for patched models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..errors import GraphFilterError
 from ..filters import FilterConfig, GraphFilter
 from ..filters.core.attached import filters_of
 from ..patching.patch import patch_model
-from ..patching.status import text_table
+from ..tables import text_table
 from ..training.blend import set_blend
 
 # Models run in float64, but a filter may compute in float32: its rounding, grown over two layers of attention far from
@@ -37,7 +37,7 @@ class CheckRow:
 
 
 class FilterReport(list[CheckRow]):
-    """Rows of ``check_filter``; prints as a table."""
+    """The rows of ``check_filter``; prints as a table."""
 
     @property
     def failures(self) -> list[CheckRow]:
@@ -48,16 +48,16 @@ class FilterReport(list[CheckRow]):
 
 
 class Failed(Exception):
-    """The message says in a sentence what is wrong."""
+    """A failed check; the message says in a sentence what is wrong."""
 
 
 class DoesNotApply(Exception):
-    """The message says why."""
+    """A check that does not apply; the message says why."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A tiny model; kind: encoder, decoder, encoder-decoder or vision."""
+    """A tiny model; its kind is encoder, decoder, encoder-decoder or vision."""
 
     name: str
     kind: str
@@ -65,7 +65,7 @@ class Family:
     config: Any
 
     def build(self, dtype: torch.dtype = torch.float64) -> Any:
-        """The model, the same at each call."""
+        """Return the model, the same at each call."""
         torch.manual_seed(0)
         model = self.model_class(copy.deepcopy(self.config)).eval()
         with torch.no_grad():
@@ -84,6 +84,7 @@ class Family:
 
 
 def families() -> list[Family]:
+    """Return the tiny models that a filter is tried on."""
     t = transformers
     sizes: Any = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
     no_dropout: Any = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -100,6 +101,8 @@ def families() -> list[Family]:
 
 @dataclass(frozen=True)
 class Check:
+    """One check: what it is called, and what it runs."""
+
     name: str
     run: Callable[[Trial, Family], str | None]
     kinds: tuple[str, ...]  # of models; none: it needs no model
@@ -107,11 +110,14 @@ class Check:
 
 
 def check(name: str, *kinds: str, basic: bool = False) -> Callable[[Callable[[Trial, Family], str | None]], Check]:
+    """Register a function as a check of that name."""
     return lambda run: Check(name, run, kinds, basic)
 
 
 @dataclass
 class Trial:
+    """A filter under trial, with its options."""
+
     config: FilterConfig
     formula: Callable[[Tensor, dict[str, Tensor]], Tensor] | None
     folder: Path
@@ -140,18 +146,19 @@ class Trial:
 
 
 def one_line(error: Exception) -> str:
+    """Return an error as one line."""
     return " ".join(str(error).split())
 
 
 def equal(computed: Tensor, expected: Tensor, complaint: str, tolerance: float = TOLERANCE) -> None:
-    """Fail with ``complaint`` where the largest difference, relative to the largest entry, exceeds ``tolerance``."""
+    """Fail with ``complaint`` if the largest difference, relative to the largest entry, exceeds ``tolerance``."""
     error = ((computed - expected).abs().max() / expected.abs().max()).item()
     if not error <= tolerance:  # NaN too
         raise Failed(f"{complaint} (relative difference {error:.1e}, allowed {tolerance:.0e})")
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of all filters."""
+    """Return the parameters and buffers of all filters."""
     return {
         f"{name}.{key}": tensor
         for name, graph_filter in filters_of(model)
@@ -160,6 +167,7 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def output(model: Any, inputs: dict[str, Tensor], **further: Any) -> Tensor:
+    """Return the main output of a model for its inputs."""
     with torch.no_grad():
         return model(**inputs, **further).last_hidden_state
 

@@ -1,5 +1,7 @@
-"""Checks of what a filter computes (matrices, formulas, gradients) and of what it does in a model: tokens, decoding,
-half precision, files, copies, a compiled graph."""
+"""Checks of what a filter computes and does in a model.
+
+They cover matrices, formulas, gradients, tokens, decoding, half precision, files, copies and a compiled graph.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from ..hosts.transformers.cache import NAME as CACHE
 from ..ops.heads import repeat_heads
 from ..patching.patch import unpatch_model
 from ..patching.status import filter_parameters
-from ..shift.attention import AttentionShift
+from ..shift.attention import AttentionCall, AttentionShift
 from ..shift.operator import DenseShift
 from .trial import ALL, DoesNotApply, Failed, Family, Trial, check, equal, one_line, output, state, turn_on
 
@@ -29,7 +31,7 @@ DECODERS = ("decoder", "encoder-decoder")
 
 
 def _calls(trial: Trial, family: Family) -> list[tuple[GraphFilter, DenseShift, Tensor, Tensor]]:
-    """(filter, the shift as an explicit matrix, value, output) of each layer, for a padded batch."""
+    """Return (filter, the shift as an explicit matrix, value, output) of each layer, for a padded batch."""
     calls: list[tuple[GraphFilter, DenseShift, Tensor, Tensor]] = []
 
     def hook(graph_filter: Any, args: tuple[Any, ...], out: Tensor) -> None:
@@ -73,7 +75,7 @@ def _formula(trial: Trial, family: Family) -> None:
 
 @check("values a head", "encoder")
 def _values_a_head(trial: Trial, family: Family) -> None:
-    """As tensor parallelism splits the heads."""
+    """Check values split by heads, as tensor parallelism splits them."""
     if not trial.config.module.per_head:
         raise DoesNotApply("it names none (per_head), and tensor parallelism will refuse it")
     for graph_filter, dense, value, out in _calls(trial, family):
@@ -119,9 +121,9 @@ def _finite_differences(trial: Trial, _: Family) -> None:
 
     def filtered(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, *parameters: Tensor) -> Tensor:
         matrix = (query @ key.mT).softmax(-1)
-        shift = AttentionShift(lambda _, signal: ((matrix @ signal).transpose(1, 2), matrix), query, key)
-        shift.hidden = hidden
-        return functional_call(graph_filter, dict(zip(start, parameters, strict=True)), (shift, value))
+        call = AttentionCall(lambda _, signal: ((matrix @ signal).transpose(1, 2), matrix), query, key, hidden=hidden)
+        arguments = AttentionShift(call), value
+        return functional_call(graph_filter, dict(zip(start, parameters, strict=True)), arguments)
 
     try:
         torch.autograd.gradcheck(filtered, [x.requires_grad_() for x in (*inputs, *start.values())], fast_mode=True)
@@ -151,7 +153,7 @@ def _padding(trial: Trial, family: Family) -> None:
 
 @check("cached decoding", *DECODERS)
 def _cached_decoding(trial: Trial, family: Family) -> None:
-    """And training in pieces, whose gradients go through what the cache holds."""
+    """Check decoding with a cache, and training in pieces whose gradients pass through the cache."""
     model, inputs = trial.patched(family), family.inputs()
     name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
     ids, others = inputs[name], {k: v for k, v in inputs.items() if k not in (name, "attention_mask")}

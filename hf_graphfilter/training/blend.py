@@ -33,7 +33,7 @@ def set_blend(model: M, gate: float) -> M:
     """
     if not is_number(gate, 1):
         raise GraphFilterError(f"the gate of a blend is between 0 and 1, got {gate!r}")
-    for layer in _blended(model):
+    for layer in _find_blended(model):
         assert layer.gate is not None
         layer.gate.fill_(gate)
     return model
@@ -49,8 +49,8 @@ def drop_blend(model: M, *, force: bool = False) -> M:
     Raises:
         GraphFilterError: no blended layer, a gate that is not 1, or layers of a part that was patched by itself.
     """
-    whole, model = model, unwrapped(model, running=False)  # type: ignore[assignment]
-    host, layers = host_of(model), _blended(model)
+    wrapped, model = model, unwrapped(model, running=False)  # type: ignore[assignment]
+    host, layers = host_of(model), _find_blended(model)
     for layer in layers:
         assert layer.gate is not None
         if not force and not bool((layer.gate == 1).all()):
@@ -60,14 +60,16 @@ def drop_blend(model: M, *, force: bool = False) -> M:
             )
     record = own_record(host, model)
     configs = [FilterConfig.from_dict(group["config"]) for group in record["filters"]]
-    kept = [replace(config, init="copy") if isinstance(config, ReplacingConfig) else config for config in configs]
+    unblended = [replace(config, init="copy") if isinstance(config, ReplacingConfig) else config for config in configs]
     # in place: the config of a model around this one holds this one's
-    record["filters"] = [{**g, "config": config.to_dict()} for g, config in zip(record["filters"], kept, strict=True)]
+    record["filters"] = [
+        {**g, "config": config.to_dict()} for g, config in zip(record["filters"], unblended, strict=True)
+    ]
     host.write_record(model, record)
     for layer in layers:
         layer.gate = None
         layer.config = replace(layer.config, init="copy")
-    return whole
+    return wrapped
 
 
 class BlendSchedule(LoggingCallback):
@@ -120,7 +122,7 @@ class BlendSchedule(LoggingCallback):
         return {"blend_gate": self.gate}
 
 
-def _blended(model: nn.Module) -> list[ReplacingFilter]:
+def _find_blended(model: nn.Module) -> list[ReplacingFilter]:
     blended = [f for _, f in filters_of(model, ReplacingFilter, copies=True) if f.gate is not None]
     if not blended:
         can_blend = [name for name in available_filters() if issubclass(get_filter(name), ReplacingConfig)]

@@ -11,7 +11,7 @@ from transformers.trainer import DEFAULT_CALLBACKS
 from transformers.trainer_callback import CallbackHandler, TrainerState
 
 from ..filters.core.attached import filters_of, read_whole
-from .learning_rate import caller, find_rate_problem, report_problem
+from .learning_rate import find_caller, find_rate_problem, report_problem
 from .reference import check_reference
 from .resuming import check_when_resuming
 
@@ -25,7 +25,7 @@ class FilterCallback(TrainerCallback):
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         from .optimizer import give_filter_rate  # which imports the Trainer, whose import imports this file
 
-        if trainer := caller(Trainer):
+        if trainer := find_caller(Trainer):
             give_filter_rate(trainer)
             check_when_resuming(type(trainer))
 
@@ -33,7 +33,10 @@ class FilterCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         if isinstance(model, nn.Module):
-            for problem in (find_rate_problem(model, optimizer, state.max_steps), check_reference(caller(Trainer))):
+            for problem in (
+                find_rate_problem(model, optimizer, state.max_steps),
+                check_reference(find_caller(Trainer)),
+            ):
                 report_problem(problem, state.is_world_process_zero)
 
 
@@ -54,7 +57,7 @@ class LoggingCallback(TrainerCallback):
         raise NotImplementedError
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if handler := caller(CallbackHandler):
+        if handler := find_caller(CallbackHandler):
             callbacks = handler.callbacks
             callbacks.remove(self)
             callbacks.insert(0, self)
@@ -82,8 +85,8 @@ class _Without:
         self.other, self.on_log = other, on_log
 
     def __call__(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-        kept = {k: v for k, v in (logs or {}).items() if k not in self.other.logged}
-        return self.on_log(args, state, control, logs=kept, **kwargs)
+        printed = {k: v for k, v in (logs or {}).items() if k not in self.other.logged}
+        return self.on_log(args, state, control, logs=printed, **kwargs)
 
 
 class CoefficientCallback(LoggingCallback):

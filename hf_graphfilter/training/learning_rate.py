@@ -8,7 +8,6 @@ This file imports no Trainer: it is loaded with accelerate, long before one is n
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import math
@@ -24,6 +23,7 @@ from torch import nn
 from ..errors import GraphFilterError, is_number, shown
 from ..filters.core.attached import filters_of
 from ..patching.status import filter_parameters, filter_status
+from ..wrappers import wrap
 
 FILTER_LR = 1e-2
 FAST = 1e-3  # a rate that moves a coefficient by as much as filters were seen to need, within a thousand steps
@@ -83,16 +83,16 @@ def split_filter_groups(optimizer: torch.optim.Optimizer, model: nn.Module, filt
     Raises:
         GraphFilterError: a coefficient that is trained is in no group.
     """
-    own = coefficient_ids(model)
-    wanted = {id(p) for p in filter_parameters(model) if p.requires_grad} & own
+    of_filter = coefficient_ids(model)
+    wanted = {id(p) for p in filter_parameters(model) if p.requires_grad} & of_filter
     of_weights: list[dict[str, Any]] = []
     of_filters: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
-        inside = [p for p in group["params"] if id(p) in own]
+        inside = [p for p in group["params"] if id(p) in of_filter]
         wanted -= {id(p) for p in inside}
         options = {**group, "lr": filter_lr, "weight_decay": 0.0}
         of_filters += [{**options, "params": parameters} for parameters in split_by_mesh(inside)]
-        if rest := [p for p in group["params"] if id(p) not in own]:
+        if rest := [p for p in group["params"] if id(p) not in of_filter]:
             of_weights.append({**group, "params": rest})
     if wanted:
         raise GraphFilterError(
@@ -129,9 +129,9 @@ def find_rate_problem(model: nn.Module, optimizer: Any, steps: int | None = None
             f"{len(missing)} of {len(parameters)} parameters of the graph filter are not in the optimizer, so training "
             "leaves them as they are: patch the model before the optimizer is made"
         )
-    own = coefficient_ids(model)
-    of_filters = [group for group in groups if any(id(p) in own for p in group["params"])]
-    of_weights = {_peak(group) for group in groups if any(id(p) not in own for p in group["params"])}
+    of_filter = coefficient_ids(model)
+    of_filters = [group for group in groups if any(id(p) in of_filter for p in group["params"])]
+    of_weights = {_peak(group) for group in groups if any(id(p) not in of_filter for p in group["params"])}
     forgotten = {rate for group in of_filters if (rate := _peak(group)) in of_weights or not of_weights}
     if not forgotten or (rate := min(forgotten)) >= FAST or rate * (steps or 0) >= 1:
         return None
@@ -148,38 +148,34 @@ def _peak(group: dict[str, Any]) -> float:
     return math.inf if rate is None else float(rate)
 
 
-def caller(kind: type[C]) -> C | None:
+def find_caller(kind: type[C]) -> C | None:
     """Return the nearest object of a class whose method called, or None."""
+    # the Trainer gives callbacks neither itself nor their handler, and to keep it would take a wrapper of its __init__
     frame = inspect.currentframe()
     while frame is not None and not isinstance(frame.f_locals.get("self"), kind):
         frame = frame.f_back
     return None if frame is None else frame.f_locals["self"]
 
 
-def check_prepared(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Accelerator.prepare``: a filter that the optimizer would not move is reported in one line.
+def prepare_with_rate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run ``Accelerator.prepare``, and report a filter that the optimizer would not move in one line.
 
     The rate of ``hf-graphfilter run --filter-lr`` is given to an optimizer that no schedule reads yet.
     """
-
-    @functools.wraps(original)
-    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
-        optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
-        models = [arg for arg in args if isinstance(arg, nn.Module)] or self._models
-        if optimizers and not _called_by_trainer():  # whose callback reports more exactly
-            rate = rate_from_environment()
-            for model, optimizer in ((m, o) for m in models for o in optimizers if coefficient_ids(m)):
-                if rate is not None and not any("initial_lr" in group for group in optimizer.param_groups):
-                    split_filter_groups(optimizer, model, rate)
-                report_problem(find_rate_problem(model, optimizer), self.is_main_process)
-        return original(self, *args, **kwargs)
-
-    return prepare
+    optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
+    models = [arg for arg in args if isinstance(arg, nn.Module)] or self._models
+    if optimizers and not _is_called_by_trainer():  # whose callback reports more exactly
+        rate = rate_from_environment()
+        for model, optimizer in ((m, o) for m in models for o in optimizers if coefficient_ids(m)):
+            if rate is not None and not any("initial_lr" in group for group in optimizer.param_groups):
+                split_filter_groups(optimizer, model, rate)
+            report_problem(find_rate_problem(model, optimizer), self.is_main_process)
+    return original(self, *args, **kwargs)
 
 
-def _called_by_trainer() -> bool:
+def _is_called_by_trainer() -> bool:
     module = sys.modules.get("transformers.trainer")
-    return module is not None and caller(module.Trainer) is not None
+    return module is not None and find_caller(module.Trainer) is not None
 
 
 def report_problem(problem: str | None, on_this_process: bool) -> None:
@@ -188,4 +184,4 @@ def report_problem(problem: str | None, on_this_process: bool) -> None:
         logger.warning("hf_graphfilter: %s", problem)
 
 
-Accelerator.prepare = check_prepared(Accelerator.prepare)  # this file is imported right after accelerate's
+wrap(Accelerator, "prepare", prepare_with_rate)  # this file is imported right after accelerate's

@@ -14,9 +14,9 @@ from ..errors import GraphFilterError
 from ..patching.status import filter_parameters
 from .learning_rate import (
     FILTER_LR,
-    caller,
     check_rates,
     coefficient_ids,
+    find_caller,
     rate_from_environment,
     split_by_mesh,
     split_filter_groups,
@@ -56,15 +56,15 @@ def parameter_groups(
     """
     check_rates(lr=lr, filter_lr=filter_lr, **({} if weight_decay is None else {"weight_decay": weight_decay}))
     _check_trainable(model)
-    own = coefficient_ids(model)
+    of_filter = coefficient_ids(model)
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]  # uses nothing of a Trainer
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    rest = [(n, p) for n, p in named if id(p) not in own]
+    rest = [(n, p) for n, p in named if id(p) not in of_filter]
     decay = {} if weight_decay is None else {"weight_decay": weight_decay}
     groups: list[dict[str, Any]] = [
         {"params": [p for n, p in rest if n in decayed], "lr": lr, **decay},
         {"params": [p for n, p in rest if n not in decayed], "lr": lr, "weight_decay": 0.0},
-        {"params": [p for _, p in named if id(p) in own], "lr": filter_lr, "weight_decay": 0.0},
+        {"params": [p for _, p in named if id(p) in of_filter], "lr": filter_lr, "weight_decay": 0.0},
     ]
     return [{**group, "params": parameters} for group in groups for parameters in split_by_mesh(group["params"])]
 
@@ -99,11 +99,11 @@ def filter_optimizer(args: TrainingArguments, filter_lr: float = _FROM_ARGUMENTS
     Example:
         ``Trainer(model, args, optimizer_cls_and_kwargs=filter_optimizer(args, filter_lr=1e-2))``
     """
-    given = filter_lr is not _FROM_ARGUMENTS
-    if given:
+    has_rate = filter_lr is not _FROM_ARGUMENTS
+    if has_rate:
         check_rates(filter_lr=filter_lr)
     _check_optimizer(args)
-    return _Factory(filter_lr if given else None), {}
+    return _Factory(filter_lr if has_rate else None), {}
 
 
 def _check_optimizer(args: TrainingArguments) -> None:
@@ -125,7 +125,7 @@ class _Factory:
         return self.build
 
     def build(self, model: nn.Module, **_: Any) -> torch.optim.Optimizer:
-        if (trainer := caller(Trainer)) is None:
+        if (trainer := find_caller(Trainer)) is None:
             raise GraphFilterError("filter_optimizer is for a Trainer; in a loop of your own use parameter_groups")
         _check_trainable(model)
         trainer.optimizer_cls_and_kwargs, ours = None, trainer.optimizer_cls_and_kwargs
@@ -137,9 +137,9 @@ class _Factory:
         return optimizer
 
 
-def _rate(args: TrainingArguments, given: float | None = None) -> float:
+def _rate(args: TrainingArguments, filter_lr: float | None = None) -> float:
     """Return the rate of the environment, or what was given, or that of the arguments."""
-    rates = (rate_from_environment(), given, getattr(args, "filter_lr", None))
+    rates = (rate_from_environment(), filter_lr, getattr(args, "filter_lr", None))
     rate: float = next((rate for rate in rates if rate is not None), FILTER_LR)
     check_rates(filter_lr=rate)
     return rate
@@ -157,13 +157,13 @@ def give_filter_rate(trainer: Trainer) -> None:
 
 def _create_optimizer(create: Any, model: nn.Module | None = None) -> torch.optim.Optimizer:
     trainer: Trainer = create.__self__
-    handed_in, whole = trainer.optimizer is not None, model or trainer.model
-    assert whole is not None
-    trained = not handed_in and any(p.requires_grad for p in filter_parameters(whole))
+    handed_in, trained_model = trainer.optimizer is not None, model or trainer.model
+    assert trained_model is not None
+    trained = not handed_in and any(p.requires_grad for p in filter_parameters(trained_model))
     if trained:
         _check_optimizer(trainer.args)
     optimizer: torch.optim.Optimizer = create() if model is None else create(model)
     ours = isinstance((trainer.optimizer_cls_and_kwargs or (None,))[0], _Factory)
     if trained and not ours:
-        split_filter_groups(optimizer, whole, _rate(trainer.args))
+        split_filter_groups(optimizer, trained_model, _rate(trainer.args))
     return optimizer

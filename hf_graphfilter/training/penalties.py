@@ -9,7 +9,7 @@ under DDP. Without callback or ``collect_penalties`` no loss is computed, and no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,11 +23,10 @@ from ..filters import GraphFilter
 from ..filters.core.attached import filters_of
 from ..filters.core.base import Loss
 from .callbacks import LoggingCallback
-from .learning_rate import caller
+from .learning_rate import find_caller
+from .loss_gradients import GradientAdder, Options, Weights, choose_weights, reruns_layers
 
 LOGGED = {"orthogonality": "ortho_loss"}  # its name since the first release; others are NAME_loss
-Weights = Mapping[str, float]
-Options = Mapping[str, Mapping[str, Any]]
 
 
 class RegularizerCallback(LoggingCallback):
@@ -50,8 +49,8 @@ class RegularizerCallback(LoggingCallback):
     """
 
     def __init__(self, weights: Weights | None = None, options: Options | None = None):
-        self.weights, self.options = _checked(type(self).__name__, weights), options or {}
-        self.added = _Added(self.weights, self.options)
+        self.weights, self.options = _check_weights(type(self).__name__, weights), options or {}
+        self.added = GradientAdder(self.weights, self.options)
 
     def on_train_begin(
         self, args: TrainingArguments, state: Any, control: Any, model: Any = None, **kwargs: Any
@@ -62,8 +61,8 @@ class RegularizerCallback(LoggingCallback):
             raise GraphFilterError(f"{name}: torch.nn.DataParallel is not supported; use torchrun (DDP)")
         if args.deepspeed:
             raise GraphFilterError(f"{name}: DeepSpeed scales the loss where a callback cannot see it; use DDP or FSDP")
-        self.added = _Added(self.weights, self.options, _runs_again(model))
-        if trainer := caller(Trainer):
+        self.added = GradientAdder(self.weights, self.options, reruns_layers(model))
+        if trainer := find_caller(Trainer):
             step = trainer.training_step
             inner = step.inner if isinstance(step, _Step) else step  # of a training that was interrupted
             trainer.training_step = _Step(inner, filters, self.added)  # type: ignore[method-assign]
@@ -76,7 +75,7 @@ class RegularizerCallback(LoggingCallback):
         scaler = getattr(optimizer, "scaler", None)  # float16: the gradients are scaled until the optimizer's step
         scale = 1.0 if scaler is None else scaler.get_scale()
         # batches of this step: an epoch may end with fewer
-        batches = getattr(caller(Trainer), "current_gradient_accumulation_steps", args.gradient_accumulation_steps)
+        batches = getattr(find_caller(Trainer), "current_gradient_accumulation_steps", args.gradient_accumulation_steps)
         self.added.scale = scale / batches
 
     def values(self) -> dict[str, float]:
@@ -85,7 +84,7 @@ class RegularizerCallback(LoggingCallback):
         return {LOGGED.get(name, f"{name}_loss"): total.item() / counts[name] for name, total in sums.items()}
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        trainer = caller(Trainer)
+        trainer = find_caller(Trainer)
         if trainer and isinstance(trainer.training_step, _Step):
             trainer.training_step = trainer.training_step.inner  # type: ignore[method-assign]
         record(penalised_filters(model, self.weights, self.options), None)
@@ -94,7 +93,7 @@ class RegularizerCallback(LoggingCallback):
 class _Step:
     """A Trainer's ``training_step`` with the losses of the filters, which nothing sees outside, whatever ends it."""
 
-    def __init__(self, inner: Callable[..., Tensor], filters: list[GraphFilter], added: _Added):
+    def __init__(self, inner: Callable[..., Tensor], filters: list[GraphFilter], added: GradientAdder):
         self.inner, self.filters, self.added = inner, filters, added
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -121,7 +120,7 @@ class Penalties:
     def _record(self, graph_filter: GraphFilter, out: Tensor, losses: dict[str, Loss]) -> Tensor:
         if torch.is_grad_enabled():
             self._called = True
-            for name, weight in _asked(graph_filter, losses, self._weights).items():
+            for name, weight in choose_weights(graph_filter, losses, self._weights).items():
                 self._seen.setdefault(name, []).append((weight, losses[name]))
         return out
 
@@ -133,14 +132,14 @@ class Penalties:
             GraphFilterError: no training forward pass with gradients. Reentrant gradient checkpointing makes none: use
                 ``use_reentrant=False``, or ``RegularizerCallback``.
         """
-        return {name: _mean([loss for _, loss in pairs]) for name, pairs in self._computed().items()}
+        return {name: _mean([loss for _, loss in pairs]) for name, pairs in self._compute().items()}
 
     def total(self) -> Tensor:
         """The sum of the losses times their weights, a scalar to be added to the loss; raises as ``losses`` does."""
-        terms = [_mean([weight * loss for weight, loss in pairs]) for pairs in self._computed().values()]
+        terms = [_mean([weight * loss for weight, loss in pairs]) for pairs in self._compute().values()]
         return torch.stack([term.to(terms[0].device) for term in terms]).sum() if terms else torch.zeros(())
 
-    def _computed(self) -> dict[str, list[tuple[float, Tensor]]]:
+    def _compute(self) -> dict[str, list[tuple[float, Tensor]]]:
         if not self._called:
             raise GraphFilterError(
                 "collect_penalties(model) saw no training forward pass: it needs model.train() and gradients; with "
@@ -179,7 +178,7 @@ def collect_penalties(
         ...     out = model(torch.randint(0, 1000, (2, 8))).last_hidden_state
         >>> (out.square().mean() + penalties.total()).backward()
     """
-    weights, options = _checked("collect_penalties", weights), options or {}
+    weights, options = _check_weights("collect_penalties", weights), options or {}
     penalties, filters = Penalties(weights, options), penalised_filters(model, weights, options)
     before = [(graph_filter, graph_filter.recorder) for graph_filter in filters]
     for graph_filter, _ in before:
@@ -205,77 +204,19 @@ def penalised_filters(model: nn.Module, weights: Weights, options: Options) -> l
             f"{type(model).__name__} has no filter with a loss of its own (FilterConfig.penalties); patch it with one, "
             "such as 'agf'"
         )
-    if not any(_asked(f, f.config.penalties, weights) for f in filters):
+    if not any(choose_weights(f, f.config.penalties, weights) for f in filters):
         raise GraphFilterError(
             f"the losses of {type(model).__name__}: every weight is 0 in the configs of the filters; give one, say 1e-2"
         )
     return filters
 
 
-def _checked(where: str, weights: Weights | None) -> Weights:
+def _check_weights(where: str, weights: Weights | None) -> Weights:
     for name, weight in (weights or {}).items():
         if not is_number(weight):
             raise GraphFilterError(f"{where}: the weight of {name} must be a number >= 0, got {shown(weight)}")
     return weights or {}
 
 
-def _asked(graph_filter: GraphFilter, losses: Iterable[str], weights: Weights) -> dict[str, float]:
-    """The weights of those of ``losses`` that count: a loss of weight 0 is not computed, and no part of a mean."""
-    chosen = {**graph_filter.config.penalties, **weights}
-    return {name: chosen[name] for name in losses if chosen[name]}
-
-
 def _mean(values: list[Tensor]) -> Tensor:
     return torch.stack([value.to(values[0].device) for value in values]).mean()
-
-
-def _runs_again(model: nn.Module) -> bool:
-    """Whether layers are checkpointed so that their forward pass, the first time, has no gradients."""
-    functions = [getattr(m, "_gradient_checkpointing_func", None) for m in model.modules()]
-    return any(f is not None and getattr(f, "keywords", {}).get("use_reentrant", True) for f in functions)
-
-
-class _Added:
-    """The recorder of all filters of a model while it trains: adds the gradients, and sums up what is logged."""
-
-    def __init__(self, weights: Weights, options: Options, reentrant: bool = False):
-        self.weights, self.options, self.scale, self.reentrant = weights, options, 1.0, reentrant
-        self.applications = Counter[str]()  # of each loss in the last forward pass
-        self.others = Counter[str]()  # without gradients, for what compute_loss looks up, say
-        self.backward_began = False
-        self.sums: dict[str, Tensor] = {}
-        self.counts = Counter[str]()
-
-    def __call__(self, graph_filter: GraphFilter, out: Tensor, losses: dict[str, Loss]) -> Tensor:
-        weights = _asked(graph_filter, losses, self.weights)
-        if torch._C._current_graph_task_id() == -1:  # checkpointing runs a layer again, during the backward pass
-            if self.backward_began:
-                self.applications, self.others, self.backward_began = Counter(), Counter(), False
-            counted = self.applications if torch.is_grad_enabled() or self.reentrant else self.others
-            counted.update(weights.keys())
-        if torch.is_grad_enabled():
-            for name, weight in weights.items():
-                loss = losses[name](**self.options.get(name, {}))
-                out = _AddGradient.apply(out, loss, name, weight, self)
-        return out
-
-    def record(self, name: str, loss: Tensor) -> None:
-        self.backward_began = True
-        before = self.sums.get(name)
-        self.sums[name] = loss.clone() if before is None else before + loss.to(before.device)
-        self.counts[name] += 1
-
-
-class _AddGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, loss: Tensor, name: str, weight: float, added: _Added) -> Tensor:  # type: ignore[override]
-        ctx.loss, ctx.rest = loss.detach(), (name, weight, added)
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        name, weight, added = ctx.rest
-        added.record(name, ctx.loss)
-        count = added.applications[name] or added.others[name]  # of a checkpointing that the model does not know of
-        share = torch.full_like(ctx.loss, weight * added.scale / count)
-        return grad, share, None, None, None

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ..filters import GraphFilter
-from ..filters.core.attached import copy_restarted, filters_of
-from ..filters.core.record import described, record_of
+from ..filters.core.attached import copy_restarted, filters_of, is_sharded
+from ..filters.core.record import describe_record, record_of
 from ..filters.core.replacing import ReplacingFilter
 
 
@@ -24,28 +24,27 @@ def check_reference(trainer: Any) -> str | None:
     if not isinstance(model, nn.Module) or not isinstance(reference, nn.Module) or model is reference:
         return None
     filters = [[f for _, f in filters_of(each)] for each in (model, reference)]
-    own, others = ([f.config for f in each] for each in filters)
+    configs, others = ([f.config for f in each] for each in filters)
     resumed = getattr(getattr(trainer, "state", None), "global_step", 0) > 0
-    if own == others or resumed:
+    if configs == others or resumed:
         return None
     if all(_is_original(f) for each in filters for f in each):
         return None
-    trained, kept = (_described(configs) for configs in (own, others))
+    trained, compared = (_describe(each) for each in (configs, others))
     return (
-        f"the model that is trained has {trained}, and the reference model has {kept}: pass "
+        f"the model that is trained has {trained}, and the reference model has {compared}: pass "
         "ref_model=copy.deepcopy(model), or save the patched model and load it from there, as TRL loads the reference"
     )
 
 
-def _described(configs: list[Any]) -> str:
-    return described(record_of("", ((str(i), config) for i, config in enumerate(configs)))) or "no graph filter"
+def _describe(configs: list[Any]) -> str:
+    return describe_record(record_of("", ((str(i), config) for i, config in enumerate(configs)))) or "no graph filter"
 
 
 def _is_original(graph_filter: GraphFilter) -> bool:
     """Return whether a filter still is the original attention, as it started."""
     tensors = graph_filter.state_dict(keep_vars=True)
-    sharded = any(hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id") for tensor in tensors.values())
-    if sharded or not graph_filter.config.starts_as_original:
+    if any(map(is_sharded, tensors.values())) or not graph_filter.config.starts_as_original:
         return False
     if isinstance(graph_filter, ReplacingFilter):
         return not graph_filter.gate.any()  # type: ignore[union-attr]  # it has one, since it starts as the original

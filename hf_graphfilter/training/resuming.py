@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +13,19 @@ from ..errors import GraphFilterError
 from ..filters.core.attached import CHILD, filters_of
 from ..filters.core.record import read_groups
 from ..hosts import host_of, unwrapped
-
-_CHECKS = "_checks_graph_filter"
+from ..wrappers import wrap
 
 
 def check_when_resuming(trainer_class: type) -> None:
     """Let Trainers of this class compare the filter with that of a checkpoint before they load it. Idempotent."""
     name = "_load_from_checkpoint"
     owner = next(c for c in trainer_class.__mro__ if name in vars(c))  # sentence-transformers' has one of its own
-    original = vars(owner)[name]
-    if hasattr(original, _CHECKS):
-        return
+    wrap(owner, name, _resume_with_filter)
 
-    @functools.wraps(original)
-    def _load_from_checkpoint(self: Any, checkpoint: str, *args: Any, **kwargs: Any) -> Any:
-        check_same_filter(self.model, checkpoint)
-        return original(self, checkpoint, *args, **kwargs)
 
-    setattr(_load_from_checkpoint, _CHECKS, True)
-    setattr(owner, name, _load_from_checkpoint)
+def _resume_with_filter(original: Callable[..., Any], self: Any, checkpoint: str, *args: Any, **kwargs: Any) -> Any:
+    check_same_filter(self.model, checkpoint)
+    return original(self, checkpoint, *args, **kwargs)
 
 
 def check_same_filter(model: Any, checkpoint: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from hf_graphfilter.analysis.results import COLOURS
 from hf_graphfilter.text import figure_text
 from recipes.league.plan import League, Stage
-from recipes.league.records import Records, ranked
+from recipes.league.records import Records, rank_scores
 from recipes.league.standings import LEVEL, last_stage
 
 
@@ -20,7 +20,7 @@ def plot_ranks(league: League, found: Records, stage: Stage) -> Any:
     figure = Figure(figsize=(6.4, 0.8 + 0.3 * len(means)), layout="constrained")
     axes = figure.subplots()
     for i, (colour, (task, means_of_task)) in enumerate(zip(itertools.cycle(COLOURS), scores.items(), strict=False)):
-        own, off = ranked(means_of_task), 0.5 * ((i + 0.5) / len(scores) - 0.5)  # equal ranks beside each other
+        own, off = rank_scores(means_of_task), 0.5 * ((i + 0.5) / len(scores) - 0.5)  # equal ranks beside each other
         x, y = [own[v] for v in means], [y + off for y in range(len(means))]
         axes.plot(x, y, "o", color=colour, label=figure_text(task))
     axes.plot([*means.values()], range(len(means)), "k|", markersize=16, markeredgewidth=2.5, label="mean")
@@ -45,12 +45,29 @@ def critical_difference(variants: int, tasks: int) -> float:
     return float(q * math.sqrt(variants * (variants + 1) / (6 * tasks)))
 
 
+def ranks_differ(scores: dict[str, dict[str, float]]) -> bool:
+    """Return whether Friedman's test at 5 % finds any difference between mean ranks, given task to variant to score.
+
+    Nemenyi's test says which ones differ, so it comes after this one. Two variants need no test before it.
+
+    Example:
+        >>> ranks_differ({f"task {i}": {"a": 3.0, "b": 2.0, "c": 1.0} for i in range(6)})
+        True
+    """
+    from scipy import stats
+
+    variants = [*zip(*(score.values() for score in scores.values()), strict=True)]
+    if len(variants) < 3 or all(len({*score.values()}) == 1 for score in scores.values()):
+        return len(variants) < 3
+    return bool(stats.friedmanchisquare(*variants).pvalue < LEVEL)
+
+
 def plot_critical_difference(league: League, found: Records, stage: Stage) -> Any:
-    """Mean ranks on a line; bars join what Nemenyi's test cannot tell apart."""
+    """Mean ranks on a line; bars join what Nemenyi's test cannot tell apart, or all where Friedman's test cannot."""
     from matplotlib.figure import Figure
 
-    means = [*league.ranks(found, stage).items()]
-    distance = critical_difference(len(means), len(league.scores(found, stage)))
+    means, scores = [*league.ranks(found, stage).items()], league.scores(found, stage)
+    distance = critical_difference(len(means), len(scores)) if ranks_differ(scores) else math.inf
     figure = Figure(figsize=(7.2, 1.4 + 0.13 * len(means)), layout="constrained")
     axes = figure.subplots()
     bars, last = [], -1
@@ -71,8 +88,11 @@ def plot_critical_difference(league: League, found: Records, stage: Stage) -> An
         )
     for i, (low, high) in enumerate(bars):
         axes.plot([low - 0.05, high + 0.05], [-0.35 * (i + 1)] * 2, color=COLOURS[0], linewidth=3)
-    axes.plot([1, 1 + distance], [0.9, 0.9], "k-", linewidth=2)
-    axes.text(1 + distance / 2, 1.05, f"critical difference {distance:.2f}", ha="center", fontsize=8)
+    if math.isfinite(distance):
+        axes.plot([1, 1 + distance], [0.9, 0.9], "k-", linewidth=2)
+        axes.text(1 + distance / 2, 1.05, f"critical difference {distance:.2f}", ha="center", fontsize=8)
+    else:
+        axes.text(1, 1.05, "Friedman's test finds no difference between the mean ranks", fontsize=8)
     axes.plot([1, len(means)], [0, 0], "k-")
     for rank in range(1, len(means) + 1):
         axes.plot([rank, rank], [0, 0.12], "k-")

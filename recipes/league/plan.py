@@ -13,8 +13,8 @@ from typing import Any
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.errors import nearest
 from recipes import SCRIPTS, check_extras
-from recipes.errors import OtherSettingsError, check_keys
-from recipes.league.records import Records, Run, level, ranked
+from recipes.errors import OtherSettingsError
+from recipes.league.records import Records, Run, level, rank_scores
 from recipes.records import lower_is_better, value_of
 from recipes.settings import Settings
 from recipes.summary import PLAIN
@@ -147,7 +147,7 @@ class League:
             if run.task not in self.tasks or run.variant not in (PLAIN, *[LONGER] * bool(self.longer), *self.variants):
                 continue  # of another version of the file: kept, and not counted
             now = self.settings[run.task].identity(self.values(run, found))
-            changed = self.settings[run.task].differing(record.get("settings", {}), now)
+            changed = self.settings[run.task].list_differences(record.get("settings", {}), now)
             if changed and "refused" in record:
                 del found[run]
             elif changed:
@@ -219,7 +219,7 @@ class League:
 
     def ranks(self, found: Records, stage: Stage) -> dict[str, float]:
         """Mean rank of plain and the variants over the tasks that all have played, 1 the best."""
-        by_task = [ranked(means) for means in self.scores(found, stage).values()]
+        by_task = [rank_scores(means) for means in self.scores(found, stage).values()]
         mean = {variant: fmean(ranks[variant] for ranks in by_task) for variant in (by_task[0] if by_task else ())}
         return dict(sorted(mean.items(), key=lambda x: x[1]))
 
@@ -242,10 +242,19 @@ class League:
         rates: dict[str, float | None] = {variant: self.tuned(found, task, variant) for variant in playing}
         if rates[PLAIN] is None:
             rates = {PLAIN: None}
-        runs = []
-        for variant, rate in rates.items():
-            if rate is None:
-                runs += [Run(task, variant, TUNING_SEED, tried) for tried in self.rates[self.tune[variant]]]
-        for seed in seeds:
-            runs += [Run(task, variant, seed, rate) for variant, rate in rates.items() if rate is not None]
+        tuned = {variant: rate for variant, rate in rates.items() if rate is not None}
+        waiting = [variant for variant in rates if variant not in tuned]
+        runs = [Run(task, v, TUNING_SEED, rate) for v in waiting for rate in self.rates[self.tune[v]]]
+        runs += [Run(task, variant, seed, rate) for seed in seeds for variant, rate in tuned.items()]
         yield from (run for run in runs if run not in found)
+
+
+def check_keys(content: Any, what: str, needed: dict[str, type], *others: str) -> None:
+    """Raise unless a part of the file has what it needs, and nothing that would be overlooked."""
+    if not isinstance(content, dict):
+        raise GraphFilterError(f"{what} must be given as NAME: VALUE, found {content!r}")
+    if unknown := [key for key in content if key not in (*needed, *others)]:
+        raise GraphFilterError(f"{what} has no {unknown[0]!r}{nearest(unknown[0], (*needed, *others))}")
+    for key, kind in needed.items():
+        if not isinstance(content.get(key), kind) or not content[key]:
+            raise GraphFilterError(f"{what} needs {key!r}, a {kind.__name__}, found {content.get(key)!r}")

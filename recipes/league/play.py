@@ -1,6 +1,6 @@
 """A league of filters: many tasks, each filter's learning rate tuned alike, one resumable command on all cores.
 
-    python recipes/compare.py league --config league/small.yaml --data DATA --workers 2
+    python recipes/compare.py league --config small.yaml --data DATA --workers 2
 
 The YAML file names ``tasks`` (a recipe, its configuration, the folder of its data within --data, settings),
 ``variants`` (overrides, as in the other comparisons; the plain model comes by itself), ``rates`` and ``stages``. On
@@ -51,6 +51,7 @@ from recipes.records import move_aside, read_results, tell, write_json
 from recipes.settings import Settings, read_yaml
 from recipes.summary import PLAIN
 
+CONFIGS = Path(__file__).parent / "configs"
 # of glibc: memory is not given back and cleared anew in every step, a sixth of the time of small models
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
@@ -61,7 +62,7 @@ def begin(threads: int) -> None:
     threading.Thread(target=lambda: (parent.join(), os._exit(1)) if parent else None, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
-    runs.quiet()
+    runs.silence_libraries()
 
 
 def train(recipe: str, values: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
@@ -131,7 +132,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="compare.py league", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", required=True, help="the league file, by path or by name under configs/")
+    parser.add_argument("--config", required=True, help="the league file, by path or by name in recipes/league/configs")
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder that the data of the tasks lie in")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="runs at a time; the cores are shared")
     parser.add_argument(
@@ -143,11 +144,16 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
+def read_league(name: str) -> dict[str, Any]:
+    """Return the content of a league file; ``league/small.yaml`` is an earlier name of ``small.yaml``."""
+    return read_yaml(name if Path(name).is_file() else name.removeprefix("league/"), CONFIGS)
+
+
 def main(argv: list[str], console: Console) -> None:
     options = arguments().parse_args(argv)
     if options.workers < 1:
         raise GraphFilterError(f"--workers {options.workers}: at least one run at a time")
-    league = League(read_yaml(options.config), Path(options.config).stem, options.data)
+    league = League(read_league(options.config), Path(options.config).stem, options.data)
     file, root = options.results / f"{league.name}.json", Path("runs/league") / league.name
     if options.show and options.fresh:
         raise GraphFilterError("--show trains nothing and leaves results as they are: use it without --fresh")

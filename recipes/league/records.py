@@ -1,7 +1,8 @@
 """The records of a league's runs, and the numbers in them."""
 
-from operator import eq, gt
 from typing import Any, NamedTuple
+
+from scipy.stats import rankdata
 
 from hf_graphfilter.files import check_content
 
@@ -34,14 +35,11 @@ def level(score: float) -> float:
     return float(f"{score:.12g}")
 
 
-def ranked(scores: dict[str, float]) -> dict[str, float]:
-    """Ranks from 1, of the highest score; those that are level share theirs.
+def rank_scores(scores: dict[str, float]) -> dict[str, float]:
+    """Return ranks from 1, the rank of the highest score; equal scores share their mean rank.
 
     Example:
-        >>> ranked({"a": 0.5, "b": 0.7, "c": 0.5})
+        >>> rank_scores({"a": 0.5, "b": 0.7, "c": 0.5})
         {'a': 2.5, 'b': 1.0, 'c': 2.5}
     """
-    counts = {
-        name: [sum(by(other, own) for other in scores.values()) for by in (gt, eq)] for name, own in scores.items()
-    }
-    return {name: above + (level + 1) / 2 for name, (above, level) in counts.items()}
+    return dict(zip(scores, rankdata([-score for score in scores.values()]).tolist(), strict=True))

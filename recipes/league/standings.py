@@ -41,7 +41,7 @@ def values_of(league: League, found: Records, task: str, variant: str, seeds: tu
     return {seed: value_of(record, league.metric(task)) for seed, record in own.items()}
 
 
-def planned(league: League, found: Records, stage: Stage) -> list[tuple[str, str]]:
+def plan_comparisons(league: League, found: Records, stage: Stage) -> list[tuple[str, str]]:
     """(task, variant) of every comparison that a stage is to make."""
     pairs = itertools.product(stage.tasks, league.playing(found, stage))
     return [(task, variant) for task, variant in pairs if not league.refused(found, task, variant)]
@@ -50,7 +50,7 @@ def planned(league: League, found: Records, stage: Stage) -> list[tuple[str, str
 def comparisons(league: League, found: Records, stage: Stage) -> list[Comparison]:
     """Those that have two pairs so far, or a run that diverged."""
     made = []
-    family = planned(league, found, stage)
+    family = plan_comparisons(league, found, stage)
     for task, variant in family:
         plain, own = (values_of(league, found, task, v, stage.seeds) for v in (PLAIN, variant))
         whole = [seed for seed in own if math.isfinite(plain.get(seed, math.nan))]
@@ -58,7 +58,7 @@ def comparisons(league: League, found: Records, stage: Stage) -> list[Comparison
         missing = sum(seed not in own or seed not in plain for seed in stage.seeds)
         lost = missing, len(whole) - len(both), sum(map(math.isnan, plain.values()))
         if len(both) >= 2:
-            paired, p = tested([plain[seed] for seed in both], [own[seed] for seed in both])
+            paired, p = compare_pairs([plain[seed] for seed in both], [own[seed] for seed in both])
             better = (paired.mean < 0) == lower_is_better(league.metric(task))
             made.append((task, variant, paired, p, better, *lost))
         elif any(lost[1:]):
@@ -68,7 +68,7 @@ def comparisons(league: League, found: Records, stage: Stage) -> list[Comparison
     return [Comparison(*c[:4], q, *c[4:]) for c, q in zip(made, corrected, strict=False)]
 
 
-def tested(plain: list[float], own: list[float]) -> tuple[PairedComparison, float]:
+def compare_pairs(plain: list[float], own: list[float]) -> tuple[PairedComparison, float]:
     """The differences, and the p-value of the paired t-test; where all are equal it is that of the sign flips, since a
     spread of nothing is an accident of few seeds and a small test part, and no certainty."""
     from scipy import stats
@@ -104,7 +104,7 @@ def verdict(league: League, found: Records) -> str:
     stage = last_stage(league, found)
     if stage is None:
         return "Nothing can be said yet."
-    made, count = comparisons(league, found, stage), len(planned(league, found, stage))
+    made, count = comparisons(league, found, stage), len(plan_comparisons(league, found, stage))
     sentences = []
     for better, verb in ((True, "better"), (False, "worse")):
         names = "; ".join(
@@ -183,7 +183,7 @@ def details(league: League, found: Records, stage: Stage) -> tuple[list[str], li
     return header, rows
 
 
-def between(league: League, found: Records, stage: Stage) -> tuple[list[str], list[list[str]]]:
+def compare_filters(league: League, found: Records, stage: Stage) -> tuple[list[str], list[list[str]]]:
     """(header, rows): of every two filters, the second's differences to the first, with intervals as they are."""
     rows = []
     for first, second in itertools.combinations(league.playing(found, stage), 2):

@@ -17,9 +17,9 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 from check import Verdict, architectures, check  # noqa: E402
 from check_timm import check_timm, smallest_models  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+from huggingface_hub.utils import tqdm  # noqa: E402
 
-from hf_graphfilter.text import markdown_table  # noqa: E402
+from hf_graphfilter.tables import markdown_table  # noqa: E402
 
 INTRODUCTIONS = {
     "transformers": """# Architectures of transformers

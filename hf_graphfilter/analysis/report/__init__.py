@@ -13,6 +13,7 @@ from torch import nn
 
 from ...errors import GraphFilterError
 from ..observing import Layer
+from ..plots import save_figure
 from .drawing import figures
 from .measurements import ConversionCost, Measurements, measure
 from .page import page
@@ -53,9 +54,9 @@ class Report:
             "title": self.title,
             "summary": self.summary(),
             **{
-                name: {part: measured.to_dict() for part, measured in found.parts().items()}
-                for name, found in models.items()
-                if found
+                name: {part: measured.to_dict() for part, measured in measurements.parts().items()}
+                for name, measurements in models.items()
+                if measurements
             },
             **({"conversion": self.conversion.to_dict()} if self.conversion else {}),
         }
@@ -66,7 +67,7 @@ class Report:
         Raises:
             GraphFilterError: it cannot be written.
         """
-        return _written(Path(path), page(self.title, self.measured, self.reference, self.conversion))
+        return _write_page(Path(path), page(self.title, self.measured, self.reference, self.conversion))
 
     def save_figures(self, folder: str | os.PathLike[str], names: Sequence[str] | None = None) -> list[Path]:
         """The figures, or those of some ``names``, as PNG."""
@@ -76,10 +77,7 @@ class Report:
         for name, figure in figures.items():
             if names is not None and name not in names:
                 continue
-            file = Path(folder, f"{name}.png")
-            file.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(file, dpi=150)
-            files.append(file)
+            files.append(save_figure(figure, Path(folder, f"{name}.png")))
         return files
 
 
@@ -117,19 +115,19 @@ def report(
     measured = measure(model, batches, progress)
     other = None if reference is None else measure(reference, batches, progress)
     if other and measured.smoothing.layers() != other.smoothing.layers():
-        theirs, own = (_counted(found.smoothing.layers()) for found in (other, measured))
+        theirs, layers = (_count_layers(each.smoothing.layers()) for each in (other, measured))
         raise GraphFilterError(
-            f"the reference has {theirs}, {type(model).__name__} has {own}: they cannot be compared layer by layer"
+            f"the reference has {theirs}, {type(model).__name__} has {layers}: they cannot be compared layer by layer"
         )
     return Report(title or type(model).__name__, measured, other, conversion)
 
 
-def _counted(layers: list[Layer]) -> str:
+def _count_layers(layers: list[Layer]) -> str:
     stacks = Counter(layer.stack for layer in layers if layer.index >= 0)
     return " and ".join(f"{count} layers of the {stack}" for stack, count in stacks.items())
 
 
-def _written(path: Path, content: str) -> Path:
+def _write_page(path: Path, content: str) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, encoding="utf-8")

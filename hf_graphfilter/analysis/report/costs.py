@@ -13,7 +13,7 @@ from torch import nn
 
 from ...filters.core.attached import filters_of
 from ..model_inputs import to_device
-from ..observing import back_to_training
+from ..observing import evaluate
 
 RUNS = 3
 
@@ -31,21 +31,16 @@ class Cost:
 def cost_of(model: nn.Module, batch: Any) -> Cost:
     device = next(model.parameters()).device
     batch = to_device(batch, device)
-    training = [module for module in model.modules() if module.training]
     times = []
-    try:
-        model.eval()
-        with torch.no_grad():
-            for _ in range(RUNS):
-                _wait(device)
-                begun = time.perf_counter()
-                model(**batch) if isinstance(batch, Mapping) else model(batch)
-                _wait(device)
-                times.append(time.perf_counter() - begun)
-    finally:
-        back_to_training(training)
-    own = sum(p.numel() for _, graph_filter in filters_of(model) for p in graph_filter.parameters())
-    return Cost(sum(p.numel() for p in model.parameters()), own, statistics.median(times), str(device))
+    with evaluate(model), torch.no_grad():
+        for _ in range(RUNS):
+            _wait(device)
+            begun = time.perf_counter()
+            model(**batch) if isinstance(batch, Mapping) else model(batch)
+            _wait(device)
+            times.append(time.perf_counter() - begun)
+    of_filters = sum(p.numel() for _, graph_filter in filters_of(model) for p in graph_filter.parameters())
+    return Cost(sum(p.numel() for p in model.parameters()), of_filters, statistics.median(times), str(device))
 
 
 def _wait(device: torch.device) -> None:

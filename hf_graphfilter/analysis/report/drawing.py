@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...errors import needs
 from ...patching.status import FilterStatus
 from ...text import figure_text
-from ..plots import by_head
+from ..plots import average_heads, make_figure
 from ..response import plot_curves
 from .measurements import ConversionCost, Measurements
 
@@ -24,14 +23,16 @@ SHOWN = {
 }
 
 
-def figures(own: Measurements, other: Measurements | None, conversion: ConversionCost | None) -> dict[str, Figure]:
+def figures(
+    measurements: Measurements, reference: Measurements | None, conversion: ConversionCost | None
+) -> dict[str, Figure]:
     drawn = {}
-    for name, measured in own.parts().items():
-        drawn[name] = measured.plot(other.parts()[name] if other else None, SHOWN[name])
-    if own.curves:
-        drawn["curves"] = plot_curves(own.curves)
-    if any(row.coefficients for row in own.status):
-        drawn["coefficients"] = heat_maps(own.status)
+    for name, measured in measurements.parts().items():
+        drawn[name] = measured.plot(reference.parts()[name] if reference else None, SHOWN[name])
+    if measurements.curves:
+        drawn["curves"] = plot_curves(measurements.curves)
+    if any(row.coefficients for row in measurements.status):
+        drawn["coefficients"] = heat_maps(measurements.status)
     if conversion:
         drawn["conversion"] = conversion.plot()
     return drawn
@@ -40,17 +41,15 @@ def figures(own: Measurements, other: Measurements | None, conversion: Conversio
 def heat_maps(status: FilterStatus) -> Figure:
     """A map for each coefficient (of several numbers a head, their mean): modules over heads, red above 0 and blue
     below, white at 0."""
-    with needs("plots", "a figure"):
-        from matplotlib.figure import Figure
     names = list(dict.fromkeys(name for row in status for name in row.coefficients))
-    heads = max(len(by_head(value)) for row in status for value in row.coefficients.values())
+    heads = max(len(average_heads(value)) for row in status for value in row.coefficients.values())
     size = 1.6 + 0.22 * len(status)
-    figure = Figure(figsize=(6.2, size * len(names)), layout="constrained")
+    figure = make_figure(6.2, size * len(names))
     for axes, name in zip(figure.subplots(len(names), 1, squeeze=False)[:, 0], names, strict=True):
         values = torch.full((len(status), heads), torch.nan)
         for i, row in enumerate(status):
             if (value := row.coefficients.get(name)) is not None:
-                values[i, : len(by_head(value))] = by_head(value)
+                values[i, : len(average_heads(value))] = average_heads(value)
         limit = values.nan_to_num().abs().max().item() or 1.0
         image = axes.imshow(values.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
         axes.set(xlabel="head", ylabel="patched module", title=figure_text(name))

@@ -52,12 +52,12 @@ def measure(model: nn.Module, batches: Iterable[Any], progress: Callable[..., It
     readers = SmoothingReader(), ResponseReader(), SpectrumReader(), TaylorReader()
     first: list[Any] = []
 
-    def kept(given: Iterable[Any]) -> Iterable[Any]:
-        for batch in progress(given):
+    def keep_first(batches: Iterable[Any]) -> Iterable[Any]:
+        for batch in progress(batches):
             first[:] = first or [batch]
             yield batch
 
-    observe(model, batches, readers, kept)
+    observe(model, batches, readers, keep_first)
     smooth, response, spectrum, taylor = readers
     results = smooth.result(model), response.result(model), spectrum.result(model), taylor.result(model)
     status = filter_status(model)

@@ -9,7 +9,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from ...errors import needs
-from ...patching.status import html_table
+from ...tables import html_table
 from ...text import html_text
 from .drawing import figures
 from .measurements import ConversionCost, Measurements
@@ -43,23 +43,23 @@ HEADINGS = {
 }
 
 
-def page(title: str, own: Measurements, other: Measurements | None, conversion: ConversionCost | None) -> str:
+def page(title: str, measured: Measurements, reference: Measurements | None, conversion: ConversionCost | None) -> str:
     parts = [f"<h1>{html_text(title)}</h1>", "<h2>In words</h2><ul>"]
-    parts += [f"<li>{html_text(line)}</li>" for line in sentences(own, other)]
+    parts += [f"<li>{html_text(line)}</li>" for line in sentences(measured, reference)]
     parts.append("</ul>")
     with needs("plots", "a report"):
         import matplotlib
     inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     options: Any = dict.fromkeys(inked, INK) | {"svg.fonttype": "none", "svg.hashsalt": title}
     with matplotlib.rc_context(options):
-        for name, figure in figures(own, other, conversion).items():
+        for name, figure in figures(measured, reference, conversion).items():
             parts.append(f"<h2>{HEADINGS[name]}</h2><figure>{svg(figure, name)}</figure>")
     if conversion:
         for name, (header, *rows) in conversion.tables().items():
             parts.append(f"<h3>{html_text(name)}</h3><div class=scroll>{html_table(header, rows)}</div>")
         parts.append(f"<p>{html_text(conversion.crossing)}</p>" * bool(conversion.crossing))
-    if own.status:
-        parts.append(f"<h2>Filters</h2><div class=scroll>{own.status._repr_html_()}</div>")
+    if measured.status:
+        parts.append(f"<h2>Filters</h2><div class=scroll>{measured.status._repr_html_()}</div>")
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("hf_graphfilter", "torch", "transformers"))
     parts.append(f"<footer><p>{date.today().isoformat()}; {versions}</p></footer>")
     return (

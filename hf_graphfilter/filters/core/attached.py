@@ -25,7 +25,9 @@ def patched_modules(model: nn.Module, required: bool = True) -> list[tuple[str, 
         if CHILD in module._modules and hasattr(module.graph_filter, "site_name")
     ]
     if required and not patched:
-        raise GraphFilterError(f"{type(model).__name__} has no graph filter; call patch_model first")
+        raise GraphFilterError(
+            f"{type(model).__name__} has no graph filter; call patch_model first (hf-graphfilter patch)"
+        )
     return patched
 
 
@@ -91,8 +93,13 @@ def read_whole(graph_filter: GraphFilter, read: Callable[[GraphFilter], dict[str
 
             stack.enter_context(deepspeed.zero.GatheredParameters(partitioned))
         tensors = {name: tensor.detach() for name, tensor in read(graph_filter).items()}
-        whole = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in tensors.items()}
-        return {name: t.to("cpu", copy=True) for name, t in whole.items()}
+        gathered = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in tensors.items()}
+        return {name: t.to("cpu", copy=True) for name, t in gathered.items()}
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether FSDP2 or ZeRO-3 keeps a part of a tensor in each process."""
+    return hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id")
 
 
 def copy_restarted(graph_filter: GraphFilter) -> GraphFilter:
@@ -102,10 +109,10 @@ def copy_restarted(graph_filter: GraphFilter) -> GraphFilter:
     """
     blank: dict[int, Tensor] = {}
     for tensor in (*graph_filter.parameters(), *graph_filter.buffers()):
-        if tensor.is_meta or hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id"):
-            whole = torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype)
+        if tensor.is_meta or is_sharded(tensor):
+            empty = torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype)
             learned = isinstance(tensor, nn.Parameter)
-            blank[id(tensor)] = nn.Parameter(whole, tensor.requires_grad) if learned else whole
+            blank[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if learned else empty
     start = copy.deepcopy(graph_filter, blank).cpu()
     start.reset_parameters()
     return start

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -34,52 +34,11 @@ from ...errors import GraphFilterError, nearest, shown
 from ...shift.operator import ShiftOperator
 from . import fields
 from .registry import get_filter
+from .site import AttentionSite
 
 LARGEST_ORDER = 1000  # of a polynomial, whose cost grows with it; the papers use 2 to 10
 Decoding = Literal["rows", "state", "state and keys"]
 Loss = Callable[..., Tensor]
-
-
-@dataclass(frozen=True)
-class AttentionSite:
-    """A self-attention module that a filter can go into.
-
-    Attributes:
-        name: path of the module in the model.
-        module: the attention module.
-        heads: number of query heads.
-        causal: whether a token sees only earlier ones.
-        stack: ``"encoder"`` or ``"decoder"``.
-        group: path of the stack; layers are counted within it.
-        index: number of the layer in its stack, from 0.
-        hidden_size: features of what the module is called with; None where it does not pass that on.
-        head_dim, value_dim: features of a query head, and of a value head (fewer in latent attention).
-        position_bias: whether the module adds a learned bias of positions to its scores (T5).
-        sliding_window: tokens that a token sees, None for all.
-        in_windows: whether it attends within windows of an image, whose tokens are in another order in another layer.
-        stack_module: the module that runs the layers of the group and hands its further keyword arguments on to the
-            attention of each; None where there is none.
-        other_scores: what else besides query and key makes the scores (talking heads ...), "" for nothing.
-    """
-
-    name: str
-    module: nn.Module
-    heads: int
-    causal: bool
-    stack: str
-    group: str
-    index: int
-    hidden_size: int | None = None
-    head_dim: int = 0
-    position_bias: bool = False
-    sliding_window: int | None = None
-    in_windows: bool = False
-    other_scores: str = ""
-    stack_module: nn.Module | None = None
-    value_dim: int = 0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
 
 
 class GraphFilter(nn.Module):
@@ -100,6 +59,8 @@ class GraphFilter(nn.Module):
         reads_hidden: whether ``shift.hidden`` is needed, the input of the attention module.
         reads_earlier: whether ``shift.earlier`` is needed, what the filters of earlier layers left. ``__init__`` may
             set it, and must refuse a site without a ``stack_module`` then.
+        reads_mask: whether ``forward`` asks which tokens a query sees (``shift.mean``, ``shift.visible``), which not
+            all shifted windows of images tell.
         per_head: parameters and buffers (heads, ...), where they are all that the filter is made of; tensor parallelism
             then hands each process the part of its heads.
 
@@ -111,6 +72,7 @@ class GraphFilter(nn.Module):
     spectral: ClassVar[bool] = True
     reads_hidden: ClassVar[bool] = False
     reads_earlier: bool = False
+    reads_mask: ClassVar[bool] = False
     per_head: ClassVar[tuple[str, ...]] = ()
     recorder: Callable[[GraphFilter, Tensor, dict[str, Loss]], Tensor] | None = None
 
@@ -123,12 +85,10 @@ class GraphFilter(nn.Module):
         """``forward``, and a look at what it returned."""
         out = super().__call__(shift, value)
         wanted = (value.shape[0], *shift.rows, value.shape[-1])
-        if isinstance(out, Tensor):
-            if out.shape == wanted and (out.dtype == value.dtype or torch.is_autocast_enabled(value.device.type)):
-                return out
-            returned = f"{tuple(out.shape)} of {out.dtype}"
-        else:
-            returned = type(out).__name__
+        has_shape = isinstance(out, Tensor) and out.shape == wanted
+        if has_shape and (out.dtype == value.dtype or torch.is_autocast_enabled(value.device.type)):
+            return out
+        returned = f"{tuple(out.shape)} of {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
         raise GraphFilterError(
             f"{self.site_name}: {type(self).__name__}.forward must return a tensor (batch, heads, query tokens, "
             f"features) = {wanted} of {value.dtype}, as the value is, and returned {returned}"
@@ -177,8 +137,8 @@ class GraphFilter(nn.Module):
         trained with a learning rate of their own. By default those of the module itself; a filter may name some of its
         children's too (``"mix.weight"``).
         """
-        own = (*self.named_parameters(recurse=False), *self.named_buffers(recurse=False))
-        return {name for name, _ in own}
+        tensors = (*self.named_parameters(recurse=False), *self.named_buffers(recurse=False))
+        return {name for name, _ in tensors}
 
     def coefficient_tensors(self) -> dict[str, Tensor]:
         """The parameters and buffers that are coefficients, by name."""

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from ...errors import GraphFilterError, shown
-from .base import AttentionSite, Decoding, FilterConfig, GraphFilter
+from .base import Decoding, FilterConfig, GraphFilter
 from .registry import CONFIG_CLASSES, available_filters, get_filter
+from .site import AttentionSite
 
 C = TypeVar("C", bound="type[FilterConfig]")
 
@@ -25,10 +26,10 @@ def register_filter(name: str) -> Callable[[C], C]:
     Raises:
         GraphFilterError: the name is taken by another class, or the class has no module of its own.
     """
+    if not isinstance(name, str) or not name:
+        raise GraphFilterError(f"register_filter names a class, got {shown(name)}: write @register_filter(NAME)")
 
     def register(config_class: C) -> C:
-        if not isinstance(name, str) or not name or not isinstance(config_class, type):
-            raise GraphFilterError(f"register_filter names a class, got {shown(name)} for {shown(config_class)}")
         taken = CONFIG_CLASSES.get(name)
         if taken is not None and (taken.__module__, taken.__qualname__) != (
             config_class.__module__,
@@ -41,13 +42,13 @@ def register_filter(name: str) -> Callable[[C], C]:
             raise GraphFilterError(
                 f"{config_class.__name__} must derive from FilterConfig and set `module` to its GraphFilter class"
             )
-        own: Any = config_class
-        if "__dataclass_fields__" not in vars(own) or not own.__dataclass_params__.frozen:
+        dataclass_type: Any = config_class
+        if "__dataclass_fields__" not in vars(dataclass_type) or not dataclass_type.__dataclass_params__.frozen:
             raise GraphFilterError(
                 f"{config_class.__name__} must be a frozen dataclass, or its options would be lost: write "
                 f"@dataclass(frozen=True) between @register_filter({name!r}) and the class"
             )
-        if taken_names := {f.name for f in fields(own)} & {*dir(FilterConfig)}:
+        if taken_names := {f.name for f in fields(dataclass_type)} & {*dir(FilterConfig)}:
             raise GraphFilterError(
                 f"{config_class.__name__}: {min(taken_names)!r} belongs to FilterConfig and cannot be an option: give "
                 "the option another name, or leave out the annotation if it is meant as the class attribute"
@@ -88,19 +89,13 @@ def foreign_modules(configs: Iterable[FilterConfig]) -> list[str]:
 
 
 def build_filter(config: FilterConfig, site: AttentionSite) -> GraphFilter:
-    """``config.build(site)``, and what its author may have forgotten.
+    """Return ``config.build(site)``, and check what its author may have forgotten.
 
     Raises:
-        GraphFilterError: a filter that cannot be built, or that could not be loaded, split or run afterwards.
+        GraphFilterError: a filter that could not be loaded, split or run afterwards.
     """
     name = f"{site.name}: {config.module.__name__}"
-    try:
-        built: Any = config.build(site)
-    except (TypeError, AttributeError, NotImplementedError) as error:
-        raise GraphFilterError(
-            f"{name} cannot be built ({type(error).__name__}: {' '.join(str(error).split())}): its __init__ takes "
-            "(config, site) and first calls super().__init__(config, site)"
-        ) from error
+    built: Any = config.build(site)
     if not isinstance(built, GraphFilter) or "site_name" not in vars(built):
         got = f"a {type(built).__name__}" + " without super().__init__(config, site)" * isinstance(built, GraphFilter)
         raise GraphFilterError(f"{name}: {type(config).__name__}.build must return a GraphFilter, got {got}")
@@ -119,12 +114,12 @@ def build_filter(config: FilterConfig, site: AttentionSite) -> GraphFilter:
 
 def _refuse_other(graph_filter: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Refuse the weights of another filter, which ``load_state_dict`` with strict=False drops in silence."""
-    given = {key.removeprefix(prefix) for key in state if key.startswith(prefix)}
-    own = graph_filter.state_dict().keys()
-    if given - own and own - given:
+    saved = {key.removeprefix(prefix) for key in state if key.startswith(prefix)}
+    known = graph_filter.state_dict().keys()
+    if saved - known and known - saved:
         raise GraphFilterError(
-            f"the weights at {prefix.rstrip('.')} are those of another filter, with {', '.join(sorted(given))}, and "
-            f"that of this model has {', '.join(sorted(own))}: patch it as it was when they were saved"
+            f"the weights at {prefix.rstrip('.')} are those of another filter, with {', '.join(sorted(saved))}, and "
+            f"that of this model has {', '.join(sorted(known))}: patch it as it was when they were saved"
         )
 
 
@@ -148,11 +143,10 @@ def _check_tensors(built: GraphFilter, name: str) -> None:
                 f"{name}: {tensor_name!r} is complex, and casting the model to another dtype would drop its imaginary "
                 "part: make it a real tensor (..., 2) and read it through torch.view_as_complex"
             )
-    names: Any = built.coefficient_names()
-    if not isinstance(names, set) or not names <= named.keys():
-        got = sorted(names - named.keys()) if isinstance(names, set) else names
+    if unknown := {*built.coefficient_names()} - named.keys():
         raise GraphFilterError(
-            f"{name}: coefficient_names() must return the set of names of parameters and buffers, and gave {shown(got)}"
+            f"{name}: coefficient_names() must return the set of names of parameters and buffers, and gave "
+            f"{shown(sorted(unknown))}"
         )
 
 

@@ -22,7 +22,7 @@ def check_fields(config: Any) -> None:
     """
     hints = typing.get_type_hints(type(config))
     for field in fields(config):
-        value, where = _plain(getattr(config, field.name)), f"{type(config).__name__}: {field.name}"
+        value, where = _to_python(getattr(config, field.name)), f"{type(config).__name__}: {field.name}"
         if isinstance(value, str) and typing.get_origin(hints[field.name]) is tuple:
             value = (value,)  # learn="w_K" names one coefficient
         object.__setattr__(config, field.name, value)
@@ -43,6 +43,22 @@ def check_counts(config: Any, **most: int) -> None:
         value = getattr(config, name)
         if value is not None and not 1 <= value <= limit:
             raise GraphFilterError(f"{type(config).__name__}: {name} must be 1 to {limit}, got {shown(value)}")
+
+
+def check_limits(
+    config: Any, *names: str, least: float | None = None, above: float | None = None, most: float | None = None
+) -> None:
+    """Raise unless each of these fields of a dataclass is within the limits."""
+    for name in names:
+        value, limit = getattr(config, name), None
+        if least is not None and value < least:
+            limit = f">= {least}"
+        if above is not None and value <= above:
+            limit = f"> {above}"
+        if most is not None and value > most:
+            limit = f"at most {most}"
+        if limit:
+            raise GraphFilterError(f"{type(config).__name__}: {name} must be {limit}, got {shown(value)}")
 
 
 def options(config_class: type[Any]) -> dict[str, tuple[str, Any]]:
@@ -67,10 +83,10 @@ def describe(hint: Any) -> str:
     )
 
 
-def _plain(value: Any) -> Any:
+def _to_python(value: Any) -> Any:
     """Numbers of numpy as Python's, and a list, which JSON has instead, as a tuple."""
     if isinstance(value, (list, tuple)):
-        return tuple(v if isinstance(v, (list, tuple)) else _plain(v) for v in value)
+        return tuple(v if isinstance(v, (list, tuple)) else _to_python(v) for v in value)
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return int(value)
     if isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational):

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .base import AttentionSite, FilterConfig
+from .base import FilterConfig
 from .registry import available_filters, get_filter
+from .site import AttentionSite
 
 HEADER = ["filter", "formula", "cost", "parameters a head", "causal", "decoding keeps", "start", "source"]
 
@@ -45,8 +46,8 @@ def row(name: str, config_class: type[FilterConfig], heads: int, features: int) 
 
 def _source(citation: str) -> str:
     """Title and year of a BibTeX entry."""
-    found = [re.search(rf"^ *{field} *= *{{(.*?)}},?$", citation, re.M | re.S) for field in ("title", "year")]
-    title, year = (" ".join(re.sub(r"[{}]|\\(?=[&%$#_])", "", match[1]).split()) if match else "" for match in found)
+    matches = [re.search(rf"^ *{field} *= *{{(.*?)}},?$", citation, re.M | re.S) for field in ("title", "year")]
+    title, year = (" ".join(re.sub(r"[{}]|\\(?=[&%$#_])", "", match[1]).split()) if match else "" for match in matches)
     return f"{title}, {year}" if title else ""
 
 

@@ -14,7 +14,8 @@ from ...functional.matrix_polynomial import known_zero
 from ...ops.combine import combine
 from ...shift.attention import AttentionShift
 from ...shift.operator import ShiftOperator
-from .base import AttentionSite, FilterConfig, GraphFilter
+from .base import FilterConfig, GraphFilter
+from .site import AttentionSite
 
 
 class PerHead(GraphFilter):

@@ -16,29 +16,29 @@ from .registry import UnknownFilterError
 RECORD_VERSION = 1
 
 
-def extended(
+def extend_record(
     record: dict[str, Any] | None, model_class: str, config: FilterConfig, names: Iterable[str]
 ) -> dict[str, Any]:
     """``record`` (or a new one) with one filter more, in the place of those that these modules had and lost."""
-    before, names = record or {"filters": []}, [*names]
-    imports = sorted({*_imports(before), *foreign_modules([config])})
-    kept = ({**group, "modules": [m for m in group["modules"] if m not in names]} for group in before["filters"])
-    groups = [*(group for group in kept if group["modules"]), *grouped((name, config) for name in names)]
-    return _written(model_class, groups, imports)
+    earlier, names = record or {"filters": []}, [*names]
+    imports = sorted({*_imports(earlier), *foreign_modules([config])})
+    remaining = ({**group, "modules": [m for m in group["modules"] if m not in names]} for group in earlier["filters"])
+    groups = [*(group for group in remaining if group["modules"]), *group_by_config((name, config) for name in names)]
+    return _make_record(model_class, groups, imports)
 
 
 def record_of(model_class: str, configs: Iterable[tuple[str, FilterConfig]]) -> dict[str, Any]:
     """The record of a model with these filters, by the names of their modules."""
     configs = [*configs]
-    return _written(model_class, grouped(configs), foreign_modules(config for _, config in configs))
+    return _make_record(model_class, group_by_config(configs), foreign_modules(config for _, config in configs))
 
 
-def _written(model_class: str, groups: list[dict[str, Any]], imports: list[str]) -> dict[str, Any]:
+def _make_record(model_class: str, groups: list[dict[str, Any]], imports: list[str]) -> dict[str, Any]:
     written = {"version": RECORD_VERSION, "model": model_class, "filters": groups}
     return {**written, "imports": imports} if imports else written
 
 
-def grouped(configs: Iterable[tuple[str, FilterConfig]]) -> list[dict[str, Any]]:
+def group_by_config(configs: Iterable[tuple[str, FilterConfig]]) -> list[dict[str, Any]]:
     """The ``filters`` of a record, of each module's name and the filter there."""
     groups: dict[str, dict[str, Any]] = {}
     for name, config in configs:
@@ -46,7 +46,7 @@ def grouped(configs: Iterable[tuple[str, FilterConfig]]) -> list[dict[str, Any]]
     return [*groups.values()]
 
 
-def described(record: dict[str, Any]) -> str:
+def describe_record(record: dict[str, Any]) -> str:
     return "; ".join(f"{group['config']} on {len(group['modules'])} layers" for group in record["filters"])
 
 

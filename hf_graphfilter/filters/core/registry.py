@@ -37,8 +37,8 @@ def get_filter(name: str) -> type[Any]:
     if name not in CONFIG_CLASSES:
         known = available_filters()
         raise UnknownFilterError(
-            f"unknown filter {shown(name)}{nearest(name, known)}; known filters: {', '.join(known)} (a third party's "
-            "filter must be imported first)"
+            f"unknown filter {shown(name)}{nearest(name, known)}; known filters: {', '.join(known)} (command line: "
+            "--import MODULE; a third party's filter must be imported first)"
         )
     return CONFIG_CLASSES[name]
 
@@ -72,9 +72,9 @@ def import_filters(modules: Sequence[str]) -> None:
             raise GraphFilterError(
                 f"cannot import filters from {name!r}: {type(error).__name__}: {' '.join(str(error).split())}"
             ) from error
-        there = getattr(module, "__file__", None)
-        if path is not None and not path.samefile(there or os.devnull):
+        file = getattr(module, "__file__", None)
+        if path is not None and not path.samefile(file or os.devnull):
             raise GraphFilterError(
-                f"cannot import filters from {name!r}: the name {path.stem!r} is taken by {there or 'Python'}; rename "
+                f"cannot import filters from {name!r}: the name {path.stem!r} is taken by {file or 'Python'}; rename "
                 "the file"
             )

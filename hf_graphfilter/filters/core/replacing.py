@@ -17,7 +17,9 @@ from ...ops.combine import combine
 from ...ops.filled import filled
 from ...shift.attention import AttentionShift
 from ...shift.operator import ShiftOperator
-from .base import AttentionSite, Decoding, FilterConfig, GraphFilter
+from .base import Decoding, FilterConfig, GraphFilter
+from .fields import check_limits
+from .site import AttentionSite
 from .window import mix_window
 
 WIDEST = 1_000_000  # window
@@ -41,6 +43,7 @@ class ReplacingFilter(GraphFilter):
 
     spectral: ClassVar[bool] = False
     reads_hidden: ClassVar[bool] = True
+    reads_mask: ClassVar[bool] = True
     causal_form: ClassVar[bool] = True
     config: ReplacingConfig
     gate: Tensor | None
@@ -70,13 +73,13 @@ class ReplacingFilter(GraphFilter):
         """The window, and what is beyond it; of a blend the filter and the attention."""
         parts: dict[str, Callable[[], AbstractContextManager[None]]] = {}
         if self.outside is not None:
-            parts |= {name: partial(self._without, name) for name in ("window", "far")}
+            parts |= {name: partial(self._switch_off, name) for name in ("window", "far")}
         if self.gate is not None:
             parts |= {"filter": partial(filled, self.gate, 0.0), "attention": partial(filled, self.gate, 1.0)}
         return parts
 
     @contextmanager
-    def _without(self, part: str) -> Iterator[None]:
+    def _switch_off(self, part: str) -> Iterator[None]:
         self.switched_off = part
         try:
             yield
@@ -108,7 +111,7 @@ class ReplacingFilter(GraphFilter):
         if not self.causal_form and shift.state is not None:
             raise GraphFilterError(f"{self.site_name} got a cache of past tokens, and {name} {_NO_CAUSAL_FORM}")
         if self._spans_all(shift):
-            return self.penalised(self._with_zero_gradients(shift(value)))
+            return self.penalised(self._add_zero_gradients(shift(value)))
         out = self.filtered(shift, value)
         if shift.state is not None and not shift.state:
             raise GraphFilterError(
@@ -128,7 +131,7 @@ class ReplacingFilter(GraphFilter):
         no_part = self.switched_off is None and shift.state is None
         return same_scores and no_part and shift.key.shape[2] <= (config.window and config.window + 1)
 
-    def _with_zero_gradients(self, out: Tensor) -> Tensor:
+    def _add_zero_gradients(self, out: Tensor) -> Tensor:
         """``out``, with a gradient for each parameter: DistributedDataParallel waits for all of them."""
         if not torch.is_grad_enabled():
             return out
@@ -173,9 +176,7 @@ class ReplacingConfig(FilterConfig):
         return cls.from_options(**{"window": 64, "sinks": sinks, "far": "beyond", **options})  # type: ignore[return-value]
 
     def validate(self) -> None:
-        if not 0 <= self.window <= WIDEST:
-            limit = ">= 0" if self.window < 0 else f"at most {WIDEST}"
-            raise GraphFilterError(f"{type(self).__name__}: window must be {limit}, got {shown(self.window)}")
+        check_limits(self, "window", least=0, most=WIDEST)
         if not 0 <= self.sinks <= MOST_SINKS:
             raise GraphFilterError(
                 f"{type(self).__name__}: sinks must be between 0 and {MOST_SINKS}, got {shown(self.sinks)}"

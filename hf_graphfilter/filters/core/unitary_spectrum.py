@@ -93,11 +93,11 @@ def damped_polynomial(eigenvalues: Tensor, w: Tensor, factors: tuple[float, ...]
     return expand(eigenvalues.unsqueeze(-1), damped, steps).squeeze(-1)
 
 
-def reflected(zeta: Tensor) -> Tensor:
+def reflect(zeta: Tensor) -> Tensor:
     """In [0, 1]: a triangle wave, of slope 1 or -1 at the start, 1, too."""
     return ((zeta + 1).remainder(2) - 1).abs()
 
 
 def real_form(z: Tensor, zeta: Tensor) -> Tensor:
-    """``zeta Re z + (1 - zeta) Im z``, zeta ``reflected``."""
-    return torch.lerp(z.imag, z.real, reflected(zeta).to(z.real.dtype))
+    """``zeta Re z + (1 - zeta) Im z``, zeta reflected."""
+    return torch.lerp(z.imag, z.real, reflect(zeta).to(z.real.dtype))

@@ -30,23 +30,23 @@ def mix_window(
     causal, keys = shift.visible()
     causal = causal or state is not None
     shape = key.shape[0], tokens
-    there = key.new_ones(shape, dtype=torch.bool) if keys is None else keys[:, -tokens:].expand(shape)
-    count = there.cumsum(-1) if causal else there.sum(-1, keepdim=True)
+    is_token = key.new_ones(shape, dtype=torch.bool) if keys is None else keys[:, -tokens:].expand(shape)
+    count = is_token.cumsum(-1) if causal else is_token.sum(-1, keepdim=True)
     if state is not None:
         if "count" in state:
             count = count + state["count"]
             key, value = (torch.cat([state[n], x], 2) for n, x in (("near_key", key), ("near_value", value)))
-            there = torch.cat([state["near"], there], 1)
-        kept = {"count": count[:, -1:], "near": there[:, -window:]}
-        kept |= {"near_key": key[:, :, -window:], "near_value": value[:, :, -window:]}
-        state.update({name: x.clone() for name, x in kept.items()})  # a slice would hold the whole context
+            is_token = torch.cat([state["near"], is_token], 1)
+        remembered = {"count": count[:, -1:], "near": is_token[:, -window:]}
+        remembered |= {"near_key": key[:, :, -window:], "near_value": value[:, :, -window:]}
+        state.update({name: x.clone() for name, x in remembered.items()})  # a slice would hold the whole context
     bias = _bias(graph_filter, shift)
-    near, mass = attend_nearby(shift.query, key, value, window, shift.scaling, causal, there, bias)
+    near, mass = attend_nearby(shift.query, key, value, window, shift.scaling, causal, is_token, bias)
     others = count.clamp(min=1)
     if graph_filter.config.far == "beyond":  # where there are none the filter weighs nothing
-        others = count - count_nearby(there, tokens, window, causal)
+        others = count - count_nearby(is_token, tokens, window, causal)
     if graph_filter.config.sinks:
-        rows = there[:, -tokens:], key[:, :, -tokens:], value[:, :, -tokens:]
+        rows = is_token[:, -tokens:], key[:, :, -tokens:], value[:, :, -tokens:]
         first, weight, seen = _attend_sinks(graph_filter, shift, *rows, causal)
         others = others - seen if graph_filter.config.far == "beyond" else others
         near = torch.lerp(near, first, torch.sigmoid(weight - mass).to(near.dtype))
@@ -69,26 +69,26 @@ def _bias(graph_filter: Any, shift: AttentionShift) -> Tensor | None:
 
 
 def _attend_sinks(
-    graph_filter: Any, shift: AttentionShift, there: Tensor, key: Tensor, value: Tensor, causal: bool
+    graph_filter: Any, shift: AttentionShift, is_token: Tensor, key: Tensor, value: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention to the first tokens, where they are out of the window: of those new here, and of those that
     ``shift.state`` keeps; and how many each query sees."""
-    state, at = shift.state, torch.arange(there.shape[1], device=key.device).expand_as(there)
+    state, at = shift.state, torch.arange(is_token.shape[1], device=key.device).expand_as(is_token)
     earlier = state if state is not None and "sink_end" in state else None
     queries = at = at if earlier is None else at + earlier["sink_end"]
-    firsts: tuple[Tensor, ...] = there, at, key, value
+    firsts: tuple[Tensor, ...] = is_token, at, key, value
     if earlier is not None:
         firsts = tuple(torch.cat([earlier[n], x], x.dim() // 2) for n, x in zip(_SINK, firsts, strict=True))
     firsts = first_there(graph_filter.config.sinks, *firsts)
     if state is not None:
         state.update(zip(_SINK, firsts, strict=True), sink_end=queries[:, -1:] + 1)
-    there, at, key, value = firsts
+    is_token, at, key, value = firsts
     distance = queries[:, :, None] - at[:, None]
     away = distance if causal else distance.abs()
     bias = _bias(graph_filter, shift)
     if bias is not None:
         bias = bias.expand(at.shape[0], -1, -1, -1).gather(3, at[:, None, None].expand(-1, *bias.shape[1:3], -1))
-    seen = (away > graph_filter.config.window) & there[:, None]
+    seen = (away > graph_filter.config.window) & is_token[:, None]
     return *attend_few(shift.query, key, value, shift.scaling, seen, bias), seen.sum(-1)
 
 

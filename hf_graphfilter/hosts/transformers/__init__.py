@@ -10,8 +10,8 @@ masks, ``set_attn_implementation`` and the model's code stay as they are.
 
 import transformers.modeling_utils  # noqa: F401  # imports checkpoints.transformers, which needs the modules below whole
 
-from .attention import backend, kind
 from .cards import base_model, model_type, pipeline_tag, usage
+from .implementation import backend, kind
 from .interface import leads_to_filter
 from .records import read_record, write_record
 from .routing import attach, detach

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from ...errors import UNSEEN, GraphFilterError
 from ...ops.exporting import is_exporting
 from ...shift.operator import PastRows
+from ..base import describe_site
 from .cache_layers import FILTERED, STATEFUL, FilteredStaticLayer, SignalRows, StateLayer
 
 ARGUMENT = "graph_filter_cache"
@@ -71,11 +72,15 @@ def announce(past: Any, module: Any) -> None:
 
 def recall(past: Any, module: Any, query: Tensor, key: Tensor) -> tuple[PastRows | None, dict[str, Tensor] | None]:
     """What the filter of ``module`` remembers in the cache ``past``: (rows of signals, state), None what it does not
-    use.
+    use, as neither without a cache.
 
     Raises:
-        GraphFilterError: a kind of cache that cannot keep rows (static sliding windows, quantized ...), or an export.
+        GraphFilterError: a kind of cache that cannot keep rows (static sliding windows, quantized ...), an export, or a
+            model with a cache of its own, in which the filter has no place.
     """
+    if past is None:
+        _refuse_past(module, query, key)
+        return None, None
     layers = _layers(past)
     layer = _layer_of(layers, module)
     asking = module.graph_filter.site_name, query.shape[2], key.device
@@ -98,6 +103,16 @@ def recall(past: Any, module: Any, query: Tensor, key: Tensor) -> tuple[PastRows
             "sliding windows, or use_cache=False"
         )
     return _Rows(layer, key.shape[2]) if layer.asked(*asking) else None, None
+
+
+def _refuse_past(module: Any, query: Tensor, key: Tensor) -> None:
+    """Raise if a filter that decodes by a state sees keys of past tokens without a cache."""
+    if key.shape[2] != query.shape[2] and module.graph_filter.decoding != "rows":
+        raise GraphFilterError(
+            f"{describe_site(module)}: {query.shape[2]} query tokens see {key.shape[2]} key tokens, of whose past "
+            f"{module.graph_filter.config.filter!r} was told nothing: use_cache=False, as its model has a cache of its "
+            "own"
+        )
 
 
 def _layer_of(layers: list[Any], module: Any) -> Any:

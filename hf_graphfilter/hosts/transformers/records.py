@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,8 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...errors import GraphFilterError, shown
 from ...filters import FilterConfig
 from ...filters.core.attached import CHILD, active_filter, filters_of, patched_modules
-from ...filters.core.record import grouped
-from .attention import CURE, IMPLEMENTATION
+from ...filters.core.record import group_by_config
+from .implementation import CURE, IMPLEMENTATION
 from .sites import relative_name
 
 # what transformers checks by name in every model's __init__; the second stops who overrides the first as it proposes
@@ -88,28 +87,23 @@ def forget_names(config: PreTrainedConfig) -> None:
             forget_names(part)
 
 
-def resolve_implementation(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap what chooses the attention implementation of a model, as an argument, a config or a checkpoint asks."""
-
-    @functools.wraps(original)
-    def _check_and_adjust_attn_implementation(
-        self: PreTrainedModel, attn_implementation: str | None, *args: Any, **kwargs: Any
-    ) -> Any:
-        # a patched checkpoint names us, so that it cannot be loaded without us: for the model it means "the default"
-        if hasattr(self.config, CHILD) or is_our_name(self.config._experts_implementation):
-            forget_names(self.config)
-            attn_implementation = None if is_our_name(attn_implementation) else attn_implementation
-        try:
-            return original(self, attn_implementation, *args, **kwargs)
-        except (ValueError, ImportError) as error:
-            if getattr(self.config, CHILD, None) is None:
-                raise
-            raise GraphFilterError(
-                f"{type(self).__name__} with this graph filter cannot run with {shown(attn_implementation)}: choose "
-                f"attn_implementation='sdpa' or 'eager' ({error})"
-            ) from error
-
-    return _check_and_adjust_attn_implementation
+def resolve_implementation(
+    original: Callable[..., Any], self: PreTrainedModel, attn_implementation: str | None, *args: Any, **kwargs: Any
+) -> Any:
+    """Choose the attention implementation of a model, as an argument, a config or a checkpoint asks."""
+    # a patched checkpoint names us, so that it cannot be loaded without us: for the model it means "the default"
+    if hasattr(self.config, CHILD) or is_our_name(self.config._experts_implementation):
+        forget_names(self.config)
+        attn_implementation = None if is_our_name(attn_implementation) else attn_implementation
+    try:
+        return original(self, attn_implementation, *args, **kwargs)
+    except (ValueError, ImportError) as error:
+        if getattr(self.config, CHILD, None) is None:
+            raise
+        raise GraphFilterError(
+            f"{type(self).__name__} with this graph filter cannot run with {shown(attn_implementation)}: choose "
+            f"attn_implementation='sdpa' or 'eager' ({error})"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -176,7 +170,7 @@ def _settle(part: PreTrainedModel, others: list[str], prefix: str) -> None:
     own = [(n, m) for n, m in patched_modules(part, required=False) if not f"{prefix}{n}.".startswith(tuple(others))]
     here = {relative_name(part, name): active_filter(module).config for name, module in own}
     if here and here != named:
-        setattr(part.config, CHILD, {**record, "filters": grouped(here.items())})
+        setattr(part.config, CHILD, {**record, "filters": group_by_config(here.items())})
 
 
 def _with_parts(config: Any) -> Iterator[PreTrainedConfig]:

@@ -17,7 +17,8 @@ from ...filters.core.attached import CHILD, filters_of
 from ...shift.earlier_layers import EarlierLayers
 from ..watching import unwatch, watch
 from . import cache
-from .attention import BASE_CONFIG, CHOSEN, EARLIER, HIDDEN, IMPLEMENTATION, SERVING, field
+from .attention import EARLIER, HIDDEN
+from .implementation import BASE_CONFIG, CHOSEN, IMPLEMENTATION, SERVING, read_field
 
 _SITE = "_graph_filter_site"
 
@@ -52,7 +53,7 @@ def _routed(base: Any) -> Any:
     from it at each call is ours, or an error."""
 
     def read(self: Any) -> str:
-        if (written := field(self, CHOSEN)) != IMPLEMENTATION:
+        if (written := read_field(self, CHOSEN)) != IMPLEMENTATION:
             raise GraphFilterError(
                 f"{getattr(self, _SITE)} is patched, but {written!r} was written into its config, which leads past the "
                 f"graph filter: choose a backend with model.set_attn_implementation('sdpa'); {SERVING}"

@@ -19,7 +19,8 @@ from ...filters import AttentionSite
 from ...filters.core.attached import CHILD
 from ..base import locate, looks_like_attention, without_wrappers
 from ..watching import REPLACED, running_forward
-from .attention import backend, declared_causal
+from .base_attention import declares_causal
+from .implementation import backend
 from .interface import attention_function, honours_softcap, uses_interface
 
 _HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
@@ -35,7 +36,7 @@ def find(model: nn.Module) -> tuple[list[AttentionSite], dict[str, str]]:
             continue
         reason = _refusal(name, module)
         if reason is None:
-            causal = declared_causal(module)
+            causal = declares_causal(module)
             stack, group = locate(name, causal)
             sites.append(
                 AttentionSite(

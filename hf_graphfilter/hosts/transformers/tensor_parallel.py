@@ -12,6 +12,7 @@ from torch.func import functional_call
 from ...errors import GraphFilterError
 from ...filters import GraphFilter
 from ...shift.operator import ShiftOperator
+from ..base import describe_site
 
 
 def with_local_heads(
@@ -25,7 +26,7 @@ def with_local_heads(
     # another module holds a filter for each of PEFT's adapters
     local, names = query.shape[1], graph_filter.per_head if isinstance(graph_filter, GraphFilter) else ()
     mesh = next((p.device_mesh for p in module.parameters() if hasattr(p, "device_mesh")), None)
-    site = f"{graph_filter.site_name} ({type(module).__name__})"
+    site = describe_site(module)
     if mesh is None:
         raise GraphFilterError(
             f"{site}: the filter has {graph_filter.heads} heads, the query {local} (shape {tuple(query.shape)})"
@@ -41,8 +42,9 @@ def with_local_heads(
             "follows tensor parallelism alone, with as many heads on each: choose another tp_size, or FSDP2 or DDP"
         )
     first = mesh.get_local_rank() * local
-    own = {n: _SumOfGradients.apply(getattr(graph_filter, n), mesh.get_group())[first : first + local] for n in names}
-    return lambda shift, value: functional_call(graph_filter, own, (shift, value))
+    group, part = mesh.get_group(), slice(first, first + local)
+    coefficients = {name: _SumOfGradients.apply(getattr(graph_filter, name), group)[part] for name in names}
+    return lambda shift, value: functional_call(graph_filter, coefficients, (shift, value))
 
 
 class _SumOfGradients(torch.autograd.Function):

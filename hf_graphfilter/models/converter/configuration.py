@@ -30,8 +30,9 @@ DROPOUTS = ("position", "embedding", "value", "feed_forward", "eigenvalue", "eig
 
 
 class ConverterConfig(PreTrainedConfig):
-    """Config of ``ConverterModel`` and of the models with a head on it. The defaults are those of the paper's
-    classification of bytes (Table 8, "Text").
+    """Config of ``ConverterModel`` and of the models with a head on it.
+
+    The defaults are those of the paper's classification of bytes (Table 8, "Text").
 
     Attributes:
         vocab_size: tokens that ``input_ids`` may name; 384 is that of ``ByT5Tokenizer``, of bytes.
@@ -133,7 +134,7 @@ class ConverterConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def damping(self) -> tuple[float, ...]:
-        """``g_0 ... g_K``."""
+        """Return the damping factors ``g_0 ... g_K``."""
         import torch  # which a config needs only when there is one
 
         from ...functional import gibbs_damping

@@ -1,4 +1,4 @@
-"""The parts of Converter: embeddings, the complex convolution of the tokens, gated feed-forward network, and pooling.
+"""The parts of Converter: embeddings, the complex convolution over tokens, the feed-forward network, and pooling.
 
 All take a mask (batch, tokens), bool, or None. Masked tokens, wherever they are, change nothing in the others.
 """
@@ -24,7 +24,7 @@ from .configuration import ConverterConfig
 
 
 class ScaleNorm(nn.Module):
-    """``weight * x / (|x| + eps)`` for real or complex x (batch, tokens, features), float32 or wider within."""
+    """Norm ``weight * x / (|x| + eps)`` of real or complex x (batch, tokens, features), in float32 or wider."""
 
     def __init__(self, features: int, eps: float):
         super().__init__()
@@ -39,6 +39,8 @@ class ScaleNorm(nn.Module):
 
 
 class ConverterEmbeddings(nn.Module):
+    """Embeddings of tokens and positions, projected to the hidden size."""
+
     def __init__(self, config: ConverterConfig):
         super().__init__()
         features, self.kind = config.embedding_size or config.hidden_size, config.position_embedding
@@ -54,7 +56,7 @@ class ConverterEmbeddings(nn.Module):
         self.norm = ScaleNorm(config.hidden_size, config.norm_eps)
 
     def forward(self, embeds: Tensor, mask: Tensor | None) -> Tensor:
-        """``embeds`` (batch, tokens, embedding size) to (batch, tokens, hidden size)."""
+        """Map ``embeds`` (batch, tokens, embedding size) to (batch, tokens, hidden size)."""
         x = self.norm(self.projection(embeds + self._positions(embeds, mask).to(embeds.dtype)))
         return dropout(x.to(embeds.dtype), self.dropout, self.training)
 
@@ -81,7 +83,10 @@ class ConverterEmbeddings(nn.Module):
 
 
 def recurrent(gru: nn.Module, embeds: Tensor, mask: Tensor | None) -> Tensor:
-    """The outputs of a GRU in float32 or wider. It runs forwards, so that tokens moved to the front see no padding."""
+    """Return the outputs of a GRU in float32 or wider.
+
+    It runs forwards, so that tokens moved to the front see no padding.
+    """
     x = to_float32(embeds)
     if mask is not None:
         to_front = (~mask).byte().argsort(dim=1, stable=True)
@@ -103,14 +108,14 @@ def _taken(x: Tensor, order: Tensor) -> Tensor:
 
 
 def sinusoidal(positions: Tensor, features: int) -> Tensor:
-    """Vaswani et al.: sine and cosine in turn, (batch, tokens) to (batch, tokens, features)."""
+    """Map positions (batch, tokens) to sines and cosines in turn, (batch, tokens, features), as Vaswani et al. do."""
     turns = torch.arange(0, features, 2, device=positions.device) * (-math.log(10000.0) / features)
     angles = positions.unsqueeze(-1) * turns.exp()
     return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)[..., :features]
 
 
 class ConverterConvolution(nn.Module):
-    """Kernelution (Eq. 12) or Synvolution (Eq. 8) of complex values, all features by one filter."""
+    """Kernelution (Eq. 12) or Synvolution (Eq. 8) of complex values, with one filter for all features."""
 
     coefficients: Tensor | None
 
@@ -131,7 +136,7 @@ class ConverterConvolution(nn.Module):
         self.steps, self.factors = recurrence("chebyshev", config.K), config.damping()
 
     def reset_parameters(self) -> None:
-        """The authors' start: the values' parts have variance 1/2, and ``w = 2 / (K + 1)``, its first half of that."""
+        """Set the authors' start: values of variance 1/2, ``w = 2 / (K + 1)``, and half of that for ``w_0``."""
         for layer in (self.value_real, self.value_imag):
             init.normal_(layer.weight, std=math.sqrt(0.5))
         if self.coefficients is not None:
@@ -140,7 +145,7 @@ class ConverterConvolution(nn.Module):
             init.copy_(self.coefficients, start)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """(batch, tokens, features), complex64 or wider."""
+        """Filter (batch, tokens, features) in complex64 or wider."""
         parts = [to_float32(layer(in_dtype_of(layer, x))) for layer in (self.value_real, self.value_imag)]
         value = torch.complex(*(dropout(part, self.dropout, self.training) for part in parts))
         eigenvalues, angles = self.spectrum(x)
@@ -150,7 +155,10 @@ class ConverterConvolution(nn.Module):
 
 
 class GatedFeedForward(nn.Module):
-    """Eq. 13: ``[softplus(Re(z) W) * tanh(Im(z) W')] W_O``, complex (batch, tokens, features) to real."""
+    """The feed-forward network of Eq. 13, from complex (batch, tokens, features) to real.
+
+    It computes ``[softplus(Re(z) W) * tanh(Im(z) W')] W_O``.
+    """
 
     def __init__(self, config: ConverterConfig):
         super().__init__()
@@ -170,7 +178,7 @@ class GatedFeedForward(nn.Module):
 
 
 def check(embeds: Tensor) -> None:
-    """Whether embeddings are what the model takes."""
+    """Raise unless embeddings are what the model takes."""
     if embeds.dim() != 3 or not embeds.shape[1] or not embeds.is_floating_point():
         raise GraphFilterError(
             "Converter takes input_ids (batch, tokens), of a token at least, or real inputs_embeds (batch, tokens, "
@@ -179,7 +187,7 @@ def check(embeds: Tensor) -> None:
 
 
 def visible(attention_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
-    """A user's mask as bool, for ``tokens`` (batch, tokens, features)."""
+    """Return a user's mask as bool, for ``tokens`` (batch, tokens, features)."""
     if attention_mask is None:
         return None
     if attention_mask.shape != tokens.shape[:2]:
@@ -190,7 +198,7 @@ def visible(attention_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
 
 
 def pooled(x: Tensor, mask: Tensor | None, pooling: str) -> Tensor:
-    """One vector for each sequence: (batch, tokens, features) to (batch, features), twice as many for "mean_max"."""
+    """Pool (batch, tokens, features) to (batch, features), or to twice as many features for "mean_max"."""
     if pooling == "cls":
         if mask is None:
             return x[:, 0]
@@ -207,7 +215,7 @@ def pooled(x: Tensor, mask: Tensor | None, pooling: str) -> Tensor:
 
 
 def say_what_labels_would_add(logits: Tensor, penalty: Tensor | None, labels: Tensor | None, eta: float) -> None:
-    """A warning where a loss that others compute is minimised: they may not know of the penalty of the layers."""
+    """Warn where a loss that others compute is minimised, since it may lack the penalty of the layers."""
 
     def say(gradient: Tensor) -> None:
         warnings.warn(
@@ -222,6 +230,8 @@ def say_what_labels_would_add(logits: Tensor, penalty: Tensor | None, labels: Te
 
 
 class ClassificationHead(nn.Module):
+    """A classifier of two layers on pooled features."""
+
     def __init__(self, config: ConverterConfig):
         super().__init__()
         assert config.num_labels is not None
@@ -239,7 +249,7 @@ class ClassificationHead(nn.Module):
         init.zeros_(self.output.bias)
 
     def forward(self, sequences: list[Tensor]) -> Tensor:
-        """One or two of (batch, features) to (batch, labels)."""
+        """Map one or two of (batch, features) to (batch, labels)."""
         if len(sequences) == 2 and self.interaction == "nli":
             u, v = sequences
             sequences = [u, v, u * v, u - v]
@@ -248,6 +258,8 @@ class ClassificationHead(nn.Module):
 
 
 class MaskedLMHead(nn.Module):
+    """A head that predicts tokens with the weights of the embeddings."""
+
     def __init__(self, config: ConverterConfig):
         super().__init__()
         features = config.embedding_size or config.hidden_size

@@ -37,8 +37,10 @@ from .layers import (
 
 
 class ConverterLayer(GradientCheckpointingLayer):
-    """Convolution and feed-forward network, each added to its input and normed (PostNorm). Between them the signal is
-    complex; the second sum takes ``zeta Re + (1 - zeta) Im`` of it."""
+    """Convolution and feed-forward network, each added to its input and normed (PostNorm).
+
+    Between them the signal is complex; the second sum takes ``zeta Re + (1 - zeta) Im`` of it.
+    """
 
     def __init__(self, config: ConverterConfig):
         super().__init__()
@@ -53,7 +55,7 @@ class ConverterLayer(GradientCheckpointingLayer):
         init.ones_(self.zeta)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """(batch, tokens, features), real as ``x``; and in training the kernel polynomial loss, where it counts."""
+        """Return (batch, tokens, features), real as ``x``, and the kernel polynomial loss where training needs it."""
         z = self.convolution_norm(self.convolution(x, mask) + to_float32(x))
         out = self.feed_forward_norm(to_float32(self.feed_forward(z)) + real_form(z, self.zeta)).to(x.dtype)
         coefficients = self.convolution.coefficients if self.training and self.penalised else None
@@ -62,15 +64,20 @@ class ConverterLayer(GradientCheckpointingLayer):
 
 @dataclass
 class ConverterOutput(BaseModelOutput):
-    """``kernel_polynomial_loss``: a scalar, mean over the layers, in training with Kernelution and eta > 0."""
+    """The output of ``ConverterModel``.
+
+    ``kernel_polynomial_loss`` is a scalar, the mean over the layers, in training with Kernelution and eta > 0.
+    """
 
     kernel_polynomial_loss: Tensor | None = None
 
 
 @dataclass
 class ConverterClassifierOutput(SequenceClassifierOutput):
-    """As ``SequenceClassifierOutput``, with ``kernel_polynomial_loss`` (see ``ConverterOutput``), and with the hidden
-    states of the second sequence of pairs."""
+    """A ``SequenceClassifierOutput`` with ``kernel_polynomial_loss`` (see ``ConverterOutput``).
+
+    For pairs it has the hidden states of the second sequence too.
+    """
 
     hidden_states_2: tuple[Tensor, ...] | None = None
     kernel_polynomial_loss: Tensor | None = None
@@ -78,7 +85,7 @@ class ConverterClassifierOutput(SequenceClassifierOutput):
 
 @dataclass
 class ConverterMaskedLMOutput(MaskedLMOutput):
-    """As ``MaskedLMOutput``, with ``kernel_polynomial_loss`` (see ``ConverterOutput``)."""
+    """A ``MaskedLMOutput`` with ``kernel_polynomial_loss`` (see ``ConverterOutput``)."""
 
     kernel_polynomial_loss: Tensor | None = None
 
@@ -87,6 +94,8 @@ _OWN_START = ClassificationHead, ConverterConvolution, ConverterLayer, GatedFeed
 
 
 class ConverterPreTrainedModel(PreTrainedModel):
+    """The base of the Converter models: their start values, their loss, and what transformers may do with them."""
+
     config: ConverterConfig
     config_class = ConverterConfig
     base_model_prefix = "converter"
@@ -96,8 +105,11 @@ class ConverterPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """Of custom code, transformers initialises only modules with parameters of their own; ours are started by the
-        modules around them, with functions that leave loaded parameters alone."""
+        """Return False, so that transformers leaves the start of our modules to us.
+
+        For custom code it initialises only modules with parameters of their own. The modules around ours start them,
+        with functions that leave loaded parameters alone.
+        """
         return False
 
     @torch.no_grad()
@@ -108,8 +120,10 @@ class ConverterPreTrainedModel(PreTrainedModel):
             super()._init_weights(module)
 
     def _objective(self, task: Tensor, penalty: Tensor | None, labels: Tensor, count: Any = None) -> Tensor:
-        """Eq. 14, from the loss of the task. Where that is a part of the loss of a batch, the sum over some of its
-        ``count`` labels divided by their number, so is the penalty."""
+        """Return the objective of Eq. 14 from the loss of the task.
+
+        Where that is the sum over some of the ``count`` labels of a batch, divided by their number, so is the penalty.
+        """
         if penalty is None:
             return task
         if count is not None:
@@ -120,7 +134,7 @@ class ConverterPreTrainedModel(PreTrainedModel):
 
 
 class ConverterModel(ConverterPreTrainedModel):
-    """Converter: an encoder whose layers mix the tokens by learned unitary filters, in linear time, without attention.
+    """Converter: an encoder whose layers mix tokens by learned unitary filters, in linear time, without attention.
 
     ``forward(input_ids, attention_mask, inputs_embeds)`` gives ``last_hidden_state`` (batch, tokens, hidden size).
     ``attention_mask`` is (batch, tokens), 0 for padding, which may be anywhere; ``inputs_embeds`` is (batch, tokens,
@@ -177,8 +191,10 @@ class ConverterModel(ConverterPreTrainedModel):
 
 
 class ConverterForSequenceClassification(ConverterPreTrainedModel):
-    """Converter with a head of two layers on the pooled tokens, for one sequence or, with ``num_sequences=2`` in the
-    config, for a pair: both are encoded with the same weights, and their features combined.
+    """Converter with a head of two layers on the pooled tokens, for one sequence or a pair.
+
+    With ``num_sequences=2`` in the config, both sequences are encoded with the same weights and their features
+    combined.
 
     ``forward`` takes the inputs of ``ConverterModel``, for a pair also ``input_ids_2``, ``attention_mask_2`` and
     ``inputs_embeds_2``, which may be of another length; and ``labels`` (batch,), or (batch, labels), as all models of
@@ -245,7 +261,7 @@ class ConverterForSequenceClassification(ConverterPreTrainedModel):
 
 
 class ConverterForMaskedLM(ConverterPreTrainedModel):
-    """Converter with a head that predicts tokens, its weights those of the embeddings.
+    """Converter with a head that predicts tokens with the weights of the embeddings.
 
     ``forward`` takes the inputs of ``ConverterModel``, and ``labels`` (batch, tokens), -100 where there is none. The
     loss in training is that of Eq. 14.

@@ -1,0 +1,152 @@
+"""The card that ``create_model_card`` makes: it writes over no README but its own, and keeps what it lacks."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
+
+from ..errors import GraphFilterError
+from ..files import write_text
+from ..filters import available_filters
+from ..tables import markdown_table
+from ..text import markdown_text
+
+TEMPLATE = Path(__file__).parents[1] / "data" / "model_card.md"
+FIGURES, SHOWN = "figures", ("smoothing", "response", "spectrum")
+_SIGNATURE = re.compile(r"\n*<!-- written by hf_graphfilter, (\w+) -->\s*$")
+
+
+class Seen(Protocol):
+    """What a card reads of ``analysis.report``."""
+
+    def summary(self) -> list[str]: ...
+
+    def save_figures(self, folder: str | Path, names: Sequence[str] | None = None) -> list[Path]: ...
+
+
+class FilterCard(ModelCard):
+    """A ``ModelCard`` that writes over no README but its own, which a signature at its end tells."""
+
+    fields: dict[str, Any]
+    rendered: str
+    report: Seen | None = None
+
+    @classmethod
+    def of(cls, data: ModelCardData, fields: dict[str, Any]) -> FilterCard:
+        card: FilterCard = cls.from_template(
+            data,
+            template_str=TEMPLATE.read_text(),
+            base_model=markdown_text(data.base_model) if isinstance(data.base_model, str) else None,
+            results_table=_tabulate_results(data.eval_results or []),
+            **fields,
+        )
+        card.fields, card.text = fields, _sign(card.text)
+        card.rendered = card.text
+        return card
+
+    def save(self, filepath: str | Path, *, force: bool = False) -> None:
+        """Write the card, and the figures of its report into ``figures`` beside it. Of a README there, metadata and
+        results that this card lacks are kept, and of its own earlier card the sections too.
+
+        Args:
+            filepath: where to write.
+            force: write over the text of a README that was not written by this method, or was edited since.
+
+        Raises:
+            GraphFilterError: such a README without ``force``, or one whose metadata cannot be read.
+        """
+        earlier = check_card(Path(filepath), force)
+        if earlier is not None:
+            if is_signed(earlier.text):
+                self.fields |= {"description": _join_sections(earlier.text, self.rendered, self.fields["description"])}
+            self.data = _merge_metadata(earlier.data, self.data)
+            edited, self.rendered = self.text != self.rendered, FilterCard.of(self.data, self.fields).text
+            self.text = self.text if edited else self.rendered
+        self.text = _sign(self.text)
+        write_text(Path(filepath), str(self))
+        if self.report is not None:
+            self.report.save_figures(Path(filepath).parent / FIGURES, SHOWN)
+
+    def push_to_hub(self, repo_id: str, token: str | None = None, *args: Any, **options: Any) -> str:
+        """As of every card; the figures of its report come first, to the same revision."""
+        if self.report is not None:
+            place = {name: options[name] for name in ("repo_type", "revision") if name in options}
+            with tempfile.TemporaryDirectory() as folder:
+                self.report.save_figures(folder, SHOWN)
+                HfApi(token=token).upload_folder(repo_id=repo_id, folder_path=folder, path_in_repo=FIGURES, **place)
+        return super().push_to_hub(repo_id, token, *args, **options)  # type: ignore[no-any-return]
+
+
+def check_card(path: Path, force: bool = False) -> ModelCard | None:
+    """The card at ``path``, if there is one that ``FilterCard.save`` would replace; errors as there."""
+    if not path.exists():
+        return None
+    if path.is_dir():
+        raise GraphFilterError(f"{path} is a directory: name a file for the card, such as {path / 'README.md'}")
+    try:
+        card = ModelCard.load(path)
+    except (ValueError, OSError, yaml.YAMLError) as error:
+        raise GraphFilterError(
+            f"the metadata of {path} cannot be read and would be lost: mend it or write to another file ({error})"
+        ) from error
+    if force or is_signed(card.text) or not card.text.strip():
+        return card
+    raise GraphFilterError(
+        f"{path} was not written by hf_graphfilter, or was edited since: write to another file, or pass force=True "
+        "(--force) to replace its text (its metadata and results are kept)"
+    )
+
+
+def _join_sections(earlier_text: str, new_text: str, description: str) -> str:
+    """The description with the sections of an earlier card that this one lacks."""
+    derived = {"How to use", "Evaluation", "Filter coefficients", "Configuration", "Citation"}
+    old, new = (
+        {part.partition("\n")[0].strip(): f"## {part.strip()}" for part in re.split(r"^## ", text, flags=re.M)[1:]}
+        for text in (_SIGNATURE.sub("", earlier_text), new_text)
+    )
+    return "\n\n".join(filter(None, [description, *(old[h] for h in old if h not in new and h not in derived)]))
+
+
+def _tabulate_results(results: list[EvalResult]) -> str:
+    if not results:
+        return ""
+    rows = []
+    for r in results:
+        value = f"{r.metric_value:.4f}" if isinstance(r.metric_value, float) else r.metric_value
+        rows.append([r.dataset_name, r.dataset_split or "", r.metric_name or r.metric_type, value])
+    return markdown_table(["data", "split", "metric", "value"], rows, escape=True)
+
+
+def _merge_metadata(earlier: Any, data: Any) -> ModelCardData:
+    """The metadata of two cards: ``data`` wins, lists are joined, results of the same measurement are replaced."""
+    old, new = ({k: v for k, v in vars(each).items() if v is not None} for each in (earlier, data))
+    joined = {**old, **new}
+    old["tags"] = [t for t in old.get("tags", []) if t not in available_filters()]  # of an earlier filter
+    for key in ("tags", "datasets", "metrics"):
+        joined[key] = list(dict.fromkeys([*_as_list(new.get(key)), *_as_list(old.get(key))])) or None
+    results = new.get("eval_results", [])
+    earlier_results = [r for r in old.get("eval_results", []) if not any(r.is_equal_except_value(n) for n in results)]
+    joined["eval_results"] = [*results, *earlier_results] or None
+    return ModelCardData(**joined)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [value] if isinstance(value, str) else list(value or ())
+
+
+def _sign(text: str) -> str:
+    """``text`` with a comment that tells whether it was edited since."""
+    body = _SIGNATURE.sub("", text).rstrip()
+    digest = hashlib.sha256("\n".join(body.split()).encode()).hexdigest()[:16]
+    return f"{body}\n\n<!-- written by hf_graphfilter, {digest} -->\n"
+
+
+def is_signed(text: str) -> bool:
+    return text.split() == _sign(text).split()

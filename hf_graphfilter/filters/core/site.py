@@ -1,0 +1,49 @@
+"""Where a filter goes: what it may know of an attention module of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """A self-attention module that a filter can go into.
+
+    Attributes:
+        name: path of the module in the model.
+        module: the attention module.
+        heads: number of query heads.
+        causal: whether a token sees only earlier ones.
+        stack: ``"encoder"`` or ``"decoder"``.
+        group: path of the stack; layers are counted within it.
+        index: number of the layer in its stack, from 0.
+        hidden_size: features of what the module is called with; None where it does not pass that on.
+        head_dim, value_dim: features of a query head, and of a value head (fewer in latent attention).
+        position_bias: whether the module adds a learned bias of positions to its scores (T5).
+        sliding_window: tokens that a token sees, None for all.
+        in_windows: whether it attends within windows of an image, whose tokens are in another order in another layer.
+        stack_module: the module that runs the layers of the group and hands its further keyword arguments on to the
+            attention of each; None where there is none.
+        other_scores: what else besides query and key makes the scores (talking heads ...), "" for nothing.
+    """
+
+    name: str
+    module: nn.Module
+    heads: int
+    causal: bool
+    stack: str
+    group: str
+    index: int
+    hidden_size: int | None = None
+    head_dim: int = 0
+    position_bias: bool = False
+    sliding_window: int | None = None
+    in_windows: bool = False
+    other_scores: str = ""
+    stack_module: nn.Module | None = None
+    value_dim: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)

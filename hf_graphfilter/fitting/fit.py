@@ -1,0 +1,108 @@
+"""A fit: stages that bring the filters of a model near the attention that they replace."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..filters.core.attached import filters_of
+from .batches import Batches
+from .checkpoint import Checkpoint, exclusive, fitted_to
+from .objectives import Batch, Original, filter_errors, fit_end_to_end, mean_loss, original_of, regress
+from .run import Group, Rates, Stage, StageRun
+from .transfer_report import TransferReport, mean
+from .weights import only_filters
+
+Step = Callable[[Batch], dict[str, float]]
+
+
+class Fit:
+    """A patched model and the batches that its filters are fitted to, stage by stage; a budget counts steps.
+
+    Args:
+        model: a patched model.
+        batches: what to fit to and to measure on.
+        rates: learning rates.
+        settings: what else determines the result; a checkpoint of other settings is refused.
+        checkpoint: a directory that keeps the progress.
+        progress: whether bars are shown.
+        eval_every: steps between two measurements.
+        patience: measurements without improvement after which a stage ends; None for no limit.
+
+    Attributes:
+        modules: the filters by name.
+        weights: what the stages after "attention" train besides the filters, by name.
+        before: the error of each filter before the first step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Batches,
+        rates: Rates,
+        settings: dict[str, Any],
+        checkpoint: str | os.PathLike[str] | None,
+        progress: bool,
+        eval_every: float = 1,
+        patience: int | None = None,
+    ):
+        self.model, self.batches, self.rates = model, batches, rates
+        self.modules = dict(filters_of(model, required=True))
+        self.settings = {**fitted_to(model, batches.held), "modules": sorted(self.modules), **settings}
+        self.checkpoint = None if checkpoint is None else Path(checkpoint)
+        self.progress, self.eval_every, self.patience = progress, eval_every, patience
+        self.weights: dict[str, nn.Parameter] = {}
+        self.report = TransferReport(before={})
+
+    @contextlib.contextmanager
+    def only_filters(self) -> Iterator[None]:
+        """Freeze all but the filters."""
+        with only_filters(self.model, self.modules):
+            yield
+
+    def exclusive(self) -> contextlib.AbstractContextManager[None]:
+        """Keep other calls out of the directory of progress."""
+        return exclusive(self.checkpoint)
+
+    def errors(self) -> dict[str, float]:
+        """Return the relative error of each filter on the held-out batches."""
+        return filter_errors(self.model, self.modules, self.batches.held)
+
+    def original(self) -> Original:
+        """Return what computes the model's outputs with attention where the filters are."""
+        return original_of(self.model, self.modules)
+
+    def check_outputs(self, original: Original, distance: str) -> None:
+        """Raise if the model's outputs cannot be compared by ``distance``, before any long work."""
+        with torch.no_grad():
+            fit_end_to_end(self.model, original, distance, self.batches.held[0])
+
+    def fit_attention(self, budget: int) -> None:
+        """Fit each layer by itself to its original attention."""
+        groups = self.rates.groups(self.modules, regression=True)
+        step = partial(regress, self.model, self.modules)
+        self._run(Stage("attention", budget, groups, step, lambda: mean(self.errors()), mean(self.report.before)))
+
+    def fit_outputs(self, name: str, budget: int, original: Original, distance: str) -> None:
+        """Fit the ``"hidden"`` states or the ``"logits"`` of the model to the original's."""
+        self.fit_loss(name, budget, partial(fit_end_to_end, self.model, original, distance))
+
+    def fit_loss(self, name: str, budget: int, step: Step) -> None:
+        """Minimise the loss of the whole model whose gradients ``step`` forms."""
+        groups: list[Group] = self.rates.groups(self.modules, regression=False)
+        if self.weights:
+            groups.append((self.weights, self.rates.weights))
+        measure = partial(mean_loss, step, self.batches.held)
+        self._run(Stage(name, budget, groups, step, measure))
+
+    def _run(self, stage: Stage) -> None:
+        checkpoint = None if self.checkpoint is None else Checkpoint(self.checkpoint, self.settings)
+        run = StageRun(stage, self.report, checkpoint)
+        run.fit(self.batches.stream(), self.eval_every, self.patience, self.progress)

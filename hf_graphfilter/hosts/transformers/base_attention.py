@@ -1,0 +1,165 @@
+"""The attention that a patched module would compute without its filter: the operator ``S`` of that filter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from ...errors import GraphFilterError
+from ...ops.apply_twice import joint_form
+from ...ops.few_rows import can_form_rows, form_rows
+from ...ops.visibility import visibility
+from ...shift.attention import AttentionCall
+from ..base import describe_site
+from .implementation import BASE_CONFIG, CHOSEN, ENGINES, IMPLEMENTATION, SERVING, read_field
+from .interface import attention_function, honours_softcap
+
+_UNFILTERED = (*ENGINES, IMPLEMENTATION)
+_MASKED = ("sdpa", "eager")  # whose masks say all that there is to say
+_UNHONOURED = {"s_aux", "sinks", "softcap", "cache"}
+
+
+class BaseAttention:
+    """One call of the attention function that the user chose, with all arguments but keys and values.
+
+    Args:
+        module: the patched attention module.
+        query: (batch, heads, query tokens, features).
+        key: (batch, key heads, key tokens, features).
+        mask: what the model made for this function: a tensor, another kind of mask or None.
+        options: the keyword arguments of the call.
+
+    Raises:
+        GraphFilterError: the function or an option cannot be filtered.
+    """
+
+    def __init__(self, module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]):
+        self.module, self.query, self.key, self.mask, self.options = module, query, key, mask, options
+        self.implementation = read_field(read_field(module.config, BASE_CONFIG), CHOSEN) or "eager"
+        self.function = attention_function(type(module), self.implementation)
+        if self.implementation in _UNFILTERED:
+            self._refuse_implementation()
+        if not _UNHONOURED.isdisjoint(options):
+            self._refuse_options()
+
+    def to_call(self, hidden: Tensor | None) -> AttentionCall:
+        """Return the call as the shift operator takes it, ``hidden`` being the input of the module."""
+        is_sdpa, scaling = self.function is sdpa_attention_forward, self.options.get("scaling")
+        return AttentionCall(
+            *(self.attend, self.query, self.key),
+            hidden=hidden,
+            scaling=self.query.shape[-1] ** -0.5 if scaling is None else scaling,
+            mask=self.mask if isinstance(self.mask, Tensor) else None,
+            bias=self.options.get("position_bias"),
+            visible=self.read_mask,
+            twice=self.apply_twice if is_sdpa else None,
+            few_rows=self.form_few_rows if is_sdpa else None,
+            weights_again=self.implementation == "eager" and not self.module.training,
+        )
+
+    def attend(self, key: Tensor, signal: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Call the function; keys with other heads than the module's have been repeated to one group per head."""
+        repeated = key.shape[1] != self.key.shape[1]
+        module = _SingleGroup(self.module) if repeated else self.module
+        return self.function(module, self.query, key, signal, self.mask, **self.options)  # type: ignore[no-any-return]
+
+    def read_mask(self) -> tuple[bool, Tensor | None]:
+        """Return (causal, keys): which tokens the mask leaves, see ``ops.visibility``."""
+        if self.implementation not in _MASKED:
+            self._refuse_unmasked()
+        biased = self.module.graph_filter.position_bias  # type: ignore[union-attr]
+        causal, declared = self._is_causal(), declares_causal(self.module)
+        return visibility(self.mask, causal, self.query.shape[2], biased, declared)  # type: ignore[arg-type]
+
+    def apply_twice(self, value: Tensor, exact: bool) -> tuple[Tensor, Tensor] | None:
+        """Return the joint form of two SDPA calls where it is faster. It reads its options as transformers does."""
+        if self.options.get("position_bias") is not None:
+            return None
+        scale, dropout = self.options.get("scaling"), self.options.get("dropout", 0.0)
+        causal = self.mask is None and self.query.shape[2] > 1 and self._is_causal()
+        return joint_form(
+            self.query, self.key, value, self.mask, scale=scale, causal=causal, dropout=dropout, exact=exact
+        )
+
+    def form_few_rows(self) -> Tensor | None:
+        """Return the matrix that SDPA applies, where it is faster. It reads its options as transformers does."""
+        if self.options.get("dropout") or self.options.get("position_bias") is not None:
+            return None
+        if not can_form_rows(self.query, self.key, self.mask):
+            return None
+        return form_rows(self.query, self.key, self.mask, scale=self.options.get("scaling"))
+
+    def _is_causal(self) -> bool:
+        """Return whether attention without a mask is causal; the eager functions never are."""
+        is_causal = self.options.get("is_causal")
+        if is_causal is None:
+            is_causal = getattr(self.module, "is_causal", True)
+        return bool(is_causal) and self.implementation != "eager"
+
+    def _refuse_implementation(self) -> None:
+        site = describe_site(self.module)
+        if self.implementation in ENGINES:
+            raise GraphFilterError(f"{site}: attention by {self.implementation!r} cannot be filtered; {SERVING}")
+        raise GraphFilterError(
+            f"{IMPLEMENTATION!r} was written into the config of {site} as what computes S: name a backend, with "
+            "model.set_attn_implementation('sdpa')"
+        )
+
+    def _refuse_options(self) -> None:
+        """Raise for what leads past the filter, breaks linearity or row sums, or the backend drops in silence."""
+        site, options = describe_site(self.module), self.options
+        for sink in ("s_aux", "sinks"):
+            if options.get(sink) is not None:
+                raise GraphFilterError(f"{site} uses attention sinks ({sink}): rows of A then sum to less than 1")
+        if options.get("softcap") is not None and not honours_softcap(self.function):
+            raise GraphFilterError(
+                f"{site} caps its scores (softcap={options['softcap']}) and {self.implementation!r} attention drops "
+                "that; load the model with attn_implementation='eager'"
+            )
+        if options.get("cache") is not None:
+            raise GraphFilterError(f"{site}: paged attention (continuous batching) cannot be filtered; use generate()")
+
+    def _refuse_unmasked(self) -> None:
+        """Raise for what FlashAttention learns from other arguments than a mask."""
+        packed = self._is_packed()
+        window = self.options.get("sliding_window")
+        if packed or (window is not None and window < self.key.shape[2]):
+            what = "packed sequences" if packed else f"a sliding window of {window} tokens"
+            graph_filter: Any = self.module.graph_filter
+            raise GraphFilterError(
+                f"{describe_site(self.module)}: {self.implementation!r} attention is told of {what} without a mask, "
+                f"and {graph_filter.config.filter!r} looks at the mask: load the model with "
+                "attn_implementation='sdpa', or leave these modules out with layers="
+            )
+
+    def _is_packed(self) -> bool:
+        """Return whether a row holds several sequences. A graph cannot branch on that and asserts that it does not."""
+        packed = self.options.get("cu_seq_lens_q") is not None
+        positions = self.options.get("position_ids")
+        if self.mask is not None or positions is None or positions.dim() != 2 or len(positions) != 1:
+            return packed
+        increasing = (positions.diff() > 0).all()  # by which FlashAttention itself knows packed sequences
+        if torch.compiler.is_compiling():
+            torch._assert_async(increasing, "packed sequences in a graph whose filter sees no mask of them")
+            return packed
+        return packed or not increasing
+
+
+class _SingleGroup:
+    """A view of an attention module whose keys have been repeated to one group per head."""
+
+    num_key_value_groups = 1
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def declares_causal(module: nn.Module) -> bool:
+    """Return whether a module says itself that a token sees only earlier ones."""
+    return bool(getattr(module, "is_causal", False))

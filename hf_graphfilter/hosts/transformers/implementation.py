@@ -1,0 +1,40 @@
+"""The attention implementation that a config names: ours in a patched module's, the user's in its model's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+IMPLEMENTATION = "hf_graphfilter"
+# in config.json: transformers without us quotes it in its error. "flash", "sdpa", "flex_attention", "/" mean something
+CURE = (
+    f"{IMPLEMENTATION} (pip install -U hf-graphfilter, then import hf_graphfilter before loading; any other value "
+    "loads the model without its graph filter)"
+)
+BASE_CONFIG = "_graph_filter_base_config"  # of a patched module's config: that of its model
+CHOSEN = "_attn_implementation_internal"  # in a config: what ``_attn_implementation`` returns
+ENGINES = ("vllm", "sglang")  # what their transformers backends write into the configs they find
+SERVING = (
+    "vLLM and SGLang, whose attention writes the cache at every call, cannot serve patched models: use generate() or "
+    "transformers serve"
+)
+
+
+def read_field(config: Any, name: str) -> Any:
+    """Return an attribute of a config past its ``__getattribute__``, which takes microseconds.
+
+    A compiler reads it once, and as usual.
+    """
+    return getattr(config, name) if torch.compiler.is_compiling() else object.__getattribute__(config, name)
+
+
+def backend(module: Any) -> str:
+    """Return the attention implementation that the user chose, read at each call from the model's own config."""
+    return getattr(module.config, BASE_CONFIG, module.config)._attn_implementation or "eager"
+
+
+def kind(module: Any) -> type:
+    """Return the class of the model's config, of which that of a patched module is made."""
+    config = getattr(module, "config", None)
+    return type(getattr(config, BASE_CONFIG, config))

@@ -1,0 +1,74 @@
+"""The gradients of the losses that filters declare, added while the Trainer's own backward pass runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..filters import GraphFilter
+from ..filters.core.base import Loss
+
+Weights = Mapping[str, float]
+Options = Mapping[str, Mapping[str, Any]]
+
+
+def choose_weights(graph_filter: GraphFilter, losses: Iterable[str], weights: Weights) -> dict[str, float]:
+    """Return the weights of the losses that count: one of weight 0 is not computed, and no part of a mean."""
+    chosen = {**graph_filter.config.penalties, **weights}
+    return {name: chosen[name] for name in losses if chosen[name]}
+
+
+def reruns_layers(model: nn.Module) -> bool:
+    """Return whether layers are checkpointed so that their first forward pass has no gradients."""
+    functions = [getattr(m, "_gradient_checkpointing_func", None) for m in model.modules()]
+    return any(f is not None and getattr(f, "keywords", {}).get("use_reentrant", True) for f in functions)
+
+
+class GradientAdder:
+    """The recorder of all filters of a model while it trains: it adds the gradients, and sums up what is logged."""
+
+    def __init__(self, weights: Weights, options: Options, reentrant: bool = False):
+        self.weights, self.options, self.scale, self.reentrant = weights, options, 1.0, reentrant
+        self.applications = Counter[str]()  # of each loss in the last forward pass
+        self.others = Counter[str]()  # without gradients, for what compute_loss looks up, say
+        self.backward_began = False
+        self.sums: dict[str, Tensor] = {}
+        self.counts = Counter[str]()
+
+    def __call__(self, graph_filter: GraphFilter, out: Tensor, losses: dict[str, Loss]) -> Tensor:
+        weights = choose_weights(graph_filter, losses, self.weights)
+        if torch._C._current_graph_task_id() == -1:  # checkpointing runs a layer again, during the backward pass
+            if self.backward_began:
+                self.applications, self.others, self.backward_began = Counter(), Counter(), False
+            counted = self.applications if torch.is_grad_enabled() or self.reentrant else self.others
+            counted.update(weights.keys())
+        if torch.is_grad_enabled():
+            for name, weight in weights.items():
+                loss = losses[name](**self.options.get(name, {}))
+                out = _AddGradient.apply(out, loss, name, weight, self)
+        return out
+
+    def record(self, name: str, loss: Tensor) -> None:
+        self.backward_began = True
+        before = self.sums.get(name)
+        self.sums[name] = loss.clone() if before is None else before + loss.to(before.device)
+        self.counts[name] += 1
+
+
+class _AddGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, loss: Tensor, name: str, weight: float, added: GradientAdder) -> Tensor:  # type: ignore[override]
+        ctx.loss, ctx.rest = loss.detach(), (name, weight, added)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        name, weight, added = ctx.rest
+        added.record(name, ctx.loss)
+        count = added.applications[name] or added.others[name]  # of a checkpointing that the model does not know of
+        share = torch.full_like(ctx.loss, weight * added.scale / count)
+        return grad, share, None, None, None
