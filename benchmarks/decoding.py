@@ -7,10 +7,11 @@ are timed in turn within a round; ratios are taken within a round. Writes benchm
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
-from measure import arguments, report, rounds, rows, write
+from measure import Benchmark, main
 from transformers import DynamicCache, GPT2Config, GPT2Model, StaticCache
 
 from hf_graphfilter import filter_parameters, patch_model
@@ -31,8 +32,8 @@ def build(form: str, device: str) -> GPT2Model:
     return model
 
 
-def filled(model: GPT2Model, length: int, kind: str, device: str) -> DynamicCache | StaticCache:
-    """What a context of this length leaves behind."""
+def fill_cache(model: GPT2Model, length: int, kind: str, device: str) -> DynamicCache | StaticCache:
+    """Return what a context of this length leaves behind."""
     config = model.config
     cache = DynamicCache() if kind == "dynamic" else StaticCache(config=config, max_cache_len=length + MOST)
     model(torch.randint(0, 1000, (1, FILLED), device=device), **{CACHE: cache})
@@ -42,17 +43,18 @@ def filled(model: GPT2Model, length: int, kind: str, device: str) -> DynamicCach
         if hasattr(layer, "length"):  # the state of an AGF, which is no more than after the tokens that were run
             layer.length = length
         elif kind == "dynamic":
-            layer.keys, layer.values = (repeated(x, times, length) for x in (layer.keys, layer.values))
-            kept.update({name: repeated(x, times, length) for name, x in kept.items()})
+            layer.keys, layer.values = (repeat_tokens(x, times, length) for x in (layer.keys, layer.values))
+            kept.update({name: repeat_tokens(x, times, length) for name, x in kept.items()})
             layer.ends = dict.fromkeys(kept, length)
+            layer.known = layer.keys, layer.values  # else the filter sees that another has replaced them
         else:
             for x in (layer.keys, layer.values, *kept.values()):
-                x[:, :, :length] = repeated(x[:, :, :FILLED], times, length)
+                x[:, :, :length] = repeat_tokens(x[:, :, :FILLED], times, length)
             layer.cumulative_length.fill_(length)
     return cache
 
 
-def repeated(x: torch.Tensor, times: int, length: int) -> torch.Tensor:
+def repeat_tokens(x: torch.Tensor, times: int, length: int) -> torch.Tensor:
     return x.repeat(1, 1, times, 1)[:, :, :length].contiguous()
 
 
@@ -61,8 +63,8 @@ def one_token(model: GPT2Model, cache: DynamicCache | StaticCache, device: str) 
     return lambda: model(token, **{CACHE: cache})
 
 
-def replayed(step: Callable[[], object]) -> Callable[[], object]:
-    """A step as a CUDA graph."""
+def capture_graph(step: Callable[[], object]) -> Callable[[], object]:
+    """Return a step as a CUDA graph."""
     beside = torch.cuda.Stream()
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):
@@ -75,26 +77,24 @@ def replayed(step: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
+CASES = {"dynamic": "one token, dynamic cache", "static": "one token, static cache"}
+CASES["graph"] = "one token, static cache, graph"  # last: it may not be possible
+
+
 @torch.no_grad()
-def main() -> None:
-    kinds = ("dynamic", "static", "graph")
-    options, common = arguments(__doc__, kinds, CONTEXTS)
-    models = {form: build(form, options.device) for form in ("plain", "gfsa")}
-    made = []
-    cases = {kind: f"one token, {kind} cache" for kind in kinds} | {"graph": "one token, static cache, graph"}
-    for kind in kinds if options.device == "cuda" else kinds[:2]:
-        for length in options.lengths if options.only in (None, kind) else ():
-            steps = {
-                form: one_token(model, filled(model, length, kind, options.device), options.device)
-                for form, model in models.items()
-            }
-            if kind == "graph":
-                steps = {form: replayed(step) for form, step in steps.items()}
-            times = rounds(steps, options.device, options.seconds)
-            case = {**common, "case": cases[kind], "n": length, "causal": True, "pass": "decoding"}
-            made += report(rows(case, times))
-        write(made, options.output / f"decoding-{options.device}.csv")  # a graph may not be possible
+def time_tokens(benchmark: Benchmark, kind: str) -> Iterator[list[dict]]:
+    device = benchmark.device
+    if kind == "graph" and device != "cuda":
+        return
+    models = {form: build(form, device) for form in ("plain", "gfsa")}
+    for length in benchmark.lengths:
+        caches = {form: fill_cache(model, length, kind, device) for form, model in models.items()}
+        calls = {form: one_token(model, caches[form], device) for form, model in models.items()}
+        if kind == "graph":
+            calls = {form: capture_graph(call) for form, call in calls.items()}
+        yield benchmark.time(calls, CASES[kind], length, True, "decoding")
 
 
 if __name__ == "__main__":
-    main()
+    sections = {kind: partial(time_tokens, kind=kind) for kind in CASES}
+    main("decoding", __doc__, sections, CONTEXTS, file="decoding-{device}")

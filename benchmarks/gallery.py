@@ -20,17 +20,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import RESULTS, hardware, write
+from measure import make_parser, stamp, write
 from PIL import Image
 from real import reviews, weights, windows
 from torch import nn
-from transfer import AGF, fitted
+from transfer import AGF, fit_filter
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -96,10 +95,11 @@ def pretrained(options: argparse.Namespace) -> Found:
 def minilm(options: argparse.Namespace) -> Found:
     source = pretrained_path()
     models = {"pretrained": AutoModel.from_pretrained(source)}
-    kept = options.runs / "minilm-agf"
-    if not kept.is_dir():
-        save_filter(fitted(options, reviews(options, AutoTokenizer.from_pretrained(source)), "agf", AGF, 600)[0], kept)
-    models["AGF, fitted"] = load_filter(AutoModel.from_pretrained(source), kept)
+    folder = options.runs / "minilm-agf"
+    if not folder.is_dir():
+        batches = reviews(options, AutoTokenizer.from_pretrained(source))
+        save_filter(fit_filter(options, batches, "agf", AGF, 600)[0], folder)
+    models["AGF, fitted"] = load_filter(AutoModel.from_pretrained(source), folder)
     for name, flags in {"fine-tuned": ["--filter", "none"], "fine-tuned with GFSA": ["--filter_lr", "1e-2"]}.items():
         common = ["--config", "glue/minilm.yaml", "--task", "movie-snippets", "--model", source, "--max_train_samples"]
         folder = trained(options, "glue", name, [*common, "8000", *flags, "--save_strategy", "epoch"])
@@ -154,7 +154,7 @@ def language(options: argparse.Namespace) -> Found:
 
 
 def trained(options: argparse.Namespace, recipe: str, name: str, argv: list[str], seed: int = 1) -> Path:
-    """The checkpoint of a recipe, trained now if it is not there."""
+    """Return the checkpoint of a recipe, trained now if it is not there."""
     output = options.runs / name.replace(" ", "-")
     command = [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), *argv, "--seeds", str(seed), "--output_dir"]
     subprocess.run([*command, str(output)], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
@@ -168,7 +168,7 @@ Lines = list[tuple[str, Any, Any]]  # what each is called, where its points are,
 
 
 def panels(drawn: dict[str, Lines], x: str, y: str = "", *, legends: bool = False, **options: Any) -> Any:
-    """A figure of panels side by side by their titles, with a legend in each or in the first; ``options`` of axes."""
+    """Draw panels side by side by their titles, with a legend in each or in the first; ``options`` of axes."""
     from matplotlib.figure import Figure
 
     shared, marker = bool(y), None if y else "o"
@@ -193,7 +193,7 @@ def draw(options: argparse.Namespace, name: str, figure: Any) -> None:
 
 
 def stacks(found: Found) -> Iterator[tuple[str, Measurements, str]]:
-    """(what to call it, the numbers, the stack) for each stack of each model."""
+    """Yield (what to call it, the numbers, the stack) for each stack of each model."""
     for name, measured in found.items():
         there = list(dict.fromkeys(layer.stack for layer in measured.smoothing.layers()))
         for stack in there:
@@ -208,7 +208,7 @@ def band(measured: Measurements, stack: str, quantity: str) -> tuple[list[int], 
 
 
 def depth(found: Found) -> Any:
-    """What becomes of the tokens, over the layers; models of different depth over the share of them."""
+    """Draw what becomes of the tokens, over the layers; models of different depth over the share of them."""
     lines = list(stacks(found))
     differ = len({max(band(measured, stack, "cosine")[0]) for _, measured, stack in lines}) > 1
     drawn: dict[str, Lines] = {title: [] for title in PANELS.values()}
@@ -224,7 +224,7 @@ def gain(measured: Measurements, layer: Layer, quantity: str, label: str) -> tup
 
 
 def frequencies(found: Found) -> Any:
-    """The gain of attention over the frequencies, in some layers of each stack (GFSA, Figure 2)."""
+    """Draw the gain of attention over the frequencies, in some layers of each stack (GFSA, Figure 2)."""
     drawn = {
         name: [
             gain(measured, layer, "attention_gain", f"layer {layer.index}")
@@ -236,7 +236,7 @@ def frequencies(found: Found) -> Any:
 
 
 def gains(found: Found, names: list[str]) -> Any:
-    """The gain of what modules apply, in some layers: filters beside what they start from."""
+    """Draw the gain of what modules apply, in some layers: filters beside what they start from."""
     layers = pick_some(found[names[0]].response.layers())
     drawn = {f"layer {x.index}": [gain(found[name], x, "gain", name) for name in names] for x in layers}
     return panels(drawn, "frequency (cycles a token)", "gain of what the module applies")
@@ -284,7 +284,7 @@ CASES = {
 
 
 def analyse(options: argparse.Namespace, case: str) -> None:
-    """A report of one of the cases, within a process of its own."""
+    """Write a report of one of the cases, within a process of its own."""
     if case == "minilm":
         model, batches = AutoModel.from_pretrained(pretrained_path()), texts(options, pretrained_path(), 512)
     elif case == "smollm2":
@@ -326,12 +326,7 @@ SECTIONS = {"pretrained": pretrained, "minilm": minilm, "deit": deit, "language"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=[*SECTIONS, "costs"], help="one section")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared", help="folder of data/ and weights/")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "gallery", help="folder for what is trained")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the numbers")
+    parser = make_parser(__doc__, [*SECTIONS, "costs"], "gallery")
     parser.add_argument("--figures", type=Path, default=ROOT / "docs" / "figures", help="folder for the figures")
     parser.add_argument("--analyse", choices=CASES.values(), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -339,7 +334,7 @@ def main() -> None:
     if options.analyse:
         analyse(options, options.analyse)
         return
-    common = {"date": date.today().isoformat(), "device": hardware(options.device)}
+    common = stamp(options.device)
     for section, run in SECTIONS.items():
         if options.only in (None, section):
             rows = numbers({**common, "data": DATA[section]}, run(options))

@@ -12,14 +12,15 @@ every section writes benchmarks/results/gfsa-DEVICE-SECTION.csv with percentiles
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from measure import arguments, half, measure, peak_mb, report, rounds, rows, write
+from measure import FEATURES, HEADS, PASSES, Benchmark, Call, half, main, make_pass, random_heads
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -42,26 +43,16 @@ from hf_graphfilter.ops.apply_twice import joint_form
 from hf_graphfilter.ops.triton.enabled import SWITCH
 
 LENGTHS = (128, 197, 512, 1024, 2048, 4096)
-HEADS, FEATURES = 12, 64
 TOKENS_A_BATCH = 4096
 
 
 # ----------------------------------------------------------------------------------------------- attention alone
 
 
-def attention(
-    form: str, n: int, causal: bool, device: str, backward: bool, tokens: int = TOKENS_A_BATCH
-) -> Callable[[], object]:
-    """One call of a form on random inputs; batch chosen so that every length has about as many tokens."""
-    batch = max(1, tokens // n)
-    shape = (batch, n, HEADS, FEATURES)
-    generator = torch.Generator(device).manual_seed(0)
-
-    def random() -> torch.Tensor:
-        x = torch.randn(shape, device=device, generator=generator).to(half(device))
-        return x.transpose(1, 2).requires_grad_(backward)
-
-    query, key, value = random(), random(), random()
+def attention(device: str, form: str, n: int, causal: bool, backward: bool) -> Call:
+    """Return a call of a form on random inputs, with about as many tokens at every length, and one sequence of few."""
+    batch = max(1, TOKENS_A_BATCH // n) if n > 32 else 1
+    query, key, value = random_heads(3, batch, n, device, backward, half(device))
     site = AttentionSite("bench", torch.nn.Identity(), HEADS, causal, "encoder", "", 0)
     graph_filter = GFSAConfig(K=3).build(site).to(device)
     torch.nn.init.constant_(graph_filter.w_K, 0.1)
@@ -90,42 +81,28 @@ def attention(
         H = w_0 * torch.eye(n, device=device) + w_1 * A + w_K * (A + 2 * (A @ A - A))
         return DenseShift(H.to(A.dtype))(value)
 
-    def run() -> object:
-        if not backward:
-            with torch.no_grad():
-                return forward()
-        query.grad = key.grad = value.grad = None
-        return forward().sum().backward()
-
-    return run
+    return make_pass(forward, (query, key, value), backward)
 
 
 FORMS = {"cpu": ("plain", "gfsa", "dense"), "cuda": ("plain", "gfsa", "dense", "kernel")}
 
 
-def cases(common: dict, lengths: tuple[int, ...]) -> Iterator[tuple[int, bool, bool, dict]]:
-    """(n, causal, backward, the fields that they give a row)."""
-    for n in lengths:
-        for causal in (False, True):
-            for backward in (False, True):
-                fields = {"case": "attention", "n": n, "causal": causal, "pass": "fwd+bwd" if backward else "fwd"}
-                yield n, causal, backward, {**common, **fields}
+def cases(benchmark: Benchmark) -> Iterator[tuple[int, bool, bool]]:
+    """Yield n, causal, backward."""
+    return itertools.product(benchmark.lengths, (False, True), (False, True))
 
 
-def attention_rows(common: dict, device: str, lengths: tuple[int, ...], seconds: float) -> list[dict]:
-    made = []
-    for n, causal, backward, fields in cases(common, lengths):
-        calls = {form: attention(form, n, causal, device, backward) for form in FORMS[device]}
-        made += report(rows(fields, rounds(calls, device, seconds)))
-    return made
+def time_attention(benchmark: Benchmark) -> Iterator[list[dict]]:
+    for n, causal, backward in cases(benchmark):
+        forms = FORMS[benchmark.device]
+        calls = {form: attention(benchmark.device, form, n, causal, backward) for form in forms}
+        yield benchmark.time(calls, "attention", n, causal, PASSES[backward])
 
 
-def memory_rows(common: dict, device: str, lengths: tuple[int, ...]) -> list[dict]:
-    made = []
-    for n, causal, backward, fields in cases(common, lengths):
-        for form in FORMS[device]:
-            made += report([{**fields, "form": form, "peak_mb": peak_mb(__file__, device, form, n, causal, backward)}])
-    return made
+def measure_memory(benchmark: Benchmark) -> Iterator[list[dict]]:
+    for n, causal, backward in cases(benchmark):
+        forms = FORMS[benchmark.device]
+        yield from benchmark.peaks(forms, "attention", n, causal, PASSES[backward], causal, backward)
 
 
 # ------------------------------------------------------------------------------------------ whole training steps
@@ -166,21 +143,18 @@ STEPS = {
 }
 
 
-def step_rows(common: dict, device: str, seconds: float, smoke: bool) -> list[dict]:
-    made = []
-    size = {"num_hidden_layers": 1} if smoke else {}
+def time_steps(benchmark: Benchmark) -> Iterator[list[dict]]:
+    size = {"num_hidden_layers": 1} if benchmark.smoke else {}
     for name, (make, dropouts) in STEPS.items():
         for dropout in dropouts:
-            build, batch, n, causal = make(dropout, device, **size)
+            build, batch, n, causal = make(dropout, benchmark.device, **size)
             models = {"plain": build(), "gfsa": patch_model(build(), "gfsa", K=3)}
-            calls = {form: training_step(model.to(device).train(), batch) for form, model in models.items()}
-            times = rounds(calls, device, seconds)
+            calls = {form: training_step(model.to(benchmark.device).train(), batch) for form, model in models.items()}
             case = f"{name} step, attention dropout {0.1 if dropout else 0.0:g}"
-            made += report(rows({**common, "case": case, "n": n, "causal": causal, "pass": "fwd+bwd+AdamW"}, times))
-    return made
+            yield benchmark.time(calls, case, n, causal, seconds=5)
 
 
-def training_step(model: torch.nn.Module, batch: dict) -> Callable[[], object]:
+def training_step(model: torch.nn.Module, batch: dict) -> Call:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
     device = next(model.parameters()).device.type
@@ -198,38 +172,20 @@ def training_step(model: torch.nn.Module, batch: dict) -> Callable[[], object]:
 # ------------------------------------------------------------------------------------------------------------ the start
 
 
-def start_rows(common: dict, device: str, seconds: float) -> list[dict]:
+def time_start(benchmark: Benchmark) -> Iterator[list[dict]]:
     """plain: ``import transformers``, gfsa: with ours, in fresh processes; then patching, which has no plain form."""
 
-    def importing(names: str) -> Callable[[], object]:
+    def importing(names: str) -> Call:
         return lambda: subprocess.run([sys.executable, "-c", f"import {names}"], check=True)
 
     calls = {"plain": importing("transformers"), "gfsa": importing("transformers, hf_graphfilter")}
-    case = {**common, "n": "", "causal": False, "pass": ""}
-    made = report(rows({**case, "case": "import transformers"}, rounds(calls, device, seconds)))
-    model = BertForSequenceClassification(BertConfig()).to(device)
-    patch = rounds({"plain": lambda: unpatch_model(patch_model(model, "gfsa", K=3))}, device, seconds)
-    return made + report(rows({**case, "case": "patch_model and unpatch_model, BERT-base"}, patch))
-
-
-def main() -> None:
-    options, common = arguments(__doc__, ("start", "steps", "attention", "memory"), LENGTHS)
-    sections = {
-        "start": lambda: start_rows(common, options.device, options.seconds),
-        "steps": lambda: step_rows(common, options.device, options.seconds * 5, options.smoke),
-        "attention": lambda: attention_rows(common, options.device, tuple(options.lengths), options.seconds),
-        "memory": lambda: memory_rows(common, options.device, tuple(options.lengths)),
-    }
-    for section, run in sections.items():
-        if options.only in (None, section):
-            write(run(), options.output / f"gfsa-{options.device}-{section}.csv")
+    yield benchmark.time(calls, "import transformers", "", False, "")
+    model = BertForSequenceClassification(BertConfig()).to(benchmark.device)
+    calls = {"plain": lambda: unpatch_model(patch_model(model, "gfsa", K=3))}
+    yield benchmark.time(calls, "patch_model and unpatch_model, BERT-base", "", False, "")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--measure"]:  # from peak_mb
-        device, form, n, causal, backward = sys.argv[2:]
-        case = form, int(n), causal == "True", device, backward == "True"
-        measure(device, attention(form, 32, *case[2:], tokens=32), attention(*case))
-    else:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        main()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sections = {"start": time_start, "steps": time_steps, "attention": time_attention, "memory": measure_memory}
+    main("gfsa", __doc__, sections, LENGTHS, inside=attention)

@@ -17,11 +17,10 @@ import sys
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable
-from datetime import date
 from pathlib import Path
 
 import torch
-from measure import RESULTS, hardware, write
+from measure import RESULTS, stamp, write
 
 HERE = Path(__file__).parent
 TESTS = HERE.parent / "tests"
@@ -52,8 +51,8 @@ def sections(smoke: bool) -> dict[str, tuple[int, list[str]]]:
     }
 
 
-def winners(rows: Iterable[dict], kernel: str) -> str | None:
-    """The line of the table for a kernel, timed as form "kernel" beside the plain form, which has the kernel's name.
+def find_winners(rows: Iterable[dict], kernel: str) -> str | None:
+    """Return the line of the table for a kernel, timed as "kernel" beside the plain form, which has the kernel's name.
 
     It holds the fewest tokens from which the kernel won in training, whatever the mask.
     """
@@ -84,8 +83,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit(f"bench-gpu needs a CUDA device, and PyTorch {torch.__version__} sees none.")
-    common = {"date": date.today().isoformat(), "device": hardware(options.device), "commit": commit()}
-    common["torch"] = torch.__version__
+    common = stamp(options.device, "torch") | {"commit": commit()}
     file = options.output / f"gpu-{options.device}-sections.csv"
     done = list(csv.DictReader(file.read_text().splitlines())) if file.is_file() else []
     same = ("device", "commit")
@@ -112,7 +110,7 @@ def main() -> None:
         write(done, file, FIELDS)
     for kernel in ("gfsa", "agf"):
         measured = options.output / f"{kernel}-{options.device}-attention.csv"
-        line = winners(csv.DictReader(measured.read_text().splitlines()), kernel) if measured.is_file() else None
+        line = find_winners(csv.DictReader(measured.read_text().splitlines()), kernel) if measured.is_file() else None
         print(f"FASTER: {line or f'no length from which the kernel of {kernel} won'}")
     if any(row["outcome"] != "done" for row in done):
         sys.exit(1)

@@ -22,8 +22,8 @@ TRAIN, TEST = 10_000, 2_000
 LENGTHS = {"50 to 200 tokens": (50, 200), "500 to 2,000 tokens": (500, 2_000)}
 
 
-def own_digits(tokens: list[str]) -> tuple[str, str | None]:
-    """The outermost operator, and the largest (smallest) of the digits directly under it, where it asks for that."""
+def read_top_digits(tokens: list[str]) -> tuple[str, str | None]:
+    """Return the outermost operator, and the largest (smallest) digit directly under it, where it asks for that."""
     depth, digits = 0, []
     for token in tokens:
         depth += token.startswith("[") - (token == "]")
@@ -35,7 +35,7 @@ def own_digits(tokens: list[str]) -> tuple[str, str | None]:
 RULES: dict[str, Callable[[list[str]], Hashable]] = {
     "the same answer always": lambda tokens: None,
     "by the outermost operator": lambda tokens: tokens[0],
-    "by it and the digits directly under it": own_digits,
+    "by it and the digits directly under it": read_top_digits,
 }
 
 

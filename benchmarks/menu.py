@@ -16,7 +16,7 @@ import csv
 
 import torch
 from gfsa import bert, gpt2, training_step
-from measure import arguments, report, rounds, rows, write
+from measure import Benchmark, write
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_graphfilter import GraphFilterError, available_filters, patch_model
@@ -24,7 +24,7 @@ from hf_graphfilter.filters.core.attached import filters_of
 
 
 def narrow(dropout: bool, device: str, **size: int) -> tuple:
-    """The 12 layers of recipes/configs/language_modeling/deep.yaml."""
+    """Build the 12 layers of recipes/configs/language_modeling/deep.yaml."""
     sizes = {"vocab_size": 2048, "n_embd": 32, "n_head": 2, "n_positions": 64, **size}
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.1 if dropout else 0.0}
     config = GPT2Config(**sizes, **off, activation_function="gelu_pytorch_tanh")
@@ -35,7 +35,7 @@ def narrow(dropout: bool, device: str, **size: int) -> tuple:
 SHAPES = {"BERT-base, 8 x 128": bert, "GPT-2, 1 x 1,024": gpt2, "GPT-2 of 32 features, 32 x 64": narrow}
 
 
-def patched(model: torch.nn.Module, name: str) -> torch.nn.Module:
+def patch_filter(model: torch.nn.Module, name: str) -> torch.nn.Module:
     patch_model(model, name)
     with torch.no_grad():
         for _, graph_filter in filters_of(model):
@@ -46,25 +46,24 @@ def patched(model: torch.nn.Module, name: str) -> torch.nn.Module:
 
 def main() -> None:
     filters = available_filters()
-    options, common = arguments(__doc__, (*SHAPES, *filters), ())
-    size = {"num_hidden_layers": 1} if options.smoke else {}
-    file = options.output / f"menu-{options.device}-steps.csv"
+    benchmark = Benchmark(__doc__, (*SHAPES, *filters), ())
+    only, device = benchmark.only, benchmark.device
+    size = {"num_hidden_layers": 1} if benchmark.smoke else {}
+    file = benchmark.output / f"menu-{device}-steps.csv"
     table = []
-    if options.only and file.is_file():
+    if only and file.is_file():
         with file.open() as before:
-            table = [row for row in csv.DictReader(before) if options.only not in (row["form"], row["case"])]
-    for case in [options.only] if options.only in SHAPES else SHAPES:
-        build, batch, n, causal = SHAPES[case](False, options.device, **size)
-        plain = training_step(build().to(options.device).train(), batch)
-        for name in [options.only] if options.only in filters else filters:
+            table = [row for row in csv.DictReader(before) if only not in (row["form"], row["case"])]
+    for case in [only] if only in SHAPES else SHAPES:
+        build, batch, n, causal = SHAPES[case](False, device, **size)
+        plain = training_step(build().to(device).train(), batch)
+        for name in [only] if only in filters else filters:
             try:
-                step = training_step(patched(build(), name).to(options.device).train(), batch)
+                step = training_step(patch_filter(build(), name).to(device).train(), batch)
             except GraphFilterError as error:
                 print(f"{case}: {name} is refused ({error})")
                 continue
-            times = rounds({"plain": plain, name: step}, options.device, options.seconds)
-            fields = {**common, "case": case, "n": n, "causal": causal, "pass": "fwd+bwd+AdamW"}
-            table += report([row for row in rows(fields, times) if row["form"] != "plain"])
+            table += benchmark.time({"plain": plain, name: step}, case, n, causal)[1:]
             write(table, file)
 
 

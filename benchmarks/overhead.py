@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from measure import RESULTS, hardware, write
+from measure import RESULTS, stamp, write
 from transformers import BertConfig, BertModel
-from transformers import __version__ as transformers_version
 
 from hf_graphfilter import FilterConfig, GraphFilter, patch_model, register_filter
 
@@ -50,7 +49,7 @@ class RouteConfig(FilterConfig):
 FORMS = {"plain": None, "route": "route", "gfsa": "gfsa", "agf": "agf"}
 
 
-def once(rounds: int) -> dict[str, float]:
+def time_layers(rounds: int) -> dict[str, float]:
     """Median microseconds of a layer, by form."""
     torch.manual_seed(0)
     config = BertConfig(
@@ -74,7 +73,7 @@ def once(rounds: int) -> dict[str, float]:
     return {form: statistics.median(values) for form, values in times.items()}
 
 
-def held() -> float:
+def measure_held() -> float:
     """MB of tensors that are there after a training step and were not before it."""
 
     def storages() -> dict[int, int]:
@@ -104,7 +103,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.inside:
-        print(json.dumps({**once(options.rounds), "held": held()}))
+        print(json.dumps({**time_layers(options.rounds), "held": measure_held()}))
         return
     here = Path(__file__).parent.parent
     folders = [options.before, here] if options.before else [here]
@@ -116,8 +115,7 @@ def main() -> None:
             command = [sys.executable, __file__, "--inside", "--rounds", str(options.rounds // 5)]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             medians[name].append(json.loads(done.stdout.splitlines()[-1]))
-    common = {"date": time.strftime("%Y-%m-%d"), "device": hardware("cpu"), "torch": torch.__version__}
-    common["transformers"] = transformers_version
+    common = stamp("cpu", "torch", "transformers")
     rows = []
     for name, processes in medians.items():
         for form in FORMS:

@@ -42,7 +42,7 @@ def ratios(text: str) -> dict[tuple[str, ...], Ratio]:
     return found
 
 
-def worse(before: str, after: str) -> Iterator[tuple[tuple[str, ...], Ratio, Ratio]]:
+def find_worse(before: str, after: str) -> Iterator[tuple[tuple[str, ...], Ratio, Ratio]]:
     """(case, ratio before, ratio after) of two versions of a file."""
     old = ratios(before)
     for case, new in ratios(after).items():
@@ -55,15 +55,15 @@ def git(*arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def at(commit: str | None, name: str) -> str | None:
-    """A file of the repository at a commit, or in the working tree; None where it is not there."""
+def read_at(commit: str | None, name: str) -> str | None:
+    """Return a file of the repository at a commit, or in the working tree; None where it is not there."""
     if commit is None:
         return (ROOT / name).read_text() if (ROOT / name).is_file() else None
     return git("show", f"{commit}:{name}") if git("ls-tree", "--name-only", commit, name) else None
 
 
 def last_change(name: str) -> str | None:
-    """The commit that a file is compared with: HEAD where it is changed, else the one before its last change."""
+    """Return the commit that a file is compared with: HEAD where it is changed, else the one before its last change."""
     if git("status", "--porcelain", name):
         return "HEAD"
     commits = git("log", "-2", "--format=%H", "--", name).split()
@@ -71,7 +71,7 @@ def last_change(name: str) -> str | None:
 
 
 def report(before: str | None, after: str | None) -> list[str]:
-    """A line for every ratio that got worse."""
+    """Return a line for every ratio that got worse."""
     if after is None:
         names = [str(file.relative_to(ROOT)) for file in sorted(RESULTS.rglob("*.csv"))]
     else:
@@ -80,10 +80,10 @@ def report(before: str | None, after: str | None) -> list[str]:
     lines = []
     for name in names:
         earlier = before or last_change(name)
-        texts = at(earlier, name) if earlier else None, at(after, name)
+        texts = read_at(earlier, name) if earlier else None, read_at(after, name)
         if None in texts:
             continue
-        for (device, case, n, causal, which, form), old, new in worse(*texts):
+        for (device, case, n, causal, which, form), old, new in find_worse(*texts):
             described = f"{case}, n = {n}, {'causal, ' if causal == 'True' else ''}{which}, {form} on {device}"
             spreads = (f"{median:g} [{low:.3g}, {high:.3g}]" for low, median, high in (old, new))
             lines.append(f"{Path(name).stem}: {described}: {' -> '.join(spreads)}")

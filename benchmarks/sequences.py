@@ -16,13 +16,12 @@ every section writes benchmarks/results/sequences-DEVICE-SECTION.csv with percen
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from agf import SDPA_UP_TO, growth
 from gfsa import training_step
-from measure import arguments, measure, peak_mb, report, rounds, rows, write
+from measure import SDPA_UP_TO, STEP, Benchmark, Call, main
 from transformers import BertConfig
 
 from hf_graphfilter import ConverterConfig, ConverterForSequenceClassification, patch_model
@@ -36,7 +35,6 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 TOKENS = 16384  # a step of the section "batch"
 BATCHES = (1024, 4096)
 VOCABULARY, LABELS = 256, 10
-STEP = "fwd+bwd+AdamW"
 FILTERS = {"gfsa": {"K": 3, "w_K": 0.1}, "agf": {"K": 3}, "singularformer": {}, "kernelution": {}}
 POSITIONS = {"converter, gru": "gru", "converter, sinusoidal": "sinusoidal"}
 FORMS = ("plain", *FILTERS, *POSITIONS)
@@ -60,58 +58,48 @@ def classifier(form: str, n: int, layers: int = 2) -> torch.nn.Module:
     return model
 
 
-def step(form: str, batch: int, n: int, device: str, layers: int = 2) -> Callable[[], object]:
-    """One training step of a system on random tokens."""
+def step(device: str, form: str, n: int, batch: int = 1, layers: int = 2) -> Call:
+    """Return a training step of a system on random tokens."""
     model = classifier(form, n, layers).to(device).train()
     ids = torch.randint(1, VOCABULARY, (batch, n), device=device)  # 0 is padding
     labels = torch.randint(LABELS, (batch,), device=device)
     return training_step(model, {"input_ids": ids, "labels": labels})
 
 
+def two_steps(device: str, form: str, n: int) -> Call:
+    """Return a call with the state of AdamW, which is there from the first step on."""
+    run = step(device, form, n)
+    return lambda: (run(), run())
+
+
 def forms_at(n: int, device: str) -> list[str]:
-    """The systems that fit; the quadratic ones up to where a step takes seconds, not minutes."""
+    """Return the systems that fit; the quadratic ones up to where a step takes seconds, not minutes."""
     return [form for form in FORMS if form not in QUADRATIC or n <= SDPA_UP_TO[device]]
 
 
-def timed(common: dict, device: str, seconds: float, shapes: list[tuple[int, int]], case: str, layers: int) -> list:
-    table = []
+def time_steps(benchmark: Benchmark, shapes: list[tuple[int, int]], case: str) -> Iterator[list[dict]]:
+    layers = 1 if benchmark.smoke else 2
     for batch, n in shapes:
-        calls = {form: step(form, batch, n, device, layers) for form in forms_at(n, device)}
-        fields = {"case": case, "n": n, "causal": False, "pass": STEP}
-        table += report(rows({**common, **fields}, rounds(calls, device, seconds)))
-    return table
+        forms = forms_at(n, benchmark.device)
+        calls = {form: step(benchmark.device, form, n, batch, layers) for form in forms}
+        yield benchmark.time(calls, case, n, False)
 
 
-def memory(common: dict, device: str, lengths: tuple[int, ...]) -> list[dict]:
-    table = []
-    for n in lengths:
-        for form in forms_at(n, device):
-            fields = {"case": "one sequence", "n": n, "causal": False, "pass": STEP, "form": form}
-            table += report([{**common, **fields, "peak_mb": peak_mb(__file__, device, form, n)}])
-    return table
+def time_batches(benchmark: Benchmark) -> Iterator[list[dict]]:
+    shapes = [(TOKENS // n, n) for n in BATCHES if n in benchmark.lengths]
+    return time_steps(benchmark, shapes, f"{TOKENS:,} tokens")
 
 
-def main() -> None:
-    options, common = arguments(__doc__, ("steps", "batch", "memory"), LENGTHS)
-    device, lengths, layers = options.device, tuple(options.lengths), 1 if options.smoke else 2
-    timing, batches = (common, device, options.seconds), [(TOKENS // n, n) for n in BATCHES if n in lengths]
-    sections = {
-        "steps": lambda: timed(*timing, [(1, n) for n in lengths], "one sequence", layers),
-        "batch": lambda: timed(*timing, batches, f"{TOKENS:,} tokens", layers),
-        "memory": lambda: memory(common, device, lengths),
-    }
-    for section, run in sections.items():
-        if options.only in (None, section):
-            table = run()
-            write(table, options.output / f"sequences-{device}-{section}.csv")
-            for form in FORMS if section == "steps" and sum(n >= 4096 for n in lengths) > 1 else ():
-                print(f"{form}: time grows as n^{growth(table, False, STEP, form):.2f}")
+def measure_memory(benchmark: Benchmark) -> Iterator[list[dict]]:
+    for n in benchmark.lengths:
+        yield from benchmark.peaks(forms_at(n, benchmark.device), "one sequence", n, False, STEP)
 
+
+SECTIONS = {
+    "steps": lambda benchmark: time_steps(benchmark, [(1, n) for n in benchmark.lengths], "one sequence"),
+    "batch": time_batches,
+    "memory": measure_memory,
+}
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--measure"]:  # from peak_mb
-        device, form, n = sys.argv[2:]
-        run = step(form, 1, int(n), device)
-        measure(device, step(form, 1, 32, device), lambda: (run(), run()))  # AdamW's state is there from the first on
-    else:
-        main()
+    main("sequences", __doc__, SECTIONS, LENGTHS, inside=two_steps)

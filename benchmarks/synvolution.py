@@ -1,5 +1,4 @@
-"""Synvolution against the parallel scan of its paper: ``python benchmarks/synvolution.py`` (on the GPU where there is
-one).
+"""Synvolution against the parallel scan of its paper: ``python benchmarks/synvolution.py``, on a GPU if there is one.
 
 plain: Eq. 8 with the parallel scan of Algorithm 1 (Converter, appendix A) in PyTorch; blocks:
 ``hf_graphfilter.functional.synvolution``. Both from the same angles, eigenvalues and values, one sequence, of 64
@@ -13,10 +12,10 @@ benchmarks/results/synvolution-DEVICE.csv with percentiles and hardware.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
-from measure import arguments, report, rounds, rows, write
+from measure import PASSES, Benchmark, main
 from torch import Tensor
 
 from hf_graphfilter import functional
@@ -97,7 +96,7 @@ def upward(cells: Tensor, x: Tensor) -> Tensor:
     return downward(cells.flip(1, 2, 3), x.flip(1)).flip(1)
 
 
-def scanned(value: Tensor, eigenvalues: Tensor, lower: Tensor, upper: Tensor, phase: Tensor) -> Tensor:
+def scan_twice(value: Tensor, eigenvalues: Tensor, lower: Tensor, upper: Tensor, phase: Tensor) -> Tensor:
     """Eq. 8."""
     low, up, turn = rotations(lower), rotations(upper), torch.exp(1j * phase)[..., None]
     x = turn * downward(low, upward(up, value.to(turn.dtype)))
@@ -105,7 +104,7 @@ def scanned(value: Tensor, eigenvalues: Tensor, lower: Tensor, upper: Tensor, ph
     return downward(up.mH, upward(low.mH, x))
 
 
-FORMS = {"plain": scanned, "blocks": functional.synvolution}
+FORMS = {"plain": scan_twice, "blocks": functional.synvolution}
 
 
 def inputs(n: int, features: int, device: str) -> list[Tensor]:
@@ -128,19 +127,13 @@ def call(form: str, n: int, features: int, device: str, backward: bool) -> Calla
     return run
 
 
-def main() -> None:
-    options, common = arguments(__doc__, ("scan",), LENGTHS)
-    table = []
-    for backward in (False, True):
-        for features, n in itertools.product(FEATURES, options.lengths):
-            calls = {form: call(form, n, features, options.device, backward) for form in FORMS}
-            for ours, theirs in zip(calls["blocks"](), calls["plain"](), strict=True):
-                assert (ours - theirs).abs().max() <= 1e-3 * max(1.0, float(theirs.abs().max()))
-            fields = {"case": f"{features} features", "n": n, "causal": False}
-            fields["pass"] = "fwd+bwd" if backward else "fwd"
-            table += report(rows({**common, **fields}, rounds(calls, options.device, options.seconds)))
-    write(table, options.output / f"synvolution-{options.device}.csv")
+def time_scan(benchmark: Benchmark) -> Iterator[list[dict]]:
+    for backward, features, n in itertools.product((False, True), FEATURES, benchmark.lengths):
+        calls = {form: call(form, n, features, benchmark.device, backward) for form in FORMS}
+        for ours, theirs in zip(calls["blocks"](), calls["plain"](), strict=True):
+            assert (ours - theirs).abs().max() <= 1e-3 * max(1.0, float(theirs.abs().max()))
+        yield benchmark.time(calls, f"{features} features", n, False, PASSES[backward])
 
 
 if __name__ == "__main__":
-    main()
+    main("synvolution", __doc__, {"scan": time_scan}, LENGTHS, file="synvolution-{device}")

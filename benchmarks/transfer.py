@@ -19,12 +19,11 @@ import itertools
 import random
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 
 import torch
 import transformers
-from measure import RESULTS, hardware
+from measure import make_parser, stamp
 from real import TinyImages, perplexity, reviews, weights, wikitext
 from torch import Tensor, nn
 from transformers import (
@@ -65,7 +64,7 @@ class Table:
     def __init__(self, options: argparse.Namespace, section: str):
         name = f"transfer-{options.device}-{section}.csv"
         self.file = options.output / name
-        self.common = {"date": date.today().isoformat(), "device": hardware(options.device), "section": section}
+        self.common = stamp(options.device) | {"section": section}
         self.rows = list(csv.DictReader(self.file.open())) if options.append and self.file.is_file() else []
 
     def has(self, task: str, variant: str, seed: int | str) -> bool:
@@ -105,7 +104,7 @@ ABLATION = {
 }
 
 
-def fitted(
+def fit_filter(
     options: argparse.Namespace, batches: list[dict], filter: str, config: dict, steps: int, lr: float = LR
 ) -> tuple:
     """(MiniLM with the filter, the report) after attention transfer."""
@@ -118,11 +117,11 @@ def fitted(
 def minilm(options: argparse.Namespace) -> None:
     table = Table(options, "minilm")
     batches = reviews(options, AutoTokenizer.from_pretrained(pretrained_path()))
-    model, report = fitted(options, batches, "agf", AGF, options.steps or 1000)
+    model, report = fit_filter(options, batches, "agf", AGF, options.steps or 1000)
     table.add_report("MiniLM-L6", "correction, window 4: longer", report)
     save_filter(model, options.runs / "minilm-agf")
     for variant, config in ABLATION.items():
-        table.add_report("MiniLM-L6", variant, fitted(options, batches, "agf", config, 200)[1])
+        table.add_report("MiniLM-L6", variant, fit_filter(options, batches, "agf", config, 200)[1])
 
 
 SINGULAR = {
@@ -145,12 +144,12 @@ def singular(options: argparse.Namespace) -> None:
     fits += [("Kernelution", "kernelution", {}), ("Kernelution, window 8", "kernelution", {"window": 8})]
     for variant, filter, config in fits:
         if not table.has("MiniLM-L6", variant, ""):
-            table.add_report("MiniLM-L6", variant, fitted(options, batches, filter, config, 200)[1])
+            table.add_report("MiniLM-L6", variant, fit_filter(options, batches, filter, config, 200)[1])
     errors = {row["variant"]: float(row["value"]) for row in table.rows if row["stage"] == "after transfer"}
     best = min(SINGULAR, key=lambda variant: errors[variant])
     variant, lr = f"{best}, lr 3e-2: longer", 3e-2  # also better than 1e-2 and 200 steps
     if not table.has("MiniLM-L6", variant, "") or not (options.runs / "minilm-singularformer").is_dir():
-        model, report = fitted(options, batches, "singularformer", SINGULAR[best], options.steps or 1000, lr)
+        model, report = fit_filter(options, batches, "singularformer", SINGULAR[best], options.steps or 1000, lr)
         table.add_report("MiniLM-L6", variant, report)
         save_filter(model, options.runs / "minilm-singularformer")
 
@@ -416,13 +415,7 @@ SECTIONS = {f.__name__: f for f in (minilm, singular, mixed, finetune, gpt2, smo
 
 
 def main() -> None:
-    root = Path(__file__).parents[1]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=SECTIONS, help="one section")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--shared", type=Path, default=root.parent / "shared", help="folder of data/ and weights/")
-    parser.add_argument("--runs", type=Path, default=root / "runs" / "transfer", help="folder for what is trained")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the tables")
+    parser = make_parser(__doc__, SECTIONS, "transfer")
     parser.add_argument("--steps", type=int, help="of the section's main training, instead of its default")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--append", action="store_true", help="keep the rows that a file has; finetune makes the rest")

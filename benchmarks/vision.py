@@ -8,11 +8,14 @@ benchmarks/results/vision-DEVICE-throughput.csv.
 from __future__ import annotations
 
 import copy
+import itertools
 import statistics
+from collections.abc import Iterator
+from functools import partial
 
 import timm
 import torch
-from measure import arguments, half, rounds, write
+from measure import Benchmark, half, main, rounds, stamp
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -41,7 +44,7 @@ def gflops(model: nn.Module) -> float:
 
 
 def steps(model: nn.Module, images: torch.Tensor, train: bool):
-    """A function that runs one step."""
+    """Return a function that runs one step."""
     model.train(train)
     device = images.device.type
 
@@ -63,49 +66,33 @@ def steps(model: nn.Module, images: torch.Tensor, train: bool):
     return step
 
 
-def main() -> None:
-    options, common = arguments(__doc__, tuple(MODELS), (8,))
-    common.pop("transformers")
-    common["timm"] = timm.__version__
-    made = []
-    for title, (name, settings, K) in MODELS.items():
-        if options.only not in (None, title):
-            continue
-        settings = settings | {"depth": 1} if options.smoke else settings
-        models = {form: timm.create_model(name, **settings).to(options.device) for form in ("plain", "gfsa")}
-        patch_model(models["gfsa"], "gfsa", K=K)
-        flops = {form: gflops(model) for form, model in models.items()}
-        for batch in options.lengths:
-            images = torch.randn(batch, 3, 224, 224, device=options.device)
-            for which in ("inference", "training"):
-                forms = {form: steps(model, images, which == "training") for form, model in models.items()}
-                times = rounds(forms, options.device, options.seconds)
-                for form, values in times.items():
-                    median = statistics.median(values)
-                    ratios = [plain / value for plain, value in zip(times["plain"], values, strict=True)]
-                    row = {
-                        **common,
-                        **{
-                            "model": title,
-                            "K": K if form == "gfsa" else "",
-                            "pass": which,
-                            "form": form,
-                            "batch": batch,
-                        },
-                        "median_ms": round(median, 1),
-                        "images_per_s": round(batch / median * 1e3, 2),
-                        "ratio_to_plain": round(statistics.median(ratios), 3),
-                        "gflops": round(flops[form], 3),
-                        "parameters": sum(p.numel() for p in models[form].parameters()),
-                        "rounds": len(values),
-                    }
-                    made.append(row)
-                    print(
-                        {k: row[k] for k in ("model", "pass", "form", "images_per_s", "ratio_to_plain", "gflops")},
-                        flush=True,
-                    )
-        write(made, options.output / f"vision-{options.device}-throughput.csv", FIELDS)
+def time_model(benchmark: Benchmark, title: str) -> Iterator[list[dict]]:
+    name, settings, K = MODELS[title]
+    settings = settings | {"depth": 1} if benchmark.smoke else settings
+    models = {form: timm.create_model(name, **settings).to(benchmark.device) for form in ("plain", "gfsa")}
+    patch_model(models["gfsa"], "gfsa", K=K)
+    common = stamp(benchmark.device, "torch", "timm")
+    flops = {form: gflops(model) for form, model in models.items()}
+    for batch, which in itertools.product(benchmark.lengths, ("inference", "training")):
+        images = torch.randn(batch, 3, 224, 224, device=benchmark.device)
+        calls = {form: steps(model, images, which == "training") for form, model in models.items()}
+        times = rounds(calls, benchmark.device, benchmark.seconds)
+        for form, values in times.items():
+            median = statistics.median(values)
+            ratios = [plain / value for plain, value in zip(times["plain"], values, strict=True)]
+            row = {
+                **{"model": title, "K": K if form == "gfsa" else "", "pass": which, "form": form, "batch": batch},
+                "median_ms": round(median, 1),
+                "images_per_s": round(batch / median * 1e3, 2),
+                "ratio_to_plain": round(statistics.median(ratios), 3),
+                "gflops": round(flops[form], 3),
+                "parameters": sum(p.numel() for p in models[form].parameters()),
+                "rounds": len(values),
+            }
+            print(row, flush=True)
+            yield [common | row]
 
 
 if __name__ == "__main__":
-    main()
+    sections = {title: partial(time_model, title=title) for title in MODELS}
+    main("vision", __doc__, sections, (8,), file="vision-{device}-throughput", fields=FIELDS)

@@ -11,11 +11,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+Function = Callable[..., Any]
 WRAPPED: set[str] = set()  # "library: owner.function"
 _HOOK = "_graph_filter_hook"
 
 
-def wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
+def wrap(owner: Any, name: str, hook: Function) -> None:
     """Let a function of a class or module run as ``hook(original, *args, **kwargs)``; a second call does nothing.
 
     A class method or static method stays one, and ``original`` is its function. Where other modules of the library have

@@ -65,7 +65,7 @@ class SequenceModel(PreTrainedModel):
 
     @classmethod
     def from_config(cls, config):
-        """A model with new weights, as of the auto classes."""
+        """Return a model with new weights, as of the auto classes."""
         return cls._from_config(config)
 
     @classmethod
@@ -87,26 +87,26 @@ class SequenceModel(PreTrainedModel):
             self.get_input_embeddings().requires_grad_(False)
 
     def normalise_by(self, mean: Tensor, deviation: Tensor) -> None:
-        """What series are normalised by, a number a channel: those of the training part."""
+        """Set what series are normalised by, a number per channel: those of the training part."""
         self.mean.copy_(mean)
         self.deviation.copy_(torch.where(deviation > CONSTANT, deviation, 1.0))
 
-    def normalised(self, series: Tensor) -> Tensor:
+    def normalise(self, series: Tensor) -> Tensor:
         return (series - self.mean) / self.deviation
 
-    def encode(self, input_ids: Tensor | None, there: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        """Token vectors (batch, tokens, features); ``there``, (batch, tokens), is not 0 where a token is; None: all."""
+    def encode(self, input_ids: Tensor | None, mask: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """Token vectors (batch, tokens, features); ``mask``, (batch, tokens), is not 0 where a token is; None: all."""
         if self.channels and inputs_embeds is not None:
-            inputs_embeds = self.projection(self.normalised(inputs_embeds).to(self.projection.weight.dtype))
+            inputs_embeds = self.projection(self.normalise(inputs_embeds).to(self.projection.weight.dtype))
         if self.positions in ("gru", "sinusoidal"):
             if inputs_embeds is None:
                 inputs_embeds, input_ids = self.get_input_embeddings()(input_ids), None
-            inputs_embeds = inputs_embeds + self._places(inputs_embeds, there).to(inputs_embeds.dtype)
-        return self.base_model(input_ids=input_ids, attention_mask=there, inputs_embeds=inputs_embeds).last_hidden_state
+            inputs_embeds = inputs_embeds + self._places(inputs_embeds, mask).to(inputs_embeds.dtype)
+        return self.base_model(input_ids=input_ids, attention_mask=mask, inputs_embeds=inputs_embeds).last_hidden_state
 
-    def _places(self, embeds: Tensor, there: Tensor | None) -> Tensor:
+    def _places(self, embeds: Tensor, mask: Tensor | None) -> Tensor:
         if self.positions == "gru":
-            return recurrent(self.gru, embeds, None if there is None else there.bool())
+            return recurrent(self.gru, embeds, None if mask is None else mask.bool())
         return sinusoidal(torch.arange(embeds.shape[1], device=embeds.device).unsqueeze(0), embeds.shape[2])
 
 
@@ -170,7 +170,7 @@ class PooledClassifier(SequenceModel):
         inputs = [(input_ids, attention_mask, inputs_embeds)]
         if getattr(self.config, "num_sequences", 1) == 2:
             inputs.append((input_ids_2, attention_mask_2, None))
-        features = [self.features(*given) for given in inputs]
+        features = [self.features(*arguments) for arguments in inputs]
         if len(features) == 2:
             u, v = features
             features = [u, v, u * v, u - v]
@@ -183,27 +183,29 @@ class PooledClassifier(SequenceModel):
 
     def features(self, input_ids, attention_mask, inputs_embeds) -> Tensor:
         hidden = self.encode(input_ids, attention_mask, inputs_embeds)
-        there = hidden.new_ones(hidden.shape[:2]) if attention_mask is None else attention_mask
-        return pool(hidden, there.bool(), self.config.pooling, getattr(self.config, "flattened", None))
+        mask = hidden.new_ones(hidden.shape[:2]) if attention_mask is None else attention_mask
+        return pool(hidden, mask.bool(), self.config.pooling, getattr(self.config, "flattened", None))
 
 
-def pool(hidden: Tensor, there: Tensor, pooling: str, flattened: int | None = None) -> Tensor:
-    """``hidden`` (batch, tokens, features) to (batch, features), twice as many for ``mean_max`` and ``flattened`` times
-    as many for ``flatten``, by the tokens that are ``there``, bool (batch, tokens)."""
+def pool(hidden: Tensor, mask: Tensor, pooling: str, flattened: int | None = None) -> Tensor:
+    """Pool ``hidden`` (batch, tokens, features) to (batch, features), by the tokens of ``mask``, bool (batch, tokens).
+
+    There are twice as many features for ``mean_max``, and ``flattened`` times as many for ``flatten``.
+    """
     if pooling != "flatten":
-        return pooled(hidden, there, "cls" if pooling == "first" else pooling)
+        return pooled(hidden, mask, "cls" if pooling == "first" else pooling)
     if hidden.shape[1] > flattened:
         raise GraphFilterError(f"a sequence of {hidden.shape[1]} tokens, and the head takes {flattened}")
-    kept = gelu(hidden) * there.unsqueeze(-1)
-    return nn.functional.pad(kept, (0, 0, 0, flattened - hidden.shape[1])).flatten(1)
+    vectors = gelu(hidden) * mask.unsqueeze(-1)
+    return nn.functional.pad(vectors, (0, 0, 0, flattened - hidden.shape[1])).flatten(1)
 
 
 class Denoiser(SequenceModel):
-    """The encoder with a head that restores what was hidden of its input: self-pretraining on a task's own inputs (Amos
-    et al., ICLR 2024, arXiv 2310.02980).
+    """The encoder with a head that restores what was hidden of its input.
 
-    Of tokens ``labels`` (batch, tokens) are the hidden ones, -100 elsewhere. Of series ``hidden_steps`` (batch, steps),
-    bool, are hidden here, by the mean of each channel; the loss is the mean squared error of them, normalised.
+    This is self-pretraining on a task's own inputs (Amos et al., ICLR 2024, arXiv 2310.02980). Of tokens ``labels``
+    (batch, tokens) are the hidden ones, -100 elsewhere. Of series ``hidden_steps`` (batch, steps), bool, are hidden
+    here, by the mean of each channel; the loss is the mean squared error of them, normalised.
     """
 
     def __init__(self, config, **fields):
@@ -220,7 +222,7 @@ class Denoiser(SequenceModel):
             shown = torch.where(hidden_steps.unsqueeze(-1), self.mean, inputs_embeds)
         logits = self.restore(self.encode(input_ids, attention_mask, shown))
         if self.channels:
-            loss = mse_loss(logits.float()[hidden_steps], self.normalised(inputs_embeds)[hidden_steps])
+            loss = mse_loss(logits.float()[hidden_steps], self.normalise(inputs_embeds)[hidden_steps])
         else:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
         return MaskedLMOutput(loss=loss, logits=logits)

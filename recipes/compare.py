@@ -42,14 +42,14 @@ from recipes.summary import PLAIN, compare_results, plot_sweep, summarise, summa
 NEEDED = {**RUN, "moved": dict[str, float], "filter_parameters": int}  # of each run, for the table
 
 
-def variants_of(
+def choose_variants(
     settings: Settings,
     values: dict[str, Any],
     sections: dict[str, Any],
     sweep: list[str] | None = None,
     only: list[str] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Name to overrides, the plain model first; `only`: which of the YAML file's."""
+    """Return name to overrides, the plain model first; ``only`` names some of the YAML file's."""
     plain = {PLAIN: {"filter": "none"}}
     if only is not None and (sweep is not None or not sections["variants"]):
         raise GraphFilterError("--variants chooses from the `variants` of a YAML file, which this comparison has not")
@@ -79,24 +79,24 @@ def variants_of(
     return plain | {values.get("filter", "gfsa"): {}}
 
 
-def other_results(against: str, name: str) -> tuple[Path, dict[str, Any]]:
-    """The results that one's own are shown beside, and their file."""
+def read_other_results(against: str, name: str) -> tuple[Path, dict[str, Any]]:
+    """Return the results that the user's are shown beside, and their file."""
     folder = records.RESULTS if against == "shipped" else Path(against)
     content = records.read_results(folder / name, **NEEDED)
     if not content["runs"]:
-        there = ", ".join(sorted(file.name for file in folder.glob("*.json"))) or "none"
-        raise GraphFilterError(f"--against {against}: {folder} has no results {name}; there are: {there}")
+        names = ", ".join(sorted(file.name for file in folder.glob("*.json"))) or "none"
+        raise GraphFilterError(f"--against {against}: {folder} has no results {name}; there are: {names}")
     check_content(content, folder / name, variants=dict[str, Any], metric=str)
     return folder / name, content
 
 
 def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, console: Console) -> None:
-    """Every missing run, then the summary; the results file is whole after each run."""
+    """Do every missing run, then show the summary; the results file is whole after each run."""
     settings = Settings(recipe)
     values, sections = settings.parse(argv)
     if values.get("push_to_hub"):
         raise GraphFilterError("a comparison pushes nothing: run the recipe itself with --push_to_hub and one seed")
-    chosen = variants_of(settings, values, sections, options.sweep, options.variants)
+    chosen = choose_variants(settings, values, sections, options.sweep, options.variants)
     resolved = {}
     for variant, overrides in chosen.items():
         resolved[variant] = settings.override(values, overrides, f" in the variant {variant!r}")
@@ -105,8 +105,8 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
         require("matplotlib", "plots", "the figure of a sweep")
     compared = {"recipe": recipe.name, "task": values["task"]}
     suffix = "-sweep" if options.sweep is not None else ""
-    file_name = f"{options.name}.json" if options.name else records.results_name(compared, suffix)
-    other_file, other = other_results(options.against, file_name) if options.against else (None, None)
+    file_name = f"{options.name}.json" if options.name else records.name_results(compared, suffix)
+    other_file, other = read_other_results(options.against, file_name) if options.against else (None, None)
     file = (options.results or records.results_folder(values)) / file_name
     root = records.results_folder(values) / file.stem
     with lock(Path(f"{root}.lock"), Path(f"{file}.lock"), work="making this comparison"):
@@ -158,7 +158,7 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
 
 
 def show(content: dict[str, Any], console: Console) -> None:
-    """The summary, in short."""
+    """Print the summary, in short."""
     header, rows = summary_rows(content)
     shown = [header.index(name) for name in (*header[:3], "filter moved")]
     narrow = [[row[i] for i in shown] for row in (header, *rows)]
@@ -171,7 +171,7 @@ def show(content: dict[str, Any], console: Console) -> None:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """The flags of a comparison; those of the recipe follow them."""
+    """Return the flags of a comparison; those of the recipe follow them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

@@ -22,7 +22,7 @@ FILES = {"train": "train", "validation": "valid", "test": "test"}  # the parts, 
 
 
 def read_rows(file: Path, header: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Rows of a file: TSV (``header`` where the file has none), CSV, JSON, JSON lines or text lines."""
+    """Return the rows of a file: TSV (``header`` where the file has none), CSV, JSON, JSON lines or text lines."""
     if file.suffix == ".tsv":
         return list(tsv_rows(file, header))
     try:
@@ -42,7 +42,7 @@ def read_rows(file: Path, header: Sequence[str] | None = None) -> list[dict[str,
 
 
 def tsv_rows(file: Path, header: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of a TSV file without quotes, one by one; blank lines are no rows."""
+    """Yield the rows of a TSV file without quotes; blank lines are no rows."""
     with file.open(encoding="utf-8-sig") as lines:
         try:
             cells = (text.removesuffix("\n").split("\t") for text in lines if text != "\n")
@@ -52,8 +52,10 @@ def tsv_rows(file: Path, header: Sequence[str] | None = None) -> Iterator[dict[s
 
 
 def name_rows(rows: Iterable[list[str]], header: Sequence[str] | None, source: object) -> Iterator[dict[str, Any]]:
-    """Rows by the names of the columns: of the ``header``, which they then fit, or of the first row, of which they may
-    lack some."""
+    """Yield rows by the names of the columns.
+
+    These are the ``header``, which every row then fits, or the first row, of whose columns a row may lack some.
+    """
     rows = iter(rows)
     names = list(header or next(rows, []))
     for number, cells in enumerate(rows, 1):
@@ -63,31 +65,31 @@ def name_rows(rows: Iterable[list[str]], header: Sequence[str] | None, source: o
 
 
 def first_file(folder: Path, names: Sequence[str]) -> Path:
-    """The first of ``names`` that is in ``folder``."""
+    """Return the first of ``names`` that is in ``folder``."""
     if not folder.is_dir():
         raise GraphFilterError(f"--data: there is no folder {folder}")
     for name in names:
         if (folder / name).is_file():
             return folder / name
-    there = ", ".join(sorted(p.name for p in folder.iterdir())[:12])
-    raise GraphFilterError(f"--data: {folder} has no {' or '.join(names)}; it holds: {there or 'nothing'}")
+    files = ", ".join(sorted(p.name for p in folder.iterdir())[:12])
+    raise GraphFilterError(f"--data: {folder} has no {' or '.join(names)}; it holds: {files or 'nothing'}")
 
 
-def texts_in(folder: Path, classes: Sequence[str]) -> Dataset:
-    """The files of FOLDER/CLASS/ as texts, with the number of their class; UTF-8, or else Latin-1."""
+def read_texts(folder: Path, classes: Sequence[str]) -> Dataset:
+    """Return the files of FOLDER/CLASS/ as texts, with the number of their class; UTF-8, or else Latin-1."""
     rows = []
     for label, name in enumerate(classes):
         files = sorted(file for file in (folder / name).iterdir() if file.is_file())
         if not files:
             raise GraphFilterError(f"{folder / name} holds no documents")
         for file in files:
-            rows.append({"text_a": text_of(file), "label": label})
+            rows.append({"text_a": read_text(file), "label": label})
             if not rows[-1]["text_a"].strip():
                 raise GraphFilterError(f"{file} is an empty document")
     return Dataset.from_list(rows)
 
 
-def text_of(file: Path) -> str:
+def read_text(file: Path) -> str:
     content = file.read_bytes()
     try:
         return content.decode()
@@ -95,15 +97,15 @@ def text_of(file: Path) -> str:
         return content.decode("latin-1")
 
 
-def table_of(rows: list[dict[str, Any]], columns: dict[str, Sequence[str]], source: object) -> Dataset:
-    """A data set with the columns ``{new name: names that the source may use}``; others are dropped."""
+def make_table(rows: list[dict[str, Any]], columns: dict[str, Sequence[str]], source: object) -> Dataset:
+    """Return a data set with the columns ``{new name: names that the source may use}``; others are dropped."""
     if not rows:
         raise GraphFilterError(f"{source} holds no rows")
     chosen = choose(columns, list(rows[0]), source)
     for number, row in enumerate(rows, 1):
         if any(row.get(c) is None for c in chosen.values()):
-            there = sum(value is not None for value in row.values())
-            raise GraphFilterError(f"{source}: row {number} has {there} columns, {len(rows[0])} were expected")
+            cells = sum(value is not None for value in row.values())
+            raise GraphFilterError(f"{source}: row {number} has {cells} columns, {len(rows[0])} were expected")
         for name, c in chosen.items():
             if name.startswith("text") and not isinstance(row[c], str):
                 raise GraphFilterError(f"{source}: row {number} has {row[c]!r} as {c}, a text was expected")
@@ -111,7 +113,7 @@ def table_of(rows: list[dict[str, Any]], columns: dict[str, Sequence[str]], sour
 
 
 def choose(columns: dict[str, Sequence[str]], there: list[str], source: object) -> dict[str, str]:
-    """Which of the names that the source may use it does use."""
+    """Return which of the names that the source may use it does use."""
     chosen = {}
     for name, candidates in columns.items():
         chosen[name] = next((c for c in candidates if c in there), "")
@@ -122,8 +124,8 @@ def choose(columns: dict[str, Sequence[str]], there: list[str], source: object) 
     return chosen
 
 
-def labels_of(data: Dataset, labels: Sequence[str] | None, source: object) -> Dataset:
-    """The column ``label`` as class numbers (names, or numbers already), or as floats where ``labels`` is None."""
+def encode_labels(data: Dataset, labels: Sequence[str] | None, source: object) -> Dataset:
+    """Return the column ``label`` as class numbers, from names or numbers; as floats where ``labels`` is None."""
     numbers: list[float] = []
     for number, value in enumerate(data["label"], 1):
         try:
@@ -139,10 +141,10 @@ def labels_of(data: Dataset, labels: Sequence[str] | None, source: object) -> Da
     return data.remove_columns("label").add_column("label", numbers)
 
 
-def from_hub(
+def load_from_hub(
     name: str, columns: dict[str, Sequence[str]], config: str | None = None, **options: Any
 ) -> dict[str, Dataset]:
-    """The parts of a data set of the Hub with these columns (as in ``table_of``), or one clear line."""
+    """Return the parts of a data set of the Hub with these columns (as in ``make_table``), or fail in one line."""
     try:
         data = datasets.load_dataset(name, config, **options)
     except Exception as error:  # whatever the library or the network raises, the way out is the same
@@ -155,16 +157,16 @@ def from_hub(
     return {part: rows.select_columns([*chosen.values()]).rename_columns(renamed) for part, rows in data.items()}
 
 
-def texts_of(data: Dataset) -> Iterator[str]:
-    """All texts, column after column."""
+def iterate_texts(data: Dataset) -> Iterator[str]:
+    """Return all texts, column after column."""
     return (text for name in data.column_names if name != "label" for text in data[name])
 
 
 def cut(data: DatasetDict, args: RecipeArguments) -> DatasetDict:
-    """At most as many rows of each part as asked for; with --held_out those of the training part alone."""
+    """Return at most as many rows of each part as asked for; with --held_out those of the training part alone."""
     if args.held_out:
-        kept, out = split_holdout(len(data["train"]), args.held_out)
-        data = DatasetDict(train=data["train"].select(kept), validation=data["train"].select(out))
+        train, validation = split_holdout(len(data["train"]), args.held_out)
+        data = DatasetDict(train=data["train"].select(train), validation=data["train"].select(validation))
     parts = {}
     for name, part in data.items():
         if not len(part):
@@ -180,7 +182,7 @@ def cut(data: DatasetDict, args: RecipeArguments) -> DatasetDict:
 
 
 def split_holdout(rows: int, share: float) -> tuple[list[int], list[int]]:
-    """(training rows, rows to evaluate on), the same whatever the seed."""
+    """Return (training rows, rows to evaluate on), the same whatever the seed."""
     if not 0 < share < 1 or not 0 < (count := round(rows * share)) < rows:
         raise GraphFilterError(f"--held_out {share}: of {rows} training rows it must leave some on both sides")
     order = random.Random(0).sample(range(rows), rows)
@@ -188,7 +190,7 @@ def split_holdout(rows: int, share: float) -> tuple[list[int], list[int]]:
 
 
 def encode(data: DatasetDict, tokenizer: Any, max_length: int) -> DatasetDict:
-    """The texts in all columns but ``label`` as tokens, together."""
+    """Return the texts in all columns but ``label`` as tokens, together."""
     texts = [name for name in data["train"].column_names if name != "label"]
 
     def tokens(batch: dict[str, list[str]]) -> Any:
@@ -198,10 +200,10 @@ def encode(data: DatasetDict, tokenizer: Any, max_length: int) -> DatasetDict:
 
 
 def report_truncation(data: DatasetDict, max_length: int) -> DatasetDict:
-    """The same, after a word on how many of the texts to train on are cut."""
+    """Print how many of the training texts are cut, and return ``data``."""
     train = data["train"]
-    kept = (train[name] for name in TOKENS if name in train.column_names)
-    full = sum(any(len(ids) >= max_length for ids in row) for row in zip(*kept, strict=True))
+    columns = (train[name] for name in TOKENS if name in train.column_names)
+    full = sum(any(len(ids) >= max_length for ids in row) for row in zip(*columns, strict=True))
     if full and is_main_process():
         share = f"{full:,} of {len(train):,} training texts have {max_length} tokens or more"
         print(f"{share}: what is beyond --max_length {max_length} is cut", file=sys.stderr)

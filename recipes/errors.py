@@ -15,7 +15,7 @@ NETWORK_ERRORS = HfHubHTTPError.__bases__  # OSError, and HTTPError of whichever
 
 
 def is_main_process() -> bool:
-    """Whether this is the process that writes, under torchrun or accelerate launch; without them it is."""
+    """Return whether this is the process that writes, under torchrun or accelerate launch; without them it is."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -29,7 +29,7 @@ class RefusedError(GraphFilterError):
 
 @contextmanager
 def mark_refusals() -> Iterator[None]:
-    """Around what a filter can refuse: a comparison of many leaves it out there, and stops at any other mistake."""
+    """Mark what a filter refuses: a comparison of many leaves it out there, and stops at any other mistake."""
     try:
         yield
     except GraphFilterError as error:
@@ -38,7 +38,7 @@ def mark_refusals() -> Iterator[None]:
 
 @contextmanager
 def one_line_errors(program: str, command: str = "the same command") -> Iterator[None]:
-    """User mistakes and what the machine refuses: one line on stderr, exit code 1; 130 when interrupted."""
+    """Turn user mistakes and what the machine refuses into one line on stderr, exit code 1; 130 when interrupted."""
     again = f"; finished seeds and checkpoints are kept: run {command} again to go on"
     try:
         yield

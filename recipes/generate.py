@@ -33,8 +33,8 @@ Seed = Annotated[int, typer.Option(min=0)]
 
 
 @contextmanager
-def whole(output: Path) -> Iterator[Path]:
-    """A folder beside ``output`` that takes its place if all goes well."""
+def write_folder(output: Path) -> Iterator[Path]:
+    """Yield a folder beside ``output`` that takes its place if all goes well."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise GraphFilterError(f"{output} is there already and not an empty folder: name another one")
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def listops(
     """ListOps by the published definition; what is not given is that of the Long Range Arena."""
     expressions = Expressions(max_depth, max_args, min_length, max_length)
     expressions.check(train + validation + test)
-    with whole(output) as folder:
+    with write_folder(output) as folder:
         generated = expressions.generate(seed)
         for part, count in {"train": train, "val": validation, "test": test}.items():
             with (folder / f"basic_{part}.tsv").open("w") as file:
@@ -82,7 +82,7 @@ def dashed_paths(
     """Images of two discs that a dashed path joins or not: in the manner of Pathfinder, but not its images."""
     paths = DashedPaths(size, dashes, distractors)
     next(paths.generate(1, seed))  # or what is asked for does not fit
-    with whole(output) as folder:
+    with write_folder(output) as folder:
         (folder / "metadata").mkdir()
         for number, (image, joined) in enumerate(paths.generate(images, seed)):
             place, name = f"imgs/{number // 1000}", f"sample_{number}.png"

@@ -22,7 +22,7 @@ from datasets import Dataset, DatasetDict
 from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding
 
 from recipes import metrics, runs
-from recipes.data import cut, encode, first_file, from_hub, labels_of, read_rows, table_of, texts_of
+from recipes.data import cut, encode, encode_labels, first_file, iterate_texts, load_from_hub, make_table, read_rows
 from recipes.models import build_model, load_tokenizer
 from recipes.settings import Recipe
 from recipes.training import fit
@@ -43,7 +43,7 @@ class Task:
 
 
 def pair(first: str, second: str, label: str = "label") -> dict[str, tuple[str, ...]]:
-    """Columns of two texts: the official names, those on the Hub, and those of the JSON files."""
+    """Return the columns of two texts: the official names, those on the Hub, and those of the JSON files."""
     names = {
         "text_a": (first, "sentence1", "premise", "text_a"),
         "text_b": (second, "sentence2", "hypothesis", "text_b"),
@@ -79,12 +79,12 @@ COMPARED = {"cola": "matthews_correlation", "mrpc": "f1", "qqp": "f1", "stsb": "
 
 @lru_cache(maxsize=1)
 def load(name: str, folder: str | None) -> DatasetDict:
-    """The parts of a task with text_a, text_b and label."""
+    """Return the parts of a task with text_a, text_b and label."""
     task = TASKS[name]
     if name == "movie-snippets":
         return movie_snippets()
     if folder is None:
-        data = from_hub("nyu-mll/glue", task.columns, name)
+        data = load_from_hub("nyu-mll/glue", task.columns, name)
         return DatasetDict({k.removesuffix("_matched"): v for k, v in data.items() if not k.startswith("test")})
     root = Path(folder)
     root = root / task.folder if (root / task.folder).is_dir() else root
@@ -94,12 +94,12 @@ def load(name: str, folder: str | None) -> DatasetDict:
             continue  # the subsets have none
         file = first_file(root, names)
         rows = read_rows(file, task.header)
-        parts[part] = labels_of(table_of(rows, task.columns, file), task.labels, file)
+        parts[part] = encode_labels(make_table(rows, task.columns, file), task.labels, file)
     return DatasetDict(parts)
 
 
 def movie_snippets() -> DatasetDict:
-    """2,000 snippets to validate on, the others to train on, cut by a fixed seed."""
+    """Return 2,000 snippets to validate on and the others to train on, cut by a fixed seed."""
     from hf_graphfilter.demo import load_snippets
 
     rows = [{"text_a": text, "label": rating} for rating, text in load_snippets()]
@@ -108,18 +108,18 @@ def movie_snippets() -> DatasetDict:
 
 
 def run(args, training):
-    """One fine-tuning run."""
+    """Do one fine-tuning run."""
     task = TASKS[args.task]
     data = cut(load(args.task, args.data), args)
-    tokenizer = load_tokenizer(args, lambda: texts_of(data["train"]))
+    tokenizer = load_tokenizer(args, lambda: iterate_texts(data["train"]))
     config = {"num_labels": 1}
     if task.labels:
-        config = named(task.labels)
+        config = label_fields(task.labels)
     return classify(args, training, tokenizer, data, task.measures, **config)
 
 
-def named(labels) -> dict:
-    """Fields of a model's config for these labels."""
+def label_fields(labels) -> dict:
+    """Return the fields of a model's config for these labels."""
     names = dict(enumerate(labels))
     return {"num_labels": len(names), "id2label": names, "label2id": {name: i for i, name in names.items()}}
 

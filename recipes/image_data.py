@@ -22,8 +22,10 @@ HUB = {"imagenet-1k": ("hfds/ILSVRC/imagenet-1k", 1000), "imagenet-100": ("hfds/
 
 
 class Images(ImageDataset):
-    """A folder of images in which files that cannot be read are an error, or skipped and counted: the next one that is
-    ``among`` stands for them."""
+    """A folder of images in which files that cannot be read are an error, or skipped and counted.
+
+    The next image that is ``among`` stands for a skipped one.
+    """
 
     def __init__(self, root: Path, bad_images: str, class_map: Any = ""):
         super().__init__(str(root), class_map=class_map)
@@ -69,8 +71,8 @@ def load(args: ImageArguments) -> tuple[Any, Any, list[str]]:
     train = root / "train"
     val = next((root / name for name in ("val", "validation", "test") if (root / name).is_dir()), None)
     if not train.is_dir() or val is None:
-        there = ", ".join(sorted(p.name for p in root.iterdir())[:12])
-        raise GraphFilterError(f"--data: {root} needs folders train and val (or validation, test); it holds: {there}")
+        files = ", ".join(sorted(p.name for p in root.iterdir())[:12])
+        raise GraphFilterError(f"--data: {root} needs folders train and val (or validation, test); it holds: {files}")
     classes, others = (sorted(p.name for p in folder.iterdir() if p.is_dir()) for folder in (train, val))
     if odd := sorted(set(classes) ^ set(others)):
         raise GraphFilterError(
@@ -92,11 +94,11 @@ class Part(Subset[Any]):
 
 
 def hold_out(train: Any, share: float) -> tuple[Any, Any]:
-    """(the rest of the training images, the share of them to evaluate on), each with a transform of its own."""
-    kept, out = split_holdout(len(train), share)
+    """Return (the rest of the training images, the share of them to evaluate on), each with a transform of its own."""
+    rest, held = split_holdout(len(train), share)
     other = copy.copy(train)
-    train.among, other.among = kept, out
-    return Part(train, kept), Part(other, out)
+    train.among, other.among = rest, held
+    return Part(train, rest), Part(other, held)
 
 
 def cut(data: Any, limit: int | None) -> Any:

@@ -14,13 +14,13 @@ from hf_graphfilter.console import parse_options
 from hf_graphfilter.errors import nearest
 from recipes.arguments import ImageArguments
 from recipes.errors import line
-from recipes.models import load_model, loading, patch
+from recipes.models import load_model, loading_errors, patch
 
 INTERPOLATION = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 
 def build(args: ImageArguments, classes: list[str]) -> tuple[nn.Module, dict[str, Any]]:
-    """(the model, the same for every filter with the same seed, and patched; timm's description of its input)."""
+    """Return (the model, the same for every filter with the same seed, patched; timm's description of its input)."""
     set_seed(args.seed)
     make = _of_transformers if is_of_transformers(args.model) else _of_timm
     model, config = make(args, classes)
@@ -29,7 +29,7 @@ def build(args: ImageArguments, classes: list[str]) -> tuple[nn.Module, dict[str
 
 
 def is_of_transformers(name: str) -> bool:
-    """A folder or an id of the Hub; timm's names have neither a slash nor a config.json."""
+    """Return whether it is a folder or an id of the Hub; timm's names have neither a slash nor a config.json."""
     return Path(name, "config.json").is_file() or ("/" in name and ":" not in name)
 
 
@@ -60,7 +60,7 @@ def _of_transformers(args: ImageArguments, classes: list[str]) -> tuple[nn.Modul
     names = {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
     fields = {"drop_path_rate": args.drop_path, "hidden_dropout_prob": args.drop, **parse_options(args.model_options)}
     fields |= {"image_size": args.img_size} if args.img_size else {}
-    with loading(args.model):
+    with loading_errors(args.model):
         config = AutoConfig.from_pretrained(args.model, **names)
         for name, value in fields.items():
             if not hasattr(config, name) and value:
@@ -96,7 +96,7 @@ def _of_transformers(args: ImageArguments, classes: list[str]) -> tuple[nn.Modul
 
 
 def _processor(source: str) -> Any:
-    """The image processor of a model, None if it has none."""
+    """Return the image processor of a model, None if it has none."""
     try:
         return AutoImageProcessor.from_pretrained(source)
     except (OSError, ValueError):
@@ -104,7 +104,7 @@ def _processor(source: str) -> Any:
 
 
 def save(args: ImageArguments, model: nn.Module, folder: Path) -> None:
-    """The checkpoint in the form of its library, the filter with it."""
+    """Write the checkpoint in the form of its library, the filter with it."""
     if not isinstance(model, PreTrainedModel):
         sizes = {**parse_options(args.model_options), **({"img_size": args.img_size} if args.img_size else {})}
         timm.models.save_for_hf(model, folder, safe_serialization=True, model_args=sizes or None)
@@ -117,7 +117,7 @@ def save(args: ImageArguments, model: nn.Module, folder: Path) -> None:
 
 
 def load(folder: Path) -> nn.Module:
-    """A saved checkpoint, patched or plain."""
+    """Load a saved checkpoint, patched or plain."""
     config = json.loads((folder / "config.json").read_text())
     if "architecture" not in config:
         return load_model(folder)

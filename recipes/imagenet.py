@@ -49,7 +49,7 @@ from recipes.errors import mark_refusals
 from recipes.image_data import cut, hold_out, load, loaders
 from recipes.records import write_json
 from recipes.settings import Recipe
-from recipes.training import has_blend, has_penalties, last_checkpoint, outcome
+from recipes.training import has_blend, has_penalties, last_checkpoint, measure_outcome
 
 TASKS = ("imagenet-1k", "imagenet-100", "cifar10", "tiny-imagenet", "folder")
 # of transformers' models, besides biases and norms; timm's name their own
@@ -69,8 +69,10 @@ def accelerator_of(args: ImageArguments) -> Accelerator:
 
 
 def optimizer_of(args: ImageArguments, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW with timm's groups: no decay of biases, norms, positions and tokens, and a learning rate by layer if asked
-    for; and with the filter's coefficients in a group of their own."""
+    """Return AdamW with timm's groups and one for the filter's coefficients.
+
+    Biases, norms, positions and tokens have no decay. The learning rate goes by layer if that is asked for.
+    """
     if isinstance(model, PreTrainedModel):
         undecayed = {n for n, _ in model.named_parameters() if any(part in n for part in UNDECAYED)}
     else:
@@ -80,10 +82,10 @@ def optimizer_of(args: ImageArguments, model: nn.Module) -> torch.optim.Optimize
         groups = param_groups_weight_decay(model, **options)
     else:
         groups = param_groups_layer_decay(model, **options, layer_decay=args.layer_decay)
-    own = coefficient_ids(model)
-    coefficients = [p for group in groups for p in group["params"] if id(p) in own]
+    ids = coefficient_ids(model)
+    coefficients = [p for group in groups for p in group["params"] if id(p) in ids]
     for group in groups:
-        group["params"] = [p for p in group["params"] if id(p) not in own]
+        group["params"] = [p for p in group["params"] if id(p) not in ids]
     groups = [group for group in groups if group["params"]]
     if coefficients:
         groups.append({"params": coefficients, "weight_decay": 0.0, "lr": args.filter_lr})
@@ -91,7 +93,7 @@ def optimizer_of(args: ImageArguments, model: nn.Module) -> torch.optim.Optimize
 
 
 def logits_of(model: Any, images: Tensor) -> Tensor:
-    """A model of timm returns them, one of transformers has them among its outputs."""
+    """Return the logits: a model of timm returns them, one of transformers has them among its outputs."""
     with mark_refusals():
         output = model(images)
     return getattr(output, "logits", output)
@@ -114,7 +116,7 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: Any) -> dict[st
 
 
 def save_state(accelerator: Accelerator, folder: Path, average: ModelEmaV3 | None, step: int) -> None:
-    """A checkpoint to go on from; its progress file is written last."""
+    """Write a checkpoint to go on from, its progress file last."""
     accelerator.wait_for_everyone()
     target = folder / f"checkpoint-{step}"
     accelerator.save_state(str(target))
@@ -128,7 +130,7 @@ def save_state(accelerator: Accelerator, folder: Path, average: ModelEmaV3 | Non
 
 
 def resume(accelerator: Accelerator, folder: Path, average: ModelEmaV3 | None) -> int:
-    """The step of the last whole checkpoint, loaded; 0 without one."""
+    """Load the last whole checkpoint and return its step; 0 without one."""
     checkpoint = last_checkpoint(folder, PROGRESS, "step")
     if checkpoint is None:
         return 0
@@ -229,7 +231,7 @@ def run(args: ImageArguments) -> dict[str, Any]:
     accelerator.end_training()
     bad = [getattr(getattr(d, "dataset", d), "bad", None) for d in (train_data, val_data)]
     skipped = {id(n): int(n.sum()) for n in bad if n is not None}  # held out images are counted with the others
-    return {**outcome(plain, start, metrics, seconds, step), "skipped_images": sum(skipped.values())}
+    return {**measure_outcome(plain, start, metrics, seconds, step), "skipped_images": sum(skipped.values())}
 
 
 RECIPE = Recipe(

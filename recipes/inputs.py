@@ -10,8 +10,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorForLanguageModeling
 
 from hf_graphfilter import GraphFilterError
-from recipes.data import TOKENS, encode, report_truncation, texts_of
-from recipes.models import load_tokenizer, of_symbols, symbols_of
+from recipes.data import TOKENS, encode, iterate_texts, report_truncation
+from recipes.models import load_tokenizer, make_symbol_tokenizer, train_symbols
 
 SERIES = "inputs_embeds"  # the name of a model's argument, which the Trainer keeps
 PADDED_TO = 8  # batches of tokens, to a multiple
@@ -22,11 +22,11 @@ def tokenizer_of(kind: str, args: Any, data: DatasetDict) -> Any | None:
     if kind == "series":
         return None
     if kind == "pixels":
-        return of_symbols(map(str, range(256)), ends=False)
+        return make_symbol_tokenizer(map(str, range(256)), ends=False)
     if kind == "symbols" and args.from_scratch:
-        return symbols_of(texts_of(data["train"]))
+        return train_symbols(iterate_texts(data["train"]))
     try:
-        return load_tokenizer(args, lambda: texts_of(data["train"]))
+        return load_tokenizer(args, lambda: iterate_texts(data["train"]))
     except GraphFilterError as error:
         if not args.train_tokenizer and (args.from_scratch or args.tokenizer == "words"):
             raise GraphFilterError(f"--train_tokenizer N trains a tokenizer, and without: {error}") from error
@@ -34,7 +34,7 @@ def tokenizer_of(kind: str, args: Any, data: DatasetDict) -> Any | None:
 
 
 def encode_inputs(data: DatasetDict, tokenizer: Any | None, max_length: int, apart: bool) -> DatasetDict:
-    """The columns that a model takes, and the label; the texts of pairs are tokens ``apart`` or together."""
+    """Return the columns that a model takes, and the label; the texts of pairs are tokens ``apart`` or together."""
     columns = data["train"].column_names
     if tokenizer is None:
         data = data.rename_column("series", SERIES)
@@ -91,12 +91,12 @@ class HiddenBatches:
             hide = DataCollatorForLanguageModeling(self.tokenizer, pad_to_multiple_of=PADDED_TO, **options)
             return dict(hide([{"input_ids": row[name]} for name in TOKENS if name in rows[0] for row in rows]))
         batch = pad_series([row[SERIES] for row in rows])
-        there = batch["attention_mask"].bool()
-        order = torch.rand(there.shape).masked_fill(~there, 2.0).argsort(1).argsort(1)
-        return batch | {"hidden_steps": order < (there.sum(1, keepdim=True) * self.ratio).ceil()}  # one at least
+        mask = batch["attention_mask"].bool()
+        order = torch.rand(mask.shape).masked_fill(~mask, 2.0).argsort(1).argsort(1)
+        return batch | {"hidden_steps": order < (mask.sum(1, keepdim=True) * self.ratio).ceil()}  # one at least
 
 
 def pad_series(series: list[list[list[float]]]) -> dict[str, Tensor]:
     steps = [torch.tensor(one, dtype=torch.float32) for one in series]
-    there = [torch.ones(len(one), dtype=torch.long) for one in steps]
-    return {SERIES: pad_sequence(steps, batch_first=True), "attention_mask": pad_sequence(there, batch_first=True)}
+    masks = [torch.ones(len(one), dtype=torch.long) for one in steps]
+    return {SERIES: pad_sequence(steps, batch_first=True), "attention_mask": pad_sequence(masks, batch_first=True)}

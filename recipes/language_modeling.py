@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, default_data_collator
 from hf_graphfilter import GraphFilterError
 from recipes import metrics, runs
 from recipes.arguments import RecipeArguments
-from recipes.data import FILES, cut, first_file, from_hub, read_rows, table_of
+from recipes.data import FILES, cut, first_file, load_from_hub, make_table, read_rows
 from recipes.models import build_model, load_tokenizer
 from recipes.settings import Recipe
 from recipes.training import fit
@@ -40,13 +40,13 @@ HUB = {
 
 @lru_cache(maxsize=1)
 def load(task: str, folder: str | None) -> DatasetDict:
-    """Lines of text by part; without a validation part, the last 5 % of the training lines are one."""
+    """Return lines of text by part; without a validation part, the last 5 % of the training lines are one."""
     if folder is None:
         if task == "text":
             raise GraphFilterError("--task text needs --data, a folder with train, valid and test files")
         name, _, config = task.partition(":")
         name, config, options = HUB.get(task, (name, config or None, {}))
-        data = from_hub(name, {"text": ("text", "sentence")}, config, **options)
+        data = load_from_hub(name, {"text": ("text", "sentence")}, config, **options)
         if "train" not in data:
             raise GraphFilterError(f"{name} has no part 'train'; it has {', '.join(data)}")
         parts = {k: data[k] for k in FILES if k in data}
@@ -56,7 +56,7 @@ def load(task: str, folder: str | None) -> DatasetDict:
             names = [f"{stem}.txt", f"ptb.{stem}.txt", f"wiki.{stem}.tokens", f"wiki.{stem}.raw", f"{stem}.jsonl"]
             if part == "train" or any((root / name).is_file() for name in names):
                 file = first_file(root, names)
-                parts[part] = table_of(read_rows(file), {"text": ("text",)}, file)
+                parts[part] = make_table(read_rows(file), {"text": ("text",)}, file)
     if "validation" not in parts:
         at = len(parts["train"]) - max(1, len(parts["train"]) // 20)
         if at < 1:
@@ -70,7 +70,7 @@ def load(task: str, folder: str | None) -> DatasetDict:
 
 @lru_cache(maxsize=1)
 def tokens(task: str, folder: str | None, model: str, tokenizer: str | None, train_tokenizer: int | None) -> tuple:
-    """(tokenizer, one tensor of token ids for each part)."""
+    """Return (tokenizer, one tensor of token ids for each part)."""
     data = load(task, folder)
     args = RecipeArguments(model, task, tokenizer=tokenizer, train_tokenizer=train_tokenizer)
     loaded = load_tokenizer(args, lambda: iter(data["train"]["text"]))
@@ -83,13 +83,13 @@ def tokens(task: str, folder: str | None, model: str, tokenizer: str | None, tra
 
 
 def blocks(ids: torch.Tensor, length: int) -> Dataset:
-    """Training rows: the text in pieces of ``length`` tokens, the rest left out."""
+    """Return training rows: the text in pieces of ``length`` tokens, the rest left out."""
     rows = ids[: len(ids) // length * length].view(-1, length).tolist()
     return Dataset.from_dict({"input_ids": rows, "labels": rows})
 
 
 def windows(ids: torch.Tensor, length: int, stride: int, pad: int) -> Dataset:
-    """Evaluation rows: windows that overlap, with the labels of the tokens not yet counted."""
+    """Return evaluation rows: windows that overlap, with the labels of the tokens not yet counted."""
     rows, labels, counted = [], [], 0
     for begin in range(0, max(1, len(ids) - 1), stride):
         end = min(begin + length, len(ids))
@@ -103,7 +103,7 @@ def windows(ids: torch.Tensor, length: int, stride: int, pad: int) -> Dataset:
 
 
 def sums(logits, labels):
-    """(rows, 2): negative log-likelihood and number of tokens, so that no logits are kept."""
+    """Return (rows, 2): negative log-likelihood and number of tokens, so that no logits are kept."""
     logits = logits[0] if isinstance(logits, tuple) else logits
     following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)  # so that no logits are copied
     nll = torch.nn.functional.cross_entropy(
@@ -119,7 +119,7 @@ def compute(prediction):
 
 
 def run(args, training):
-    """One training run."""
+    """Do one training run."""
     stride = args.max_length // 2 if args.stride is None else args.stride
     if not 1 <= stride <= args.max_length:
         raise GraphFilterError(f"--stride {stride}: a number from 1 to --max_length {args.max_length}")

@@ -23,7 +23,7 @@ from recipes.errors import line, mark_refusals
 
 
 def load_tokenizer(args: RecipeArguments, texts: Callable[[], Iterator[str]]) -> Any:
-    """The model's tokenizer, another one, or a byte-level BPE or one of words trained on ``texts()``."""
+    """Return the model's tokenizer, another one, or a byte-level BPE or one of words trained on ``texts()``."""
     if args.train_tokenizer:
         if args.train_tokenizer <= len(SPECIAL):
             raise GraphFilterError(
@@ -32,7 +32,7 @@ def load_tokenizer(args: RecipeArguments, texts: Callable[[], Iterator[str]]) ->
         train = train_words if args.tokenizer == "words" else train_bpe
         return train(texts(), args.train_tokenizer)
     source, kind = args.tokenizer or args.model, transformers.AutoTokenizer
-    with loading(source):
+    with loading_errors(source):
         if Path(source, "vocab.json").is_file() and not Path(source, "tokenizer_config.json").is_file():
             # a bare byte-level BPE does not say whose it is; its special tokens do
             roberta = "<s>" in json.loads(Path(source, "vocab.json").read_text())
@@ -49,7 +49,7 @@ SPECIAL = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "mask": 
 
 
 def train_bpe(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with RoBERTa's special tokens, trained on ``texts``."""
+    """Train a byte-level BPE with RoBERTa's special tokens on ``texts``."""
     bpe = ByteLevelBPETokenizer()
     options = {"special_tokens": [*SPECIAL.values()], "show_progress": False}
     bpe.train_from_iterator(texts, vocab_size=vocabulary, min_frequency=2, **options)
@@ -57,7 +57,7 @@ def train_bpe(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def train_words(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of lower-case words and punctuation marks, the most frequent ones; special tokens as above."""
+    """Train a tokenizer of the most frequent lower-case words and punctuation marks; special tokens as above."""
     words = Tokenizer(WordLevel(unk_token=SPECIAL["unk"]))
     words.normalizer = normalizers.Lowercase()
     words.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -66,13 +66,13 @@ def train_words(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenizerFas
     return with_special_tokens(words)
 
 
-def symbols_of(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer of what stands between spaces: all that ``texts`` have."""
-    return of_symbols(sorted({symbol for text in texts for symbol in text.split()}))
+def train_symbols(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of what stands between spaces: all that ``texts`` have."""
+    return make_symbol_tokenizer(sorted({symbol for text in texts for symbol in text.split()}))
 
 
-def of_symbols(symbols: Iterable[str], ends: bool = True) -> PreTrainedTokenizerFast:
-    """A tokenizer of these symbols, in their order from 0, between spaces; the special tokens come after them."""
+def make_symbol_tokenizer(symbols: Iterable[str], ends: bool = True) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of these symbols, in their order from 0, between spaces; special tokens come after them."""
     vocabulary = {symbol: number for number, symbol in enumerate([*symbols, *SPECIAL.values()])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=SPECIAL["unk"]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -80,7 +80,7 @@ def of_symbols(symbols: Iterable[str], ends: bool = True) -> PreTrainedTokenizer
 
 
 def with_special_tokens(tokenizer: Tokenizer, ends: bool = True) -> PreTrainedTokenizerFast:
-    """As transformers takes it, each text between <s> and </s> unless without ``ends``."""
+    """Return a tokenizer as transformers takes it, each text between <s> and </s> unless without ``ends``."""
     if ends:
         outer = ((SPECIAL[name], tokenizer.token_to_id(SPECIAL[name])) for name in ("eos", "bos"))
         tokenizer.post_processor = processors.RobertaProcessing(*outer, add_prefix_space=False)
@@ -91,16 +91,16 @@ def with_special_tokens(tokenizer: Tokenizer, ends: bool = True) -> PreTrainedTo
 
 
 def model_config(args: RecipeArguments, **config: Any) -> Any:
-    """The configuration of the model; of one from scratch, with the fields that were asked for."""
+    """Return the configuration of the model; of one from scratch, with the fields that were asked for."""
     asked = parse_options(args.from_scratch)
     if own := sorted(asked.keys() & config.keys()):
         raise GraphFilterError(f"--from_scratch: {own[0]} is that of the data, leave it out")
     if asked and args.model in CONFIG_MAPPING:
-        with loading(args.model, "made"):
+        with loading_errors(args.model, "made"):
             made = transformers.AutoConfig.for_model(args.model, **config, **asked)
         fields = CONFIG_MAPPING[args.model]().to_dict()
     else:
-        with loading(args.model):
+        with loading_errors(args.model):
             made = transformers.AutoConfig.from_pretrained(args.model, **config, **asked)
         made.update(config)  # fields too that such a config does not have
         fields = made.to_dict() | made.attribute_map
@@ -111,8 +111,8 @@ def model_config(args: RecipeArguments, **config: Any) -> Any:
 
 
 @contextmanager
-def loading(source: str, verb: str = "loaded") -> Iterator[None]:
-    """What transformers says of a model or tokenizer that cannot be loaded or made, as one line that names it."""
+def loading_errors(source: str, verb: str = "loaded") -> Iterator[None]:
+    """Turn what transformers says of a model or tokenizer that cannot be loaded or made into one line that names it."""
     try:
         yield
     except GraphFilterError:
@@ -131,8 +131,10 @@ def loading(source: str, verb: str = "loaded") -> Iterator[None]:
 def build_model(
     args: RecipeArguments, training: Seq2SeqTrainingArguments, auto_class: Any, tokenizer: Any | None, **config: Any
 ) -> PreTrainedModel:
-    """The model, the same for every filter with the same seed, and patched with the filter; without a tokenizer one of
-    no vocabulary."""
+    """Return the model, the same for every filter with the same seed, patched with the filter.
+
+    Without a tokenizer it is one without a vocabulary.
+    """
     set_seed(training.seed)
     if args.from_scratch:
         if tokenizer is None:
@@ -143,10 +145,10 @@ def build_model(
         fresh = model_config(args, **config)
         if fresh.is_encoder_decoder and getattr(fresh, "decoder_start_token_id", None) is None:
             fresh.decoder_start_token_id = tokenizer.pad_token_id
-        with loading(args.model, "made"):
+        with loading_errors(args.model, "made"):
             model = auto_class.from_config(fresh)
     else:
-        with loading(args.model):
+        with loading_errors(args.model):
             model = auto_class.from_pretrained(args.model, **config)
         if tokenizer is not None and model.config.get_text_config().pad_token_id is None:
             model.config.pad_token_id = tokenizer.pad_token_id
@@ -155,7 +157,7 @@ def build_model(
 
 
 def patch(args: FilterArguments, model: Any) -> None:
-    """The model with the filter that was asked for."""
+    """Patch the model with the filter that was asked for."""
     if args.filter != "none":
         layers, options = parse_layers(args.layers), parse_options(args.filter_options)
         with mark_refusals():
@@ -163,7 +165,7 @@ def patch(args: FilterArguments, model: Any) -> None:
 
 
 def load_model(folder: Path) -> Any:
-    """A checkpoint of transformers as the class that was saved."""
+    """Load a checkpoint of transformers as the class that was saved."""
     named = transformers.AutoConfig.from_pretrained(folder).architectures
     if not (named and (saved := model_class(named[0]))):
         raise GraphFilterError(f"{folder}: its config.json names {shown(named)}, which is no model of transformers")

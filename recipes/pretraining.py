@@ -31,7 +31,7 @@ def check(args: SequenceArguments, training: Seq2SeqTrainingArguments) -> None:
 
 
 def pretraining_settings(args: SequenceArguments, training: Seq2SeqTrainingArguments) -> Seq2SeqTrainingArguments:
-    """The settings of ``training`` but for those of the task and of its length."""
+    """Return the settings of ``training`` but for those of the task and of its length."""
     options: dict[str, Any] = {"output_dir": str(Path(training.output_dir, FOLDER))}
     options |= {"num_train_epochs": args.pretrain_epochs, "max_steps": training.max_steps if args.smoke else -1}
     options |= {"eval_strategy": "no", "load_best_model_at_end": False, "metric_for_best_model": None}
@@ -63,8 +63,8 @@ def pretrain(
         denoiser = type(denoiser).from_pretrained(folder)
     else:
         collator = HiddenBatches(tokenizer, args.mask_ratio)
-        given = {"train_dataset": rows, "data_collator": collator, "processing_class": tokenizer}
-        trainer = make_trainer(args, pretraining_settings(args, training), denoiser, **given)
+        options = {"train_dataset": rows, "data_collator": collator, "processing_class": tokenizer}
+        trainer = make_trainer(args, pretraining_settings(args, training), denoiser, **options)
         begun = last_checkpoint(folder)
         trained = trainer.train(resume_from_checkpoint=begun)
         trainer.save_model()
@@ -73,6 +73,6 @@ def pretrain(
         record |= {} if begun else {"loss": round(trained.training_loss, 4)}  # else of the steps since then alone
         if is_main_process():
             write_json(folder / RECORD, record)
-    own = model.state_dict()
-    model.load_state_dict(own | {name: value for name, value in denoiser.state_dict().items() if name in own})
+    weights = model.state_dict()
+    model.load_state_dict(weights | {name: value for name, value in denoiser.state_dict().items() if name in weights})
     return record

@@ -23,8 +23,8 @@ RUN = {"settings": dict[str, Any], "metrics": dict[str, float]}  # what is neede
 RESULTS = Path(__file__).parent / "results"  # shipped: what the tables of the documents are written from
 
 
-def value_of(record: dict[str, Any], metric: str) -> float:
-    """NaN of a run that diverged. Its loss tells too: a class is predicted even where no logit is a number."""
+def get_value(record: dict[str, Any], metric: str) -> float:
+    """Return a metric, NaN of a run that diverged; its loss tells too, since a class is predicted from NaN as well."""
     metrics = record.get("metrics", {})
     value, loss = metrics.get(metric, math.nan), metrics.get(f"{metric.partition('/')[0]}/loss", 0.0)
     return value if math.isfinite(value) and math.isfinite(loss) else math.nan
@@ -35,11 +35,11 @@ def lower_is_better(metric: str) -> bool:
 
 
 def results_folder(values: dict[str, Any]) -> Path:
-    """Where comparisons go: beside the folders of the runs."""
+    """Return the folder of comparisons, which holds those of the runs."""
     return Path(values["output_dir"]).parent
 
 
-def results_name(record: dict[str, Any], suffix: str = "") -> str:
+def name_results(record: dict[str, Any], suffix: str = "") -> str:
     return f"{record['recipe']}-{Path(record['task']).name}{suffix}.json"
 
 
@@ -87,7 +87,7 @@ def write_json(file: Path, content: Any) -> None:
 
 
 def move_aside(paths: list[Path], console: Console) -> None:
-    """Old results and runs get the first free number at their end."""
+    """Move old results and runs aside: they get the first free number at their end."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise GraphFilterError(f"--fresh moves files, which several processes cannot share: move {paths[0]} yourself")
     number = next(n for n in itertools.count(1) if not any(Path(f"{path}.{n}").exists() for path in paths))
@@ -119,29 +119,29 @@ READ = 256  # files of a folder whose contents are looked at, evenly chosen: of 
 
 
 def identity(values: dict[str, Any], folder: str = "") -> dict[str, Any]:
-    """The settings on which the outcome of a run depends; of what is local, its name and a mark of what it holds.
+    """Return the settings on which a run depends; of what is local, its name and a mark of what it holds.
 
     Args:
         values: of the run.
         folder: in which its task is looked for, below ``data``.
     """
-    own = {k: list(v) if isinstance(v, tuple) else v for k, v in sorted(values.items()) if v is not None}
-    kept = {k: v for k, v in own.items() if k not in INCIDENTAL and k != "seed"}
+    settings = {k: list(v) if isinstance(v, tuple) else v for k, v in sorted(values.items()) if v is not None}
+    chosen = {k: v for k, v in settings.items() if k not in INCIDENTAL and k != "seed"}
     marks = {}
     for name in MODELS:
-        if name in own and os.path.exists(own[name]):
-            kept[name] = Path(own[name]).name
-            marks[name] = mark_of(str(own[name]), model=True)
-    if "data" in own and os.path.exists(own["data"]):
-        data = Path(own["data"], folder) if Path(own["data"], folder).is_dir() else Path(own["data"])
-        marks["data"] = mark_of(str(data))
-        if own.get("task") in OWN_DATA:
-            kept["data"] = sizes_of(str(own["data"]))
-    return {**kept, MARKS: marks} if marks else kept
+        if name in settings and os.path.exists(settings[name]):
+            chosen[name] = Path(settings[name]).name
+            marks[name] = hash_files(str(settings[name]), model=True)
+    if "data" in settings and os.path.exists(settings["data"]):
+        data = Path(settings["data"], folder) if Path(settings["data"], folder).is_dir() else Path(settings["data"])
+        marks["data"] = hash_files(str(data))
+        if settings.get("task") in OWN_DATA:
+            chosen["data"] = hash_sizes(str(settings["data"]))
+    return {**chosen, MARKS: marks} if marks else chosen
 
 
 def list_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Names of what differs between two identities; marks are compared where both have them, earlier ones had none."""
+    """Return the names of what differs between two identities; earlier ones had no marks to compare."""
     marks, others = a.get(MARKS, {}), b.get(MARKS, {})
     ignored = INCIDENTAL - {"data"} if "data" in a and "data" in b else INCIDENTAL
     settings = {k for k in {*a, *b} - ignored - {MARKS} if a.get(k) != b.get(k)}
@@ -149,14 +149,16 @@ def list_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 @functools.cache
-def mark_of(path: str, model: bool = False) -> str:
-    """Of a file or folder, wherever it lies: a hash of the names and sizes of its files and of what they hold, of very
-    many a part; of a model's folder, of those that loading it depends on."""
+def hash_files(path: str, model: bool = False) -> str:
+    """Return a hash of a file or folder, wherever it lies: of the names, sizes and contents of its files.
+
+    Of very many files the contents of a part count; of a model's folder, the files that loading it depends on.
+    """
     root = Path(path)
     if model and root.is_dir():
         files = sorted(f for f in root.iterdir() if f.is_file() and f.suffix in LOADED and f.name != RECORD)
     else:
-        files = [f for f in files_in(root) if f.suffix != ".md" and not f.name.startswith(".")]
+        files = [f for f in list_files(root) if f.suffix != ".md" and not f.name.startswith(".")]
     digest = hashlib.sha256("\n".join(f"{f.relative_to(root)} {f.stat().st_size}" for f in files).encode())
     for file in files[:: max(1, len(files) // READ)]:
         with file.open("rb") as content:
@@ -164,8 +166,8 @@ def mark_of(path: str, model: bool = False) -> str:
     return digest.hexdigest()[:16]
 
 
-def files_in(root: Path) -> list[Path]:
-    """Those of a folder, at any depth and behind links, or the file itself."""
+def list_files(root: Path) -> list[Path]:
+    """Return the files of a folder, at any depth and behind links, or the file itself."""
     if not root.is_dir():
         return [root] if root.is_file() else []
     return sorted(
@@ -174,14 +176,14 @@ def files_in(root: Path) -> list[Path]:
 
 
 @functools.cache
-def sizes_of(data: str) -> str:
-    """The mark of earlier records: of names and sizes alone."""
+def hash_sizes(data: str) -> str:
+    """Return the mark of earlier records: a hash of names and sizes alone."""
     root = Path(data)
-    sizes = [f"{file.relative_to(root)} {file.stat().st_size}" for file in files_in(root)]
+    sizes = [f"{file.relative_to(root)} {file.stat().st_size}" for file in list_files(root)]
     return hashlib.sha256("\n".join(sizes).encode()).hexdigest()[:16]
 
 
-def machine_name(arguments: Any) -> str:
+def name_machine(arguments: Any) -> str:
     if torch.cuda.is_available() and not arguments.use_cpu:
         return torch.cuda.get_device_name()
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
@@ -189,7 +191,7 @@ def machine_name(arguments: Any) -> str:
 
 @functools.cache
 def commit() -> str | None:
-    """Of the checkout that the recipes are in, with ``-dirty`` where it was changed; None where there is none."""
+    """Return the commit of the checkout, with ``-dirty`` where it was changed; None where there is none."""
     try:
         command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

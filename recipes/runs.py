@@ -23,7 +23,7 @@ from hf_graphfilter.hosts import host_of
 from hf_graphfilter.text import markdown_text
 from recipes import SCRIPTS, records
 from recipes.errors import NETWORK_ERRORS, OtherSettingsError, is_main_process, line, one_line_errors
-from recipes.records import RECORD, RUN, commit, lock, machine_name, try_read, value_of, write_json
+from recipes.records import RECORD, RUN, commit, get_value, lock, name_machine, try_read, write_json
 from recipes.settings import Recipe, Settings
 
 CONFIG = "config.yaml"
@@ -60,7 +60,7 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         outcomes = [run_seed(settings, values, seed, folder / f"seed-{seed}", console) for seed in seeds]
         if is_main_process():
             names = [n for n in outcomes[0]["metrics"] if not n.endswith("loss")]
-            rows = [[n, mean_and_sd([value_of(r, n) for r in outcomes])] for n in names]
+            rows = [[n, mean_and_sd([get_value(r, n) for r in outcomes])] for n in names]
             title = f"{values['model']} on {values['task']}, {values.get('filter', 'gfsa')}, {len(outcomes)} seeds"
             console.print(table(["metric", "value"], rows, title=title))
             if values.get("push_to_hub"):
@@ -118,7 +118,7 @@ def train_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Pa
         **settings.recipe.run(*arguments),
         "settings": settings.identity(values),
         "date": date.today().isoformat(),
-        "machine": machine_name(arguments[-1]),
+        "machine": name_machine(arguments[-1]),
         "versions": {n: metadata.version(n) for n in ("torch", "transformers", "hf_graphfilter")},
         "commit": commit(),
     }
@@ -144,7 +144,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def keeps_checkpoint(folder: Path) -> bool:
-    """Whether a finished run was to keep its checkpoint."""
+    """Return whether a finished run was to keep its checkpoint."""
     return not (folder / CONFIG).is_file() or read_config(folder).get("save_strategy") != "no"
 
 
@@ -152,7 +152,7 @@ def keeps_checkpoint(folder: Path) -> bool:
 
 
 def write_card(settings: Settings, folder: Path, record: dict[str, Any], values: dict[str, Any]) -> None:
-    """The model card of a saved run: its metrics, and how its setting compared with the plain model."""
+    """Write the model card of a saved run: its metrics, and how its setting compared with the plain model."""
     model = settings.recipe.load(folder)
     host = host_of(model)
     tag = host.pipeline_tag(model) or record.get("task_type")  # transformers does not know the pooling head
@@ -178,10 +178,10 @@ def write_card(settings: Settings, folder: Path, record: dict[str, Any], values:
 
 
 def describe_comparison(settings: Settings, record: dict[str, Any], values: dict[str, Any]) -> str:
-    """What recipes/compare.py found for these settings: here, or in the results that are shipped."""
+    """Say what recipes/compare.py found for these settings: here, or in the results that are shipped."""
     places = ((records.results_folder(values), ""), (records.RESULTS, " (measured by the authors of the recipes)"))
     for folder, where in places:
-        content = {"summary": {}, **records.read_results(folder / records.results_name(record), **records.RUN)}
+        content = {"summary": {}, **records.read_results(folder / records.name_results(record), **records.RUN)}
         for run in content["runs"]:
             difference = content["summary"].get(run["variant"], {}).get("difference")
             if difference and not settings.list_differences(run["settings"], record["settings"]):
@@ -191,7 +191,7 @@ def describe_comparison(settings: Settings, record: dict[str, Any], values: dict
 
 @contextmanager
 def hub(values: dict[str, Any], kept: str) -> Iterator[HfApi]:
-    """The Hub's API; what it refuses becomes one line that says what is kept."""
+    """Yield the Hub's API; turn what it refuses into one line that says what is kept."""
     api = HfApi(token=values.get("hub_token"))
     try:
         yield api
@@ -202,15 +202,15 @@ def hub(values: dict[str, Any], kept: str) -> Iterator[HfApi]:
 
 
 def create_repository(values: dict[str, Any]) -> str:
-    """The full name of the repository, made before any training, so that a wrong token costs no time."""
-    own = f"{Path(values['model']).name}-{Path(values['task']).name}-{values.get('filter', 'gfsa')}"
-    name = values.get("hub_model_id") or own
+    """Make the repository before any training, so that a wrong token costs no time; return its full name."""
+    default = f"{Path(values['model']).name}-{Path(values['task']).name}-{values.get('filter', 'gfsa')}"
+    name = values.get("hub_model_id") or default
     with hub(values, "nothing is lost") as api:
         return api.create_repo(name, private=values.get("hub_private_repo"), exist_ok=True).repo_id
 
 
 def push(settings: Settings, folder: Path, record: dict[str, Any], values: dict[str, Any]) -> str:
-    """Checkpoint, tokenizer, card and numbers of one run, as one commit; the address."""
+    """Push checkpoint, tokenizer, card and numbers of one run as one commit; return the address."""
     write_card(settings, folder, record, values)  # that of a run that was not to be pushed names its folder
     with hub(values, f"the checkpoint is kept in {folder}") as api:
         api.upload_folder(

@@ -33,9 +33,9 @@ from recipes import metrics, pretraining, runs
 from recipes.arguments import SequenceArguments
 from recipes.classifier import POOLINGS, POSITIONS, Denoiser, PooledClassifier, position_table
 from recipes.data import TOKENS, cut
-from recipes.glue import named
+from recipes.glue import label_fields
 from recipes.inputs import PADDED_TO, SERIES, Batches, encode_inputs, statistics, tokenizer_of
-from recipes.models import build_model, loading
+from recipes.models import build_model, loading_errors
 from recipes.sequence_tasks import FOLDS, TASKS, load
 from recipes.settings import Recipe
 from recipes.training import fit
@@ -55,21 +55,21 @@ def run(args, training):
         training.remove_unused_columns = False  # the Trainer groups series by the column of their lengths
     data = encode_inputs(data, tokenizer, args.max_length, apart=args.pooling is not None or kind == "converter")
     longest = longest_of(data)
-    config = named(loaded.labels) | fields(args, tokenizer, data, longest)
+    config = label_fields(loaded.labels) | fields(args, tokenizer, data, longest)
 
-    def built(model_class):
+    def build(model_class):
         model = build_model(args, training, model_class, tokenizer, **config)
         check_room(model, tokenizer, longest)
         if tokenizer is None:
             model.normalise_by(*statistics(data["train"][SERIES]))
         return model
 
-    model = built(PooledClassifier if args.pooling else AutoModelForSequenceClassification)
+    model = build(PooledClassifier if args.pooling else AutoModelForSequenceClassification)
     record = {"split": loaded.split, "rows": {part: len(rows) for part, rows in data.items()}}
     record["task_type"] = TASK_TYPES.get(task.kind, "text-classification")
     if args.pretrain:
         rows = data["train"].remove_columns("label")
-        denoiser = built(AutoModelForMaskedLM if kind == "converter" else Denoiser)
+        denoiser = build(AutoModelForMaskedLM if kind == "converter" else Denoiser)
         record["pretraining"] = pretraining.pretrain(args, training, denoiser, tokenizer, rows, model)
     compute = metrics.classification(["accuracy"], len(loaded.labels))
     options = {"data_collator": Batches(tokenizer), "compute_metrics": compute}
@@ -79,12 +79,12 @@ def run(args, training):
 def model_type(args):
     if args.from_scratch and args.model in CONFIG_MAPPING:
         return args.model
-    with loading(args.model):
+    with loading_errors(args.model):
         return AutoConfig.from_pretrained(args.model).model_type
 
 
 def check(args, training):
-    """What can be known to be wrong before any data is read."""
+    """Raise for what can be known to be wrong before any data is read."""
     if args.pooling not in (None, *POOLINGS):
         raise GraphFilterError(f"--pooling {args.pooling}: it is one of {', '.join(POOLINGS)}")
     if args.positions not in (None, *POSITIONS):
@@ -115,22 +115,22 @@ def longest_of(data):
 def fields(args, tokenizer, data, longest):
     """Of the model's config: what the head and the positions need to know of the data."""
     columns = data["train"].column_names
-    own = {"num_sequences": 2} if TOKENS[1] in columns else {}
+    config = {"num_sequences": 2} if TOKENS[1] in columns else {}
     if args.pooling:
-        own["pooling"] = args.pooling
+        config["pooling"] = args.pooling
     if args.positions:
-        own["positions"] = args.positions
+        config["positions"] = args.positions
     if args.pooling == "flatten":
-        own["flattened"] = longest
+        config["flattened"] = longest
     if SERIES in columns:
-        own["channels"] = len(data["train"][0][SERIES][0])
+        config["channels"] = len(data["train"][0][SERIES][0])
     table = "max_position_embeddings"
     usual = CONFIG_MAPPING[args.model]() if args.from_scratch and args.model in CONFIG_MAPPING else None
     known = usual is not None and usual.attribute_map.get(table, table) in usual.to_dict()
     if known and table not in parse_options(args.from_scratch):
         longest += -longest % PADDED_TO
-        own[table] = longest + 1 + (tokenizer.pad_token_id if tokenizer else 0)  # where RoBERTa's places begin
-    return own
+        config[table] = longest + 1 + (tokenizer.pad_token_id if tokenizer else 0)  # where RoBERTa's places begin
+    return config
 
 
 def check_room(model, tokenizer, longest):
@@ -148,7 +148,7 @@ def check_room(model, tokenizer, longest):
 
 
 def load_model(folder: Path):
-    """A saved run: the pooling head, or the model's own."""
+    """Load a saved run: the pooling head, or the model's own."""
     pooled = AutoConfig.from_pretrained(folder).architectures == [PooledClassifier.__name__]
     return (PooledClassifier if pooled else AutoModelForSequenceClassification).from_pretrained(folder)
 

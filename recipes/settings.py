@@ -46,7 +46,7 @@ class Recipe:
     check: Callable[..., None] = lambda *arguments: None  # refuses settings before anything is read or written
 
     def metric(self, task: str, held_out: bool = False) -> str:
-        """Of the validation part where this is ``held_out`` of the training part, and nothing else is measured."""
+        """Return the metric of a task; that of the validation part where this is ``held_out`` of the training part."""
         metric = self.metrics.get(task) or self.metrics["*"]
         return f"validation/{metric.partition('/')[2]}" if held_out else metric
 
@@ -75,7 +75,7 @@ class Settings:
         }
 
     def parse(self, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(settings, sections of the YAML file that are no settings: ``variants`` and ``sweep``)."""
+        """Return (settings, sections of the YAML file that are no settings: ``variants`` and ``sweep``)."""
         try:
             namespace, unknown = self.parser.parse_known_args(list(argv))
         except argparse.ArgumentError as error:
@@ -83,8 +83,8 @@ class Settings:
         if unknown:
             flag = unknown[0].split("=")[0]
             raise GraphFilterError(f"unknown argument {flag}{nearest(flag.lstrip('-'), self.actions, '--')}")
-        given = vars(namespace)
-        config = given.pop("config", None)
+        flags = vars(namespace)
+        config = flags.pop("config", None)
         file = read_yaml(config) if config else {}
         sections = {key: file.pop(key, None) or {} for key in ("tasks", "variants", "sweep")}
         for key, section in sections.items():
@@ -95,19 +95,19 @@ class Settings:
             self._known_task(task)
         values = self.override({}, self._own(DEFAULTS) | self.recipe.defaults)
         values = self.override(values, file, f" in {config}")
-        task = given.get("task", values.get("task"))
+        task = flags.get("task", values.get("task"))
         values = self.override(values, sections["tasks"].get(task, {}), f" in {config}, task {task}")
-        values = self.override(values, given)
+        values = self.override(values, flags)
         for name in ("model", "task"):
             if values.get(name) is None:
                 raise GraphFilterError(f"no {name} given: use --{name} or a YAML file with --config")
         self._known_task(values["task"])
         if values.get("smoke"):
             smoke = self._own(SMOKE) | self.recipe.smoke
-            values = self.override(values, {k: v for k, v in smoke.items() if k not in given})
+            values = self.override(values, {k: v for k, v in smoke.items() if k not in flags})
         if not values.get("output_dir"):
             values["output_dir"] = f"runs/{self.recipe.name}/{Path(values['task']).name}-{values.get('filter', 'gfsa')}"
-        if values.get("bf16") and "bf16" not in given and not bf16_pays(values.get("use_cpu", False)):
+        if values.get("bf16") and "bf16" not in flags and not bf16_pays(values.get("use_cpu", False)):
             values["bf16"] = False
             if is_main_process():
                 print("this machine computes slowly in bf16, or not at all: float32 (--bf16 insists)", file=sys.stderr)
@@ -116,12 +116,14 @@ class Settings:
         return values, {name: sections[name] for name in ("variants", "sweep")}
 
     def _own(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Those that are flags of this recipe."""
+        """Return those that are flags of this recipe."""
         return {k: v for k, v in values.items() if k in self.actions}
 
     def override(self, values: dict[str, Any], changes: dict[str, Any], where: str = "") -> dict[str, Any]:
-        """``values`` with ``changes`` on top; options of a filter and fields of a model are added to those
-        below, unless it is another."""
+        """Return ``values`` with ``changes`` on top.
+
+        Options of a filter and fields of a model are added to those below, unless it is another.
+        """
         merged, before = dict(values), self.defaults | values
         for key, value in changes.items():
             if key not in self.actions or key == "config":
@@ -162,7 +164,7 @@ class Settings:
             raise GraphFilterError(f"the setting {key!r}{where} cannot be {value!r}") from error
 
     def check(self, values: dict[str, Any]) -> None:
-        """What can be known to be wrong before any data is read."""
+        """Raise for what can be known to be wrong before any data is read."""
         if (name := values.get("filter", "gfsa")) != "none":
             try:
                 config = get_filter(name)
@@ -187,7 +189,7 @@ class Settings:
         self.recipe.check(*self.arguments(values))
 
     def arguments(self, values: dict[str, Any]) -> tuple[Any, ...]:
-        """An instance of each of the recipe's dataclasses."""
+        """Return an instance of each of the recipe's dataclasses."""
         values = {k: v for k, v in values.items() if k != "import"}
         if lower_is_better(values.get("metric_for_best_model") or ""):
             values.setdefault("greater_is_better", False)  # the Trainer knows this of losses alone
@@ -199,11 +201,11 @@ class Settings:
             raise GraphFilterError(f"settings of the training: {error}") from error
 
     def list_differences(self, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-        """Names of the settings in which two runs differ; one that was not given has its default."""
+        """Return the names of the settings in which two runs differ; one that was not given has its default."""
         return list_differences(self.defaults | a, self.defaults | b)
 
     def identity(self, values: dict[str, Any]) -> dict[str, Any]:
-        """By which a run is known again."""
+        """Return what a run is known again by."""
         return identity(values, self.recipe.folders.get(values["task"], ""))
 
     def _known_task(self, task: str) -> None:
@@ -234,12 +236,12 @@ def read_yaml(name: str, folder: Path = CONFIGS) -> dict[str, Any]:
 
 
 def has_accelerator() -> bool:
-    """Whether the Trainer finds anything else than the CPU."""
+    """Return whether the Trainer finds anything else than the CPU."""
     return torch.accelerator.is_available() or is_torch_xla_available()
 
 
 def bf16_pays(use_cpu: bool) -> bool:
-    """Whether bf16 is at hand; a CPU without instructions for it takes many times as long as in float32."""
+    """Return whether bf16 is at hand; a CPU without instructions for it takes many times as long as in float32."""
     if has_accelerator() and not use_cpu:
         return is_torch_bf16_gpu_available() or is_torch_xla_available()
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -26,7 +26,17 @@ from transformers import AutoModelForSeq2SeqLM, DataCollatorForSeq2Seq, Seq2SeqT
 
 from hf_graphfilter import GraphFilterError
 from recipes import metrics, runs
-from recipes.data import FILES, cut, first_file, from_hub, labels_of, read_rows, report_truncation, table_of, texts_of
+from recipes.data import (
+    FILES,
+    cut,
+    encode_labels,
+    first_file,
+    iterate_texts,
+    load_from_hub,
+    make_table,
+    read_rows,
+    report_truncation,
+)
 from recipes.glue import classify
 from recipes.models import build_model, load_tokenizer, model_config
 from recipes.settings import Recipe
@@ -46,9 +56,9 @@ WORDS = ("false", "true")
 
 @lru_cache(maxsize=1)
 def load(task: str, folder: str | None) -> tuple[DatasetDict, str]:
-    """(parts with text_a, for clones text_b, and label 0 or 1; how they were split)."""
+    """Return (parts with text_a, for clones text_b, and label 0 or 1; how they were split)."""
     if folder is None:
-        data = from_hub(HUB[task], COLUMNS[task])
+        data = load_from_hub(HUB[task], COLUMNS[task])
         parts = {k: data[k].cast_column("label", Value("int64")) for k in FILES}
         return DatasetDict(parts), "official"
     root = Path(folder)
@@ -56,10 +66,10 @@ def load(task: str, folder: str | None) -> tuple[DatasetDict, str]:
 
 
 def defects(root: Path) -> tuple[DatasetDict, str]:
-    """The JSON-lines files, or parts cut from the test file."""
+    """Return the JSON-lines files, or parts cut from the test file."""
     official = (root / "train.jsonl").is_file()
     files = {k: first_file(root, [f"{v}.jsonl"]) for k, v in FILES.items() if official or k == "test"}
-    parts = {k: labels_of(table_of(read_rows(f), COLUMNS["defect"], f), ("0", "1"), f) for k, f in files.items()}
+    parts = {k: encode_labels(make_table(read_rows(f), COLUMNS["defect"], f), ("0", "1"), f) for k, f in files.items()}
     if official:
         return DatasetDict(parts), "official"
     rows = parts["test"].shuffle(seed=0)
@@ -69,10 +79,10 @@ def defects(root: Path) -> tuple[DatasetDict, str]:
 
 
 def clones(root: Path) -> tuple[DatasetDict, str]:
-    """Pairs of functions, by the official lists or cut by function from the test list."""
+    """Return pairs of functions, by the official lists or cut by function from the test list."""
     file = first_file(root, ["data.jsonl"])
     rows = read_rows(file)
-    table_of(rows, {"func": ("func",), "idx": ("idx",)}, file)
+    make_table(rows, {"func": ("func",), "idx": ("idx",)}, file)
     functions = {str(row["idx"]): row["func"] for row in rows}
     official = (root / "train.txt").is_file()
     lists = {k: first_file(root, [f"{v}.txt"]) for k, v in FILES.items() if official or k == "test"}
@@ -102,9 +112,9 @@ def clones(root: Path) -> tuple[DatasetDict, str]:
 
 
 def run(args, training):
-    """One fine-tuning run."""
+    """Do one fine-tuning run."""
     data, split = load(args.task, args.data)
-    tokenizer = load_tokenizer(args, lambda: texts_of(data["train"]))
+    tokenizer = load_tokenizer(args, lambda: iterate_texts(data["train"]))
     data = cut(data, args)
     if args.task == "defect" and model_config(args).is_encoder_decoder:
         outcome = write_labels(args, training, tokenizer, data)
@@ -139,7 +149,7 @@ def write_labels(args, training, tokenizer, data):
 
 
 def read_words(tokenizer, ids) -> list[int]:
-    """1 where the generated label is the word true, else 0."""
+    """Return 1 where the generated label is the word true, else 0."""
     ids = np.where(ids < 0, tokenizer.pad_token_id, ids)
     return [int(text.strip().lower() == WORDS[1]) for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
 

@@ -9,22 +9,24 @@ from typing import Any
 from hf_graphfilter.analysis.comparison import mean_and_sd, paired_comparison
 from hf_graphfilter.console import table
 from hf_graphfilter.text import figure_text
-from recipes.records import value_of
+from recipes.records import get_value
 from recipes.settings import Settings
 
 PLAIN = "plain"
 
 
 def summarise(content: dict[str, Any]) -> dict[str, Any]:
-    """Per variant: the compared metric by seed, and the paired differences to the plain model, of the loss too; over
-    the seeds on which neither diverged."""
+    """Return for each variant the compared metric by seed, and paired differences to the plain model, of the loss too.
+
+    They are taken over the seeds on which neither diverged.
+    """
     metrics = {"difference": content["metric"], "loss difference": f"{content['metric'].partition('/')[0]}/loss"}
     summary = {}
     for variant in content["variants"]:
-        values = by_seed(content, variant, content["metric"])
+        values = group_by_seed(content, variant, content["metric"])
         summary[variant] = {"values": {str(seed): value for seed, value in values.items()}}
         for name, metric in metrics.items() if variant != PLAIN else ():
-            plain, treated = by_seed(content, PLAIN, metric), by_seed(content, variant, metric)
+            plain, treated = group_by_seed(content, PLAIN, metric), group_by_seed(content, variant, metric)
             shared = [seed for seed in treated if math.isfinite(plain.get(seed, math.nan) - treated[seed])]
             if shared:
                 paired = paired_comparison([plain[s] for s in shared], [treated[s] for s in shared])
@@ -32,13 +34,13 @@ def summarise(content: dict[str, Any]) -> dict[str, Any]:
     return summary
 
 
-def by_seed(content: dict[str, Any], variant: str, metric: str) -> dict[int, float]:
-    """The metric of the runs of a variant, by seed; NaN where one diverged."""
-    return dict(sorted((r["seed"], value_of(r, metric)) for r in content["runs"] if r["variant"] == variant))
+def group_by_seed(content: dict[str, Any], variant: str, metric: str) -> dict[int, float]:
+    """Return the metric of the runs of a variant, by seed; NaN where one diverged."""
+    return dict(sorted((r["seed"], get_value(r, metric)) for r in content["runs"] if r["variant"] == variant))
 
 
 def summary_rows(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """(header, rows) of the comparison as text; intervals are of 95 %."""
+    """Return (header, rows) of the comparison as text; intervals are of 95 %."""
     metric = content["metric"].partition("/")[2]
     header = ["variant", "seeds", metric, "difference", "p", "loss difference", "filter moved", "parameters"]
     metrics = content["runs"][0]["metrics"] if content["runs"] else {}
@@ -60,16 +62,16 @@ def summary_rows(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
                 if value:  # the others are fixed
                     moved.setdefault(name, []).append(value)
         row = [variant, str(len(runs)), mean_and_sd([*values["values"].values()])]
-        row += [interval(difference), p, interval(loss)]
+        row += [format_interval(difference), p, format_interval(loss)]
         row += [", ".join(f"{name} {sum(v) / len(v):.4f}" for name, v in moved.items())]
         row += [str(runs[0]["filter_parameters"])]
-        row += [mean_and_sd([*by_seed(content, variant, name).values()]) for name in others]
+        row += [mean_and_sd([*group_by_seed(content, variant, name).values()]) for name in others]
         spent = {name: [run[name] for run in runs if name in run] for name in costs}
         rows.append(row + [f"{statistics.median(values):,g}" if values else "" for values in spent.values()])
     return header, rows
 
 
-def interval(paired: dict[str, Any] | None) -> str:
+def format_interval(paired: dict[str, Any] | None) -> str:
     if not paired:
         return ""
     bounds = f" [{paired['low']:+.4f}, {paired['high']:+.4f}]" if paired["pairs"] > 1 else ""
@@ -77,7 +79,7 @@ def interval(paired: dict[str, Any] | None) -> str:
 
 
 def plot_sweep(content: dict[str, Any], file: Path) -> None:
-    """The metric over the first axis of the sweep, a line for each combination of the others, and the plain model."""
+    """Draw the metric over the first axis of the sweep, a line per combination of the others, and the plain model."""
     from matplotlib.figure import Figure
 
     points = {}
@@ -104,7 +106,7 @@ def plot_sweep(content: dict[str, Any], file: Path) -> None:
 
 
 def compare_results(settings: Settings, content: dict[str, Any], other: dict[str, Any]) -> tuple[Any, list[str]]:
-    """(one's own results by variant, the other ones below each, as a table; the settings in which they differ)."""
+    """Return (results by variant with the other ones below each, as a table; the settings in which they differ)."""
     mine, theirs = ({row[0]: row[1:4] for row in summary_rows(results)[1]} for results in (content, other))
     rows, differing = [], set()
     for variant in dict.fromkeys([*mine, *theirs]):

@@ -50,10 +50,10 @@ class Clock(TrainerCallback):
         self.epochs[-1].append(time.perf_counter() - self.begun)
 
     def costs(self) -> dict[str, float]:
-        """The median of the epochs; without those that were gone on with or broken off. Nothing without a step."""
+        """Return the median of the whole epochs, not of those resumed or broken off; nothing without a step."""
         longest = max(map(len, self.epochs), default=0)
-        whole = [sum(steps) for steps in self.epochs if len(steps) == longest]
-        return {"epoch_seconds": round(median(whole), 2)} if longest else {}
+        complete = [sum(steps) for steps in self.epochs if len(steps) == longest]
+        return {"epoch_seconds": round(median(complete), 2)} if longest else {}
 
 
 def fit(
@@ -95,7 +95,7 @@ def fit(
     if training.save_strategy != "no":
         trainer.save_model()
     model = trainer.accelerator.unwrap_model(trainer.model)
-    return {**outcome(model, start, metrics, seconds, trainer.state.global_step), **costs}
+    return {**measure_outcome(model, start, metrics, seconds, trainer.state.global_step), **costs}
 
 
 def make_trainer(
@@ -105,7 +105,7 @@ def make_trainer(
     trainer_class: type[Trainer] = Trainer,
     **options: Any,
 ) -> Trainer:
-    """An ordinary Trainer, with the filter in an optimizer group of its own, its coefficients logged and its losses."""
+    """Return an ordinary Trainer with an optimizer group for the filter, whose coefficients and losses are logged."""
     trainer = trainer_class(model=model, args=training, **options)
     order = trainer._get_train_sampler
     trainer._get_train_sampler = lambda *rows: seed_sampler(order(*rows), training)
@@ -123,8 +123,10 @@ def make_trainer(
 
 
 class Order(LengthGroupedSampler):
-    """Rows of like lengths together, in an order of the seed and the epoch, whatever else is drawn: with the common
-    generator a model with more dropout has another order from its second epoch on."""
+    """Rows of like lengths together, in an order of the seed and the epoch, whatever else is drawn.
+
+    With the common generator a model with more dropout has another order from its second epoch on.
+    """
 
     def __init__(self, like: LengthGroupedSampler, seed: int):
         super().__init__(like.batch_size, lengths=like.lengths, generator=torch.Generator())
@@ -136,23 +138,25 @@ class Order(LengthGroupedSampler):
 
 
 def seed_sampler(sampler: Any, training: Seq2SeqTrainingArguments) -> Any:
-    """The Trainer's sampler, with a generator of its own where it has none."""
+    """Return the Trainer's sampler, with a generator for itself where it has none."""
     seed = training.seed if training.data_seed is None else training.data_seed
     return Order(sampler, seed) if isinstance(sampler, LengthGroupedSampler) else sampler
 
 
 def has_penalties(status: FilterStatus) -> bool:
-    """Whether a filter declares a loss of its own with a weight."""
+    """Return whether a filter declares a loss of its own with a weight."""
     return any(any(row.filter.penalties.values()) for row in status)
 
 
 def has_blend(status: FilterStatus) -> bool:
-    """Whether a filter starts beside the attention, with a gate at 0 that training must carry to 1."""
+    """Return whether a filter starts beside the attention, with a gate at 0 that training must carry to 1."""
     return any(isinstance(row.filter, ReplacingConfig) and row.filter.init == "blend" for row in status)
 
 
-def outcome(model: Any, start: FilterStatus, metrics: dict[str, float], seconds: float, steps: int) -> dict[str, Any]:
-    """What is recorded of a run that began at ``start``.
+def measure_outcome(
+    model: Any, start: FilterStatus, metrics: dict[str, float], seconds: float, steps: int
+) -> dict[str, Any]:
+    """Return what is recorded of a run that began at ``start``.
 
     Returns:
         ``metrics`` (``split/name`` to value), ``train_seconds``, ``steps``, ``filter_parameters``, ``coefficients``

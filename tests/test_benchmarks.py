@@ -52,15 +52,15 @@ def spread(low, high):
     ],
 )
 def test_a_ratio_got_worse_beyond_its_spread(before, after, is_worse, tmp_path):
-    from regressions import worse
+    from regressions import find_worse
 
     texts = []
     for ratio, more in (before, after):
         times = 9.8 * ratio, 10 * ratio, 10.4 * ratio
         rows = [row("plain", 9.5, 10, 10.9, 1.0, **more), row("gfsa", *times, ratio, **more)]
         texts.append(written(rows, tmp_path / "rows.csv"))
-    assert [case[-1] for case, _, _ in worse(*texts)] == ["gfsa"] * is_worse
-    assert list(worse(texts[0], texts[1].replace("a machine", "another"))) == []
+    assert [case[-1] for case, _, _ in find_worse(*texts)] == ["gfsa"] * is_worse
+    assert list(find_worse(texts[0], texts[1].replace("a machine", "another"))) == []
 
 
 @in_git
@@ -74,7 +74,7 @@ def test_no_ratio_got_worse_since_results_were_last_written():
 
 
 def test_where_a_kernel_won():
-    from gpu import winners
+    from gpu import find_winners
 
     def rows(kernel):
         for causal in ("False", "True"):
@@ -83,9 +83,9 @@ def test_where_a_kernel_won():
                 yield {**common, "form": "agf", "median_ms": "10"}
                 yield {**common, "form": "kernel", "median_ms": str(time + (n == 64 and causal == "True"))}
 
-    assert winners(rows({32: 9.0, 64: 9.0, 128: 9.0, 256: 8.0}), "agf") == '("agf", "a GPU"): 128,'
-    assert winners(rows({32: 9.0, 64: 9.0, 128: 9.0, 256: 9.9}), "agf") is None
-    assert winners([], "agf") is None
+    assert find_winners(rows({32: 9.0, 64: 9.0, 128: 9.0, 256: 8.0}), "agf") == '("agf", "a GPU"): 128,'
+    assert find_winners(rows({32: 9.0, 64: 9.0, 128: 9.0, 256: 9.9}), "agf") is None
+    assert find_winners([], "agf") is None
 
 
 def gpu(*arguments, **environment):
@@ -153,9 +153,9 @@ def test_the_gallery_draws_and_writes_what_is_measured():
     ],
 )
 def test_digits_directly_under_the_outermost_operator(expression, known):
-    from listops import own_digits
+    from listops import read_top_digits
 
-    assert own_digits(expression.split()) == known
+    assert read_top_digits(expression.split()) == known
 
 
 def test_steps_by_length_add_the_losses_that_filters_declare():

@@ -45,7 +45,7 @@ from hf_graphfilter.errors import LONGEST
 from hf_graphfilter.files import read_state
 from hf_graphfilter.fitting import load_conversion, save_conversion
 from hf_graphfilter.fitting.checkpoint import EARLIER_FILE, STATE_FILE, Checkpoint
-from recipes.league.records import by_run
+from recipes.league.records import index_runs
 from recipes.records import read_results
 from recipes.summary import summarise
 from recipes.training import last_checkpoint
@@ -414,7 +414,7 @@ def test_damaged_state(count, tmp_path, capfd):
 
     def runs_of(file):
         found = read_results(file, metrics=dict[str, float])
-        by_run(found)
+        index_runs(found)
         return summarise({"variants": {}, **found, "metric": "validation/x"})  # as a comparison has it
 
     @fuzz(count, 80, texts | mutations(), bits)

@@ -176,7 +176,7 @@ def test_what_is_there_stays_and_what_is_broken_off_leaves_nothing(write, tmp_pa
         write("listops", "full", *SHORT)
 
     def interrupted():
-        with generate.whole(tmp_path / "broken") as folder:
+        with generate.write_folder(tmp_path / "broken") as folder:
             (folder / "some.tsv").write_text("half")
             raise KeyboardInterrupt
 

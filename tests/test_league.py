@@ -29,7 +29,7 @@ from recipes.data import split_holdout
 from recipes.image_data import hold_out
 from recipes.league import figures, play, standings
 from recipes.league.plan import HELD_OUT, LONGER, TUNING_SEED, League
-from recipes.league.records import Run, by_run, level
+from recipes.league.records import Run, index_runs, round_score
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -93,7 +93,7 @@ def played(trained, workers=2, **changes):
 
 
 def test_plain_is_tuned_first_then_filters_then_seeds_and_stages(trained):
-    found = by_run(played(trained, workers=1))
+    found = index_runs(played(trained, workers=1))
     order = [run for run in found if run.task == "ptb"]
     assert order[:2] == [Run("ptb", "plain", TUNING_SEED, rate) for rate in (1, 2)]
     assert {(run.variant, run.rate) for run in order[2:8]} == set(
@@ -107,9 +107,9 @@ def test_plain_is_tuned_first_then_filters_then_seeds_and_stages(trained):
     assert values[0, "gfsa"]["held_out"] == HELD_OUT
     assert "held_out" not in values[1, "gfsa"]
     assert {values[1, name]["learning_rate"] for name in ("none", "gfsa")} == {2e-4}, "plain's best"
-    assert [*league().wanted({run: found[run] for run in found if run not in order[27:]})] == order[27:], "beside it"
+    assert [*league().list_runs({run: found[run] for run in found if run not in order[27:]})] == order[27:], "beside it"
     del found[Run("ptb", "plain", TUNING_SEED, 1)]
-    assert {run for run in league().wanted(found) if run.task == "ptb"} == {Run("ptb", "plain", TUNING_SEED, 1)}
+    assert {run for run in league().list_runs(found) if run.task == "ptb"} == {Run("ptb", "plain", TUNING_SEED, 1)}
     longer = next(v for v, _, folder in trained if LONGER.replace(" ", "-") in folder.parts and v["task"] == "ptb")
     assert longer["max_steps"] == 7500
 
@@ -120,11 +120,11 @@ def test_a_refused_filter_is_left_out_of_the_task_and_said(trained, capsys):
     assert {(r["task"], r["variant"], r["seed"]) for r in refused} == {("reviews", "neutreno", 0)}
     assert len(refused) <= 2, "both rates can be on their way"
     own = league()
-    header, rows = standings.overview(own, by_run(content), own.stages[0])
+    header, rows = standings.overview(own, index_runs(content), own.stages[0])
     assert header == ["", "reviews, matthews correlation ↑", "ptb, perplexity ↓", "mean rank"]
     assert next(row for row in rows if row[0] == "neutreno")[1] == "refused"
     stages = [FILE["stages"][0], {"seeds": [4, 5, 6, 7], "best": 1}]
-    own, found = league(stages=stages), by_run(played(trained, stages=stages))
+    own, found = league(stages=stages), index_runs(played(trained, stages=stages))
     rows = standings.overview(own, found, own.stages[1])[1]
     assert {row[0] for row in rows} == {"plain", "gfsa"}, "who does not play a stage is not shown in it"
 
@@ -150,7 +150,7 @@ def test_the_same_command_goes_on(trained):
     file.write_text(json.dumps(lost))
     again = played(trained)
     assert len(trained) == count + 1
-    assert by_run(again).keys() == by_run(whole).keys()
+    assert index_runs(again).keys() == index_runs(whole).keys()
 
 
 def test_a_file_that_changed_under_finished_runs_is_refused(trained):
@@ -166,14 +166,14 @@ def test_a_file_that_changed_under_finished_runs_is_refused(trained):
 
 
 def test_ranks_and_comparisons_are_those_of_the_numbers(trained):
-    own, found = league(), by_run(played(trained))
+    own, found = league(), index_runs(played(trained))
     assert own.ranks(found, own.stages[0]) == {"gfsa": 1.0, "plain": 2.0, "neutreno": 3.5, "gated": 3.5}
     made = {(c.task, c.variant): c for c in standings.comparisons(own, found, own.stages[1])}
     assert [*made] == [("ptb", "gfsa")]
     gfsa = made["ptb", "gfsa"]
     assert gfsa.paired.mean == pytest.approx(-0.1, abs=1e-3)
     assert gfsa.better
-    assert gfsa.beyond
+    assert gfsa.is_significant
     assert gfsa.paired.pairs == 4
     text = standings.verdict(own, found)
     assert text.startswith(
@@ -247,10 +247,10 @@ def test_a_run_that_diverged_is_no_number(trained, monkeypatch):
         return record
 
     monkeypatch.setattr(play, "train", train)
-    own, found = league(), by_run(played(trained))
+    own, found = league(), index_runs(played(trained))
     stage = own.stages[0]
     gated = [c for c in standings.comparisons(own, found, stage) if c.variant == "gated"]
-    assert [(c.task, c.paired, c.diverged, c.beyond) for c in gated] == [
+    assert [(c.task, c.paired, c.diverged, c.is_significant) for c in gated] == [
         (task, None, 3, False) for task in ("reviews", "ptb")
     ]
     assert [*own.ranks(found, stage)][-1] == "gated"
@@ -261,11 +261,11 @@ def test_a_run_that_diverged_is_no_number(trained, monkeypatch):
 
 
 def test_one_seed_that_diverged_is_never_better(trained):
-    own, found = league(), by_run(played(trained))
+    own, found = league(), index_runs(played(trained))
     stage = own.stages[1]
     found[Run("ptb", "gfsa", 4, 1e-2)]["metrics"]["test/loss"] = float("nan")
     (gfsa,) = standings.comparisons(own, found, stage)
-    assert (gfsa.paired.pairs, gfsa.diverged, gfsa.beyond) == (3, 1, False)
+    assert (gfsa.paired.pairs, gfsa.diverged, gfsa.is_significant) == (3, 1, False)
     assert standings.verdict(own, found).endswith(
         "None is better than plain. None is worse than plain. Diverged: `gfsa` on ptb, 1 seeds."
     )
@@ -273,15 +273,15 @@ def test_one_seed_that_diverged_is_never_better(trained):
 
 @pytest.mark.parametrize("diverged", [{"test/loss": math.nan}, {"test/loss": 800.0, "test/perplexity": math.inf}])
 def test_nothing_is_claimed_where_plain_diverged(trained, diverged):
-    own, found = league(), by_run(played(trained))
+    own, found = league(), index_runs(played(trained))
     found[Run("ptb", "plain", 4, 2.0)]["metrics"] |= diverged
     (gfsa,) = standings.comparisons(own, found, own.stages[1])
-    assert (gfsa.paired.pairs, gfsa.diverged, gfsa.unpaired, gfsa.beyond) == (3, 0, 1, False)
+    assert (gfsa.paired.pairs, gfsa.diverged, gfsa.unpaired, gfsa.is_significant) == (3, 0, 1, False)
     assert standings.verdict(own, found).endswith("Diverged: plain on ptb, 1 seeds.")
 
 
 def test_nothing_is_claimed_before_its_seeds_are_there_and_all_planned_comparisons_count(trained):
-    own, found = league(), by_run(played(trained))
+    own, found = league(), index_runs(played(trained))
     stage = own.stages[0]
     for seed in stage.seeds:
         found[Run("reviews", "gfsa", seed, 1e-2)]["metrics"]["validation/matthews_correlation"] += 0.001 * seed
@@ -290,7 +290,7 @@ def test_nothing_is_claimed_before_its_seeds_are_there_and_all_planned_compariso
     found = {run: r for run, r in found.items() if run.task == "reviews" or run.seed in (TUNING_SEED, 1, 2)}
     part = {(c.task, c.variant): c for c in standings.comparisons(own, found, stage)}
     assert {c.missing for c in part.values() if c.task == "ptb"} == {1}
-    assert not any(c.beyond for c in part.values() if c.task == "ptb")
+    assert not any(c.is_significant for c in part.values() if c.task == "ptb")
     found = {run: r for run, r in found.items() if run.task == "reviews" or run.seed == TUNING_SEED}
     alone = {(c.task, c.variant): c for c in standings.comparisons(own, found, stage)}
     assert {task for task, _ in alone} == {"reviews"}
@@ -306,10 +306,10 @@ def test_nothing_is_claimed_before_its_seeds_are_there_and_all_planned_compariso
 
 
 def test_runs_at_rates_that_are_no_longer_asked_for_are_not_counted(trained):
-    found = by_run(played(trained))
+    found = index_runs(played(trained))
     own = league(rates={"learning_rate": [1, 2], "filter_lr": [1e-3, 3e-3]})
-    assert standings.values_of(own, found, "ptb", "gfsa", (1, 2, 3)) == {}
-    assert Run("ptb", "gfsa", TUNING_SEED, 3e-3) in [*own.wanted(found)]
+    assert standings.read_values(own, found, "ptb", "gfsa", (1, 2, 3)) == {}
+    assert Run("ptb", "gfsa", TUNING_SEED, 3e-3) in [*own.list_runs(found)]
 
 
 def test_other_rates_of_the_model_under_finished_runs_of_filters_are_said(trained):
@@ -323,22 +323,22 @@ def test_other_rates_of_the_model_under_finished_runs_of_filters_are_said(traine
 def test_means_of_the_same_right_answers_are_level():
     one, other = 0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1
     assert one != other
-    assert level(one) == level(other)
+    assert round_score(one) == round_score(other)
 
 
 def test_of_equal_rates_the_one_of_the_lower_loss_is_taken(trained):
-    found = by_run(played(trained))
+    found = index_runs(played(trained))
     rates = league().rates[league().tune["gfsa"]]
     for rate, loss in zip(rates, (3.0, 2.0, 4.0), strict=False):
         metrics = found[Run("reviews", "gfsa", TUNING_SEED, rate)]["metrics"]
         metrics |= {"validation/matthews_correlation": 0.4, "held_out/matthews_correlation": 0.4}
         metrics |= {"validation/loss": loss, "held_out/loss": loss}
-    assert league().tuned(found, "reviews", "gfsa") == rates[1]
+    assert league().choose_rate(found, "reviews", "gfsa") == rates[1]
 
 
 def test_what_can_claim_nothing_spares_the_others_no_correction(trained):
     variants = {"gfsa": None, "xsa": None}
-    own, found = league(variants=variants), by_run(played(trained, variants=variants))
+    own, found = league(variants=variants), index_runs(played(trained, variants=variants))
     metric = own.metric("reviews")
     for seed in (1, 2, 3):
         plain = found[Run("reviews", "plain", seed, 2.0)]["metrics"][metric]
@@ -354,12 +354,12 @@ def test_what_can_claim_nothing_spares_the_others_no_correction(trained):
 
 def test_plain_trained_longer_is_shown_whatever_the_seeds(trained):
     stages = [{"seeds": [11, 12, 13]}]
-    own, found = league(stages=stages), by_run(played(trained, stages=stages))
+    own, found = league(stages=stages), index_runs(played(trained, stages=stages))
     assert {run.seed for run in found if run.variant == LONGER} == {11}
     header, rows = standings.levels(own, found)
     assert header[-1] == "plain, 3 times as long"
     assert all(row[-1] for row in rows)
-    assert standings.levels(league(longer=None), by_run(played(trained)))[0][-1] == "plain"
+    assert standings.levels(league(longer=None), index_runs(played(trained)))[0][-1] == "plain"
     league(stages=stages, longer=None).check(found)  # they are kept, and not counted
     tasks = {"ptb": {**FILE["tasks"]["ptb"], "settings": {"max_steps": -1, "num_train_epochs": 2}}}
     own = league(tasks=tasks, stages=[{"seeds": [1]}])
@@ -386,7 +386,7 @@ def test_equal_differences_are_no_certainty():
 
 
 def test_a_filter_without_coefficients_has_the_rate_of_the_model_tuned(trained):
-    found = by_run(played(trained, variants={"gated": {"tune": "learning_rate"}}))
+    found = index_runs(played(trained, variants={"gated": {"tune": "learning_rate"}}))
     gated = {(seed, v["learning_rate"]) for v, seed, _ in trained if v["filter"] == "gated" and v["task"] == "cola"}
     assert {rate for seed, rate in gated if seed == TUNING_SEED} == {2e-4, 4e-4}, "times plain's best"
     assert {run.rate for run in found if run.variant == "gated"} == {1, 2}
@@ -432,7 +432,7 @@ def test_a_league_that_dies_at_a_write_ends_the_same(points, trained, tmp_path, 
         file = folder / "small.json"
         content = play.play(played, file, folder / "small", 1, Console(quiet=True))
         assert json.loads(file.read_text())["runs"] == json.loads(json.dumps(content["runs"]))
-        return by_run(content)
+        return index_runs(content)
 
     for folder, expected in deaths(tmp_path, points, command):
         assert command(folder) == expected, folder
@@ -575,7 +575,7 @@ def test_shipped_standings_are_those_of_the_shipped_leagues(file):
     content = json.loads(file.read_text())
     own = League(play.read_league(f"{file.stem}.yaml"), file.stem, DATA)
     assert content["league"] == own.content
-    own.check(by_run(content))
+    own.check(index_runs(content))
 
 
 TINY = {

@@ -129,7 +129,7 @@ def test_every_configuration_is_valid_for_all_its_tasks(file, tmp_path):
         settings = Settings(recipe)
         values, found = settings.parse(["--config", str(file), "--task", task])
         for sweep in (None, []) if "sweep" in sections else (None,):
-            for overrides in compare.variants_of(settings, values, found, sweep).values():
+            for overrides in compare.choose_variants(settings, values, found, sweep).values():
                 settings.check(settings.override(values, overrides))
 
 
@@ -225,7 +225,7 @@ def test_settings_of_a_file_are_read_as_flags(tmp_path):
         assert images.override({}, {key: given}) == {key: read}
     settings = Settings(glue.RECIPE)
     assert settings.arguments(values)[-1].greater_is_better is False, "of a perplexity"
-    sweep = compare.variants_of(settings, values, {"sweep": {}, "variants": {}}, ["full_determinism=false,true"])
+    sweep = compare.choose_variants(settings, values, {"sweep": {}, "variants": {}}, ["full_determinism=false,true"])
     made = [settings.override(values, overrides).get("full_determinism") for overrides in sweep.values()]
     assert made == [None, False, True]
 
@@ -696,7 +696,7 @@ def test_files_of_the_same_name_are_told_apart(tmp_path):
     (tmp_path / "a" / "data" / "CoLA" / ".DS_Store").write_text("stray")
     (tmp_path / "a" / "data" / "CoLA" / "NOTES.md").write_text("stray")
     before = of("copied/a", "copied/a")
-    records.mark_of.cache_clear()
+    records.hash_files.cache_clear()
     assert settings.list_differences(before, of("a", "a")) == []
     assert "contents" not in settings.identity({"task": "cola", "model": "m", "data": tmp_path / "elsewhere"})
     earlier = {name: value for name, value in of("a", "a").items() if name != "contents"}
@@ -718,13 +718,13 @@ def test_the_data_of_an_interrupted_run_are_known_again(asked, cola, monkeypatch
     train = cola / "CoLA" / "train.tsv"
     before = train.read_text()
     train.write_text(before.replace("cat", "cow"))
-    records.mark_of.cache_clear()
+    records.hash_files.cache_clear()
     capsys.readouterr()
     with pytest.raises(SystemExit):
         runs.main(glue.RECIPE, argv)
     assert "other settings (the files of data differ)" in capsys.readouterr().err
     train.write_text(before)
-    records.mark_of.cache_clear()
+    records.hash_files.cache_clear()
     runs.main(glue.RECIPE, argv)
     assert [*Path("runs/glue/cola-gfsa/seed-1").glob("*.json")] == [Path("runs/glue/cola-gfsa/seed-1/record.json")]
 
@@ -1010,7 +1010,7 @@ def test_shipped_results_have_the_settings_of_the_configurations(monkeypatch):
         flags = arena.get(file.stem, "").split()
         values, sections = settings.parse(["--config", config, "--task", content["task"], *flags])
         only = [*content["variants"]][1:] if flags else None
-        for variant, overrides in compare.variants_of(settings, values, sections, only=only).items():
+        for variant, overrides in compare.choose_variants(settings, values, sections, only=only).items():
             found = next(run["settings"] for run in content["runs"] if run["variant"] == variant)
             resolved = settings.identity(settings.override(values, overrides))
             copies = {"model", "tokenizer"} if "converted" in file.stem else {"model"}
@@ -1020,13 +1020,13 @@ def test_shipped_results_have_the_settings_of_the_configurations(monkeypatch):
 def test_a_comparison_of_some_variants_only():
     settings = Settings(sequences.RECIPE)
     values, sections = settings.parse(["--config", "sequences/lra-small", "--task", "listops"])
-    chosen = compare.variants_of(settings, values, sections, only=["gru alone", "agf"])
+    chosen = compare.choose_variants(settings, values, sections, only=["gru alone", "agf"])
     assert [*chosen] == ["plain", "agf", "gru alone"]
     with pytest.raises(GraphFilterError, match="--variants 'afg': the YAML file has 'gfsa', 'agf', "):
-        compare.variants_of(settings, values, sections, only=["afg"])
+        compare.choose_variants(settings, values, sections, only=["afg"])
     for sweep, found in ((["lr=1"], sections), (None, sections | {"variants": {}})):
         with pytest.raises(GraphFilterError, match="--variants chooses from the `variants` of a YAML file"):
-            compare.variants_of(settings, values, found, sweep, ["agf"])
+            compare.choose_variants(settings, values, found, sweep, ["agf"])
 
 
 @pytest.mark.parametrize("pays", [True, False])

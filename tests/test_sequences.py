@@ -15,7 +15,7 @@ from hf_graphfilter import GraphFilterError, filter_status, patch_model
 from recipes import runs, sequences
 from recipes.classifier import POOLINGS, Denoiser, PooledClassifier, pool
 from recipes.inputs import Batches, HiddenBatches, report_truncation, statistics
-from recipes.models import of_symbols, symbols_of, train_bpe, train_words
+from recipes.models import make_symbol_tokenizer, train_bpe, train_symbols, train_words
 
 SMALL = ["--model", "bert", "--from_scratch", "hidden_size=32", "num_hidden_layers=2", "num_attention_heads=2"]
 SMALL += ["intermediate_size=64", "max_position_embeddings=32", "--max_length", "16", "--train_tokenizer", "280"]
@@ -252,7 +252,7 @@ def test_what_cannot_be_is_one_sentence_and_leaves_nothing(task, options, messag
 
 def test_hidden_parts_are_visible_ones_and_those_asked_for():
     torch.manual_seed(0)
-    tokenizer = of_symbols("abcdefgh")
+    tokenizer = make_symbol_tokenizer("abcdefgh")
     rows = [tokenizer("a b c d e f g h " * count, return_attention_mask=False) for count in (20, 10)]
     batch = HiddenBatches(tokenizer, 0.25)(rows)
     hidden = batch["labels"] != -100
@@ -343,10 +343,10 @@ def test_pairs_are_read_by_the_same_weights():
 
 
 def test_symbols_are_what_stands_between_spaces():
-    tokenizer = symbols_of(["[MAX 2 9 ]", "[MIN 5 ]"])
+    tokenizer = train_symbols(["[MAX 2 9 ]", "[MIN 5 ]"])
     assert tokenizer.tokenize("[MIN 9 2 ]") == ["[MIN", "9", "2", "]"]
     assert tokenizer.tokenize("[MED") == ["<unk>"]
-    pixels = of_symbols(map(str, range(256)), ends=False)
+    pixels = make_symbol_tokenizer(map(str, range(256)), ends=False)
     assert pixels("0 255 17")["input_ids"] == [0, 255, 17]
 
 

@@ -8,6 +8,7 @@ from pages.sources import days
 
 
 def read_cases(task: str) -> list[dict]:
+    """Read the results of the cases of a task."""
     cases = [json.loads(file.read_text()) for file in sorted((sources.RESULTS / "conversion").glob("*.json"))]
     return [case for case in cases if case["task"] == task]
 
@@ -27,7 +28,7 @@ def conversion_overview(task: str) -> str:
 
 
 def conversion_tables(task: str) -> str:
-    """The cases of a task beside each other, and their errors by context."""
+    """Show the cases of a task beside each other, and their errors by context."""
     if not (cases := read_cases(task)):
         return "Not run yet."
     body = []

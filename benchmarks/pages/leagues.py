@@ -6,7 +6,7 @@ from pathlib import Path
 from hf_graphfilter.tables import markdown_table
 from pages.sources import ROOT, days
 from recipes.league.plan import League
-from recipes.league.records import Records, by_run
+from recipes.league.records import Records, index_runs
 from recipes.league.standings import compare_filters, comparisons, details, levels, overview, tuning, verdict
 
 FEW = 4  # filters, which are shown two by two
@@ -26,9 +26,9 @@ QUESTIONS = {  # the leagues whose significant differences open the page, and th
 
 
 def read_league(name: str) -> tuple[League, Records]:
-    """Return a league and its finished runs."""
+    """Read the plan and the runs of a league."""
     content = json.loads((ROOT / "recipes" / "league" / "results" / f"{name}.json").read_text())
-    return League(content["league"], name, Path()), by_run(content)
+    return League(content["league"], name, Path()), index_runs(content)
 
 
 def answers() -> str:
@@ -49,16 +49,16 @@ def answers() -> str:
 
 
 def league_tables(name: str) -> str:
-    """The verdict, the tables of each stage, and how far plain was trained."""
+    """Write the verdict, the tables of each stage, and how far plain was trained."""
     league, found = read_league(name)
     made = [f"**{verdict(league, found)}**"]
     for number, stage in enumerate(league.stages, 1):
         if comparisons(league, found, stage):
             title = f"Stage {number}, seeds {min(stage.seeds)} to {max(stage.seeds)}" if len(league.stages) > 1 else ""
             made += [f"*{title}*" if title else "", markdown_table(*overview(league, found, stage))]
-            made += folded("in detail", *details(league, found, stage))
-            if len(league.playing(found, stage)) <= FEW:
-                made += folded(
+            made += fold("in detail", *details(league, found, stage))
+            if len(league.choose_variants(found, stage)) <= FEW:
+                made += fold(
                     "filters among each other, not corrected for their number", *compare_filters(league, found, stage)
                 )
     runs = [run for run in found.values() if "machine" in run]
@@ -72,11 +72,11 @@ def league_tables(name: str) -> str:
         made += [f"![{title}]({file})"] if (ROOT / "docs" / file).is_file() else []
     header, rows = levels(league, found)
     made += ["*How far plain was trained*", markdown_table(header, rows)] if rows else []
-    made += folded("tuning, on validation, one seed", *tuning(league, found))
+    made += fold("tuning, on validation, one seed", *tuning(league, found))
     made += [f"{'; '.join(dict.fromkeys(machines))}. {days(dates)}."]
     return "\n\n".join(filter(None, made))
 
 
-def folded(title: str, header: list[str], rows: list[list[str]]) -> list[str]:
-    """A table that is shown when its title is clicked."""
+def fold(title: str, header: list[str], rows: list[list[str]]) -> list[str]:
+    """Return a table that is shown when its title is clicked."""
     return [f"<details><summary>{title}</summary>", markdown_table(header, rows), "</details>"] if rows else []

@@ -1,10 +1,10 @@
 """Time and memory by length: AGF and the other linear filters."""
 
-from agf import growth
+from measure import fit_growth
 
 from hf_graphfilter.tables import markdown_table
 from pages import sources
-from pages.sources import over_plain, read, where, with_memory
+from pages.sources import MASKS, over_plain, pivot, read, where, with_memory
 
 
 def agf_ratios(device: str = "cpu") -> str:
@@ -27,10 +27,8 @@ def agf_speed(device: str = "cpu") -> str:
     parts, body = [], []
     for causal in (False, True):
         for which in ("fwd", "fwd+bwd"):
-            cases: dict[int, dict[str, dict]] = {}
-            for row in timed:
-                if (row["causal"], row["pass"]) == (causal, which):
-                    cases.setdefault(row["n"], {})[row["form"]] = row
+            chosen = (row for row in timed if (row["causal"], row["pass"]) == (causal, which))
+            cases = {n: forms for (n,), forms in pivot(chosen, "n").items()}
             for n, forms in cases.items():
                 plain, agf = forms.get("plain"), forms["agf"]
                 body.append(
@@ -50,8 +48,8 @@ def agf_speed(device: str = "cpu") -> str:
             faster = [n for n, f in cases.items() if "plain" in f and float(f["agf"]["ratio_to_plain"]) < 1]
             parts.append(
                 f"- {'causal' if causal else 'every token sees all'}, {which}: time grows as "
-                f"n^{growth(timed, causal, which):.2f} between 4k and 64k; the faster one from n = {min(faster)} on "
-                f"(of the lengths measured)."
+                f"n^{fit_growth(timed, causal, which):.2f} between 4k and 64k; the faster one from n = {min(faster)} "
+                f"on (of the lengths measured)."
             )
     header = ["mask", "pass", "n", "SDPA ms", "AGF ms", "AGF / SDPA", "peak MB (SDPA / AGF)"]
     caption = (
@@ -59,23 +57,18 @@ def agf_speed(device: str = "cpu") -> str:
         f"ratios taken side by side; memory is the peak over the inputs. {where(timed)}"
     )
     layers = read(f"agf-{device}-layers")
-    by_case: dict[tuple[str, str], dict[str, dict]] = {}
-    for row in layers:
-        by_case.setdefault((row["case"], row["n"]), {})[row["form"]] = row
     layer_body = []
-    for (case, n), forms in by_case.items():
+    for (case, n), forms in pivot(layers, "case", "n").items():
         agf, ortho = (float(forms[f]["median_ms"]) for f in ("agf", "agf+ortho"))
         ratio = forms["agf"]["ratio_to_plain"]
         layer_body.append([case, n, f"{agf:,.0f}", ratio, f"{ortho:,.0f}", f"**{ortho / agf - 1:+.1%}**"])
     layer_table = markdown_table(
         ["module, forward and backward", "n", "AGF ms", "AGF / plain", "with orthogonality loss", "it adds"], layer_body
     )
-    decoding: dict[str, dict[str, dict]] = {}
-    for row in read(f"agf-{device}-decoding"):
-        decoding.setdefault(row["n"], {})[row["form"]] = row
+    decoding = pivot(read(f"agf-{device}-decoding"), "n")
     decoding_table = markdown_table(
         ["context", "plain ms a token", "AGF ms a token"],
-        [[f"{int(n):,}", f["plain"]["median_ms"], f["agf"]["median_ms"]] for n, f in decoding.items()],
+        [[f"{int(n):,}", f["plain"]["median_ms"], f["agf"]["median_ms"]] for (n,), f in decoding.items()],
     )
     batches = read(f"agf-{device}-batch")
     return "\n\n".join(
@@ -95,18 +88,16 @@ def agf_speed(device: str = "cpu") -> str:
 
 
 def batch_table(rows: list[dict]) -> str:
-    cases: dict[tuple[str, str, str], dict[tuple[str, str], dict]] = {}
-    for row in rows:
-        cases.setdefault((row["case"], row["causal"], row["n"]), {})[row["pass"], row["form"]] = row
+    cases = pivot(rows, "case", "causal", "n", "pass")
     body = []
-    for (case, causal, n), by_form in cases.items():
+    for case, causal, n in dict.fromkeys(key[:3] for key in cases):
         batch, over = case.removeprefix("batch of ").split(", over ")
         cells = []
         for which in ("fwd", "fwd+bwd"):
-            plain, agf = (by_form[which, form] for form in ("plain", "agf"))
+            plain, agf = (cases[case, causal, n, which][form] for form in ("plain", "agf"))
             times = (f"{float(x['median_ms']):,.1f}" for x in (plain, agf))
             cells += [*times, f"**{agf['ratio_to_plain']}**"]
-        body.append([over, "causal" if causal == "True" else "full", f"{batch} x {n}", *cells])
+        body.append([over, MASKS[causal], f"{batch} x {n}", *cells])
     header = ["over", "mask", "batch x n", "fwd ms", "AGF ms", "ratio", "fwd+bwd ms", "AGF ms", "ratio"]
     return markdown_table(header, body)
 
@@ -136,11 +127,8 @@ def linear_tables() -> str:
     }
     for section, caption in captions.items():
         rows = read(f"linear-cpu-{section}")
-        cases: dict[tuple[str, str], dict[str, dict]] = {}
-        for row in rows:
-            cases.setdefault((row["pass"], row["n"]), {})[row["form"]] = row
         body, names = [], [form for form in LINEAR if any(row["form"] == form for row in rows)]
-        for (which, n), forms in cases.items():
+        for (which, n), forms in pivot(rows, "pass", "n").items():
             ms = {form: float(row["median_ms"]) for form, row in forms.items()}
             times = [f"{ms[form]:,.1f}" if form in ms else "" for form in names]
             memory = " / ".join(peaks.get((n, which, form), "-") for form in names)
@@ -151,8 +139,8 @@ def linear_tables() -> str:
         if section == "attention":
             timed = [{**row, "n": int(row["n"]), "causal": False, "median_ms": float(row["median_ms"])} for row in rows]
             exponents = (
-                f"{LINEAR[form]}: n^{growth(timed, False, 'fwd', form):.2f} forward, "
-                f"n^{growth(timed, False, 'fwd+bwd', form):.2f} forward and backward"
+                f"{LINEAR[form]}: n^{fit_growth(timed, False, 'fwd', form):.2f} forward, "
+                f"n^{fit_growth(timed, False, 'fwd+bwd', form):.2f} forward and backward"
                 for form in names[1:]
             )
             parts.append(f"Time between 4k and 64k tokens grows as: {'; '.join(exponents)}.")
@@ -164,7 +152,7 @@ def growth_tables() -> str:
     steps = with_memory(read("sequences-cpu-steps"), sources.RESULTS / "sequences-cpu-memory.csv")
     batches = read("sequences-cpu-batch")
     timed = [{**row, "n": int(row["n"]), "causal": False, "median_ms": float(row["median_ms"])} for row in steps]
-    exponents = {form: f"n^{growth(timed, False, steps[0]['pass'], form):.2f}" for form in SYSTEMS}
+    exponents = {form: f"n^{fit_growth(timed, False, steps[0]['pass'], form):.2f}" for form in SYSTEMS}
     return "\n\n".join(
         [
             f"One sequence a step: seconds, peak MB, **time over plain's**. {where(steps)}",
@@ -176,7 +164,7 @@ def growth_tables() -> str:
 
 
 def by_length(rows: list[dict], more: dict[str, dict[str, str]]) -> str:
-    """A line a system and a column a length, and ``more`` columns by system."""
+    """Return a table of a line per system and a column per length, and ``more`` columns by system."""
     cells: dict[tuple[str, str], str] = {}
     for row in rows:
         cell = [f"{float(row['median_ms']) / 1e3:#.3g} s"]
@@ -193,11 +181,8 @@ def by_length(rows: list[dict], more: dict[str, dict[str, str]]) -> str:
 
 def scan_table() -> str:
     rows = read("synvolution-cpu")
-    cases: dict[tuple[str, str, str], dict[str, dict]] = {}
-    for row in rows:
-        cases.setdefault((row["case"], row["pass"], row["n"]), {})[row["form"]] = row
     body = []
-    for (case, which, n), forms in cases.items():
+    for (case, which, n), forms in pivot(rows, "case", "pass", "n").items():
         times = [forms[form]["median_ms"] for form in ("plain", "blocks")]
         body.append([case, which, f"{int(n):,}", *times, f"**{forms['blocks']['ratio_to_plain']}**"])
     header = ["", "pass", "n", "parallel scan of Algorithm 1 ms", "blocks ms", "ratio"]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from measure import RESULTS
 
+MASKS = {"False": "full", "True": "causal"}  # by the column `causal`
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes" / "results"
 CARD = ROOT / "model_cards" / "minilm-movie-snippets"
@@ -15,6 +16,14 @@ def read(name: str) -> list[dict]:
     """Rows of a results file; none where it has not been measured on this kind of device."""
     file = RESULTS / f"{name}.csv"
     return list(csv.DictReader(file.open())) if file.is_file() else []
+
+
+def pivot(rows: Iterable[dict], *keys: str) -> dict[tuple[str, ...], dict[str, dict]]:
+    """Return the rows of each case by form, in their order; a case is given by the values of ``keys``."""
+    cases: dict[tuple[str, ...], dict[str, dict]] = {}
+    for row in rows:
+        cases.setdefault(tuple(row[key] for key in keys), {})[row["form"]] = row
+    return cases
 
 
 def where(rows: list[dict]) -> str:
@@ -28,7 +37,7 @@ def where(rows: list[dict]) -> str:
 
 
 def days(dates: Iterable[str]) -> str:
-    """The first and the last."""
+    """Return the first date and the last."""
     ordered = sorted(dates)
     return " to ".join(dict.fromkeys((ordered[0], ordered[-1])))
 

@@ -5,7 +5,7 @@ import itertools
 
 from hf_graphfilter.tables import markdown_table
 from pages import sources
-from pages.sources import over_plain, read, where, with_memory
+from pages.sources import MASKS, over_plain, pivot, read, where, with_memory
 
 
 def bench_tables() -> str:
@@ -29,9 +29,6 @@ def start_table(rows: list[dict]) -> str:
 
 
 def step_table(rows: list[dict]) -> str:
-    cases = {}
-    for row in rows:
-        cases.setdefault(row["case"], {})[row["form"]] = row
     body = [
         [
             case,
@@ -39,24 +36,23 @@ def step_table(rows: list[dict]) -> str:
             *(f"{float(forms[f]['median_ms']):,.0f}" for f in ("plain", "gfsa")),
             f"**{forms['gfsa']['ratio_to_plain']}**",
         ]
-        for case, forms in cases.items()
+        for (case,), forms in pivot(rows, "case").items()
     ]
     return markdown_table(["step", "n", "plain ms", "GFSA ms", "ratio"], body)
 
 
+def by_mask(row: dict) -> tuple:
+    return row["causal"], int(row["n"]), row["pass"]
+
+
 def attention_table(rows: list[dict]) -> str:
-    cases = {}
-    for row in rows:
-        cases.setdefault((int(row["n"]), row["causal"] == "True", row["pass"]), {})[row["form"]] = row
     body = []
-    for (n, causal, which), forms in sorted(cases.items(), key=lambda item: (item[0][1], item[0][0], item[0][2])):
+    for (causal, n, which), forms in pivot(sorted(rows, key=by_mask), "causal", "n", "pass").items():
         plain, gfsa, dense = (forms[f] for f in ("plain", "gfsa", "dense"))
         faster = float(dense["median_ms"]) / float(gfsa["median_ms"])
         body.append(
             [
-                "causal" if causal else "full",
-                n,
-                which,
+                *(MASKS[causal], n, which),
                 *(f"{float(f['median_ms']):,.1f}" for f in (plain, gfsa, dense)),
                 f"**{gfsa['ratio_to_plain']}**",
                 f"{faster:.1f}x",
@@ -79,15 +75,15 @@ SECTIONS = {
 
 
 def decoding_table() -> str:
-    rows, body = read("decoding-cpu"), {}
-    for row in rows:
-        body.setdefault(int(row["n"]), {})[row["case"].split()[2], row["form"]] = row
-    forms = [("dynamic", "plain"), ("dynamic", "gfsa"), ("static", "plain"), ("static", "gfsa")]
+    rows = read("decoding-cpu")
+    cases = pivot(rows, "n", "case")
     cells = []
-    for n, by_form in body.items():
-        plain, gfsa, static_plain, static_gfsa = (f"{float(by_form[form]['median_ms']):,.0f}" for form in forms)
-        ratio, static_ratio = (f"**{by_form[form]['ratio_to_plain']}**" for form in forms[1::2])
-        cells.append([f"{n:,}", plain, gfsa, ratio, static_plain, static_gfsa, static_ratio])
+    for n in dict.fromkeys(n for n, _ in cases):
+        cells.append([f"{int(n):,}"])
+        for kind in ("dynamic", "static"):
+            forms = cases[n, f"one token, {kind} cache"]
+            cells[-1] += [f"{float(forms[form]['median_ms']):,.0f}" for form in ("plain", "gfsa")]
+            cells[-1] += [f"**{forms['gfsa']['ratio_to_plain']}**"]
     header = ["context", "dynamic cache: plain ms", "GFSA ms", "ratio", "static cache: plain ms", "GFSA ms", "ratio"]
     return (
         "One token of GPT-2's shape (12 layers, d 768), K = 3, with w_K = 0.1; medians in ms, and of the ratios. "
@@ -132,7 +128,7 @@ def machines_tables() -> str:
         if len(by_machine) < 2:
             continue
         body = [
-            [case, n, "causal" if causal == "True" else "full", which, form]
+            [case, n, MASKS[causal], which, form]
             + [machine.get((case, n, causal, which, form), "") for machine in by_machine.values()]
             for case, n, causal, which, form in dict.fromkeys(itertools.chain(*by_machine.values()))
         ]

@@ -9,11 +9,11 @@ from hf_graphfilter.analysis.comparison import paired_comparison
 from hf_graphfilter.tables import markdown_table
 from pages.sources import RECIPES, read
 from recipes.records import lower_is_better
-from recipes.summary import PLAIN, by_seed, interval, summary_rows
+from recipes.summary import PLAIN, format_interval, group_by_seed, summary_rows
 
 
 def recipe_tables(*names: str) -> str:
-    """What recipes/compare.py measured, a table a task, and the mean over the tasks of a family of models."""
+    """Return what recipes/compare.py measured, a table a task, and the mean over the tasks of a family of models."""
     files = [file for name in names for file in sorted(RECIPES.glob(f"{name}*.json"))]
     contents = [json.loads(file.read_text()) for file in files]
     parts = []
@@ -43,13 +43,13 @@ def mean_over_tasks(contents: list[dict]) -> str:
             by_task = []
             for content in contents:
                 metric = content["metric"] if which == "metric" else f"{content['metric'].partition('/')[0]}/loss"
-                plain, treated = (by_seed(content, v, metric) for v in (PLAIN, variant))
+                plain, treated = (group_by_seed(content, v, metric) for v in (PLAIN, variant))
                 pairs = {seed: treated[seed] - plain.get(seed, math.nan) for seed in treated}
                 by_task.append({seed: pair for seed, pair in pairs.items() if math.isfinite(pair)})
             seeds = sorted(set.intersection(*(set(differences) for differences in by_task)))
             means = [statistics.mean(differences[seed] for differences in by_task) for seed in seeds]
             paired = paired_comparison([0.0] * len(means), means)
-            cells += [interval(dataclasses.asdict(paired)), f"{paired.p:.3f}"]
+            cells += [format_interval(dataclasses.asdict(paired)), f"{paired.p:.3f}"]
         rows.append([*cells, len(seeds)])
     tasks = ", ".join(content["task"] for content in contents)
     header = ["variant", "metric, against plain", "p", "loss, against plain", "p", "seeds"]

@@ -37,7 +37,7 @@ def agf_transfer(device: str = "cpu") -> str:
             "window 4 and corrections; *mixed* is transferred on reviews and snippets, then end to end; accuracy in %, "
             "mean ± standard deviation over the seeds, and the paired difference to the original with its 95 % "
             f"interval. {where(rows)}",
-            markdown_table(*finetuned(rows)),
+            markdown_table(*finetune_table(rows)),
         ]
     for section, caption in (
         ("gpt2", "**A GPT-2 shape trained from scratch on WikiText-2**"),
@@ -45,11 +45,11 @@ def agf_transfer(device: str = "cpu") -> str:
         ("deit", "**DeiT-Tiny, its real weights, on 20 classes of Tiny ImageNet** (of these 20, 500 images)"),
     ):
         if rows := read(f"transfer-{device}-{section}"):
-            parts += [f"{caption}. {where(rows)}", markdown_table(*staged(rows))]
+            parts += [f"{caption}. {where(rows)}", markdown_table(*stage_table(rows))]
     return "\n\n".join(parts)
 
 
-def finetuned(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
+def finetune_table(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
     header, body = ["task", "start", "seeds", "accuracy", "against the original", "95 % interval"], []
     for task in dict.fromkeys(row["task"] for row in rows):
         by: dict[str, dict[str, float]] = {}
@@ -67,7 +67,7 @@ def finetuned(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
     return header, body
 
 
-def staged(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
+def stage_table(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
     """One line a model and start, one column a stage."""
     stages = [s for s in dict.fromkeys(row["stage"] for row in rows) if ":" not in s and s != "before transfer"]
     columns = [(s, m) for s in stages for m in dict.fromkeys(r["metric"] for r in rows if r["stage"] == s)]

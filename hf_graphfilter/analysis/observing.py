@@ -6,7 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -205,45 +205,35 @@ class _Observer:
         for site in self.sites:
             graph_filter = active_filter(site.module)
             undo.callback(graph_filter.register_forward_pre_hook(self._keep_earlier).remove)
-            undo.callback(graph_filter.register_forward_hook(self._hook_filter(site, graph_filter)).remove)
+            undo.callback(graph_filter.register_forward_hook(partial(self._read_filter, site)).remove)
         for name, site in layer_modules(self.sites).items():
             module = self.model.get_submodule(name)
-            undo.callback(module.register_forward_pre_hook(self._hook_inputs(site), with_kwargs=True).remove)
-            undo.callback(module.register_forward_hook(self._hook_outputs(site)).remove)
+            undo.callback(module.register_forward_pre_hook(partial(self._read_inputs, site), with_kwargs=True).remove)
+            undo.callback(module.register_forward_hook(partial(self._read_outputs, site)).remove)
 
     def _keep_earlier(self, graph_filter: Any, arguments: tuple[AttentionShift, Tensor]) -> None:
         self.earlier = arguments[0].earlier.copy() if graph_filter.reads_earlier else None
 
-    def _hook_filter(self, site: AttentionSite, graph_filter: GraphFilter) -> Callable[..., None]:
+    def _read_filter(self, site: AttentionSite, graph_filter: Any, arguments: tuple[Any, ...], output: Tensor) -> None:
+        shift, value = arguments
         stack = self.stacks[site.name]
+        layer = Layer(stack, self.calls[stack])
+        self.calls[stack] += 1
+        self.tokens = max(self.tokens, value.shape[2])
+        is_token = self.padding.find_tokens(site, value.shape[0], value.shape[2], value.device)
+        running = None if isinstance(graph_filter, _Watch) else graph_filter
+        call = Call(layer, shift, value, running, is_token, self.earlier)
+        for reader in self.readers:
+            reader.attention(call)
 
-        def hook(module: nn.Module, arguments: tuple[AttentionShift, Tensor], output: Tensor) -> None:
-            shift, value = arguments
-            layer = Layer(stack, self.calls[stack])
-            self.calls[stack] += 1
-            self.tokens = max(self.tokens, value.shape[2])
-            running = None if isinstance(graph_filter, _Watch) else graph_filter
-            is_token = self.padding.find_tokens(site, value.shape[0], value.shape[2], value.device)
-            call = Call(layer, shift, value, running, is_token, self.earlier)
-            for reader in self.readers:
-                reader.attention(call)
+    def _read_inputs(self, site: AttentionSite, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+        if not self.layers[self.stacks[site.name]]:
+            self._tell(site, -1, args[0] if args else kwargs.get("hidden_states"))
 
-        return hook
-
-    def _hook_inputs(self, site: AttentionSite) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not self.layers[self.stacks[site.name]]:
-                self._tell(site, -1, args[0] if args else kwargs.get("hidden_states"))
-
-        return hook
-
-    def _hook_outputs(self, site: AttentionSite) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            stack = self.stacks[site.name]
-            self._tell(site, self.layers[stack], output)
-            self.layers[stack] += 1
-
-        return hook
+    def _read_outputs(self, site: AttentionSite, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        stack = self.stacks[site.name]
+        self._tell(site, self.layers[stack], output)
+        self.layers[stack] += 1
 
     def _tell(self, site: AttentionSite, index: int, output: Any) -> None:
         tokens = output[0] if isinstance(output, (tuple, list)) else output

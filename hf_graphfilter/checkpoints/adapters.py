@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from ..filters.core.record import describe_record, read_groups
 from ..hosts import host_of, unwrapped
 from ..patching.patch import STARTS, restore_on_error, unpatch_model
 from ..patching.restore import apply_record
-from ..wrappers import wrap
+from ..wrappers import Function, wrap
 from . import copies
 from .fingerprint import KEY, check_adapter, check_record, encode_record, live_record
 
@@ -62,18 +61,13 @@ def install() -> None:
 
 
 def _add_record(
-    original: Callable[..., Any],
-    model: Any,
-    state_dict: Any = None,
-    adapter_name: str = "default",
-    *args: Any,
-    **kwargs: Any,
+    original: Function, model: Any, state_dict: Any = None, adapter_name: str = "default", *args: Any, **kwargs: Any
 ) -> Any:
     state = original(model, state_dict, adapter_name, *args, **kwargs)
     return _record(model, state, model.peft_config[adapter_name], state_dict)
 
 
-def _convert_with_copies(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _convert_with_copies(original: Function, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     config, state = original(model, *args, **kwargs)
     arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
     state = copies.complete_copies(state, model, arguments.get("adapter_name", "default"))
@@ -81,7 +75,7 @@ def _convert_with_copies(original: Callable[..., Any], model: nn.Module, *args: 
 
 
 def _subtract_with_filter(
-    original: Callable[..., Any], self: Any, output_state_dict: dict[str, Any], *args: Any, **kwargs: Any
+    original: Function, self: Any, output_state_dict: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Keep the filter where PEFT converts PiSSA and its like to LoRA, and drops all weights but these."""
     ours = {k: tensor for k, tensor in output_state_dict.items() if k == KEY or f".{CHILD}." in k}
@@ -96,7 +90,7 @@ def _record(model: nn.Module, state: dict[str, Any], config: Any, model_state: A
     return state
 
 
-def _write_record(original: Callable[..., Any], self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+def _write_record(original: Function, self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
     from peft.utils import CONFIG_NAME
 
     result = original(self, save_directory, *args, **kwargs)
@@ -107,9 +101,9 @@ def _write_record(original: Callable[..., Any], self: Any, save_directory: Any, 
     return result
 
 
-def _read_record(original: Callable[..., Any], cls: type, **kwargs: Any) -> Any:
+def _read_record(original: Function, cls: type, **kwargs: Any) -> Any:
     record = kwargs.pop(CHILD, None)
-    config = original(cls, **kwargs)
+    config: Any = original(cls, **kwargs)
     vars(config)[READ] = record
     return config
 
@@ -117,9 +111,7 @@ def _read_record(original: Callable[..., Any], cls: type, **kwargs: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------------ loading
 
 
-def _check_weights(
-    original: Callable[..., Any], model: nn.Module, peft_model_state_dict: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _check_weights(original: Function, model: nn.Module, peft_model_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return original(model, check_adapter(model, peft_model_state_dict), *args, **kwargs)
     except KeyError as error:  # of PEFT, which looks for what modules_to_save names
@@ -132,7 +124,7 @@ def _check_weights(
 
 
 def check_loaded_weights(
-    original: Callable[..., Any], model: nn.Module, state_dict: Any, checkpoint_files: Any, *args: Any, **kw: Any
+    original: Function, model: nn.Module, state_dict: Any, checkpoint_files: Any, *args: Any, **kw: Any
 ) -> Any:
     files = [file for file in checkpoint_files or () if Path(file).name.startswith("adapter_model.")]
     for file in (file for file in files if file.endswith(".safetensors")):
@@ -157,7 +149,7 @@ def _read_ours(file: str) -> dict[str, Any]:
 
 
 def _swap_with_copies(
-    original: Callable[..., Any],
+    original: Function,
     model: nn.Module,
     state_dict: Any,
     adapter_name: str,
@@ -174,7 +166,7 @@ def _swap_with_copies(
     return result
 
 
-def load_with_filter(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def load_with_filter(original: Function, *args: Any, **kwargs: Any) -> Any:
     """Load an adapter: a plain base gets the filter first, and an error leaves the model as it was."""
     arguments = inspect.signature(original).bind(*args, **kwargs).arguments
     model, config = arguments.get("model", arguments.get("self")), arguments.get("config", arguments.get("peft_config"))
@@ -203,7 +195,7 @@ def _read_configuration(arguments: dict[str, Any]) -> Any:
     return None
 
 
-def _delete_with_filter(original: Callable[..., Any], self: Any, adapter_name: str) -> None:
+def _delete_with_filter(original: Function, self: Any, adapter_name: str) -> None:
     original(self, adapter_name)
     if not self.peft_config:
         copies.drop_copies(base := unwrapped(self))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..errors import GraphFilterError, shown
 from ..filters import GraphFilter
 from ..filters.core.attached import CHILD
+from ..wrappers import Function
 
 
 def _wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -21,7 +22,7 @@ def _wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name.removeprefix("_orig_mod."), module
 
 
-def unload_with_copies(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def unload_with_copies(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Merge or unload adapters: a tuner takes a filter for a linear layer, or passes over it.
 
     The model keeps the copy of the adapter that is merged, or of the active one.
@@ -125,7 +126,7 @@ def _is_saved(name: str, config: Any) -> bool:
 
 
 def weigh_with_copies(
-    original: Callable[..., Any], self: Any, adapters: list[str], weights: Any, adapter_name: str, *a: Any, **k: Any
+    original: Function, self: Any, adapters: list[str], weights: Any, adapter_name: str, *a: Any, **k: Any
 ) -> Any:
     """Combine adapters: a tuner gives the new adapter the base's filter.
 

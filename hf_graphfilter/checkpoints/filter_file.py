@@ -119,7 +119,8 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
     try:
         if current is None:
             apply_record(model, complete=True)
-        _copy(_coefficients(host, model), tensors, source)
+        # not detached: what shards parameters marks them
+        _copy(_coefficients(host, model, lambda f: f.state_dict(keep_vars=True)), tensors, source)
         vars(model).pop(STARTS, None)
     except Exception:
         if current is None:
@@ -206,12 +207,8 @@ def _path(value: Any) -> str:
     return path
 
 
-def _parameters(graph_filter: GraphFilter) -> dict[str, torch.Tensor]:
-    return graph_filter.state_dict(keep_vars=True)  # not detached: what shards them marks the parameters
-
-
 def _coefficients(
-    host: Host, model: nn.Module, read: Callable[[GraphFilter], dict[str, torch.Tensor]] = _parameters
+    host: Host, model: nn.Module, read: Callable[[GraphFilter], dict[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
     return {
         f"{host.relative_name(model, name)}.{key}": tensor

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from ..errors import shown
 from ..files import write_text
 from ..filters.core.attached import patched_modules
 from ..text import printable
-from ..wrappers import wrap
+from ..wrappers import Function, wrap
 
 logger = logging.getLogger("hf_graphfilter")
 _IMPORT = "import hf_graphfilter  # pip install hf-graphfilter\n"
@@ -46,7 +45,7 @@ def install() -> None:
             wrap(owner, name, _name_the_import)
 
 
-def _name_the_import(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+def _name_the_import(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     if (text := self._model_card_text) and _is_of_encoder(text):
         self._model_card_text = None  # else it would be saved as that of the SentenceTransformer
     original(self, *args, **kwargs)

@@ -30,7 +30,7 @@ from ..hosts.transformers.records import model_class, read_record, resolve_imple
 from ..hosts.transformers.sites import relative_name
 from ..patching.base_weights import remember_weights
 from ..patching.restore import STARTED, apply_record, check_resolved, resolve
-from ..wrappers import wrap
+from ..wrappers import Function, wrap
 from .adapters import check_loaded_weights, load_with_filter
 from .readme import write_readme
 from .values import check_values
@@ -38,7 +38,7 @@ from .values import check_values
 
 def install() -> None:
     """Register the attention function, and let ``PreTrainedModel`` save and load patched checkpoints. Idempotent."""
-    hooks: dict[str, Callable[..., Any]] = {
+    hooks: dict[str, Function] = {
         "_check_and_adjust_attn_implementation": resolve_implementation,
         "post_init": _patch_after_init,
         "_initialize_weights": _initialise_filters,
@@ -60,15 +60,13 @@ def install() -> None:
     wrap(PreTrainedModel, "_load_pretrained_model", check_loaded_weights)
 
 
-def _patch_after_init(original: Callable[..., Any], self: PreTrainedModel) -> None:
+def _patch_after_init(original: Function, self: PreTrainedModel) -> None:
     original(self)
     if getattr(self.config, CHILD, None) is not None:
         apply_record(self)
 
 
-def _initialise_filters(
-    original: Callable[..., Any], self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any
-) -> Any:
+def _initialise_filters(original: Function, self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # coefficients missing from a checkpoint come up as uninitialised memory
     if isinstance(module, GraphFilter) and not getattr(module, "_is_hf_initialized", False):
         _reset_missing(module)
@@ -100,7 +98,7 @@ def _reset_missing(graph_filter: GraphFilter) -> None:
 
 
 def _load_by_record(
-    original: Callable[..., Any],
+    original: Function,
     model: PreTrainedModel,
     state_dict: Any,
     checkpoint_files: Any,
@@ -227,7 +225,7 @@ def _copy_of(name: str) -> str:
 
 
 def _refuse_lost_filters(
-    original: Callable[..., Any], self: PreTrainedModel, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
+    original: Function, self: PreTrainedModel, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
 ) -> None:
     """``load_state_dict`` of weights with a filter into a model without it: torch's strict=False, and PEFT, drop them
     in silence, and the optimizer's state, which the Trainer resumes, would be that of other parameters."""
@@ -258,7 +256,7 @@ def _refuse_lost_filters(
     original(self, state_dict, prefix, *args, **kwargs)
 
 
-def _save_with_readme(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+def _save_with_readme(original: Function, self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
     with saved_config(self, arguments.get("state_dict")):
         result = original(self, *args, **kwargs)

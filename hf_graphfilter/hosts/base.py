@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from torch import nn
 
 from ..errors import GraphFilterError
 from ..filters import AttentionSite, GraphFilter
+from ..filters.core.attached import CHILD
 
 
 class Host(Protocol):
@@ -142,6 +144,35 @@ def locate(name: str, causal: bool) -> tuple[str, str]:
     named = next((p for p in parts if p in ("encoder", "decoder")), None)
     number = next((i for i, p in enumerate(parts) if p.isdigit()), len(parts))
     return named or ("decoder" if causal else "encoder"), ".".join(parts[:number])
+
+
+def collect_sites(
+    model: nn.Module,
+    find_refusal: Callable[[str, Any], str | None],
+    describe: Callable[[str, Any], dict[str, Any]],
+) -> tuple[list[AttentionSite], dict[str, str]]:
+    """Return the sites of a model in module order, and the refused attention modules: name -> reason.
+
+    Args:
+        model: any model of the library.
+        find_refusal: called with name and module; None means a site, "" a module that is no attention.
+        describe: called with name and module of a site; heads, causality and the other fields of ``AttentionSite``
+            that the library knows.
+    """
+    sites: list[AttentionSite] = []
+    refused, counts = {}, Counter[str]()
+    for name, module in model.named_modules():
+        if CHILD in name.split("."):
+            continue
+        reason = find_refusal(name, module)
+        if reason is None:
+            fields = describe(name, module)
+            stack, group = locate(name, fields["causal"])
+            sites.append(AttentionSite(name, module, stack=stack, group=group, index=counts[group], **fields))
+            counts[group] += 1
+        elif reason:
+            refused[name] = reason
+    return sites, refused
 
 
 def looks_like_attention(module: nn.Module) -> bool:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,7 +28,8 @@ from ..ops.apply_twice import joint_form
 from ..ops.visibility import visibility
 from ..shift.attention import AttentionCall, AttentionShift
 from ..text import quoted
-from .base import locate, looks_like_attention, without_wrappers
+from .base import collect_sites, looks_like_attention, without_wrappers
+from .stand_ins import ModuleView, derive_class
 from .watching import REPLACED, as_written, note_filter_runs, refuse_script, running_forward, unwatch, watch
 
 LIBRARY = "timm"
@@ -47,33 +47,22 @@ _HONOURED = {
 }
 
 
-# ------------------------------------------------------------------------------------------------- finding sites
-
-
 def find(model: nn.Module) -> tuple[list[AttentionSite], dict[str, str]]:
     """All self-attention modules of a form that is honoured, and the others with the reason."""
-    sites, refused, counts = [], {}, Counter[str]()
-    module: Any
-    for name, module in model.named_modules():
-        if CHILD in name.split("."):
-            continue
-        reason = _refusal(module)
-        if reason is None:
-            stack, group = locate(name, causal=False)
-            scores = _HONOURED[_class_name(module)]
-            sites.append(
-                AttentionSite(
-                    *(name, module, module.num_heads, False, stack, group, counts[group]),
-                    hidden_size=module.qkv.in_features,
-                    head_dim=module.qkv.out_features // 3 // module.num_heads,
-                    position_bias=scores == "position bias",
-                    other_scores=scores if scores != "position bias" else "",
-                )
-            )
-            counts[group] += 1
-        elif reason:
-            refused[name] = reason
-    return sites, refused
+    return collect_sites(model, _find_refusal, _describe)
+
+
+def _describe(name: str, module: Any) -> dict[str, Any]:
+    """Return the fields of ``AttentionSite`` for a module of a form that is honoured."""
+    scores = _HONOURED[_class_name(module)]
+    return {
+        "heads": module.num_heads,
+        "causal": False,
+        "hidden_size": module.qkv.in_features,
+        "head_dim": module.qkv.out_features // 3 // module.num_heads,
+        "position_bias": scores == "position bias",
+        "other_scores": scores if scores != "position bias" else "",
+    }
 
 
 def _class_name(module: nn.Module) -> str:
@@ -81,7 +70,7 @@ def _class_name(module: nn.Module) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _refusal(module: Any) -> str | None:
+def _find_refusal(name: str, module: Any) -> str | None:
     """None for a module of an honoured form, the reason for another attention module, "" for anything else."""
     if _class_name(module) not in _HONOURED:
         if _class_name(module) == "timm.models.cait.ClassAttn":
@@ -102,23 +91,19 @@ def _refusal(module: Any) -> str | None:
     return None
 
 
-# ------------------------------------------------------------------------------------------------------- forward
+class _View(ModuleView):
+    """A module with another ``qkv`` and no output projection."""
 
-
-class _View:
-    """A module with another ``qkv`` and no output projection; everything else is the module's own."""
+    matrix: Tensor | None = None
 
     def __init__(self, module: Any, packed: Tensor):
-        self._module, self._packed = module, packed
-        self.matrix: Tensor | None = None
+        super().__init__(module)
+        self._packed = packed
         if getattr(module, "fused_attn", False):  # which asks attn_drop for its rate
             self.attn_drop = module.attn_drop  # type: ignore[method-assign]
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
     def attn_drop(self, matrix: Tensor) -> Tensor:
-        """Unfused attention passes its matrix through here."""
+        """Keep the matrix, which unfused attention passes through here."""
         self.matrix = matrix
         return self._module.attn_drop(matrix)  # type: ignore[no-any-return]
 
@@ -132,74 +117,76 @@ class _View:
     proj_drop = proj
 
 
+class _BaseAttention:
+    """One call of a module's own forward, with which it computes attention for any value."""
+
+    matrix: Tensor | None = None  # where the forward forms it, for all applications after the first
+
+    def __init__(self, original: Callable[..., Tensor], module: Any, x: Tensor, args: Any, kwargs: Any):
+        self.original, self.module, self.x, self.args, self.kwargs = original, module, x, args, kwargs
+        self.packed = module.qkv(x)
+        signals = self.packed.unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        self.query, self.key, self.value = signals.unbind(0)
+        if hasattr(module, "q_norm"):
+            self.query, self.key = module.q_norm(self.query), module.k_norm(self.key)
+        code = inspect.unwrap(original).__code__  # type: ignore[attr-defined]
+        named = dict(zip(code.co_varnames[2 : code.co_argcount], args, strict=False)) | kwargs
+        self.mask, self.causal = named.get("attn_mask", named.get("mask")), bool(named.get("is_causal", False))
+
+    def to_call(self) -> AttentionCall:
+        """Return the call as the shift operator takes it."""
+        return AttentionCall(
+            *(self.attend, self.query, self.key),
+            hidden=self.x,
+            scaling=self.module.scale,
+            mask=self.mask,
+            visible=self.read_mask,
+            twice=self.apply_twice,
+        )
+
+    def attend(self, _: Tensor, signal: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Run the forward with ``signal`` as the value, or multiply by the matrix that it formed before."""
+        if self.matrix is not None:
+            return (self.module.attn_drop(self.matrix) @ signal).transpose(1, 2), None
+        packed = self.packed
+        if signal is not self.value:
+            query_and_key = packed[..., : 2 * packed.shape[-1] // 3]
+            packed = torch.cat([query_and_key, signal.transpose(1, 2).flatten(2)], dim=-1)
+        view = _View(self.module, packed)
+        output = self.original(view, self.x, *self.args, **self.kwargs)
+        self.matrix = view.matrix
+        return output.unflatten(-1, (self.module.num_heads, -1)), None
+
+    def read_mask(self) -> tuple[bool, Tensor | None]:
+        """Return (causal, keys): which tokens the mask leaves, see ``ops.visibility``."""
+        if self.mask is not None and self.mask.dim() == 3:
+            raise GraphFilterError(
+                f"{self.module.graph_filter.site_name} attends within shifted windows, whose mask a linear-time filter "
+                "cannot read; leave these modules out with layers="
+            )
+        return visibility(self.mask, self.causal, self.x.shape[1])
+
+    def apply_twice(self, value: Tensor, exact: bool) -> tuple[Tensor, Tensor] | None:
+        """Return the joint form of two applications, where query and key alone make the scores and it is faster."""
+        module, scale = self.module, self.module.scale
+        if _HONOURED[_class_name(module)] or not module.fused_attn:
+            return None
+        dropout = module.attn_drop.p if module.training else 0.0
+        return joint_form(
+            self.query, self.key, value, self.mask, scale=scale, causal=self.causal, dropout=dropout, exact=exact
+        )
+
+
 def _forward(original: Callable[..., Tensor], module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     note_filter_runs(module)
-    graph_filter, heads = module.graph_filter, module.num_heads
-    packed = module.qkv(x)
-    query, key, value = packed.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-    matrix: Tensor | None = None
-
-    def attend(_: Tensor, signal: Tensor) -> tuple[Tensor, Tensor | None]:
-        nonlocal matrix
-        if matrix is not None:
-            return (module.attn_drop(matrix) @ signal).transpose(1, 2), None
-        given = packed
-        if signal is not value:
-            given = torch.cat([packed[..., : 2 * packed.shape[-1] // 3], signal.transpose(1, 2).flatten(2)], dim=-1)
-        view = _View(module, given)
-        output = original(view, x, *args, **kwargs)
-        matrix = view.matrix
-        return output.unflatten(-1, (heads, -1)), None
-
-    if hasattr(module, "q_norm"):
-        query, key = module.q_norm(query), module.k_norm(key)
-    mask, causal = _mask(original, args, kwargs)
-    call = AttentionCall(
-        *(attend, query, key),
-        twice=lambda signal, exact: _twice(module, query, key, signal, mask, causal, exact),
-        hidden=x,
-        scaling=module.scale,
-        visible=lambda: _visible(module, mask, causal, x.shape[1]),
-        mask=mask,
-    )
-    output = graph_filter(AttentionShift(call), value).transpose(1, 2).flatten(2)
-    return module.proj_drop(module.proj(output))  # type: ignore[no-any-return]
-
-
-def _mask(original: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
-    """(mask, whether causal) among what follows ``x``, by the names that timm gives them."""
-    code = inspect.unwrap(original).__code__  # type: ignore[attr-defined]
-    names = code.co_varnames[2 : code.co_argcount]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return given.get("attn_mask", given.get("mask")), bool(given.get("is_causal", False))
-
-
-def _visible(module: Any, mask: Tensor | None, causal: bool, tokens: int) -> tuple[bool, Tensor | None]:
-    if mask is not None and mask.dim() == 3:
-        raise GraphFilterError(
-            f"{module.graph_filter.site_name} attends within shifted windows, whose mask a linear-time filter cannot "
-            "read; leave these modules out with layers="
-        )
-    return visibility(mask, causal, tokens)
-
-
-def _twice(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, exact: bool
-) -> tuple[Tensor, Tensor] | None:
-    """The joint form of two applications, where query and key alone make the scores and it is the faster one."""
-    dropout = module.attn_drop.p if module.training else 0.0
-    if _HONOURED[_class_name(module)] or not module.fused_attn:
-        return None
-    return joint_form(query, key, value, mask, scale=module.scale, causal=causal, dropout=dropout, exact=exact)
-
-
-# --------------------------------------------------------------------------------------------- attach and detach
+    attention = _BaseAttention(original, module, x, args, kwargs)
+    output = module.graph_filter(AttentionShift(attention.to_call()), attention.value)
+    return module.proj_drop(module.proj(output.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
 
 
 @functools.cache
 def _filtered(base: Any) -> Any:
-    """The subclass that runs the filter. It is named as its base and copied and pickled as it, and one node where timm
-    traces a model (FX)."""
+    """Return the subclass that runs the filter; it is one node where timm traces a model (FX)."""
     from timm.models import register_notrace_module
 
     def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -207,12 +194,8 @@ def _filtered(base: Any) -> Any:
             return base.forward(self, x, *args, **kwargs)  # type: ignore[no-any-return]
         return _forward(base.forward, self, x, *args, **kwargs)
 
-    def reduce(self: nn.Module, protocol: Any) -> Any:
-        return _rebuild, (base,), self.__dict__.copy()
-
-    body = {"forward": forward, "__reduce_ex__": reduce, "__prepare_scriptable__": refuse_script, _BASE: base}
-    named = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    return register_notrace_module(type(base.__name__, (base,), {**body, **named}))
+    body = {"forward": forward, "__prepare_scriptable__": refuse_script, _BASE: base}
+    return register_notrace_module(derive_class(base, _rebuild, body))
 
 
 def _rebuild(base: Any) -> Any:
@@ -261,19 +244,16 @@ def saved_names(model: nn.Module, sites: list[AttentionSite]) -> dict[str, Atten
     return {}
 
 
-# ------------------------------------------------------------------------------------------------------- records
-
-
 def read_record(model: Any) -> dict[str, Any] | None:
     return (getattr(model, "pretrained_cfg", None) or {}).get(RECORD)  # type: ignore[no-any-return]
 
 
 def write_record(model: Any, record: dict[str, Any] | None) -> None:
     """Keep the record where timm's savers write it; the dict may be shared with other models."""
-    own = {k: v for k, v in (getattr(model, "pretrained_cfg", None) or {}).items() if k != RECORD}
+    config = {k: v for k, v in (getattr(model, "pretrained_cfg", None) or {}).items() if k != RECORD}
     if record is not None:
-        own[RECORD] = copy.deepcopy(record)
-    model.pretrained_cfg = own
+        config[RECORD] = copy.deepcopy(record)
+    model.pretrained_cfg = config
 
 
 def model_type(model: Any) -> str:

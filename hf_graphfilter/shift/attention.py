@@ -123,7 +123,8 @@ class AttentionShift(ShiftOperator):
 
     @property
     def rows(self) -> tuple[int, int]:
-        return self.call.query.shape[1], self.call.query.shape[2]
+        _, heads, tokens, _ = self.call.query.shape
+        return heads, tokens
 
     def __call__(self, signal: Tensor) -> Tensor:
         call = self.call

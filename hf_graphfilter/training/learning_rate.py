@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +22,7 @@ from torch import nn
 from ..errors import GraphFilterError, is_number, shown
 from ..filters.core.attached import filters_of
 from ..patching.status import filter_parameters, filter_status
-from ..wrappers import wrap
+from ..wrappers import Function, wrap
 
 FILTER_LR = 1e-2
 FAST = 1e-3  # a rate that moves a coefficient by as much as filters were seen to need, within a thousand steps
@@ -157,7 +156,7 @@ def find_caller(kind: type[C]) -> C | None:
     return None if frame is None else frame.f_locals["self"]
 
 
-def prepare_with_rate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def prepare_with_rate(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run ``Accelerator.prepare``, and report a filter that the optimizer would not move in one line.
 
     The rate of ``hf-graphfilter run --filter-lr`` is given to an optimizer that no schedule reads yet.

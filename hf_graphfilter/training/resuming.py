@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from ..errors import GraphFilterError
 from ..filters.core.attached import CHILD, filters_of
 from ..filters.core.record import read_groups
 from ..hosts import host_of, unwrapped
-from ..wrappers import wrap
+from ..wrappers import Function, wrap
 
 
 def check_when_resuming(trainer_class: type) -> None:
@@ -23,7 +22,7 @@ def check_when_resuming(trainer_class: type) -> None:
     wrap(owner, name, _resume_with_filter)
 
 
-def _resume_with_filter(original: Callable[..., Any], self: Any, checkpoint: str, *args: Any, **kwargs: Any) -> Any:
+def _resume_with_filter(original: Function, self: Any, checkpoint: str, *args: Any, **kwargs: Any) -> Any:
     check_same_filter(self.model, checkpoint)
     return original(self, checkpoint, *args, **kwargs)
 

@@ -13,15 +13,15 @@ from recipes.league.standings import LEVEL, last_stage
 
 
 def plot_ranks(league: League, found: Records, stage: Stage) -> Any:
-    """The rank of each variant on each task, and their mean."""
+    """Draw the rank of each variant on each task, and their mean."""
     from matplotlib.figure import Figure
 
     means, scores = league.ranks(found, stage), league.scores(found, stage)
     figure = Figure(figsize=(6.4, 0.8 + 0.3 * len(means)), layout="constrained")
     axes = figure.subplots()
     for i, (colour, (task, means_of_task)) in enumerate(zip(itertools.cycle(COLOURS), scores.items(), strict=False)):
-        own, off = rank_scores(means_of_task), 0.5 * ((i + 0.5) / len(scores) - 0.5)  # equal ranks beside each other
-        x, y = [own[v] for v in means], [y + off for y in range(len(means))]
+        ranks, off = rank_scores(means_of_task), 0.5 * ((i + 0.5) / len(scores) - 0.5)  # equal ranks beside each other
+        x, y = [ranks[v] for v in means], [y + off for y in range(len(means))]
         axes.plot(x, y, "o", color=colour, label=figure_text(task))
     axes.plot([*means.values()], range(len(means)), "k|", markersize=16, markeredgewidth=2.5, label="mean")
     axes.set_yticks(range(len(means)), [*map(figure_text, means)])
@@ -33,7 +33,7 @@ def plot_ranks(league: League, found: Records, stage: Stage) -> Any:
 
 
 def critical_difference(variants: int, tasks: int) -> float:
-    """Of mean ranks, by Nemenyi's test at 5 % (Demsar, 2006): two that are closer cannot be told apart.
+    """Return the distance from which two mean ranks differ, by Nemenyi's test at 5 % (Demsar, 2006).
 
     Example:
         >>> round(critical_difference(5, 30), 3)
@@ -63,7 +63,7 @@ def ranks_differ(scores: dict[str, dict[str, float]]) -> bool:
 
 
 def plot_critical_difference(league: League, found: Records, stage: Stage) -> Any:
-    """Mean ranks on a line; bars join what Nemenyi's test cannot tell apart, or all where Friedman's test cannot."""
+    """Draw mean ranks on a line; bars join what Nemenyi's test, or first Friedman's, cannot tell apart."""
     from matplotlib.figure import Figure
 
     means, scores = [*league.ranks(found, stage).items()], league.scores(found, stage)
@@ -103,7 +103,7 @@ def plot_critical_difference(league: League, found: Records, stage: Stage) -> An
 
 
 def draw(league: League, found: Records, folder: Path) -> list[Path]:
-    """Both figures of the last stage that has comparisons, once all have played a task of it."""
+    """Write both figures of the last stage that has comparisons, once all have played a task of it."""
     stage = last_stage(league, found)
     files = []
     folder.mkdir(parents=True, exist_ok=True)

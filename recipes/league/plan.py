@@ -14,8 +14,8 @@ from hf_graphfilter import GraphFilterError
 from hf_graphfilter.errors import nearest
 from recipes import SCRIPTS, check_extras
 from recipes.errors import OtherSettingsError
-from recipes.league.records import Records, Run, level, rank_scores
-from recipes.records import lower_is_better, value_of
+from recipes.league.records import Records, Run, check_keys, rank_scores, round_score
+from recipes.records import get_value, lower_is_better
 from recipes.settings import Settings
 from recipes.summary import PLAIN
 
@@ -84,45 +84,45 @@ class League:
 
     @cached_property
     def settings(self) -> dict[str, Settings]:
-        found = {}
+        by_task = {}
         for task, about in self.tasks.items():
             if (recipe := about.get("recipe")) not in SCRIPTS:
                 raise GraphFilterError(f"the task {task!r} has no recipe {recipe!r}; recipes are {', '.join(SCRIPTS)}")
             if recipe == "imagenet":
                 check_extras("vision")
-            found[task] = Settings(importlib.import_module(f"recipes.{SCRIPTS[recipe]}").RECIPE)
-        return found
+            by_task[task] = Settings(importlib.import_module(f"recipes.{SCRIPTS[recipe]}").RECIPE)
+        return by_task
 
     def metric(self, task: str) -> str:
-        """By which runs with the stages' seeds are compared."""
-        return self.settings[task].recipe.metric(self.task_of(task))
+        """Return the metric by which runs with the stages' seeds are compared."""
+        return self.settings[task].recipe.metric(self.name_task(task))
 
     def tuning_metric(self, task: str) -> str:
-        return self.settings[task].recipe.metric(self.task_of(task), held_out=True)
+        return self.settings[task].recipe.metric(self.name_task(task), held_out=True)
 
-    def task_of(self, task: str) -> str:
-        """As its recipe calls it."""
+    def name_task(self, task: str) -> str:
+        """Return the task as its recipe calls it."""
         return self.tasks[task].get("task", task)
 
     @cached_property
     def base(self) -> dict[str, dict[str, Any]]:
         """The settings of the plain model on each task."""
-        found = {}
+        by_task = {}
         for task, about in self.tasks.items():
-            argv = ["--config", about["config"], "--task", self.task_of(task)]
+            argv = ["--config", about["config"], "--task", self.name_task(task)]
             if "data" in about:
                 argv += ["--data", str(self.data / about["data"])]
             values, _ = self.settings[task].parse([*argv, "--filter", "none"])
             values = self.settings[task].override(values, about.get("settings", {}), f" of the task {task!r}")
             defaults = self.settings[task].defaults
-            found[task] = {name: defaults[name] for name in ("learning_rate", *LENGTHS) if name in defaults} | values
-        return found
+            by_task[task] = {name: defaults[name] for name in ("learning_rate", *LENGTHS) if name in defaults} | values
+        return by_task
 
     def values(self, run: Run, found: Records) -> dict[str, Any]:
-        """The settings of a run, with what was tuned before it."""
+        """Return the settings of a run, with what was tuned before it."""
         settings, values = self.settings[run.task], dict(self.base[run.task])
         plain = run.variant in (PLAIN, LONGER)
-        factor = run.rate if plain else self.tuned(found, run.task, PLAIN) or 1.0
+        factor = run.rate if plain else self.choose_rate(found, run.task, PLAIN) or 1.0
         values["learning_rate"] *= factor
         if not plain:
             changes = {"filter": run.variant, **self.variants[run.variant]}
@@ -140,7 +140,7 @@ class League:
         return values
 
     def check(self, found: Records) -> None:
-        """That every run can be, and that finished ones had these settings; refusals of others are forgotten."""
+        """Raise unless every run can be and finished ones had these settings; forget refusals of other settings."""
         for task, variant in itertools.product(self.tasks, [PLAIN, *self.variants]):
             self.settings[task].check(self.values(Run(task, variant, 1, 1.0), found))
         for run, record in [*found.items()]:
@@ -159,15 +159,15 @@ class League:
     # ------------------------------------------------------------------------------------------- what is to be run
 
     def value(self, run: Run, record: dict[str, Any]) -> float:
-        """What a run is compared by; NaN of one that diverged or was refused."""
+        """Return what a run is compared by; NaN of one that diverged or was refused."""
         metric = self.metric_of(run)
         part, _, name = metric.partition("/")
         if (measured := record.get("metrics")) and not any(key.startswith(f"{part}/") for key in measured):
             raise GraphFilterError(f"the task {run.task!r} has no {part} part to measure {name} on: give it one")
-        return value_of(record, metric)
+        return get_value(record, metric)
 
     def score(self, run: Run, record: dict[str, Any]) -> float:
-        """Higher is better; of a run that diverged or was refused, minus infinity."""
+        """Return a score of which higher is better; of a run that diverged or was refused, minus infinity."""
         value = self.value(run, record)
         sign = -1 if lower_is_better(self.metric_of(run)) else 1
         return sign * value if math.isfinite(value) else -math.inf
@@ -175,71 +175,75 @@ class League:
     def metric_of(self, run: Run) -> str:
         return self.tuning_metric(run.task) if run.seed == TUNING_SEED else self.metric(run.task)
 
-    def tuned(self, found: Records, task: str, variant: str) -> float | None:
-        """The best rate on validation, when all have been tried; of equal ones (accuracy over few examples) that of the
-        lowest loss."""
+    def choose_rate(self, found: Records, task: str, variant: str) -> float | None:
+        """Return the best rate on validation, None before all have been tried.
+
+        Of equal ones (accuracy over few examples) it is that of the lowest loss.
+        """
         tried = [Run(task, variant, TUNING_SEED, rate) for rate in self.rates[self.tune[variant]]]
         if any(run not in found for run in tried):
             return None
         loss = f"{self.tuning_metric(task).rpartition('/')[0]}/loss"
-        return max(tried, key=lambda run: (self.score(run, found[run]), -value_of(found[run], loss))).rate
+        return max(tried, key=lambda run: (self.score(run, found[run]), -get_value(found[run], loss))).rate
 
-    def refused(self, found: Records, task: str, variant: str) -> str | None:
-        """Why a filter is left out of a task."""
+    def find_refusal(self, found: Records, task: str, variant: str) -> str | None:
+        """Return why a filter is left out of a task, None if it is not."""
         return next((r["refused"] for run, r in found.items() if run[:2] == (task, variant) and "refused" in r), None)
 
-    def runs_of(self, found: Records, task: str, variant: str, seeds: tuple[int, ...]) -> dict[int, dict[str, Any]]:
+    def select_runs(self, found: Records, task: str, variant: str, seeds: tuple[int, ...]) -> dict[int, dict[str, Any]]:
         """Seed to record, at the rate that tuning chose: others are of another version of the file, and not counted."""
-        rate = self.tuned(found, task, PLAIN if variant == LONGER else variant)
+        rate = self.choose_rate(found, task, PLAIN if variant == LONGER else variant)
         if rate is None:
             return {}
-        own = {seed: found.get(Run(task, variant, seed, rate), {}) for seed in seeds}
-        return {seed: record for seed, record in own.items() if "metrics" in record}
+        runs = {seed: found.get(Run(task, variant, seed, rate), {}) for seed in seeds}
+        return {seed: record for seed, record in runs.items() if "metrics" in record}
 
-    def playing(self, found: Records, stage: Stage) -> list[str]:
-        """The variants of a stage."""
+    def choose_variants(self, found: Records, stage: Stage) -> list[str]:
+        """Return the variants of a stage."""
         if stage.best is None:
             return [*self.variants]
         before = self.stages[self.stages.index(stage) - 1]
         return [variant for variant in self.ranks(found, before) if variant != PLAIN][: stage.best]
 
     def scores(self, found: Records, stage: Stage) -> dict[str, dict[str, float]]:
-        """Task to the mean score of plain and each variant, over the seeds that all have; without tasks that have no
-        such seed yet. Who is refused has minus infinity."""
-        playing, made = [PLAIN, *self.playing(found, stage)], {}
+        """Return task to the mean score of plain and each variant, over the seeds that all have.
+
+        Tasks without such a seed are left out. A variant that is refused has minus infinity.
+        """
+        playing, made = [PLAIN, *self.choose_variants(found, stage)], {}
         for task in stage.tasks:
-            who = [variant for variant in playing if not self.refused(found, task, variant)]
-            own = {variant: self.runs_of(found, task, variant, stage.seeds) for variant in who}
-            if shared := set.intersection(*({*records} for records in own.values())):
-                made[task] = dict.fromkeys(playing, -math.inf) | {
-                    variant: level(fmean(self.score(Run(task, variant, seed, 0.0), records[seed]) for seed in shared))
-                    for variant, records in own.items()
-                }
+            variants = [variant for variant in playing if not self.find_refusal(found, task, variant)]
+            runs = {variant: self.select_runs(found, task, variant, stage.seeds) for variant in variants}
+            if shared := set.intersection(*({*records} for records in runs.values())):
+                made[task] = dict.fromkeys(playing, -math.inf)
+                for variant, records in runs.items():
+                    values = (self.score(Run(task, variant, seed, 0.0), records[seed]) for seed in shared)
+                    made[task][variant] = round_score(fmean(values))
         return made
 
     def ranks(self, found: Records, stage: Stage) -> dict[str, float]:
-        """Mean rank of plain and the variants over the tasks that all have played, 1 the best."""
+        """Return the mean rank of plain and the variants over the tasks that all have played, 1 the best."""
         by_task = [rank_scores(means) for means in self.scores(found, stage).values()]
         mean = {variant: fmean(ranks[variant] for ranks in by_task) for variant in (by_task[0] if by_task else ())}
         return dict(sorted(mean.items(), key=lambda x: x[1]))
 
-    def wanted(self, found: Records) -> Iterator[Run]:
-        """The runs that can be begun now and are not finished, in order."""
+    def list_runs(self, found: Records) -> Iterator[Run]:
+        """Yield the runs that can be begun now and are not finished, in order."""
         for stage in self.stages:
-            variants = self.playing(found, stage)
-            missing = [run for task in stage.tasks for run in self._of(found, task, variants, stage.seeds)]
+            variants = self.choose_variants(found, stage)
+            missing = [run for task in stage.tasks for run in self._list_task_runs(found, task, variants, stage.seeds)]
             yield from missing
             if missing:
                 break  # the next stage waits; what follows here does not
         for task in self.tasks if self.longer else ():
-            rate = self.tuned(found, task, PLAIN)
+            rate = self.choose_rate(found, task, PLAIN)
             if rate is not None and (run := Run(task, LONGER, self.stages[0].seeds[0], rate)) not in found:
                 yield run
 
-    def _of(self, found: Records, task: str, variants: list[str], seeds: tuple[int, ...]) -> Iterator[Run]:
-        """Of one task: plain's tuning, then that of the filters, which have its learning rate, then seed by seed."""
-        playing = [PLAIN, *(v for v in variants if not self.refused(found, task, v))]
-        rates: dict[str, float | None] = {variant: self.tuned(found, task, variant) for variant in playing}
+    def _list_task_runs(self, found: Records, task: str, variants: list[str], seeds: tuple[int, ...]) -> Iterator[Run]:
+        """Yield the runs of a task: plain's tuning, that of the filters, which have its rate, then seed by seed."""
+        playing = [PLAIN, *(v for v in variants if not self.find_refusal(found, task, v))]
+        rates: dict[str, float | None] = {variant: self.choose_rate(found, task, variant) for variant in playing}
         if rates[PLAIN] is None:
             rates = {PLAIN: None}
         tuned = {variant: rate for variant, rate in rates.items() if rate is not None}
@@ -247,14 +251,3 @@ class League:
         runs = [Run(task, v, TUNING_SEED, rate) for v in waiting for rate in self.rates[self.tune[v]]]
         runs += [Run(task, variant, seed, rate) for seed in seeds for variant, rate in tuned.items()]
         yield from (run for run in runs if run not in found)
-
-
-def check_keys(content: Any, what: str, needed: dict[str, type], *others: str) -> None:
-    """Raise unless a part of the file has what it needs, and nothing that would be overlooked."""
-    if not isinstance(content, dict):
-        raise GraphFilterError(f"{what} must be given as NAME: VALUE, found {content!r}")
-    if unknown := [key for key in content if key not in (*needed, *others)]:
-        raise GraphFilterError(f"{what} has no {unknown[0]!r}{nearest(unknown[0], (*needed, *others))}")
-    for key, kind in needed.items():
-        if not isinstance(content.get(key), kind) or not content[key]:
-            raise GraphFilterError(f"{what} needs {key!r}, a {kind.__name__}, found {content.get(key)!r}")

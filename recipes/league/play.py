@@ -45,7 +45,7 @@ from recipes import SCRIPTS, runs
 from recipes.errors import OtherSettingsError, RefusedError, line
 from recipes.league.figures import draw
 from recipes.league.plan import TUNING_SEED, League
-from recipes.league.records import Run, by_run
+from recipes.league.records import Run, index_runs
 from recipes.league.standings import show
 from recipes.records import move_aside, read_results, tell, write_json
 from recipes.settings import Settings, read_yaml
@@ -66,7 +66,7 @@ def begin(threads: int) -> None:
 
 
 def train(recipe: str, values: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
-    """The record of one run; of a filter that this model does not take, what it says."""
+    """Return the record of one run; of a filter that this model does not take, what it says."""
     settings = Settings(importlib.import_module(f"recipes.{SCRIPTS[recipe]}").RECIPE)
     import_filters(values.get("import", []))
     try:
@@ -76,9 +76,9 @@ def train(recipe: str, values: dict[str, Any], seed: int, folder: Path) -> dict[
 
 
 def play(league: League, file: Path, root: Path, workers: int, console: Console) -> dict[str, Any]:
-    """Every run that is missing; the results file is whole after each."""
+    """Do every run that is missing; the results file is whole after each."""
     content = read_results(file, metrics=dict[str, float], train_seconds=float)
-    found = by_run(content)
+    found = index_runs(content)
     league.check(found)
     tell(console, f"results: {file}, {len(found) or 'no'} runs at hand")
     content = {"name": league.name, "league": league.content, "runs": [*found.values()]}
@@ -91,7 +91,7 @@ def play(league: League, file: Path, root: Path, workers: int, console: Console)
     with ProcessPoolExecutor(workers, context, begin, (int(threads),)) as pool:
         try:
             while True:
-                open_runs = (run for run in league.wanted(found) if run not in running.values())
+                open_runs = (run for run in league.list_runs(found) if run not in running.values())
                 for run in itertools.islice(open_runs, workers - len(running)):
                     folder = root / run.task / run.variant.replace(" ", "-") / f"{run.rate:g}" / f"seed-{run.seed}"
                     recipe = league.settings[run.task].recipe.name
@@ -121,11 +121,11 @@ def play(league: League, file: Path, root: Path, workers: int, console: Console)
 
 
 def describe_run(league: League, run: Run, record: dict[str, Any], count: int) -> str:
-    of = f"{run.task}, {run.variant}, rate {run.rate:g}, {f'seed {run.seed}' if run.seed else 'tuning'}"
+    name = f"{run.task}, {run.variant}, rate {run.rate:g}, {f'seed {run.seed}' if run.seed else 'tuning'}"
     if "refused" in record:
-        return f"{count}: {of}: refused: {record['refused']}"
+        return f"{count}: {name}: refused: {record['refused']}"
     value = league.value(run, record)
-    return f"{count}: {of}: {f'{value:.4f}' if math.isfinite(value) else 'diverged'}, {record['train_seconds']:.0f} s"
+    return f"{count}: {name}: {f'{value:.4f}' if math.isfinite(value) else 'diverged'}, {record['train_seconds']:.0f} s"
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -158,7 +158,7 @@ def main(argv: list[str], console: Console) -> None:
     if options.show and options.fresh:
         raise GraphFilterError("--show trains nothing and leaves results as they are: use it without --fresh")
     if options.show:
-        found = by_run(read_results(file, metrics=dict[str, float], train_seconds=float))
+        found = index_runs(read_results(file, metrics=dict[str, float], train_seconds=float))
         try:
             league.check(found)
         except OtherSettingsError as error:
@@ -167,7 +167,7 @@ def main(argv: list[str], console: Console) -> None:
         with locked(Path(f"{root}.lock"), Path(f"{file}.lock"), work="playing this league"):
             if options.fresh:
                 move_aside([file, root], console)
-            found = by_run(play(league, file, root, options.workers, console))
+            found = index_runs(play(league, file, root, options.workers, console))
     show(league, found, console)
     for figure in draw(league, found, options.figures or file.parent):
         tell(console, f"figure: {figure}")

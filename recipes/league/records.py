@@ -1,9 +1,11 @@
-"""The records of a league's runs, and the numbers in them."""
+"""The records of a league's runs, the numbers in them, and what its files must hold."""
 
 from typing import Any, NamedTuple
 
 from scipy.stats import rankdata
 
+from hf_graphfilter import GraphFilterError
+from hf_graphfilter.errors import nearest
 from hf_graphfilter.files import check_content
 
 
@@ -19,7 +21,7 @@ class Run(NamedTuple):
 Records = dict[Run, dict[str, Any]]
 
 
-def by_run(content: dict[str, Any]) -> Records:
+def index_runs(content: dict[str, Any]) -> Records:
     """Return the records of a results file.
 
     Raises:
@@ -30,8 +32,8 @@ def by_run(content: dict[str, Any]) -> Records:
     return {Run(*(record[name] for name in Run._fields)): record for record in content["runs"]}
 
 
-def level(score: float) -> float:
-    """As equal for means of the same right answers in another order, which differ in their last bit."""
+def round_score(score: float) -> float:
+    """Round away the last bit, in which means of the same right answers in another order differ."""
     return float(f"{score:.12g}")
 
 
@@ -43,3 +45,14 @@ def rank_scores(scores: dict[str, float]) -> dict[str, float]:
         {'a': 2.5, 'b': 1.0, 'c': 2.5}
     """
     return dict(zip(scores, rankdata([-score for score in scores.values()]).tolist(), strict=True))
+
+
+def check_keys(content: Any, what: str, needed: dict[str, type], *others: str) -> None:
+    """Raise unless a part of the file has what it needs, and nothing that would be overlooked."""
+    if not isinstance(content, dict):
+        raise GraphFilterError(f"{what} must be given as NAME: VALUE, found {content!r}")
+    if unknown := [key for key in content if key not in (*needed, *others)]:
+        raise GraphFilterError(f"{what} has no {unknown[0]!r}{nearest(unknown[0], (*needed, *others))}")
+    for key, kind in needed.items():
+        if not isinstance(content.get(key), kind) or not content[key]:
+            raise GraphFilterError(f"{what} needs {key!r}, a {kind.__name__}, found {content.get(key)!r}")

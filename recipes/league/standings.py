@@ -8,7 +8,7 @@ from hf_graphfilter.analysis.comparison import PairedComparison, mean_and_sd, pa
 from hf_graphfilter.console import Console, table
 from recipes.league.plan import LONGER, TUNING_SEED, League, Stage
 from recipes.league.records import Records, Run
-from recipes.records import lower_is_better, tell, value_of
+from recipes.records import get_value, lower_is_better, tell
 from recipes.summary import PLAIN
 
 LEVEL = 0.05
@@ -30,35 +30,35 @@ class Comparison(NamedTuple):
     unpaired: int  # seeds on which plain did
 
     @property
-    def beyond(self) -> bool:
+    def is_significant(self) -> bool:
         """Whether the difference stands after the correction; nothing does before its seeds are complete."""
         return not (self.missing or self.diverged or self.unpaired) and self.corrected < LEVEL
 
 
-def values_of(league: League, found: Records, task: str, variant: str, seeds: tuple[int, ...]) -> dict[int, float]:
-    """Seed to the metric of the task; NaN where a run diverged."""
-    own = league.runs_of(found, task, variant, seeds)
-    return {seed: value_of(record, league.metric(task)) for seed, record in own.items()}
+def read_values(league: League, records: Records, task: str, variant: str, seeds: tuple[int, ...]) -> dict[int, float]:
+    """Return seed to the metric of the task; NaN where a run diverged."""
+    runs = league.select_runs(records, task, variant, seeds)
+    return {seed: get_value(record, league.metric(task)) for seed, record in runs.items()}
 
 
 def plan_comparisons(league: League, found: Records, stage: Stage) -> list[tuple[str, str]]:
-    """(task, variant) of every comparison that a stage is to make."""
-    pairs = itertools.product(stage.tasks, league.playing(found, stage))
-    return [(task, variant) for task, variant in pairs if not league.refused(found, task, variant)]
+    """Return (task, variant) of every comparison that a stage is to make."""
+    pairs = itertools.product(stage.tasks, league.choose_variants(found, stage))
+    return [(task, variant) for task, variant in pairs if not league.find_refusal(found, task, variant)]
 
 
 def comparisons(league: League, found: Records, stage: Stage) -> list[Comparison]:
-    """Those that have two pairs so far, or a run that diverged."""
+    """Return the comparisons that have two pairs so far, or a run that diverged."""
     made = []
     family = plan_comparisons(league, found, stage)
     for task, variant in family:
-        plain, own = (values_of(league, found, task, v, stage.seeds) for v in (PLAIN, variant))
-        whole = [seed for seed in own if math.isfinite(plain.get(seed, math.nan))]
-        both = [seed for seed in whole if math.isfinite(own[seed])]
-        missing = sum(seed not in own or seed not in plain for seed in stage.seeds)
+        plain, treated = (read_values(league, found, task, v, stage.seeds) for v in (PLAIN, variant))
+        whole = [seed for seed in treated if math.isfinite(plain.get(seed, math.nan))]
+        both = [seed for seed in whole if math.isfinite(treated[seed])]
+        missing = sum(seed not in treated or seed not in plain for seed in stage.seeds)
         lost = missing, len(whole) - len(both), sum(map(math.isnan, plain.values()))
         if len(both) >= 2:
-            paired, p = compare_pairs([plain[seed] for seed in both], [own[seed] for seed in both])
+            paired, p = compare_pairs([plain[seed] for seed in both], [treated[seed] for seed in both])
             better = (paired.mean < 0) == lower_is_better(league.metric(task))
             made.append((task, variant, paired, p, better, *lost))
         elif any(lost[1:]):
@@ -68,19 +68,22 @@ def comparisons(league: League, found: Records, stage: Stage) -> list[Comparison
     return [Comparison(*c[:4], q, *c[4:]) for c, q in zip(made, corrected, strict=False)]
 
 
-def compare_pairs(plain: list[float], own: list[float]) -> tuple[PairedComparison, float]:
-    """The differences, and the p-value of the paired t-test; where all are equal it is that of the sign flips, since a
-    spread of nothing is an accident of few seeds and a small test part, and no certainty."""
+def compare_pairs(plain: list[float], treated: list[float]) -> tuple[PairedComparison, float]:
+    """Return the differences and the p-value of the paired t-test.
+
+    Where all differences are equal it is that of the sign flips: a spread of nothing is an accident of few seeds and a
+    small test part, and no certainty.
+    """
     from scipy import stats
 
-    paired = paired_comparison(plain, own)
-    if paired.sd <= ROUNDING * max(map(abs, [*plain, *own])):
+    paired = paired_comparison(plain, treated)
+    if paired.sd <= ROUNDING * max(map(abs, [*plain, *treated])):
         return paired, paired.p
-    return paired, float(stats.ttest_rel(own, plain).pvalue)
+    return paired, float(stats.ttest_rel(treated, plain).pvalue)
 
 
 def holm(p: list[float]) -> list[float]:
-    """p-values corrected for their number (Holm, 1979), in the same order.
+    """Return p-values corrected for their number (Holm, 1979), in the same order.
 
     Example:
         >>> holm([0.01, 0.04, 0.03])
@@ -93,14 +96,14 @@ def holm(p: list[float]) -> list[float]:
 
 
 def last_stage(league: League, found: Records) -> Stage | None:
-    """The last one with a comparison that has its seeds, or else with any."""
-    made = {stage: comparisons(league, found, stage) for stage in reversed(league.stages)}
-    whole = (stage for stage, own in made.items() if any(not c.missing for c in own))
-    return next(whole, next((stage for stage, own in made.items() if own), None))
+    """Return the last stage with a comparison that has its seeds, or else with any."""
+    by_stage = {stage: comparisons(league, found, stage) for stage in reversed(league.stages)}
+    complete = (stage for stage, in_stage in by_stage.items() if any(not c.missing for c in in_stage))
+    return next(complete, next((stage for stage, in_stage in by_stage.items() if in_stage), None))
 
 
 def verdict(league: League, found: Records) -> str:
-    """What beat plain, and what was beaten, beyond the corrected p-value."""
+    """Say what beat plain, and what was beaten, beyond the corrected p-value."""
     stage = last_stage(league, found)
     if stage is None:
         return "Nothing can be said yet."
@@ -110,16 +113,16 @@ def verdict(league: League, found: Records) -> str:
         names = "; ".join(
             f"`{c.variant}` on {c.task} by {abs(c.paired.mean):.3g} ({metric_of(league, c.task)})"
             for c in made
-            if c.paired and c.beyond and c.better == better
+            if c.paired and c.is_significant and c.better == better
         )
         sentences.append(f"{verb.capitalize()} than plain: {names}." if names else f"None is {verb} than plain.")
-    lost = [f"`{c.variant}` on {c.task}, {c.diverged} seeds" for c in made if c.diverged]
-    lost += dict.fromkeys(f"plain on {c.task}, {c.unpaired} seeds" for c in made if c.unpaired)
-    if lost:
-        sentences.append(f"Diverged: {'; '.join(lost)}.")
-    whole = sum(not c.missing for c in made)
-    done = "but these comparisons are" if whole == count else f"{whole} of {count} comparisons are"
-    unfinished = f"Not finished yet, {done}. " if any(league.wanted(found)) else ""
+    diverged = [f"`{c.variant}` on {c.task}, {c.diverged} seeds" for c in made if c.diverged]
+    diverged += dict.fromkeys(f"plain on {c.task}, {c.unpaired} seeds" for c in made if c.unpaired)
+    if diverged:
+        sentences.append(f"Diverged: {'; '.join(diverged)}.")
+    complete = sum(not c.missing for c in made)
+    done = "but these comparisons are" if complete == count else f"{complete} of {count} comparisons are"
+    unfinished = f"Not finished yet, {done}. " if any(league.list_runs(found)) else ""
     about = f"Of {count} comparisons with plain over {len(stage.seeds)} seeds, Holm-corrected at {LEVEL:.0%}"
     return f"{unfinished}{about}: {' '.join(sentences)}"
 
@@ -132,49 +135,49 @@ def metric_of(league: League, task: str) -> str:
 
 
 def overview(league: League, found: Records, stage: Stage) -> tuple[list[str], list[list[str]]]:
-    """(header, rows): plain's scores, and below them the differences to it; bold what stands after the correction."""
+    """Return (header, rows): plain's scores, and the differences to it; bold what stands after the correction."""
     made = {(c.task, c.variant): c for c in comparisons(league, found, stage)}
     ranks = {variant: f"{rank:.1f}" for variant, rank in league.ranks(found, stage).items()}
-    tasks = [task for task in stage.tasks if values_of(league, found, task, PLAIN, stage.seeds)]
+    tasks = [task for task in stage.tasks if read_values(league, found, task, PLAIN, stage.seeds)]
     header = [
         "",
         *(f"{t}, {metric_of(league, t)} {'↓' if lower_is_better(league.metric(t)) else '↑'}" for t in tasks),
         "mean rank",
     ]
     rows = []
-    for variant in (*ranks, *(v for v in (PLAIN, *league.playing(found, stage)) if v not in ranks)):
+    for variant in (*ranks, *(v for v in (PLAIN, *league.choose_variants(found, stage)) if v not in ranks)):
         cells = []
         for task in tasks:
             if variant == PLAIN:
-                cells.append(mean_and_sd([*values_of(league, found, task, PLAIN, stage.seeds).values()], ".4g"))
+                cells.append(mean_and_sd([*read_values(league, found, task, PLAIN, stage.seeds).values()], ".4g"))
             elif comparison := made.get((task, variant)):
                 cells.append(cell(comparison))
             else:
-                cells.append("refused" if league.refused(found, task, variant) else "")
+                cells.append("refused" if league.find_refusal(found, task, variant) else "")
         if any(cells):
             rows.append([variant, *cells, ranks.get(variant, "")])
     return header, rows
 
 
 def cell(comparison: Comparison) -> str:
-    paired, mark = comparison.paired, "**" if comparison.beyond else ""
+    paired, mark = comparison.paired, "**" if comparison.is_significant else ""
     shown = f"{mark}{paired.mean:+.3g} [{paired.low:+.3g}, {paired.high:+.3g}]{mark}" if paired else ""
-    lost = f"{comparison.diverged} diverged" if comparison.diverged else ""
+    diverged = f"{comparison.diverged} diverged" if comparison.diverged else ""
     so_far = f"{paired.pairs} pairs so far" if paired and comparison.missing else ""
-    return ", ".join(filter(None, (shown, lost, so_far)))
+    return ", ".join(filter(None, (shown, diverged, so_far)))
 
 
 def details(league: League, found: Records, stage: Stage) -> tuple[list[str], list[list[str]]]:
-    """(header, rows): the tuned learning rate, scores and p-values."""
+    """Return (header, rows): the tuned learning rate, scores and p-values."""
     made = {(c.task, c.variant): c for c in comparisons(league, found, stage)}
     header = ["task", "filter", "tuned rate", "seeds", "score", "p (t)", "p (Holm)", "p (sign flips)"]
     rows = []
     for task in stage.tasks:
-        for variant in (PLAIN, *league.playing(found, stage)):
-            values = values_of(league, found, task, variant, stage.seeds)
+        for variant in (PLAIN, *league.choose_variants(found, stage)):
+            values = read_values(league, found, task, variant, stage.seeds)
             if not values:
                 continue
-            settings = league.runs_of(found, task, variant, stage.seeds)[min(values)]["settings"]
+            settings = league.select_runs(found, task, variant, stage.seeds)[min(values)]["settings"]
             rate = f"{settings[league.tune[variant]]:g} of the {OF[league.tune[variant]]}"
             row = [task, f"`{variant}`", rate, f"{len(values)}", mean_and_sd([*values.values()], ".4g")]
             comparison = made.get((task, variant))
@@ -184,12 +187,12 @@ def details(league: League, found: Records, stage: Stage) -> tuple[list[str], li
 
 
 def compare_filters(league: League, found: Records, stage: Stage) -> tuple[list[str], list[list[str]]]:
-    """(header, rows): of every two filters, the second's differences to the first, with intervals as they are."""
+    """Return (header, rows): of every two filters, the second's differences to the first, with their intervals."""
     rows = []
-    for first, second in itertools.combinations(league.playing(found, stage), 2):
+    for first, second in itertools.combinations(league.choose_variants(found, stage), 2):
         cells = []
         for task in stage.tasks:
-            a, b = (values_of(league, found, task, variant, stage.seeds) for variant in (first, second))
+            a, b = (read_values(league, found, task, variant, stage.seeds) for variant in (first, second))
             both = [seed for seed in a if seed in b and math.isfinite(a[seed] + b[seed])]
             paired = (
                 paired_comparison([a[seed] for seed in both], [b[seed] for seed in both]) if len(both) > 1 else None
@@ -201,31 +204,33 @@ def compare_filters(league: League, found: Records, stage: Stage) -> tuple[list[
 
 
 def tuning(league: League, found: Records) -> tuple[list[str], list[list[str]]]:
-    """(header, rows): the validation score of each learning rate, of the filter's coefficients or, of plain and of
-    filters without them, the model's; bold what is kept."""
+    """Return (header, rows): the validation score of each learning rate, bold where it was chosen.
+
+    The rate is that of the filter's coefficients or, of plain and of filters without them, the model's.
+    """
     rows = []
     for task in league.tasks:
         for variant in (PLAIN, *league.variants):
-            best, cells = league.tuned(found, task, variant), []
+            best, cells = league.choose_rate(found, task, variant), []
             for rate in league.rates[league.tune[variant]]:
                 run = Run(task, variant, TUNING_SEED, rate)
                 if "metrics" in (record := found.get(run, {})):
-                    own = record["settings"][league.tune[variant]]
-                    score = mean_and_sd([value_of(record, league.tuning_metric(task))], ".4g")
+                    rate_of_run = record["settings"][league.tune[variant]]
+                    score = mean_and_sd([get_value(record, league.tuning_metric(task))], ".4g")
                     mark = "**" if rate == best else ""
-                    cells.append(f"{own:g}: {mark}{score}{mark}")
+                    cells.append(f"{rate_of_run:g}: {mark}{score}{mark}")
             if cells:
                 rows.append([task, f"`{variant}`", *cells, *[""] * (len(league.rates["filter_lr"]) - len(cells))])
     return ["task", "filter", *(f"rate {i}" for i, _ in enumerate(league.rates["filter_lr"], 1))], rows
 
 
 def levels(league: League, found: Records) -> tuple[list[str], list[list[str]]]:
-    """(header, rows): how far plain was trained, and what it reaches when it is trained on."""
+    """Return (header, rows): how far plain was trained, and what it reaches when it is trained on."""
     rows, seeds = [], tuple(seed for stage in league.stages for seed in stage.seeds)
     for task in league.tasks:
-        plain, longer = (values_of(league, found, task, variant, seeds) for variant in (PLAIN, LONGER))
+        plain, longer = (read_values(league, found, task, variant, seeds) for variant in (PLAIN, LONGER))
         if plain:
-            steps = f"{league.runs_of(found, task, PLAIN, seeds)[min(plain)]['steps']:,}"
+            steps = f"{league.select_runs(found, task, PLAIN, seeds)[min(plain)]['steps']:,}"
             shown = (plain, longer) if league.longer else (plain,)
             scores = [mean_and_sd([*values.values()], ".4g") if values else "" for values in shown]
             rows.append([task, metric_of(league, task), steps, *scores])

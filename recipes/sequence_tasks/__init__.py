@@ -69,7 +69,7 @@ TASKS = {
 
 @lru_cache(maxsize=1)
 def read(name: str, folder: str | None) -> Loaded:
-    """A task as its files have it, in no order; what is one part alone is cut."""
+    """Read a task as its files have it, in no order; what is one part alone is cut."""
     if name not in TASKS:
         raise GraphFilterError(f"there is no task {name}{nearest(name, TASKS)}; tasks: {', '.join(TASKS)}")
     task = TASKS[name]
@@ -83,25 +83,25 @@ def read(name: str, folder: str | None) -> Loaded:
             raise GraphFilterError(f"--data: there is no folder {root}")
     loaded = task.read(root, task)
     if "all" in loaded.parts:
-        return divided(loaded, task)
+        return divide(loaded, task)
     return replace(loaded, parts=loaded.parts.shuffle(seed=0))
 
 
-def divided(loaded: Loaded, task: Task) -> Loaded:
-    """The one part of a data set cut by a fixed seed, with the same share of each class in all parts."""
+def divide(loaded: Loaded, task: Task) -> Loaded:
+    """Cut the one part of a data set by a fixed seed, with the same share of each class in all parts."""
     rows = loaded.parts["all"]
-    enough(rows, loaded.labels, 2 * FOLDS, task)
-    train, test = stratified(rows, range(len(rows)), task.shares[-1] / 100)
+    check_counts(rows, loaded.labels, 2 * FOLDS, task)
+    train, test = stratify(rows, range(len(rows)), task.shares[-1] / 100)
     parts = {"train": train, "test": test}
     if len(task.shares) == 3:
-        kept, validation = stratified(rows, train, task.shares[1] / (task.shares[0] + task.shares[1]))
-        parts = {"train": kept, "validation": validation, "test": test}
+        rest, validation = stratify(rows, train, task.shares[1] / (task.shares[0] + task.shares[1]))
+        parts = {"train": rest, "validation": validation, "test": test}
     cut = DatasetDict({part: rows.select(chosen) for part, chosen in parts.items()})
     return Loaded(cut, loaded.labels, f"{'/'.join(map(str, task.shares))} of the {examples(task)}")
 
 
-def stratified(rows: Dataset, chosen, share: float):
-    """The chosen rows without a share of each class, and that share."""
+def stratify(rows: Dataset, chosen, share: float):
+    """Return the chosen rows without a share of each class, and that share."""
     labels = rows["label"][:]
     return train_test_split(chosen, test_size=share, random_state=0, stratify=[labels[row] for row in chosen])
 
@@ -110,7 +110,7 @@ def examples(task: Task) -> str:
     return "documents" if task.kind == "text" else "examples"
 
 
-def enough(rows: Dataset, labels: tuple[str, ...], needed: int, task: Task) -> None:
+def check_counts(rows: Dataset, labels: tuple[str, ...], needed: int, task: Task) -> None:
     """Whether each class can be cut into parts."""
     counts = Counter(rows["label"])
     for number, label in enumerate(labels):
@@ -142,7 +142,7 @@ def load(name: str, folder: str | None, validation: str = "auto", fold: int = 0)
         if own := parts.pop("validation", None):
             parts["train"] = concatenate_datasets([parts["train"], own])
             split += ", training and validation part together"
-        enough(parts["train"], loaded.labels, 2, TASKS[name])
+        check_counts(parts["train"], loaded.labels, 2, TASKS[name])
         labels = parts["train"]["label"][:]
         if (largest := max(Counter(labels).values())) < FOLDS:
             raise GraphFilterError(
@@ -151,8 +151,8 @@ def load(name: str, folder: str | None, validation: str = "auto", fold: int = 0)
         with warnings.catch_warnings():  # a class of less than five examples is not in all folds
             warnings.filterwarnings("ignore", "The least populated class", UserWarning)
             folds = list(StratifiedKFold(FOLDS, shuffle=True, random_state=0).split(labels, labels))
-        kept, out = folds[fold % FOLDS]
-        parts |= {"train": parts["train"].select(kept), "validation": parts["train"].select(out)}
+        rest, out = folds[fold % FOLDS]
+        parts |= {"train": parts["train"].select(rest), "validation": parts["train"].select(out)}
         split += ", a fifth of the training part validates, another one with each seed"
     ordered = {part: parts[part] for part in ("train", "validation", "test")}
     return replace(loaded, parts=DatasetDict(ordered), split=split)

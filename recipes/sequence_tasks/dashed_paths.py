@@ -60,7 +60,7 @@ class DashedPaths:
             apart = min(pairs, key=lambda pair: abs(math.dist(*pair) - math.dist(*joined)))
             if abs(math.dist(*apart) - math.dist(*joined)) <= ALIKE:
                 return [first, second, *others], apart, joined
-        raise self.impossible()
+        raise self.make_error()
 
     def paths(self, draw: random.Random) -> list[Path]:
         """Paths that fit an image, the two long ones first."""
@@ -75,30 +75,30 @@ class DashedPaths:
                 paths.append(path)
             else:
                 return paths
-        raise self.impossible()
+        raise self.make_error()
 
-    def impossible(self) -> GraphFilterError:
+    def make_error(self) -> GraphFilterError:
         return GraphFilterError(
             f"two paths of {self.dashes} dashes and {self.distractors} shorter ones do not fit an image: take fewer"
         )
 
     @staticmethod
     def path(draw: random.Random, length: int, taken: Path) -> Path | None:
-        """A path that keeps clear of what is taken and of itself, if this attempt finds one."""
+        """Return a path that keeps clear of what is taken and of itself, if this attempt finds one."""
 
-        def free(point: tuple[float, float], own: Path) -> bool:
+        def is_free(point: tuple[float, float], own: Path) -> bool:
             inside = all(MARGIN <= z <= 32 - MARGIN for z in point)
             return inside and all(math.dist(point, other) >= CLEARANCE for other in (*taken, *own))
 
         path = [(draw.uniform(MARGIN, 32 - MARGIN), draw.uniform(MARGIN, 32 - MARGIN))]
-        if not free(path[0], []):
+        if not is_free(path[0], []):
             return None
         heading = draw.uniform(0, 2 * math.pi)
         while len(path) <= length:
             for _ in range(8):
                 turned = heading + draw.uniform(-BEND, BEND)
                 point = path[-1][0] + STEP * math.cos(turned), path[-1][1] + STEP * math.sin(turned)
-                if free(point, path[:-1]):
+                if is_free(point, path[:-1]):
                     heading = turned
                     path.append(point)
                     break

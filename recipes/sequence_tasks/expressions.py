@@ -44,7 +44,7 @@ class Expressions:
         )
 
     def share(self) -> tuple[float, float]:
-        """The share of drawn trees that are kept, and how many different ones there are, 1e30 for more."""
+        """Return the share of drawn trees that are kept, and how many different ones there are, 1e30 for more."""
         chances, numbers = np.zeros((2, self.max_length))
         chances[1:2], numbers[1:2] = 1, 10
         leaf = chances * (1 - OPERATOR), numbers.copy()

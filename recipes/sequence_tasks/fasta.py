@@ -18,7 +18,7 @@ UNKNOWN = re.compile("[^ACGT]")
 
 
 def fasta(root: Path, task: Task) -> Loaded:
-    """A file a class, or one file and labels.tsv: the name of a record, its class."""
+    """Read a file per class, or one file and labels.tsv: the name of a record, its class."""
     files = sorted(file for file in root.iterdir() if ENDING.search(file.name))
     if (root / "labels.tsv").is_file():
         if len(files) != 1:

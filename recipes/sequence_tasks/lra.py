@@ -13,7 +13,7 @@ from datasets import Dataset, DatasetDict
 from PIL import Image
 
 from hf_graphfilter import GraphFilterError
-from recipes.data import choose, first_file, from_hub, tsv_rows
+from recipes.data import choose, first_file, load_from_hub, tsv_rows
 from recipes.sequence_tasks.task import Loaded, Task
 from recipes.sequence_tasks.texts import subfolders
 
@@ -26,7 +26,7 @@ HARD = "curv_contour_length_14"  # the images of which papers report results
 
 
 def listops(root: Path, task: Task) -> Loaded:
-    """The three files of the release, which have the columns Source and Target."""
+    """Read the three files of the release, which have the columns Source and Target."""
     names = {"train": "basic_train.tsv", "validation": "basic_val.tsv", "test": "basic_test.tsv"}
     files = {part: first_file(root, [name]) for part, name in names.items()}
     return Loaded(DatasetDict({part: expressions(file, tsv_rows(file)) for part, file in files.items()}), DIGITS)
@@ -83,7 +83,7 @@ def pairs(file: Path) -> Dataset:
 def image(root: Path | None, task: Task) -> Loaded:
     """CIFAR-10 in grey, a token a pixel."""
     if root is None:
-        data = from_hub(task.online, {"image": ("img", "image"), "label": ("label",)})
+        data = load_from_hub(task.online, {"image": ("img", "image"), "label": ("label",)})
         parts = {
             part: ((row["image"], f"{task.online}, row {i}", row["label"]) for i, row in enumerate(data[part]))
             for part in ("train", "test")

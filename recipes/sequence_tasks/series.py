@@ -50,7 +50,7 @@ def series(root: Path | None, task: Task) -> Loaded:
 
 
 def download(name: str) -> Path:
-    """The folder of the archive's files, which are fetched once."""
+    """Return the folder of the archive's files, which are fetched once."""
     folder = Path(constants.HF_HOME, "hf_graphfilter", "uea", name)
     names = [f"{name}_{part}.ts" for part in FILES.values()]
     if all((folder / file).is_file() for file in names):
@@ -114,7 +114,7 @@ class Rows:
         return Dataset(pa.table({"series": nested, "label": numbers}))
 
     def read_header(self, lines: Iterator[str]) -> None:
-        """What stands before the rows."""
+        """Read what stands before the rows."""
         tags = {}
         for line in lines:
             words = line.split()
@@ -136,7 +136,7 @@ class Rows:
             self.channels = self.channels or int(told[0])
 
     def read_row(self, row: int, channels: list[str]) -> np.ndarray:
-        """The values of a row, (steps, channels)."""
+        """Return the values of a row, (steps, channels)."""
         if not channels:
             raise GraphFilterError(f"{self.file}: row {row} has no series")
         self.channels = self.channels or len(channels)
@@ -150,12 +150,12 @@ class Rows:
         except ValueError:  # or channels of several lengths
             values = np.array(np.nan)
         if not np.isfinite(values).all():
-            raise GraphFilterError(f"{self.file}: row {row} has {self.mistake(channels)}")
+            raise GraphFilterError(f"{self.file}: row {row} has {self.describe_mistake(channels)}")
         return values.T
 
     @staticmethod
-    def mistake(channels: list[str]) -> str:
-        """What is wrong with a row, in words."""
+    def describe_mistake(channels: list[str]) -> str:
+        """Return what is wrong with a row, in words."""
         for number, channel in enumerate(channels, 1):
             for step, value in enumerate(channel.split(","), 1):
                 if value.strip().lower() in ("?", "nan", ""):

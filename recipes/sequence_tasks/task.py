@@ -52,8 +52,8 @@ class Task:
     shares: tuple[int, ...] = (70, 30)
 
 
-def numbered(rows: Dataset, labels: Sequence[str], source: object) -> Dataset:
-    """The column ``label`` as numbers of the training part's classes."""
+def number_labels(rows: Dataset, labels: Sequence[str], source: object) -> Dataset:
+    """Return the column ``label`` as numbers of the training part's classes."""
     numbers = {label: number for number, label in enumerate(labels)}
     for row, value in enumerate(rows["label"], 1):
         if str(value) not in numbers:

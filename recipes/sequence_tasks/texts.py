@@ -5,8 +5,8 @@ from pathlib import Path
 from datasets import Dataset, DatasetDict
 
 from hf_graphfilter import GraphFilterError
-from recipes.data import first_file, from_hub, read_rows, table_of, texts_in, tsv_rows
-from recipes.sequence_tasks.task import Loaded, Task, numbered
+from recipes.data import first_file, load_from_hub, make_table, read_rows, read_texts, tsv_rows
+from recipes.sequence_tasks.task import Loaded, Task, number_labels
 
 UNLABELLED = "unsup"  # a folder of the official IMDb
 FORMATS = (".csv", ".tsv", ".json", ".jsonl")
@@ -22,12 +22,12 @@ COLUMNS = {
 
 def hub_texts(task: Task) -> Loaded:
     """Training and test part of a data set of the Hub."""
-    data = from_hub(task.online, {"text_a": ("text",), "label": ("label",)})
+    data = load_from_hub(task.online, {"text_a": ("text",), "label": ("label",)})
     return Loaded(DatasetDict(train=data["train"], test=data["test"]), task.labels)
 
 
 def documents(root: Path | None, task: Task, labels: tuple[str, ...] = ()) -> Loaded:
-    """A folder a class (of ``labels``, else all), full of documents; or two such whose names end in train and test."""
+    """Read a folder of documents per class (of ``labels``, else all), or two folders, which end in train and test."""
     if root is None:
         return hub_texts(task)
     folders = {part: sub for part in ("train", "test") for sub in subfolders(root) if sub.name.endswith(part)}
@@ -42,7 +42,7 @@ def documents(root: Path | None, task: Task, labels: tuple[str, ...] = ()) -> Lo
             if not (folder / label).is_dir():
                 why = "the training part" if part == "test" else "the task"
                 raise GraphFilterError(f"--data: {folder} has no folder {label}, which {why} has")
-    return Loaded(DatasetDict({part: texts_in(folder, labels) for part, folder in folders.items()}), labels)
+    return Loaded(DatasetDict({part: read_texts(folder, labels) for part, folder in folders.items()}), labels)
 
 
 def subfolders(folder: Path) -> list[Path]:
@@ -52,7 +52,7 @@ def subfolders(folder: Path) -> list[Path]:
 def r8(root: Path, task: Task) -> Loaded:
     """Two text files without a header: a class and a document a line."""
     files = {part: first_file(root, [f"r8-{part}-all-terms.txt"]) for part in ("train", "test")}
-    return classified({part: (file, list(tsv_rows(file, ("label", "text")))) for part, file in files.items()})
+    return number_classes({part: (file, list(tsv_rows(file, ("label", "text")))) for part, file in files.items()})
 
 
 def ag_news(root: Path | None, task: Task) -> Loaded:
@@ -65,11 +65,11 @@ def ag_news(root: Path | None, task: Task) -> Loaded:
         rows = read_rows(file, ("label", "title", "description"))
         texts = [{"text": f"{row['title']} {row['description']}", "label": row["label"]} for row in rows]
         parts[part] = file, texts
-    return Loaded(classified(parts, [str(number) for number, _ in enumerate(task.labels, 1)]).parts, task.labels)
+    return Loaded(number_classes(parts, [str(number) for number, _ in enumerate(task.labels, 1)]).parts, task.labels)
 
 
 def tables(root: Path, task: Task) -> Loaded:
-    """A file with columns of texts and labels; a folder with such files for the parts; or folders of documents."""
+    """Read a file with columns of texts and labels; a folder with such files for the parts; or folders of documents."""
     files = {"all": root}
     if root.is_dir():
         there = sorted(file for file in root.iterdir() if file.suffix in FORMATS)
@@ -84,16 +84,16 @@ def tables(root: Path, task: Task) -> Loaded:
             files = {"all": there[0]}
     elif root.suffix not in FORMATS:
         raise GraphFilterError(f"--data: {root} is not one of {', '.join(FORMATS)}")
-    return classified({part: (file, read_rows(file)) for part, file in files.items()})
+    return number_classes({part: (file, read_rows(file)) for part, file in files.items()})
 
 
-def classified(parts: dict[str, tuple[Path, list]], labels: list[str] | None = None) -> Loaded:
+def number_classes(parts: dict[str, tuple[Path, list]], labels: list[str] | None = None) -> Loaded:
     """Files and their rows, with the classes that the training part has if none are given."""
     data: dict[str, Dataset] = {}
     for part, (file, rows) in parts.items():
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise GraphFilterError(f"{file} is no list of rows with named columns")
-        data[part] = table_of(
+        data[part] = make_table(
             [{name: None if v is None else str(v) for name, v in row.items()} for row in rows], COLUMNS, file
         )
         for number, text in enumerate(data[part]["text_a"], 1):
@@ -105,5 +105,5 @@ def classified(parts: dict[str, tuple[Path, list]], labels: list[str] | None = N
             )
             if len(labels) < 2:
                 raise GraphFilterError(f"{file} must hold two classes at least")
-        data[part] = numbered(data[part], labels, file)
+        data[part] = number_labels(data[part], labels, file)
     return Loaded(DatasetDict(data), tuple(labels))

@@ -54,7 +54,7 @@ def graph_filter_attention(
     apply_filter = graph_filter
     if query.shape[1] != graph_filter.heads:
         apply_filter = with_local_heads(graph_filter, module, query)
-    past_rows, state = cache.recall(past, module, query, key)
+    past_rows, state = cache.recall(past, module, graph_filter, query, key)
     shift = AttentionShift(attention.to_call(hidden), past_rows, state, earlier)
     output = _apply(apply_filter, module, shift, value)
     if not shift.applications and attention.implementation == "eager":
@@ -90,7 +90,7 @@ def _begin_call(module: nn.Module, graph_filter: Any, earlier: EarlierLayers | N
 
 def _apply(apply_filter: Callable[..., Tensor], module: Any, shift: AttentionShift, value: Tensor) -> Tensor:
     """Filter ``value``. The module's input may have no row per token, as in vision towers; some filters read none."""
-    hidden, query = shift.hidden, shift.query
+    hidden, query = shift.call.hidden, shift.call.query
     if hidden is None or (hidden.dim() == 3 and hidden.shape[:2] == (query.shape[0], query.shape[2])):
         return apply_filter(shift, value)
     try:

@@ -14,7 +14,8 @@ from ...ops.few_rows import can_form_rows, form_rows
 from ...ops.visibility import visibility
 from ...shift.attention import AttentionCall
 from ..base import describe_site
-from .implementation import BASE_CONFIG, CHOSEN, ENGINES, IMPLEMENTATION, SERVING, read_field
+from ..stand_ins import ModuleView
+from .implementation import BASE_CONFIG, CHOSEN, ENGINES, IMPLEMENTATION, SERVING, read_fields
 from .interface import attention_function, honours_softcap
 
 _UNFILTERED = (*ENGINES, IMPLEMENTATION)
@@ -37,8 +38,9 @@ class BaseAttention:
     """
 
     def __init__(self, module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]):
-        self.module, self.query, self.key, self.mask, self.options = module, query, key, mask, options
-        self.implementation = read_field(read_field(module.config, BASE_CONFIG), CHOSEN) or "eager"
+        self.module, self.query, self.key = module, query, key
+        self.mask, self.options = mask, options
+        self.implementation = read_fields(module.config, BASE_CONFIG, CHOSEN) or "eager"
         self.function = attention_function(type(module), self.implementation)
         if self.implementation in _UNFILTERED:
             self._refuse_implementation()
@@ -49,7 +51,9 @@ class BaseAttention:
         """Return the call as the shift operator takes it, ``hidden`` being the input of the module."""
         is_sdpa, scaling = self.function is sdpa_attention_forward, self.options.get("scaling")
         return AttentionCall(
-            *(self.attend, self.query, self.key),
+            self.attend,
+            self.query,
+            self.key,
             hidden=hidden,
             scaling=self.query.shape[-1] ** -0.5 if scaling is None else scaling,
             mask=self.mask if isinstance(self.mask, Tensor) else None,
@@ -62,7 +66,7 @@ class BaseAttention:
 
     def attend(self, key: Tensor, signal: Tensor) -> tuple[Tensor, Tensor | None]:
         """Call the function; keys with other heads than the module's have been repeated to one group per head."""
-        repeated = key.shape[1] != self.key.shape[1]
+        repeated = key is not self.key and key.shape[1] != self.key.shape[1]
         module = _SingleGroup(self.module) if repeated else self.module
         return self.function(module, self.query, key, signal, self.mask, **self.options)  # type: ignore[no-any-return]
 
@@ -148,16 +152,10 @@ class BaseAttention:
         return packed or not increasing
 
 
-class _SingleGroup:
-    """A view of an attention module whose keys have been repeated to one group per head."""
+class _SingleGroup(ModuleView):
+    """An attention module whose keys have been repeated to one group per head."""
 
     num_key_value_groups = 1
-
-    def __init__(self, module: nn.Module):
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
 
 
 def declares_causal(module: nn.Module) -> bool:

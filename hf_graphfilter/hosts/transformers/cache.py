@@ -70,24 +70,32 @@ def announce(past: Any, module: Any) -> None:
         layer.announced = True
 
 
-def recall(past: Any, module: Any, query: Tensor, key: Tensor) -> tuple[PastRows | None, dict[str, Tensor] | None]:
-    """What the filter of ``module`` remembers in the cache ``past``: (rows of signals, state), None what it does not
-    use, as neither without a cache.
+def recall(
+    past: Any, module: Any, graph_filter: Any, query: Tensor, key: Tensor
+) -> tuple[PastRows | None, dict[str, Tensor] | None]:
+    """Return what the filter of ``module`` remembers in the cache ``past``: (rows of signals, state).
+
+    What it does not use is None, and both are without a cache.
 
     Raises:
         GraphFilterError: a kind of cache that cannot keep rows (static sliding windows, quantized ...), an export, or a
             model with a cache of its own, in which the filter has no place.
     """
+    decoding = graph_filter.decoding
     if past is None:
-        _refuse_past(module, query, key)
+        if decoding != "rows" and key.shape[2] != query.shape[2]:
+            raise GraphFilterError(
+                f"{describe_site(module)}: {query.shape[2]} query tokens see {key.shape[2]} key tokens, of whose past "
+                f"{graph_filter.config.filter!r} was told nothing: use_cache=False, as its model has a cache of its own"
+            )
         return None, None
     layers = _layers(past)
     layer = _layer_of(layers, module)
-    asking = module.graph_filter.site_name, query.shape[2], key.device
-    if module.graph_filter.decoding != "rows":
+    asking = graph_filter.site_name, query.shape[2], key.device
+    if decoding != "rows":
         if is_exporting():
             raise GraphFilterError(
-                f"{module.graph_filter.site_name}: an exported graph does not return the state that this graph filter "
+                f"{graph_filter.site_name}: an exported graph does not return the state that this graph filter "
                 "keeps in a cache: export with use_cache=False"
             )
         return None, layer.kept if layer.asked(*asking) else None  # type: ignore[union-attr]
@@ -103,16 +111,6 @@ def recall(past: Any, module: Any, query: Tensor, key: Tensor) -> tuple[PastRows
             "sliding windows, or use_cache=False"
         )
     return _Rows(layer, key.shape[2]) if layer.asked(*asking) else None, None
-
-
-def _refuse_past(module: Any, query: Tensor, key: Tensor) -> None:
-    """Raise if a filter that decodes by a state sees keys of past tokens without a cache."""
-    if key.shape[2] != query.shape[2] and module.graph_filter.decoding != "rows":
-        raise GraphFilterError(
-            f"{describe_site(module)}: {query.shape[2]} query tokens see {key.shape[2]} key tokens, of whose past "
-            f"{module.graph_filter.config.filter!r} was told nothing: use_cache=False, as its model has a cache of its "
-            "own"
-        )
 
 
 def _layer_of(layers: list[Any], module: Any) -> Any:

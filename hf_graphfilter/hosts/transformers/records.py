@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import transformers
@@ -15,6 +15,7 @@ from ...errors import GraphFilterError, shown
 from ...filters import FilterConfig
 from ...filters.core.attached import CHILD, active_filter, filters_of, patched_modules
 from ...filters.core.record import group_by_config
+from ...wrappers import Function
 from .implementation import CURE, IMPLEMENTATION
 from .sites import relative_name
 
@@ -88,7 +89,7 @@ def forget_names(config: PreTrainedConfig) -> None:
 
 
 def resolve_implementation(
-    original: Callable[..., Any], self: PreTrainedModel, attn_implementation: str | None, *args: Any, **kwargs: Any
+    original: Function, self: PreTrainedModel, attn_implementation: str | None, *args: Any, **kwargs: Any
 ) -> Any:
     """Choose the attention implementation of a model, as an argument, a config or a checkpoint asks."""
     # a patched checkpoint names us, so that it cannot be loaded without us: for the model it means "the default"

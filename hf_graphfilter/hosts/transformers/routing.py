@@ -15,10 +15,11 @@ from ...errors import GraphFilterError
 from ...filters import AttentionSite, GraphFilter
 from ...filters.core.attached import CHILD, filters_of
 from ...shift.earlier_layers import EarlierLayers
+from ..stand_ins import derive_class
 from ..watching import unwatch, watch
 from . import cache
 from .attention import EARLIER, HIDDEN
-from .implementation import BASE_CONFIG, CHOSEN, IMPLEMENTATION, SERVING, read_field
+from .implementation import BASE_CONFIG, CHOSEN, IMPLEMENTATION, SERVING, read_fields
 
 _SITE = "_graph_filter_site"
 
@@ -53,7 +54,7 @@ def _routed(base: Any) -> Any:
     from it at each call is ours, or an error."""
 
     def read(self: Any) -> str:
-        if (written := read_field(self, CHOSEN)) != IMPLEMENTATION:
+        if (written := read_fields(self, CHOSEN)) != IMPLEMENTATION:
             raise GraphFilterError(
                 f"{getattr(self, _SITE)} is patched, but {written!r} was written into its config, which leads past the "
                 f"graph filter: choose a backend with model.set_attn_implementation('sdpa'); {SERVING}"
@@ -63,11 +64,7 @@ def _routed(base: Any) -> Any:
     def write(self: Any, value: Any) -> None:
         self._attn_implementation_internal = value
 
-    def reduce(self: Any, protocol: Any) -> Any:
-        return _rebuild, (base,), vars(self).copy()
-
-    body = {"_attn_implementation": property(read, write), "__reduce_ex__": reduce, "__module__": base.__module__}
-    return type(base.__name__, (base,), {**body, "__qualname__": base.__qualname__})
+    return derive_class(base, _rebuild, {"_attn_implementation": property(read, write)})
 
 
 def _rebuild(base: Any) -> Any:

@@ -8,6 +8,7 @@ import functools
 import inspect
 import re
 from collections import Counter
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -17,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...filters import AttentionSite
 from ...filters.core.attached import CHILD
-from ..base import locate, looks_like_attention, without_wrappers
+from ..base import collect_sites, looks_like_attention, without_wrappers
 from ..watching import REPLACED, running_forward
 from .base_attention import declares_causal
 from .implementation import backend
@@ -30,29 +31,10 @@ _CROSS_NAME = re.compile(r"cross|enc(oder)?_?dec|^encoder_att|^x_att", re.I)
 
 def find(model: nn.Module) -> tuple[list[AttentionSite], dict[str, str]]:
     """All self-attention modules that run through the attention interface, and the others with the reason."""
-    sites, refused, counts = [], {}, Counter[str]()
-    for name, module in model.named_modules():
-        if CHILD in name.split("."):
-            continue
-        reason = _refusal(name, module)
-        if reason is None:
-            causal = declares_causal(module)
-            stack, group = locate(name, causal)
-            sites.append(
-                AttentionSite(
-                    *(name, module, _heads(module), causal, stack, group, counts[group]),  # type: ignore[arg-type]
-                    position_bias=_position_bias(model, name),
-                    stack_module=_stack_module(model, name),
-                    **_shape(module),
-                )
-            )
-            counts[group] += 1
-        elif reason:
-            refused[name] = reason
-    return sites, refused
+    return collect_sites(model, _find_refusal, partial(_describe, model))
 
 
-def _refusal(name: str, module: Any) -> str | None:
+def _find_refusal(name: str, module: Any) -> str | None:
     """None for a patchable module, the reason for another attention module, "" for anything else."""
     if not uses_interface(inspect.unwrap(type(module).forward)):
         return "its forward does not use the attention interface" if looks_like_attention(module) else ""
@@ -125,14 +107,18 @@ def _hands_on(forward: Any) -> bool:
     return any(rest in of_one for of_one in names)
 
 
-def _shape(module: Any) -> dict[str, Any]:
-    """The fields of ``AttentionSite`` that only some filters ask for."""
+def _describe(model: nn.Module, name: str, module: Any) -> dict[str, Any]:
+    """Return the fields of ``AttentionSite`` for a module that can be patched."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     passes_on = parameters[0].name == "hidden_states" and _takes_any_keyword(module)
     projection = next((m for m in module.children() if isinstance(m, (nn.Linear, Conv1D))), None)
     inputs = None if projection is None else getattr(projection, "in_features", projection.weight.shape[0])
     head_dim = next((d for name in _HEAD_DIMS if isinstance(d := getattr(module, name, None), int)), None)
     return {
+        "heads": _heads(module),
+        "causal": declares_causal(module),
+        "position_bias": _position_bias(model, name),
+        "stack_module": _stack_module(model, name),
         "hidden_size": inputs if passes_on else None,
         "head_dim": head_dim or (inputs or 0) // (_heads(module) or 1),
         "value_dim": getattr(module, "v_head_dim", 0),
