@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -94,6 +95,14 @@ def test_troubleshooting_quotes_messages_of_the_package():
     ]
     assert len(quoted) > 20
     assert [part for part in quoted if part.strip() not in source] == []
+
+
+def test_the_settings_name_each_extra_and_variable():
+    text = (DOCS / "settings.md").read_text()
+    project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
+    assert [name for name in project["optional-dependencies"] if f"`{name}`" not in text] == []
+    source = "".join(file.read_text() for file in (DOCS.parent / "hf_graphfilter").rglob("*.py"))
+    assert {*re.findall(r"HF_GRAPHFILTER_[A-Z]+", source)} <= {*re.findall(r"HF_GRAPHFILTER_[A-Z]+", text)}
 
 
 def test_the_figures_of_the_concepts_can_be_drawn(tmp_path):
