@@ -39,7 +39,7 @@ class Changes:
         header = ["layer", "w_K before", "w_K after", "range after", *(f"alike: {name}" for name in alike)]
         rows = []
         for layer, w in enumerate(self.coefficients):
-            after = [f"{w.mean():+.3f}", f"{w.min():+.3f} to {w.max():+.3f}"]
+            after = [f"{round(float(w.mean()), 3) + 0.0:+.3f}", f"{w.min():+.3f} to {w.max():+.3f}"]
             rows.append([str(layer + 1), "0", *after, *(f"{values[layer]:.2f}" for values in alike.values())])
         return header, rows
 
