@@ -13,7 +13,13 @@ import random
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, set_seed
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    get_linear_schedule_with_warmup,
+    set_seed,
+)
 
 from hf_graphfilter import filter_status, parameter_groups, patch_model
 from hf_graphfilter.demo import Snippets, load_snippets, pretrained_path
@@ -30,16 +36,18 @@ accelerator = Accelerator()
 rows = load_snippets()  # (rating from -4 to 4, text)
 random.Random(0).shuffle(rows)
 tokenizer = AutoTokenizer.from_pretrained(source)
-rows = rows[: 128 + 16 * options.steps * accelerator.num_processes]
+batches = options.steps * accelerator.num_processes
+rows = rows[: 128 + 16 * batches]
 test, train = Snippets(rows[:128], tokenizer), Snippets(rows[128:], tokenizer)
 collate = DataCollatorWithPadding(tokenizer)
 
 model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1)
 patch_model(model, "gfsa", K=3)  # before the optimizer is made, so that it gets the coefficients
 optimizer = torch.optim.AdamW(parameter_groups(model, lr=2e-4, filter_lr=1e-2))
-model, optimizer, train_loader, test_loader = accelerator.prepare(
+model, optimizer, schedule, train_loader, test_loader = accelerator.prepare(
     model,
     optimizer,
+    get_linear_schedule_with_warmup(optimizer, 0, batches),
     DataLoader(train, batch_size=16, shuffle=True, collate_fn=collate),
     DataLoader(test, batch_size=64, collate_fn=collate),
 )
@@ -60,6 +68,7 @@ model.train()
 for batch in train_loader:
     accelerator.backward(model(**batch).loss)
     optimizer.step()
+    schedule.step()
     optimizer.zero_grad()
 after = squared_error()
 
