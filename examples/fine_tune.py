@@ -61,7 +61,7 @@ print(filter_status(model))
 print(f"squared error of the rating, {len(test)} other snippets:")
 print(f"baseline:  {baseline[0]:.2f} before, {baseline[1]:.2f} after")
 print(f"with GFSA: {patched[0]:.2f} before, {patched[1]:.2f} after")
-print("One pair of runs shows no effect of the filter. Compare several seeds: hf-graphfilter demo --seeds 5")
+print("One pair of runs cannot show an effect of the filter. Compare several seeds: hf-graphfilter demo --seeds 5")
 model.save_pretrained(options.output)
 tokenizer.save_pretrained(options.output)
 AutoModelForSequenceClassification.from_pretrained(options.output)  # patched again

@@ -162,3 +162,10 @@ def test_examples(file, as_is, folder, monkeypatch, capsys, transformers_warning
     better = before > after if file.stem in FALL else before < after
     assert better or argv
     assert list((folder / "runs" / "examples" / file.stem).rglob(WRITTEN.get(file.stem, "model.safetensors")))
+
+
+def test_the_page_of_examples_lists_all_and_shows_an_output():
+    page = (ROOT / "docs" / "examples.md").read_text()
+    files = [*EXAMPLES, *(ROOT / "notebooks").glob("*.ipynb")]
+    assert [file.name for file in files if f"](../{file.relative_to(ROOT)})" not in page] == []
+    assert re.search(SAID["fine_tune"], page)
