@@ -101,8 +101,8 @@ print(f"with GFSA: squared error {before:.2f} before, {after:.2f} after")
 # %% [markdown]
 # The error is that of 128 other snippets. Its change comes mostly from fine-tuning, which the baseline receives
 # as well. The effect of the filter is the difference between the two models. **One pair of runs cannot show
-# it**: another seed changes the error by as much. `hf-graphfilter demo` runs several seeds and prints the
-# difference with its interval. The result is in [the benchmarks](../docs/benchmarks.md#the-demo).
+# it**: another order of the batches changes the error by more. `hf-graphfilter demo` runs several seeds and
+# prints the difference with its interval. The result is in [the benchmarks](../docs/benchmarks.md#the-demo).
 #
 # ## What the filter learned
 #
