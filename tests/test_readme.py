@@ -114,13 +114,33 @@ def test_the_commands_of_the_documents_are_valid(monkeypatch):
 
 
 SAID = {
-    "fine_tune": r"rating, 128 other snippets: (\d\.\d+) before, (\d\.\d+) after",
+    "accelerate_loop": r"rating, 128 other snippets: (\d\.\d+) before, (\d\.\d+) after",
+    # both models start as the same one
+    "fine_tune": r"baseline: +(\d\.\d+) before, \d\.\d+ after\nwith GFSA: \1 before, (\d\.\d+) after",
+    "language_model": r"cross-entropy of 128 other reviews: (\d\.\d+) before, (\d\.\d+) after",
+    "model_report": r"two tokens (-?\d\.\d+), reference .* layer, -?\d\.\d+, reference (-?\d\.\d+) after the last",
     "transfer_to_agf": r"from the original's, relative: (\d\.\d+) before, (\d\.\d+) after",
     "own_filter": r"patched: the output changes by (0\.0e\+00)\nwalking lazily: the output changes by (\d)",
     "sentence_embeddings": r"rating, 100 other pairs: (-?\d\.\d+) before, (-?\d\.\d+) after",
     "vision": r"on 64 other images: (\d\.\d+) before, (\d\.\d+) after",
 }
-CHEAPER = {name: ["small", "--steps", "4"] for name in ("fine_tune", "transfer_to_agf", "sentence_embeddings")}
+FALL = {
+    "accelerate_loop",
+    "fine_tune",
+    "language_model",
+    "transfer_to_agf",
+}  # what they print falls, that of the others rises
+STEPS = ["small", "--steps", "4"]
+CHEAPER = {
+    "accelerate_loop": STEPS,
+    "fine_tune": STEPS,
+    "language_model": ["--steps", "4"],
+    "model_report": ["small"],
+    "sentence_embeddings": STEPS,
+    "transfer_to_agf": STEPS,
+}
+NEEDED = {"language_model": "trl", "sentence_embeddings": "sentence_transformers"}
+WRITTEN = {"model_report": "report.html"}
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -128,8 +148,8 @@ CHEAPER = {name: ["small", "--steps", "4"] for name in ("fine_tune", "transfer_t
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda f: f.stem)
 def test_examples(file, as_is, folder, monkeypatch, capsys, transformers_warnings):
     """As a user runs them; the longer ones with a small model and few steps where the test is not slow."""
-    if file.stem == "sentence_embeddings":
-        pytest.importorskip("sentence_transformers")
+    if file.stem in NEEDED:
+        pytest.importorskip(NEEDED[file.stem])
     argv = [] if as_is else CHEAPER.get(file.stem, [])
     if argv:
         small_bert("small")
@@ -139,6 +159,13 @@ def test_examples(file, as_is, folder, monkeypatch, capsys, transformers_warning
     out = capsys.readouterr().out
     assert re.search(r"^module +filter .*backend$", out, re.MULTILINE), out
     before, after = map(float, re.search(SAID[file.stem], out).groups())
-    better = before > after if file.stem in ("fine_tune", "transfer_to_agf") else before < after
+    better = before > after if file.stem in FALL else before < after
     assert better or argv
-    assert list((folder / "runs" / "examples" / file.stem).rglob("model.safetensors"))
+    assert list((folder / "runs" / "examples" / file.stem).rglob(WRITTEN.get(file.stem, "model.safetensors")))
+
+
+def test_the_page_of_examples_lists_all_and_shows_an_output():
+    page = (ROOT / "docs" / "examples.md").read_text()
+    files = [*EXAMPLES, *(ROOT / "notebooks").glob("*.ipynb")]
+    assert [file.name for file in files if f"](../{file.relative_to(ROOT)})" not in page] == []
+    assert re.search(SAID["fine_tune"], page)
