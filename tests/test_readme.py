@@ -12,7 +12,6 @@ import pytest
 from transformers import BertConfig, BertModel
 from typer.main import get_command
 
-from hf_graphfilter import filter_status
 from recipes import SCRIPTS, compare, generate
 from recipes.league import play
 from recipes.league.plan import League
@@ -41,41 +40,6 @@ def small_bert(folder):
     special = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
     BertModel(BertConfig(**shape, **special, vocab_size=300, max_position_embeddings=64)).save_pretrained(folder)
     return folder
-
-
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_the_python_of_the_readme_runs_as_printed(folder, transformers_warnings, capsys):
-    """Each block after the one before; the names of the Hub are folders here, with a small model and a few rows."""
-    small_bert("bert-base-uncased")
-    glue = folder / "nyu-mll" / "glue"
-    glue.mkdir(parents=True)
-    for part in ("train", "validation"):
-        rows = [f"{text},{i % 2},{i}" for i, text in enumerate(SENTENCES)]
-        (glue / f"{part}.csv").write_text("\n".join(["sentence,label,idx", *rows]))
-    parts = "[{split: train, path: train.csv}, {split: validation, path: validation.csv}]"
-    (glue / "README.md").write_text(f"---\nconfigs:\n- {{config_name: cola, data_files: {parts}}}\n---\n")
-    train_bpe(iter(SENTENCES), 300).save_pretrained("gpt2")
-    wikitext = folder / "Salesforce" / "wikitext"
-    wikitext.mkdir(parents=True)
-    (wikitext / "train.csv").write_text("\n".join(["text", *SENTENCES]))
-    (wikitext / "README.md").write_text(
-        "---\nconfigs:\n- {config_name: wikitext-2-raw-v1, data_files: train.csv}\n---\n"
-    )
-
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    names = {"__name__": "readme"}
-    tables = []
-    for block in blocks:
-        exec(re.sub(r"steps=(1000|2500)", "steps=8", block), names)
-        tables.append(filter_status(names["model"]))
-    transformers_warnings.clear()  # of the new head, and of times on this file system
-    filters = [[row.filter.filter for row in table] for table in tables]
-    assert filters == [["gfsa"] * 12, ["gfsa"] * 4, ["high-pass"] * 4, ["agf"] * 4, []]
-    assert tables[2][0].coefficients["g"].tolist() == pytest.approx([0.1] * 4)
-    out = capsys.readouterr().out
-    assert re.search(r"bert.encoder.layer.0.attention.self +gfsa +-?0\.0", out)
-    assert "8 steps" in out
-    assert Path("runs/README.md").read_text().startswith("---\n")
 
 
 def commands():
