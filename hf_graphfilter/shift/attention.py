@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,7 @@ from .earlier_layers import EarlierLayers
 from .operator import DenseShift, PastRows, ShiftOperator
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionCall:
+class AttentionCall(NamedTuple):
     """What a host knows of one call of a model's attention when it begins. Nothing of it changes during the call.
 
     Args:
@@ -50,7 +49,6 @@ class AttentionCall:
     attend: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
     query: Tensor
     key: Tensor
-    _: KW_ONLY
     hidden: Tensor | None = None
     scaling: float = 1.0
     mask: Tensor | None = None
@@ -221,7 +219,7 @@ class AttentionShift(ShiftOperator):
         ``earlier`` is what the filters of earlier layers left. ``S`` is then applied by calls of the attention function
         alone, so that every look finds the same numbers.
         """
-        return AttentionShift(replace(self.call, twice=None, few_rows=None), earlier=earlier)
+        return AttentionShift(self.call._replace(twice=None, few_rows=None), earlier=earlier)
 
     def dense(self) -> DenseShift:
         """The same operator as an explicit matrix, found by applying it to the unit vectors (for tests, analysis)."""
