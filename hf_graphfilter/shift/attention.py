@@ -19,7 +19,7 @@ from .operator import DenseShift, PastRows, ShiftOperator
 class AttentionCall(NamedTuple):
     """What a host knows of one call of a model's attention when it begins. Nothing of it changes during the call.
 
-    Args:
+    Attributes:
         attend: ``attend(key, value) -> (output, weights)``, the attention function with query, mask, scale and
             dropout bound; output (batch, query tokens, heads, features), weights (batch, heads, query, key) or None.
         query: (batch, heads, query tokens, features).
@@ -27,7 +27,7 @@ class AttentionCall(NamedTuple):
 
     For filters that replace ``S`` rather than apply it:
 
-    Args:
+    Attributes:
         hidden: (batch, tokens, hidden size), what the attention module was called with; None unless the filter asks
             for it (``GraphFilter.reads_hidden``).
         scaling: of the scores ``query @ key^T``.
@@ -39,7 +39,7 @@ class AttentionCall(NamedTuple):
 
     Faster forms, each None where there is none:
 
-    Args:
+    Attributes:
         twice: ``twice(value, exact) -> (S(value), S(S(value)))``; it returns None for a value that it cannot take.
         few_rows: ``few_rows() -> matrix``, (batch, heads, query, key): the rows of ``A`` at the query tokens, formed
             once and applied as often as the filter asks, unless ``exact``. It returns None where calls are faster.
