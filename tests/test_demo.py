@@ -101,10 +101,10 @@ def test_a_first_look_shows_what_changed(encoder, tmp_path, pipe):
     assert similarity["before"] != similarity["baseline"] != similarity["filtered"]
     assert (tmp_path / "out" / "first_look.png").read_bytes().startswith(b"\x89PNG")
     text = pipe.file.getvalue()
-    assert "before and after are equal, bit for bit" in text
+    assert "before and after: equal, bit for bit" in text
     assert "does not show what is better" in text
     assert "baseline: 5 of 5" in text  # four steps, and one batch of the evaluation
-    assert all(len(line) <= 100 for line in printed(pipe) if str(tmp_path) not in line)
+    assert all(len(line) <= 80 for line in printed(pipe) if str(tmp_path) not in line)
     again = BertForSequenceClassification.from_pretrained(tmp_path / "out" / "checkpoint")
     assert [row.coefficients["w_K"].tolist() for row in filter_status(again)] == layers["w_K"]
     assert "one seed does not show" in " ".join((tmp_path / "out" / "checkpoint" / "README.md").read_text().split())

@@ -127,24 +127,24 @@ class FirstLook:
         added = sum(p.numel() for p in filter_parameters(self.model))
         self.plan.say(f'patch_model(model, "gfsa", K={self.K}) added {added} numbers: one weight w_K per head.')
         self.plan.say("Attention is a matrix A that averages tokens. It becomes the graph filter")
-        self.plan.say(
-            f"A + w_K A^{self.K}, with A^{self.K} approximated. At the start w_K is 0, so nothing has changed:"
-        )
-        self.plan.say(f"the outputs for {len(before)} texts before and after are equal, bit for bit.")
+        self.plan.say(f"A + w_K A^{self.K}, with A^{self.K} approximated. At the start w_K is 0, so the outputs")
+        self.plan.say(f"for {len(before)} texts are the same before and after: equal, bit for bit.")
 
     def measure(self) -> None:
         """Measure the similarity of the tokens and the time of a step, and choose how much to train."""
         self.measured = self._batches(MEASURED_ROWS)
         before = measure_similarity(self.model, self.measured)
         self.changes = Changes(read_coefficients(self.model), before, before)
-        self.plan.say("In deep models the tokens of a text become alike: over-smoothing. Here the mean")
-        self.plan.say(f"cosine of two tokens is {before[0]:.2f} after layer 1 and {before[-1]:.2f} after the last one.")
+        self.plan.say("In deep models the tokens of a text become alike: over-smoothing. The mean")
+        self.plan.say(
+            f"cosine of two tokens here is {before[0]:.2f} after layer 1 and {before[-1]:.2f} after the last one."
+        )
         seconds = STEP_WITH_OPTIMIZER * self._time_step()
         beside = 2 * BESIDE_TRAINING * seconds
         fitting = int((self.seconds - self.plan.elapsed() - beside) / (2 * seconds))
         steps = min(max(fitting, FEWEST_STEPS), len(self.train) // BATCH)
         self.args = self._arguments(steps)
-        self.plan.say(f"A training step takes {seconds:.2f} s on this machine now, so each model gets {steps} steps.")
+        self.plan.say(f"A training step takes {seconds:.2f} s here now, so each model gets {steps} steps.")
         self.plan.say(f"The demo should end in about {say_duration(2 * seconds * steps + beside)}.")
 
     def fine_tune(self) -> None:
@@ -167,7 +167,8 @@ class FirstLook:
         folder = self.output / "checkpoint"
         save_checkpoint(self.model, self.tokenizer, folder, self.filtered, self.test, description)
         self.plan.say("Saved and loaded again: the outputs are equal, bit for bit.")
-        self.plan.say(f"Checkpoint: {folder}, model card: {folder / 'README.md'}")
+        self.plan.say(f"Checkpoint: {folder}")
+        self.plan.say(f"Model card: {folder / 'README.md'}")
 
     def fine_tune_baseline(self) -> None:
         """Fine-tune the unpatched model for the same steps on the same snippets, or leave it out if time is up."""
@@ -196,7 +197,8 @@ class FirstLook:
         scores = f"{self.filtered['pearson']:.2f} with the filter"
         if self.baseline:
             scores += f", {self.baseline['pearson']:.2f} in the baseline"
-        self.plan.say(f"Correlation with people's ratings of {len(self.test)} other lines: {scores}.")
+        self.plan.say(f"Correlation with people's ratings of {len(self.test)} other lines of reviews:")
+        self.plan.say(f"{scores}.")
         self.plan.say("One short run of one seed shows what changed. It does not show what is better.")
 
     def say_what_next(self) -> None:

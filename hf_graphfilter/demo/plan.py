@@ -79,7 +79,7 @@ def plan_first_look(console: Console) -> Plan:
     ]
     console.print("[bold]A first look at graph filters[/bold]", highlight=False)
     plan = Plan(console, parts)
-    plan.say("The plan, with the times of two quiet cores. On a busy machine it trains less.\n")
+    plan.say("The plan, with times on two quiet cores. On a busy machine it trains less.\n")
     plan.show()
     return plan
 
