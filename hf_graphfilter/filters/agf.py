@@ -140,19 +140,38 @@ class AGF(ReplacingFilter):
 @register_filter("agf")
 @dataclass(frozen=True)
 class AGFConfig(ReplacingConfig):
-    """AGF, a learned filter in the singular value domain, with linear cost.
+    """AGF, a learned filter in the singular value domain that replaces attention at linear cost.
+
+    AGF (Wi et al., IJCAI 2025) makes U, Sigma and V^T, the factors of a singular value decomposition, from query, key
+    and the layer's input. A polynomial with learned coefficients gives the singular values Sigma. No attention matrix
+    is formed: time and memory are linear in the number of tokens, and decoding keeps a state of constant size.
+
+    AGF is not an approximation of pretrained attention. Right after patching, a model is far from the original, except
+    with ``init="blend"``; ``linearize`` or ``transfer_attention`` fits it.
+
+    Departures from the paper:
+
+    - Decoders work: the softmax over tokens becomes a running one. The paper has encoders only.
+    - ``correction`` adds learned projections to U and V.
+    - ``theta="per_head"`` gives each head its own coefficients.
 
     Args:
-        K: order of the polynomial of the singular values, 0 to 1000; the paper uses 2 to 5.
-        basis: ``"jacobi"`` (the paper's), ``"chebyshev"``, ``"legendre"`` or ``"monomial"``.
-        a, b: parameters of the Jacobi basis, > -1 where it is to be orthogonal; the paper searches a in 1 ... 2 and b
-            in -2 ... 2.
-        theta: one set of coefficients a layer (``"shared"``, the paper's), or one a head.
-        constrain_theta: theta_0 = 1 fixed and tanh of the others, as in the authors' code; else all are free.
-        gamma: weight of the orthogonality loss (Eq. 12) that ``OrthogonalityCallback`` adds; the paper's are 1e-1 to
-            1e-4.
-        correction: learned additions to the projections of U and V, zero at the start; for attention transfer.
-        init, window, sinks, far, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
+        K (int, default 3): Order of the polynomial of the singular values, 0 to 1000. The paper uses 2 to 5.
+        basis (str, default "jacobi"): The polynomials T_k: ``"jacobi"`` (the paper's), ``"chebyshev"``, ``"legendre"``
+            or ``"monomial"``.
+        a (float, default 1.0): First parameter of the Jacobi basis, > -1 for orthogonal polynomials. The paper searches
+            1 to 2.
+        b (float, default 1.0): Second parameter of the Jacobi basis, > -1 for orthogonal polynomials. The paper
+            searches -2 to 2.
+        theta (str, default "shared"): Whether the coefficients are ``"shared"`` by the heads of a layer (the paper's)
+            or ``"per_head"``.
+        constrain_theta (bool, default True): Fix theta_0 = 1 and use the tanh of the other coefficients, as the
+            authors' code does. If False, all are free.
+        gamma (float, default 0.01): Weight of the orthogonality loss (Eq. 12), which ``RegularizerCallback`` or
+            ``OrthogonalityCallback`` adds in training. The paper uses 1e-1 to 1e-4.
+        correction (bool, default False): Add learned projections of the input to U and V. They start at zero and help
+            attention transfer.
+        init, window, sinks, far, position_bias: Options of every replacement filter, see ``ReplacingConfig``.
 
     Example:
         >>> AGFConfig(K=2, basis="chebyshev").to_dict()["theta"]

@@ -66,12 +66,18 @@ class ARMA(PowerSeries):
 @register_filter("arma")
 @dataclass(frozen=True)
 class ARMAConfig(FilterConfig):
-    """A rational (autoregressive moving average) filter of the attention matrix; it starts as A.
+    """ARMA, a rational filter of the attention matrix: attention plus learned poles.
+
+    A pole weighs all powers of A by a geometric series, so two numbers per pole shape the response far beyond the order
+    of a short polynomial. The filter is the autoregressive moving average filter of Isufi et al. (IEEE TSP 2017), which
+    Bianchi et al. (TPAMI 2021) bring to graph neural networks. Fixed-point steps compute it without a matrix inverse.
+
+    The residues start at 0, so the patched model equals the original.
 
     Args:
-        order: number of poles, 1 to 8.
-        steps: fixed-point steps, the applications of A, 1 to 1000.
-        bound: of the magnitude of the poles, in (0, 1).
+        order (int, default 1): Number of poles per head, 1 to 8.
+        steps (int, default 4): Number of fixed-point steps, each of which applies A once; 1 to 1000.
+        bound (float, default 0.9): Limit of the magnitude of the poles, in (0, 1), within which the steps converge.
 
     Example:
         >>> ARMAConfig(order=2, bound=0.8).spread()

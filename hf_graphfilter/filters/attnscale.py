@@ -48,7 +48,19 @@ class AttnScale(PerHead):
 @register_filter("attnscale")
 @dataclass(frozen=True)
 class AttnScaleConfig(FilterConfig):
-    """AttnScale (Wang et al., 2022): the part of attention off its mean, scaled by 1 + lambda; it starts as A."""
+    """AttnScale: attention whose deviation from the mean over the tokens is scaled by 1 + lambda.
+
+    Attention is a mean over the tokens, which is its frequency 0, plus a rest. Of repeated attention only the mean is
+    left. AttnScale (Wang et al., ICLR 2022) scales the rest by one learned number per head, so attention can pass more
+    of the higher frequencies.
+
+    The number starts at 0, so the patched model equals the original. Under a mask the mean is over the tokens that a
+    query sees. There are no options.
+
+    Example:
+        >>> AttnScaleConfig().formula
+        '(1+lambda) A V - lambda mean(V)'
+    """
 
     module = AttnScale
     citation = CITATION

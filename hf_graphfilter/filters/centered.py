@@ -42,7 +42,19 @@ class Centered(PerHead):
 @register_filter("centered")
 @dataclass(frozen=True)
 class CenteredConfig(FilterConfig):
-    """Attention less a part of its mean over the tokens (Saada et al., 2025); it starts as A."""
+    """Attention minus a learned part of its mean over the tokens.
+
+    One direction of the attention matrix, the one that is equal for all tokens, outweighs all others. It makes tokens
+    alike with depth (Saada et al., ICML 2025). This filter subtracts g times the mean of the attention output over the
+    tokens; g = 1 removes the direction completely.
+
+    Departure from the paper: each head learns its own g, which starts at 0, so the patched model equals the original.
+    Under a mask the mean is over the tokens that a query sees. There are no options.
+
+    Example:
+        >>> CenteredConfig().formula
+        'y - g mean(y), y = A V'
+    """
 
     module = Centered
     citation = CITATION

@@ -58,10 +58,25 @@ class ContraNorm(PerHead):
 @register_filter("contranorm")
 @dataclass(frozen=True)
 class ContraNormConfig(FilterConfig):
-    """ContraNorm (Guo et al., 2023), a head; it starts as A.
+    """ContraNorm: attention that pushes tokens away from those that they have become like.
+
+    ContraNorm (Guo et al., ICLR 2023) computes how similar the outputs of attention are, and subtracts from each token
+    a mean of the tokens that resemble it. This works against over-smoothing. It costs a second matrix of tokens by
+    tokens.
+
+    The strength s is one learned number per head. It starts at 0, so the patched model equals the original. A query is
+    compared only with tokens that it sees.
+
+    Departure from the paper: the paper applies it to the features of all heads at the end of the layer; here it acts on
+    each head.
 
     Args:
-        temperature: divides the similarities of tokens, > 0.
+        temperature (float, default 1.0): Divisor of the similarities, > 0. Smaller values compare a token with fewer,
+            more similar tokens.
+
+    Example:
+        >>> ContraNormConfig(temperature=0.5).starts_as_original
+        True
     """
 
     module = ContraNorm

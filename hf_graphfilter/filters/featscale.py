@@ -42,7 +42,22 @@ class FeatScale(PerHead):
 @register_filter("featscale")
 @dataclass(frozen=True)
 class FeatScaleConfig(FilterConfig):
-    """FeatScale (Wang et al., 2022): mean and rest of what attention gives, scaled a feature; it starts as A."""
+    """FeatScale: the output of attention, with its mean over the tokens and the rest scaled per feature.
+
+    The mean over the tokens is frequency 0, which is all that is left of repeated attention. FeatScale (Wang et al.,
+    ICLR 2022) gives the mean and the rest learned weights s and t for each feature, so a layer can pass more of the
+    higher frequencies.
+
+    The weights start at 0, so the patched model equals the original. Under a mask the mean is over the tokens that a
+    query sees. There are no options.
+
+    Departures: the paper applies it to the features of all heads at the end of the layer; here it acts on each head.
+    The authors' code adds the terms twice; here they are added once, as in the paper.
+
+    Example:
+        >>> FeatScaleConfig().starts_as_original
+        True
+    """
 
     module = FeatScale
     citation = CITATION

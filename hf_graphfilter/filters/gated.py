@@ -64,10 +64,20 @@ class Gated(PerHead):
 @register_filter("gated")
 @dataclass(frozen=True)
 class GatedConfig(FilterConfig):
-    """What attention gives, gated by the layer's input; it starts as A.
+    """Gated attention: the output of attention times a gate that the layer's input opens or closes.
+
+    The gate is a sigmoid of a learned projection of the input of the attention module. In the paper (Qiu et al., 2025)
+    it makes attention non-linear and sparse, and attention sinks disappear.
+
+    Here the gate is 2 sigmoid(X W) with W = 0 at the start. There it is 1, so the patched model equals the original.
 
     Args:
-        gate: one a feature of a head (``"element"``, the paper's best) or one a ``"head"``.
+        gate (str, default "element"): How many gates a token has. ``"element"``: one per feature of each head, the
+            paper's best. ``"head"``: one per head.
+
+    Example:
+        >>> GatedConfig(gate="head").starts_as_original
+        True
     """
 
     module = Gated

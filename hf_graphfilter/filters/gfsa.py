@@ -93,12 +93,26 @@ def _fixed_at_zero(coefficient: Tensor) -> bool:
 class GFSAConfig(FilterConfig):
     """GFSA, a polynomial of the attention matrix: w_0 I + w_1 A + w_K A^K.
 
+    Attention passes the slow parts of a signal over the tokens and weakens the fast ones. GFSA (Choi et al., NeurIPS
+    2024) adds a power of the attention matrix A, with one learned number per head, so each head learns its own
+    frequency response. By default the K-th power is replaced by a first-order approximation, which costs two
+    applications of A whatever K is.
+
+    With the default start values the patched model equals the original.
+
+    Departure from the authors' code: each application of A draws its own dropout mask, since E[A_1 A_2] = A^2 holds for
+    independent masks only. Their BERT and GPT-2 code squares one dropped-out matrix.
+
     Args:
-        K: order of the high-order term, 1 to 1000; the papers use 2 to 10.
-        w_0, w_1, w_K: start values of the coefficients of I, A and A^K, the same for all heads.
-        learn: which of ``"w_0"``, ``"w_1"``, ``"w_K"`` are trained; the others are fixed buffers.
-        approximation: ``"taylor"`` for Eq. 4 of the paper (error at most 2K in the infinity norm, Theorem 3.1),
-            ``"none"`` for the exact power.
+        K (int, default 3): Order of the high-order term, 1 to 1000. The papers use 2 to 10.
+        w_0 (float, default 0.0): Start value of the coefficient of I, the same for all heads.
+        w_1 (float, default 1.0): Start value of the coefficient of A, the same for all heads.
+        w_K (float, default 0.0): Start value of the coefficient of A^K, the same for all heads.
+        learn (tuple of str, default ("w_K",)): The coefficients that are trained, of ``"w_0"``, ``"w_1"`` and
+            ``"w_K"``. The others are fixed buffers. The paper learns ``w_K`` only.
+        approximation (str, default "taylor"): How the K-th power is computed. ``"taylor"``: A + (K-1)(A^2 - A), Eq. 4
+            of the paper, whose error is at most 2K in the infinity norm (Theorem 3.1). ``"none"``: the exact power,
+            with K applications of A.
 
     Example:
         >>> GFSAConfig(K=4, w_0=-0.01).to_dict()["K"]

@@ -93,10 +93,17 @@ class Hedgehog(ReplacingFilter):
 @register_filter("hedgehog")
 @dataclass(frozen=True)
 class HedgehogConfig(ReplacingConfig):
-    """Hedgehog, linear attention with a learned feature map, with linear cost; with ``window=64`` as LoLCATs has it.
+    """Hedgehog, linear attention with a learned feature map that replaces attention at linear cost.
+
+    Hedgehog (Zhang et al., ICLR 2024) replaces the softmax of scores by a product of feature maps of query and key.
+    Each map is a softmax over learned features, which can mimic the original. It has fewer parameters than AGF.
+    Decoding keeps a state of constant size.
+
+    Right after patching, a model is far from the original, except with ``init="blend"``; ``linearize`` or
+    ``transfer_attention`` fits it. With ``window=64`` it is the linear attention of LoLCATs (Zhang et al., ICLR 2025).
 
     Args:
-        init, window, sinks, far, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
+        init, window, sinks, far, position_bias: Options of every replacement filter, see ``ReplacingConfig``.
 
     Example:
         >>> HedgehogConfig.for_conversion().sinks

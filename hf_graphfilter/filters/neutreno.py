@@ -44,7 +44,21 @@ class NeuTRENO(FromFirstLayer):
 @register_filter("neutreno")
 @dataclass(frozen=True)
 class NeuTRENOConfig(FromFirstLayerConfig):
-    """NeuTRENO (Nguyen et al., 2023): held to the values of the first layer; it starts as A."""
+    """NeuTRENO: attention that keeps tokens near the values of the first layer.
+
+    With depth, tokens become alike. NeuTRENO (Nguyen et al., NeurIPS 2023) adds alpha times the difference between the
+    first layer's values and those of the layer, so every layer is reminded of the start.
+
+    Departure from the paper: alpha is one learned number per head that starts at 0, so the patched model equals the
+    original. The paper uses 0.6.
+
+    The first layer must be among the chosen layers; nothing changes in it. Models whose layers pass nothing on to each
+    other (timm) and attention within windows of an image raise a ``GraphFilterError``. There are no options.
+
+    Example:
+        >>> NeuTRENOConfig().formula
+        'A V + alpha (V_0 - V)'
+    """
 
     module = NeuTRENO
     citation = CITATION

@@ -75,13 +75,24 @@ class Polynomial(PowerSeries):
 @register_filter("polynomial")
 @dataclass(frozen=True)
 class PolynomialConfig(FilterConfig):
-    """A polynomial of the attention matrix, sum_k theta_k T_k(A); it starts as A.
+    """A polynomial of the attention matrix in a basis of your choice, sum_k theta_k T_k(A).
+
+    Each head learns K+1 coefficients, so it can learn any frequency response of order K. The basis decides how the
+    coefficients are scaled against each other. The Chebyshev basis comes from Defferrard et al. (2016), the Bernstein
+    basis from He et al. (2021), the Jacobi basis from Wang and Zhang (ICML 2022).
+
+    Departure from the papers: the filter starts as A itself in every basis, so the patched model equals the original.
+    What is learned is added to the coefficients of A.
 
     Args:
-        K: order, the applications of A; 1 to 1000 of monomials, at most 12 to 15 of others, of Jacobi by a and b.
-        basis: ``"monomial"``, ``"chebyshev"``, ``"legendre"``, ``"jacobi"`` or ``"bernstein"``.
-        a, b: of the Jacobi basis, 1 by default; no other basis has any.
-        theta: what is learned is ``"free"``, or bounded by 1 with ``"tanh"``.
+        K (int, default 3): Order, which is the number of applications of A. 1 to 1000 in the monomial basis, at most 12
+            to 15 in the others, where terms cancel; in the Jacobi basis the limit depends on a and b.
+        basis (str, default "chebyshev"): The polynomials T_k: ``"monomial"``, ``"chebyshev"``, ``"legendre"``,
+            ``"jacobi"`` or ``"bernstein"``.
+        a (float or None, default None): First parameter of the Jacobi basis; ``None`` is 1. No other basis has it.
+        b (float or None, default None): Second parameter of the Jacobi basis; ``None`` is 1. No other basis has it.
+        theta (str, default "free"): What is added to the coefficients of A. ``"free"``: the parameter itself.
+            ``"tanh"``: its tanh, which lies between -1 and 1.
 
     Example:
         >>> PolynomialConfig(K=2, basis="bernstein").start()

@@ -64,13 +64,22 @@ class Diffusion(PowerSeries):
 @register_filter("ppr")
 @dataclass(frozen=True)
 class PPRConfig(FilterConfig):
-    """Personalised PageRank or heat diffusion of the attention matrix, gated; it starts as A.
+    """Personalised PageRank or heat diffusion over the attention graph, mixed with attention by a gate.
+
+    Both are sums over all powers of A with decreasing weights (Gasteiger et al., ICLR 2019 and NeurIPS 2019). They
+    collect what a token reaches in several steps, and PageRank returns to the token itself with a probability alpha at
+    each step.
+
+    Departures from the papers: the sum ends after K powers; the probability or the time is learned per head; a gate g
+    per head mixes the filter with attention. The gate starts at 0, so the patched model equals the original.
 
     Args:
-        K: number of applications of A, 1 to 1000.
-        kernel: ``"ppr"`` or ``"heat"``.
-        alpha: probability of returning to the token itself (ppr), in (0, 1), at the start.
-        t: time of diffusion (heat), > 0, at the start.
+        K (int, default 4): Number of applications of A, 1 to 1000.
+        kernel (str, default "ppr"): The weights of the powers. ``"ppr"``: alpha (1 - alpha)^k, PageRank. ``"heat"``:
+            e^-t t^k / k!, heat diffusion.
+        alpha (float, default 0.15): Start value of the probability of returning to the token itself, in (0, 1). It is
+            read by ``kernel="ppr"``.
+        t (float, default 1.0): Start value of the time of diffusion, > 0. It is read by ``kernel="heat"``.
 
     Example:
         >>> PPRConfig(alpha=0.2).starts_as_original

@@ -90,17 +90,29 @@ class Singularformer(ReplacingFilter):
 @register_filter("singularformer")
 @dataclass(frozen=True)
 class SingularformerConfig(ReplacingConfig):
-    """Singularformer, a learned singular value decomposition of attention, with linear cost; for encoders.
+    """Singularformer, a learned decomposition that replaces the attention of encoders at linear cost.
+
+    Singularformer (Wu et al., IJCAI 2023) gathers the tokens into r pseudo tokens. These attend to each other, and the
+    result is spread over the tokens again. The heads of a layer share the one new projection. It is for encoders: a
+    pseudo token is made of all tokens, so there is no causal form.
+
+    Right after patching, a model is far from the original, except with ``init="blend"``; ``linearize`` or
+    ``transfer_attention`` fits it.
+
+    Departure from the authors' code: the diagonal loss is squared, as the paper prints it.
 
     Args:
-        r: pseudo tokens, the size of the core; ``None`` for the features of a head, as in the paper. It may exceed the
-            tokens and the hidden size, where more of them bring nothing but cost.
-        temperature: divides the scores before both softmaxes, > 0; smaller ones make sharper pseudo tokens.
-        residual: add the scores of the core of the layer before, as Realformer (text after Eq. 14). All filters of a
-            stack then have one ``r``, and checkpointing is not reentrant.
-        gamma_orthogonal, gamma_diagonal: weights of the orthogonality loss (Eq. 15) and of the diagonal loss (Eq. 16)
-            that ``RegularizerCallback`` adds; the paper's are 0.01.
-        init, window, sinks, far, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
+        r (int or None, default None): Number of pseudo tokens, 1 to 65536. ``None`` is the number of features per head,
+            as in the paper. It may exceed the number of tokens and the hidden size, but more than these only add cost.
+        temperature (float, default 1.0): Divisor of the scores before both softmaxes, > 0. Smaller values make sharper
+            pseudo tokens.
+        residual (bool, default False): Add the scores of the layer before, as Realformer does (text after Eq. 14). All
+            filters of a stack must then have the same ``r``, and gradient checkpointing must not be reentrant.
+        gamma_orthogonal (float, default 0.01): Weight of the orthogonality loss (Eq. 15), which ``RegularizerCallback``
+            adds in training. The paper uses 0.01.
+        gamma_diagonal (float, default 0.01): Weight of the diagonal loss (Eq. 16), which ``RegularizerCallback`` adds
+            in training. The paper uses 0.01.
+        init, window, sinks, far, position_bias: Options of every replacement filter, see ``ReplacingConfig``.
 
     Example:
         >>> SingularformerConfig(r=32).penalties

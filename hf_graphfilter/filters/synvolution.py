@@ -100,17 +100,32 @@ class Synvolution(ReplacingFilter):
 @register_filter("synvolution")
 @dataclass(frozen=True)
 class SynvolutionConfig(ReplacingConfig):
-    """Synvolution, a unitary filter with learned eigenvalues and eigenvectors, with linear cost; for encoders.
+    """Synvolution, a learned unitary filter that replaces the attention of encoders at linear cost.
+
+    Synvolution is the filter of Converter (Zhang et al., 2025). Two small networks make the eigenvalues and
+    eigenvectors of a unitary matrix from the layer's input; the eigenvectors are a product of rotations of neighbouring
+    tokens. Query and key are not used. It is for encoders: every token reaches every other, so there is no causal form.
+
+    Right after patching, a model is far from the original, except with ``init="blend"``; ``linearize`` or
+    ``transfer_attention`` fits it.
+
+    Departures from the paper and its code:
+
+    - The phase D of Eq. 7 is left out, because it meets its inverse.
+    - zeta is reflected into [0, 1] instead of clamped, so its gradient is never lost.
+    - Padding takes part in no rotation.
 
     Args:
-        per_head: eigenvalues and eigenvectors of its own for each head, else one set a layer, the paper's.
-        orders: pairs of Hessenberg factors, L of Eq. 7, 1 to 64; the paper's is 1, and cost grows with it.
-        permutation: of the tokens before each pair, P of Eq. 7: ``"identity"``, the paper's; ``"stride"``, every second
-            token behind the others; or ``"bit_reversal"``, by the reversed binary digits of the places. Learned ones
-            are not there.
-        hidden: features of the layers of the two networks that make eigenvalues and angles, 1 to 16384; ``None`` for
-            the features of the module's input.
-        init, window, sinks, far, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
+        per_head (bool, default False): Give each head its own eigenvalues and eigenvectors. If False, a layer has one
+            set, as in the paper.
+        orders (int, default 1): Number of pairs of Hessenberg factors, L of Eq. 7, 1 to 64. The paper uses 1; cost
+            grows with it.
+        permutation (str, default "identity"): Order of the tokens before each pair, P of Eq. 7. ``"identity"``:
+            unchanged, as in the paper. ``"stride"``: every second token behind the others. ``"bit_reversal"``: by the
+            reversed binary digits of the places. Learned permutations are not supported.
+        hidden (int or None, default None): Features of the layers of the two networks, 1 to 16384. ``None`` is the
+            number of features of the module's input.
+        init, window, sinks, far, position_bias: Options of every replacement filter, see ``ReplacingConfig``.
 
     Example:
         >>> SynvolutionConfig(orders=2, permutation="stride").starts_as_original

@@ -39,7 +39,21 @@ class ValueResidual(FromFirstLayer):
 @register_filter("value-residual")
 @dataclass(frozen=True)
 class ValueResidualConfig(FromFirstLayerConfig):
-    """Value residual (Zhou et al., 2024): the first layer's values beside each layer's own; it starts as A."""
+    """Value residual: attention over each layer's values plus those of the first layer.
+
+    Deep layers may lose what the first layer knew of each token. Value residual learning (Zhou et al., 2024) lets
+    attention read the first layer's values too, weighted by learned numbers.
+
+    The numbers l_1 and l_2, per head, start at 0, so the patched model equals the original. Heads that share keys and
+    values use the mean of their numbers.
+
+    The first layer must be among the chosen layers. Models whose layers pass nothing on to each other (timm) and
+    attention within windows of an image raise a ``GraphFilterError``. There are no options.
+
+    Example:
+        >>> ValueResidualConfig().formula
+        'A ((1+l_1) V + l_2 V_0)'
+    """
 
     module = ValueResidual
     citation = CITATION

@@ -140,23 +140,24 @@ class ReplacingFilter(GraphFilter):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplacingConfig(FilterConfig):
-    """Options of every filter in the place of attention.
+    """Options that every replacement filter has.
 
     Args:
-        init: ``"copy"`` puts the filter in the place of attention; ``"blend"`` computes (1 - g) attention + g filter
-            with a gate g a head that starts at 0, so that the patched model equals the original; ``BlendSchedule``
-            carries it to 1 and ``drop_blend`` then takes the attention out.
-        window: softmax attention over so many tokens on each side is mixed in, at most a million; 0 leaves it out. A
-            window longer than the text costs as much as one that spans it.
-        sinks: so many first tokens of the text are attended to by all others too, at most a thousand: in
-            decoders most of the attention beyond the window goes there (Xiao et al., Efficient Streaming Language
-            Models with Attention Sinks, ICLR 2024). They need a window.
-        far: what the weight of the filter beside the window goes by: ``"all"`` tokens of the context, or those
-            ``"beyond"`` window and sinks, so that texts that these span have the original attention; those no longer
-            than the window and one token at its speed (but in a compiled model, and where a cache is kept), and with
-            no loss of the filter's own, as it takes no part.
-        position_bias: ``"refuse"`` modules with a learned bias of positions (T5), which such a filter cannot honour,
-            ``"drop"`` it, or add it in the ``"window"`` and to the sinks alone, in encoders.
+        init (str, default "copy"): How the filter starts. ``"copy"``: it replaces attention at once. ``"blend"``: the
+            output is (1 - g) attention + g filter with one gate g per head that starts at 0, so the patched model
+            equals the original. ``BlendSchedule`` carries g to 1, and ``drop_blend`` then removes the attention.
+        window (int, default 0): Softmax attention over this many tokens on each side is mixed in, at most a million; 0
+            leaves it out. A window longer than the text costs as much as one that spans it.
+        sinks (int, default 0): Number of first tokens of the text to which all other tokens attend too, at most a
+            thousand. Decoders leave most of their attention beyond the window there (Xiao et al., Efficient Streaming
+            Language Models with Attention Sinks, ICLR 2024). Sinks need a window.
+        far (str, default "all"): Which tokens the filter is responsible for. ``"all"``: every token, including those in
+            the window. ``"beyond"``: only tokens outside the window and the sinks, so an input that fits into them gets
+            exactly the original attention. If such an input has at most window + 1 tokens, it also runs at the
+            original's speed (except in a compiled model or with a cache), and the filter adds no loss for it.
+        position_bias (str, default "refuse"): What happens to a learned bias of positions in the scores (T5), which a
+            replacement filter cannot compute. ``"refuse"``: raise an error. ``"drop"``: leave it out. ``"window"``: add
+            it in the window and for the sinks only, in encoders.
     """
 
     init: Literal["copy", "blend"] = "copy"
