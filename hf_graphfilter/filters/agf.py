@@ -1,4 +1,4 @@
-"""AGF: the attentive graph filter, a learned filter in the singular value domain, linear in the number of tokens.
+"""AGF, the attentive graph filter: a learned filter in the singular value domain, linear in the number of tokens.
 
 Source: Wi et al., "Learning Advanced Self-Attention for Linear Transformers in the Singular Value Domain" (IJCAI 2025,
 arXiv 2505.08516), Eq. 7-12 and Appendix F.
@@ -34,18 +34,19 @@ CITATION = """@inproceedings{wi2025agf,
 
 
 class AGF(ReplacingFilter):
-    """``U Sigma V^T value``: O(n d^2) time and O(n d + d^2) memory, no n x n matrix.
+    """The attentive graph filter ``U Sigma V^T value``, in O(n d^2) time and O(n d + d^2) memory.
 
-    ``U = softmax over features (query)``, ``V = softmax over tokens (key)``, ``Sigma = sum_k theta_k T_k(sigmoid(X
-    W_Sigma))`` for every token and feature (Eq. 7-10). Query, key and value are those of the pretrained projections,
-    with whatever the model does to them (rotary positions, norms). ``sigma`` holds W_Sigma. The coefficients ``theta``
-    start such that Sigma = 1; constrained, theta_0 = 1 is fixed and the others are the tanh of what is learned.
+    ``U = softmax over features (query)``, ``V = softmax over tokens (key)``, and ``Sigma = sum_k theta_k T_k(sigmoid(X
+    W_Sigma))`` for every token and feature (Eq. 7-10). No n x n matrix is formed. Query, key and value are those of the
+    pretrained projections, with whatever the model does to them (rotary positions, norms). ``sigma`` holds W_Sigma. The
+    coefficients ``theta`` start such that Sigma = 1. If they are constrained, theta_0 = 1 is fixed and the others are
+    the tanh of what is learned.
 
     In a causal module the softmax over tokens is a running one, see ``ops.spectral``, and decoding keeps a state of
     constant size.
 
-    Beyond the paper, ``correction`` gives ``U`` and ``V`` learned projections of their own on top of query and key,
-    ``query + X W``, with W = 0 at the start. They let attention transfer work while query and key stay as they are.
+    Beyond the paper, ``correction`` gives ``U`` and ``V`` learned projections on top of query and key, ``query + X W``,
+    with W = 0 at the start. They let attention transfer work while query and key stay as they are.
     """
 
     config: AGFConfig
@@ -81,7 +82,7 @@ class AGF(ReplacingFilter):
 
     @property
     def effective_theta(self) -> Tensor:
-        """The coefficients of T_0 ... T_K, (K+1,) or (heads, K+1)."""
+        """The coefficients of T_0 ... T_K as they enter the formula, (K+1,) or (heads, K+1)."""
         if not self.config.constrain_theta:
             assert self.theta is not None
             return self.theta
@@ -91,13 +92,13 @@ class AGF(ReplacingFilter):
         return torch.cat([one, self.theta.tanh()], -1)
 
     def coefficients(self) -> dict[str, Tensor]:
-        """``theta_0`` ... ``theta_K`` as they enter the formula, (1,) or (heads,), and the ``gate`` of a blend."""
+        """Return ``theta_0`` ... ``theta_K`` as they enter the formula, (1,) or (heads,), and a blend's ``gate``."""
         theta = self.effective_theta.detach()
         by_order = {f"theta_{k}": theta[..., k].reshape(-1) for k in range(theta.shape[-1])}
         return by_order if self.gate is None else {**by_order, "gate": self.gate}
 
     def singular_response(self, values: Tensor) -> Tensor:
-        """``sum_k theta_k T_k(sigma)`` (Eq. 9)."""
+        """Return ``sum_k theta_k T_k(sigma)`` (Eq. 9)."""
         theta = self.effective_theta.detach().to(values.device)
         return expand(values.view(1, 1, -1, 1).expand(1, self.heads, -1, 1), theta, self.steps)[0, :, :, 0]
 
@@ -133,7 +134,7 @@ class AGF(ReplacingFilter):
         )
 
     def _split(self, x: Tensor) -> Tensor:
-        """(batch, tokens, heads * features) to (batch, heads, tokens, features)."""
+        """Reshape (batch, tokens, heads * features) to (batch, heads, tokens, features)."""
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
 

@@ -1,7 +1,8 @@
-"""Attention without its mean: the rank-one part that lies in the direction of all tokens is taken away.
+"""Centered attention: attention minus the rank-one part that points in the direction of all tokens.
 
 Source: Saada et al., "Mind the Gap: a Spectral Analysis of Rank Collapse and Signal Propagation in Attention Layers"
-(ICML 2025)."""
+(ICML 2025).
+"""
 
 from __future__ import annotations
 
@@ -25,8 +26,11 @@ CITATION = """@inproceedings{saada2025gap,
 
 
 class Centered(PerHead):
-    """``H V = A V - g mean(A V)``: g = 1 removes the outlier of the spectrum of A, which makes tokens alike. A number a
-    head, 0 at the start; the mean is over the tokens that a query sees."""
+    """The filter ``H V = A V - g mean(A V)``, with one number g per head that starts at 0.
+
+    g = 1 removes the outlier of the spectrum of A, which makes tokens alike. The mean is over the tokens that a query
+    sees.
+    """
 
     spectral = False
     reads_mask = True
@@ -34,7 +38,7 @@ class Centered(PerHead):
     g: Tensor
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
-        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         out = shift(value)
         return combine([(torch.ones_like(self.g), out), (-self.g, shift.mean(shift.all_rows(out)).contiguous())])
 

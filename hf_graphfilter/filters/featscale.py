@@ -1,7 +1,7 @@
-"""FeatScale: what attention gives, its mean over the tokens and the rest scaled apart.
+"""FeatScale: the output of attention, with its mean over the tokens and the rest scaled separately.
 
-Source: Wang et al., "Anti-Oversmoothing in Deep Vision Transformers via the Fourier Domain Analysis" (ICLR 2022).
-The authors' code adds the terms twice; here they are added once, as in the paper.
+Source: Wang et al., "Anti-Oversmoothing in Deep Vision Transformers via the Fourier Domain Analysis" (ICLR 2022). The
+authors' code adds the terms twice; here they are added once, as in the paper.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from .core.site import AttentionSite
 
 
 class FeatScale(PerHead):
-    """``y + s DC(y) + t (y - DC(y))`` with y = A V, DC the mean over the tokens that a query sees, and vectors s and t
-    of the features of a head, which start at 0."""
+    """The filter ``y + s DC(y) + t (y - DC(y))`` with y = A V.
+
+    DC is the mean over the tokens that a query sees. s and t are vectors of the features of a head, which start at 0.
+    """
 
     linear = spectral = False
     reads_mask = True
@@ -32,7 +34,7 @@ class FeatScale(PerHead):
         return (site.value_dim,)
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
-        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         out = shift(value)
         mean = shift.mean(shift.all_rows(out))
         low, high = (c[:, None].to(out.dtype) for c in (self.low, self.high))

@@ -1,4 +1,4 @@
-"""Gated attention: what attention gives, times a gate that the layer's input opens.
+"""Gated attention: the output of attention times a gate that the layer's input opens or closes.
 
 Source: Qiu et al., "Gated Attention for Large Language Models" (arXiv 2505.06708).
 """
@@ -29,8 +29,10 @@ CITATION = """@article{qiu2025gated,
 
 
 class Gated(PerHead):
-    """``y * 2 sigmoid(X W)`` with y = A V and X the input of the attention module; W = 0 at the start, where the gate
-    is 1."""
+    """The filter ``y * 2 sigmoid(X W)`` with y = A V and X the input of the attention module.
+
+    W = 0 at the start, where the gate is 1.
+    """
 
     reads_hidden = True
     linear = spectral = False
@@ -54,7 +56,7 @@ class Gated(PerHead):
         return set()
 
     def forward(self, shift: AttentionShift, value: Tensor) -> Tensor:  # type: ignore[override]
-        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         out, hidden = shift(value), shift.hidden
         assert hidden is not None
         scores = torch.einsum("bti,hfi->bhtf", hidden.to(self.weight.dtype), self.weight)

@@ -35,12 +35,12 @@ COEFFICIENTS = ("w_0", "w_1", "w_K")
 
 
 class GFSA(GraphFilter):
-    """``H V = w_0 V + w_1 S(V) + w_K P(V)`` with ``P`` the K-th power of ``S`` or its first-order approximation.
+    """The filter ``H V = w_0 V + w_1 S(V) + w_K P(V)``, with P the K-th power of S or its first-order approximation.
 
-    With ``approximation="taylor"`` (Eq. 4), ``P = S + (K-1)(S^2 - S)``, so
-    ``H = w_0 I + (w_1 + (2-K) w_K) S + (K-1) w_K S^2``: two applications of ``S`` whatever K. With ``"none"``,
-    ``P = S^K``: K applications. One coefficient of each kind a head, float32; the paper learns only ``w_K`` and starts
-    it at 0, so the patched model equals the original.
+    With ``approximation="taylor"`` (Eq. 4), ``P = S + (K-1)(S^2 - S)``, so ``H = w_0 I + (w_1 + (2-K) w_K) S + (K-1)
+    w_K S^2``: two applications of ``S`` whatever K. With ``"none"``, ``P = S^K``: K applications. Each head has one
+    coefficient of each kind, in float32. The paper learns only ``w_K`` and starts it at 0, so the patched model equals
+    the original.
 
     Dropout: each application draws its own mask, and E[A_1 A_2] = A^2 holds for independent masks only. The authors'
     BERT and GPT-2 code squares one dropped-out matrix instead.
@@ -68,7 +68,7 @@ class GFSA(GraphFilter):
             nn.init.constant_(getattr(self, name), getattr(self.config, name))
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
-        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         terms = []
         if not _fixed_at_zero(self.w_0):
             terms.append((self.w_0, shift.identity(value)))
@@ -76,7 +76,7 @@ class GFSA(GraphFilter):
         return combine([*terms, *attention_terms(shift, value, self.w_1, self.w_K, K, self.config.approximation)])
 
     def branches(self) -> dict[str, Callable[[], AbstractContextManager[None]]]:
-        """A term a coefficient."""
+        """Return one term per coefficient."""
         coefficients = self.coefficient_tensors()
         return {
             name: partial(filled, tensor, 0.0) for name, tensor in coefficients.items() if not _fixed_at_zero(tensor)
@@ -84,7 +84,7 @@ class GFSA(GraphFilter):
 
 
 def _fixed_at_zero(coefficient: Tensor) -> bool:
-    """Whether a term can be left out."""
+    """Return whether a term can be left out."""
     return not coefficient.requires_grad and known_zero(coefficient)
 
 

@@ -31,7 +31,10 @@ _ONE = recurrence("monomial", 0, 0.0, 0.0)
 
 
 class FeatureMap(nn.Module):
-    """The logarithm of ``softmax over features [x W, -x W]``; W (heads, features, features) starts as the identity."""
+    """The logarithm of ``softmax over features [x W, -x W]``, where W starts as the identity.
+
+    W is (heads, features, features).
+    """
 
     def __init__(self, heads: int, features: int):
         super().__init__()
@@ -42,17 +45,17 @@ class FeatureMap(nn.Module):
             self.weight.copy_(torch.eye(self.weight.shape[-1]).expand_as(self.weight))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` (batch, heads, tokens, features) to twice as many features, float32 or wider."""
+        """Map ``x`` (batch, heads, tokens, features) to twice as many features, in float32 or wider."""
         mapped = spectral.to_float32(in_dtype_of(self, x) @ self.weight)
         return torch.cat([mapped, -mapped], -1).log_softmax(-1)
 
 
 class Hedgehog(ReplacingFilter):
-    """``phi(Q) (phi(K)^T value) / (phi(Q) phi(K)^T 1)``: O(n d^2) time, no n x n matrix.
+    """Linear attention ``phi(Q) (phi(K)^T value) / (phi(Q) phi(K)^T 1)``, in O(n d^2) time without an n x n matrix.
 
-    It is the filter ``U V^T`` of the singular value domain with another normalisation: ``V`` the softmax over tokens of
-    ``log phi(K)``, ``U`` the softmax over features of ``log phi(Q)`` plus the logarithm of the mass of each feature of
-    the keys so far. Hence the same kernels compute it, and decoding keeps the same state.
+    It is the filter ``U V^T`` of the singular value domain with another normalisation. ``V`` is the softmax over tokens
+    of ``log phi(K)``. ``U`` is the softmax over features of ``log phi(Q)`` plus the logarithm of the mass of each
+    feature of the keys so far. Hence the same kernels compute it, and decoding keeps the same state.
     """
 
     def __init__(self, config: HedgehogConfig, site: AttentionSite):

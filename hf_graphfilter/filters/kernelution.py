@@ -23,10 +23,9 @@ from .synvolution import Synvolution, SynvolutionConfig
 
 
 class Kernelution(Synvolution):
-    """Synvolution with a learned Chebyshev polynomial of the eigenvalues: ``exp(i p(Lambda))``, ``p = sum_k g_k w_k
-    T_k`` (Eq. 12).
+    """Synvolution with ``exp(i p(Lambda))``, where ``p = sum_k g_k w_k T_k`` is a Chebyshev polynomial (Eq. 12).
 
-    The coefficients ``w`` start at 2 / (K+1), the zeroth at half of that, as in the authors' code; ``g_k`` is the
+    The coefficients ``w`` start at 2 / (K+1), the zeroth at half of that, as in the authors' code. ``g_k`` is the
     damping of the kernel (Table 6).
     """
 
@@ -105,7 +104,7 @@ class KernelutionConfig(SynvolutionConfig):
         return {"kernel_polynomial": self.gamma_kernel}
 
     def damping(self) -> tuple[float, ...]:
-        """``g_0 ... g_K``."""
+        """Return the damping factors ``g_0 ... g_K``."""
         with torch.device("cpu"):  # filters are built on the meta device
             g = functional.gibbs_damping(self.kernel, self.K, M=self.M, xi=self.xi, a=self.a, b=self.b)
         return tuple(g.tolist())

@@ -1,4 +1,4 @@
-"""NeuTRENO: the values of the first layer, added where a token has moved away from them.
+"""NeuTRENO: attention plus the first layer's values, as far as a token has moved away from them.
 
 Source: Nguyen et al., "Mitigating Over-smoothing in Transformers via Regularized Nonlocal Functionals" (NeurIPS 2023).
 """
@@ -28,14 +28,16 @@ CITATION = """@inproceedings{nguyen2023neutreno,
 
 
 class NeuTRENO(FromFirstLayer):
-    """``A V + alpha (V_0 - V)`` with V_0 the values of the first layer; alpha a head, 0 at the start (the paper's is
-    0.6)."""
+    """The filter ``A V + alpha (V_0 - V)``, with V_0 the values of the first layer.
+
+    There is one number alpha per head, 0 at the start (the paper's is 0.6).
+    """
 
     per_head = ("alpha",)
     alpha: Tensor
 
     def forward(self, shift: AttentionShift, value: Tensor) -> Tensor:  # type: ignore[override]
-        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         own = shift.identity(value)
         first = self.first(shift, own)
         return combine([(torch.ones_like(self.alpha), shift(value)), (self.alpha, first - own)])
@@ -78,7 +80,7 @@ class NeuTRENOConfig(FromFirstLayerConfig):
 
 
 def _runs_again(site: AttentionSite) -> bool:
-    """Return whether a later layer of the stack has the same weights: it is then not the first one alone."""
+    """Return whether a later layer of the stack has the same weights, so that this is not only the first one."""
     stack, config = site.stack_module, getattr(site.module, "config", None)
     if stack is None or sum(module is site.module for _, module in stack.named_modules(remove_duplicate=False)) > 1:
         return stack is not None

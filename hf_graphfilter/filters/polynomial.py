@@ -1,6 +1,7 @@
-"""A polynomial of the attention matrix, in a basis of choice.
+"""A polynomial of the attention matrix, in a basis of your choice.
 
-Source: Defferrard et al. (2016), Chebyshev; He et al. (2021), Bernstein; Wang and Zhang (ICML 2022), Jacobi."""
+Source: Defferrard et al. (2016), Chebyshev; He et al. (2021), Bernstein; Wang and Zhang (ICML 2022), Jacobi.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +31,11 @@ CITATION = """@inproceedings{defferrard2016chebnet,
 
 
 class Polynomial(PowerSeries):
-    """``H = sum_k theta_k T_k(A)``, ``theta_k`` = those of A itself plus what is learned, ``theta`` (heads, K+1), 0 at
-    the start, so that H is A bit for bit in every basis."""
+    """The filter ``H = sum_k theta_k T_k(A)``.
+
+    ``theta_k`` is the coefficient of A itself plus what is learned. ``theta`` (heads, K+1) is 0 at the start, so H is A
+    bit for bit in every basis.
+    """
 
     per_head = ("theta",)
     theta: Tensor
@@ -51,7 +55,7 @@ class Polynomial(PowerSeries):
         return self.theta.tanh() if self.config.theta == "tanh" else self.theta
 
     def coefficients(self) -> dict[str, Tensor]:
-        """``theta_0`` ... ``theta_K`` as they enter the formula, (heads,)."""
+        """Return ``theta_0`` ... ``theta_K`` as they enter the formula, each (heads,)."""
         theta = self.learned.detach() + self.theta.new_tensor(self.config.start())
         return {f"theta_{k}": column for k, column in enumerate(theta.unbind(1))}
 
@@ -62,7 +66,7 @@ class Polynomial(PowerSeries):
         return (self.learned.to(dtype)[..., None] * rows).sum(-2)  # autocast would round a product of matrices
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
-        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         if not self.steps:
             return super().forward(shift, value)
         learned = self.learned
@@ -128,5 +132,5 @@ class PolynomialConfig(FilterConfig):
         return self.K, 1.0 if self.a is None else self.a, 1.0 if self.b is None else self.b
 
     def start(self) -> list[float]:
-        """``theta_0 ... theta_K`` of A itself."""
+        """Return ``theta_0 ... theta_K`` of A itself."""
         return identity_coefficients(self.basis, *self.parameters)

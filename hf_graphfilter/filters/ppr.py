@@ -28,11 +28,12 @@ CITATION = """@inproceedings{gasteiger2019diffusion,
 
 
 class Diffusion(PowerSeries):
-    """``H = (1 - g) A + g sum_{k<=K} c_k A^k`` with g a head, 0 at the start; K applications of ``S``.
+    """The filter ``H = (1 - g) A + g sum_{k<=K} c_k A^k``, with a gate g per head that starts at 0.
 
-    ``c_k = alpha (1 - alpha)^k`` (PageRank: ``alpha (I - (1 - alpha) A)^-1``, cut off with an error of at most
-    ``(1 - alpha)^(K+1)`` in the infinity norm) or ``c_k = e^-t t^k / k!`` (heat). alpha or t is learned a head too,
-    from the option's value on: ``rate`` is added to its logit or logarithm."""
+    ``c_k = alpha (1 - alpha)^k`` is PageRank: ``alpha (I - (1 - alpha) A)^-1``, cut off with an error of at most ``(1 -
+    alpha)^(K+1)`` in the infinity norm. ``c_k = e^-t t^k / k!`` is heat diffusion. alpha or t is learned per head too,
+    from the option's value on: ``rate`` is added to its logit or logarithm. There are K applications of ``S``.
+    """
 
     per_head = ("g", "rate")
     g: Tensor
@@ -41,13 +42,13 @@ class Diffusion(PowerSeries):
 
     @property
     def pace(self) -> Tensor:
-        """alpha in (0, 1), or t > 0, (heads,)."""
+        """The learned alpha in (0, 1), or t > 0, (heads,)."""
         if self.config.kernel == "heat":
             return (self.rate + math.log(self.config.t)).exp()
         return (self.rate + math.log(self.config.alpha / (1 - self.config.alpha))).sigmoid()
 
     def coefficients(self) -> dict[str, Tensor]:
-        """``g``, and ``alpha`` or ``t``, (heads,)."""
+        """Return ``g``, and ``alpha`` or ``t``, each (heads,)."""
         return {"g": self.g.detach(), {"ppr": "alpha", "heat": "t"}[self.config.kernel]: self.pace.detach()}
 
     def series(self, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Singularformer: a learned singular value decomposition in the place of attention, linear in the number of tokens.
+"""Singularformer: a learned singular value decomposition that replaces attention, linear in the number of tokens.
 
 Source: Wu et al., "Singularformer: Learning to Decompose Self-Attention to Linearize the Complexity of Transformer"
 (IJCAI 2023), Eq. 8-18.
@@ -29,14 +29,14 @@ CITATION = """@inproceedings{wu2023singularformer,
 
 
 class Singularformer(ReplacingFilter):
-    """``alpha softmax((alpha^ Q)(alpha^ K)^T / sqrt(d)) alpha^ value``: O(n r d) time and O(n (r + d)) memory.
+    """The filter ``alpha softmax((alpha^ Q)(alpha^ K)^T / sqrt(d)) alpha^ value``, for encoders.
 
-    ``alpha = softmax over r of X W + b`` spreads r pseudo tokens over the tokens, ``alpha^ = softmax over tokens`` of
-    the same makes them; the child ``alpha`` holds W and b, shared by the heads (Eq. 14). Q, K and value are those of
-    the pretrained projections: pooling after projecting equals projecting after pooling, also with biases, since the
-    rows of ``alpha^`` sum to 1.
+    It takes O(n r d) time and O(n (r + d)) memory. ``alpha = softmax over r of X W + b`` spreads r pseudo tokens over
+    the tokens, and ``alpha^ = softmax over tokens`` of the same makes them. The child ``alpha`` holds W and b, shared
+    by the heads (Eq. 14). Q, K and value are those of the pretrained projections: pooling after projecting equals
+    projecting after pooling, also with biases, since the rows of ``alpha^`` sum to 1.
 
-    For encoders: a pseudo token is made of all tokens, so there is no causal form.
+    A pseudo token is made of all tokens, so there is no causal form.
     """
 
     config: SingularformerConfig

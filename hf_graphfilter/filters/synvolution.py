@@ -30,16 +30,16 @@ CITATION = """@article{zhang2025converter,
 
 
 class Synvolution(ReplacingFilter):
-    """``zeta Re z + (1 - zeta) Im z`` of ``z = Phi^-1 [exp(i Lambda) * (Phi value)]``: O(n d) time and memory.
+    """The real form of ``z = Phi^-1 [exp(i Lambda) * (Phi value)]``, in O(n d) time and memory, for encoders.
 
-    ``Phi`` is unitary, of full rank and dense, a product of Givens rotations of neighbouring tokens (Eq. 7); the child
-    ``spectrum`` makes their angles and the eigenvalues Lambda of the module's input. Query and key are not used. D of
+    ``Phi`` is unitary, of full rank and dense: a product of Givens rotations of neighbouring tokens (Eq. 7). The child
+    ``spectrum`` makes their angles and the eigenvalues Lambda from the module's input. Query and key are not used. D of
     Eq. 7 meets its inverse, so it is left out.
 
-    ``zeta``, one a head, starts at 1. Where the authors clamp it to [0, 1], and beyond a bound its gradient is lost, a
-    step out of the interval is reflected into it.
+    The real form is ``zeta Re z + (1 - zeta) Im z`` with one zeta per head that starts at 1. The authors clamp it to
+    [0, 1], and beyond a bound its gradient is lost. Here a step out of the interval is reflected into it.
 
-    For encoders: every token reaches every other, so there is no causal form.
+    Every token reaches every other, so there is no causal form.
     """
 
     config: SynvolutionConfig
@@ -57,7 +57,7 @@ class Synvolution(ReplacingFilter):
         self.reset_parameters()
 
     def polynomial(self) -> nn.Parameter | None:
-        """Its coefficients, (K+1,) or (heads, K+1), not yet set; None where the eigenvalues are taken as they are."""
+        """Return the coefficients, (K+1,) or (heads, K+1), not yet set; None to use the eigenvalues as they are."""
         return None
 
     def reset_parameters(self) -> None:
@@ -66,7 +66,7 @@ class Synvolution(ReplacingFilter):
         nn.init.ones_(self.zeta)
 
     def coefficients(self) -> dict[str, Tensor]:
-        """``zeta`` in [0, 1], ``w_0`` ... ``w_K``, (1,) or (heads,), and the ``gate`` of a blend."""
+        """Return ``zeta`` in [0, 1], ``w_0`` ... ``w_K``, each (1,) or (heads,), and a blend's ``gate``."""
         by_name = {**super().coefficients(), "zeta": reflect(self.zeta.detach())}
         w = by_name.pop("w", None)
         if w is None:
@@ -75,7 +75,7 @@ class Synvolution(ReplacingFilter):
         return {**by_name, **{f"w_{k}": w[..., k].reshape(-1) for k in range(w.shape[-1])}}
 
     def response(self, eigenvalues: Tensor) -> Tensor:
-        """The argument of the filter at the eigenvalues (batch, sets, tokens), radians."""
+        """Return the argument of the filter at the eigenvalues (batch, sets, tokens), in radians."""
         return eigenvalues
 
     def filtered(self, shift: AttentionShift, value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Value residual: attention reads the values of the first layer beside its own.
+"""Value residual: attention over each layer's values plus those of the first layer.
 
 Source: Zhou et al., "Value Residual Learning" (arXiv 2410.17897).
 """
@@ -22,15 +22,17 @@ CITATION = """@article{zhou2024valueresidual,
 
 
 class ValueResidual(FromFirstLayer):
-    """``A ((1 + l_1) V + l_2 V_1)`` with V_1 the values of the first layer; numbers a head, 0 at the start. Heads that
-    share keys and values take the mean of their numbers."""
+    """The filter ``A ((1 + l_1) V + l_2 V_0)``, with V_0 the values of the first layer.
+
+    l_1 and l_2 are numbers per head, 0 at the start. Heads that share keys and values take the mean of their numbers.
+    """
 
     per_head = ("l_1", "l_2")
     l_1: Tensor
     l_2: Tensor
 
     def forward(self, shift: AttentionShift, value: Tensor) -> Tensor:  # type: ignore[override]
-        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         first, groups = self.first(shift, value), value.shape[1]
         own, other = (c.view(groups, -1).mean(1).to(value.dtype).view(-1, 1, 1) for c in (self.l_1, self.l_2))
         return shift(value + own * value + other * first)

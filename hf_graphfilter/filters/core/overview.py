@@ -1,4 +1,4 @@
-"""What there is: the registered filters side by side, as they say of themselves."""
+"""A table of the registered filters, made from what they say of themselves."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ HEADER = ["filter", "formula", "cost", "parameters a head", "causal", "decoding 
 
 
 def overview(heads: int = 12, features: int = 64) -> list[list[str]]:
-    """A row for each registered filter, under ``HEADER``, with its default options.
+    """Return one row per registered filter, under ``HEADER``, with its default options.
 
     Args:
-        heads, features: of the module for which parameters are counted.
+        heads: of the module for which parameters are counted.
+        features: per head of that module.
     """
     return [row(name, get_filter(name), heads, features) for name in available_filters()]
 
 
 def row(name: str, config_class: type[FilterConfig], heads: int, features: int) -> list[str]:
+    """Return the row of one filter."""
     config = config_class()
     place = nn.Module()
     width: dict[str, Any] = {"hidden_size": heads * features, "head_dim": features, "stack_module": place}
@@ -45,14 +47,14 @@ def row(name: str, config_class: type[FilterConfig], heads: int, features: int) 
 
 
 def _source(citation: str) -> str:
-    """Title and year of a BibTeX entry."""
+    """Return title and year of a BibTeX entry."""
     matches = [re.search(rf"^ *{field} *= *{{(.*?)}},?$", citation, re.M | re.S) for field in ("title", "year")]
     title, year = (" ".join(re.sub(r"[{}]|\\(?=[&%$#_])", "", match[1]).split()) if match else "" for match in matches)
     return f"{title}, {year}" if title else ""
 
 
 def summary(config_class: type[FilterConfig]) -> str:
-    """The first line of its documentation, or of its filter's."""
+    """Return the first line of the config's docstring, or of its filter's."""
     lines = [(owner.__doc__ or "").strip().partition("\n")[0] for owner in (config_class, config_class.module)]
     generated = f"{config_class.__name__}("  # by dataclass, where the author wrote none
     return next((line for line in lines if line and not line.startswith(generated)), "")

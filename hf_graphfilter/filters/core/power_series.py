@@ -1,4 +1,4 @@
-"""Filters made of coefficients a head, and those of them that are power series of the attention matrix."""
+"""Base classes of filters that have coefficients per head only, and of power series of the attention matrix."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .site import AttentionSite
 
 
 class PerHead(GraphFilter):
-    """A filter whose parameters are coefficients, (heads, ...), 0 at the start, where it leaves attention as it is.
+    """A filter whose only parameters are coefficients (heads, ...); they start at 0, where attention is unchanged.
 
     Class attributes:
-        per_head: their names.
+        per_head: names of the coefficients.
     """
 
     def __init__(self, config: FilterConfig, site: AttentionSite):
@@ -32,7 +32,7 @@ class PerHead(GraphFilter):
         self.reset_parameters()
 
     def shape(self, name: str, site: AttentionSite) -> tuple[int, ...]:
-        """Of a coefficient of one head."""
+        """Return the shape of a coefficient of one head."""
         return ()
 
     def learned_coefficients(self) -> dict[str, Tensor]:
@@ -44,16 +44,16 @@ class PerHead(GraphFilter):
 
 
 class PowerSeries(PerHead):
-    """``H V = S(V) + sum_k c_k S^k(V)``; a subclass gives the ``c_k``. K applications of ``S``."""
+    """The filter ``H V = S(V) + sum_k c_k S^k(V)``, with K applications of ``S``; a subclass gives the ``c_k``."""
 
     config: Any
 
     def series(self, dtype: torch.dtype) -> Tensor:
-        """``c_0 ... c_K``, (heads, K+1) with K >= 1, all 0 at the start: what is added to A."""
+        """Return ``c_0 ... c_K``, which are added to A: (heads, K+1) with K >= 1, all 0 at the start."""
         raise NotImplementedError
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
-        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         c = self.series(torch.promote_types(torch.float32, value.dtype))
         shift.exact = known_zero(c)
         powers, (constant, once, *higher) = shift.powers(value, c.shape[1] - 1), c.unbind(1)
@@ -62,7 +62,7 @@ class PowerSeries(PerHead):
 
 
 class FromFirstLayer(PerHead):
-    """A filter that reads what the first layer of its stack made."""
+    """A filter that reads the values of the first layer of its stack."""
 
     linear = spectral = False
     reads_earlier = True
@@ -83,7 +83,7 @@ class FromFirstLayer(PerHead):
         self.is_first = site.index == 0
 
     def first(self, shift: AttentionShift, values: Tensor) -> Tensor:
-        """The first layer's ``values``; left for the others by the first layer itself."""
+        """Return the first layer's ``values``; the first layer itself leaves them for the others."""
         left = shift.earlier.left_before(self.site_name)
         if not left and not self.is_first:
             raise GraphFilterError(
@@ -104,7 +104,7 @@ class FromFirstLayer(PerHead):
 
 @dataclass(frozen=True)
 class FromFirstLayerConfig(FilterConfig):
-    """Of a filter that reads what the first layer of its stack made."""
+    """Config of a filter that reads the values of the first layer of its stack."""
 
     def check_sites(self, sites: Sequence[AttentionSite]) -> None:
         for group in dict.fromkeys(site.group for site in sites):

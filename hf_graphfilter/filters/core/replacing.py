@@ -1,4 +1,4 @@
-"""Filters in the place of attention: made of query, key, value and the module's input, not of an attention matrix."""
+"""Replacement filters: made of query, key, value and the module's input, not of an attention matrix."""
 
 from __future__ import annotations
 
@@ -28,17 +28,19 @@ _NO_CAUSAL_FORM = "mixes all tokens and has no causal form; choose other layers 
 
 
 class ReplacingFilter(GraphFilter):
-    """A filter that never applies ``S``. A subclass defines ``filtered``; blend, window, transfer, and refusals of what
-    such a filter cannot honour come with it.
+    """Base class of replacement filters, which never apply ``S``; a subclass defines ``filtered``.
 
-    ``filtered(shift, value)`` reads ``shift.query``, ``shift.key``, ``shift.hidden`` and ``shift.visible()``; shapes as
-    in ``forward``. When decoding, ``shift.state`` is a dict that it must fill with what it is to remember of the tokens
-    so far.
+    Blend, window, attention transfer and the checks for unsupported models are inherited.
+
+    ``filtered(shift, value)`` reads ``shift.query``, ``shift.key``, ``shift.hidden`` and ``shift.visible()``; its
+    shapes are those of ``forward``. When decoding, ``shift.state`` is a dict, and ``filtered`` must put into it what it
+    needs of the tokens so far.
 
     ``reset_parameters`` of a subclass calls that of this class, which sets the gate and the window's weights.
 
     Class attributes:
-        causal_form: whether it can keep a token from seeing later ones; causal modules are refused otherwise.
+        causal_form: whether the filter can keep a token from seeing later ones. If not, causal modules raise a
+            ``GraphFilterError``.
     """
 
     spectral: ClassVar[bool] = False
@@ -70,7 +72,7 @@ class ReplacingFilter(GraphFilter):
         return "state" if self.gate is None else "state and keys"
 
     def branches(self) -> dict[str, Callable[[], AbstractContextManager[None]]]:
-        """The window, and what is beyond it; of a blend the filter and the attention."""
+        """Return the window and what is beyond it; for a blend also the filter and the attention."""
         parts: dict[str, Callable[[], AbstractContextManager[None]]] = {}
         if self.outside is not None:
             parts |= {name: partial(self._switch_off, name) for name in ("window", "far")}
@@ -87,18 +89,18 @@ class ReplacingFilter(GraphFilter):
             self.switched_off = None
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
-        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         if self.gate is None:
             return self.approximate(shift, value)
         original = shift(value)
         return combine([(1 - self.gate, original), (self.gate, self.approximate(shift, value))])
 
     def filtered(self, shift: AttentionShift, value: Tensor) -> Tensor:
-        """The filter itself; shapes as in ``forward``."""
+        """Return the output of the filter alone, with the shapes of ``forward``."""
         raise NotImplementedError
 
     def approximate(self, shift: ShiftOperator, value: Tensor) -> Tensor:
-        """What takes the place of ``S(value)``: ``filtered``, with the window mixed in."""
+        """Return what replaces ``S(value)``: ``filtered``, with the window mixed in."""
         name = _name(self.config)
         if not isinstance(shift, AttentionShift) or shift.hidden is None:
             raise GraphFilterError(
@@ -123,7 +125,7 @@ class ReplacingFilter(GraphFilter):
         return mix_window(self, out, self.outside, shift, shift.hidden, value)
 
     def _spans_all(self, shift: AttentionShift) -> bool:
-        """Whether the window leaves nothing to the filter, so that the model's own attention is all, and quicker."""
+        """Return whether the window covers all tokens, so that the model's own attention is enough, and faster."""
         config, in_a_graph = self.config, torch.compiler.is_compiling() or torch.jit.is_tracing()
         if config.far != "beyond" or in_a_graph:  # a graph would be bound to the number of tokens
             return False
@@ -132,7 +134,7 @@ class ReplacingFilter(GraphFilter):
         return same_scores and no_part and shift.key.shape[2] <= (config.window and config.window + 1)
 
     def _add_zero_gradients(self, out: Tensor) -> Tensor:
-        """``out``, with a gradient for each parameter: DistributedDataParallel waits for all of them."""
+        """Return ``out`` with a zero gradient for each parameter; DistributedDataParallel waits for all of them."""
         if not torch.is_grad_enabled():
             return out
         return out + sum(p.flatten()[:0].sum().to(out.dtype) for p in self.parameters() if p.requires_grad)
@@ -172,7 +174,7 @@ class ReplacingConfig(FilterConfig):
 
     @classmethod
     def for_conversion(cls, **options: Any) -> Self:
-        """The config with the options that fit pretrained attention best (docs/linearize.md), ``options`` on top."""
+        """Return the config that fits pretrained attention best (docs/linearize.md); ``options`` override it."""
         sinks = 4 if options.get("window", 64) else 0
         return cls.from_options(**{"window": 64, "sinks": sinks, "far": "beyond", **options})  # type: ignore[return-value]
 
