@@ -106,7 +106,7 @@ class AGF(ReplacingFilter):
         tokens, heads = shift.query.shape[2], self.heads
         if shift.query.shape[-1] != self.head_dim:
             raise GraphFilterError(
-                f"{self.site_name}: AGF was made for {self.head_dim} features a head, the query has "
+                f"{self.site_name}: AGF was made for {self.head_dim} features per head, but the query has "
                 f"{shift.query.shape[-1]} (shape {tuple(shift.query.shape)})"
             )
         key, value = (repeat_heads(x[:, :, -tokens:], heads) for x in (shift.key, value))

@@ -43,8 +43,8 @@ class Gated(PerHead):
     def __init__(self, config: GatedConfig, site: AttentionSite):
         if site.hidden_size is None:
             raise GraphFilterError(
-                f"{site.name} ({type(site.module).__name__}) does not hand its input on to the attention function, "
-                "which opens the gates of 'gated'; choose other layers with layers=, or another filter"
+                f"{site.name} ({type(site.module).__name__}) does not pass its input on to the attention function, but "
+                "'gated' needs it for its gates; choose other layers with layers=, or another filter"
             )
         super().__init__(config, site)
 

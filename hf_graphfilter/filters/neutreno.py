@@ -74,8 +74,8 @@ class NeuTRENOConfig(FromFirstLayerConfig):
             if members[site.group] > 1 or site.stack_module is None or _runs_again(site):
                 continue
             raise GraphFilterError(
-                f"{site.name} is the first layer, whose values 'neutreno' hands to the others, so that nothing would "
-                "change: choose later layers beside it, or another filter if there are none"
+                f"{site.name} is the first layer, whose values 'neutreno' passes on to later ones, so nothing would "
+                "change: choose later layers too, or another filter if there are none"
             )
 
 

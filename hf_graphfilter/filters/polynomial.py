@@ -117,7 +117,7 @@ class PolynomialConfig(FilterConfig):
     def validate(self) -> None:
         check_counts(self, K=LARGEST_ORDER)
         if self.basis != "jacobi" and (self.a, self.b) != (None, None):
-            raise GraphFilterError(f"PolynomialConfig: a and b are of the Jacobi basis, and basis is {self.basis!r}")
+            raise GraphFilterError(f"PolynomialConfig: a and b belong to the Jacobi basis, but basis is {self.basis!r}")
         self.start()  # raises where a basis has no A
         highest = highest_order(self.basis, *self.parameters)
         if highest < self.K:

@@ -50,15 +50,15 @@ class Singularformer(ReplacingFilter):
         if config.residual and site.stack_module is None:
             raise GraphFilterError(
                 f"{site.name} ({type(site.module).__name__}): residual=True adds the scores of the layer before, and "
-                "the layers of this model hand nothing on to each other besides the hidden states; leave it out"
+                "the layers of this model pass nothing on to each other besides the hidden states; leave residual out"
             )
         r = config.r or site.head_dim
         if config.residual and site.stack_module is not None:
             for other in site.stack_module.modules():
                 if isinstance(other, Singularformer) and other.config.residual and other.alpha.out_features != r:
                     raise GraphFilterError(
-                        f"{site.name}: residual=True adds the scores of the layer before, which are r x r, and r is "
-                        f"{other.alpha.out_features} at {other.site_name} and {r} here: all layers of a stack have one"
+                        f"{site.name}: residual=True adds the r x r scores of the layer before, but r is "
+                        f"{other.alpha.out_features} at {other.site_name} and {r} here: give all layers the same r"
                     )
         self.alpha = nn.Linear(site.hidden_size, r)
         self.reset_parameters()

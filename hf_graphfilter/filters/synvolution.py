@@ -88,7 +88,7 @@ class Synvolution(ReplacingFilter):
         if value.shape[2] != shift.hidden.shape[1]:
             raise GraphFilterError(
                 f"{self.site_name}: {type(self).__name__} rotates the {shift.hidden.shape[1]} tokens of the module's "
-                f"input, and the values are of {value.shape[2]}"
+                f"input, but the values have {value.shape[2]} tokens"
             )
         eigenvalues, angles = self.spectrum(shift.hidden)
         _, there = shift.visible()

@@ -94,7 +94,7 @@ class GraphFilter(nn.Module):
         returned = f"{tuple(out.shape)} of {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
         raise GraphFilterError(
             f"{self.site_name}: {type(self).__name__}.forward must return a tensor (batch, heads, query tokens, "
-            f"features) = {wanted} of {value.dtype}, as the value is, and returned {returned}"
+            f"features) = {wanted} of {value.dtype}, like the value, but returned {returned}"
         )
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class GraphFilter(nn.Module):
             return out
         if unknown := losses.keys() - self.config.penalties.keys():
             raise GraphFilterError(
-                f"{type(self).__name__} penalises {min(unknown)!r}, and {type(self.config).__name__}.penalties gives "
+                f"{type(self).__name__} penalises {min(unknown)!r}, but {type(self.config).__name__}.penalties gives "
                 f"weights for {', '.join(self.config.penalties) or 'nothing'}: add it there"
             )
         return self.recorder(self, out, losses)
@@ -134,8 +134,8 @@ class GraphFilter(nn.Module):
         """Set the start values in place; values that a checkpoint has loaded stay."""
         if any(True for _ in (*self.parameters(), *self.buffers())):
             raise GraphFilterError(
-                f"{self.site_name}: {type(self).__name__} has parameters or buffers and no reset_parameters(), which "
-                "sets their start values in place: a checkpoint without them could not be loaded"
+                f"{self.site_name}: {type(self).__name__} has parameters or buffers but no reset_parameters(), which "
+                "must set their start values in place: without it a checkpoint that lacks them could not be loaded"
             )
 
     def coefficient_names(self) -> set[str]:

@@ -30,7 +30,7 @@ def register_filter(name: str) -> Callable[[C], C]:
         GraphFilterError: the name is taken by another class, or the class has no module of its own.
     """
     if not isinstance(name, str) or not name:
-        raise GraphFilterError(f"register_filter names a class, got {shown(name)}: write @register_filter(NAME)")
+        raise GraphFilterError(f"register_filter needs a name, got {shown(name)}: write @register_filter(NAME)")
 
     def register(config_class: C) -> C:
         taken = CONFIG_CLASSES.get(name)
@@ -163,12 +163,12 @@ def _check_per_head(built: GraphFilter, name: str) -> None:
         if not isinstance(shape, tuple) or shape[:1] != (built.heads,):
             raise GraphFilterError(
                 f"{name}: per_head names {wanted!r}, which must be a parameter or buffer ({built.heads}, ...), one "
-                f"entry a head, and is {shape}"
+                f"entry per head, but is {shape}"
             )
     if built.per_head and (others := {n for n, _ in built.named_parameters()} - {*built.per_head}):
         raise GraphFilterError(
-            f"{name}: per_head must name all parameters or none, and lacks {min(others)!r}: tensor parallelism would "
-            "train it apart on each process"
+            f"{name}: per_head must name all parameters or none, but lacks {min(others)!r}: tensor parallelism would "
+            "train it separately in each process"
         )
 
 

@@ -12,7 +12,7 @@ from .base import FilterConfig
 from .registry import available_filters, get_filter
 from .site import AttentionSite
 
-HEADER = ["filter", "formula", "cost", "parameters a head", "causal", "decoding keeps", "start", "source"]
+HEADER = ["filter", "formula", "cost", "parameters per head", "causal", "decoding keeps", "start", "source"]
 
 
 def overview(heads: int = 12, features: int = 64) -> list[list[str]]:
@@ -41,7 +41,7 @@ def row(name: str, config_class: type[FilterConfig], heads: int, features: int) 
         f"{parameters:,.0f}" if parameters >= 1 or not parameters else f"1/{1 / parameters:.0f}",
         "yes" if causal else "no",
         built.decoding if causal else "",
-        "as attention" if config.starts_as_original else "another one",
+        "as attention" if config.starts_as_original else "different",
         _source(config.citation),
     ]
 

@@ -71,13 +71,13 @@ class FromFirstLayer(PerHead):
         super().__init__(config, site)
         if site.in_windows:
             raise GraphFilterError(
-                f"{site.name} ({type(site.module).__name__}) attends within windows, whose tokens are in another order "
-                f"in another layer, and {config.filter!r} reads the values of the first; choose another filter"
+                f"{site.name} ({type(site.module).__name__}) attends within windows, whose tokens have another order "
+                f"in other layers, but {config.filter!r} reads the values of the first layer; choose another filter"
             )
         if site.stack_module is None:
             raise GraphFilterError(
                 f"{site.name} ({type(site.module).__name__}): {config.filter!r} reads the values of the first layer, "
-                "and the layers of this model hand nothing on to each other besides the hidden states; choose another "
+                "but the layers of this model pass nothing on to each other besides the hidden states; choose another "
                 "filter"
             )
         self.is_first = site.index == 0
@@ -95,9 +95,9 @@ class FromFirstLayer(PerHead):
             shift.earlier.leave(self.site_name, first)
         if first.shape[2] != values.shape[2]:
             raise GraphFilterError(
-                f"{self.site_name}: {self.config.filter!r} reads the values of the first layer, of {first.shape[2]} "
-                f"tokens, beside its own of {values.shape[2]}: where only some layers have a sliding window, use "
-                "use_cache=False; where layers see different pieces of an image, choose another filter"
+                f"{self.site_name}: {self.config.filter!r} reads the values of the first layer, which have "
+                f"{first.shape[2]} tokens, but its own have {values.shape[2]}: if only some layers have a sliding "
+                "window, use use_cache=False; if layers see different pieces of an image, choose another filter"
             )
         return first
 
@@ -111,13 +111,13 @@ class FromFirstLayerConfig(FilterConfig):
             first, *others = sorted((s for s in sites if s.group == group), key=lambda site: site.index)
             if first.index:
                 raise GraphFilterError(
-                    f"{self.filter!r} reads the values of the first layer, and the first one chosen is {first.name}: "
-                    "choose layers with the first among them"
+                    f"{self.filter!r} reads the values of the first layer, but the first chosen layer is {first.name}: "
+                    "choose layers that include the first"
                 )
             for site in others:
                 if (site.heads, site.value_dim) != (first.heads, first.value_dim):
                     raise GraphFilterError(
                         f"{self.filter!r} reads the values of the first layer, {first.heads} heads of "
-                        f"{first.value_dim} features, and {site.name} has {site.heads} of {site.value_dim}: choose "
-                        "layers of one shape"
+                        f"{first.value_dim} features, but {site.name} has {site.heads} of {site.value_dim}: choose "
+                        "layers of the same shape"
                     )

@@ -63,7 +63,9 @@ def import_filters(modules: Sequence[str]) -> None:
         >>> import_filters(["hf_graphfilter.filters.gfsa"])
     """
     if isinstance(modules, str):
-        raise GraphFilterError(f"modules to import are a list of names, got the string {modules!r}: give [{modules!r}]")
+        raise GraphFilterError(
+            f"modules to import must be a list of names, got the string {modules!r}: pass [{modules!r}]"
+        )
     for name in modules:
         path = Path(name).resolve() if name.endswith(".py") or os.sep in name else None
         if path is not None and not path.is_file():

@@ -104,10 +104,12 @@ class ReplacingFilter(GraphFilter):
         name = _name(self.config)
         if not isinstance(shift, AttentionShift) or shift.hidden is None:
             raise GraphFilterError(
-                f"{self.site_name}: {name} is made of the model's projections and its input, not of an attention matrix"
+                f"{self.site_name}: {name} needs the model's projections and input, and not an attention matrix"
             )
         if torch.jit.is_tracing() and torch.onnx.is_in_onnx_export():  # of TorchScript, which loses what blocks write
-            raise GraphFilterError(f"{self.site_name}: {name} is exported by torch.onnx.export(..., dynamo=True) only")
+            raise GraphFilterError(
+                f"{self.site_name}: {name} can be exported by torch.onnx.export(..., dynamo=True) only"
+            )
         if not self.causal_form and shift.visible()[0]:
             raise GraphFilterError(f"{self.site_name}: the attention mask is causal, and {name} {_NO_CAUSAL_FORM}")
         if not self.causal_form and shift.state is not None:
@@ -117,8 +119,8 @@ class ReplacingFilter(GraphFilter):
         out = self.filtered(shift, value)
         if shift.state is not None and not shift.state:
             raise GraphFilterError(
-                f"{self.site_name}: {type(self).__name__}.filtered left shift.state empty, and of past tokens a filter "
-                "in the place of attention knows what it keeps there only: fill it, or use use_cache=False"
+                f"{self.site_name}: {type(self).__name__}.filtered left shift.state empty, but a replacement filter "
+                "knows of past tokens only what it keeps there: fill it, or use use_cache=False"
             )
         if self.outside is None or self.switched_off == "window":
             return out
@@ -185,7 +187,7 @@ class ReplacingConfig(FilterConfig):
                 f"{type(self).__name__}: sinks must be between 0 and {MOST_SINKS}, got {shown(self.sinks)}"
             )
         if self.sinks and not self.window:
-            raise GraphFilterError(f"{type(self).__name__}: sinks are attended to beside a window: give window= too")
+            raise GraphFilterError(f"{type(self).__name__}: sinks need a window: give window= too")
         if self.position_bias == "window" and not self.window:
             raise GraphFilterError(f"{type(self).__name__}: position_bias='window' needs a window: give window= too")
 
@@ -200,29 +202,29 @@ def _refuse(config: ReplacingConfig, site: AttentionSite, causal_form: bool) -> 
         raise GraphFilterError(f"{where} is causal, and {name} {_NO_CAUSAL_FORM}")
     if site.hidden_size is None:
         raise GraphFilterError(
-            f"{where} does not hand its input on to the attention function, which {name} is made of; choose other "
-            "layers with layers=, or a filter of the attention matrix such as 'gfsa'"
+            f"{where} does not pass its input on to the attention function, but {name} needs it; choose other layers "
+            "with layers=, or an attention filter such as 'gfsa'"
         )
     if site.sliding_window is not None:
         raise GraphFilterError(
-            f"{where} sees a sliding window of {site.sliding_window} tokens, and {name} sees all; choose other layers "
+            f"{where} sees a sliding window of {site.sliding_window} tokens, but {name} sees all; choose other layers "
             "with layers="
         )
     if site.other_scores:
         raise GraphFilterError(
-            f"{where} makes its attention scores of more than query and key ({site.other_scores}), and {name} has no "
-            "scores; choose other layers with layers=, or a filter of the attention matrix such as 'gfsa'"
+            f"{where} makes its attention scores from more than query and key ({site.other_scores}), but {name} has no "
+            "scores; choose other layers with layers=, or an attention filter such as 'gfsa'"
         )
     if site.position_bias and config.position_bias == "refuse":
         raise GraphFilterError(
-            f"{where} adds a learned bias of positions to its attention scores, and {name} has no scores to add it to; "
-            "position_bias='drop' leaves it out of the filter (the model then knows of positions only what other "
-            "layers tell it), 'window' out of what is beyond one, or choose other layers with layers="
+            f"{where} adds a learned bias of positions to its attention scores, but {name} has no scores to add it to. "
+            "Use position_bias='drop' to leave it out (the model then knows positions only from other layers) or "
+            "'window' to keep it within a window only, or choose other layers with layers="
         )
     handed_on = "position_bias" in inspect.signature(type(site.module).forward).parameters
     if site.position_bias and config.position_bias == "window" and (site.causal or not handed_on):
-        why = "keeps none of it for the tokens of a cache" if site.causal else "has it within its mask or scores"
+        why = "keeps no bias for the tokens of a cache" if site.causal else "has the bias within its mask or scores"
         raise GraphFilterError(
-            f"{where} {why}, so that its window cannot have it: use position_bias='drop', or choose other layers with "
-            "layers= or stack="
+            f"{where} {why}, so position_bias='window' cannot be used: use position_bias='drop', or choose other "
+            "layers with layers= or stack="
         )

@@ -64,7 +64,7 @@ def _bias(graph_filter: Any, shift: AttentionShift) -> Tensor | None:
         return None
     if shift.bias is None:
         where = graph_filter.site_name
-        raise GraphFilterError(f"{where} was called without the position_bias that its window is to have")
+        raise GraphFilterError(f"{where} was called without the position_bias that its window needs")
     return shift.bias
 
 
