@@ -101,7 +101,7 @@ def test_vanishing_denominators_are_named(a, b, K, message):
         ({"K": 10**7}, "K must be at most 1000"),
         ({"window": 10**30}, "window must be at most 1000000"),
         ({"window": 4, "sinks": -1}, "sinks must be between 0 and 1000, got -1"),
-        ({"sinks": 4}, "beside a window: give window= too"),
+        ({"sinks": 4}, "sinks need a window: give window= too"),
     ],
 )
 def test_bad_options(options, message):
@@ -534,9 +534,9 @@ def test_within_the_window_all_gradients_are_those_of_the_original(name):
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
-        ("t5", {"window": 2}, "keeps none of it for the tokens of a cache.*stack="),
+        ("t5", {"window": 2}, "keeps no bias for the tokens of a cache.*stack="),
         ("t5", {"stack": "encoder"}, "position_bias='window' needs a window"),
-        ("beit", {"window": 2}, "has it within its mask or scores.*position_bias='drop'"),
+        ("beit", {"window": 2}, "has the bias within its mask or scores.*position_bias='drop'"),
     ],
 )
 def test_windows_that_cannot_have_the_bias_of_positions(family, options, message):
@@ -624,7 +624,7 @@ def test_modules_that_agf_cannot_honour_are_refused():
     config = MistralConfig(
         vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=8, sliding_window=4
     )
-    with pytest.raises(GraphFilterError, match="sliding window of 4 tokens, and AGF sees all"):
+    with pytest.raises(GraphFilterError, match="sliding window of 4 tokens, but AGF sees all"):
         patch_model(MistralModel(config), "agf")
 
 

@@ -77,7 +77,7 @@ def test_import_by_dotted_name_and_by_path(folder):
 @pytest.mark.parametrize(
     ("source", "modules", "message"),
     [
-        ("", "bad", "are a list of names, got the string 'bad': give ['bad']"),
+        ("", "bad", "must be a list of names, got the string 'bad': pass ['bad']"),
         ("", ["absent"], "from 'absent': ModuleNotFoundError: No module named 'absent'"),
         ("", ["absent.py"], "from 'absent.py': there is no such file"),
         ("", ["a/folder"], "from 'a/folder': there is no such file"),
@@ -137,10 +137,10 @@ class Promoted(Damped):
 @pytest.mark.parametrize(
     ("filter_class", "dtype", "message"),
     [
-        (Transposed, torch.float32, r"= (2, 4, 9, 8) of torch.float32, as the value is, and returned (2, 9, 4, 8) of"),
-        (ReturnsNone, torch.float32, "and returned NoneType"),
-        (ReturnsPair, torch.float32, "and returned tuple"),
-        (Promoted, torch.bfloat16, "(2, 4, 9, 8) of torch.bfloat16, as the value is, and returned (2, 4, 9, 8) of tor"),
+        (Transposed, torch.float32, r"= (2, 4, 9, 8) of torch.float32, like the value, but returned (2, 9, 4, 8) of"),
+        (ReturnsNone, torch.float32, "but returned NoneType"),
+        (ReturnsPair, torch.float32, "but returned tuple"),
+        (Promoted, torch.bfloat16, "(2, 4, 9, 8) of torch.bfloat16, like the value, but returned (2, 4, 9, 8) of tor"),
     ],
 )
 @pytest.mark.parametrize(
@@ -239,15 +239,15 @@ class OtherDecoding(Damped):
 @pytest.mark.parametrize(
     ("filter_class", "message"),
     [
-        (NoReset, ": NoReset has parameters or buffers and no reset_parameters()"),
+        (NoReset, ": NoReset has parameters or buffers but no reset_parameters()"),
         (NoForward, ": NoForward has no forward(shift, value)"),
         (NoSuper, "must return a GraphFilter, got a NoSuper without super().__init__(config, site)"),
         (PlainTensor, ": PlainTensor: self.table holds tensors that would not be moved, trained or saved"),
         (PlainList, ": PlainList: self.maps holds tensors that would not be moved, trained or saved"),
-        (NotPerHead, "names 'c', which must be a parameter or buffer (4, ...), one entry a head, and is (3,)"),
-        (AbsentPerHead, "names 'd', which must be a parameter or buffer (4, ...), one entry a head, and is None"),
+        (NotPerHead, "names 'c', which must be a parameter or buffer (4, ...), one entry per head, but is (3,)"),
+        (AbsentPerHead, "names 'd', which must be a parameter or buffer (4, ...), one entry per head, but is None"),
         (PerHeadAsText, ": PerHeadAsText: per_head must be a tuple of names, got 'c'"),
-        (PerHeadAndMore, "per_head must name all parameters or none, and lacks 'shared'"),
+        (PerHeadAndMore, "per_head must name all parameters or none, but lacks 'shared'"),
         (Tied, ": Tied has one tensor under two names, which safetensors does not save"),
         (OtherDecoding, "decoding must be one of 'rows', 'state', 'state and keys', got 'row'"),
     ],
@@ -483,9 +483,9 @@ class OtherWhenCompiled(Damped):
 
 
 BROKEN = [
-    (ReturnsNone, "forward", "BERT: .*ReturnsNone.forward must return a tensor .*, and returned NoneType"),
-    (Transposed, "forward", "BERT: .*Transposed.forward must return a tensor .*, and returned \\(2, 9, 4, 8\\)"),
-    (NoReset, "patching", "NoReset has parameters or buffers and no reset_parameters"),
+    (ReturnsNone, "forward", "BERT: .*ReturnsNone.forward must return a tensor .*, but returned NoneType"),
+    (Transposed, "forward", "BERT: .*Transposed.forward must return a tensor .*, but returned \\(2, 9, 4, 8\\)"),
+    (NoReset, "patching", "NoReset has parameters or buffers but no reset_parameters"),
     (Uninitialised, "start values", "BERT: __init__ leaves uninitialised memory .* in d, at encoder.layer.0"),
     (ResetsSome, "start values", "reset_parameters does not set d, at"),
     (ResetsSome, "meta", "built on the meta device, reset_parameters does not set d, at"),
@@ -502,7 +502,7 @@ BROKEN = [
     (SeesAll, "causality", "Llama: a later token changes the output at an earlier one"),
     (SeesAll, "padding", "BERT: padding changes the output at other tokens"),
     (CountsFromTheCall, "cached decoding", "Llama: decoding token by token with a cache differs from decoding without"),
-    (Promoted, "half precision", "of torch.bfloat16, as the value is, and returned .* of torch.float32"),
+    (Promoted, "half precision", "of torch.bfloat16, like the value, but returned .* of torch.float32"),
     (Coarse, "half precision", "in bfloat16 its output loses"),
     (ForgetsToSave, "save and load", "used is not what was saved"),
     (ChangesTheModel, "unpatching", "unpatch_model does not give the original again"),

@@ -1,10 +1,14 @@
 """Importing is cheap and changes nothing for models without a filter."""
 
+import ast
+import dataclasses
 import doctest
 import importlib
 import importlib.util
+import inspect
 import json
 import pkgutil
+import re
 import subprocess
 import sys
 import textwrap
@@ -132,6 +136,22 @@ def test_public_names():
     assert set(hf_graphfilter.__all__) <= set(dir(hf_graphfilter))
     with pytest.raises(AttributeError, match="attribute nope"):
         hf_graphfilter.nope  # noqa: B018
+
+
+CONFIGS = [
+    name
+    for name in hf_graphfilter.__all__
+    if name.endswith("Config") and name not in ("ConverterConfig", "FilterConfig")
+]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_docstrings_of_configs_state_the_defaults(name):
+    config_class = getattr(hf_graphfilter, name)
+    described = dict(re.findall(r"^ +(\w+) \(.*, default (.*?)\): ", config_class.__doc__, re.MULTILINE))
+    for field in dataclasses.fields(config_class):
+        if field.name in inspect.get_annotations(config_class) or field.name in described:
+            assert ast.literal_eval(described[field.name]) == field.default
 
 
 MODULES = [m.name for m in pkgutil.walk_packages(hf_graphfilter.__path__, "hf_graphfilter.")]

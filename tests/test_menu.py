@@ -115,7 +115,7 @@ def test_pagerank_is_what_its_name_says():
         ("polynomial", {"K": 15, "basis": "chebyshev"}, "K=15 is too high for the chebyshev basis, .* K <= 14, or"),
         ("polynomial", {"K": 13, "basis": "bernstein"}, "K=13 is too high for the bernstein basis"),
         ("polynomial", {"K": 1000, "basis": "bernstein"}, "K=1000 is too high for the bernstein basis, .* K <= 12"),
-        ("polynomial", {"a": 1.0}, "a and b are of the Jacobi basis, and basis is 'chebyshev'"),
+        ("polynomial", {"a": 1.0}, "a and b belong to the Jacobi basis, but basis is 'chebyshev'"),
         ("polynomial", {"basis": "jacobi", "a": -1.0, "b": -1.0, "K": 2}, "no step k=2"),
         ("polynomial", {"basis": "jacobi", "a": -1.0, "b": -1.0, "K": 1}, "the first Jacobi polynomial is constant"),
         ("polynomial", {"basis": "jacobi", "a": 2e5, "b": 2e5, "K": 1}, "choose a and b nearer to 0"),
@@ -221,7 +221,7 @@ def test_a_layer_that_the_first_did_not_run_before_says_so(name):
 @pytest.mark.parametrize("name", ["neutreno", "value-residual"])
 def test_layers_that_hand_nothing_on_are_refused_when_patched(name):
     model = StableLmModel(StableLmConfig(**SIZES))
-    with pytest.raises(GraphFilterError, match="the layers of this model hand nothing on to each other besides the"):
+    with pytest.raises(GraphFilterError, match="the layers of this model pass nothing on to each other besides the"):
         patch_model(model, name)
     assert not filters_of(model)
 
@@ -229,7 +229,7 @@ def test_layers_that_hand_nothing_on_are_refused_when_patched(name):
 @pytest.mark.parametrize("name", ["neutreno", "value-residual"])
 def test_the_first_layer_must_be_among_the_chosen(name):
     model = bert()
-    with pytest.raises(GraphFilterError, match=r"the first one chosen is encoder\.layer\.1\.attention\.self"):
+    with pytest.raises(GraphFilterError, match=r"the first chosen layer is encoder\.layer\.1\.attention\.self"):
         patch_model(model, name, layers=[1, 2])
     assert not list(filters_of(model))
     patch_model(patch_model(model, name, layers=[0, 1]), name, layers=[2])  # it may be there already
@@ -327,7 +327,9 @@ def test_a_first_layer_with_another_cache_is_said():
     config = Gemma3TextConfig(**sizes, **heads, layer_types=["sliding_attention", "full_attention"], pad_token_id=0)
     model = patch_model(Gemma3ForCausalLM(config).eval(), "value-residual")
     past = model(torch.randint(5, 99, (1, 6)), use_cache=True)[CACHE]
-    with pytest.raises(GraphFilterError, match=r"first layer, of 4 tokens, beside its own of 7.*use_cache=False"):
+    with pytest.raises(
+        GraphFilterError, match=r"first layer, which have 4 tokens, but its own have 7.*use_cache=False"
+    ):
         model(torch.randint(5, 99, (1, 1)), **{CACHE: past})
 
 

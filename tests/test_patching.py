@@ -377,7 +377,7 @@ def test_an_entry_point_that_cannot_be_imported_is_named(monkeypatch):
 
 @pytest.mark.parametrize("name", [None, "", 3])
 def test_filters_have_a_name(name):
-    with pytest.raises(GraphFilterError, match="register_filter names a class"):
+    with pytest.raises(GraphFilterError, match="register_filter needs a name"):
         register_filter(name)(GFSAConfig)
 
 

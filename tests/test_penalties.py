@@ -440,7 +440,7 @@ def test_a_filter_names_its_losses_in_its_config():
     ((_, graph_filter), *_) = filters_of(patched)
     with (
         collect_penalties(patched),
-        pytest.raises(GraphFilterError, match=r"AGF penalises 'size', and AGFConfig.penalties gives weights for ortho"),
+        pytest.raises(GraphFilterError, match=r"AGF penalises 'size', but AGFConfig.penalties gives weights for ortho"),
     ):
         graph_filter.penalised(torch.ones(1), size=lambda: torch.ones(1))
 

@@ -148,7 +148,7 @@ def test_modules_that_keep_their_input_to_themselves_are_refused_when_patched(na
     """SigLIP's attention takes any keyword argument and hands none on."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = SiglipVisionModel(SiglipVisionConfig(image_size=8, patch_size=4, **sizes))
-    with pytest.raises(GraphFilterError, match="does not hand its input on"):
+    with pytest.raises(GraphFilterError, match="does not pass its input on"):
         patch_model(model, name)
     assert not filter_status(model)
     assert patch_model(model, "gfsa")(torch.randn(1, 3, 8, 8)).last_hidden_state.isfinite().all()

@@ -356,7 +356,7 @@ def test_its_transfer():
 
 def test_where_it_is_refused():
     model = create_model("vit_tiny_patch16_224", depth=1)
-    with pytest.raises(GraphFilterError, match="the layers of this model hand nothing on to each other"):
+    with pytest.raises(GraphFilterError, match="the layers of this model pass nothing on to each other"):
         patch_model(model, "singularformer", residual=True)
     assert not filters_of(model)
     model, _ = residual()

@@ -66,9 +66,9 @@ honoured = combinations(
 def patch(model, family, entry):
     """A filter without scores goes only into those layers of Swin whose windows are not shifted."""
     if entry.reads_first:
-        with pytest.raises(GraphFilterError, match=r"hand nothing on to each other|choose layers of one shape"):
+        with pytest.raises(GraphFilterError, match=r"pass nothing on to each other|choose layers of the same shape"):
             patch_model(model, entry.config)
-        pytest.skip("layers hand nothing on to each other")
+        pytest.skip("layers pass nothing on to each other")
     return patch_model(
         model, entry.config, layers="even" if family in PATCHED and entry.config.module.reads_mask else None
     )

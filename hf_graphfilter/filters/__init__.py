@@ -1,4 +1,4 @@
-"""Graph filters. Every module in this package is imported here: a new filter is one new file."""
+"""The graph filters. Every module in this package is imported here: a new filter is one new file."""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -1,4 +1,4 @@
-"""AGF: the attentive graph filter, a learned filter in the singular value domain, linear in the number of tokens.
+"""AGF, the attentive graph filter: a learned filter in the singular value domain, linear in the number of tokens.
 
 Source: Wi et al., "Learning Advanced Self-Attention for Linear Transformers in the Singular Value Domain" (IJCAI 2025,
 arXiv 2505.08516), Eq. 7-12 and Appendix F.
@@ -34,18 +34,19 @@ CITATION = """@inproceedings{wi2025agf,
 
 
 class AGF(ReplacingFilter):
-    """``U Sigma V^T value``: O(n d^2) time and O(n d + d^2) memory, no n x n matrix.
+    """The attentive graph filter ``U Sigma V^T value``, in O(n d^2) time and O(n d + d^2) memory.
 
-    ``U = softmax over features (query)``, ``V = softmax over tokens (key)``, ``Sigma = sum_k theta_k T_k(sigmoid(X
-    W_Sigma))`` for every token and feature (Eq. 7-10). Query, key and value are those of the pretrained projections,
-    with whatever the model does to them (rotary positions, norms). ``sigma`` holds W_Sigma. The coefficients ``theta``
-    start such that Sigma = 1; constrained, theta_0 = 1 is fixed and the others are the tanh of what is learned.
+    ``U = softmax over features (query)``, ``V = softmax over tokens (key)``, and ``Sigma = sum_k theta_k T_k(sigmoid(X
+    W_Sigma))`` for every token and feature (Eq. 7-10). No n x n matrix is formed. Query, key and value are those of the
+    pretrained projections, with whatever the model does to them (rotary positions, norms). ``sigma`` holds W_Sigma. The
+    coefficients ``theta`` start such that Sigma = 1. If they are constrained, theta_0 = 1 is fixed and the others are
+    the tanh of what is learned.
 
     In a causal module the softmax over tokens is a running one, see ``ops.spectral``, and decoding keeps a state of
     constant size.
 
-    Beyond the paper, ``correction`` gives ``U`` and ``V`` learned projections of their own on top of query and key,
-    ``query + X W``, with W = 0 at the start. They let attention transfer work while query and key stay as they are.
+    Beyond the paper, ``correction`` gives ``U`` and ``V`` learned projections on top of query and key, ``query + X W``,
+    with W = 0 at the start. They let attention transfer work while query and key stay as they are.
     """
 
     config: AGFConfig
@@ -81,7 +82,7 @@ class AGF(ReplacingFilter):
 
     @property
     def effective_theta(self) -> Tensor:
-        """The coefficients of T_0 ... T_K, (K+1,) or (heads, K+1)."""
+        """The coefficients of T_0 ... T_K as they enter the formula, (K+1,) or (heads, K+1)."""
         if not self.config.constrain_theta:
             assert self.theta is not None
             return self.theta
@@ -91,13 +92,13 @@ class AGF(ReplacingFilter):
         return torch.cat([one, self.theta.tanh()], -1)
 
     def coefficients(self) -> dict[str, Tensor]:
-        """``theta_0`` ... ``theta_K`` as they enter the formula, (1,) or (heads,), and the ``gate`` of a blend."""
+        """Return ``theta_0`` ... ``theta_K`` as they enter the formula, (1,) or (heads,), and a blend's ``gate``."""
         theta = self.effective_theta.detach()
         by_order = {f"theta_{k}": theta[..., k].reshape(-1) for k in range(theta.shape[-1])}
         return by_order if self.gate is None else {**by_order, "gate": self.gate}
 
     def singular_response(self, values: Tensor) -> Tensor:
-        """``sum_k theta_k T_k(sigma)`` (Eq. 9)."""
+        """Return ``sum_k theta_k T_k(sigma)`` (Eq. 9)."""
         theta = self.effective_theta.detach().to(values.device)
         return expand(values.view(1, 1, -1, 1).expand(1, self.heads, -1, 1), theta, self.steps)[0, :, :, 0]
 
@@ -105,7 +106,7 @@ class AGF(ReplacingFilter):
         tokens, heads = shift.query.shape[2], self.heads
         if shift.query.shape[-1] != self.head_dim:
             raise GraphFilterError(
-                f"{self.site_name}: AGF was made for {self.head_dim} features a head, the query has "
+                f"{self.site_name}: AGF was made for {self.head_dim} features per head, but the query has "
                 f"{shift.query.shape[-1]} (shape {tuple(shift.query.shape)})"
             )
         key, value = (repeat_heads(x[:, :, -tokens:], heads) for x in (shift.key, value))
@@ -133,26 +134,45 @@ class AGF(ReplacingFilter):
         )
 
     def _split(self, x: Tensor) -> Tensor:
-        """(batch, tokens, heads * features) to (batch, heads, tokens, features)."""
+        """Reshape (batch, tokens, heads * features) to (batch, heads, tokens, features)."""
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
 
 @register_filter("agf")
 @dataclass(frozen=True)
 class AGFConfig(ReplacingConfig):
-    """AGF, a learned filter in the singular value domain, with linear cost.
+    """AGF, a learned filter in the singular value domain that replaces attention at linear cost.
+
+    AGF (Wi et al., IJCAI 2025) makes U, Sigma and V^T, the factors of a singular value decomposition, from query, key
+    and the layer's input. A polynomial with learned coefficients gives the singular values Sigma. No attention matrix
+    is formed: time and memory are linear in the number of tokens, and decoding keeps a state of constant size.
+
+    AGF is not an approximation of pretrained attention. Right after patching, a model is far from the original, except
+    with ``init="blend"``; ``linearize`` or ``transfer_attention`` fits it.
+
+    Departures from the paper:
+
+    - Decoders work: the softmax over tokens becomes a running one. The paper has encoders only.
+    - ``correction`` adds learned projections to U and V.
+    - ``theta="per_head"`` gives each head its own coefficients.
 
     Args:
-        K: order of the polynomial of the singular values, 0 to 1000; the paper uses 2 to 5.
-        basis: ``"jacobi"`` (the paper's), ``"chebyshev"``, ``"legendre"`` or ``"monomial"``.
-        a, b: parameters of the Jacobi basis, > -1 where it is to be orthogonal; the paper searches a in 1 ... 2 and b
-            in -2 ... 2.
-        theta: one set of coefficients a layer (``"shared"``, the paper's), or one a head.
-        constrain_theta: theta_0 = 1 fixed and tanh of the others, as in the authors' code; else all are free.
-        gamma: weight of the orthogonality loss (Eq. 12) that ``OrthogonalityCallback`` adds; the paper's are 1e-1 to
-            1e-4.
-        correction: learned additions to the projections of U and V, zero at the start; for attention transfer.
-        init, window, sinks, far, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
+        K (int, default 3): Order of the polynomial of the singular values, 0 to 1000. The paper uses 2 to 5.
+        basis (str, default "jacobi"): The polynomials T_k: ``"jacobi"`` (the paper's), ``"chebyshev"``, ``"legendre"``
+            or ``"monomial"``.
+        a (float, default 1.0): First parameter of the Jacobi basis, > -1 for orthogonal polynomials. The paper searches
+            1 to 2.
+        b (float, default 1.0): Second parameter of the Jacobi basis, > -1 for orthogonal polynomials. The paper
+            searches -2 to 2.
+        theta (str, default "shared"): Whether the coefficients are ``"shared"`` by the heads of a layer (the paper's)
+            or ``"per_head"``.
+        constrain_theta (bool, default True): Fix theta_0 = 1 and use the tanh of the other coefficients, as the
+            authors' code does. If False, all are free.
+        gamma (float, default 0.01): Weight of the orthogonality loss (Eq. 12), which ``RegularizerCallback`` or
+            ``OrthogonalityCallback`` adds in training. The paper uses 1e-1 to 1e-4.
+        correction (bool, default False): Add learned projections of the input to U and V. They start at zero and help
+            attention transfer.
+        init, window, sinks, far, position_bias: Options of every replacement filter, see ``ReplacingConfig``.
 
     Example:
         >>> AGFConfig(K=2, basis="chebyshev").to_dict()["theta"]

@@ -1,7 +1,7 @@
-"""A rational filter of the attention matrix, by fixed-point steps.
+"""ARMA, a rational filter of the attention matrix, computed by fixed-point steps.
 
-Source: Isufi et al., "Autoregressive Moving Average Graph Filtering" (IEEE TSP 2017); Bianchi et al., "Graph
-Neural Networks with Convolutional ARMA Filters" (TPAMI 2021).
+Source: Isufi et al., "Autoregressive Moving Average Graph Filtering" (IEEE TSP 2017); Bianchi et al., "Graph Neural
+Networks with Convolutional ARMA Filters" (TPAMI 2021).
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ CITATION = """@article{isufi2017arma,
 
 
 class ARMA(PowerSeries):
-    """``H = A + sum_p r_p (I - b_p A)^-1``, ``order`` poles a head, with residues r that start at 0.
+    """The filter ``H = A + sum_p r_p (I - b_p A)^-1``, with ``order`` poles per head and residues r that start at 0.
 
-    ``(I - b A)^-1 V`` is the limit of ``x <- b A x + V``, taken after ``steps`` steps: ``sum_k b^k A^k V``, so the
-    poles share the applications of ``S``. Rows of A sum to 1, hence what is cut off is at most ``|b|^(steps+1) / (1 -
-    |b|)`` of V in the infinity norm; ``b = bound tanh(...)`` stays within ``bound`` < 1. b > 0 lets low frequencies
-    pass, b < 0 high ones; at the start the poles are spread evenly between -bound and bound."""
+    ``(I - b A)^-1 V`` is the limit of ``x <- b A x + V``. It is taken after ``steps`` steps, ``sum_k b^k A^k V``, so
+    the poles share the applications of ``S``. Rows of A sum to 1, hence what is cut off is at most ``|b|^(steps+1) / (1
+    - |b|)`` of V in the infinity norm; ``b = bound tanh(...)`` stays within ``bound`` < 1. A pole b > 0 lets low
+    frequencies pass, b < 0 high ones. At the start one pole is bound / 2, and several are spread evenly between -bound
+    and bound.
+    """
 
     per_head = ("residue", "shift_of_pole")
     residue: Tensor
@@ -47,12 +49,12 @@ class ARMA(PowerSeries):
 
     @property
     def poles(self) -> Tensor:
-        """(heads, order)."""
+        """The poles b_p, (heads, order)."""
         starts = [math.atanh(x) for x in self.config.spread()]
         return self.config.bound * (self.shift_of_pole + torch.tensor(starts, device=self.residue.device)).tanh()
 
     def coefficients(self) -> dict[str, Tensor]:
-        """``r_1``, ``b_1`` and so on, (heads,)."""
+        """Return ``r_1``, ``b_1`` and so on, each (heads,)."""
         found: dict[str, Tensor] = {}
         for p, (r, b) in enumerate(zip(self.residue.detach().unbind(1), self.poles.detach().unbind(1), strict=True), 1):
             found |= {f"r_{p}": r, f"b_{p}": b}
@@ -66,12 +68,18 @@ class ARMA(PowerSeries):
 @register_filter("arma")
 @dataclass(frozen=True)
 class ARMAConfig(FilterConfig):
-    """A rational (autoregressive moving average) filter of the attention matrix; it starts as A.
+    """ARMA, a rational filter of the attention matrix: attention plus learned poles.
+
+    A pole weighs all powers of A by a geometric series, so two numbers per pole shape the response far beyond the order
+    of a short polynomial. The filter is the autoregressive moving average filter of Isufi et al. (IEEE TSP 2017), which
+    Bianchi et al. (TPAMI 2021) bring to graph neural networks. Fixed-point steps compute it without a matrix inverse.
+
+    The residues start at 0, so the patched model equals the original.
 
     Args:
-        order: number of poles, 1 to 8.
-        steps: fixed-point steps, the applications of A, 1 to 1000.
-        bound: of the magnitude of the poles, in (0, 1).
+        order (int, default 1): Number of poles per head, 1 to 8.
+        steps (int, default 4): Number of fixed-point steps, each of which applies A once; 1 to 1000.
+        bound (float, default 0.9): Limit of the magnitude of the poles, in (0, 1), within which the steps converge.
 
     Example:
         >>> ARMAConfig(order=2, bound=0.8).spread()
@@ -93,7 +101,7 @@ class ARMAConfig(FilterConfig):
             raise GraphFilterError(f"ARMAConfig: bound must lie between 0 and 1, got {shown(self.bound)}")
 
     def spread(self) -> list[float]:
-        """The poles at the start, of the bound."""
+        """Return the poles at the start, as fractions of ``bound``."""
         if self.order == 1:
             return [0.5]
         return [(2 * p + 1) / self.order - 1 for p in range(self.order)]

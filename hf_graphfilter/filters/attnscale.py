@@ -1,4 +1,4 @@
-"""AttnScale: the part of attention that is no mean over the tokens, scaled.
+"""AttnScale: attention whose deviation from the mean over the tokens is scaled.
 
 Source: Wang et al., "Anti-Oversmoothing in Deep Vision Transformers via the Fourier Domain Analysis" (ICLR 2022).
 """
@@ -26,8 +26,11 @@ CITATION = """@inproceedings{wang2022antioversmoothing,
 
 
 class AttnScale(PerHead):
-    """``H V = (1 + lambda) A V - lambda mean(V)``: A is a mean over the tokens that a query sees (frequency 0) and the
-    rest, and lambda, a number a head that starts at 0, scales the rest."""
+    """The filter ``H V = (1 + lambda) A V - lambda mean(V)``.
+
+    A is a mean over the tokens that a query sees (frequency 0), plus a rest. lambda, one number per head that starts at
+    0, scales the rest.
+    """
 
     spectral = False
     reads_mask = True
@@ -35,11 +38,11 @@ class AttnScale(PerHead):
     scale: Tensor
 
     def coefficients(self) -> dict[str, Tensor]:
-        """``lambda``, (heads,)."""
+        """Return ``lambda``, (heads,)."""
         return {"lambda": self.scale.detach()}
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
-        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         attended, mean = shift(value), repeat_heads(shift.mean(value), len(self.scale))
         one = torch.ones_like(self.scale)
         return combine([(one, attended), (self.scale, attended - mean)])
@@ -48,7 +51,19 @@ class AttnScale(PerHead):
 @register_filter("attnscale")
 @dataclass(frozen=True)
 class AttnScaleConfig(FilterConfig):
-    """AttnScale (Wang et al., 2022): the part of attention off its mean, scaled by 1 + lambda; it starts as A."""
+    """AttnScale: attention whose deviation from the mean over the tokens is scaled by 1 + lambda.
+
+    Attention is a mean over the tokens, which is its frequency 0, plus a rest. Of repeated attention only the mean is
+    left. AttnScale (Wang et al., ICLR 2022) scales the rest by one learned number per head, so attention can pass more
+    of the higher frequencies.
+
+    The number starts at 0, so the patched model equals the original. Under a mask the mean is over the tokens that a
+    query sees. There are no options.
+
+    Example:
+        >>> AttnScaleConfig().formula
+        '(1+lambda) A V - lambda mean(V)'
+    """
 
     module = AttnScale
     citation = CITATION

@@ -1,7 +1,8 @@
-"""Attention without its mean: the rank-one part that lies in the direction of all tokens is taken away.
+"""Centered attention: attention minus the rank-one part that points in the direction of all tokens.
 
 Source: Saada et al., "Mind the Gap: a Spectral Analysis of Rank Collapse and Signal Propagation in Attention Layers"
-(ICML 2025)."""
+(ICML 2025).
+"""
 
 from __future__ import annotations
 
@@ -25,8 +26,11 @@ CITATION = """@inproceedings{saada2025gap,
 
 
 class Centered(PerHead):
-    """``H V = A V - g mean(A V)``: g = 1 removes the outlier of the spectrum of A, which makes tokens alike. A number a
-    head, 0 at the start; the mean is over the tokens that a query sees."""
+    """The filter ``H V = A V - g mean(A V)``, with one number g per head that starts at 0.
+
+    g = 1 removes the outlier of the spectrum of A, which makes tokens alike. The mean is over the tokens that a query
+    sees.
+    """
 
     spectral = False
     reads_mask = True
@@ -34,7 +38,7 @@ class Centered(PerHead):
     g: Tensor
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
-        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         out = shift(value)
         return combine([(torch.ones_like(self.g), out), (-self.g, shift.mean(shift.all_rows(out)).contiguous())])
 
@@ -42,7 +46,19 @@ class Centered(PerHead):
 @register_filter("centered")
 @dataclass(frozen=True)
 class CenteredConfig(FilterConfig):
-    """Attention less a part of its mean over the tokens (Saada et al., 2025); it starts as A."""
+    """Attention minus a learned part of its mean over the tokens.
+
+    One direction of the attention matrix, the one that is equal for all tokens, outweighs all others. It makes tokens
+    alike with depth (Saada et al., ICML 2025). This filter subtracts g times the mean of the attention output over the
+    tokens; g = 1 removes the direction completely.
+
+    Departure from the paper: each head learns its own g, which starts at 0, so the patched model equals the original.
+    Under a mask the mean is over the tokens that a query sees. There are no options.
+
+    Example:
+        >>> CenteredConfig().formula
+        'y - g mean(y), y = A V'
+    """
 
     module = Centered
     citation = CITATION

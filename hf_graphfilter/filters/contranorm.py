@@ -1,4 +1,4 @@
-"""ContraNorm: tokens are pushed away from those that they have become like.
+"""ContraNorm: attention that pushes tokens away from those that they have become like.
 
 Source: Guo et al., "ContraNorm: A Contrastive Learning Perspective on Oversmoothing and Beyond" (ICLR 2023).
 """
@@ -28,8 +28,11 @@ CITATION = """@inproceedings{guo2023contranorm,
 
 
 class ContraNorm(PerHead):
-    """``(1 + s) y - s softmax(y y^T / temperature) y`` with y = A V, over the tokens that a query sees; s a head, 0 at
-    the start. The paper applies it to the features of all heads after the layer; here it is a head's."""
+    """The filter ``(1 + s) y - s softmax(y y^T / temperature) y`` with y = A V.
+
+    The softmax is over the tokens that a query sees. There is one number s per head, 0 at the start. The paper applies
+    the formula to the features of all heads after the layer; here it acts on each head.
+    """
 
     linear = spectral = False
     reads_mask = True
@@ -38,7 +41,7 @@ class ContraNorm(PerHead):
     config: ContraNormConfig
 
     def forward(self, shift: AttentionShift, value: Tensor) -> Tensor:  # type: ignore[override]
-        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         out = shift(value)
         rows = shift.all_rows(out)
         seen, causal = shift.seen()
@@ -50,7 +53,7 @@ class ContraNorm(PerHead):
         return combine([(torch.ones_like(self.s), out), (self.s, out - alike)])
 
     def _largest(self, signal: Tensor) -> float:
-        """Return the largest number whose similarities float32 can hold: of larger ones the softmax would be NaN."""
+        """Return the largest number whose similarities float32 can hold; beyond it the softmax would be NaN."""
         similarity = torch.finfo(torch.float32).max * min(self.config.temperature, 1.0) / signal.shape[-1]
         return min(0.5 * math.sqrt(similarity), torch.finfo(signal.dtype).max)
 
@@ -58,10 +61,25 @@ class ContraNorm(PerHead):
 @register_filter("contranorm")
 @dataclass(frozen=True)
 class ContraNormConfig(FilterConfig):
-    """ContraNorm (Guo et al., 2023), a head; it starts as A.
+    """ContraNorm: attention that pushes tokens away from those that they have become like.
+
+    ContraNorm (Guo et al., ICLR 2023) computes how similar the outputs of attention are, and subtracts from each token
+    a mean of the tokens that resemble it. This works against over-smoothing. It costs a second matrix of tokens by
+    tokens.
+
+    The strength s is one learned number per head. It starts at 0, so the patched model equals the original. A query is
+    compared only with tokens that it sees.
+
+    Departure from the paper: the paper applies it to the features of all heads at the end of the layer; here it acts on
+    each head.
 
     Args:
-        temperature: divides the similarities of tokens, > 0.
+        temperature (float, default 1.0): Divisor of the similarities, > 0. Smaller values compare a token with fewer,
+            more similar tokens.
+
+    Example:
+        >>> ContraNormConfig(temperature=0.5).starts_as_original
+        True
     """
 
     module = ContraNorm

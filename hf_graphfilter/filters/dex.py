@@ -1,4 +1,4 @@
-"""Dex: what attention gives, less a learned linear map of it, head by head.
+"""Dex: attention minus a learned linear map of its output, per head.
 
 Source: Kong et al., "Understanding Differential Transformer Unchains Pretrained Self-Attentions" (arXiv 2505.16333).
 """
@@ -24,8 +24,11 @@ CITATION = """@article{kong2025dex,
 
 
 class Dex(PerHead):
-    """``y - lambda f(y)`` with y = A V, f a linear map of the features of a head, and lambda a head, 0 at the start.
-    The paper chooses some heads; here lambda says how much each takes part."""
+    """The filter ``y - lambda f(y)`` with y = A V.
+
+    f is a linear map of the features of a head, and lambda is one number per head that starts at 0. The paper chooses
+    some heads; here lambda says how much each takes part.
+    """
 
     linear = spectral = False
     per_head = ("strength", "weight")
@@ -43,7 +46,7 @@ class Dex(PerHead):
         return {"strength"}
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
-        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         out = shift(value)
         # one matrix: lambda = 0 takes away nothing, whatever f(y) comes to
         return out - out @ (self.strength.view(-1, 1, 1) * self.weight).to(out.dtype)
@@ -52,7 +55,22 @@ class Dex(PerHead):
 @register_filter("dex")
 @dataclass(frozen=True)
 class DexConfig(FilterConfig):
-    """Differential extension of attention by a linear map a head; it starts as A."""
+    """Dex: attention minus a learned linear map of its output, per head.
+
+    The Differential Transformer subtracts a second attention matrix, for which a model is trained from scratch. Dex
+    (Kong et al., 2025) brings the difference to pretrained models: it subtracts lambda f(y) from the output y of
+    attention, where f is a learned linear map of the features of a head.
+
+    The strength lambda is one number per head. It starts at 0, so the patched model equals the original. There are no
+    options.
+
+    Departure from the paper: the paper chooses some heads. Here every head has a lambda, which says how much it takes
+    part.
+
+    Example:
+        >>> DexConfig().formula
+        'y - lambda f(y), y = A V, f linear'
+    """
 
     module = Dex
     citation = CITATION

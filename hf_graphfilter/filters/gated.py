@@ -1,4 +1,4 @@
-"""Gated attention: what attention gives, times a gate that the layer's input opens.
+"""Gated attention: the output of attention times a gate that the layer's input opens or closes.
 
 Source: Qiu et al., "Gated Attention for Large Language Models" (arXiv 2505.06708).
 """
@@ -29,8 +29,10 @@ CITATION = """@article{qiu2025gated,
 
 
 class Gated(PerHead):
-    """``y * 2 sigmoid(X W)`` with y = A V and X the input of the attention module; W = 0 at the start, where the gate
-    is 1."""
+    """The filter ``y * 2 sigmoid(X W)`` with y = A V and X the input of the attention module.
+
+    W = 0 at the start, where the gate is 1.
+    """
 
     reads_hidden = True
     linear = spectral = False
@@ -41,8 +43,8 @@ class Gated(PerHead):
     def __init__(self, config: GatedConfig, site: AttentionSite):
         if site.hidden_size is None:
             raise GraphFilterError(
-                f"{site.name} ({type(site.module).__name__}) does not hand its input on to the attention function, "
-                "which opens the gates of 'gated'; choose other layers with layers=, or another filter"
+                f"{site.name} ({type(site.module).__name__}) does not pass its input on to the attention function, but "
+                "'gated' needs it for its gates; choose other layers with layers=, or another filter"
             )
         super().__init__(config, site)
 
@@ -54,7 +56,7 @@ class Gated(PerHead):
         return set()
 
     def forward(self, shift: AttentionShift, value: Tensor) -> Tensor:  # type: ignore[override]
-        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         out, hidden = shift(value), shift.hidden
         assert hidden is not None
         scores = torch.einsum("bti,hfi->bhtf", hidden.to(self.weight.dtype), self.weight)
@@ -64,10 +66,20 @@ class Gated(PerHead):
 @register_filter("gated")
 @dataclass(frozen=True)
 class GatedConfig(FilterConfig):
-    """What attention gives, gated by the layer's input; it starts as A.
+    """Gated attention: the output of attention times a gate that the layer's input opens or closes.
+
+    The gate is a sigmoid of a learned projection of the input of the attention module. In the paper (Qiu et al., 2025)
+    it makes attention non-linear and sparse, and attention sinks disappear.
+
+    Here the gate is 2 sigmoid(X W) with W = 0 at the start. There it is 1, so the patched model equals the original.
 
     Args:
-        gate: one a feature of a head (``"element"``, the paper's best) or one a ``"head"``.
+        gate (str, default "element"): How many gates a token has. ``"element"``: one per feature of each head, the
+            paper's best. ``"head"``: one per head.
+
+    Example:
+        >>> GatedConfig(gate="head").starts_as_original
+        True
     """
 
     module = Gated

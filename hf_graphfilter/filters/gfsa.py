@@ -35,12 +35,12 @@ COEFFICIENTS = ("w_0", "w_1", "w_K")
 
 
 class GFSA(GraphFilter):
-    """``H V = w_0 V + w_1 S(V) + w_K P(V)`` with ``P`` the K-th power of ``S`` or its first-order approximation.
+    """The filter ``H V = w_0 V + w_1 S(V) + w_K P(V)``, with P the K-th power of S or its first-order approximation.
 
-    With ``approximation="taylor"`` (Eq. 4), ``P = S + (K-1)(S^2 - S)``, so
-    ``H = w_0 I + (w_1 + (2-K) w_K) S + (K-1) w_K S^2``: two applications of ``S`` whatever K. With ``"none"``,
-    ``P = S^K``: K applications. One coefficient of each kind a head, float32; the paper learns only ``w_K`` and starts
-    it at 0, so the patched model equals the original.
+    With ``approximation="taylor"`` (Eq. 4), ``P = S + (K-1)(S^2 - S)``, so ``H = w_0 I + (w_1 + (2-K) w_K) S + (K-1)
+    w_K S^2``: two applications of ``S`` whatever K. With ``"none"``, ``P = S^K``: K applications. Each head has one
+    coefficient of each kind, in float32. The paper learns only ``w_K`` and starts it at 0, so the patched model equals
+    the original.
 
     Dropout: each application draws its own mask, and E[A_1 A_2] = A^2 holds for independent masks only. The authors'
     BERT and GPT-2 code squares one dropped-out matrix instead.
@@ -68,7 +68,7 @@ class GFSA(GraphFilter):
             nn.init.constant_(getattr(self, name), getattr(self.config, name))
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
-        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         terms = []
         if not _fixed_at_zero(self.w_0):
             terms.append((self.w_0, shift.identity(value)))
@@ -76,7 +76,7 @@ class GFSA(GraphFilter):
         return combine([*terms, *attention_terms(shift, value, self.w_1, self.w_K, K, self.config.approximation)])
 
     def branches(self) -> dict[str, Callable[[], AbstractContextManager[None]]]:
-        """A term a coefficient."""
+        """Return one term per coefficient."""
         coefficients = self.coefficient_tensors()
         return {
             name: partial(filled, tensor, 0.0) for name, tensor in coefficients.items() if not _fixed_at_zero(tensor)
@@ -84,7 +84,7 @@ class GFSA(GraphFilter):
 
 
 def _fixed_at_zero(coefficient: Tensor) -> bool:
-    """Whether a term can be left out."""
+    """Return whether a term can be left out."""
     return not coefficient.requires_grad and known_zero(coefficient)
 
 
@@ -93,12 +93,26 @@ def _fixed_at_zero(coefficient: Tensor) -> bool:
 class GFSAConfig(FilterConfig):
     """GFSA, a polynomial of the attention matrix: w_0 I + w_1 A + w_K A^K.
 
+    Attention passes the slow parts of a signal over the tokens and weakens the fast ones. GFSA (Choi et al., NeurIPS
+    2024) adds a power of the attention matrix A, with one learned number per head, so each head learns its own
+    frequency response. By default the K-th power is replaced by a first-order approximation, which costs two
+    applications of A whatever K is.
+
+    With the default start values the patched model equals the original.
+
+    Departure from the authors' code: each application of A draws its own dropout mask, since E[A_1 A_2] = A^2 holds for
+    independent masks only. Their BERT and GPT-2 code squares one dropped-out matrix.
+
     Args:
-        K: order of the high-order term, 1 to 1000; the papers use 2 to 10.
-        w_0, w_1, w_K: start values of the coefficients of I, A and A^K, the same for all heads.
-        learn: which of ``"w_0"``, ``"w_1"``, ``"w_K"`` are trained; the others are fixed buffers.
-        approximation: ``"taylor"`` for Eq. 4 of the paper (error at most 2K in the infinity norm, Theorem 3.1),
-            ``"none"`` for the exact power.
+        K (int, default 3): Order of the high-order term, 1 to 1000. The papers use 2 to 10.
+        w_0 (float, default 0.0): Start value of the coefficient of I, the same for all heads.
+        w_1 (float, default 1.0): Start value of the coefficient of A, the same for all heads.
+        w_K (float, default 0.0): Start value of the coefficient of A^K, the same for all heads.
+        learn (tuple of str, default ("w_K",)): The coefficients that are trained, of ``"w_0"``, ``"w_1"`` and
+            ``"w_K"``. The others are fixed buffers. The paper learns ``w_K`` only.
+        approximation (str, default "taylor"): How the K-th power is computed. ``"taylor"``: A + (K-1)(A^2 - A), Eq. 4
+            of the paper, whose error is at most 2K in the infinity norm (Theorem 3.1). ``"none"``: the exact power,
+            with K applications of A.
 
     Example:
         >>> GFSAConfig(K=4, w_0=-0.01).to_dict()["K"]

@@ -31,7 +31,10 @@ _ONE = recurrence("monomial", 0, 0.0, 0.0)
 
 
 class FeatureMap(nn.Module):
-    """The logarithm of ``softmax over features [x W, -x W]``; W (heads, features, features) starts as the identity."""
+    """The logarithm of ``softmax over features [x W, -x W]``, where W starts as the identity.
+
+    W is (heads, features, features).
+    """
 
     def __init__(self, heads: int, features: int):
         super().__init__()
@@ -42,17 +45,17 @@ class FeatureMap(nn.Module):
             self.weight.copy_(torch.eye(self.weight.shape[-1]).expand_as(self.weight))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` (batch, heads, tokens, features) to twice as many features, float32 or wider."""
+        """Map ``x`` (batch, heads, tokens, features) to twice as many features, in float32 or wider."""
         mapped = spectral.to_float32(in_dtype_of(self, x) @ self.weight)
         return torch.cat([mapped, -mapped], -1).log_softmax(-1)
 
 
 class Hedgehog(ReplacingFilter):
-    """``phi(Q) (phi(K)^T value) / (phi(Q) phi(K)^T 1)``: O(n d^2) time, no n x n matrix.
+    """Linear attention ``phi(Q) (phi(K)^T value) / (phi(Q) phi(K)^T 1)``, in O(n d^2) time without an n x n matrix.
 
-    It is the filter ``U V^T`` of the singular value domain with another normalisation: ``V`` the softmax over tokens of
-    ``log phi(K)``, ``U`` the softmax over features of ``log phi(Q)`` plus the logarithm of the mass of each feature of
-    the keys so far. Hence the same kernels compute it, and decoding keeps the same state.
+    It is the filter ``U V^T`` of the singular value domain with another normalisation. ``V`` is the softmax over tokens
+    of ``log phi(K)``. ``U`` is the softmax over features of ``log phi(Q)`` plus the logarithm of the mass of each
+    feature of the keys so far. Hence the same kernels compute it, and decoding keeps the same state.
     """
 
     def __init__(self, config: HedgehogConfig, site: AttentionSite):
@@ -93,10 +96,17 @@ class Hedgehog(ReplacingFilter):
 @register_filter("hedgehog")
 @dataclass(frozen=True)
 class HedgehogConfig(ReplacingConfig):
-    """Hedgehog, linear attention with a learned feature map, with linear cost; with ``window=64`` as LoLCATs has it.
+    """Hedgehog, linear attention with a learned feature map that replaces attention at linear cost.
+
+    Hedgehog (Zhang et al., ICLR 2024) replaces the softmax of scores by a product of feature maps of query and key.
+    Each map is a softmax over learned features, which can mimic the original. It has fewer parameters than AGF.
+    Decoding keeps a state of constant size.
+
+    Right after patching, a model is far from the original, except with ``init="blend"``; ``linearize`` or
+    ``transfer_attention`` fits it. With ``window=64`` it is the linear attention of LoLCATs (Zhang et al., ICLR 2025).
 
     Args:
-        init, window, sinks, far, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
+        init, window, sinks, far, position_bias: Options of every replacement filter, see ``ReplacingConfig``.
 
     Example:
         >>> HedgehogConfig.for_conversion().sinks

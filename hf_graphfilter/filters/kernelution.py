@@ -23,10 +23,9 @@ from .synvolution import Synvolution, SynvolutionConfig
 
 
 class Kernelution(Synvolution):
-    """Synvolution with a learned Chebyshev polynomial of the eigenvalues: ``exp(i p(Lambda))``, ``p = sum_k g_k w_k
-    T_k`` (Eq. 12).
+    """Synvolution with ``exp(i p(Lambda))``, where ``p = sum_k g_k w_k T_k`` is a Chebyshev polynomial (Eq. 12).
 
-    The coefficients ``w`` start at 2 / (K+1), the zeroth at half of that, as in the authors' code; ``g_k`` is the
+    The coefficients ``w`` start at 2 / (K+1), the zeroth at half of that, as in the authors' code. ``g_k`` is the
     damping of the kernel (Table 6).
     """
 
@@ -59,22 +58,30 @@ class Kernelution(Synvolution):
 @register_filter("kernelution")
 @dataclass(frozen=True)
 class KernelutionConfig(SynvolutionConfig):
-    """Kernelution, Synvolution with a learned polynomial of the eigenvalues, with linear cost; for encoders.
+    """Kernelution, Synvolution with a learned polynomial of the eigenvalues, for encoders.
 
-    Eq. 14 of the paper weighs the loss of the task by 1 - eta and the kernel polynomial loss by eta. Divided by 1 - eta
-    that is the task plus ``gamma_kernel`` times the loss, with the same minimum: ``gamma_kernel = eta / (1 - eta)``.
+    Kernelution (Zhang et al., 2025) adds to Synvolution a Chebyshev polynomial of the eigenvalues with learned
+    coefficients, so it learns a frequency response. A fixed factor damps each coefficient against oscillations. It
+    replaces attention at linear cost and has no causal form.
+
+    Departures from the paper: those of ``SynvolutionConfig``, and the weight of the loss. Eq. 14 weighs the loss of the
+    task by 1 - eta and the kernel polynomial loss by eta. Divided by 1 - eta that is the task plus ``gamma_kernel``
+    times the loss, with the same minimum: ``gamma_kernel = eta / (1 - eta)``.
 
     Args:
-        K: order of the Chebyshev polynomial, 0 to 1000; the paper's is 2.
-        kernel: the damping of its coefficients: ``"dirichlet"`` (none), ``"fejer"``, ``"jackson"``, ``"lanczos"`` (with
-            M), ``"lorentz"`` (xi), ``"vekic"`` or ``"wang"`` (a and b); see ``functional.gibbs_damping``.
-        M: power, 1 to 1000.
-        xi: resolution, not 0.
-        a, b: >= 0 and > 0.
-        gamma_kernel: weight of the kernel polynomial loss (Eq. 11) that ``RegularizerCallback`` adds; the paper's eta
-            is 0.001 to 0.1.
-        per_head, orders, permutation, hidden: as of ``SynvolutionConfig``; ``per_head`` the coefficients too.
-        init, window, sinks, far, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
+        K (int, default 2): Order of the Chebyshev polynomial, 0 to 1000. The paper uses 2.
+        kernel (str, default "dirichlet"): Damping of the coefficients: ``"dirichlet"`` (none), ``"fejer"``,
+            ``"jackson"``, ``"lanczos"``, ``"lorentz"``, ``"vekic"`` or ``"wang"``; see ``functional.gibbs_damping``.
+        M (int, default 3): Power of the ``"lanczos"`` kernel, 1 to 1000.
+        xi (float, default 4.0): Resolution of the ``"lorentz"`` kernel, not 0.
+        a (float, default 0.5): Factor in the ``"wang"`` kernel exp(-(a k / (K+1))^b), >= 0.
+        b (float, default 2.0): Exponent in the ``"wang"`` kernel, > 0.
+        gamma_kernel (float, default 0.001): Weight of the kernel polynomial loss (Eq. 11), which
+            ``RegularizerCallback`` adds in training. The paper's eta is 0.001 to 0.1.
+        per_head (bool, default False): Give each head its own eigenvalues, eigenvectors and coefficients. If False, a
+            layer has one set, as in the paper.
+        orders, permutation, hidden: Options of the rotations, see ``SynvolutionConfig``.
+        init, window, sinks, far, position_bias: Options of every replacement filter, see ``ReplacingConfig``.
 
     Example:
         >>> KernelutionConfig(K=3, kernel="jackson").penalties
@@ -97,7 +104,7 @@ class KernelutionConfig(SynvolutionConfig):
         return {"kernel_polynomial": self.gamma_kernel}
 
     def damping(self) -> tuple[float, ...]:
-        """``g_0 ... g_K``."""
+        """Return the damping factors ``g_0 ... g_K``."""
         with torch.device("cpu"):  # filters are built on the meta device
             g = functional.gibbs_damping(self.kernel, self.K, M=self.M, xi=self.xi, a=self.a, b=self.b)
         return tuple(g.tolist())

@@ -1,4 +1,4 @@
-"""NeuTRENO: the values of the first layer, added where a token has moved away from them.
+"""NeuTRENO: attention plus the first layer's values, as far as a token has moved away from them.
 
 Source: Nguyen et al., "Mitigating Over-smoothing in Transformers via Regularized Nonlocal Functionals" (NeurIPS 2023).
 """
@@ -28,14 +28,16 @@ CITATION = """@inproceedings{nguyen2023neutreno,
 
 
 class NeuTRENO(FromFirstLayer):
-    """``A V + alpha (V_0 - V)`` with V_0 the values of the first layer; alpha a head, 0 at the start (the paper's is
-    0.6)."""
+    """The filter ``A V + alpha (V_0 - V)``, with V_0 the values of the first layer.
+
+    There is one number alpha per head, 0 at the start (the paper's is 0.6).
+    """
 
     per_head = ("alpha",)
     alpha: Tensor
 
     def forward(self, shift: AttentionShift, value: Tensor) -> Tensor:  # type: ignore[override]
-        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         own = shift.identity(value)
         first = self.first(shift, own)
         return combine([(torch.ones_like(self.alpha), shift(value)), (self.alpha, first - own)])
@@ -44,7 +46,21 @@ class NeuTRENO(FromFirstLayer):
 @register_filter("neutreno")
 @dataclass(frozen=True)
 class NeuTRENOConfig(FromFirstLayerConfig):
-    """NeuTRENO (Nguyen et al., 2023): held to the values of the first layer; it starts as A."""
+    """NeuTRENO: attention that keeps tokens near the values of the first layer.
+
+    With depth, tokens become alike. NeuTRENO (Nguyen et al., NeurIPS 2023) adds alpha times the difference between the
+    first layer's values and those of the layer, so every layer is reminded of the start.
+
+    Departure from the paper: alpha is one learned number per head that starts at 0, so the patched model equals the
+    original. The paper uses 0.6.
+
+    The first layer must be among the chosen layers; nothing changes in it. Models whose layers pass nothing on to each
+    other (timm) and attention within windows of an image raise a ``GraphFilterError``. There are no options.
+
+    Example:
+        >>> NeuTRENOConfig().formula
+        'A V + alpha (V_0 - V)'
+    """
 
     module = NeuTRENO
     citation = CITATION
@@ -58,13 +74,13 @@ class NeuTRENOConfig(FromFirstLayerConfig):
             if members[site.group] > 1 or site.stack_module is None or _runs_again(site):
                 continue
             raise GraphFilterError(
-                f"{site.name} is the first layer, whose values 'neutreno' hands to the others, so that nothing would "
-                "change: choose later layers beside it, or another filter if there are none"
+                f"{site.name} is the first layer, whose values 'neutreno' passes on to later ones, so nothing would "
+                "change: choose later layers too, or another filter if there are none"
             )
 
 
 def _runs_again(site: AttentionSite) -> bool:
-    """Return whether a later layer of the stack has the same weights: it is then not the first one alone."""
+    """Return whether a later layer of the stack has the same weights, so that this is not only the first one."""
     stack, config = site.stack_module, getattr(site.module, "config", None)
     if stack is None or sum(module is site.module for _, module in stack.named_modules(remove_duplicate=False)) > 1:
         return stack is not None

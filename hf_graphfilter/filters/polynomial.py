@@ -1,6 +1,7 @@
-"""A polynomial of the attention matrix, in a basis of choice.
+"""A polynomial of the attention matrix, in a basis of your choice.
 
-Source: Defferrard et al. (2016), Chebyshev; He et al. (2021), Bernstein; Wang and Zhang (ICML 2022), Jacobi."""
+Source: Defferrard et al. (2016), Chebyshev; He et al. (2021), Bernstein; Wang and Zhang (ICML 2022), Jacobi.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +31,11 @@ CITATION = """@inproceedings{defferrard2016chebnet,
 
 
 class Polynomial(PowerSeries):
-    """``H = sum_k theta_k T_k(A)``, ``theta_k`` = those of A itself plus what is learned, ``theta`` (heads, K+1), 0 at
-    the start, so that H is A bit for bit in every basis."""
+    """The filter ``H = sum_k theta_k T_k(A)``.
+
+    ``theta_k`` is the coefficient of A itself plus what is learned. ``theta`` (heads, K+1) is 0 at the start, so H is A
+    bit for bit in every basis.
+    """
 
     per_head = ("theta",)
     theta: Tensor
@@ -51,7 +55,7 @@ class Polynomial(PowerSeries):
         return self.theta.tanh() if self.config.theta == "tanh" else self.theta
 
     def coefficients(self) -> dict[str, Tensor]:
-        """``theta_0`` ... ``theta_K`` as they enter the formula, (heads,)."""
+        """Return ``theta_0`` ... ``theta_K`` as they enter the formula, each (heads,)."""
         theta = self.learned.detach() + self.theta.new_tensor(self.config.start())
         return {f"theta_{k}": column for k, column in enumerate(theta.unbind(1))}
 
@@ -62,7 +66,7 @@ class Polynomial(PowerSeries):
         return (self.learned.to(dtype)[..., None] * rows).sum(-2)  # autocast would round a product of matrices
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
-        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         if not self.steps:
             return super().forward(shift, value)
         learned = self.learned
@@ -75,13 +79,24 @@ class Polynomial(PowerSeries):
 @register_filter("polynomial")
 @dataclass(frozen=True)
 class PolynomialConfig(FilterConfig):
-    """A polynomial of the attention matrix, sum_k theta_k T_k(A); it starts as A.
+    """A polynomial of the attention matrix in a basis of your choice, sum_k theta_k T_k(A).
+
+    Each head learns K+1 coefficients, so it can learn any frequency response of order K. The basis decides how the
+    coefficients are scaled against each other. The Chebyshev basis comes from Defferrard et al. (2016), the Bernstein
+    basis from He et al. (2021), the Jacobi basis from Wang and Zhang (ICML 2022).
+
+    Departure from the papers: the filter starts as A itself in every basis, so the patched model equals the original.
+    What is learned is added to the coefficients of A.
 
     Args:
-        K: order, the applications of A; 1 to 1000 of monomials, at most 12 to 15 of others, of Jacobi by a and b.
-        basis: ``"monomial"``, ``"chebyshev"``, ``"legendre"``, ``"jacobi"`` or ``"bernstein"``.
-        a, b: of the Jacobi basis, 1 by default; no other basis has any.
-        theta: what is learned is ``"free"``, or bounded by 1 with ``"tanh"``.
+        K (int, default 3): Order, which is the number of applications of A. 1 to 1000 in the monomial basis, at most 12
+            to 15 in the others, where terms cancel; in the Jacobi basis the limit depends on a and b.
+        basis (str, default "chebyshev"): The polynomials T_k: ``"monomial"``, ``"chebyshev"``, ``"legendre"``,
+            ``"jacobi"`` or ``"bernstein"``.
+        a (float or None, default None): First parameter of the Jacobi basis; ``None`` is 1. No other basis has it.
+        b (float or None, default None): Second parameter of the Jacobi basis; ``None`` is 1. No other basis has it.
+        theta (str, default "free"): What is added to the coefficients of A. ``"free"``: the parameter itself.
+            ``"tanh"``: its tanh, which lies between -1 and 1.
 
     Example:
         >>> PolynomialConfig(K=2, basis="bernstein").start()
@@ -102,7 +117,7 @@ class PolynomialConfig(FilterConfig):
     def validate(self) -> None:
         check_counts(self, K=LARGEST_ORDER)
         if self.basis != "jacobi" and (self.a, self.b) != (None, None):
-            raise GraphFilterError(f"PolynomialConfig: a and b are of the Jacobi basis, and basis is {self.basis!r}")
+            raise GraphFilterError(f"PolynomialConfig: a and b belong to the Jacobi basis, but basis is {self.basis!r}")
         self.start()  # raises where a basis has no A
         highest = highest_order(self.basis, *self.parameters)
         if highest < self.K:
@@ -117,5 +132,5 @@ class PolynomialConfig(FilterConfig):
         return self.K, 1.0 if self.a is None else self.a, 1.0 if self.b is None else self.b
 
     def start(self) -> list[float]:
-        """``theta_0 ... theta_K`` of A itself."""
+        """Return ``theta_0 ... theta_K`` of A itself."""
         return identity_coefficients(self.basis, *self.parameters)

@@ -28,11 +28,12 @@ CITATION = """@inproceedings{gasteiger2019diffusion,
 
 
 class Diffusion(PowerSeries):
-    """``H = (1 - g) A + g sum_{k<=K} c_k A^k`` with g a head, 0 at the start; K applications of ``S``.
+    """The filter ``H = (1 - g) A + g sum_{k<=K} c_k A^k``, with a gate g per head that starts at 0.
 
-    ``c_k = alpha (1 - alpha)^k`` (PageRank: ``alpha (I - (1 - alpha) A)^-1``, cut off with an error of at most
-    ``(1 - alpha)^(K+1)`` in the infinity norm) or ``c_k = e^-t t^k / k!`` (heat). alpha or t is learned a head too,
-    from the option's value on: ``rate`` is added to its logit or logarithm."""
+    ``c_k = alpha (1 - alpha)^k`` is PageRank: ``alpha (I - (1 - alpha) A)^-1``, cut off with an error of at most ``(1 -
+    alpha)^(K+1)`` in the infinity norm. ``c_k = e^-t t^k / k!`` is heat diffusion. alpha or t is learned per head too,
+    from the option's value on: ``rate`` is added to its logit or logarithm. There are K applications of ``S``.
+    """
 
     per_head = ("g", "rate")
     g: Tensor
@@ -41,13 +42,13 @@ class Diffusion(PowerSeries):
 
     @property
     def pace(self) -> Tensor:
-        """alpha in (0, 1), or t > 0, (heads,)."""
+        """The learned alpha in (0, 1), or t > 0, (heads,)."""
         if self.config.kernel == "heat":
             return (self.rate + math.log(self.config.t)).exp()
         return (self.rate + math.log(self.config.alpha / (1 - self.config.alpha))).sigmoid()
 
     def coefficients(self) -> dict[str, Tensor]:
-        """``g``, and ``alpha`` or ``t``, (heads,)."""
+        """Return ``g``, and ``alpha`` or ``t``, each (heads,)."""
         return {"g": self.g.detach(), {"ppr": "alpha", "heat": "t"}[self.config.kernel]: self.pace.detach()}
 
     def series(self, dtype: torch.dtype) -> Tensor:
@@ -64,13 +65,22 @@ class Diffusion(PowerSeries):
 @register_filter("ppr")
 @dataclass(frozen=True)
 class PPRConfig(FilterConfig):
-    """Personalised PageRank or heat diffusion of the attention matrix, gated; it starts as A.
+    """Personalised PageRank or heat diffusion over the attention graph, mixed with attention by a gate.
+
+    Both are sums over all powers of A with decreasing weights (Gasteiger et al., ICLR 2019 and NeurIPS 2019). They
+    collect what a token reaches in several steps, and PageRank returns to the token itself with a probability alpha at
+    each step.
+
+    Departures from the papers: the sum ends after K powers; the probability or the time is learned per head; a gate g
+    per head mixes the filter with attention. The gate starts at 0, so the patched model equals the original.
 
     Args:
-        K: number of applications of A, 1 to 1000.
-        kernel: ``"ppr"`` or ``"heat"``.
-        alpha: probability of returning to the token itself (ppr), in (0, 1), at the start.
-        t: time of diffusion (heat), > 0, at the start.
+        K (int, default 4): Number of applications of A, 1 to 1000.
+        kernel (str, default "ppr"): The weights of the powers. ``"ppr"``: alpha (1 - alpha)^k, PageRank. ``"heat"``:
+            e^-t t^k / k!, heat diffusion.
+        alpha (float, default 0.15): Start value of the probability of returning to the token itself, in (0, 1). It is
+            read by ``kernel="ppr"``.
+        t (float, default 1.0): Start value of the time of diffusion, > 0. It is read by ``kernel="heat"``.
 
     Example:
         >>> PPRConfig(alpha=0.2).starts_as_original

@@ -1,4 +1,4 @@
-"""Singularformer: a learned singular value decomposition in the place of attention, linear in the number of tokens.
+"""Singularformer: a learned singular value decomposition that replaces attention, linear in the number of tokens.
 
 Source: Wu et al., "Singularformer: Learning to Decompose Self-Attention to Linearize the Complexity of Transformer"
 (IJCAI 2023), Eq. 8-18.
@@ -29,14 +29,14 @@ CITATION = """@inproceedings{wu2023singularformer,
 
 
 class Singularformer(ReplacingFilter):
-    """``alpha softmax((alpha^ Q)(alpha^ K)^T / sqrt(d)) alpha^ value``: O(n r d) time and O(n (r + d)) memory.
+    """The filter ``alpha softmax((alpha^ Q)(alpha^ K)^T / sqrt(d)) alpha^ value``, for encoders.
 
-    ``alpha = softmax over r of X W + b`` spreads r pseudo tokens over the tokens, ``alpha^ = softmax over tokens`` of
-    the same makes them; the child ``alpha`` holds W and b, shared by the heads (Eq. 14). Q, K and value are those of
-    the pretrained projections: pooling after projecting equals projecting after pooling, also with biases, since the
-    rows of ``alpha^`` sum to 1.
+    It takes O(n r d) time and O(n (r + d)) memory. ``alpha = softmax over r of X W + b`` spreads r pseudo tokens over
+    the tokens, and ``alpha^ = softmax over tokens`` of the same makes them. The child ``alpha`` holds W and b, shared
+    by the heads (Eq. 14). Q, K and value are those of the pretrained projections: pooling after projecting equals
+    projecting after pooling, also with biases, since the rows of ``alpha^`` sum to 1.
 
-    For encoders: a pseudo token is made of all tokens, so there is no causal form.
+    A pseudo token is made of all tokens, so there is no causal form.
     """
 
     config: SingularformerConfig
@@ -50,15 +50,15 @@ class Singularformer(ReplacingFilter):
         if config.residual and site.stack_module is None:
             raise GraphFilterError(
                 f"{site.name} ({type(site.module).__name__}): residual=True adds the scores of the layer before, and "
-                "the layers of this model hand nothing on to each other besides the hidden states; leave it out"
+                "the layers of this model pass nothing on to each other besides the hidden states; leave residual out"
             )
         r = config.r or site.head_dim
         if config.residual and site.stack_module is not None:
             for other in site.stack_module.modules():
                 if isinstance(other, Singularformer) and other.config.residual and other.alpha.out_features != r:
                     raise GraphFilterError(
-                        f"{site.name}: residual=True adds the scores of the layer before, which are r x r, and r is "
-                        f"{other.alpha.out_features} at {other.site_name} and {r} here: all layers of a stack have one"
+                        f"{site.name}: residual=True adds the r x r scores of the layer before, but r is "
+                        f"{other.alpha.out_features} at {other.site_name} and {r} here: give all layers the same r"
                     )
         self.alpha = nn.Linear(site.hidden_size, r)
         self.reset_parameters()
@@ -90,17 +90,29 @@ class Singularformer(ReplacingFilter):
 @register_filter("singularformer")
 @dataclass(frozen=True)
 class SingularformerConfig(ReplacingConfig):
-    """Singularformer, a learned singular value decomposition of attention, with linear cost; for encoders.
+    """Singularformer, a learned decomposition that replaces the attention of encoders at linear cost.
+
+    Singularformer (Wu et al., IJCAI 2023) gathers the tokens into r pseudo tokens. These attend to each other, and the
+    result is spread over the tokens again. The heads of a layer share the one new projection. It is for encoders: a
+    pseudo token is made of all tokens, so there is no causal form.
+
+    Right after patching, a model is far from the original, except with ``init="blend"``; ``linearize`` or
+    ``transfer_attention`` fits it.
+
+    Departure from the authors' code: the diagonal loss is squared, as the paper prints it.
 
     Args:
-        r: pseudo tokens, the size of the core; ``None`` for the features of a head, as in the paper. It may exceed the
-            tokens and the hidden size, where more of them bring nothing but cost.
-        temperature: divides the scores before both softmaxes, > 0; smaller ones make sharper pseudo tokens.
-        residual: add the scores of the core of the layer before, as Realformer (text after Eq. 14). All filters of a
-            stack then have one ``r``, and checkpointing is not reentrant.
-        gamma_orthogonal, gamma_diagonal: weights of the orthogonality loss (Eq. 15) and of the diagonal loss (Eq. 16)
-            that ``RegularizerCallback`` adds; the paper's are 0.01.
-        init, window, sinks, far, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
+        r (int or None, default None): Number of pseudo tokens, 1 to 65536. ``None`` is the number of features per head,
+            as in the paper. It may exceed the number of tokens and the hidden size, but more than these only add cost.
+        temperature (float, default 1.0): Divisor of the scores before both softmaxes, > 0. Smaller values make sharper
+            pseudo tokens.
+        residual (bool, default False): Add the scores of the layer before, as Realformer does (text after Eq. 14). All
+            filters of a stack must then have the same ``r``, and gradient checkpointing must not be reentrant.
+        gamma_orthogonal (float, default 0.01): Weight of the orthogonality loss (Eq. 15), which ``RegularizerCallback``
+            adds in training. The paper uses 0.01.
+        gamma_diagonal (float, default 0.01): Weight of the diagonal loss (Eq. 16), which ``RegularizerCallback`` adds
+            in training. The paper uses 0.01.
+        init, window, sinks, far, position_bias: Options of every replacement filter, see ``ReplacingConfig``.
 
     Example:
         >>> SingularformerConfig(r=32).penalties

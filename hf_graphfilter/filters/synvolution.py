@@ -30,16 +30,16 @@ CITATION = """@article{zhang2025converter,
 
 
 class Synvolution(ReplacingFilter):
-    """``zeta Re z + (1 - zeta) Im z`` of ``z = Phi^-1 [exp(i Lambda) * (Phi value)]``: O(n d) time and memory.
+    """The real form of ``z = Phi^-1 [exp(i Lambda) * (Phi value)]``, in O(n d) time and memory, for encoders.
 
-    ``Phi`` is unitary, of full rank and dense, a product of Givens rotations of neighbouring tokens (Eq. 7); the child
-    ``spectrum`` makes their angles and the eigenvalues Lambda of the module's input. Query and key are not used. D of
+    ``Phi`` is unitary, of full rank and dense: a product of Givens rotations of neighbouring tokens (Eq. 7). The child
+    ``spectrum`` makes their angles and the eigenvalues Lambda from the module's input. Query and key are not used. D of
     Eq. 7 meets its inverse, so it is left out.
 
-    ``zeta``, one a head, starts at 1. Where the authors clamp it to [0, 1], and beyond a bound its gradient is lost, a
-    step out of the interval is reflected into it.
+    The real form is ``zeta Re z + (1 - zeta) Im z`` with one zeta per head that starts at 1. The authors clamp it to
+    [0, 1], and beyond a bound its gradient is lost. Here a step out of the interval is reflected into it.
 
-    For encoders: every token reaches every other, so there is no causal form.
+    Every token reaches every other, so there is no causal form.
     """
 
     config: SynvolutionConfig
@@ -57,7 +57,7 @@ class Synvolution(ReplacingFilter):
         self.reset_parameters()
 
     def polynomial(self) -> nn.Parameter | None:
-        """Its coefficients, (K+1,) or (heads, K+1), not yet set; None where the eigenvalues are taken as they are."""
+        """Return the coefficients, (K+1,) or (heads, K+1), not yet set; None to use the eigenvalues as they are."""
         return None
 
     def reset_parameters(self) -> None:
@@ -66,7 +66,7 @@ class Synvolution(ReplacingFilter):
         nn.init.ones_(self.zeta)
 
     def coefficients(self) -> dict[str, Tensor]:
-        """``zeta`` in [0, 1], ``w_0`` ... ``w_K``, (1,) or (heads,), and the ``gate`` of a blend."""
+        """Return ``zeta`` in [0, 1], ``w_0`` ... ``w_K``, each (1,) or (heads,), and a blend's ``gate``."""
         by_name = {**super().coefficients(), "zeta": reflect(self.zeta.detach())}
         w = by_name.pop("w", None)
         if w is None:
@@ -75,7 +75,7 @@ class Synvolution(ReplacingFilter):
         return {**by_name, **{f"w_{k}": w[..., k].reshape(-1) for k in range(w.shape[-1])}}
 
     def response(self, eigenvalues: Tensor) -> Tensor:
-        """The argument of the filter at the eigenvalues (batch, sets, tokens), radians."""
+        """Return the argument of the filter at the eigenvalues (batch, sets, tokens), in radians."""
         return eigenvalues
 
     def filtered(self, shift: AttentionShift, value: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class Synvolution(ReplacingFilter):
         if value.shape[2] != shift.hidden.shape[1]:
             raise GraphFilterError(
                 f"{self.site_name}: {type(self).__name__} rotates the {shift.hidden.shape[1]} tokens of the module's "
-                f"input, and the values are of {value.shape[2]}"
+                f"input, but the values have {value.shape[2]} tokens"
             )
         eigenvalues, angles = self.spectrum(shift.hidden)
         _, there = shift.visible()
@@ -100,17 +100,32 @@ class Synvolution(ReplacingFilter):
 @register_filter("synvolution")
 @dataclass(frozen=True)
 class SynvolutionConfig(ReplacingConfig):
-    """Synvolution, a unitary filter with learned eigenvalues and eigenvectors, with linear cost; for encoders.
+    """Synvolution, a learned unitary filter that replaces the attention of encoders at linear cost.
+
+    Synvolution is the filter of Converter (Zhang et al., 2025). Two small networks make the eigenvalues and
+    eigenvectors of a unitary matrix from the layer's input; the eigenvectors are a product of rotations of neighbouring
+    tokens. Query and key are not used. It is for encoders: every token reaches every other, so there is no causal form.
+
+    Right after patching, a model is far from the original, except with ``init="blend"``; ``linearize`` or
+    ``transfer_attention`` fits it.
+
+    Departures from the paper and its code:
+
+    - The phase D of Eq. 7 is left out, because it meets its inverse.
+    - zeta is reflected into [0, 1] instead of clamped, so its gradient is never lost.
+    - Padding takes part in no rotation.
 
     Args:
-        per_head: eigenvalues and eigenvectors of its own for each head, else one set a layer, the paper's.
-        orders: pairs of Hessenberg factors, L of Eq. 7, 1 to 64; the paper's is 1, and cost grows with it.
-        permutation: of the tokens before each pair, P of Eq. 7: ``"identity"``, the paper's; ``"stride"``, every second
-            token behind the others; or ``"bit_reversal"``, by the reversed binary digits of the places. Learned ones
-            are not there.
-        hidden: features of the layers of the two networks that make eigenvalues and angles, 1 to 16384; ``None`` for
-            the features of the module's input.
-        init, window, sinks, far, position_bias: as for every filter in the place of attention, see ``ReplacingConfig``.
+        per_head (bool, default False): Give each head its own eigenvalues and eigenvectors. If False, a layer has one
+            set, as in the paper.
+        orders (int, default 1): Number of pairs of Hessenberg factors, L of Eq. 7, 1 to 64. The paper uses 1; cost
+            grows with it.
+        permutation (str, default "identity"): Order of the tokens before each pair, P of Eq. 7. ``"identity"``:
+            unchanged, as in the paper. ``"stride"``: every second token behind the others. ``"bit_reversal"``: by the
+            reversed binary digits of the places. Learned permutations are not supported.
+        hidden (int or None, default None): Features of the layers of the two networks, 1 to 16384. ``None`` is the
+            number of features of the module's input.
+        init, window, sinks, far, position_bias: Options of every replacement filter, see ``ReplacingConfig``.
 
     Example:
         >>> SynvolutionConfig(orders=2, permutation="stride").starts_as_original

@@ -1,4 +1,4 @@
-"""Value residual: attention reads the values of the first layer beside its own.
+"""Value residual: attention over each layer's values plus those of the first layer.
 
 Source: Zhou et al., "Value Residual Learning" (arXiv 2410.17897).
 """
@@ -22,15 +22,17 @@ CITATION = """@article{zhou2024valueresidual,
 
 
 class ValueResidual(FromFirstLayer):
-    """``A ((1 + l_1) V + l_2 V_1)`` with V_1 the values of the first layer; numbers a head, 0 at the start. Heads that
-    share keys and values take the mean of their numbers."""
+    """The filter ``A ((1 + l_1) V + l_2 V_0)``, with V_0 the values of the first layer.
+
+    l_1 and l_2 are numbers per head, 0 at the start. Heads that share keys and values take the mean of their numbers.
+    """
 
     per_head = ("l_1", "l_2")
     l_1: Tensor
     l_2: Tensor
 
     def forward(self, shift: AttentionShift, value: Tensor) -> Tensor:  # type: ignore[override]
-        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         first, groups = self.first(shift, value), value.shape[1]
         own, other = (c.view(groups, -1).mean(1).to(value.dtype).view(-1, 1, 1) for c in (self.l_1, self.l_2))
         return shift(value + own * value + other * first)
@@ -39,7 +41,21 @@ class ValueResidual(FromFirstLayer):
 @register_filter("value-residual")
 @dataclass(frozen=True)
 class ValueResidualConfig(FromFirstLayerConfig):
-    """Value residual (Zhou et al., 2024): the first layer's values beside each layer's own; it starts as A."""
+    """Value residual: attention over each layer's values plus those of the first layer.
+
+    Deep layers may lose what the first layer knew of each token. Value residual learning (Zhou et al., 2024) lets
+    attention read the first layer's values too, weighted by learned numbers.
+
+    The numbers l_1 and l_2, per head, start at 0, so the patched model equals the original. Heads that share keys and
+    values use the mean of their numbers.
+
+    The first layer must be among the chosen layers. Models whose layers pass nothing on to each other (timm) and
+    attention within windows of an image raise a ``GraphFilterError``. There are no options.
+
+    Example:
+        >>> ValueResidualConfig().formula
+        'A ((1+l_1) V + l_2 V_0)'
+    """
 
     module = ValueResidual
     citation = CITATION

@@ -1,4 +1,4 @@
-"""Exclusive self-attention: the part of what attention gives that points along a token's own value is taken away.
+"""Exclusive self-attention: attention without the part that points along a token's own value.
 
 Source: Zhai, "Exclusive Self Attention" (arXiv 2603.09078).
 """
@@ -25,15 +25,17 @@ CITATION = """@article{zhai2026exclusive,
 
 
 class XSA(PerHead):
-    """``y - alpha (y . v) v / (v . v)``, row by row, with y = A V and v the token's own value; alpha a head, 0 at the
-    start (1 takes the whole part away)."""
+    """The filter ``y - alpha (y . v) v / (v . v)``, row by row, with y = A V and v the token's own value.
+
+    There is one number alpha per head, 0 at the start; 1 takes the whole part away.
+    """
 
     linear = spectral = False
     per_head = ("alpha",)
     alpha: Tensor
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
-        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         out, own = shift(value), shift.identity(value)
         wide = own.float() if own.element_size() < 4 else own
         # v . v of a large v is out of range; of v divided by a number the same comes out
@@ -45,7 +47,18 @@ class XSA(PerHead):
 @register_filter("xsa")
 @dataclass(frozen=True)
 class XSAConfig(FilterConfig):
-    """Exclusive self-attention: less of a token's own value in what it is given; it starts as A."""
+    """Exclusive self-attention: attention without the part that points along a token's own value.
+
+    Exclusive self-attention (Zhai, 2026) subtracts from the output of attention its projection on the token's own
+    value. What is left is orthogonal to that value, so it tells the token only what others know.
+
+    Here alpha, one learned number per head, says how much is subtracted; 1 is all of it. It starts at 0, so the patched
+    model equals the original. There are no options.
+
+    Example:
+        >>> XSAConfig().starts_as_original
+        True
+    """
 
     module = XSA
     citation = CITATION

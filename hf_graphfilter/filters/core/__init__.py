@@ -1,1 +1,1 @@
-"""What filters are made of: their base classes, the registry, and how they are built and read."""
+"""The parts that filters are made of: base classes, the registry, and how filters are built and read."""

@@ -18,7 +18,12 @@ F = TypeVar("F", bound=GraphFilter)
 
 
 def patched_modules(model: nn.Module, required: bool = True) -> list[tuple[str, Any]]:
-    """(name, module) of the patched attention modules; an unpatched model is an error where one is ``required``."""
+    """Return (name, module) of the patched attention modules.
+
+    Args:
+        model: any module.
+        required: whether an unpatched model is an error.
+    """
     patched = [
         (name, module)
         for name, module in model.named_modules()
@@ -32,19 +37,19 @@ def patched_modules(model: nn.Module, required: bool = True) -> list[tuple[str, 
 
 
 def active_filter(module: Any) -> GraphFilter:
-    """The filter of a patched module; of the copies that PEFT keeps for its adapters, the one that runs."""
+    """Return the filter of a patched module; if PEFT keeps copies for its adapters, the one that runs."""
     child = module.graph_filter
     return child.get_submodule(running_copy(child)) if hasattr(child, "modules_to_save") else child  # type: ignore[no-any-return]
 
 
 def running_copy(wrapper: Any) -> str:
-    """Return the name of the copy that runs, within PEFT's wrapper of a module, which holds a copy per adapter."""
+    """Return the name of the copy that runs in PEFT's wrapper of a module, which holds one copy per adapter."""
     names = [n for n in wrapper.active_adapters if n in wrapper.modules_to_save and not wrapper.disable_adapters]
     return f"modules_to_save.{names[0]}" if names else "original_module"
 
 
 def _in_a_copy_at_rest(model: nn.Module, name: str) -> bool:
-    """Whether a module is in a copy of a whole module that PEFT keeps for an adapter that does not run."""
+    """Return whether a module is in a copy of a whole module that PEFT keeps for an adapter that does not run."""
     parts = name.split(".")
     for end, part in enumerate(parts):
         if part in ("original_module", "modules_to_save"):
@@ -63,13 +68,13 @@ def filters_of(
 def filters_of(
     model: nn.Module, kind: type[Any] = GraphFilter, *, required: bool = False, copies: bool = False
 ) -> list[tuple[str, Any]]:
-    """(name of the attention module, filter) of the filters of a ``kind``, in module order.
+    """Return (name of the attention module, filter) of the filters of a ``kind``, in module order.
 
     Args:
         model: any module.
-        kind: the class of filters that are meant.
+        kind: the class of the filters to return.
         required: whether an unpatched model is an error.
-        copies: whether those count that PEFT keeps for adapters that do not run.
+        copies: whether to count the copies that PEFT keeps for adapters that do not run.
     """
     filters: list[tuple[str, Any]] = []
     for name, module in patched_modules(model, required):
@@ -81,8 +86,10 @@ def filters_of(
 
 
 def read_whole(graph_filter: GraphFilter, read: Callable[[GraphFilter], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """``read(graph_filter)`` as copies on the CPU, also where accelerate has offloaded it; where FSDP2 or ZeRO-3 has
-    sharded it, whole: all processes must call."""
+    """Return copies on the CPU of the tensors that ``read(graph_filter)`` gives, also if accelerate has offloaded them.
+
+    Tensors that FSDP2 or ZeRO-3 has sharded are gathered, so all processes must call.
+    """
     from accelerate.utils import align_module_device
 
     with contextlib.ExitStack() as stack:
@@ -103,9 +110,9 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def copy_restarted(graph_filter: GraphFilter) -> GraphFilter:
-    """Return a copy on the CPU that has the start values, drawn anew where they are random.
+    """Return a copy on the CPU that has the start values; random ones are drawn again.
 
-    Its tensors are whole, also where those of the filter are sharded or offloaded.
+    Its tensors are whole, also if those of the filter are sharded or offloaded.
     """
     blank: dict[int, Tensor] = {}
     for tensor in (*graph_filter.parameters(), *graph_filter.buffers()):

@@ -1,6 +1,6 @@
-"""What a graph filter is: a config dataclass and a module, in one file, for one attention module of a model.
+"""The base classes of a graph filter: a config dataclass and a module, for one attention module of a model.
 
-Example: a filter of one's own.
+Example: your own filter.
 
     >>> import torch
     >>> from dataclasses import dataclass
@@ -42,30 +42,33 @@ Loss = Callable[..., Tensor]
 
 
 class GraphFilter(nn.Module):
-    """A function of the shift operator with learned coefficients; the child ``graph_filter`` of an attention module.
+    """Base class of all filters: a learned function of the shift operator, applied to the values.
 
-    Coefficients (``coefficient_names``) stay in float32 when the model is cast to bfloat16 or float16: they are few,
-    and steps of a learning rate would be lost in half precision. The other parameters are weights, cast and trained as
+    A filter is the child ``graph_filter`` of an attention module. A subclass creates its parameters in ``__init__`` and
+    defines ``reset_parameters`` and ``forward``.
+
+    Coefficients (``coefficient_names``) stay in float32 when the model is cast to bfloat16 or float16. They are few,
+    and half precision would lose small steps of the optimizer. The other parameters are weights, cast and trained as
     the model's own. Both are real: a complex coefficient is a parameter (..., 2) that ``forward`` reads through
     ``torch.view_as_complex``.
 
     Args:
         config: the filter's config.
-        site: the attention module that it goes into (name, heads, stack, causality).
+        site: the attention module that the filter goes into (name, heads, stack, causality).
 
     Class attributes:
-        linear: whether what it gives is a matrix times the values, as analysis shows it.
-        spectral: whether it is a function of ``A`` alone, with a response to its eigenvalues.
-        reads_hidden: whether ``shift.hidden`` is needed, the input of the attention module.
-        reads_earlier: whether ``shift.earlier`` is needed, what the filters of earlier layers left. ``__init__`` may
-            set it, and must refuse a site without a ``stack_module`` then.
-        reads_mask: whether ``forward`` asks which tokens a query sees (``shift.mean``, ``shift.visible``), which not
-            all shifted windows of images tell.
-        per_head: parameters and buffers (heads, ...), where they are all that the filter is made of; tensor parallelism
-            then hands each process the part of its heads.
+        linear: whether the output is a matrix times the values, so analysis can show the matrix.
+        spectral: whether the filter is a function of ``A`` alone, with a response to its eigenvalues.
+        reads_hidden: whether ``forward`` reads ``shift.hidden``, the input of the attention module.
+        reads_earlier: whether ``forward`` reads ``shift.earlier``, what the filters of earlier layers left.
+            ``__init__`` may set it, and must then raise an error for a site without a ``stack_module``.
+        reads_mask: whether ``forward`` asks which tokens a query sees (``shift.mean``, ``shift.visible``). Not all
+            shifted windows of images can say that.
+        per_head: names of the parameters and buffers (heads, ...), if the filter has no others. Tensor parallelism then
+            gives each process the part of its heads.
 
     Attributes:
-        recorder: set while someone asks for the losses of ``penalised``.
+        recorder: function that receives the losses of ``penalised``; None if nobody asks for them.
     """
 
     linear: ClassVar[bool] = True
@@ -82,7 +85,7 @@ class GraphFilter(nn.Module):
         self.site_name, self.heads, self.position_bias = site.name, site.heads, site.position_bias
 
     def __call__(self, shift: ShiftOperator, value: Tensor) -> Tensor:  # type: ignore[override]
-        """``forward``, and a look at what it returned."""
+        """Run ``forward`` and check the shape and dtype of its result."""
         out = super().__call__(shift, value)
         wanted = (value.shape[0], *shift.rows, value.shape[-1])
         has_shape = isinstance(out, Tensor) and out.shape == wanted
@@ -91,7 +94,7 @@ class GraphFilter(nn.Module):
         returned = f"{tuple(out.shape)} of {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
         raise GraphFilterError(
             f"{self.site_name}: {type(self).__name__}.forward must return a tensor (batch, heads, query tokens, "
-            f"features) = {wanted} of {value.dtype}, as the value is, and returned {returned}"
+            f"features) = {wanted} of {value.dtype}, like the value, but returned {returned}"
         )
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
@@ -99,69 +102,78 @@ class GraphFilter(nn.Module):
         raise NotImplementedError
 
     def approximate(self, shift: ShiftOperator, value: Tensor) -> Tensor:
-        """What attention transfer fits to ``S(value)``; shapes as in ``forward``, which it is by default."""
+        """Return what attention transfer fits to ``S(value)``, by default ``forward``, with the same shapes."""
         return type(self).forward(self, shift, value)  # not the instance's, which transfer replaces
 
     def penalised(self, out: Tensor, **losses: Loss) -> Tensor:
-        """``out``, with losses that training may add: ``return self.penalised(out, sparsity=lambda: ...)``.
+        """Return ``out`` and declare losses that training may add.
+
+        In ``forward``, write ``return self.penalised(out, sparsity=lambda: ...)``.
 
         Args:
             out: what ``forward`` returns.
-            **losses: functions of nothing that give a scalar, by the names in ``FilterConfig.penalties``. They are
-                called, and what they hold on to is kept, only if ``RegularizerCallback`` or ``collect_penalties`` asks.
+            **losses: functions without arguments that return a scalar, by the names in ``FilterConfig.penalties``. They
+                are called, and the tensors that they hold are kept, only if ``RegularizerCallback`` or
+                ``collect_penalties`` asks.
         """
         if self.recorder is None or not self.training:
             return out
         if unknown := losses.keys() - self.config.penalties.keys():
             raise GraphFilterError(
-                f"{type(self).__name__} penalises {min(unknown)!r}, and {type(self.config).__name__}.penalties gives "
+                f"{type(self).__name__} penalises {min(unknown)!r}, but {type(self.config).__name__}.penalties gives "
                 f"weights for {', '.join(self.config.penalties) or 'nothing'}: add it there"
             )
         return self.recorder(self, out, losses)
 
     @property
     def decoding(self) -> Decoding:
-        """What the cache keeps: rows of signals, or a state, with or without the model's own keys and values."""
+        """The content of the cache: rows of signals, or a state, with or without the model's own keys and values."""
         return "rows"
 
     def reset_parameters(self) -> None:
-        """Set the start values, in whatever way; what a checkpoint has loaded stays."""
+        """Set the start values in place; values that a checkpoint has loaded stay."""
         if any(True for _ in (*self.parameters(), *self.buffers())):
             raise GraphFilterError(
-                f"{self.site_name}: {type(self).__name__} has parameters or buffers and no reset_parameters(), which "
-                "sets their start values in place: a checkpoint without them could not be loaded"
+                f"{self.site_name}: {type(self).__name__} has parameters or buffers but no reset_parameters(), which "
+                "must set their start values in place: without it a checkpoint that lacks them could not be loaded"
             )
 
     def coefficient_names(self) -> set[str]:
-        """Names of the parameters and buffers that are coefficients: kept in float32, checked when they are loaded, and
-        trained with a learning rate of their own. By default those of the module itself; a filter may name some of its
-        children's too (``"mix.weight"``).
+        """Return the names of the parameters and buffers that are coefficients.
+
+        Coefficients are kept in float32, checked when they are loaded, and trained with their own learning rate. By
+        default they are the tensors of the module itself; a filter may name some of its children's too
+        (``"mix.weight"``).
         """
         tensors = (*self.named_parameters(recurse=False), *self.named_buffers(recurse=False))
         return {name for name, _ in tensors}
 
     def coefficient_tensors(self) -> dict[str, Tensor]:
-        """The parameters and buffers that are coefficients, by name."""
+        """Return the parameters and buffers that are coefficients, by name."""
         names, tensors = self.coefficient_names(), (*self.named_parameters(), *self.named_buffers())
         return {name: tensor for name, tensor in tensors if name in names}
 
     def coefficients(self) -> dict[str, Tensor]:
-        """The coefficients by name, learned or fixed, as they enter the formula."""
+        """Return the coefficients by name, learned or fixed, as they enter the formula."""
         return {name: tensor.detach() for name, tensor in self.coefficient_tensors().items()}
 
     def learned_coefficients(self) -> dict[str, Tensor]:
-        """Those of ``coefficients`` that are trained: theta_0 ... theta_K of a filter are its parameter theta."""
+        """Return those of ``coefficients`` that are trained; theta_0 ... theta_K belong to the parameter theta."""
         learned = {name for name, _ in self.named_parameters()}
         return {k: v for k, v in self.coefficients().items() if k in learned or k.rpartition("_")[0] in learned}
 
     def branches(self) -> dict[str, Callable[[], AbstractContextManager[None]]]:
-        """The parts that can be switched off, by name, each with a context in which it is: see
-        ``analysis.branch_report``. None by default."""
+        """Return the parts that can be switched off, by name, each with a context in which it is off.
+
+        ``analysis.branch_report`` reads them. By default there are none.
+        """
         return {}
 
     def singular_response(self, values: Tensor) -> Tensor | None:
-        """(heads, values): what a filter makes of singular values in [0, 1], where that is a function of them and its
-        coefficients alone; None, the default, where it is not."""
+        """Return what the filter makes of singular values in [0, 1], (heads, values).
+
+        None, the default, means that this is not a function of the values and the coefficients alone.
+        """
         return None
 
     def extra_repr(self) -> str:
@@ -182,14 +194,17 @@ class GraphFilter(nn.Module):
 
 
 class FilterConfig:
-    """Base of all filter configs: frozen dataclasses whose fields are checked by type and by ``validate``.
+    """Base class of all filter configs: frozen dataclasses whose fields are checked.
+
+    Each field is checked by its type, then ``validate`` checks the rest.
 
     Class attributes:
         filter: the registered name, set by ``register_filter``.
         version: of the serialised form; raise it when fields change meaning.
-        module: the ``GraphFilter`` that the config builds.
-        citation: BibTeX of its source, for model cards.
-        formula, cost: what it computes, and of how many applications of A, for tables of filters.
+        module: the ``GraphFilter`` class that the config builds.
+        citation: BibTeX of the source, for model cards.
+        formula: what the filter computes, for tables of filters.
+        cost: how many applications of A it takes, for tables of filters.
     """
 
     filter: ClassVar[str] = ""
@@ -210,28 +225,34 @@ class FilterConfig:
 
     @property
     def penalties(self) -> dict[str, float]:
-        """The losses of the filter's own, by name, with the weight that ``RegularizerCallback`` gives each; see
-        ``GraphFilter.penalised``."""
+        """The losses that the filter declares, by name, with the weight that ``RegularizerCallback`` gives each.
+
+        See ``GraphFilter.penalised``.
+        """
         return {}
 
     def validate(self) -> None:
-        """Check what types cannot say; raise ``GraphFilterError`` naming the field."""
+        """Check what types cannot express, and raise a ``GraphFilterError`` that names the field."""
 
     def check_sites(self, sites: Sequence[AttentionSite]) -> None:
-        """Check the modules that get this filter, together; raise ``GraphFilterError`` naming one."""
+        """Check the modules that get this filter together, and raise a ``GraphFilterError`` that names one."""
 
     def build(self, site: AttentionSite) -> GraphFilter:
-        """The filter's module for one attention module."""
+        """Return the filter's module for one attention module."""
         return self.module(self, site)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form: ``{"filter": name, "version": int, field: value, ...}``."""
+        """Return the config for JSON: ``{"filter": name, "version": int, field: value, ...}``."""
         values = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}  # type: ignore[call-overload]
         return {"filter": self.filter, "version": self.version, **values}
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> FilterConfig:
-        """The config that ``to_dict`` wrote; unknown filters, versions, fields and wrong types are errors by name."""
+        """Return the config that ``to_dict`` wrote.
+
+        Raises:
+            GraphFilterError: an unknown filter, version or field, or a value of the wrong type; the message names it.
+        """
         named = isinstance(data, dict) and isinstance(data.get("filter"), str)
         if not named or not all(isinstance(key, str) for key in data):
             raise GraphFilterError(f"a filter config is a dict of options with a key 'filter', got {shown(data)}")
@@ -247,7 +268,11 @@ class FilterConfig:
 
     @classmethod
     def from_options(cls, /, **options: Any) -> FilterConfig:
-        """The config with these options; an unknown one is named, with the nearest known."""
+        """Return the config with these options.
+
+        Raises:
+            GraphFilterError: an unknown option; the message names the nearest known one.
+        """
         known = fields.options(cls)
         for option in options:
             if option not in known:

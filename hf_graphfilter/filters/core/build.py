@@ -1,4 +1,4 @@
-"""Registering a filter and building it for a site, with a sentence for each mistake that its author may have made."""
+"""Registration and building of filters, with one message for each mistake that an author can make."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ C = TypeVar("C", bound="type[FilterConfig]")
 
 
 def register_filter(name: str) -> Callable[[C], C]:
-    """Class decorator that makes a config class known by ``name`` to ``patch_model`` and to saved checkpoints.
+    """Return a class decorator that registers a config class as ``name``.
 
-    A package may also name its module under the entry point group ``hf_graphfilter.filters``; it is then imported when
-    a checkpoint or a user asks for the name.
+    ``patch_model`` and saved checkpoints then know the name. A package may also name its module under the entry point
+    group ``hf_graphfilter.filters``; it is then imported when a checkpoint or a user asks for the name.
+
+    Args:
+        name: what users pass to ``patch_model``, such as ``"gfsa"``.
 
     Raises:
         GraphFilterError: the name is taken by another class, or the class has no module of its own.
     """
     if not isinstance(name, str) or not name:
-        raise GraphFilterError(f"register_filter names a class, got {shown(name)}: write @register_filter(NAME)")
+        raise GraphFilterError(f"register_filter needs a name, got {shown(name)}: write @register_filter(NAME)")
 
     def register(config_class: C) -> C:
         taken = CONFIG_CLASSES.get(name)
@@ -61,7 +64,7 @@ def register_filter(name: str) -> Callable[[C], C]:
 
 
 def as_config(filter: str | FilterConfig, **options: Any) -> FilterConfig:
-    """A config from a name with options, or from a config object (then without options)."""
+    """Return a config from a name with options, or from a config object without options."""
     if isinstance(filter, str):
         config_class: type[FilterConfig] = get_filter(filter)
         return config_class.from_options(**options)
@@ -83,13 +86,13 @@ def as_config(filter: str | FilterConfig, **options: Any) -> FilterConfig:
 
 
 def foreign_modules(configs: Iterable[FilterConfig]) -> list[str]:
-    """The modules that register the filters of other packages; none for what a script or notebook defines."""
+    """Return the modules that register the filters of other packages; none for what a script or notebook defines."""
     modules = {type(config).__module__ for config in configs}
     return sorted(m for m in modules if m.partition(".")[0] != __name__.partition(".")[0] and m != "__main__")
 
 
 def build_filter(config: FilterConfig, site: AttentionSite) -> GraphFilter:
-    """Return ``config.build(site)``, and check what its author may have forgotten.
+    """Return ``config.build(site)`` after checking what its author may have forgotten.
 
     Raises:
         GraphFilterError: a filter that could not be loaded, split or run afterwards.
@@ -113,7 +116,7 @@ def build_filter(config: FilterConfig, site: AttentionSite) -> GraphFilter:
 
 
 def _refuse_other(graph_filter: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Refuse the weights of another filter, which ``load_state_dict`` with strict=False drops in silence."""
+    """Raise for the weights of another filter, which ``load_state_dict(strict=False)`` would drop silently."""
     saved = {key.removeprefix(prefix) for key in state if key.startswith(prefix)}
     known = graph_filter.state_dict().keys()
     if saved - known and known - saved:
@@ -160,12 +163,12 @@ def _check_per_head(built: GraphFilter, name: str) -> None:
         if not isinstance(shape, tuple) or shape[:1] != (built.heads,):
             raise GraphFilterError(
                 f"{name}: per_head names {wanted!r}, which must be a parameter or buffer ({built.heads}, ...), one "
-                f"entry a head, and is {shape}"
+                f"entry per head, but is {shape}"
             )
     if built.per_head and (others := {n for n, _ in built.named_parameters()} - {*built.per_head}):
         raise GraphFilterError(
-            f"{name}: per_head must name all parameters or none, and lacks {min(others)!r}: tensor parallelism would "
-            "train it apart on each process"
+            f"{name}: per_head must name all parameters or none, but lacks {min(others)!r}: tensor parallelism would "
+            "train it separately in each process"
         )
 
 

@@ -1,4 +1,4 @@
-"""The types of a config's fields: what they take, and how errors and the command line describe them."""
+"""The types of a config's fields: what they accept, and how errors and the command line describe them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from ...errors import GraphFilterError, has_type, shown
 
 
 def check_fields(config: Any) -> None:
-    """Give the fields of a dataclass the types that they are annotated with, where nothing is lost.
+    """Convert the fields of a dataclass to the annotated types if nothing is lost.
 
     Raises:
-        GraphFilterError: a value of another type, or a number that no coefficient can have; the field is named.
+        GraphFilterError: a value of another type, or a number that no coefficient can have; the message names the
+            field.
     """
     hints = typing.get_type_hints(type(config))
     for field in fields(config):
@@ -38,7 +39,7 @@ def check_fields(config: Any) -> None:
 
 
 def check_counts(config: Any, **most: int) -> None:
-    """That each of these fields of a dataclass is 1 to so many, where it is not None."""
+    """Raise unless each of these fields of a dataclass is None or between 1 and its limit."""
     for name, limit in most.items():
         value = getattr(config, name)
         if value is not None and not 1 <= value <= limit:
@@ -62,15 +63,17 @@ def check_limits(
 
 
 def options(config_class: type[Any]) -> dict[str, tuple[str, Any]]:
-    """What ``from_options`` takes: name -> (type in words, default or ``dataclasses.MISSING``), its own options
-    before those that every filter in the place of attention has."""
+    """Return the options of ``from_options``: name -> (type in words, default or ``dataclasses.MISSING``).
+
+    The filter's own options come before those that every replacement filter has.
+    """
     hints = typing.get_type_hints(config_class)
     ordered = sorted(fields(config_class), key=lambda field: bool(field.kw_only))
     return {field.name: (describe(hints[field.name]), field.default) for field in ordered}
 
 
 def describe(hint: Any) -> str:
-    """A type in words."""
+    """Return a type in words."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return "one of " + ", ".join(map(repr, args))
@@ -84,7 +87,7 @@ def describe(hint: Any) -> str:
 
 
 def _to_python(value: Any) -> Any:
-    """Numbers of numpy as Python's, and a list, which JSON has instead, as a tuple."""
+    """Return numbers of numpy as Python's, and a list, which JSON has instead, as a tuple."""
     if isinstance(value, (list, tuple)):
         return tuple(v if isinstance(v, (list, tuple)) else _to_python(v) for v in value)
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""What there is: the registered filters side by side, as they say of themselves."""
+"""A table of the registered filters, made from what they say of themselves."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from .base import FilterConfig
 from .registry import available_filters, get_filter
 from .site import AttentionSite
 
-HEADER = ["filter", "formula", "cost", "parameters a head", "causal", "decoding keeps", "start", "source"]
+HEADER = ["filter", "formula", "cost", "parameters per head", "causal", "decoding keeps", "start", "source"]
 
 
 def overview(heads: int = 12, features: int = 64) -> list[list[str]]:
-    """A row for each registered filter, under ``HEADER``, with its default options.
+    """Return one row per registered filter, under ``HEADER``, with its default options.
 
     Args:
-        heads, features: of the module for which parameters are counted.
+        heads: of the module for which parameters are counted.
+        features: per head of that module.
     """
     return [row(name, get_filter(name), heads, features) for name in available_filters()]
 
 
 def row(name: str, config_class: type[FilterConfig], heads: int, features: int) -> list[str]:
+    """Return the row of one filter."""
     config = config_class()
     place = nn.Module()
     width: dict[str, Any] = {"hidden_size": heads * features, "head_dim": features, "stack_module": place}
@@ -39,20 +41,20 @@ def row(name: str, config_class: type[FilterConfig], heads: int, features: int) 
         f"{parameters:,.0f}" if parameters >= 1 or not parameters else f"1/{1 / parameters:.0f}",
         "yes" if causal else "no",
         built.decoding if causal else "",
-        "as attention" if config.starts_as_original else "another one",
+        "as attention" if config.starts_as_original else "different",
         _source(config.citation),
     ]
 
 
 def _source(citation: str) -> str:
-    """Title and year of a BibTeX entry."""
+    """Return title and year of a BibTeX entry."""
     matches = [re.search(rf"^ *{field} *= *{{(.*?)}},?$", citation, re.M | re.S) for field in ("title", "year")]
     title, year = (" ".join(re.sub(r"[{}]|\\(?=[&%$#_])", "", match[1]).split()) if match else "" for match in matches)
     return f"{title}, {year}" if title else ""
 
 
 def summary(config_class: type[FilterConfig]) -> str:
-    """The first line of its documentation, or of its filter's."""
+    """Return the first line of the config's docstring, or of its filter's."""
     lines = [(owner.__doc__ or "").strip().partition("\n")[0] for owner in (config_class, config_class.module)]
     generated = f"{config_class.__name__}("  # by dataclass, where the author wrote none
     return next((line for line in lines if line and not line.startswith(generated)), "")

@@ -1,4 +1,4 @@
-"""Filters made of coefficients a head, and those of them that are power series of the attention matrix."""
+"""Base classes of filters that have coefficients per head only, and of power series of the attention matrix."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .site import AttentionSite
 
 
 class PerHead(GraphFilter):
-    """A filter whose parameters are coefficients, (heads, ...), 0 at the start, where it leaves attention as it is.
+    """A filter whose only parameters are coefficients (heads, ...); they start at 0, where attention is unchanged.
 
     Class attributes:
-        per_head: their names.
+        per_head: names of the coefficients.
     """
 
     def __init__(self, config: FilterConfig, site: AttentionSite):
@@ -32,7 +32,7 @@ class PerHead(GraphFilter):
         self.reset_parameters()
 
     def shape(self, name: str, site: AttentionSite) -> tuple[int, ...]:
-        """Of a coefficient of one head."""
+        """Return the shape of a coefficient of one head."""
         return ()
 
     def learned_coefficients(self) -> dict[str, Tensor]:
@@ -44,16 +44,16 @@ class PerHead(GraphFilter):
 
 
 class PowerSeries(PerHead):
-    """``H V = S(V) + sum_k c_k S^k(V)``; a subclass gives the ``c_k``. K applications of ``S``."""
+    """The filter ``H V = S(V) + sum_k c_k S^k(V)``, with K applications of ``S``; a subclass gives the ``c_k``."""
 
     config: Any
 
     def series(self, dtype: torch.dtype) -> Tensor:
-        """``c_0 ... c_K``, (heads, K+1) with K >= 1, all 0 at the start: what is added to A."""
+        """Return ``c_0 ... c_K``, which are added to A: (heads, K+1) with K >= 1, all 0 at the start."""
         raise NotImplementedError
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
-        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         c = self.series(torch.promote_types(torch.float32, value.dtype))
         shift.exact = known_zero(c)
         powers, (constant, once, *higher) = shift.powers(value, c.shape[1] - 1), c.unbind(1)
@@ -62,7 +62,7 @@ class PowerSeries(PerHead):
 
 
 class FromFirstLayer(PerHead):
-    """A filter that reads what the first layer of its stack made."""
+    """A filter that reads the values of the first layer of its stack."""
 
     linear = spectral = False
     reads_earlier = True
@@ -71,19 +71,19 @@ class FromFirstLayer(PerHead):
         super().__init__(config, site)
         if site.in_windows:
             raise GraphFilterError(
-                f"{site.name} ({type(site.module).__name__}) attends within windows, whose tokens are in another order "
-                f"in another layer, and {config.filter!r} reads the values of the first; choose another filter"
+                f"{site.name} ({type(site.module).__name__}) attends within windows, whose tokens have another order "
+                f"in other layers, but {config.filter!r} reads the values of the first layer; choose another filter"
             )
         if site.stack_module is None:
             raise GraphFilterError(
                 f"{site.name} ({type(site.module).__name__}): {config.filter!r} reads the values of the first layer, "
-                "and the layers of this model hand nothing on to each other besides the hidden states; choose another "
+                "but the layers of this model pass nothing on to each other besides the hidden states; choose another "
                 "filter"
             )
         self.is_first = site.index == 0
 
     def first(self, shift: AttentionShift, values: Tensor) -> Tensor:
-        """The first layer's ``values``; left for the others by the first layer itself."""
+        """Return the first layer's ``values``; the first layer itself leaves them for the others."""
         left = shift.earlier.left_before(self.site_name)
         if not left and not self.is_first:
             raise GraphFilterError(
@@ -95,29 +95,29 @@ class FromFirstLayer(PerHead):
             shift.earlier.leave(self.site_name, first)
         if first.shape[2] != values.shape[2]:
             raise GraphFilterError(
-                f"{self.site_name}: {self.config.filter!r} reads the values of the first layer, of {first.shape[2]} "
-                f"tokens, beside its own of {values.shape[2]}: where only some layers have a sliding window, use "
-                "use_cache=False; where layers see different pieces of an image, choose another filter"
+                f"{self.site_name}: {self.config.filter!r} reads the values of the first layer, which have "
+                f"{first.shape[2]} tokens, but its own have {values.shape[2]}: if only some layers have a sliding "
+                "window, use use_cache=False; if layers see different pieces of an image, choose another filter"
             )
         return first
 
 
 @dataclass(frozen=True)
 class FromFirstLayerConfig(FilterConfig):
-    """Of a filter that reads what the first layer of its stack made."""
+    """Config of a filter that reads the values of the first layer of its stack."""
 
     def check_sites(self, sites: Sequence[AttentionSite]) -> None:
         for group in dict.fromkeys(site.group for site in sites):
             first, *others = sorted((s for s in sites if s.group == group), key=lambda site: site.index)
             if first.index:
                 raise GraphFilterError(
-                    f"{self.filter!r} reads the values of the first layer, and the first one chosen is {first.name}: "
-                    "choose layers with the first among them"
+                    f"{self.filter!r} reads the values of the first layer, but the first chosen layer is {first.name}: "
+                    "choose layers that include the first"
                 )
             for site in others:
                 if (site.heads, site.value_dim) != (first.heads, first.value_dim):
                     raise GraphFilterError(
                         f"{self.filter!r} reads the values of the first layer, {first.heads} heads of "
-                        f"{first.value_dim} features, and {site.name} has {site.heads} of {site.value_dim}: choose "
-                        "layers of one shape"
+                        f"{first.value_dim} features, but {site.name} has {site.heads} of {site.value_dim}: choose "
+                        "layers of the same shape"
                     )

@@ -19,7 +19,7 @@ RECORD_VERSION = 1
 def extend_record(
     record: dict[str, Any] | None, model_class: str, config: FilterConfig, names: Iterable[str]
 ) -> dict[str, Any]:
-    """``record`` (or a new one) with one filter more, in the place of those that these modules had and lost."""
+    """Return ``record`` (or a new one) with one more filter, which replaces earlier ones of the same modules."""
     earlier, names = record or {"filters": []}, [*names]
     imports = sorted({*_imports(earlier), *foreign_modules([config])})
     remaining = ({**group, "modules": [m for m in group["modules"] if m not in names]} for group in earlier["filters"])
@@ -28,7 +28,7 @@ def extend_record(
 
 
 def record_of(model_class: str, configs: Iterable[tuple[str, FilterConfig]]) -> dict[str, Any]:
-    """The record of a model with these filters, by the names of their modules."""
+    """Return the record of a model with these filters, given by the names of their modules."""
     configs = [*configs]
     return _make_record(model_class, group_by_config(configs), foreign_modules(config for _, config in configs))
 
@@ -39,7 +39,7 @@ def _make_record(model_class: str, groups: list[dict[str, Any]], imports: list[s
 
 
 def group_by_config(configs: Iterable[tuple[str, FilterConfig]]) -> list[dict[str, Any]]:
-    """The ``filters`` of a record, of each module's name and the filter there."""
+    """Return the ``filters`` of a record from pairs of a module's name and its filter's config."""
     groups: dict[str, dict[str, Any]] = {}
     for name, config in configs:
         groups.setdefault(repr(config), {"config": config.to_dict(), "modules": []})["modules"].append(name)
@@ -47,11 +47,18 @@ def group_by_config(configs: Iterable[tuple[str, FilterConfig]]) -> list[dict[st
 
 
 def describe_record(record: dict[str, Any]) -> str:
+    """Return the filters of a record in one line."""
     return "; ".join(f"{group['config']} on {len(group['modules'])} layers" for group in record["filters"])
 
 
 def read_groups(record: Any, source: str, part: str = "") -> list[tuple[FilterConfig, list[str]]]:
-    """(config, names of the modules) of a record; ``source`` and ``part`` say in errors where it was read."""
+    """Return (config, names of the modules) for each filter of a record.
+
+    Args:
+        record: what was read from a file.
+        source: what errors call the file.
+        part: what errors call the record within it.
+    """
     if not isinstance(record, dict) or record.get("version") != RECORD_VERSION:
         version = record.get("version") if isinstance(record, dict) else record
         raise GraphFilterError(
@@ -81,7 +88,7 @@ def read_groups(record: Any, source: str, part: str = "") -> list[tuple[FilterCo
 
 
 def _imports(record: dict[str, Any]) -> list[str]:
-    """The modules that a record says register its filters."""
+    """Return the modules that, according to a record, register its filters."""
     modules: Any = record.get("imports")
     named = isinstance(modules, list) and all(isinstance(m, str) and m.replace(".", "").isidentifier() for m in modules)
     return modules if named else []

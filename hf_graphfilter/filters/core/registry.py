@@ -16,16 +16,21 @@ CONFIG_CLASSES: dict[str, type[Any]] = {}  # by registered name; ``register_filt
 
 
 class UnknownFilterError(GraphFilterError):
-    """No filter is registered by this name."""
+    """Error for a name under which no filter is registered."""
 
 
 def available_filters() -> tuple[str, ...]:
-    """Names of the registered filters, sorted."""
+    """Return the names of the registered filters, sorted.
+
+    Example:
+        >>> "gfsa" in available_filters()
+        True
+    """
     return tuple(sorted(CONFIG_CLASSES))
 
 
 def get_filter(name: str) -> type[Any]:
-    """The config class registered as ``name``; an unknown name lists the known ones."""
+    """Return the config class registered as ``name``; the error for an unknown name lists the known ones."""
     if name not in CONFIG_CLASSES:
         for entry in metadata.entry_points(group="hf_graphfilter.filters", name=name):
             try:
@@ -44,20 +49,23 @@ def get_filter(name: str) -> type[Any]:
 
 
 def import_filters(modules: Sequence[str]) -> None:
-    """Import modules that register filters: ``--import`` of the command line and of the recipes.
+    """Import modules that register filters, as ``--import`` of the command line and of the recipes does.
 
     Args:
-        modules: dotted names, found from the current directory too as by ``python -m``, or paths of ``.py`` files,
-            whose folder goes on the path as by ``python file.py``. Importing one again does nothing.
+        modules: dotted names or paths of ``.py`` files. Names are also found from the current directory, as with
+            ``python -m``. The folder of a file goes on the path, as with ``python file.py``. Importing a module again
+            does nothing.
 
     Raises:
-        GraphFilterError: a module is not there or raises while it is imported; its error is named.
+        GraphFilterError: a module does not exist or raises while it is imported; the message names its error.
 
     Example:
         >>> import_filters(["hf_graphfilter.filters.gfsa"])
     """
     if isinstance(modules, str):
-        raise GraphFilterError(f"modules to import are a list of names, got the string {modules!r}: give [{modules!r}]")
+        raise GraphFilterError(
+            f"modules to import must be a list of names, got the string {modules!r}: pass [{modules!r}]"
+        )
     for name in modules:
         path = Path(name).resolve() if name.endswith(".py") or os.sep in name else None
         if path is not None and not path.is_file():

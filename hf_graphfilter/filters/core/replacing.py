@@ -1,4 +1,4 @@
-"""Filters in the place of attention: made of query, key, value and the module's input, not of an attention matrix."""
+"""Replacement filters: made of query, key, value and the module's input, not of an attention matrix."""
 
 from __future__ import annotations
 
@@ -28,17 +28,19 @@ _NO_CAUSAL_FORM = "mixes all tokens and has no causal form; choose other layers 
 
 
 class ReplacingFilter(GraphFilter):
-    """A filter that never applies ``S``. A subclass defines ``filtered``; blend, window, transfer, and refusals of what
-    such a filter cannot honour come with it.
+    """Base class of replacement filters, which never apply ``S``; a subclass defines ``filtered``.
 
-    ``filtered(shift, value)`` reads ``shift.query``, ``shift.key``, ``shift.hidden`` and ``shift.visible()``; shapes as
-    in ``forward``. When decoding, ``shift.state`` is a dict that it must fill with what it is to remember of the tokens
-    so far.
+    Blend, window, attention transfer and the checks for unsupported models are inherited.
+
+    ``filtered(shift, value)`` reads ``shift.query``, ``shift.key``, ``shift.hidden`` and ``shift.visible()``; its
+    shapes are those of ``forward``. When decoding, ``shift.state`` is a dict, and ``filtered`` must put into it what it
+    needs of the tokens so far.
 
     ``reset_parameters`` of a subclass calls that of this class, which sets the gate and the window's weights.
 
     Class attributes:
-        causal_form: whether it can keep a token from seeing later ones; causal modules are refused otherwise.
+        causal_form: whether the filter can keep a token from seeing later ones. If not, causal modules raise a
+            ``GraphFilterError``.
     """
 
     spectral: ClassVar[bool] = False
@@ -70,7 +72,7 @@ class ReplacingFilter(GraphFilter):
         return "state" if self.gate is None else "state and keys"
 
     def branches(self) -> dict[str, Callable[[], AbstractContextManager[None]]]:
-        """The window, and what is beyond it; of a blend the filter and the attention."""
+        """Return the window and what is beyond it; for a blend also the filter and the attention."""
         parts: dict[str, Callable[[], AbstractContextManager[None]]] = {}
         if self.outside is not None:
             parts |= {name: partial(self._switch_off, name) for name in ("window", "far")}
@@ -87,25 +89,27 @@ class ReplacingFilter(GraphFilter):
             self.switched_off = None
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
-        """``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         if self.gate is None:
             return self.approximate(shift, value)
         original = shift(value)
         return combine([(1 - self.gate, original), (self.gate, self.approximate(shift, value))])
 
     def filtered(self, shift: AttentionShift, value: Tensor) -> Tensor:
-        """The filter itself; shapes as in ``forward``."""
+        """Return the output of the filter alone, with the shapes of ``forward``."""
         raise NotImplementedError
 
     def approximate(self, shift: ShiftOperator, value: Tensor) -> Tensor:
-        """What takes the place of ``S(value)``: ``filtered``, with the window mixed in."""
+        """Return what replaces ``S(value)``: ``filtered``, with the window mixed in."""
         name = _name(self.config)
         if not isinstance(shift, AttentionShift) or shift.hidden is None:
             raise GraphFilterError(
-                f"{self.site_name}: {name} is made of the model's projections and its input, not of an attention matrix"
+                f"{self.site_name}: {name} needs the model's projections and input, and not an attention matrix"
             )
         if torch.jit.is_tracing() and torch.onnx.is_in_onnx_export():  # of TorchScript, which loses what blocks write
-            raise GraphFilterError(f"{self.site_name}: {name} is exported by torch.onnx.export(..., dynamo=True) only")
+            raise GraphFilterError(
+                f"{self.site_name}: {name} can be exported by torch.onnx.export(..., dynamo=True) only"
+            )
         if not self.causal_form and shift.visible()[0]:
             raise GraphFilterError(f"{self.site_name}: the attention mask is causal, and {name} {_NO_CAUSAL_FORM}")
         if not self.causal_form and shift.state is not None:
@@ -115,15 +119,15 @@ class ReplacingFilter(GraphFilter):
         out = self.filtered(shift, value)
         if shift.state is not None and not shift.state:
             raise GraphFilterError(
-                f"{self.site_name}: {type(self).__name__}.filtered left shift.state empty, and of past tokens a filter "
-                "in the place of attention knows what it keeps there only: fill it, or use use_cache=False"
+                f"{self.site_name}: {type(self).__name__}.filtered left shift.state empty, but a replacement filter "
+                "knows of past tokens only what it keeps there: fill it, or use use_cache=False"
             )
         if self.outside is None or self.switched_off == "window":
             return out
         return mix_window(self, out, self.outside, shift, shift.hidden, value)
 
     def _spans_all(self, shift: AttentionShift) -> bool:
-        """Whether the window leaves nothing to the filter, so that the model's own attention is all, and quicker."""
+        """Return whether the window covers all tokens, so that the model's own attention is enough, and faster."""
         config, in_a_graph = self.config, torch.compiler.is_compiling() or torch.jit.is_tracing()
         if config.far != "beyond" or in_a_graph:  # a graph would be bound to the number of tokens
             return False
@@ -132,7 +136,7 @@ class ReplacingFilter(GraphFilter):
         return same_scores and no_part and shift.key.shape[2] <= (config.window and config.window + 1)
 
     def _add_zero_gradients(self, out: Tensor) -> Tensor:
-        """``out``, with a gradient for each parameter: DistributedDataParallel waits for all of them."""
+        """Return ``out`` with a zero gradient for each parameter; DistributedDataParallel waits for all of them."""
         if not torch.is_grad_enabled():
             return out
         return out + sum(p.flatten()[:0].sum().to(out.dtype) for p in self.parameters() if p.requires_grad)
@@ -140,23 +144,24 @@ class ReplacingFilter(GraphFilter):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplacingConfig(FilterConfig):
-    """Options of every filter in the place of attention.
+    """Options that every replacement filter has.
 
     Args:
-        init: ``"copy"`` puts the filter in the place of attention; ``"blend"`` computes (1 - g) attention + g filter
-            with a gate g a head that starts at 0, so that the patched model equals the original; ``BlendSchedule``
-            carries it to 1 and ``drop_blend`` then takes the attention out.
-        window: softmax attention over so many tokens on each side is mixed in, at most a million; 0 leaves it out. A
-            window longer than the text costs as much as one that spans it.
-        sinks: so many first tokens of the text are attended to by all others too, at most a thousand: in
-            decoders most of the attention beyond the window goes there (Xiao et al., Efficient Streaming Language
-            Models with Attention Sinks, ICLR 2024). They need a window.
-        far: what the weight of the filter beside the window goes by: ``"all"`` tokens of the context, or those
-            ``"beyond"`` window and sinks, so that texts that these span have the original attention; those no longer
-            than the window and one token at its speed (but in a compiled model, and where a cache is kept), and with
-            no loss of the filter's own, as it takes no part.
-        position_bias: ``"refuse"`` modules with a learned bias of positions (T5), which such a filter cannot honour,
-            ``"drop"`` it, or add it in the ``"window"`` and to the sinks alone, in encoders.
+        init (str, default "copy"): How the filter starts. ``"copy"``: it replaces attention at once. ``"blend"``: the
+            output is (1 - g) attention + g filter with one gate g per head that starts at 0, so the patched model
+            equals the original. ``BlendSchedule`` carries g to 1, and ``drop_blend`` then removes the attention.
+        window (int, default 0): Softmax attention over this many tokens on each side is mixed in, at most a million; 0
+            leaves it out. A window longer than the text costs as much as one that spans it.
+        sinks (int, default 0): Number of first tokens of the text to which all other tokens attend too, at most a
+            thousand. Decoders leave most of their attention beyond the window there (Xiao et al., Efficient Streaming
+            Language Models with Attention Sinks, ICLR 2024). Sinks need a window.
+        far (str, default "all"): Which tokens the filter is responsible for. ``"all"``: every token, including those in
+            the window. ``"beyond"``: only tokens outside the window and the sinks, so an input that fits into them gets
+            exactly the original attention. If such an input has at most window + 1 tokens, it also runs at the
+            original's speed (except in a compiled model or with a cache), and the filter adds no loss for it.
+        position_bias (str, default "refuse"): What happens to a learned bias of positions in the scores (T5), which a
+            replacement filter cannot compute. ``"refuse"``: raise an error. ``"drop"``: leave it out. ``"window"``: add
+            it in the window and for the sinks only, in encoders.
     """
 
     init: Literal["copy", "blend"] = "copy"
@@ -171,7 +176,7 @@ class ReplacingConfig(FilterConfig):
 
     @classmethod
     def for_conversion(cls, **options: Any) -> Self:
-        """The config with the options that fit pretrained attention best (docs/linearize.md), ``options`` on top."""
+        """Return the config that fits pretrained attention best (docs/linearize.md); ``options`` override it."""
         sinks = 4 if options.get("window", 64) else 0
         return cls.from_options(**{"window": 64, "sinks": sinks, "far": "beyond", **options})  # type: ignore[return-value]
 
@@ -182,7 +187,7 @@ class ReplacingConfig(FilterConfig):
                 f"{type(self).__name__}: sinks must be between 0 and {MOST_SINKS}, got {shown(self.sinks)}"
             )
         if self.sinks and not self.window:
-            raise GraphFilterError(f"{type(self).__name__}: sinks are attended to beside a window: give window= too")
+            raise GraphFilterError(f"{type(self).__name__}: sinks need a window: give window= too")
         if self.position_bias == "window" and not self.window:
             raise GraphFilterError(f"{type(self).__name__}: position_bias='window' needs a window: give window= too")
 
@@ -197,29 +202,29 @@ def _refuse(config: ReplacingConfig, site: AttentionSite, causal_form: bool) -> 
         raise GraphFilterError(f"{where} is causal, and {name} {_NO_CAUSAL_FORM}")
     if site.hidden_size is None:
         raise GraphFilterError(
-            f"{where} does not hand its input on to the attention function, which {name} is made of; choose other "
-            "layers with layers=, or a filter of the attention matrix such as 'gfsa'"
+            f"{where} does not pass its input on to the attention function, but {name} needs it; choose other layers "
+            "with layers=, or an attention filter such as 'gfsa'"
         )
     if site.sliding_window is not None:
         raise GraphFilterError(
-            f"{where} sees a sliding window of {site.sliding_window} tokens, and {name} sees all; choose other layers "
+            f"{where} sees a sliding window of {site.sliding_window} tokens, but {name} sees all; choose other layers "
             "with layers="
         )
     if site.other_scores:
         raise GraphFilterError(
-            f"{where} makes its attention scores of more than query and key ({site.other_scores}), and {name} has no "
-            "scores; choose other layers with layers=, or a filter of the attention matrix such as 'gfsa'"
+            f"{where} makes its attention scores from more than query and key ({site.other_scores}), but {name} has no "
+            "scores; choose other layers with layers=, or an attention filter such as 'gfsa'"
         )
     if site.position_bias and config.position_bias == "refuse":
         raise GraphFilterError(
-            f"{where} adds a learned bias of positions to its attention scores, and {name} has no scores to add it to; "
-            "position_bias='drop' leaves it out of the filter (the model then knows of positions only what other "
-            "layers tell it), 'window' out of what is beyond one, or choose other layers with layers="
+            f"{where} adds a learned bias of positions to its attention scores, but {name} has no scores to add it to. "
+            "Use position_bias='drop' to leave it out (the model then knows positions only from other layers) or "
+            "'window' to keep it within a window only, or choose other layers with layers="
         )
     handed_on = "position_bias" in inspect.signature(type(site.module).forward).parameters
     if site.position_bias and config.position_bias == "window" and (site.causal or not handed_on):
-        why = "keeps none of it for the tokens of a cache" if site.causal else "has it within its mask or scores"
+        why = "keeps no bias for the tokens of a cache" if site.causal else "has the bias within its mask or scores"
         raise GraphFilterError(
-            f"{where} {why}, so that its window cannot have it: use position_bias='drop', or choose other layers with "
-            "layers= or stack="
+            f"{where} {why}, so position_bias='window' cannot be used: use position_bias='drop', or choose other "
+            "layers with layers= or stack="
         )

@@ -1,4 +1,4 @@
-"""Where a filter goes: what it may know of an attention module of a model."""
+"""The place of a filter: what it may know of an attention module of a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """A self-attention module that a filter can go into.
+    """A self-attention module that can get a filter.
 
     Attributes:
         name: path of the module in the model.
@@ -19,13 +19,15 @@ class AttentionSite:
         stack: ``"encoder"`` or ``"decoder"``.
         group: path of the stack; layers are counted within it.
         index: number of the layer in its stack, from 0.
-        hidden_size: features of what the module is called with; None where it does not pass that on.
-        head_dim, value_dim: features of a query head, and of a value head (fewer in latent attention).
+        hidden_size: number of features of the module's input; None if the module does not pass its input on.
+        head_dim: number of features of a query head.
+        value_dim: number of features of a value head (fewer in latent attention); 0 stands for ``head_dim``.
         position_bias: whether the module adds a learned bias of positions to its scores (T5).
-        sliding_window: tokens that a token sees, None for all.
-        in_windows: whether it attends within windows of an image, whose tokens are in another order in another layer.
-        stack_module: the module that runs the layers of the group and hands its further keyword arguments on to the
-            attention of each; None where there is none.
+        sliding_window: number of tokens that a token sees; None for all.
+        in_windows: whether the module attends within windows of an image, whose tokens have another order in other
+            layers.
+        stack_module: the module that runs the layers of the group and passes its further keyword arguments on to the
+            attention of each; None if there is none.
         other_scores: what else besides query and key makes the scores (talking heads ...), "" for nothing.
     """
 

@@ -1,4 +1,4 @@
-"""What the filters and the model of Converter are made of: eigenvalues and angles, their polynomial, the real form."""
+"""The parts of Converter's filters and model: eigenvalues and angles, their polynomial, the real form."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from .window import in_dtype_of
 
 
 class Spectrum(nn.Module):
-    """The eigenvalues and the angles of Givens rotations that a unitary filter has, made of the tokens by two SIRENs.
+    """The eigenvalues and rotation angles of a unitary filter, made from the tokens by two SIREN networks.
 
-    Each is a network of two layers, ``sin(W_2 sin(W_1 x + b_1) + b_2)``, whose outputs are averaged over groups of
-    equal size to one eigenvalue and to the angles of a token (Eq. 4). So the eigenvalues are in [-1, 1], the angles in
-    [-2 pi, 2 pi]. Weights start as Sitzmann et al. (2020) have it, with omega_0 = 1 and the bound of an inner layer,
-    ``sqrt(6 / features)``, for the first too: its input is hundreds of normalised features, of which the sum turns the
-    sine once around, and not the one to three coordinates in [-1, 1] that omega_0 = 30 is for. The linear layers
-    compute in the dtype of their weights; sines, averages and results are float32 or wider.
+    Each network has two layers, ``sin(W_2 sin(W_1 x + b_1) + b_2)``. Its outputs are averaged over groups of equal size
+    to one eigenvalue and to the angles of a token (Eq. 4). So the eigenvalues are in [-1, 1], the angles in [-2 pi, 2
+    pi].
+
+    Weights start as in Sitzmann et al. (2020), with omega_0 = 1, and with the bound of an inner layer, ``sqrt(6 /
+    features)``, for the first too. Its input is hundreds of normalised features, whose sum turns the sine once around;
+    omega_0 = 30 is meant for one to three coordinates in [-1, 1]. The linear layers compute in the dtype of their
+    weights. Sines, averages and results are float32 or wider.
 
     Args:
-        features: of a token.
-        hidden: outputs of each layer; of the last at least one for each number.
-        sets: of eigenvalues and angles a token, such as one a head.
-        orders: of rotations a set, L of Eq. 7.
-        phase: whether the seventh angle of a token is made, that of D. It has no influence on a filter, in which D
+        features: number of features of a token.
+        hidden: number of outputs of each layer; the last has at least one for each number.
+        sets: number of sets of eigenvalues and angles per token, such as one per head.
+        orders: number of rotations per set, L of Eq. 7.
+        phase: whether to make the seventh angle of a token, that of D. It has no influence on a filter, in which D
             meets its inverse.
-        eigenvalue_dropout, eigenvector_dropout: of the hidden features of the two networks, so that what they give
-            keeps its range.
+        eigenvalue_dropout: dropout of the hidden features of the first network, so its results keep their range.
+        eigenvector_dropout: the same for the second network.
 
     Example:
         >>> import torch
@@ -64,15 +66,18 @@ class Spectrum(nn.Module):
             nn.init.uniform_(layer.bias, -1 / math.sqrt(layer.in_features), 1 / math.sqrt(layer.in_features))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """``x`` (batch, tokens, features) to eigenvalues (batch, sets, tokens) and angles (batch, sets, orders, 7 or 6,
-        tokens) in radians: three of the lower rotations, three of the upper, the phase."""
+        """Return eigenvalues (batch, sets, tokens) and angles (batch, sets, orders, 7 or 6, tokens) in radians.
+
+        ``x`` is (batch, tokens, features). The angles are three of the lower rotations, three of the upper, and the
+        phase.
+        """
         sets, angles = self.shape[0], math.prod(self.shape)
         eigenvalues = self._numbers(x, self.eigenvalues, sets, self.eigenvalue_dropout)
         numbers = 2 * math.pi * self._numbers(x, self.angles, angles, self.eigenvector_dropout)
         return eigenvalues, numbers.unflatten(1, self.shape)
 
     def _numbers(self, x: Tensor, siren: nn.Sequential, count: int, dropout: float) -> Tensor:
-        """(batch, count, tokens), in [-1, 1]."""
+        """Return numbers in [-1, 1], (batch, count, tokens)."""
         for layer in siren:
             if layer is not siren[0]:
                 x = nn.functional.dropout(x, dropout, self.training)
@@ -82,22 +87,28 @@ class Spectrum(nn.Module):
 
 
 def _siren(features: int, hidden: int, numbers: int) -> nn.Sequential:
-    """Two layers, whose outputs fall into as many groups of equal size as there are ``numbers``."""
+    """Return two layers whose outputs fall into as many groups of equal size as there are ``numbers``."""
     return nn.Sequential(nn.Linear(features, hidden), nn.Linear(hidden, max(hidden // numbers, 1) * numbers))
 
 
 def damped_polynomial(eigenvalues: Tensor, w: Tensor, factors: tuple[float, ...], steps: Recurrence) -> Tensor:
-    """``sum_k g_k w_k T_k``: eigenvalues (batch, sets, tokens), ``w`` (K+1,) or (sets, K+1), ``factors`` the g_k,
-    ``steps`` the recurrence of the T_k."""
+    """Return ``sum_k g_k w_k T_k`` at the eigenvalues.
+
+    Args:
+        eigenvalues: (batch, sets, tokens).
+        w: the w_k, (K+1,) or (sets, K+1).
+        factors: the g_k.
+        steps: the recurrence of the T_k.
+    """
     damped = torch.stack([g * w_k for g, w_k in zip(factors, w.unbind(-1), strict=True)], -1)
     return expand(eigenvalues.unsqueeze(-1), damped, steps).squeeze(-1)
 
 
 def reflect(zeta: Tensor) -> Tensor:
-    """In [0, 1]: a triangle wave, of slope 1 or -1 at the start, 1, too."""
+    """Return ``zeta`` reflected into [0, 1] by a triangle wave, whose slope is 1 or -1 at the start, 1, too."""
     return ((zeta + 1).remainder(2) - 1).abs()
 
 
 def real_form(z: Tensor, zeta: Tensor) -> Tensor:
-    """``zeta Re z + (1 - zeta) Im z``, zeta reflected."""
+    """Return ``zeta Re z + (1 - zeta) Im z`` with zeta reflected."""
     return torch.lerp(z.imag, z.real, reflect(zeta).to(z.real.dtype))

@@ -18,12 +18,12 @@ _SINK = ("sink", "sink_at", "sink_key", "sink_value")
 def mix_window(
     graph_filter: Any, far: Tensor, outside: nn.Linear, shift: AttentionShift, hidden: Tensor, value: Tensor
 ) -> Tensor:
-    """Return the window mixed with what a replacement filter gives for all tokens, ``far``.
+    """Return the window mixed with ``far``, the output of a replacement filter for all tokens.
 
-    The window is softmax attention to the tokens at most ``window`` away and to the first ``sinks``, weighted as if it
-    and the filter were parts of one softmax. With ``l`` the logarithm of the summed exponentials of its scores and
-    ``outside`` a learned estimate of the mean score, output = s near + (1 - s) far, s = sigmoid(l - outside(X) -
-    log(tokens)), the tokens those of the context, or those beyond window and sinks.
+    The window is softmax attention to the tokens at most ``window`` away and to the first ``sinks``. Window and filter
+    are weighted as if they were parts of one softmax: output = s near + (1 - s) far, s = sigmoid(l - outside(X) -
+    log(tokens)). Here ``l`` is the logarithm of the summed exponentials of the window's scores, and ``outside`` a
+    learned estimate of the mean score. The tokens are those of the context, or those beyond window and sinks.
     """
     tokens, state, window = shift.query.shape[2], shift.state, graph_filter.config.window
     key, value = (repeat_heads(x[:, :, -tokens:], graph_filter.heads) for x in (shift.key, value))
@@ -59,20 +59,22 @@ def mix_window(
 
 
 def _bias(graph_filter: Any, shift: AttentionShift) -> Tensor | None:
-    """Return what is added to the scores of the window."""
+    """Return the bias that is added to the scores of the window."""
     if graph_filter.config.position_bias != "window" or not graph_filter.position_bias:
         return None
     if shift.bias is None:
         where = graph_filter.site_name
-        raise GraphFilterError(f"{where} was called without the position_bias that its window is to have")
+        raise GraphFilterError(f"{where} was called without the position_bias that its window needs")
     return shift.bias
 
 
 def _attend_sinks(
     graph_filter: Any, shift: AttentionShift, is_token: Tensor, key: Tensor, value: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention to the first tokens, where they are out of the window: of those new here, and of those that
-    ``shift.state`` keeps; and how many each query sees."""
+    """Return the attention to the first tokens that are out of the window, its weight, and how many each query sees.
+
+    The first tokens are those of this call and those that ``shift.state`` keeps.
+    """
     state, at = shift.state, torch.arange(is_token.shape[1], device=key.device).expand_as(is_token)
     earlier = state if state is not None and "sink_end" in state else None
     queries = at = at if earlier is None else at + earlier["sink_end"]
@@ -93,6 +95,6 @@ def _attend_sinks(
 
 
 def in_dtype_of(layer: nn.Module, x: Tensor) -> Tensor:
-    """``x`` in the dtype that ``layer`` takes, which a quantized one does not tell."""
+    """Return ``x`` in the dtype that ``layer`` takes, which a quantized layer does not tell."""
     weight = layer.weight
     return x.to(weight.dtype) if isinstance(weight, Tensor) and weight.is_floating_point() else x
