@@ -1,6 +1,5 @@
 """The shift operator and the kernels under it, against explicit matrices."""
 
-
 import hypothesis.strategies as st
 import pytest
 import torch
