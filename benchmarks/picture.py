@@ -55,25 +55,30 @@ def draw(model: AutoModelForSequenceClassification, tokenizer: AutoTokenizer) ->
     matrices = {"attention matrix A": before[key][head], "graph filter H": after[key][head]}
     largest = max(float(matrix.abs().max()) for matrix in matrices.values())
 
-    figure = Figure(figsize=(12, 3.7), layout="constrained")
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    figure.suptitle(f"MiniLM fine-tuned on film reviews with GFSA: layer {layer + 1}, head {head + 1}", fontsize=11)
     axes = figure.subplots(1, 3, width_ratios=[1, 1, 1.15])
     for ax, (title, matrix) in zip(axes, matrices.items(), strict=False):
         image = ax.imshow(matrix.float(), cmap="RdBu", vmin=-largest, vmax=largest)
         ax.set_title(title, fontsize=12)
         ax.set_xticks(range(len(words)), words, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
         ax.set_yticks(range(len(words)), words, fontsize=8)
-    figure.colorbar(image, ax=axes[1], shrink=0.8, label="weight of a token")
-    axes[1].set_title("graph filter  H = w₀ I + w₁ A + w₃ A³", fontsize=12)
+        ax.set_xlabel("token that is read", fontsize=9)
+    axes[0].set_ylabel("token that reads", fontsize=9)
+    figure.colorbar(image, ax=axes[1], shrink=0.8, label="weight (same scale)")
+    axes[1].set_title("filter  H = $w_0$ I + $w_1$ A + $w_K$ [A + 2 (A² − A)]", fontsize=12)
     curve = curves[layer]
     axes[2].plot(curve.at, curve.at, color="grey", linestyle="--", label="before training: H = A")
     for index, response in enumerate(curve.response):
         chosen = index == head
-        label = "after training, this head" if chosen else "the other heads" if index == (head == 0) else None
+        label = (
+            "after training: this head" if chosen else "the other heads of the layer" if index == (head == 0) else None
+        )
         colour, width = ("tab:blue", 2.5) if chosen else ("tab:blue", 0.8)
         axes[2].plot(curve.at, response, color=colour, linewidth=width, alpha=1 if chosen else 0.35, label=label)
     axes[2].axhline(0, color="black", linewidth=0.5)
-    axes[2].set(xlabel="eigenvalue of A  (1: smooth over the tokens)", ylabel="response of the filter")
-    axes[2].set_title("frequency response", fontsize=12)
+    axes[2].set(xlabel="eigenvalue of A  (1: alike in all tokens)", ylabel="what H makes of it")
+    axes[2].set_title("response of the filter", fontsize=12)
     axes[2].legend(frameon=False, fontsize=9)
     return figure
 

@@ -867,6 +867,9 @@ def test_compare_pairs_the_seeds_and_goes_on_at_the_first_missing_one(cola, tmp_
     out = capsys.readouterr().out
     assert out.count(": at hand") == 3
     assert f"results: {file}, 3 runs at hand" in out
+    assert "plan: 2 variants x 2 seeds = 4 runs, 1 of them to do" in out
+    assert f"figure: {tmp_path / 'glue-cola.png'}\nruns: " in out
+    assert (tmp_path / "glue-cola.png").stat().st_size > 10_000
     assert "finished before" in out, "its folder has the record"
     assert len(json.loads(file.read_text())["runs"]) == 4
     for seeds in ([], ["--seeds", "3"]):
@@ -963,7 +966,8 @@ def test_a_comparison_in_a_fresh_clone_trains(asked, tmp_path, capsys):
         assert f"moved aside: runs/glue/glue-cola.json is now runs/glue/glue-cola.json.{number}\n" in out
         assert len(asked) == 5 + 5 * number
     assert sorted(p.name for p in (tmp_path / "runs" / "glue").iterdir() if p.suffix != ".lock") == [
-        *("glue-cola", "glue-cola.1", "glue-cola.2", "glue-cola.json", "glue-cola.json.1", "glue-cola.json.2")
+        *("glue-cola", "glue-cola.1", "glue-cola.2", "glue-cola.json", "glue-cola.json.1", "glue-cola.json.2"),
+        *("glue-cola.png", "glue-cola.png.1", "glue-cola.png.2"),
     ]
     assert (records.RESULTS / "glue-cola.json").read_bytes() == shipped
 

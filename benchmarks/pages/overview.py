@@ -4,39 +4,53 @@ import json
 
 from hf_graphfilter.demo import result_rows
 from hf_graphfilter.tables import markdown_table
+from pages.leagues import read_league
 from pages.sources import CARD, over_plain, read, where
+from recipes.league.standings import overview
 
 
 def headlines() -> str:
-    """One row each for what is learned, what GFSA costs and what AGF saves."""
-    steps = sorted((row for row in read("gfsa-cpu-steps") if row["form"] == "gfsa"), key=over_plain)
-    least, most = (f"**{over_plain(row)}** ({row['case']})" for row in (steps[0], steps[-1]))
-    tokens = [row for row in read("decoding-cpu") if row["form"] == "gfsa"]
-    context = max(int(row["n"]) for row in tokens)
-    caches = [f"**{over_plain(row)}** ({row['case'].split(', ')[1]})" for row in tokens if int(row["n"]) == context]
+    """Write a row for what GFSA gains, one for what it costs, and one for what AGF saves."""
+    league, runs = read_league("depth")
+    header, body = overview(league, runs, league.stages[-1])
+    gain = dict(zip(header, next(row for row in body if row[0] == "gfsa, w_0 and w_1 too"), strict=True))
+    task = next(name for name in header if name.startswith("ptb, 12 layers"))
+    steps = sorted((row for row in read("gfsa-cpu-steps") if row["case"].endswith("dropout 0")), key=over_plain)
+    steps = [row for row in steps if row["form"] == "gfsa"]
+    wide = [f"**{over_plain(row)}** ({row['case'].partition(' step')[0]})" for row in steps]
+    narrow = next(r for r in read("menu-cpu-steps") if r["form"] == "gfsa" and "32 features" in r["case"])
     compared = [row for row in read("agf-cpu-attention") if row["form"] == "agf" and row["ratio_to_plain"]]
     lengths = []
-    for causal in ("False", "True"):
+    for causal, kind in (("False", "encoders"), ("True", "decoders")):
         rows = {
             int(row["n"]): over_plain(row) for row in compared if (row["pass"], row["causal"]) == ("fwd+bwd", causal)
         }
         faster = min(n for n, value in rows.items() if value < 1)
-        lengths.append(f"**{rows[max(rows)]:.3f}** at {max(rows):,} tokens, below 1 from {faster:,} on")
-    body = [
-        ["MiniLM-L6 fine-tuned on film reviews, GFSA - baseline", demo_results()["verdict"], "benchmarks.md#the-demo"],
+        lengths.append(f"{kind}: faster from {faster:,} tokens on, **{rows[max(rows)]:.3f}** at {max(rows):,}")
+    table = [
         [
-            "time with GFSA / time of the baseline",
-            f"training step: {least} to {most}; one token after {context:,}: {', '.join(caches)}",
-            "benchmarks.md#speed-and-memory",
+            "GFSA - baseline: perplexity of GPT-2 with 12 layers of 32 features on PTB, same number of steps",
+            f"{gain[task]}, 95 % interval, 8 seeds",
+            "league.md#gfsa-in-deep-language-models",
         ],
         [
-            "time of AGF / time of SDPA, forward and backward",
-            f"encoders: {lengths[0]}; causal: {lengths[1]}",
+            "GFSA - baseline: Pearson's r with human ratings, MiniLM fine-tuned on film reviews",
+            demo_results()["verdict"].partition(": ")[2],
+            "benchmarks.md#the-demo",
+        ],
+        [
+            "GFSA / baseline: time of a training step",
+            f"{', '.join(wide)}; **{over_plain(narrow)}** (GPT-2 of 32 features)",
+            "filters.md#what-a-training-step-costs",
+        ],
+        [
+            "AGF / softmax attention (SDPA): time of the attention alone, forward and backward",
+            "; ".join(lengths),
             "agf.md#measured-speed-and-memory",
         ],
     ]
-    body = [[what, result, f"[more](docs/{page})"] for what, result, page in body]
-    return f"{markdown_table(['measured', 'result', ''], body)}\n\nTimes: {where(steps)}"
+    table = [[what, result, f"[details](docs/{page})"] for what, result, page in table]
+    return f"{markdown_table(['measured', 'result', 'more'], table)}\n\nTimes on the CPU: {where(steps)}"
 
 
 def demo_results() -> dict:
