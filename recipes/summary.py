@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_graphfilter.analysis.comparison import mean_and_sd, paired_comparison
+from hf_graphfilter.analysis.plots import make_figure, save_figure
 from hf_graphfilter.console import table
 from hf_graphfilter.text import figure_text
-from recipes.records import get_value
+from recipes.records import get_value, lower_is_better
 from recipes.settings import Settings
 
 PLAIN = "plain"
@@ -78,17 +79,38 @@ def format_interval(paired: dict[str, Any] | None) -> str:
     return f"{paired['mean']:+.4f}{bounds}"
 
 
+def plot_differences(content: dict[str, Any], file: Path) -> None:
+    """Draw the differences of each variant to the plain model: a dot per seed, their mean, and its 95 % interval."""
+    variants = [name for name, summary in content["summary"].items() if summary.get("difference")]
+    figure = make_figure(7, 1.6 + 0.45 * len(variants))
+    axes = figure.subplots()
+    plain = content["summary"][PLAIN]["values"]
+    for row, variant in enumerate(variants):
+        summary = content["summary"][variant]
+        values = [x - plain[seed] for seed, x in summary["values"].items() if seed in plain]
+        axes.scatter(values, [row] * len(values), color="tab:blue", alpha=0.4, s=18)
+        paired = summary["difference"]
+        reach = [[paired["mean"] - paired["low"]], [paired["high"] - paired["mean"]]] if paired["pairs"] > 1 else None
+        axes.errorbar(paired["mean"], row, xerr=reach, marker="D", capsize=4, color="tab:blue")
+    axes.axvline(0, color="grey", linestyle="--", linewidth=0.8)
+    better = "lower" if lower_is_better(content["metric"]) else "higher"
+    axes.set_yticks(range(len(variants)), [figure_text(name) for name in variants])
+    axes.set(
+        ylim=(len(variants) - 0.5, -0.5), xlabel=figure_text(f"{content['metric']} - baseline ({better} is better)")
+    )
+    axes.set_title(figure_text(f"{content['model']} on {content['task']}, {len(plain)} seeds"), fontsize=10)
+    save_figure(figure, file)
+
+
 def plot_sweep(content: dict[str, Any], file: Path) -> None:
     """Draw the metric over the first axis of the sweep, a line per combination of the others, and the plain model."""
-    from matplotlib.figure import Figure
-
     points = {}
     for variant, summary in content["summary"].items():
         if variant != PLAIN and summary["values"]:
             first, *rest = variant.split(", ")
             axis, _, at = first.partition("=")
             points.setdefault(", ".join(rest), []).append((at, list(summary["values"].values())))
-    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    figure = make_figure(6, 3.6)
     axes = figure.subplots()
     for i, (label, line) in enumerate(points.items()):
         means = [sum(v) / len(v) for _, v in line]
@@ -101,8 +123,7 @@ def plot_sweep(content: dict[str, Any], file: Path) -> None:
     title = f"{content['model']} on {content['task']}, {seeds} seeds"
     axes.set(xlabel=figure_text(axis), ylabel=figure_text(content["metric"]), title=figure_text(title))
     axes.legend(frameon=False)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=150)
+    save_figure(figure, file)
 
 
 def compare_results(settings: Settings, content: dict[str, Any], other: dict[str, Any]) -> tuple[Any, list[str]]:

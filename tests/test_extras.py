@@ -47,7 +47,7 @@ def test_a_missing_extra_is_one_sentence(missing, extra, use, monkeypatch):
 
 
 def test_the_demo_records_the_rows_it_used(monkeypatch, tmp_path):
-    from hf_graphfilter import demo
+    from hf_graphfilter.demo import pairs as demo
 
     class Stop(Exception):
         pass
@@ -58,8 +58,8 @@ def test_the_demo_records_the_rows_it_used(monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "pretrained_path", lambda: "nowhere")
     monkeypatch.setattr(demo.AutoTokenizer, "from_pretrained", lambda _: lambda texts, **_: {"input_ids": texts})
     monkeypatch.setattr(demo, "load_snippets", lambda: [(0.0, "text")] * (demo.TEST_ROWS + 40))
-    monkeypatch.setattr(demo, "_model", lambda *_: None)
-    monkeypatch.setattr(demo, "_fine_tune", lambda *_: {})
+    monkeypatch.setattr(demo, "build_model", lambda *_: None)
+    monkeypatch.setattr(demo, "fine_tune", lambda *_: {})
     monkeypatch.setattr(demo, "_summary", recorded)
     with pytest.raises(Stop, match="40"):
         demo.run_demo(tmp_path, seeds=1, rows=100)

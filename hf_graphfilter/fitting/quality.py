@@ -15,8 +15,6 @@ from ..errors import GraphFilterError
 from ..filters import GraphFilter
 from .objectives import Batch, Original, Outputs, logits_of, mask_of_logits
 
-LOWER_IS_BETTER = ("perplexity", "divergence")
-
 
 @torch.no_grad()
 def compare(model: nn.Module, original: Original, batches: list[Batch], causal: bool) -> dict[str, dict[str, float]]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
-from ..errors import has_type, needs
+from ..analysis.plots import make_figure, save_figure
+from ..errors import has_type
 from ..files import DamagedFileError
 from ..tables import markdown_table, text_table
 from ..text import figure_text, printable
@@ -195,10 +196,8 @@ class ConversionReport:
         Raises:
             GraphFilterError: matplotlib is not installed.
         """
-        with needs("plots", "a figure"):
-            from matplotlib.figure import Figure  # not pyplot: no global state, no display
         parts = len(self.stages) + 1
-        figure = Figure(figsize=(3.5 * parts, 3), layout="constrained")
+        figure = make_figure(3.5 * parts, 3)
         axes = figure.subplots(1, parts)
         begun = 0
         for name, ax in zip(self.stages, axes[:-1], strict=True):
@@ -213,7 +212,4 @@ class ConversionReport:
 
     def save_figure(self, path: str | os.PathLike[str]) -> Path:
         """Draw what ``plot`` gives to ``path`` (PNG)."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.plot().savefig(path, dpi=150)
-        return path
+        return save_figure(self.plot(), path)

@@ -13,6 +13,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
+from ..analysis.observing import evaluate
 from ..errors import GraphFilterError, needs
 from ..filters import GraphFilter
 from ..filters.core.attached import CHILD
@@ -121,20 +122,17 @@ def only_filters(model: nn.Module, modules: dict[str, GraphFilter]) -> Iterator[
 
     Half precision would lose small steps. Afterwards all is as it was; after an exception the filters are too.
     """
-    modes = [(module, module.training) for module in model.modules()]
     before = [(p, p.requires_grad, p.dtype) for p in model.parameters()]
     values = [(p, p.detach().clone()) for graph_filter in modules.values() for p in graph_filter.parameters()]
-    model.eval().requires_grad_(False)
+    model.requires_grad_(False)
     for graph_filter in modules.values():
         for parameter in graph_filter.requires_grad_(True).parameters():
             if parameter.element_size() < 4:
                 parameter.data = parameter.data.float()
     try:
-        with restored_on_error(values):
+        with evaluate(model), restored_on_error(values):
             yield
     finally:
-        for module, mode in modes:
-            module.training = mode
         for parameter, required, dtype in before:
             if parameter.requires_grad:
                 parameter.grad = None

@@ -105,14 +105,14 @@ def _is_of_peft(module: object) -> bool:
 def without_wrappers(model: nn.Module, name: str) -> str:
     """Return the name of a module as it is without what PEFT has wrapped around it and around the modules it is in."""
     module: Any = model
-    kept, wrapped = [], False
+    parts, wrapped = [], False
     for part in name.split("."):
         # a wrapper names what it wraps as it likes, and may hold one copy per adapter
         wrapped = _is_of_peft(module) or (wrapped and isinstance(module, nn.ModuleDict))
         if not wrapped:
-            kept.append(part)
+            parts.append(part)
         module = getattr(module, "_modules", {}).get(part)
-    return ".".join(kept)
+    return ".".join(parts)
 
 
 def encoder_of(model: Any) -> Any:

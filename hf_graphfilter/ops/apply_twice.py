@@ -177,11 +177,11 @@ def _pieces(query: Tensor, mask: Tensor | None, causal: bool) -> Iterator[tuple[
         mask = mask[(None,) * (4 - mask.dim())]
     shared = mask is None or mask.shape[1] == 1  # by the heads: made once a sequence
     for b in range(batch):
-        whole = None if mask is None else mask[b if len(mask) > 1 else 0]
-        bias = additive(whole, query.dtype) if shared else None
+        sequence_mask = None if mask is None else mask[b if len(mask) > 1 else 0]
+        bias = additive(sequence_mask, query.dtype) if shared else None
         for h in range(0, heads, together):
             part = slice(h, h + together)
-            yield (b, part), bias if whole is None or shared else additive(whole[part], query.dtype)
+            yield (b, part), bias if sequence_mask is None or shared else additive(sequence_mask[part], query.dtype)
 
 
 def _blocks(q: Tensor, causal: bool) -> list[tuple[slice, slice]]:

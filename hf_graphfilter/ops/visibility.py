@@ -64,9 +64,9 @@ def average(signal: Tensor, causal: bool, keys: Tensor | None) -> Tensor:
     """The mean of a signal (batch, heads, keys, features) over the tokens there are: (batch, heads, 1, features), or
     if causal over those up to each, (batch, heads, keys, features)."""
     wide = signal.float() if signal.element_size() < 4 else signal
-    there = wide.new_ones(1, wide.shape[2]) if keys is None else keys.to(wide.dtype)
-    there = there[:, None, :, None]
-    added, count = wide * there, there
+    present = wide.new_ones(1, wide.shape[2]) if keys is None else keys.to(wide.dtype)
+    present = present[:, None, :, None]
+    added, count = wide * present, present
     sums = (added.cumsum(2), count.cumsum(2)) if causal else (added.sum(2, keepdim=True), count.sum(2, keepdim=True))
     return (sums[0] / sums[1].clamp(min=1)).to(signal.dtype)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +16,10 @@ from .earlier_layers import EarlierLayers
 from .operator import DenseShift, PastRows, ShiftOperator
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionCall:
+class AttentionCall(NamedTuple):
     """What a host knows of one call of a model's attention when it begins. Nothing of it changes during the call.
 
-    Args:
+    Attributes:
         attend: ``attend(key, value) -> (output, weights)``, the attention function with query, mask, scale and
             dropout bound; output (batch, query tokens, heads, features), weights (batch, heads, query, key) or None.
         query: (batch, heads, query tokens, features).
@@ -28,7 +27,7 @@ class AttentionCall:
 
     For filters that replace ``S`` rather than apply it:
 
-    Args:
+    Attributes:
         hidden: (batch, tokens, hidden size), what the attention module was called with; None unless the filter asks
             for it (``GraphFilter.reads_hidden``).
         scaling: of the scores ``query @ key^T``.
@@ -40,7 +39,7 @@ class AttentionCall:
 
     Faster forms, each None where there is none:
 
-    Args:
+    Attributes:
         twice: ``twice(value, exact) -> (S(value), S(S(value)))``; it returns None for a value that it cannot take.
         few_rows: ``few_rows() -> matrix``, (batch, heads, query, key): the rows of ``A`` at the query tokens, formed
             once and applied as often as the filter asks, unless ``exact``. It returns None where calls are faster.
@@ -50,7 +49,6 @@ class AttentionCall:
     attend: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
     query: Tensor
     key: Tensor
-    _: KW_ONLY
     hidden: Tensor | None = None
     scaling: float = 1.0
     mask: Tensor | None = None
@@ -221,7 +219,7 @@ class AttentionShift(ShiftOperator):
         ``earlier`` is what the filters of earlier layers left. ``S`` is then applied by calls of the attention function
         alone, so that every look finds the same numbers.
         """
-        return AttentionShift(replace(self.call, twice=None, few_rows=None), earlier=earlier)
+        return AttentionShift(self.call._replace(twice=None, few_rows=None), earlier=earlier)
 
     def dense(self) -> DenseShift:
         """The same operator as an explicit matrix, found by applying it to the unit vectors (for tests, analysis)."""

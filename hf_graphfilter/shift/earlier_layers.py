@@ -61,8 +61,8 @@ class EarlierLayers:
                     "layer came before cannot be told; train it without"
                 )
             end = places[0]
-        before, itself = left[:end], left[end : end + 1]
-        if before and torch.is_grad_enabled() and not all(entry.with_gradient for entry in before + itself):
+        before, this_layer = left[:end], left[end : end + 1]
+        if before and torch.is_grad_enabled() and not all(entry.with_gradient for entry in before + this_layer):
             raise GraphFilterError(
                 f"{name} reads what the layer before made, whose gradient reentrant checkpointing loses: use "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}"
@@ -79,8 +79,8 @@ class EarlierLayers:
         self._left = [entry._replace(tensor=entry.tensor.detach()) for entry in self._left]
 
     def _runs_again(self, name: str) -> bool:
-        own = (entry.name == name and entry.call == self._call for entry in self._left)
-        return _backward_pass() != self._begun_in and any(own)
+        matches = (entry.name == name and entry.call == self._call for entry in self._left)
+        return _backward_pass() != self._begun_in and any(matches)
 
 
 def _backward_pass() -> int:

@@ -1,5 +1,6 @@
-"""Decoding with a key/value cache: what a filter remembers lives on the cache layer itself, of a kind of
-``cache_layers``.
+"""Decoding with a key/value cache: what a filter remembers lives on the cache layer itself.
+
+``cache_layers`` and ``state_layers`` define these layers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from ...errors import UNSEEN, GraphFilterError
 from ...ops.exporting import is_exporting
 from ...shift.operator import PastRows
 from ..base import describe_site
-from .cache_layers import FILTERED, STATEFUL, FilteredStaticLayer, SignalRows, StateLayer
+from .cache_layers import FILTERED, FilteredStaticLayer, SignalRows
+from .state_layers import STATEFUL, StateLayer
 
 ARGUMENT = "graph_filter_cache"
 # what models and their outputs call a cache; transformers 5.24 gave it a new name
@@ -121,10 +123,10 @@ def _layer_of(layers: list[Any], module: Any) -> Any:
 
 
 def _with_memory(layer: Any, layer_class: type) -> Any:
-    keeping: Any = object.__new__(layer_class)
-    keeping.__dict__ = dict(layer.__dict__)
-    keeping.forget()
-    return keeping
+    successor: Any = object.__new__(layer_class)
+    successor.__dict__ = dict(layer.__dict__)
+    successor.forget()
+    return successor
 
 
 def _self_attention(past: Any) -> Any:

@@ -1,8 +1,7 @@
 """Layers of a key/value cache that keep what a filter remembers beside keys and values.
 
 A polynomial of ``S`` needs the past rows of every signal that ``S`` was applied to, beside keys and values: O(n d)
-memory and work a token. A filter in the singular value domain needs a state of constant size, and no keys and values.
-On the layer, beam search and batch selection treat all of it as they treat keys and values.
+memory and work per token. On the layer, beam search and batch selection treat them as they treat keys and values.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ else:
     _Layer = object
 
 
-class _Keeping(_Layer):
+class LayerMemory(_Layer):
     """Mixin for a cache layer: further tensors, batch first, by name."""
 
     kept: dict[Any, Tensor]
@@ -51,12 +50,17 @@ class _Keeping(_Layer):
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return self._change(super().update, *args, **kwargs)  # type: ignore[no-any-return]
 
-    def _change(self, change: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Let the layer ``change`` its keys and values, and look first whether another has replaced them."""
+    def _change(self, change: Callable[..., Any], *args: Any, each: Any = None, **kwargs: Any) -> Any:
+        """Let the layer ``change`` its keys and values, after a look whether another has replaced them.
+
+        ``each`` is what that means for a tensor that is kept beside them.
+        """
         if not torch.compiler.is_compiling():
             self.replaced |= not (self.keys is self.known[0] and self.values is self.known[1])
         result = change(*args, **kwargs)
         self.known = self.keys, self.values
+        if each is not None:
+            self._each(each)
         return result
 
     def asked(self, site: str, queries: int, device: torch.device) -> bool:
@@ -95,27 +99,22 @@ class _Keeping(_Layer):
         self.kept = {name: change(tensor) for name, tensor in self.kept.items()}
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._change(super().reorder_cache, beam_idx)
-        self._each(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        self._change(super().reorder_cache, beam_idx, each=lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._change(super().batch_repeat_interleave, repeats)
-        self._each(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+        self._change(super().batch_repeat_interleave, repeats, each=lambda x: x.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._change(super().batch_select_indices, indices)
-        self._each(lambda tensor: tensor[indices, ...])
+        self._change(super().batch_select_indices, indices, each=lambda x: x[indices, ...])
 
     def offload(self) -> None:
-        self._change(super().offload)
-        self._each(lambda tensor: tensor.to("cpu", non_blocking=True))
+        self._change(super().offload, each=lambda x: x.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
-        self._change(super().prefetch)
-        self._each(lambda tensor: tensor.to(self.device, non_blocking=True))
+        self._change(super().prefetch, each=lambda x: x.to(self.device, non_blocking=True))
 
 
-class SignalRows(_Keeping):
+class SignalRows(LayerMemory):
     """Keeps signal rows (batch, heads, tokens, features) by application number, in tensors with room for more."""
 
     ends: dict[int, int]  # how many rows of each tensor are in use
@@ -128,25 +127,30 @@ class SignalRows(_Keeping):
         return self.kept[application][:, :, : self.ends[application]]
 
     def append(self, application: int, signal: Tensor, keys: int) -> Tensor:
-        """The last ``keys`` rows, with ``signal`` at their end."""
-        kept, tokens = self.kept.get(application), signal.shape[2]
-        if kept is None:
-            self.kept[application], self.ends[application] = signal, tokens
-        elif _in_place(kept):
-            past = self.rows(application)
-            if kept.shape[2] < past.shape[2] + tokens:
-                past = self._in_window(past, keys)
-                batch, heads, length, features = past.shape
-                room = kept.new_empty(batch, heads, length + max(length // ROOM, tokens, ROOM), features)
-                room[:, :, :length] = past
-                self.kept[application] = kept = room
-            end = past.shape[2] + tokens
-            kept[:, :, past.shape[2] : end] = signal
-            self.ends[application] = end
+        """Return the last ``keys`` rows, with ``signal`` at their end."""
+        if application not in self.kept:
+            self._keep(application, signal)
+        elif _in_place(self.kept[application]):
+            self._write(application, signal, keys)
         else:
-            rows = self._in_window(torch.cat([self.rows(application), signal], dim=2), keys)
-            self.kept[application], self.ends[application] = rows, rows.shape[2]
+            rows = torch.cat([self.rows(application), signal], dim=2)
+            self._keep(application, self._in_window(rows, keys))
         return self.rows(application)[:, :, -keys:]
+
+    def _keep(self, application: int, rows: Tensor) -> None:
+        self.kept[application], self.ends[application] = rows, rows.shape[2]
+
+    def _write(self, application: int, signal: Tensor, keys: int) -> None:
+        """Write rows behind those in use, in a tensor with room for more if there is none left."""
+        end, tokens = self.ends[application], signal.shape[2]
+        if self.kept[application].shape[2] < end + tokens:
+            past = self._in_window(self.rows(application), keys)
+            batch, heads, end, features = past.shape
+            roomy = past.new_empty(batch, heads, end + max(end // ROOM, tokens, ROOM), features)
+            roomy[:, :, :end] = past
+            self.kept[application] = roomy
+        self.kept[application][:, :, end : end + tokens] = signal
+        self.ends[application] = end + tokens
 
     def _in_window(self, rows: Tensor, keys: int) -> Tensor:
         """Those that a window leaves; all while the layer itself keeps all, to go back to (``crop``)."""
@@ -184,7 +188,7 @@ class FilteredSlidingWindowLayer(SignalRows, DynamicSlidingWindowLayer):
     """A ``DynamicSlidingWindowLayer`` that also keeps signal rows."""
 
 
-class FilteredStaticLayer(_Keeping, StaticLayer):
+class FilteredStaticLayer(LayerMemory, StaticLayer):
     """A ``StaticLayer`` that also keeps signal rows, in tensors of its full length that are changed in place: the
     ``PastRows`` of every forward with it."""
 
@@ -226,59 +230,8 @@ class FilteredStaticLayer(_Keeping, StaticLayer):
         return torch.arange(tokens, device=self.device) + (self.cumulative_length - tokens)
 
 
-class KeyedStateLayer(_Keeping, DynamicLayer):
-    """A ``DynamicLayer`` that also keeps a filter's state, for a filter that is blended with attention."""
-
-    is_croppable = False
-
-    def reset(self) -> None:
-        self.keys = self.values = None
-        self.is_initialized = False
-        self.forget()
-
-    def crop(self, *args: Any, **kwargs: Any) -> None:
-        if (args or tuple(kwargs.values()))[0] in (0, self.get_seq_length()):
-            return
-        raise GraphFilterError(
-            "this graph filter keeps one state for all past tokens and cannot take the last ones out again (crop): "
-            "assisted decoding does not work with it; start with a new cache"
-        )
-
-
-class StateLayer(KeyedStateLayer):
-    """Keeps a filter's state and the number of tokens, no keys and values: constant size."""
-
-    length = 0
-    announced = False  # by ``announce``, before every update: a module without the filter would see no past
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.announced:
-            raise GraphFilterError(
-                "this cache was filled through a graph filter and holds no keys and values for a module without it: "
-                "start with a new cache"
-            )
-        self.announced = False
-        return self._change(self._count, key_states, value_states)  # type: ignore[no-any-return]
-
-    def _count(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            # what other code reads of a cache: batch, heads, features, of zero tokens; a slice would hold all of them
-            self.keys, self.values = (x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (key_states, value_states))
-        self.length += key_states.shape[-2]
-        return key_states, value_states
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def reset(self) -> None:
-        super().reset()
-        self.length = 0
-
-
 FILTERED: dict[type, type] = {
     DynamicLayer: FilteredDynamicLayer,
     DynamicSlidingWindowLayer: FilteredSlidingWindowLayer,
     StaticLayer: FilteredStaticLayer,
 }
-STATEFUL: dict[str, type[KeyedStateLayer]] = {"state": StateLayer, "state and keys": KeyedStateLayer}

@@ -31,8 +31,8 @@ def usage(model: Any, source: str) -> str:
     name, module = type(model).__name__, type(model).__module__
     auto_class = next((a for suffix, a in _AUTO_CLASSES.items() if name.endswith(suffix)), None)
     # a class of one's own is not what AutoModel makes of the checkpoint
-    own = auto_class is None and module.partition(".")[0] not in _WITH_AUTO_CLASSES
-    package, loader = (module, name) if own else ("transformers", auto_class or "AutoModel")
+    is_custom = auto_class is None and module.partition(".")[0] not in _WITH_AUTO_CLASSES
+    package, loader = (module, name) if is_custom else ("transformers", auto_class or "AutoModel")
     return f"""import hf_graphfilter  # pip install hf-graphfilter
 from {package} import {loader}
 

@@ -42,8 +42,8 @@ def tag(model: PreTrainedModel, filters: Iterable[str]) -> None:
 
 def model_class(name: object) -> type[PreTrainedModel] | None:
     """Return the model class of transformers with this name, which a file gives; None where it means anything else."""
-    found = getattr(transformers, name, None) if isinstance(name, str) else None
-    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
+    candidate = getattr(transformers, name, None) if isinstance(name, str) else None
+    return candidate if isinstance(candidate, type) and issubclass(candidate, PreTrainedModel) else None
 
 
 def read_record(model: Any) -> dict[str, Any] | None:
@@ -117,10 +117,10 @@ def saved_config(model: PreTrainedModel, state: Any = None) -> Iterator[None]:
     check_recorded(model)
     if state and not model._hf_peft_config_loaded:  # empty in all processes but the first
         held = {key.replace("_fsdp_wrapped_module.", "") for key in state}
-        own = [key.replace("_fsdp_wrapped_module.", "") for key in model.state_dict() if f".{CHILD}." in key]
-        if lost := [key for key in own if key not in held]:
+        names = [key.replace("_fsdp_wrapped_module.", "") for key in model.state_dict() if f".{CHILD}." in key]
+        if lost := [key for key in names if key not in held]:
             raise GraphFilterError(
-                f"state_dict lacks {len(lost)} of the {len(own)} filter weights of this {type(model).__name__} "
+                f"state_dict lacks {len(lost)} of the {len(names)} filter weights of this {type(model).__name__} "
                 f"({lost[0]} ...), which would be lost: take it from the patched model"
             )
     parts = [m for m in model.modules() if isinstance(m, PreTrainedModel) and patched_modules(m, required=False)]
@@ -168,8 +168,8 @@ def _settle(part: PreTrainedModel, others: list[str], prefix: str) -> None:
     the prefixes of ``others`` have records of their own."""
     record = getattr(part.config, CHILD)
     named = {name: FilterConfig.from_dict(g["config"]) for g in record["filters"] for name in g["modules"]}
-    own = [(n, m) for n, m in patched_modules(part, required=False) if not f"{prefix}{n}.".startswith(tuple(others))]
-    here = {relative_name(part, name): active_filter(module).config for name, module in own}
+    sites = [(n, m) for n, m in patched_modules(part, required=False) if not f"{prefix}{n}.".startswith(tuple(others))]
+    here = {relative_name(part, name): active_filter(module).config for name, module in sites}
     if here and here != named:
         setattr(part.config, CHILD, {**record, "filters": group_by_config(here.items())})
 
@@ -202,17 +202,17 @@ def _forget_record(model: PreTrainedModel) -> None:
     for part in (m for m in model.modules() if isinstance(m, PreTrainedModel)):
         for names in ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"):
             setattr(part, names, {name for name in getattr(part, names) or () if CHILD not in name})
-        own = part.config
-        left = {k: v for k, v in vars(own).items() if k not in _WRITTEN}
-        shared, before = vars(part).pop(_SHARED_CONFIG, (own, vars(own)))
+        config = part.config
+        left = {k: v for k, v in vars(config).items() if k not in _WRITTEN}
+        shared, before = vars(part).pop(_SHARED_CONFIG, (config, vars(config)))
         if CHILD in before:
-            plain = copy.copy(own)
+            plain = copy.copy(config)
             for key in _WRITTEN:
                 vars(plain).pop(key, None)
-            _swap_config(model, own, plain)
+            _swap_config(model, config, plain)
             continue
         for key in before.keys() - left.keys():
             vars(shared).pop(key, None)
-        if shared is not own:  # which stays, with its record, that of models that were built from it
+        if shared is not config:  # which stays, with its record, that of models that were built from it
             vars(shared).update({k: v for k, v in left.items() if k not in before or before[k] is not v})
-            _swap_config(model, own, shared)
+            _swap_config(model, config, shared)

@@ -87,7 +87,7 @@ class _PassOn:
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         caches = (self._given(name, args, kwargs) for name in cache.NAMES)
-        past = next((given for given in caches if given is not None), None)
+        past = next((candidate for candidate in caches if candidate is not None), None)
         reads_hidden = module.graph_filter.reads_hidden
         if (earlier := kwargs.get(EARLIER)) is not None:
             earlier.begin_layer(module.graph_filter.site_name)

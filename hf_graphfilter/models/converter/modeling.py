@@ -5,7 +5,6 @@ Source: Zhang et al., "Converting Transformers into DGNNs Form" (preprint, 2025)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput, SequenceClassifierOutput
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
@@ -34,6 +32,7 @@ from .layers import (
     to_float32,
     visible,
 )
+from .outputs import ConverterClassifierOutput, ConverterMaskedLMOutput, ConverterOutput
 
 
 class ConverterLayer(GradientCheckpointingLayer):
@@ -60,34 +59,6 @@ class ConverterLayer(GradientCheckpointingLayer):
         out = self.feed_forward_norm(to_float32(self.feed_forward(z)) + real_form(z, self.zeta)).to(x.dtype)
         coefficients = self.convolution.coefficients if self.training and self.penalised else None
         return out, None if coefficients is None else kernel_polynomial_loss(coefficients)
-
-
-@dataclass
-class ConverterOutput(BaseModelOutput):
-    """The output of ``ConverterModel``.
-
-    ``kernel_polynomial_loss`` is a scalar, the mean over the layers, in training with Kernelution and eta > 0.
-    """
-
-    kernel_polynomial_loss: Tensor | None = None
-
-
-@dataclass
-class ConverterClassifierOutput(SequenceClassifierOutput):
-    """A ``SequenceClassifierOutput`` with ``kernel_polynomial_loss`` (see ``ConverterOutput``).
-
-    For pairs it has the hidden states of the second sequence too.
-    """
-
-    hidden_states_2: tuple[Tensor, ...] | None = None
-    kernel_polynomial_loss: Tensor | None = None
-
-
-@dataclass
-class ConverterMaskedLMOutput(MaskedLMOutput):
-    """A ``MaskedLMOutput`` with ``kernel_polynomial_loss`` (see ``ConverterOutput``)."""
-
-    kernel_polynomial_loss: Tensor | None = None
 
 
 _OWN_START = ClassificationHead, ConverterConvolution, ConverterLayer, GatedFeedForward, ScaleNorm, Spectrum, nn.GRU

@@ -61,8 +61,8 @@ def filter_causal(
 def _one_token(w: Tensor, v: Tensor, value: Tensor, state: CausalState) -> tuple[Tensor, CausalState]:
     """A step of decoding; ``v`` (batch, heads, features), the others with one token."""
     mass = torch.logaddexp(state.mass, v)
-    kept, added = (state.mass - mass).exp().unsqueeze(-1), (v - mass).exp().unsqueeze(-1)
-    mean = torch.addcmul(kept * state.mean, added, value)
+    remaining, added = (state.mass - mass).exp().unsqueeze(-1), (v - mass).exp().unsqueeze(-1)
+    mean = torch.addcmul(remaining * state.mean, added, value)
     return w @ mean, CausalState(mass, mean)
 
 

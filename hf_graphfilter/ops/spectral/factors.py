@@ -67,8 +67,8 @@ def basis(x: Tensor, dim: int, keys: Tensor | None) -> Tensor:
     the tokens (-2); zero at tokens where ``keys`` is False."""
     if keys is None:
         return to_float32(x).softmax(dim)
-    there = keys[:, None, :, None]
-    return to_float32(x).masked_fill(~there, NEVER).softmax(dim) * there
+    visible = keys[:, None, :, None]
+    return to_float32(x).masked_fill(~visible, NEVER).softmax(dim) * visible
 
 
 def gram_deviation(x: Tensor) -> Tensor:
