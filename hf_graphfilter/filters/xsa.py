@@ -50,7 +50,7 @@ class XSAConfig(FilterConfig):
     """Exclusive self-attention: attention without the part that points along a token's own value.
 
     Exclusive self-attention (Zhai, 2026) subtracts from the output of attention its projection on the token's own
-    value. What is left is orthogonal to that value, so it tells the token only what others know.
+    value. What is left is orthogonal to that value, so attention adds only what other tokens know.
 
     Here alpha, one learned number per head, says how much is subtracted; 1 is all of it. It starts at 0, so the patched
     model equals the original. There are no options.
