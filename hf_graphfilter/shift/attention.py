@@ -18,7 +18,9 @@ from .operator import DenseShift, PastRows, ShiftOperator
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """What a host knows of one call of a model's attention when it begins. Nothing of it changes during the call.
+    """The facts that a host knows about one call of a model's attention when it begins.
+
+    They do not change during the call; ``AttentionShift`` holds what does.
 
     Args:
         attend: ``attend(key, value) -> (output, weights)``, the attention function with query, mask, scale and
@@ -62,7 +64,9 @@ class AttentionCall:
 
 
 class AttentionShift(ShiftOperator):
-    """``S`` through an attention function; O(n d) memory whenever the function's own memory is.
+    """The shift operator ``S`` of a model, computed by the model's own attention function.
+
+    It needs O(n d) memory wherever the attention function itself does.
 
     The first application takes the full value tensor, (batch, key heads, key tokens, features), and is the very call
     that the model itself would make. Later applications take signals at the query tokens with one entry per head. Keys
@@ -185,7 +189,10 @@ class AttentionShift(ShiftOperator):
         return (earlier if seen is None else earlier & seen), False
 
     def _structure(self) -> tuple[bool, Tensor | None] | None:
-        """``visible()``; None where the mask must be applied as a matrix, as in a graph, which cannot look into it."""
+        """Return ``visible()``, or None where the mask must be applied as a matrix.
+
+        That is so in a compiled or traced graph, which cannot look into the mask.
+        """
         by_queries = self.call.mask is not None and self.call.mask.dim() > 2
         if by_queries and (torch.compiler.is_compiling() or torch.jit.is_tracing()):
             return None
@@ -202,7 +209,10 @@ class AttentionShift(ShiftOperator):
         return rows
 
     def visible(self) -> tuple[bool, Tensor | None]:
-        """(causal, keys): which tokens the mask leaves, see ``ops.visibility``; read once, as it may be n x n."""
+        """Return (causal, keys): which tokens the mask leaves visible, see ``ops.visibility``.
+
+        The mask is read once, as it may be n x n.
+        """
         if self._visible is None:
             causal, keys = (False, None) if self.call.visible is None else self.call.visible()
             self._visible = causal, None if keys is None else keys.expand(self.query.shape[0], -1)
@@ -210,13 +220,13 @@ class AttentionShift(ShiftOperator):
 
     @property
     def earlier(self) -> EarlierLayers:
-        """A pass of this layer alone where none was handed in."""
+        """The tensors that filters of earlier layers left; empty where the model passed none on."""
         if self._earlier is None:
             self._earlier = EarlierLayers()
         return self._earlier
 
     def restart(self, earlier: EarlierLayers | None = None) -> AttentionShift:
-        """Return the same operator before its first application, without a cache, for another look at it.
+        """Return the same operator before its first application and without a cache, to apply it again.
 
         ``earlier`` is what the filters of earlier layers left. ``S`` is then applied by calls of the attention function
         alone, so that every look finds the same numbers.
@@ -224,7 +234,10 @@ class AttentionShift(ShiftOperator):
         return AttentionShift(replace(self.call, twice=None, few_rows=None), earlier=earlier)
 
     def dense(self) -> DenseShift:
-        """The same operator as an explicit matrix, found by applying it to the unit vectors (for tests, analysis)."""
+        """Return the same operator as an explicit matrix, for tests and analysis.
+
+        The matrix is found by applying the operator to the unit vectors.
+        """
         return DenseShift(matrix_of(self.restart(), self.key))
 
     def _all_rows(self, signal: Tensor) -> Tensor:

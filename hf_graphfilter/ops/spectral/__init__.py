@@ -1,4 +1,4 @@
-"""Filtering in the singular value domain: ``U Sigma V^T x`` in linear time, over all tokens or causally.
+"""Filters in the singular value domain: ``U Sigma V^T x`` in linear time, over all tokens or causally.
 
 ``U`` is a softmax over features, ``V`` a softmax over tokens, ``Sigma`` a polynomial of singular values in (0, 1), one
 set a token (AGF paper, Eq. 7-10). The causal form, which the paper does not have, takes the softmax over the tokens so
