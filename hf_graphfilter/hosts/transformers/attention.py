@@ -1,4 +1,4 @@
-"""The attention function of patched modules: what transformers calls, as the graph filter of the module."""
+"""The attention function of patched modules: transformers calls it, and it applies the module's graph filter."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def graph_filter_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention as the graph filter of ``module``; the signature of every transformers attention function.
+    """Compute attention with the graph filter of ``module``.
+
+    The signature is that of every attention function of transformers.
 
     Args:
         module: the patched attention module.
@@ -89,7 +91,10 @@ def _begin_call(module: nn.Module, graph_filter: Any, earlier: EarlierLayers | N
 
 
 def _apply(apply_filter: Callable[..., Tensor], module: Any, shift: AttentionShift, value: Tensor) -> Tensor:
-    """Filter ``value``. The module's input may have no row per token, as in vision towers; some filters read none."""
+    """Filter ``value``, and explain the error of a filter that cannot read the module's input.
+
+    The input may have no row per token, as in vision towers; some filters read none.
+    """
     hidden, query = shift.call.hidden, shift.call.query
     if hidden is None or (hidden.dim() == 3 and hidden.shape[:2] == (query.shape[0], query.shape[2])):
         return apply_filter(shift, value)
@@ -104,7 +109,10 @@ def _apply(apply_filter: Callable[..., Tensor], module: Any, shift: AttentionShi
 
 
 def _refuse_missing_weights(module: Any, options: dict[str, Any]) -> None:
-    """Raise if attention weights are asked for: transformers would leave the layer out, and later ones move up."""
+    """Raise if attention weights are asked for and the filter computes none.
+
+    transformers would leave the layer out of its output, and later layers would move up.
+    """
     collecting = None if torch.compiler.is_compiling() else _active_collector.get()
     if options.get("output_attentions") or "attentions" in (collecting or ()):
         raise GraphFilterError(

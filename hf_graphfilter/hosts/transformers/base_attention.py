@@ -65,7 +65,10 @@ class BaseAttention:
         )
 
     def attend(self, key: Tensor, signal: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Call the function; keys with other heads than the module's have been repeated to one group per head."""
+        """Call the attention function of the user's choice.
+
+        Keys with another number of heads than the module's have been repeated to one group per head.
+        """
         repeated = key is not self.key and key.shape[1] != self.key.shape[1]
         module = _SingleGroup(self.module) if repeated else self.module
         return self.function(module, self.query, key, signal, self.mask, **self.options)  # type: ignore[no-any-return]
@@ -113,7 +116,7 @@ class BaseAttention:
         )
 
     def _refuse_options(self) -> None:
-        """Raise for what leads past the filter, breaks linearity or row sums, or the backend drops in silence."""
+        """Raise for options that bypass the filter, break linearity or row sums, or are ignored by the backend."""
         site, options = describe_site(self.module), self.options
         for sink in ("s_aux", "sinks"):
             if options.get(sink) is not None:
@@ -127,7 +130,7 @@ class BaseAttention:
             raise GraphFilterError(f"{site}: paged attention (continuous batching) cannot be filtered; use generate()")
 
     def _refuse_unmasked(self) -> None:
-        """Raise for what FlashAttention learns from other arguments than a mask."""
+        """Raise for masks that FlashAttention receives through other arguments."""
         packed = self._is_packed()
         window = self.options.get("sliding_window")
         if packed or (window is not None and window < self.key.shape[2]):
@@ -159,5 +162,5 @@ class _SingleGroup(ModuleView):
 
 
 def declares_causal(module: nn.Module) -> bool:
-    """Return whether a module says itself that a token sees only earlier ones."""
+    """Return whether a module declares that a token sees only earlier ones."""
     return bool(getattr(module, "is_causal", False))

@@ -1,4 +1,4 @@
-"""Decoding with a key/value cache: what a filter remembers lives on the cache layer itself.
+"""Decoding with a key/value cache: the memory of a filter lives on the cache layer itself.
 
 ``cache_layers`` and ``state_layers`` define these layers.
 """
@@ -44,7 +44,7 @@ class _Rows:
 
 
 def announce(past: Any, module: Any) -> None:
-    """Before ``module`` runs: make its layer of the cache one that keeps the state of its filter, if that has one.
+    """Prepare the layer of the cache for ``module`` before it runs, if its filter keeps a state there.
 
     Raises:
         GraphFilterError: another kind of cache (static, quantized ...), or one that an unpatched model filled.
