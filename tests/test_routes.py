@@ -173,7 +173,7 @@ def test_a_module_without_its_filter_is_neither_saved_nor_loaded(entry, tmp_path
     layer = model.encoder.layer[1].attention
     layer.self = type(layer.self)(model.config)
     assert len(filter_status(model)) == 2
-    with refuses(r"records a filter at encoder\.layer\.1\.attention\.self, which is there no more \(its module was"):
+    with refuses(r"records a filter at encoder\.layer\.1\.attention\.self, which no longer exists \(its module was"):
         model.save_pretrained(tmp_path)
     save_file(model.state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
     with refuses(r"lacks \d+ of its \d+ filter coefficients"):

@@ -360,7 +360,7 @@ def test_where_it_is_refused():
         patch_model(model, "singularformer", residual=True)
     assert not filters_of(model)
     model, _ = residual()
-    with pytest.raises(GraphFilterError, match="was not handed what the filters of earlier layers made"):
+    with pytest.raises(GraphFilterError, match="did not receive the tensors of earlier layers"):
         model.encoder.layer[1](torch.zeros(1, 4, 32, dtype=torch.float64))
     model, inputs = residual(layers=[0])
     expected, before = output(model, inputs), str(filter_status(model))

@@ -34,5 +34,5 @@ def host_of(model: object) -> Host:
         )
     raise GraphFilterError(
         f"cannot patch a {type(model).__module__}.{type(model).__qualname__}: patch_model takes a transformers "
-        "PreTrainedModel, a timm model or a SentenceTransformer (hand in the inner model if it is wrapped)"
+        "PreTrainedModel, a timm model or a SentenceTransformer (pass the inner model if it is wrapped)"
     )

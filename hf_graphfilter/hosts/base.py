@@ -69,11 +69,11 @@ def own_record(host: Host, model: nn.Module) -> dict[str, Any]:
     """Return the record of a patched model.
 
     Raises:
-        GraphFilterError: it has none, since a part of it was patched by itself.
+        GraphFilterError: it has none, since a part of it was patched separately.
     """
     if (record := host.read_record(model)) is None:
         raise GraphFilterError(
-            f"{type(model).__name__} has no record of its filters, since a part of it was patched by itself: hand in "
+            f"{type(model).__name__} has no record of its filters, since a part of it was patched separately: pass "
             "that part"
         )
     return record
@@ -127,7 +127,7 @@ def encoder_of(model: Any) -> Any:
     """Return the transformers model inside a model of sentence-transformers, or any other model unchanged.
 
     Raises:
-        GraphFilterError: a model of sentence-transformers with none, or with several.
+        GraphFilterError: a model of sentence-transformers with no such model, or with several.
     """
     if not any(cls.__module__.partition(".")[0] == "sentence_transformers" for cls in type(model).__mro__):
         return model
@@ -140,8 +140,8 @@ def encoder_of(model: Any) -> Any:
             encoders[name] = module
     if len(encoders) != 1:
         raise GraphFilterError(
-            f"{type(model).__name__} holds {len(encoders)} transformers models ({', '.join(encoders) or 'none'}): hand "
-            "in the one that is meant"
+            f"{type(model).__name__} holds {len(encoders)} transformers models ({', '.join(encoders) or 'none'}): pass "
+            "the one that you mean"
         )
     return next(iter(encoders.values()))
 

@@ -1,7 +1,7 @@
 """The host for timm: it runs an attention module's own forward on a view of the module.
 
 timm has no attention interface; each module computes ``proj(attend(qkv(x)))`` in its ``forward``. A patched module gets
-a subclass of its class whose ``forward`` runs the original one on a view, in which ``qkv`` gives what we hand in and
+a subclass of its class whose ``forward`` runs the original one on a view, in which ``qkv`` gives what we pass and
 ``proj`` gives back what it gets. So ``S(signal)`` is the module's own attention, whatever it does with query and key
 (norms, position biases, shifted windows, rotary positions, fused or not), with another value. Where the module forms
 the matrix (unfused attention, the talking heads of CaiT), the view keeps it, and later applications multiply by it.
@@ -75,11 +75,11 @@ def _find_refusal(name: str, module: Any) -> str | None:
     if _class_name(module) not in _HONOURED:
         if _class_name(module) == "timm.models.cait.ClassAttn":
             return "class attention: one query, A is not square"
-        return "a form of attention that is not honoured" if looks_like_attention(module) else ""
+        return "an unsupported form of attention" if looks_like_attention(module) else ""
     if not leads_to_filter(module) and (
         CHILD in module._modules or "forward" in vars(module) or not as_written(module)
     ):
-        return f"{REPLACED}: undo that, or do it after patch_model with a function that calls the forward it finds"
+        return f"{REPLACED}: undo that, or replace it after patch_model by a function that calls the forward it finds"
     if getattr(module, "qkv", None) is None:  # of any class: adapters and quantizers put theirs in its place
         return "separate projections of query, key and value"
     if getattr(module, "q_bias", None) is not None:
@@ -162,7 +162,7 @@ class _BaseAttention:
         if self.mask is not None and self.mask.dim() == 3:
             raise GraphFilterError(
                 f"{self.module.graph_filter.site_name} attends within shifted windows, whose mask a linear-time filter "
-                "cannot read; leave these modules out with layers="
+                "cannot read; exclude these modules with layers="
             )
         return visibility(self.mask, self.causal, self.x.shape[1])
 

@@ -4,8 +4,9 @@ The backward pass shares the matrix, too.
 
 Two calls of scaled_dot_product_attention form the scores twice and run 4 matrix products, their backward passes 10;
 here there are 3 and 7, of half the size where A is causal. With dropout PyTorch's CPU attention draws its mask one
-number at a time, which costs more than the attention itself; here four decisions share one random word, and one byte an
-entry is kept. Work goes through the batch and heads in pieces, so that no more than a few MB of matrix exist at a time.
+number at a time, which costs more than the attention itself; here four decisions share one random word, and one byte
+per entry is kept. Work goes through the batch and heads in pieces, so that no more than a few MB of matrix exist at a
+time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The attention matrix at the few query tokens of a decoding step, formed once for all applications of it.
 
-A row is one number a key and head, far less than the keys themselves: so keys are read once, and every application
+A row is one number per key and head, far less than the keys themselves. So keys are read once, and every application
 reads its signal. Grouped heads are rows of one product: no key is repeated.
 """
 

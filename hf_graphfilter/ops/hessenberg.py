@@ -1,9 +1,9 @@
 """Unitary Hessenberg matrices, products of Givens rotations of neighbouring tokens, applied in linear time.
 
 ``H_l = G_{N-1} ... G_1`` and ``H_u = G_1 ... G_{N-1}`` are first-order linear recurrences along the tokens, their
-coefficients one number a token, shared by all features: real ones between two phases a token, see ``ops.givens``. So
-real and imaginary part of a signal are only more features. The rotations of a block of tokens make one small matrix,
-all blocks are multiplied at once, and what a block hands to the next follows from a recurrence over the blocks. All is
+coefficients one number per token, shared by all features: real ones between two phases per token, see ``ops.givens``.
+So real and imaginary part of a signal are only more features. The rotations of a block of tokens make one small matrix,
+all blocks are multiplied at once, and what a block passes to the next follows from a recurrence over the blocks. All is
 unitary, so the backward pass finds every intermediate signal again from the result, which alone is kept.
 """
 
@@ -190,7 +190,7 @@ class _Signal:
         """Apply the phases and between them the blocks, in place; steps go upwards and downwards in turn.
 
         Every part of the blocks meets what it can while it lies in the processor's cache: a step, the phases that
-        follow, and what it hands on in the next step.
+        follow, and what it passes on in the next step.
 
         Args:
             phases: (batch, tokens) each, one more than steps.

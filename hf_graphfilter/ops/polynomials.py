@@ -125,7 +125,7 @@ def identity_coefficients(basis: str, K: int, a: float = 1.0, b: float = 1.0) ->
     if not scale:
         raise GraphFilterError(
             f"with a={a:g} and b={b:g} the first Jacobi polynomial is constant, and the filter starts as A: choose "
-            "others, whose sum is not -2"
+            "other values, whose sum is not -2"
         )
     return [-constant / scale, 1 / scale] + [0.0] * (K - 1)
 

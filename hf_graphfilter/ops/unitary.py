@@ -36,7 +36,7 @@ def filter_tokens(
 
     Args:
         value: (batch, heads, tokens, features), real or complex.
-        response: (batch, sets, tokens), radians; one set for all heads, or one a head.
+        response: (batch, sets, tokens), radians; one set for all heads, or one per head.
         angles: (batch, sets, orders, 6 or more, tokens), radians: alpha, beta and gamma of the lower rotations, then of
             the upper. Those of a token are of its rotation with the next that is there.
         there: bool (batch or 1, tokens), None where all are.

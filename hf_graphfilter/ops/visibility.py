@@ -11,11 +11,11 @@ _FORBIDDEN = -1e4  # additive masks hold 0 and the lowest number of their dtype,
 _FORBIDDEN_BY_BIAS = -50.0  # where a bias was added to the mask: that of shifted windows holds -100
 BIAS = (
     "the attention mask carries a bias (numbers other than 0 and -inf), which a linear-time filter cannot add to "
-    "scores that it never forms; leave these modules out with layers="
+    "scores that it never forms; exclude these modules with layers="
 )
 OTHER = (
     "is neither padding nor causal (a sliding window, shifted windows, packed sequences, a prefix?), and a linear-time "
-    "filter knows no other; leave these modules out with layers="
+    "filter supports no other; exclude these modules with layers="
 )
 _READING = "_graph_filter_reading"  # of a mask, which all layers of a model share
 

@@ -31,13 +31,13 @@ class AttentionCall:
     For filters that replace ``S`` rather than apply it:
 
     Args:
-        hidden: (batch, tokens, hidden size), what the attention module was called with; None unless the filter asks
+        hidden: (batch, tokens, hidden size), the input of the attention module; None unless the filter asks
             for it (``GraphFilter.reads_hidden``).
-        scaling: of the scores ``query @ key^T``.
-        mask: that of the attention function, for ``AttentionShift.mean``; None where no token is hidden but by
-            ``visible``.
-        bias: (batch or 1, heads, query tokens, key tokens), what the module adds to its scores as an argument of its
-            own (T5); None where there is none.
+        scaling: factor of the scores ``query @ key^T``.
+        mask: the mask of the attention function, for ``AttentionShift.mean``; None where only ``visible`` hides
+            tokens.
+        bias: (batch or 1, heads, query tokens, key tokens), added to the scores through a separate argument (T5);
+            None where there is none.
         visible: ``visible() -> (causal, keys)``: which tokens the mask leaves, see ``ops.visibility``. None: all.
 
     Faster forms, each None where there is none:
@@ -73,14 +73,15 @@ class AttentionShift(ShiftOperator):
     are then repeated for grouped-query attention, and ``past_rows`` adds the earlier rows when decoding with a cache.
 
     Args:
-        call: what the host knows. The shift has its ``query``, ``key``, ``hidden``, ``scaling`` and ``bias`` too.
-        past_rows: of signals, where the model decodes with a cache.
+        call: the facts of the call. The shift has its ``query``, ``key``, ``hidden``, ``scaling`` and ``bias`` too.
+        past_rows: the earlier rows of signals, where the model decodes with a cache.
         state: a dict of tensors, batch first, that the filter may fill when decoding; None without a cache.
         earlier: what the filters of earlier layers left, where the filter asks for it (``GraphFilter.reads_earlier``).
 
     Attributes:
         applications: how often ``S`` was applied so far.
-        weights: (batch, heads, query, key), those of the first application, where the attention function gives them.
+        weights: (batch, heads, query, key), the weights of the first application, where the attention function
+            returns them.
     """
 
     def __init__(
@@ -255,7 +256,7 @@ class AttentionShift(ShiftOperator):
         if self.past_rows is None:
             raise GraphFilterError(
                 f"attention of {self.query.shape[2]} query tokens over {keys} key tokens has no square matrix to "
-                "filter: for decoding use a DynamicCache (the default) or use_cache=False; leave a module that "
-                "attends to other tokens than its own out with layers="
+                "filter: for decoding use a DynamicCache (the default) or use_cache=False; exclude a module that "
+                "attends to other tokens than its own with layers="
             )
         return self.past_rows

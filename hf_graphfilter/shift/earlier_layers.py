@@ -61,14 +61,14 @@ class EarlierLayers:
             places = [i for i, entry in enumerate(left) if entry.name == name]
             if len(places) > 1:
                 raise GraphFilterError(
-                    f"{name} is applied {len(places)} times in one forward pass, with gradient checkpointing: which "
-                    "layer came before cannot be told; train it without"
+                    f"{name} is applied {len(places)} times in one forward pass, so that gradient checkpointing cannot "
+                    "know which layer came before: train it without gradient checkpointing"
                 )
             end = places[0]
         before, itself = left[:end], left[end : end + 1]
         if before and torch.is_grad_enabled() and not all(entry.with_gradient for entry in before + itself):
             raise GraphFilterError(
-                f"{name} reads what the layer before made, whose gradient reentrant checkpointing loses: use "
+                f"{name} reads a tensor of the layer before, whose gradient reentrant checkpointing loses: use "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}"
             )
         return [entry.tensor for entry in before]

@@ -67,7 +67,7 @@ class ShiftOperator(ABC):
         Returns:
             Shape (batch, heads of the signal, query tokens, features).
         """
-        raise GraphFilterError(f"{type(self).__name__} does not tell which tokens a query sees")
+        raise GraphFilterError(f"{type(self).__name__} does not know which tokens a query sees")
 
     def all_rows(self, signal: Tensor) -> Tensor:
         """Return a signal (batch, heads, query tokens, features) with its rows at the earlier tokens, when decoding."""

@@ -78,15 +78,15 @@ def _begin_call(module: nn.Module, graph_filter: Any, earlier: EarlierLayers | N
     """Count the call where the layers of the stack leave something for each other.
 
     Raises:
-        GraphFilterError: the filter reads what earlier layers left, and the model has not handed it on.
+        GraphFilterError: the filter reads what earlier layers left, and the model has not passed it on.
     """
     if earlier is not None:
         earlier.begin_call(graph_filter.site_name)
     elif graph_filter.reads_earlier:
         raise GraphFilterError(
-            f"{describe_site(module)} was not handed what the filters of earlier layers made, which "
-            f"{graph_filter.config.filter!r} reads with these options: it was called by itself, or its model does not "
-            "hand keyword arguments on to its layers"
+            f"{describe_site(module)} did not receive the tensors of earlier layers, which "
+            f"{graph_filter.config.filter!r} reads with these options: it was called outside its model, or the model "
+            "does not pass keyword arguments on to its layers"
         )
 
 
@@ -104,7 +104,7 @@ def _apply(apply_filter: Callable[..., Tensor], module: Any, shift: AttentionShi
         raise GraphFilterError(
             f"{describe_site(module)}: {module.graph_filter.config.filter!r} reads a row of the module's input for "
             f"each query token, ({query.shape[0]}, {query.shape[2]}, features), and it has the shape "
-            f"{tuple(hidden.shape)}: leave it out with layers=, or choose another filter"
+            f"{tuple(hidden.shape)}: exclude this module with layers=, or choose another filter"
         ) from error
 
 
@@ -117,6 +117,6 @@ def _refuse_missing_weights(module: Any, options: dict[str, Any]) -> None:
     if options.get("output_attentions") or "attentions" in (collecting or ()):
         raise GraphFilterError(
             f"{describe_site(module)}: output_attentions asks for the attention weights, and "
-            f"{module.graph_filter.config.filter!r} computes none in the place of attention: leave it out, or read "
+            f"{module.graph_filter.config.filter!r} replaces attention and computes none: drop that option, or read "
             "them before patching"
         )

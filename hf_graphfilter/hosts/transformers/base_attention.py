@@ -111,8 +111,8 @@ class BaseAttention:
         if self.implementation in ENGINES:
             raise GraphFilterError(f"{site}: attention by {self.implementation!r} cannot be filtered; {SERVING}")
         raise GraphFilterError(
-            f"{IMPLEMENTATION!r} was written into the config of {site} as what computes S: name a backend, with "
-            "model.set_attn_implementation('sdpa')"
+            f"{IMPLEMENTATION!r} was written into the config of {site} as its attention backend: choose a backend "
+            "with model.set_attn_implementation('sdpa')"
         )
 
     def _refuse_options(self) -> None:
@@ -137,9 +137,9 @@ class BaseAttention:
             what = "packed sequences" if packed else f"a sliding window of {window} tokens"
             graph_filter: Any = self.module.graph_filter
             raise GraphFilterError(
-                f"{describe_site(self.module)}: {self.implementation!r} attention is told of {what} without a mask, "
-                f"and {graph_filter.config.filter!r} looks at the mask: load the model with "
-                "attn_implementation='sdpa', or leave these modules out with layers="
+                f"{describe_site(self.module)}: {self.implementation!r} attention receives {what} without a mask, "
+                f"and {graph_filter.config.filter!r} reads the mask: load the model with "
+                "attn_implementation='sdpa', or exclude these modules with layers="
             )
 
     def _is_packed(self) -> bool:

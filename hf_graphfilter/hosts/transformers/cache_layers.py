@@ -20,12 +20,12 @@ ROOM = 16  # rows are kept in tensors with room for a sixteenth more, and for as
 
 TWICE = (
     "the module computes attention several times in a pass, or keeps keys in several layers of the cache, and a graph "
-    "filter knows past tokens by its own layer: use use_cache=False"
+    "filter keeps past tokens in one layer: use use_cache=False"
 )
 
 REPLACED = (
-    "the keys and values in the cache were replaced behind the filter (pruned, compressed, sorted anew), and what it "
-    "keeps of past tokens no longer goes with them: leave the cache as the model fills it, or use use_cache=False"
+    "the keys and values in the cache were replaced without the filter (pruned, compressed, sorted), and what it "
+    "keeps of past tokens no longer belongs to them: leave the cache as the model fills it, or use use_cache=False"
 )
 
 if TYPE_CHECKING:

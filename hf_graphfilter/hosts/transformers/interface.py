@@ -34,7 +34,7 @@ def _interface_of(module_class: Any) -> tuple[dict[str, Any], str]:
     forward = next((forward for forward in forwards if uses_interface(forward)), None)
     if forward is None:
         raise GraphFilterError(
-            f"the forward of {module_class.__name__}, of a module with a graph filter, was replaced: put the original "
+            f"the forward of {module_class.__name__}, a module with a graph filter, was replaced: put the original "
             "back, or call unpatch_model"
         )
     names = forward.__code__.co_names

@@ -148,7 +148,7 @@ def check_recorded(model: PreTrainedModel) -> None:
         if not f"{name}.".startswith(tuple(recorded)):
             raise GraphFilterError(
                 f"the config of this {type(model).__name__} holds no record of the filter at {name}: save the model "
-                "that was patched, a part of this one or around it, or patch this whole one with layers="
+                "that was patched (a part of this one, or one around it), or patch this whole model with layers="
             )
     settled: set[int] = set()
     for prefix, part in recorded.items():
@@ -157,8 +157,8 @@ def check_recorded(model: PreTrainedModel) -> None:
             name, module = modules.get(named, ("", None))
             if module is not None and CHILD not in module._modules:
                 raise GraphFilterError(
-                    f"the config of this {type(model).__name__} records a filter at {prefix}{name}, which is there no "
-                    "more (its module was exchanged, or a part unpatched by itself): unpatch the model that was "
+                    f"the config of this {type(model).__name__} records a filter at {prefix}{name}, which no longer "
+                    "exists (its module was exchanged, or a part unpatched separately): unpatch the model that was "
                     "patched, and patch it again with layers="
                 )
         if id(part.config) not in settled:  # parts share the config of what is around them

@@ -59,7 +59,7 @@ def _routed(base: Any) -> Any:
     def read(self: Any) -> str:
         if (written := read_fields(self, CHOSEN)) != IMPLEMENTATION:
             raise GraphFilterError(
-                f"{getattr(self, _SITE)} is patched, but {written!r} was written into its config, which leads past the "
+                f"{getattr(self, _SITE)} is patched, but {written!r} was written into its config, which bypasses the "
                 f"graph filter: choose a backend with model.set_attn_implementation('sdpa'); {SERVING}"
             )
         return IMPLEMENTATION

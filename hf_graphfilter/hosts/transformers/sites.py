@@ -49,13 +49,13 @@ def _find_refusal(name: str, module: Any) -> str | None:
     if getattr(module, "sinks", None) is not None:
         return "attention sinks: rows of A sum to less than 1"
     if getattr(module, "reorder_and_upcast_attn", False):
-        return "reorder_and_upcast_attn: its own eager attention goes past the interface"
+        return "reorder_and_upcast_attn: its own eager attention bypasses the interface"
     softcap = getattr(module, "attn_logit_softcapping", None)
     if softcap is not None and not honours_softcap(attention_function(type(module), backend(module))):
         chosen = backend(module)
         return f"soft-capped scores (softcap={softcap}) that {chosen!r} attention drops: load it with 'eager' attention"
     if _heads(module) is None:
-        return f"none of {', '.join(_HEAD_COUNTS)} tells its number of heads"
+        return f"none of {', '.join(_HEAD_COUNTS)} gives its number of heads"
     if not uses_interface(running_forward(module)):
         return f"{REPLACED} on the module, and does not use the attention interface"
     return None

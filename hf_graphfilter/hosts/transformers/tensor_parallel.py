@@ -33,8 +33,8 @@ def with_local_heads(
         )
     if not names:
         raise GraphFilterError(
-            f"{site}: tensor parallelism splits the {graph_filter.heads} heads, and {type(graph_filter).__name__} is "
-            "not made of values a head: use FSDP2 or DDP, or a filter that is"
+            f"{site}: tensor parallelism splits the {graph_filter.heads} heads, and {type(graph_filter).__name__} has "
+            "no values per head: use FSDP2 or DDP, or a filter that has them"
         )
     if mesh.ndim > 1 or local * mesh.size() != graph_filter.heads:
         raise GraphFilterError(

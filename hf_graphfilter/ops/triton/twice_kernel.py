@@ -1,7 +1,7 @@
 """The second application ``S(S(V))`` of softmax attention, and a joint backward pass of both applications.
 
 The first application stays PyTorch's, whose bits a model must keep while its filter is the identity. Backward,
-8 matrix products take the place of 10, and A is formed twice rather than four times: with ``z = A y``, ``y = A v``,
+8 matrix products replace 10, and A is formed twice rather than four times: with ``z = A y``, ``y = A v``,
 
     dy += A^T dz;    dA = dy v^T + dz y^T;    dS = A * (dA - rows(dy * y + dz * z));    dv = A^T dy
 
