@@ -1,4 +1,4 @@
-"""Adapters of PEFT: they carry the record of the base model's filter, and a plain base gets the filter that they hold.
+"""PEFT adapters: they carry the record of the base model's filter, and an unpatched base gets the filter they hold.
 
 The record is in the configuration, which is read before anything of an adapter is built, and in the weights
 (``fingerprint``), where it is checked by whatever road they enter a model.
@@ -32,7 +32,7 @@ _loading = ContextVar("_loading", default=False)
 
 
 def install() -> None:
-    """Wrap what PEFT does with adapters; ``checkpoints.transformers`` wraps what transformers does."""
+    """Wrap the functions of PEFT that handle adapters; ``checkpoints.transformers`` wraps those of transformers."""
     from peft import PeftMixedModel, PeftModel
     from peft.config import PeftConfigMixin
     from peft.tuners import IA3Model, LoraModel
@@ -77,13 +77,13 @@ def _convert_with_copies(original: Function, model: nn.Module, *args: Any, **kwa
 def _subtract_with_filter(
     original: Function, self: Any, output_state_dict: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Keep the filter where PEFT converts PiSSA and its like to LoRA, and drops all weights but these."""
+    """Keep the filter where PEFT converts PiSSA and similar adapters to LoRA and drops all other weights."""
     ours = {k: tensor for k, tensor in output_state_dict.items() if k == KEY or f".{CHILD}." in k}
     return {**ours, **original(self, output_state_dict, *args, **kwargs)}
 
 
 def _record(model: nn.Module, state: dict[str, Any], config: Any, model_state: Any = None) -> dict[str, Any]:
-    """Return the weights of an adapter with the record of the model's filters, which its configuration gets too."""
+    """Return the weights of an adapter with the record of the model's filters; its configuration gets it, too."""
     if (record := live_record(model)) is not None:
         state = {**state, KEY: encode_record(state, record, model, model_state)}
     vars(config)[READ] = record
@@ -126,6 +126,7 @@ def _check_weights(original: Function, model: nn.Module, peft_model_state_dict: 
 def check_loaded_weights(
     original: Function, model: nn.Module, state_dict: Any, checkpoint_files: Any, *args: Any, **kw: Any
 ) -> Any:
+    """Check the weights of adapters that transformers loads."""
     files = [file for file in checkpoint_files or () if Path(file).name.startswith("adapter_model.")]
     for file in (file for file in files if file.endswith(".safetensors")):
         check_adapter(model, _read_ours(file))
@@ -142,7 +143,7 @@ def check_loaded_weights(
 
 
 def _read_ours(file: str) -> dict[str, Any]:
-    """Return what is ours in the weights of an adapter."""
+    """Return the filter's tensors in the weights of an adapter."""
     with safe_open(file, framework="pt") as opened:
         ours = [key for key in opened.keys() if KEY in key or f".{CHILD}." in key]  # noqa: SIM118
         return {key: opened.get_tensor(key) for key in ours}
@@ -167,7 +168,7 @@ def _swap_with_copies(
 
 
 def load_with_filter(original: Function, *args: Any, **kwargs: Any) -> Any:
-    """Load an adapter: a plain base gets the filter first, and an error leaves the model as it was."""
+    """Load an adapter: an unpatched base gets the filter first, and an error leaves the model as it was."""
     arguments = inspect.signature(original).bind(*args, **kwargs).arguments
     model, config = arguments.get("model", arguments.get("self")), arguments.get("config", arguments.get("peft_config"))
     if _loading.get() or not isinstance(model, nn.Module):
@@ -184,7 +185,7 @@ def load_with_filter(original: Function, *args: Any, **kwargs: Any) -> Any:
 
 
 def _read_configuration(arguments: dict[str, Any]) -> Any:
-    """Return the configuration in the folder or repository that is loaded; None where weights are alone."""
+    """Return the configuration in the folder or repository to load, or None where there are only weights."""
     from peft import PeftConfig
 
     options = {**(getattr(arguments.get("load_config"), "download_kwargs", None) or {}), **arguments.get("kwargs", {})}
@@ -204,7 +205,7 @@ def _delete_with_filter(original: Function, self: Any, adapter_name: str) -> Non
 
 
 def _fit(model: nn.Module, record: Any, config: Any) -> None:
-    """The model has the filters of an adapter's record, or gets them where the adapter holds them.
+    """Give the model the filters of an adapter's record where the adapter holds them, or check that it has them.
 
     Raises:
         GraphFilterError: it has others; it has none, and the adapter does not hold them, or other adapters are in it.

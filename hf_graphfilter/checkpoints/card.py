@@ -45,7 +45,7 @@ def create_model_card(
     report: Seen | None = None,
     coefficients: bool = True,
 ) -> FilterCard:
-    """The card of a patched model, with metadata that the Hub reads.
+    """Return the model card of a patched model, with metadata that the Hub reads.
 
     Args:
         model: a patched model, also within a PEFT model or a ``SentenceTransformer``.
@@ -126,7 +126,7 @@ def _describe_report(report: Seen | None) -> str:
 
 
 def package_address() -> str | None:
-    """Where the package says that it lives; None where it does not."""
+    """Return the public address of the package, or None if it has none."""
     try:
         named = metadata.metadata("hf-graphfilter").get_all("Project-URL") or []
     except metadata.PackageNotFoundError:
@@ -138,7 +138,7 @@ def package_address() -> str | None:
 
 
 def _describe_loading(model: Any, host: Host, repo_id: str, base_model: str | None) -> tuple[str, str | None, str]:
-    """(library, task, Python that loads the model) as the Hub's page shows them."""
+    """Return (library, task, Python that loads the model) as the Hub's page shows them."""
     inner = unwrapped(model)
     if encoder_of(model) is not model:
         kind = type(model).__name__

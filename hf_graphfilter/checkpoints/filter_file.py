@@ -1,4 +1,4 @@
-"""The filter-only file: a few KB of coefficients to be laid over any copy of the same base model.
+"""The filter-only file: a few KB of coefficients to load into any copy of the same base model.
 
 Whole patched checkpoints need nothing from here: ``save_pretrained``, ``push_to_hub`` and ``from_pretrained`` are as
 they are.
@@ -78,7 +78,7 @@ def save_filter(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
 
 
 def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) -> M:
-    """Lay a saved filter over ``model``, in place: patch it if it is plain, else replace its coefficients.
+    """Load a saved filter into ``model``, in place: an unpatched model is patched, a patched one gets its coefficients.
 
     It warns when the attention of the base has other weights than the file says, as far as bfloat16 can tell.
 
@@ -164,7 +164,7 @@ def _read(
 def _in_names_of(
     host: Host, model: nn.Module, description: dict[str, Any], tensors: dict[str, torch.Tensor]
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What was read, with the names that the modules have in this release of the model's library."""
+    """Return a description and its tensors with the module names of this release of the model's library."""
     base, groups = description.get("base"), description["filters"]
     if not isinstance(base, dict) or not isinstance(heads := base.get("heads"), dict):
         return description, tensors
@@ -197,7 +197,7 @@ def _locate(source: str | os.PathLike[str], name: str, hub_options: dict[str, An
 
 
 def _path(value: Any) -> str:
-    """A path as a string that the file system can be asked for."""
+    """Return a path as a string that the file system accepts."""
     try:
         path = os.fspath(value)
         if not isinstance(path, str) or b"\0" in os.fsencode(path):
@@ -218,7 +218,7 @@ def _coefficients(
 
 
 def _base(host: Host, model: nn.Module) -> dict[str, Any]:
-    """What a model must share with the one the filter was trained on."""
+    """Return the facts that a model must share with the one the filter was trained on."""
     sites, _ = host.find(model)
     heads = {host.relative_name(model, site.name): site.heads for site in sites}
     return {"model_type": host.model_type(model), "heads": heads}

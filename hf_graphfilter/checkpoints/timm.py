@@ -1,4 +1,4 @@
-"""Patched checkpoints of timm. Its own functions save them; loading is here, since timm has no hook for it."""
+"""Patched checkpoints of timm, whose own functions save them. timm has no hook for loading, which is here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SOURCES = {"source", "url", "file", "state_dict", "hf_hub_id", "hf_hub_filename
 
 
 def load_timm_model(source: str | Path, **options: Any) -> nn.Module:
-    """A patched timm model, from what ``timm.models.save_for_hf`` or ``push_to_hf_hub`` saved.
+    """Load a patched timm model that ``timm.models.save_for_hf`` or ``push_to_hf_hub`` saved.
 
     Args:
         source: a folder, or the id of a Hub repository.

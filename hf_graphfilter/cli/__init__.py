@@ -1,4 +1,4 @@
-"""The command ``hf-graphfilter``: the same verbs as the Python API."""
+"""The command ``hf-graphfilter``: the verbs of the Python API."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ app.command("convert", hidden=True)(linearize)  # its earlier name
 
 
 def main() -> None:
-    """Entry point: user mistakes are one line on stderr and exit code 1, wrong usage 2."""
+    """Run the command: user mistakes are one line on stderr and exit code 1, wrong usage is exit code 2."""
     try:
         app(prog_name="hf-graphfilter")
     except (GraphFilterError, OSError, SafetensorError) as error:

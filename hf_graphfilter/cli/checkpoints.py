@@ -1,4 +1,4 @@
-"""What the verbs share: checkpoints read and written, and how they are named on the command line."""
+"""The shared parts of the verbs: checkpoints to read and write, and their arguments on the command line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the start values of
 
 
 def check_output(output: Path, source: str | None = None) -> None:
-    """Before long work: whether ``output`` can be a directory that files are written to."""
+    """Raise, before long work, unless ``output`` can be a directory that files are written to."""
     try:
         if source is not None and output.exists() and output.samefile(source):
             raise GraphFilterError(f"{output} is the checkpoint that is read: name another directory to write to")
@@ -49,7 +49,7 @@ def check_output(output: Path, source: str | None = None) -> None:
 
 @contextlib.contextmanager
 def keep_progress(progress: Path) -> Iterator[None]:
-    """Say what is kept of a fit that is interrupted, or that finds the disk full."""
+    """Report what is kept of a fit that is interrupted or fills the disk."""
     from ..fitting.checkpoint import is_kept
 
     resumes = f"progress is kept in {progress}, the same command goes on"
@@ -64,11 +64,12 @@ def keep_progress(progress: Path) -> Iterator[None]:
 
 
 def message_of(error: Exception) -> str:
-    """Return the message of an error, with the file that it is about."""
+    """Return the message of an error, with the file concerned."""
     return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
 
 
 def load_config(source: str, patched: bool = False) -> PreTrainedConfig:
+    """Return the config of a checkpoint, which must have a filter if ``patched``."""
     import transformers
 
     folder = Path(source)
@@ -92,7 +93,10 @@ def load(
     make: Callable[[Any], Any] = lambda model: model,
     dtype: str | None = None,
 ) -> Any:
-    """``make(model)`` of a checkpoint, tried without the weights first, since these may take long to come."""
+    """Return ``make(model)`` of a checkpoint.
+
+    It is first tried without the weights, since these may take long to come.
+    """
     import transformers
     from accelerate import init_empty_weights
     from transformers import PreTrainedModel
@@ -134,7 +138,7 @@ def _name_source(source: str) -> Iterator[None]:
 
 
 def save(model: Any, source: str, output: Path, show: bool = True) -> None:
-    """The checkpoint, and its tokenizer or image processor, so that it is as usable as the source."""
+    """Save the checkpoint with its tokenizer or image processor, so that it is as usable as the source."""
     from transformers import AutoProcessor, PreTrainedTokenizerBase
 
     from ..checkpoints.tokenizer import knows_words
@@ -154,7 +158,7 @@ def save(model: Any, source: str, output: Path, show: bool = True) -> None:
 
 
 def save_modules(source: str, output: Path) -> None:
-    """Copy what makes a checkpoint one of sentence-transformers: its list of modules, their folders and its settings.
+    """Copy the files of sentence-transformers: the list of modules, their folders and the settings.
 
     The list may name folders directly in the source, and nothing is copied that leads out of it.
     """
@@ -191,6 +195,7 @@ def save_modules(source: str, output: Path) -> None:
 
 
 def show_status(model: Any) -> None:
+    """Print the table of ``filter_status``, if the model is patched."""
     from ..patching.status import filter_status
 
     if status := filter_status(model):

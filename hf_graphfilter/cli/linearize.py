@@ -142,7 +142,7 @@ def _batches(source: str, texts: list[str], length: int, tokens: int | None) -> 
 
 
 def _place(model: Any) -> tuple[Any, bool]:
-    """The model on the device of this process, and whether that is the first."""
+    """Return the model on the device of this process, and whether this is the first process."""
     from accelerate import PartialState
 
     state = PartialState()

@@ -1,4 +1,4 @@
-"""The verbs that write, look at and describe checkpoints and filters."""
+"""The verbs that write, inspect and describe checkpoints and filters."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def card(
 
 
 def _read_trainer_state(folder: Path) -> dict[str, Any]:
-    """What a Trainer left as JSON beside its checkpoint; its arguments are a pickle, which is not read."""
+    """Return what a Trainer wrote as JSON with its checkpoint; its arguments are a pickle, which is not read."""
     try:
         state = json.loads((folder / "trainer_state.json").read_text())
         names = {"num_train_epochs": "epochs", "global_step": "steps", "train_batch_size": "batch size"}

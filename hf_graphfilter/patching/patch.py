@@ -86,7 +86,15 @@ def patch_model(
 
 
 def unpatch_model(model: M) -> M:
-    """Take all filters out again, in place: the model is then exactly the original (with the weights it has now).
+    """Remove all filters from a model, in place.
+
+    The model then computes exactly what the original architecture does, with the weights it has now.
+
+    Args:
+        model: a patched model, also within a PEFT model or a ``SentenceTransformer``.
+
+    Returns:
+        The model itself.
 
     Raises:
         GraphFilterError: the model is not patched.
@@ -103,7 +111,7 @@ def unpatch_model(model: M) -> M:
 
 @contextlib.contextmanager
 def restore_on_error(model: nn.Module) -> Iterator[None]:
-    """After an exception inside, the modules of a model, their attributes and what is trained are as they were.
+    """Restore the modules of a model, their attributes and what is trained after an exception inside.
 
     The values of tensors are not kept.
     """
