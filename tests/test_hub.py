@@ -354,7 +354,7 @@ def test_coefficients_that_no_filter_takes_are_refused(load, checkpoint, transfo
 def test_a_patched_part_of_a_model_is_not_lost(load, tmp_path, transformers_warnings):
     model = BertForSequenceClassification(BERT.config)
     patch_model(model.bert)  # a part: the config of the whole does not know
-    with pytest.raises(GraphFilterError, match=r"no record of the filter at bert\..*patch this whole one with layers="):
+    with pytest.raises(GraphFilterError, match=r"record of the filter at bert\..*patch this whole model with layers="):
         model.save_pretrained(tmp_path)
     inspect.unwrap(type(model).save_pretrained)(model, tmp_path)  # as earlier code did
     with pytest.raises(GraphFilterError, match="patch the whole with layers="):

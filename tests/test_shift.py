@@ -405,7 +405,7 @@ def test_a_sliding_window_without_a_mask_is_refused_by_filters_that_look_at_the_
     config._attn_implementation = VARLEN
     model = patch_model(MistralModel(config).eval(), "centered")
     model(input_ids=torch.randint(5, 99, (1, 3)), use_cache=False)
-    with pytest.raises(GraphFilterError, match=r"told of a sliding window of 3 tokens without a mask.*'centered'"):
+    with pytest.raises(GraphFilterError, match=r"receives a sliding window of 3 tokens without a mask.*'centered'"):
         model(input_ids=torch.randint(5, 99, (1, 4)), use_cache=False)
 
 
