@@ -18,9 +18,10 @@ from torch import nn
 
 from ..errors import GraphFilterError
 from ..files import write_text
-from ..filters.core.attached import CHILD, patched_modules
+from ..filters.core.attached import CHILD, filters_of, patched_modules
 from ..filters.core.record import describe_record, read_groups
 from ..hosts import host_of, unwrapped
+from ..logs import log_filters
 from ..patching.patch import STARTS, restore_on_error, unpatch_model
 from ..patching.restore import apply_record
 from ..wrappers import Function, wrap
@@ -179,7 +180,11 @@ def load_with_filter(original: Function, *args: Any, **kwargs: Any) -> Any:
             read = config if getattr(config, READ, None) else _read_configuration(arguments)
             if (record := getattr(read, READ, None)) is not None:
                 _fit(model, record, config or read)
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
+            if record is not None:
+                base = unwrapped(model)
+                log_filters("loaded an adapter into", base, filters_of(base))
+            return result
     finally:
         _loading.reset(token)
 

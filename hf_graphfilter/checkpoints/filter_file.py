@@ -25,6 +25,7 @@ from ..filters.core.attached import filters_of, is_sharded, patched_modules, rea
 from ..filters.core.record import describe_record, read_groups
 from ..hosts import Host, encoder_of, host_of, unwrapped
 from ..hosts.base import own_record
+from ..logs import log_filters
 from ..patching.base_weights import SAMPLE, changed_weights, differing_weights, written_weights
 from ..patching.patch import STARTS
 from ..patching.restore import apply_record, resolve
@@ -138,6 +139,7 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
 
 
 def _read(
+    log_filters("loaded the filter of", model, filters_of(model), source)
     source: str | os.PathLike[str], hub_options: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     config_file, weights_file = (_locate(source, name, hub_options) for name in (CONFIG_FILE, WEIGHTS_FILE))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from pathlib import Path
 from typing import Any
 
 from ..errors import shown
 from ..files import write_text
 from ..filters.core.attached import patched_modules
+from ..logs import logger
 from ..text import printable
 from ..wrappers import Function, wrap
 
-logger = logging.getLogger("hf_graphfilter")
 _IMPORT = "import hf_graphfilter  # pip install hf-graphfilter\n"
 _OF_SENTENCE_TRANSFORMERS = "from sentence_transformers import "
 

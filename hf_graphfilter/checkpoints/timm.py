@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ..errors import GraphFilterError, needs, shown
-from ..filters.core.attached import CHILD
+from ..filters.core.attached import CHILD, filters_of
 from ..hosts import host_of
 from ..hosts.timm import RECORD, write_record
+from ..logs import log_filters
 from ..patching.base_weights import remember_weights
 from ..patching.restore import apply_record
 from .values import check_values
@@ -88,6 +89,7 @@ def load_timm_model(source: str | Path, **options: Any) -> nn.Module:
     if wrong := [*misses.missing_keys, *misses.unexpected_keys]:
         raise GraphFilterError(f"{source}: {len(wrong)} weights do not fit {name} ({wrong[0]} ...); save it again")
     remember_weights(host_of(model), model, again=True)
+    log_filters("loaded", model, filters_of(model), source)
     return model.eval()  # type: ignore[no-any-return]
 
 

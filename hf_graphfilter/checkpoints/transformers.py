@@ -28,6 +28,7 @@ from ..hosts import host_of
 from ..hosts.transformers.attention import IMPLEMENTATION, graph_filter_attention
 from ..hosts.transformers.records import model_class, read_record, resolve_implementation, saved_config
 from ..hosts.transformers.sites import relative_name
+from ..logs import log_filters
 from ..patching.base_weights import remember_weights
 from ..patching.restore import STARTED, apply_record, check_resolved, resolve
 from ..wrappers import Function, wrap
@@ -136,6 +137,7 @@ def _load_by_record(
     if renamings:  # it will be saved by the others
         used = vars(model)["_weight_conversions"]
         vars(model)["_weight_conversions"] = [conversion for conversion in used if conversion not in renamings]
+    log_filters("loaded", model, filters_of(model), path)
     return info, index
 
 

@@ -15,6 +15,7 @@ from ..filters.core.attached import CHILD, patched_modules
 from ..filters.core.record import extend_record
 from ..hosts import encoder_of, host_of, unwrapped
 from ..hosts.watching import REPLACED
+from ..logs import logger
 from .base_weights import SAMPLE
 from .layers import Layers, select_sites
 from .restore import attach, build_at
@@ -83,6 +84,8 @@ def patch_model(
     record = extend_record(host.read_record(model), type(model).__name__, config, names)
     attach(host, model, list(zip(selected, filters, strict=True)), record)
     return wrapped
+    counts, kind = (len(selected), len(sites)), type(model).__name__
+    logger.info("patched %d of %d attention modules of %s with %s", *counts, kind, config.filter)
 
 
 def unpatch_model(model: M) -> M:
@@ -107,6 +110,7 @@ def unpatch_model(model: M) -> M:
     for attribute in (STARTS, SAMPLE):
         vars(model).pop(attribute, None)
     return wrapped
+    logger.info("removed the graph filters from %d attention modules of %s", len(patched), type(model).__name__)
 
 
 @contextlib.contextmanager
