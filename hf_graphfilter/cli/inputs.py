@@ -30,7 +30,7 @@ def tokenizer_of(source: str) -> Any:
     except (OSError, ValueError) as error:
         raise GraphFilterError(f"{source} has no tokenizer: {error}") from error
     if not knows_words(tokenizer):
-        raise GraphFilterError(f"{source} has no tokenizer: save the original model's there")
+        raise GraphFilterError(f"{source} has no tokenizer: save that of the original model there")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -40,7 +40,7 @@ def lines_of(files: list[Path]) -> list[str]:
     """Return the lines of files that hold text."""
     lines = [line for file in files for line in file.read_text(errors="replace").splitlines() if line.strip()]
     if not lines:
-        raise GraphFilterError(f"{', '.join(map(str, files))} holds no texts")
+        raise GraphFilterError(f"{', '.join(map(str, files))} holds no texts: give a file with one text per line")
     return lines
 
 
@@ -109,7 +109,7 @@ def open_image(file: Path) -> Any:
     """Return an image in RGB.
 
     Raises:
-        GraphFilterError: it is damaged, or has more pixels than PIL takes.
+        GraphFilterError: the file is damaged, or has more pixels than PIL takes.
     """
     from PIL import Image
 
@@ -117,4 +117,4 @@ def open_image(file: Path) -> Any:
         with Image.open(file) as image:
             return image.convert("RGB")
     except Exception as error:  # whatever a damaged file leads to
-        raise GraphFilterError(f"--images: {file} cannot be read as an image ({error}): take it away") from error
+        raise GraphFilterError(f"--images: {file} cannot be read as an image ({error}): remove it") from error
