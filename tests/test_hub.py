@@ -357,7 +357,7 @@ def test_a_patched_part_of_a_model_is_not_lost(load, tmp_path, transformers_warn
     with pytest.raises(GraphFilterError, match=r"record of the filter at bert\..*patch this whole model with layers="):
         model.save_pretrained(tmp_path)
     inspect.unwrap(type(model).save_pretrained)(model, tmp_path)  # as earlier code did
-    with pytest.raises(GraphFilterError, match="patch the whole with layers="):
+    with pytest.raises(GraphFilterError, match="patch the whole model with layers="):
         load.from_pretrained(tmp_path)
     transformers_warnings.clear()
 
@@ -598,7 +598,7 @@ def test_a_path_beyond_all_limits():
         ("[" * 100_000, "is not readable JSON"),
         ('{"a":' * 100_000, "is not readable JSON"),
         ("9" * 5000, "is not readable JSON"),
-        ({"base": {"seed": 1}}, r"says more of its base model than this installation knows \(\['seed'\]\)"),
+        ({"base": {"seed": 1}}, r"names facts of its base model that this installation does not know \(\['seed'\]\)"),
         ({"base": {"heads": {"x": None, "y": 4, "z": [4]}}}, "x had None heads, here it has no such layer"),
         ({"base": {"heads": 4}}, "it does not describe its base model"),
     ],

@@ -1,7 +1,7 @@
 """PEFT adapters: they carry the record of the base model's filter, and an unpatched base gets the filter they hold.
 
 The record is in the configuration, which is read before anything of an adapter is built, and in the weights
-(``fingerprint``), where it is checked by whatever road they enter a model.
+(``fingerprint``), where it is checked however they enter a model.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def _check_weights(original: Function, model: nn.Module, peft_model_state_dict: 
         if f".{CHILD}." not in str(error):
             raise
         raise GraphFilterError(
-            f"the adapter is to hold the filter (modules_to_save), and its weights lack {error}: save it again, or "
-            "download it again"
+            f"the adapter should hold the filter (modules_to_save), and its weights lack {error}: save or download "
+            "it again"
         ) from error
 
 
@@ -136,7 +136,7 @@ def check_loaded_weights(
     if records := {key for key in info.unexpected_keys if key.rpartition(".")[2] == KEY}:
         if not files[0].endswith(".safetensors"):
             raise GraphFilterError(
-                f"{files[0]} was trained over a graph filter, and is a pickle, in which that cannot be checked: "
+                f"{files[0]} was trained over a graph filter, and is a pickle, which cannot be checked: "
                 "load it with PeftModel.from_pretrained, or save it as safetensors"
             )
         info.unexpected_keys -= records
@@ -213,7 +213,8 @@ def _fit(model: nn.Module, record: Any, config: Any) -> None:
     """Give the model the filters of an adapter's record where the adapter holds them, or check that it has them.
 
     Raises:
-        GraphFilterError: it has others; it has none, and the adapter does not hold them, or other adapters are in it.
+        GraphFilterError: the model has other filters; or it has none, and the adapter does not hold them, or the model
+            holds other adapters.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -221,7 +222,7 @@ def _fit(model: nn.Module, record: Any, config: Any) -> None:
     host, kind = host_of(base), type(base).__name__
     trained_on = f"the adapter was trained on a model with {describe_record(record)}"
     held = copies.holds_filters(config, (name for _, names in groups for name in names))
-    mend = "load it over that model, or lay its filter over this one first, with load_filter"
+    mend = "load it into that model, or load its filter into this one first, with load_filter"
     if patched_modules(base, required=False):
         check_record(base, record)
         if not held and vars(base).get(STARTS):
@@ -229,11 +230,13 @@ def _fit(model: nn.Module, record: Any, config: Any) -> None:
         return
     if not held:
         raise GraphFilterError(
-            f"{trained_on} and does not hold the filter (modules_to_save=[{CHILD!r}] would), which this {kind} has "
-            f"not: {mend}"
+            f"{trained_on} and does not hold the filter (modules_to_save=[{CHILD!r}] would), which this {kind} "
+            f"lacks: {mend}"
         )
     if any(module._get_available_adapters() for module in base.modules() if isinstance(module, BaseTunerLayer)):
-        raise GraphFilterError(f"{trained_on}, and this {kind} holds adapters that were not: load it before them")
+        raise GraphFilterError(
+            f"{trained_on}, and this {kind} holds adapters that were trained without it: load it before them"
+        )
     host.write_record(base, record)
     apply_record(base, complete=True)
     vars(base)[STARTS] = True

@@ -49,7 +49,7 @@ def _choose_copy(wrapper: Any, adapters: list[str] | None) -> nn.Module:
     names = [name for name in adapters or wrapper.active_adapters if name in wrapper.modules_to_save]
     if len(names) > 1:
         raise GraphFilterError(
-            f"the adapters {shown(names)} hold a graph filter each, and a merged model has one: merge one of them"
+            f"the adapters {shown(names)} hold a graph filter each, and a merged model has room for one: merge one"
         )
     return wrapper.modules_to_save[names[0]] if names else wrapper.original_module  # type: ignore[no-any-return]
 
@@ -100,7 +100,7 @@ def check_copies(copies: Mapping[str, Any], target: Mapping[str, Tensor], adapte
         new, held = (tuple(x[name].shape) if name in x else "nothing" for x in (copies, target))
         if new != held:
             raise GraphFilterError(
-                f"the adapter to be swapped in holds {new} at {name}, and {shown(adapter)} holds {held}: load it "
+                f"the new adapter holds {new} at {name}, and {shown(adapter)} holds {held}: load it "
                 "under another name, with load_adapter"
             )
 
@@ -136,7 +136,7 @@ def weigh_with_copies(
     if held and adapters[0] not in held:
         raise GraphFilterError(
             f"the new adapter is made like {shown(adapters[0])}, which holds no graph filter, and "
-            f"{shown(next(iter(held)))} does: name that one first"
+            f"{shown(next(iter(held)))} holds one: name that one first"
         )
     is_new = adapter_name not in self.peft_config
     result = original(self, adapters, weights, adapter_name, *a, **k)

@@ -98,7 +98,7 @@ def check_card(path: Path, force: bool = False) -> ModelCard | None:
         card = ModelCard.load(path)
     except (ValueError, OSError, yaml.YAMLError) as error:
         raise GraphFilterError(
-            f"the metadata of {path} cannot be read and would be lost: mend it or write to another file ({error})"
+            f"the metadata of {path} cannot be read and would be lost: correct it or write to another file ({error})"
         ) from error
     if force or is_signed(card.text) or not card.text.strip():
         return card

@@ -82,7 +82,7 @@ def check_adapter(model: nn.Module, adapter: State) -> dict[str, Any]:
         if (graph_filter := filters.get(now)) is None:
             raise GraphFilterError(
                 f"the adapter holds {sum(map(len, held.values()))} filter coefficients that this {type(base).__name__} "
-                f"has no filter for, at {owner} first: patch it as it was, with patch_model or load_filter"
+                f"has no filter for, first at {owner}: patch it as it was, with patch_model or load_filter"
             )
         known = graph_filter.coefficient_tensors()
         coefficients = {f"{owner}.{CHILD}.{name}": x for name, x in tensors.items() if name in known}
@@ -101,7 +101,7 @@ def check_record(model: nn.Module, record: Any) -> None:
     if (filters := filters_by_name(host, base)) != {now.get(name, name): f for f, names in groups for name in names}:
         here = f"patched with {describe_record(record_of(kind, filters.items()))}" if filters else "not patched"
         raise GraphFilterError(
-            f"{trained_on}, and this {kind} is {here}: load it over a base that is patched as that one was"
+            f"{trained_on}, and this {kind} is {here}: load it into a base that is patched like that one"
         )
     samples = record.get(SAMPLES)
     present = _group_by_owner(base, base.state_dict()) if samples else {}
@@ -116,8 +116,8 @@ def check_record(model: nn.Module, record: Any) -> None:
             ):
                 raise GraphFilterError(
                     f"{trained_on} whose coefficients it does not hold, and {owner}.{CHILD}.{name} of this {kind} has "
-                    "other values, as those that patch_model starts with: load the model that it was trained on, or "
-                    "that filter with load_filter"
+                    "other values (such as the start values of patch_model): load the model that it was trained on, or "
+                    "its filter with load_filter"
                 )
 
 
@@ -147,7 +147,7 @@ def _decode_record(adapter: State) -> Any:
         return json.loads(bytes((values / values[0] * ord("{")).round().int().tolist()))
     except (ValueError, IndexError, RecursionError) as error:
         raise GraphFilterError(
-            f"the adapter's {KEY} is damaged, or the mean of adapters over different filters ({error}): save or "
+            f"the adapter's {KEY} is damaged, or is an average of adapters over different filters ({error}): save or "
             "download it again"
         ) from error
 

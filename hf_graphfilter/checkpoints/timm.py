@@ -32,15 +32,15 @@ def load_timm_model(source: str | Path, **options: Any) -> nn.Module:
 
     Args:
         source: a folder, or the id of a Hub repository.
-        **options: further arguments of ``timm.create_model`` (``drop_path_rate``, ``img_size`` ...). They go before
-            those of the checkpoint, which may hold arguments of the model's class only.
+        **options: further arguments of ``timm.create_model`` (``drop_path_rate``, ``img_size`` ...). They take
+            precedence over those of the checkpoint, which may only hold arguments of the model's class.
 
     Returns:
-        The model, patched, with its weights, in evaluation mode. An unpatched checkpoint is an error.
+        The patched model with its weights, in evaluation mode. An unpatched checkpoint is an error.
 
     Raises:
-        GraphFilterError: nothing to load, no record of a filter, an architecture or arguments that are not those of a
-            model of timm, or weights that do not fit.
+        GraphFilterError: there is nothing to load or no record of a filter, the architecture or its arguments are not
+            those of a timm model, or the weights do not fit.
 
     Example:
         ``load_timm_model("me/deit-small-gfsa")``
@@ -107,5 +107,5 @@ def _check_arguments(source: str | Path, name: object, args: object) -> None:
         wrong = shown(unknown[0] if isinstance(args, dict) else args)
         raise GraphFilterError(
             f"{source}: model_args of its config.json holds {wrong}, which the class of {name} does not take: "
-            "remove it, or give it to load_timm_model yourself if you trust it"
+            "remove it, or pass it to load_timm_model if you trust it"
         )

@@ -212,7 +212,7 @@ def _check_coefficients(model: PreTrainedModel, info: Any, path: Any) -> None:
             f"load it with the class that was saved, {model.config.architectures}"
             if read_record(model)
             else "its config.json holds no record of them: if only a part of the model was patched, patch the whole "
-            "with layers= and save it again; if that file was changed, restore it"
+            "model with layers= and save it again; if that file was changed, restore it"
         )
         raise GraphFilterError(
             f"{path} holds filter coefficients that {type(model).__name__} has no filter for ({lost[0]} and "
@@ -258,8 +258,8 @@ def _refuse_lost_filters(
             continue  # weights of another model, which torch reports
         if (graph_filter := module._modules.get(CHILD)) is None:
             raise GraphFilterError(
-                f"the weights hold a graph filter at {owner}, and this {type(self).__name__} has none there: patch "
-                "it first as it was when they were saved, with patch_model or load_filter"
+                f"the weights hold a graph filter at {owner}, and this {type(self).__name__} has none there: first "
+                "patch it as it was when they were saved, with patch_model or load_filter"
             )
         own_shapes = {k: getattr(v, "shape", ()) for k, v in graph_filter.state_dict().items() if _copy_of(k) == copied}
         other = any(own_shapes.get(k) not in (shapes[k], (0,)) for k in shapes)  # (0,): ZeRO-3's

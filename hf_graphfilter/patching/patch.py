@@ -39,21 +39,22 @@ def patch_model(
     generator: call ``transformers.set_seed`` first to get the same ones again.
 
     Args:
-        model: a transformers ``PreTrainedModel`` whose attention runs through the attention interface, or a
-            ``SentenceTransformer`` around one; the whole model that will be saved, since its config keeps the record
-            (choose parts with ``layers`` and ``stack``).
-        filter: name of a registered filter, or its config object.
-        layers: which layers of each stack, counted from 0: ``None`` or ``"all"``, ``"even"``, ``"odd"``, a list of
-            indices (negative ones count from the end), a slice, or a predicate ``(index, module name) -> bool``.
-        stack: ``"encoder"`` or ``"decoder"`` to patch only these; ``None`` for both.
-        **options: options of the filter, when it is given by name.
+        model: a transformers ``PreTrainedModel`` whose attention runs through the attention interface, a
+            ``SentenceTransformer`` around one, or a timm model. Pass the whole model that will be saved, since its
+            config keeps the record; choose parts of it with ``layers`` and ``stack``.
+        filter: the name of a registered filter, or its config object. Default: ``"gfsa"``.
+        layers: the layers to patch, counted from 0 within each stack: ``None`` or ``"all"``, ``"even"``, ``"odd"``, a
+            list of indices (negative ones count from the end), a slice, or a predicate
+            ``(index, module name) -> bool``. Default: all layers.
+        stack: ``"encoder"`` or ``"decoder"`` to patch only that stack. Default: both.
+        **options: options of the filter, if ``filter`` is a name.
 
     Returns:
         The model itself.
 
     Raises:
-        GraphFilterError: an unknown filter or option, an empty or impossible selection, a model that has nothing to
-            patch or is patched there already. The model is then as it was.
+        GraphFilterError: an unknown filter or option, an empty or impossible selection, or a model that has nothing to
+            patch or is patched at these layers already. The model is then as it was.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -83,9 +84,9 @@ def patch_model(
     names = [*dict.fromkeys(host.relative_name(model, site.name) for site in selected)]  # once for PEFT's copies
     record = extend_record(host.read_record(model), type(model).__name__, config, names)
     attach(host, model, list(zip(selected, filters, strict=True)), record)
-    return wrapped
     counts, kind = (len(selected), len(sites)), type(model).__name__
     logger.info("patched %d of %d attention modules of %s with %s", *counts, kind, config.filter)
+    return wrapped
 
 
 def unpatch_model(model: M) -> M:
@@ -109,13 +110,13 @@ def unpatch_model(model: M) -> M:
     host.write_record(model, None)
     for attribute in (STARTS, SAMPLE):
         vars(model).pop(attribute, None)
-    return wrapped
     logger.info("removed the graph filters from %d attention modules of %s", len(patched), type(model).__name__)
+    return wrapped
 
 
 @contextlib.contextmanager
 def restore_on_error(model: nn.Module) -> Iterator[None]:
-    """Restore the modules of a model, their attributes and what is trained after an exception inside.
+    """Restore a model after an exception inside: its modules, their attributes and what is trained.
 
     The values of tensors are not kept.
     """

@@ -30,10 +30,11 @@ def apply_record(model: nn.Module, complete: bool = False) -> None:
     A sub-model sees only its own modules, and a record written with a task head is read without it.
 
     Args:
-        complete: whether the model must have every module that the record names. The class that was saved must.
+        model: a model whose config holds a record.
+        complete: whether the model must have every module that the record names. A model of the saved class must.
 
     Raises:
-        GraphFilterError: an unknown version, filter or field, a record of another shape, or a module that is not there.
+        GraphFilterError: an unknown version, filter or field, a record of another shape, or a missing module.
     """
     host = host_of(model)
     record: Any = host.read_record(model)
@@ -73,9 +74,9 @@ def resolve(host: Host, model: nn.Module, names: Iterable[str]) -> dict[str, Att
 
     Other names are left out.
 
-    A name is that of the module, or what the library's release that wrote it called the module: the name that the
-    library still gives to its weights in checkpoints, or that of the parent, which held the attention before it was a
-    module of its own.
+    A name is that of the module now, or in the release of the library that wrote it. The latter is the name that the
+    library still gives to the weights in checkpoints, or that of the parent module, which held the attention before it
+    became a separate module.
     """
     sites, _ = host.find(model)
     here = {host.relative_name(model, site.name): site for site in sites}
@@ -93,7 +94,7 @@ def check_resolved(
     """Raise if two names of a record lead to one module or, in a ``complete`` model, a name leads to none.
 
     Raises:
-        GraphFilterError: the first that was not, with the nearest name that the model has.
+        GraphFilterError: the first such name, with the nearest name that the model has.
     """
     absent = [name for name in names if name not in sites]
     if complete and absent:
@@ -105,7 +106,7 @@ def check_resolved(
         raise GraphFilterError(
             f"the record of the graph filter names {len(absent)} of {len(names)} modules that are no self-attention of "
             f"{type(model).__name__} ({shown(absent[0])}, nearest here {nearest}): load it with {mend}, or patch the "
-            "model anew and save it"
+            "model again and save it"
         )
     by_site = {site.name: name for name, site in sites.items()}
     if len(by_site) < len(sites):

@@ -23,9 +23,9 @@ class FilterRow:
     Attributes:
         module: its name in the model.
         filter: the config of its filter.
-        coefficients: by name, copies on the CPU, float32 or complex64.
-        backend: what computes S; ``FORWARD_REPLACED`` where that is not known, since the module's forward or class was
-            replaced after ``patch_model``.
+        coefficients: the coefficients by name, as copies on the CPU, float32 or complex64.
+        backend: the attention implementation that computes ``S``; ``FORWARD_REPLACED`` if it is unknown, since the
+            module's forward or class was replaced after ``patch_model``.
         trained: the names of the coefficients that training changes; the others are fixed.
         moved: mean distance of the learned coefficients from their start values; None where there are none.
     """
@@ -68,7 +68,10 @@ class FilterStatus(list[FilterRow]):
 def filter_status(model: nn.Module) -> FilterStatus:
     """List the patched modules: rows of (module, filter, coefficients, backend) that print as a table.
 
-    Of a model that FSDP2 or ZeRO-3 has sharded every process must call it.
+    If FSDP2 or ZeRO-3 has sharded the model, every process must call it.
+
+    Args:
+        model: a patched model, wrapped or not. An unpatched one gives an empty list.
 
     Example:
         >>> from transformers import BertConfig, BertModel
