@@ -204,7 +204,7 @@ def test_nothing_is_silently_unfiltered(base, tmp_path):
     model.save_pretrained(tmp_path / "adapter")
     plain = LlamaForCausalLM.from_pretrained(tmp_path / "base")
     without_record(tmp_path / "adapter")
-    with pytest.raises(GraphFilterError, match=r"no filter for, at layers.0.self_attn first: patch .*load_filter"):
+    with pytest.raises(GraphFilterError, match=r"no filter for, first at layers.0.self_attn: patch .*load_filter"):
         peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
     with pytest.raises(GraphFilterError, match="hold a graph filter"):
         copy.deepcopy(base).load_state_dict(patch_model(copy.deepcopy(base)).state_dict(), strict=False)
