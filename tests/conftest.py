@@ -18,6 +18,7 @@ import torch
 from compatibility import Collector, described
 from transformers.utils import logging as transformers_logging
 
+import hf_graphfilter.logs  # noqa: F401  # else its logger has another parent until a test imports it
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.filters.core.registry import CONFIG_CLASSES
 
@@ -59,12 +60,10 @@ class _Records(logging.Handler):
 def transformers_warnings():
     """The warnings that transformers and this package logged; a test that expects some empties the list."""
     handler = _Records()
-    loggers = [logging.getLogger(name) for name in ("transformers", "hf_graphfilter")]
-    for logger in loggers:
-        logger.addHandler(handler)
+    logger = transformers_logging.get_logger()  # the parent of this package's
+    logger.addHandler(handler)
     yield handler.messages
-    for logger in loggers:
-        logger.removeHandler(handler)
+    logger.removeHandler(handler)
     assert not handler.messages, handler.messages
 
 

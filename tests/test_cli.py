@@ -130,7 +130,7 @@ def test_an_interrupted_transfer_says_that_it_goes_on(cli, text, agf, tmp_path, 
         patch.setattr(run.StageRun, "_advance", interrupt)
         done = cli(*command)
     assert done.returncode == 130
-    assert f"progress is kept in {fitted / '.transfer'}, the same command goes on" in done.stderr
+    assert f"progress is kept in {fitted / '.transfer'}, and the same command resumes" in done.stderr
     assert read_state(fitted / ".transfer" / "transfer.safetensors")[0]["step"] == 3
     assert cli(*command).returncode == 0
     assert not (fitted / ".transfer").exists()
@@ -156,7 +156,7 @@ def test_convert(cli, text, plain, tmp_path, monkeypatch, ctrl_c):
         patch.setattr(run.StageRun, "_advance", interrupt)
         done = cli("linearize", plain, out, *short)
     assert done.returncode == 130
-    assert f"progress is kept in {out / '.conversion'}, the same command goes on" in done.stderr
+    assert f"progress is kept in {out / '.conversion'}, and the same command resumes" in done.stderr
     done = cli("linearize", plain, out, *short, "--layers", "auto:67%")
     assert done.returncode == 1
     assert "progress of another transfer (share differ)" in done.stderr
@@ -187,7 +187,7 @@ def test_convert(cli, text, plain, tmp_path, monkeypatch, ctrl_c):
         (("--images", tmp_path), "one of --text FILE, --dataset NAME and --images DIR"),
         (("--stage", "attention"), "write NAME=VALUE"),
         (("--stage", "attention=x"), "--stage attention=x: the share is a number"),
-        (("-o", "budget=3"), "--option budget: options are of the filter"),
+        (("-o", "budget=3"), "--option budget: --option is for options of the filter"),
         (("--dtype", "bfloat16", "--train", "all"), "load the model in float32"),
         (("--lr", "nan"), "--lr must be a positive number"),
         (("-f", "gfsa"), "is a function of the attention matrix"),
@@ -241,7 +241,7 @@ def test_a_full_disk_is_one_line(cli, text, plain, agf, tmp_path, monkeypatch):
         assert "Traceback" not in done.stderr
         said = done.stderr.strip().splitlines()[-1]
         assert re.match(r"hf-graphfilter: .*No space left on device", said)
-        assert ("progress is kept in" in said and "the same command goes on" in said) == bool(room), said
+        assert ("progress is kept in" in said and "the same command resumes" in said) == bool(room), said
         assert cli(*command).returncode == 0
 
 
@@ -419,7 +419,7 @@ def test_auto_class(cli, plain, tmp_path, transformers_warnings):
         (["status", "nowhere/patch_model"], 1, "nowhere/patch_model"),
         (["patch", "PLAIN", "FILE"], 1, "FILE is a file, name a directory"),
         (["patch", "PLAIN", "FILE/x"], 1, "is a file, name a directory"),
-        (["patch", "PLAIN", "PLAIN"], 1, "is the checkpoint that is read"),
+        (["patch", "PLAIN", "PLAIN"], 1, "is the checkpoint to read"),
         (["patch", "PLAIN", "/proc/nowhere/x"], 1, "cannot write to /proc/nowhere/x"),
         (["patch", "PLAIN", "OUT", "--stack", "middle"], 2, "--stack"),
         (["patch", "PLAIN", "OUT", "--stack", "decoder"], 1, "stack='decoder': the model has encoder"),

@@ -399,7 +399,7 @@ def test_a_layer_whose_keys_others_read_keeps_them(entry):
     patched = turn_on(patch_model(copy.deepcopy(model), entry.config, layers=[1]))
     found, expected = stepwise(patched, ids)
     assert torch.allclose(found, expected, atol=1e-10)
-    with pytest.raises(GraphFilterError, match=r"keys and values of an earlier layer.*leave it out with layers="):
+    with pytest.raises(GraphFilterError, match=r"keys and values of an earlier layer.*exclude it with layers="):
         stepwise(turn_on(patch_model(model, entry.config, layers=[3])), ids)
 
 
@@ -467,7 +467,7 @@ def test_a_cache_changed_behind_the_filter_is_refused(entry, change, refuses):
         if not entry.keeps_rows and "crop" in change:
             pytest.skip("a state is not cropped")
         REPLACED[change](cache)
-        with refuses(r"layers.0.self_attn: the keys and values in the cache were replaced behind the filter"):
+        with refuses(r"layers.0.self_attn: the keys and values in the cache were replaced without the filter"):
             model(ids[:, 6:], **{CACHE: cache})
 
 

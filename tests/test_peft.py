@@ -204,7 +204,7 @@ def test_nothing_is_silently_unfiltered(base, tmp_path):
     model.save_pretrained(tmp_path / "adapter")
     plain = LlamaForCausalLM.from_pretrained(tmp_path / "base")
     without_record(tmp_path / "adapter")
-    with pytest.raises(GraphFilterError, match=r"no filter for, at layers.0.self_attn first: patch .*load_filter"):
+    with pytest.raises(GraphFilterError, match=r"no filter for, first at layers.0.self_attn: patch .*load_filter"):
         peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
     with pytest.raises(GraphFilterError, match="hold a graph filter"):
         copy.deepcopy(base).load_state_dict(patch_model(copy.deepcopy(base)).state_dict(), strict=False)
@@ -315,7 +315,7 @@ def test_an_adapter_of_another_filter_is_not_loaded_beside_or_again(base, ids, t
     with pytest.raises(GraphFilterError, match="does not hold the filter"):
         peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "partly")
     plain = peft.get_peft_model(copy.deepcopy(base), lora(modules_to_save=None))
-    with pytest.raises(GraphFilterError, match="holds adapters that were not: load it before them"):
+    with pytest.raises(GraphFilterError, match="holds adapters that were trained without it: load it before them"):
         plain.load_adapter(tmp_path / "3", "second")
     assert not filter_status(plain)
 

@@ -173,7 +173,7 @@ def test_a_module_without_its_filter_is_neither_saved_nor_loaded(entry, tmp_path
     layer = model.encoder.layer[1].attention
     layer.self = type(layer.self)(model.config)
     assert len(filter_status(model)) == 2
-    with refuses(r"records a filter at encoder\.layer\.1\.attention\.self, which is there no more \(its module was"):
+    with refuses(r"records a filter at encoder\.layer\.1\.attention\.self, which no longer exists \(its module was"):
         model.save_pretrained(tmp_path)
     save_file(model.state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
     with refuses(r"lacks \d+ of its \d+ filter coefficients"):
@@ -202,7 +202,7 @@ def test_our_own_name_as_a_backend_is_refused():
 def test_our_own_name_as_the_backend_of_a_patched_model_is_refused():
     model = patched("bert", GFSA)
     model.config._attn_implementation_internal = "hf_graphfilter"
-    with pytest.raises(GraphFilterError, match=r"encoder\.layer\.0\.attention\.self .*: name a backend"):
+    with pytest.raises(GraphFilterError, match=r"encoder\.layer\.0\.attention\.self .*: choose a backend"):
         output(model, FAMILIES["bert"].inputs())
 
 
@@ -248,7 +248,9 @@ def test_attention_weights_that_a_filter_has_not_are_refused(family, entry, tran
         pytest.skip("a filter without a causal form")
     model, inputs = patch_model(FAMILIES[family].build("eager"), entry.config, layers=[1]), FAMILIES[family].inputs()
     if entry.replaces and not entry.config.starts_as_original:
-        with pytest.raises(GraphFilterError, match=rf"1\..*output_attentions asks for .* '{entry.config.filter}' comp"):
+        with pytest.raises(
+            GraphFilterError, match=rf"1\..*output_attentions .* '{entry.config.filter}' replaces attention and"
+        ):
             model(**inputs, output_attentions=True)
     else:
         assert len(model(**inputs, output_attentions=True).attentions) == 3

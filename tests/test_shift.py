@@ -366,7 +366,7 @@ def test_soft_capping_is_passed_on_or_refused():
         patch_model(model)
 
 
-VARLEN = "varlen"  # stands for FlashAttention, which is told of packed sequences and windows without a mask
+VARLEN = "varlen"  # stands for FlashAttention, which receives packed sequences and windows without a mask
 
 
 def varlen(module, query, key, value, attention_mask, scaling=None, sliding_window=None, cu_seq_lens_q=None, **_):
@@ -391,7 +391,7 @@ def test_packed_sequences_without_a_mask_are_refused(name):
     positions, ends = torch.tensor([[0, 1, 2, 0, 1, 2, 3]]), torch.tensor([0, 3, 7])
     output(model, {"input_ids": ids})
     for packed in ({"position_ids": positions, "cu_seq_lens_q": ends}, {"position_ids": positions}):
-        with pytest.raises(GraphFilterError, match=r"'varlen' attention is told of packed sequences without a mask"):
+        with pytest.raises(GraphFilterError, match=r"'varlen' attention receives packed sequences without a mask"):
             model(input_ids=ids, use_cache=False, **packed)
 
 
@@ -403,7 +403,7 @@ def test_a_sliding_window_without_a_mask_is_refused_by_filters_that_look_at_the_
     config._attn_implementation = VARLEN
     model = patch_model(MistralModel(config).eval(), "centered")
     model(input_ids=torch.randint(5, 99, (1, 3)), use_cache=False)
-    with pytest.raises(GraphFilterError, match=r"told of a sliding window of 3 tokens without a mask.*'centered'"):
+    with pytest.raises(GraphFilterError, match=r"receives a sliding window of 3 tokens without a mask.*'centered'"):
         model(input_ids=torch.randint(5, 99, (1, 4)), use_cache=False)
 
 

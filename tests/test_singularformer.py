@@ -310,7 +310,7 @@ def test_its_gradients_where_layers_share_their_weights():
     model, inputs = residual("albert")
     group = model.encoder.albert_layer_groups[0]
     group.forward = partial(checkpoint, group.forward, use_reentrant=False)
-    with pytest.raises(GraphFilterError, match="applied 3 times in one forward pass, with gradient checkpointing"):
+    with pytest.raises(GraphFilterError, match="applied 3 times in one forward pass, so that gradient checkpointing"):
         gradients(model, inputs)
 
 
@@ -360,7 +360,7 @@ def test_where_it_is_refused():
         patch_model(model, "singularformer", residual=True)
     assert not filters_of(model)
     model, _ = residual()
-    with pytest.raises(GraphFilterError, match="was not handed what the filters of earlier layers made"):
+    with pytest.raises(GraphFilterError, match="did not receive the tensors of earlier layers"):
         model.encoder.layer[1](torch.zeros(1, 4, 32, dtype=torch.float64))
     model, inputs = residual(layers=[0])
     expected, before = output(model, inputs), str(filter_status(model))

@@ -1,1 +1,1 @@
-"""Saving and loading: whole checkpoints by library, the filter alone, and the card beside them."""
+"""Saving and loading: whole checkpoints per library, the filter alone, and the model card."""

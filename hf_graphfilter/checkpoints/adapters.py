@@ -1,7 +1,7 @@
-"""Adapters of PEFT: they carry the record of the base model's filter, and a plain base gets the filter that they hold.
+"""PEFT adapters: they carry the record of the base model's filter, and an unpatched base gets the filter they hold.
 
 The record is in the configuration, which is read before anything of an adapter is built, and in the weights
-(``fingerprint``), where it is checked by whatever road they enter a model.
+(``fingerprint``), where it is checked however they enter a model.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from torch import nn
 
 from ..errors import GraphFilterError
 from ..files import write_text
-from ..filters.core.attached import CHILD, patched_modules
+from ..filters.core.attached import CHILD, filters_of, patched_modules
 from ..filters.core.record import describe_record, read_groups
 from ..hosts import host_of, unwrapped
+from ..logs import log_filters
 from ..patching.patch import STARTS, restore_on_error, unpatch_model
 from ..patching.restore import apply_record
 from ..wrappers import Function, wrap
@@ -32,7 +33,7 @@ _loading = ContextVar("_loading", default=False)
 
 
 def install() -> None:
-    """Wrap what PEFT does with adapters; ``checkpoints.transformers`` wraps what transformers does."""
+    """Wrap the functions of PEFT that handle adapters; ``checkpoints.transformers`` wraps those of transformers."""
     from peft import PeftMixedModel, PeftModel
     from peft.config import PeftConfigMixin
     from peft.tuners import IA3Model, LoraModel
@@ -77,13 +78,13 @@ def _convert_with_copies(original: Function, model: nn.Module, *args: Any, **kwa
 def _subtract_with_filter(
     original: Function, self: Any, output_state_dict: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Keep the filter where PEFT converts PiSSA and its like to LoRA, and drops all weights but these."""
+    """Keep the filter where PEFT converts PiSSA and similar adapters to LoRA and drops all other weights."""
     ours = {k: tensor for k, tensor in output_state_dict.items() if k == KEY or f".{CHILD}." in k}
     return {**ours, **original(self, output_state_dict, *args, **kwargs)}
 
 
 def _record(model: nn.Module, state: dict[str, Any], config: Any, model_state: Any = None) -> dict[str, Any]:
-    """Return the weights of an adapter with the record of the model's filters, which its configuration gets too."""
+    """Return the weights of an adapter with the record of the model's filters; its configuration gets it, too."""
     if (record := live_record(model)) is not None:
         state = {**state, KEY: encode_record(state, record, model, model_state)}
     vars(config)[READ] = record
@@ -118,14 +119,15 @@ def _check_weights(original: Function, model: nn.Module, peft_model_state_dict: 
         if f".{CHILD}." not in str(error):
             raise
         raise GraphFilterError(
-            f"the adapter is to hold the filter (modules_to_save), and its weights lack {error}: save it again, or "
-            "download it again"
+            f"the adapter should hold the filter (modules_to_save), and its weights lack {error}: save or download "
+            "it again"
         ) from error
 
 
 def check_loaded_weights(
     original: Function, model: nn.Module, state_dict: Any, checkpoint_files: Any, *args: Any, **kw: Any
 ) -> Any:
+    """Check the weights of adapters that transformers loads."""
     files = [file for file in checkpoint_files or () if Path(file).name.startswith("adapter_model.")]
     for file in (file for file in files if file.endswith(".safetensors")):
         check_adapter(model, _read_ours(file))
@@ -134,7 +136,7 @@ def check_loaded_weights(
     if records := {key for key in info.unexpected_keys if key.rpartition(".")[2] == KEY}:
         if not files[0].endswith(".safetensors"):
             raise GraphFilterError(
-                f"{files[0]} was trained over a graph filter, and is a pickle, in which that cannot be checked: "
+                f"{files[0]} was trained over a graph filter, and is a pickle, which cannot be checked: "
                 "load it with PeftModel.from_pretrained, or save it as safetensors"
             )
         info.unexpected_keys -= records
@@ -142,7 +144,7 @@ def check_loaded_weights(
 
 
 def _read_ours(file: str) -> dict[str, Any]:
-    """Return what is ours in the weights of an adapter."""
+    """Return the filter's tensors in the weights of an adapter."""
     with safe_open(file, framework="pt") as opened:
         ours = [key for key in opened.keys() if KEY in key or f".{CHILD}." in key]  # noqa: SIM118
         return {key: opened.get_tensor(key) for key in ours}
@@ -167,7 +169,7 @@ def _swap_with_copies(
 
 
 def load_with_filter(original: Function, *args: Any, **kwargs: Any) -> Any:
-    """Load an adapter: a plain base gets the filter first, and an error leaves the model as it was."""
+    """Load an adapter: an unpatched base gets the filter first, and an error leaves the model as it was."""
     arguments = inspect.signature(original).bind(*args, **kwargs).arguments
     model, config = arguments.get("model", arguments.get("self")), arguments.get("config", arguments.get("peft_config"))
     if _loading.get() or not isinstance(model, nn.Module):
@@ -178,13 +180,17 @@ def load_with_filter(original: Function, *args: Any, **kwargs: Any) -> Any:
             read = config if getattr(config, READ, None) else _read_configuration(arguments)
             if (record := getattr(read, READ, None)) is not None:
                 _fit(model, record, config or read)
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
+            if record is not None:
+                base = unwrapped(model)
+                log_filters("loaded an adapter into", base, filters_of(base))
+            return result
     finally:
         _loading.reset(token)
 
 
 def _read_configuration(arguments: dict[str, Any]) -> Any:
-    """Return the configuration in the folder or repository that is loaded; None where weights are alone."""
+    """Return the configuration in the folder or repository to load, or None where there are only weights."""
     from peft import PeftConfig
 
     options = {**(getattr(arguments.get("load_config"), "download_kwargs", None) or {}), **arguments.get("kwargs", {})}
@@ -204,10 +210,11 @@ def _delete_with_filter(original: Function, self: Any, adapter_name: str) -> Non
 
 
 def _fit(model: nn.Module, record: Any, config: Any) -> None:
-    """The model has the filters of an adapter's record, or gets them where the adapter holds them.
+    """Give the model the filters of an adapter's record where the adapter holds them, or check that it has them.
 
     Raises:
-        GraphFilterError: it has others; it has none, and the adapter does not hold them, or other adapters are in it.
+        GraphFilterError: the model has other filters; or it has none, and the adapter does not hold them, or the model
+            holds other adapters.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -215,7 +222,7 @@ def _fit(model: nn.Module, record: Any, config: Any) -> None:
     host, kind = host_of(base), type(base).__name__
     trained_on = f"the adapter was trained on a model with {describe_record(record)}"
     held = copies.holds_filters(config, (name for _, names in groups for name in names))
-    mend = "load it over that model, or lay its filter over this one first, with load_filter"
+    mend = "load it into that model, or load its filter into this one first, with load_filter"
     if patched_modules(base, required=False):
         check_record(base, record)
         if not held and vars(base).get(STARTS):
@@ -223,11 +230,13 @@ def _fit(model: nn.Module, record: Any, config: Any) -> None:
         return
     if not held:
         raise GraphFilterError(
-            f"{trained_on} and does not hold the filter (modules_to_save=[{CHILD!r}] would), which this {kind} has "
-            f"not: {mend}"
+            f"{trained_on} and does not hold the filter (modules_to_save=[{CHILD!r}] would), which this {kind} "
+            f"lacks: {mend}"
         )
     if any(module._get_available_adapters() for module in base.modules() if isinstance(module, BaseTunerLayer)):
-        raise GraphFilterError(f"{trained_on}, and this {kind} holds adapters that were not: load it before them")
+        raise GraphFilterError(
+            f"{trained_on}, and this {kind} holds adapters that were trained without it: load it before them"
+        )
     host.write_record(base, record)
     apply_record(base, complete=True)
     vars(base)[STARTS] = True

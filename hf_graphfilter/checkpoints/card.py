@@ -45,22 +45,22 @@ def create_model_card(
     report: Seen | None = None,
     coefficients: bool = True,
 ) -> FilterCard:
-    """The card of a patched model, with metadata that the Hub reads.
+    """Return the model card of a patched model, with metadata that the Hub reads.
 
     Args:
         model: a patched model, also within a PEFT model or a ``SentenceTransformer``.
-        repo_id: where it will be loaded from.
-        base_model: Hub id of the model that was patched; if not given, the repository that it was loaded from.
-        results: evaluation results; their datasets and metrics are named in the metadata unless given.
+        repo_id: the Hub id or path that the model will be loaded from.
+        base_model: the Hub id of the model that was patched. Default: the repository that it was loaded from.
+        results: evaluation results. Their datasets and metrics appear in the metadata unless these are given.
         datasets, metrics, language, license: metadata of the Hub.
-        description: Markdown, how it was trained.
+        description: Markdown text that says how the model was trained.
         training: hyper-parameters by name, or the arguments of the Trainer.
-        report: of ``analysis.report``; the card has its findings and three of its figures.
-        coefficients: whether it has a table of them, for which all processes of a sharded model must call.
+        report: a result of ``analysis.report``; the card shows its findings and three of its figures.
+        coefficients: whether the card has a table of coefficients. All processes of a sharded model must then call.
 
     Returns:
-        A ``huggingface_hub.ModelCard``: ``card.save(path)``, ``card.push_to_hub(repo_id)``. ``save`` writes over no
-        README but its own (``force=True`` does), and keeps the results recorded there.
+        A ``huggingface_hub.ModelCard``: ``card.save(path)``, ``card.push_to_hub(repo_id)``. ``save`` replaces only a
+        README that it wrote itself, unless ``force=True``, and keeps the results recorded there.
 
     Raises:
         GraphFilterError: the model is not patched.
@@ -94,7 +94,7 @@ def create_model_card(
     modules = foreign_modules(filters.values())
     packages = dict.fromkeys(["hf_graphfilter", library, "transformers", "torch"])
     table = [values for row in status for values in row.coefficients.values()]
-    # a model whose parts were patched by themselves has no record of its own
+    # a model whose parts were patched separately has no record of its own
     record = host.read_record(inner) or {"filters": group_by_config(filters.items())}
     fields = {
         "title": markdown_text(name),
@@ -126,7 +126,7 @@ def _describe_report(report: Seen | None) -> str:
 
 
 def package_address() -> str | None:
-    """Where the package says that it lives; None where it does not."""
+    """Return the public address of the package, or None if it has none."""
     try:
         named = metadata.metadata("hf-graphfilter").get_all("Project-URL") or []
     except metadata.PackageNotFoundError:
@@ -138,7 +138,7 @@ def package_address() -> str | None:
 
 
 def _describe_loading(model: Any, host: Host, repo_id: str, base_model: str | None) -> tuple[str, str | None, str]:
-    """(library, task, Python that loads the model) as the Hub's page shows them."""
+    """Return (library, task, Python that loads the model) as the Hub's page shows them."""
     inner = unwrapped(model)
     if encoder_of(model) is not model:
         kind = type(model).__name__

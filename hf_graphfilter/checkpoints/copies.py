@@ -16,14 +16,14 @@ from ..wrappers import Function
 
 
 def _wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the wrapper of each filter, or module around one, of which PEFT keeps copies."""
+    """Yield the name and the wrapper of each filter, or module around a filter, that PEFT keeps copies of."""
     for name, module in [*model.named_modules()]:
         if "modules_to_save" in module._modules and any(isinstance(part, GraphFilter) for part in module.modules()):
             yield name.removeprefix("_orig_mod."), module
 
 
 def unload_with_copies(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Merge or unload adapters: a tuner takes a filter for a linear layer, or passes over it.
+    """Merge or unload adapters without losing the filters, which a tuner mistakes for linear layers or skips.
 
     The model keeps the copy of the adapter that is merged, or of the active one.
     """
@@ -49,13 +49,13 @@ def _choose_copy(wrapper: Any, adapters: list[str] | None) -> nn.Module:
     names = [name for name in adapters or wrapper.active_adapters if name in wrapper.modules_to_save]
     if len(names) > 1:
         raise GraphFilterError(
-            f"the adapters {shown(names)} hold a graph filter each, and a merged model has one: merge one of them"
+            f"the adapters {shown(names)} hold a graph filter each, and a merged model has room for one: merge one"
         )
     return wrapper.modules_to_save[names[0]] if names else wrapper.original_module  # type: ignore[no-any-return]
 
 
 def drop_copies(model: nn.Module) -> None:
-    """Take the wrappers of a model whose adapters were all deleted away, which PEFT cannot use again."""
+    """Remove the wrappers of a model whose adapters were all deleted; PEFT cannot use them again."""
     for name, wrapper in [*_wrappers(model)]:
         setattr(*_locate(model, name), wrapper.original_module)
 
@@ -71,7 +71,7 @@ def tensors_of(model: nn.Module, adapter: str) -> dict[str, Tensor]:
 
 
 def complete_copies(state: dict[str, Tensor], model: nn.Module, adapter: str) -> dict[str, Tensor]:
-    """Return the weights of an adapter that PEFT converted to LoRA, with the copies of ``adapter`` whole.
+    """Return the weights of an adapter that PEFT converted to LoRA, with complete copies of ``adapter``.
 
     PEFT names their tensors by the last part of the name alone, takes those of any adapter and no buffers.
     """
@@ -81,14 +81,14 @@ def complete_copies(state: dict[str, Tensor], model: nn.Module, adapter: str) ->
 
 
 def strip_adapters(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a filter without what PEFT has put on some (``target_modules="all-linear"``)."""
+    """Return the tensors of a filter without the adapters that PEFT puts on some (``target_modules="all-linear"``)."""
     adapted = {owner for owner, marker, _ in (key.rpartition("base_layer.") for key in tensors) if marker}
     base = {key.replace("base_layer.", ""): tensor for key, tensor in tensors.items() if "base_layer." in key}
     return {key: tensor for key, tensor in tensors.items() if not key.startswith(tuple(adapted))} | base
 
 
 def split_copies(state: Mapping[str, Any], model: nn.Module, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the weights of an adapter that are copies, and the others, whose names have the ``prefix`` of a tuner."""
+    """Split the weights of an adapter into copies and others; names of the latter have the ``prefix`` of a tuner."""
     owners = tuple(f"{name}." for name, _ in _wrappers(model))
     copies = {k: x for k, x in state.items() if prefix not in k and (k.startswith(owners) or f".{CHILD}." in k)}
     return copies, {key: tensor for key, tensor in state.items() if key not in copies}
@@ -100,25 +100,25 @@ def check_copies(copies: Mapping[str, Any], target: Mapping[str, Tensor], adapte
         new, held = (tuple(x[name].shape) if name in x else "nothing" for x in (copies, target))
         if new != held:
             raise GraphFilterError(
-                f"the adapter to be swapped in holds {new} at {name}, and {shown(adapter)} holds {held}: load it "
+                f"the new adapter holds {new} at {name}, and {shown(adapter)} holds {held}: load it "
                 "under another name, with load_adapter"
             )
 
 
 @torch.no_grad()
 def swap_copies(copies: Mapping[str, Any], target: Mapping[str, Tensor]) -> None:
-    """Give the tensors of an adapter's copies the values of others."""
+    """Copy values into the tensors of an adapter's copies."""
     for name, tensor in target.items():
         tensor.copy_(copies[name])
 
 
 def holds_filters(config: Any, names: Iterable[str]) -> bool:
-    """Return whether the adapter of a configuration holds the filters of the modules of these names."""
+    """Return whether the adapter with this configuration holds the filters of the named modules."""
     return all(_is_saved(name, config) for name in names)
 
 
 def _is_saved(name: str, config: Any) -> bool:
-    """By itself, or with what it is in."""
+    """Return whether ``modules_to_save`` has the filter of a module, or a module around it."""
     parts = [*name.split("."), CHILD]
     around = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
     entries = getattr(config, "modules_to_save", None) or ()
@@ -128,7 +128,7 @@ def _is_saved(name: str, config: Any) -> bool:
 def weigh_with_copies(
     original: Function, self: Any, adapters: list[str], weights: Any, adapter_name: str, *a: Any, **k: Any
 ) -> Any:
-    """Combine adapters: a tuner gives the new adapter the base's filter.
+    """Combine adapters, and give the new one a filter: a tuner would give it the base's.
 
     The new adapter gets the filter of the one that holds it. PEFT refuses several that do.
     """
@@ -136,7 +136,7 @@ def weigh_with_copies(
     if held and adapters[0] not in held:
         raise GraphFilterError(
             f"the new adapter is made like {shown(adapters[0])}, which holds no graph filter, and "
-            f"{shown(next(iter(held)))} does: name that one first"
+            f"{shown(next(iter(held)))} holds one: name that one first"
         )
     is_new = adapter_name not in self.peft_config
     result = original(self, adapters, weights, adapter_name, *a, **k)

@@ -1,4 +1,4 @@
-"""The card that ``create_model_card`` makes: it writes over no README but its own, and keeps what it lacks."""
+"""The card that ``create_model_card`` returns: it replaces no README of others, and keeps what it lacks."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ _SIGNATURE = re.compile(r"\n*<!-- written by hf_graphfilter, (\w+) -->\s*$")
 
 
 class Seen(Protocol):
-    """What a card reads of ``analysis.report``."""
+    """The parts of an ``analysis.report`` that a card reads."""
 
-    def summary(self) -> list[str]: ...
+    def summary(self) -> list[str]:
+        """Return the findings, one sentence each."""
 
-    def save_figures(self, folder: str | Path, names: Sequence[str] | None = None) -> list[Path]: ...
+    def save_figures(self, folder: str | Path, names: Sequence[str] | None = None) -> list[Path]:
+        """Save figures into a folder, all if no names are given; return their files."""
 
 
 class FilterCard(ModelCard):
-    """A ``ModelCard`` that writes over no README but its own, which a signature at its end tells."""
+    """A ``ModelCard`` that replaces only a README of its own, which it recognises by a signature at the end."""
 
     fields: dict[str, Any]
     rendered: str
@@ -52,8 +54,10 @@ class FilterCard(ModelCard):
         return card
 
     def save(self, filepath: str | Path, *, force: bool = False) -> None:
-        """Write the card, and the figures of its report into ``figures`` beside it. Of a README there, metadata and
-        results that this card lacks are kept, and of its own earlier card the sections too.
+        """Write the card, and the figures of its report into ``figures`` beside it.
+
+        Metadata and results of a README there are kept if this card lacks them. The sections of its own earlier card
+        are kept, too.
 
         Args:
             filepath: where to write.
@@ -75,7 +79,7 @@ class FilterCard(ModelCard):
             self.report.save_figures(Path(filepath).parent / FIGURES, SHOWN)
 
     def push_to_hub(self, repo_id: str, token: str | None = None, *args: Any, **options: Any) -> str:
-        """As of every card; the figures of its report come first, to the same revision."""
+        """Upload the card, after the figures of its report, to the same revision."""
         if self.report is not None:
             place = {name: options[name] for name in ("repo_type", "revision") if name in options}
             with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +89,7 @@ class FilterCard(ModelCard):
 
 
 def check_card(path: Path, force: bool = False) -> ModelCard | None:
-    """The card at ``path``, if there is one that ``FilterCard.save`` would replace; errors as there."""
+    """Return the card at ``path`` that ``FilterCard.save`` would replace, or None; raise the errors of that."""
     if not path.exists():
         return None
     if path.is_dir():
@@ -94,7 +98,7 @@ def check_card(path: Path, force: bool = False) -> ModelCard | None:
         card = ModelCard.load(path)
     except (ValueError, OSError, yaml.YAMLError) as error:
         raise GraphFilterError(
-            f"the metadata of {path} cannot be read and would be lost: mend it or write to another file ({error})"
+            f"the metadata of {path} cannot be read and would be lost: correct it or write to another file ({error})"
         ) from error
     if force or is_signed(card.text) or not card.text.strip():
         return card
@@ -105,7 +109,7 @@ def check_card(path: Path, force: bool = False) -> ModelCard | None:
 
 
 def _join_sections(earlier_text: str, new_text: str, description: str) -> str:
-    """The description with the sections of an earlier card that this one lacks."""
+    """Return the description with the sections of an earlier card that this one lacks."""
     derived = {"How to use", "Evaluation", "Filter coefficients", "Configuration", "Citation"}
     old, new = (
         {part.partition("\n")[0].strip(): f"## {part.strip()}" for part in re.split(r"^## ", text, flags=re.M)[1:]}
@@ -125,7 +129,7 @@ def _tabulate_results(results: list[EvalResult]) -> str:
 
 
 def _merge_metadata(earlier: Any, data: Any) -> ModelCardData:
-    """The metadata of two cards: ``data`` wins, lists are joined, results of the same measurement are replaced."""
+    """Merge the metadata of two cards: ``data`` wins, lists are joined, equal measurements are replaced."""
     old, new = ({k: v for k, v in vars(each).items() if v is not None} for each in (earlier, data))
     joined = {**old, **new}
     old["tags"] = [t for t in old.get("tags", []) if t not in available_filters()]  # of an earlier filter
@@ -142,11 +146,12 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _sign(text: str) -> str:
-    """``text`` with a comment that tells whether it was edited since."""
+    """Return ``text`` with a comment that shows whether it was edited since."""
     body = _SIGNATURE.sub("", text).rstrip()
     digest = hashlib.sha256("\n".join(body.split()).encode()).hexdigest()[:16]
     return f"{body}\n\n<!-- written by hf_graphfilter, {digest} -->\n"
 
 
 def is_signed(text: str) -> bool:
+    """Return whether a card ends with its own signature, unedited."""
     return text.split() == _sign(text).split()

@@ -1,7 +1,7 @@
-"""The filter-only file: a few KB of coefficients to be laid over any copy of the same base model.
+"""The filter-only file: a few KB of coefficients to load into any copy of the same base model.
 
-Whole patched checkpoints need nothing from here: ``save_pretrained``, ``push_to_hub`` and ``from_pretrained`` are as
-they are.
+Whole patched checkpoints do not need this file: ``save_pretrained``, ``push_to_hub`` and ``from_pretrained`` work as
+usual.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ..filters.core.attached import filters_of, is_sharded, patched_modules, rea
 from ..filters.core.record import describe_record, read_groups
 from ..hosts import Host, encoder_of, host_of, unwrapped
 from ..hosts.base import own_record
+from ..logs import log_filters
 from ..patching.base_weights import SAMPLE, changed_weights, differing_weights, written_weights
 from ..patching.patch import STARTS
 from ..patching.restore import apply_record, resolve
@@ -42,17 +43,21 @@ M = TypeVar("M", bound=nn.Module)
 def save_filter(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
     """Write the filter of a patched model, and nothing else, to ``directory``.
 
-    Two files: ``graph_filter.safetensors`` (the coefficients) and ``graph_filter.json`` (the configs, and what the base
-    model must look like). It warns when weights outside the filter changed since the model was patched or loaded: they
-    are not in the file. It cannot tell this of weights that are sharded, offloaded or quantized. Of several processes
-    the first writes; where FSDP2 or ZeRO-3 has sharded the model all must call.
+    There are two files: ``graph_filter.safetensors`` holds the coefficients, ``graph_filter.json`` the configs and the
+    requirements for the base model. The function warns if weights outside the filter changed since the model was
+    patched or loaded, as the files do not contain them. It cannot see this for weights that are sharded, offloaded or
+    quantized. The first of several processes writes; if FSDP2 or ZeRO-3 has sharded the model, all must call.
+
+    Args:
+        model: a patched model, wrapped or not.
+        directory: the folder to write to.
 
     Returns:
         The directory.
 
     Raises:
-        GraphFilterError: the model is not patched, or a part of it by itself, or ``directory`` is no path.
-        OSError: the directory cannot be written; the files there are then those of before.
+        GraphFilterError: the model is not patched, a part of it was patched separately, or ``directory`` is no path.
+        OSError: the directory cannot be written. Earlier files there stay as they were.
     """
     model, directory = unwrapped(model), Path(_path(directory))
     host = host_of(model)
@@ -64,7 +69,7 @@ def save_filter(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
     if changed := changed_weights(host, model):
         warnings.warn(
             f"{len(changed)} weights outside the filter changed since the model was patched or loaded ({changed[0]} "
-            f"...), and {printable(directory)} holds the filter alone: save the whole model, or train with the base "
+            f"...), and {printable(directory)} holds only the filter: save the whole model, or train with the base "
             "frozen",
             stacklevel=2,
         )
@@ -78,9 +83,9 @@ def save_filter(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
 
 
 def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) -> M:
-    """Lay a saved filter over ``model``, in place: patch it if it is plain, else replace its coefficients.
+    """Load a saved filter into ``model``, in place: an unpatched model is patched, a patched one gets its coefficients.
 
-    It warns when the attention of the base has other weights than the file says, as far as bfloat16 can tell.
+    The function warns if the attention weights of the base differ from those in the file, as far as bfloat16 can tell.
 
     Args:
         model: a copy of the base model that the filter was trained on, or one patched in the same way.
@@ -95,7 +100,7 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
             base model (heads, layers, type), or a model patched differently. The model is then as it was.
     """
     wrapped, inner = model, unwrapped(model, running=False)
-    # a plain model that PEFT has wrapped is refused, as patch_model does
+    # an unpatched model that PEFT has wrapped is refused, as patch_model does
     model = inner if patched_modules(inner, required=False) else encoder_of(model)  # type: ignore[assignment]
     host = host_of(model)
     description, tensors = _in_names_of(host, model, *_read(source, hub_options))
@@ -131,9 +136,10 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
     if other := differing_weights(description.get(WEIGHTS), host, model):
         warnings.warn(
             f"{printable(source)} was trained on a base with other weights ({other[0]} and {len(other) - 1} more): "
-            "it gives other outputs here; load it into the base that it was trained on",
+            "its outputs differ here; load it into the base that it was trained on",
             stacklevel=2,
         )
+    log_filters("loaded the filter of", model, filters_of(model), source)
     return wrapped
 
 
@@ -164,7 +170,7 @@ def _read(
 def _in_names_of(
     host: Host, model: nn.Module, description: dict[str, Any], tensors: dict[str, torch.Tensor]
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What was read, with the names that the modules have in this release of the model's library."""
+    """Return a description and its tensors with the module names of this release of the model's library."""
     base, groups = description.get("base"), description["filters"]
     if not isinstance(base, dict) or not isinstance(heads := base.get("heads"), dict):
         return description, tensors
@@ -197,7 +203,7 @@ def _locate(source: str | os.PathLike[str], name: str, hub_options: dict[str, An
 
 
 def _path(value: Any) -> str:
-    """A path as a string that the file system can be asked for."""
+    """Return a path as a string that the file system accepts."""
     try:
         path = os.fspath(value)
         if not isinstance(path, str) or b"\0" in os.fsencode(path):
@@ -218,7 +224,7 @@ def _coefficients(
 
 
 def _base(host: Host, model: nn.Module) -> dict[str, Any]:
-    """What a model must share with the one the filter was trained on."""
+    """Return the facts that a model must share with the one the filter was trained on."""
     sites, _ = host.find(model)
     heads = {host.relative_name(model, site.name): site.heads for site in sites}
     return {"model_type": host.model_type(model), "heads": heads}
@@ -235,7 +241,8 @@ def _difference(base: Any, here: dict[str, Any]) -> str:
     for name in theirs:
         if name not in ours or theirs[name] != ours[name]:
             return f"{name} had {shown(theirs[name])} heads, here it has {ours.get(name, 'no such layer')}"
-    return f"it says more of its base model than this installation knows ({shown(sorted(base.keys() - here.keys()))})"
+    unknown = shown(sorted(base.keys() - here.keys()))
+    return f"it names facts of its base model that this installation does not know ({unknown})"
 
 
 def _copy(target: dict[str, torch.Tensor], source: dict[str, torch.Tensor], path: Any) -> None:
@@ -245,7 +252,7 @@ def _copy(target: dict[str, torch.Tensor], source: dict[str, torch.Tensor], path
         if held != wanted:
             raise GraphFilterError(f"{path}: {name} should hold {wanted}, it holds {held}")
     if any(map(is_sharded, target.values())):
-        raise GraphFilterError(f"{path} cannot be laid over a model that is sharded already: load it before")
+        raise GraphFilterError(f"{path} cannot be loaded into a sharded model: load it before the model is sharded")
     check_values(source, target, path)
     with torch.no_grad():
         for name, tensor in target.items():

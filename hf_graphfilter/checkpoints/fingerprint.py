@@ -1,4 +1,4 @@
-"""What the weights of an adapter say of the filters that it was trained over, checked wherever they enter a model.
+"""The record of filters in the weights of an adapter, checked wherever these weights enter a model.
 
 One tensor holds the record of the filters, and a sample of those that the adapter does not hold itself. Weights reach a
 model by more roads than configurations do, and a configuration knows no coefficients.
@@ -29,25 +29,25 @@ State = Mapping[str, Any]
 
 
 def filters_by_name(host: Host, base: nn.Module) -> dict[str, FilterConfig]:
-    """Return the configurations by the relative names of the modules."""
+    """Return the configurations by the relative names of their modules."""
     return {host.relative_name(base, name): graph_filter.config for name, graph_filter in filters_of(base)}
 
 
 def live_record(model: nn.Module) -> dict[str, Any] | None:
-    """Return the record of the filters that a model has now; None of one without, or that no host knows."""
+    """Return the record of the filters that a model has now, or None if it has none or no host knows it."""
     if (base := _find_base(model)) is None or not patched_modules(base, required=False):
         return None
     return record_of(type(base).__name__, filters_by_name(host_of(base), base).items())
 
 
 def encode_record(adapter: State, record: dict[str, Any], model: nn.Module, model_state: State | None) -> Tensor:
-    """Return the tensor for the weights of an ``adapter``.
+    """Return the record as a tensor for the weights of an ``adapter``.
 
     Args:
-        adapter: its weights.
-        record: of the model's filters.
-        model: what it was trained on.
-        whole: the weights of that model where they are not in it, as FSDP gathers them.
+        adapter: the weights of the adapter.
+        record: the record of the model's filters.
+        model: the model that the adapter was trained on.
+        model_state: the weights of that model where they are not in it, as FSDP gathers them.
     """
     base = unwrapped(model)
     held = _group_by_owner(base, adapter)
@@ -82,7 +82,7 @@ def check_adapter(model: nn.Module, adapter: State) -> dict[str, Any]:
         if (graph_filter := filters.get(now)) is None:
             raise GraphFilterError(
                 f"the adapter holds {sum(map(len, held.values()))} filter coefficients that this {type(base).__name__} "
-                f"has no filter for, at {owner} first: patch it as it was, with patch_model or load_filter"
+                f"has no filter for, first at {owner}: patch it as it was, with patch_model or load_filter"
             )
         known = graph_filter.coefficient_tensors()
         coefficients = {f"{owner}.{CHILD}.{name}": x for name, x in tensors.items() if name in known}
@@ -101,7 +101,7 @@ def check_record(model: nn.Module, record: Any) -> None:
     if (filters := filters_by_name(host, base)) != {now.get(name, name): f for f, names in groups for name in names}:
         here = f"patched with {describe_record(record_of(kind, filters.items()))}" if filters else "not patched"
         raise GraphFilterError(
-            f"{trained_on}, and this {kind} is {here}: load it over a base that is patched as that one was"
+            f"{trained_on}, and this {kind} is {here}: load it into a base that is patched like that one"
         )
     samples = record.get(SAMPLES)
     present = _group_by_owner(base, base.state_dict()) if samples else {}
@@ -116,8 +116,8 @@ def check_record(model: nn.Module, record: Any) -> None:
             ):
                 raise GraphFilterError(
                     f"{trained_on} whose coefficients it does not hold, and {owner}.{CHILD}.{name} of this {kind} has "
-                    "other values, as those that patch_model starts with: load the model that it was trained on, or "
-                    "that filter with load_filter"
+                    "other values (such as the start values of patch_model): load the model that it was trained on, or "
+                    "its filter with load_filter"
                 )
 
 
@@ -135,7 +135,10 @@ def _is_ours(key: str) -> bool:
 
 
 def _decode_record(adapter: State) -> Any:
-    """Return the record; None where there is none, or as good as none in the zeros that an average starts with."""
+    """Return the record, or None if there is none.
+
+    The zeros from which an average of adapters starts hold none, either.
+    """
     encoded: Tensor | None = next((tensor for key, tensor in adapter.items() if _is_ours(key)), None)
     if encoded is None or not encoded.any():
         return None
@@ -144,14 +147,16 @@ def _decode_record(adapter: State) -> Any:
         return json.loads(bytes((values / values[0] * ord("{")).round().int().tolist()))
     except (ValueError, IndexError, RecursionError) as error:
         raise GraphFilterError(
-            f"the adapter's {KEY} is damaged, or the mean of adapters over different filters ({error}): save or "
+            f"the adapter's {KEY} is damaged, or is an average of adapters over different filters ({error}): save or "
             "download it again"
         ) from error
 
 
 def _group_by_owner(base: nn.Module, state: State) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors of the filters by the relative names of their modules, without what adapters put around them
-    and without the copies of adapters."""
+    """Return the tensors of the filters by the relative names of their modules.
+
+    The tensors of adapters, and the copies that adapters hold, are left out.
+    """
     host, by_owner = host_of(base), dict[str, dict[str, Tensor]]()
     for key, tensor in state.items():
         owner, marker, name = key.removeprefix("base_model.model.").partition(f".{CHILD}.")

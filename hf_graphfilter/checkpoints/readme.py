@@ -1,25 +1,24 @@
-"""The README.md of a folder that a patched model was saved to: what to import before loading it."""
+"""The README.md in the folder of a saved patched model, which says what to import before loading."""
 
 from __future__ import annotations
 
 import inspect
-import logging
 from pathlib import Path
 from typing import Any
 
 from ..errors import shown
 from ..files import write_text
 from ..filters.core.attached import patched_modules
+from ..logs import logger
 from ..text import printable
 from ..wrappers import Function, wrap
 
-logger = logging.getLogger("hf_graphfilter")
 _IMPORT = "import hf_graphfilter  # pip install hf-graphfilter\n"
 _OF_SENTENCE_TRANSFORMERS = "from sentence_transformers import "
 
 
 def write_readme(model: Any, directory: Any) -> None:
-    """Write the card of a patched model that was just saved, where its folder has no README.md.
+    """Write the card of a patched model that was just saved, unless its folder has a README.md.
 
     It has no table of the coefficients, which are sharded perhaps: this is called in one process.
     """
@@ -36,7 +35,7 @@ def write_readme(model: Any, directory: Any) -> None:
 
 
 def install() -> None:
-    """Let the cards of sentence-transformers name the import as well, where the encoder is patched."""
+    """Let the cards of sentence-transformers name the import as well, if the encoder is patched."""
     from sentence_transformers import SentenceTransformer
 
     name = "_create_model_card"
@@ -58,7 +57,7 @@ def _name_the_import(original: Function, self: Any, *args: Any, **kwargs: Any) -
 
 
 def _is_of_encoder(text: str) -> bool:
-    """Whether a card is the one that an encoder was saved with."""
+    """Return whether a card is the one that an encoder was saved with."""
     from huggingface_hub import ModelCard
 
     from .filter_card import is_signed

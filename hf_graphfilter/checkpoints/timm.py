@@ -1,4 +1,4 @@
-"""Patched checkpoints of timm. Its own functions save them; loading is here, since timm has no hook for it."""
+"""Patched checkpoints of timm, whose own functions save them. timm has no hook for loading, which is here."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ..errors import GraphFilterError, needs, shown
-from ..filters.core.attached import CHILD
+from ..filters.core.attached import CHILD, filters_of
 from ..hosts import host_of
 from ..hosts.timm import RECORD, write_record
+from ..logs import log_filters
 from ..patching.base_weights import remember_weights
 from ..patching.restore import apply_record
 from .values import check_values
@@ -27,19 +28,19 @@ _SOURCES = {"source", "url", "file", "state_dict", "hf_hub_id", "hf_hub_filename
 
 
 def load_timm_model(source: str | Path, **options: Any) -> nn.Module:
-    """A patched timm model, from what ``timm.models.save_for_hf`` or ``push_to_hf_hub`` saved.
+    """Load a patched timm model that ``timm.models.save_for_hf`` or ``push_to_hf_hub`` saved.
 
     Args:
         source: a folder, or the id of a Hub repository.
-        **options: further arguments of ``timm.create_model`` (``drop_path_rate``, ``img_size`` ...). They go before
-            those of the checkpoint, which may hold arguments of the model's class only.
+        **options: further arguments of ``timm.create_model`` (``drop_path_rate``, ``img_size`` ...). They take
+            precedence over those of the checkpoint, which may only hold arguments of the model's class.
 
     Returns:
-        The model, patched, with its weights, in evaluation mode. An unpatched checkpoint is an error.
+        The patched model with its weights, in evaluation mode. An unpatched checkpoint is an error.
 
     Raises:
-        GraphFilterError: nothing to load, no record of a filter, an architecture or arguments that are not those of a
-            model of timm, or weights that do not fit.
+        GraphFilterError: there is nothing to load or no record of a filter, the architecture or its arguments are not
+            those of a timm model, or the weights do not fit.
 
     Example:
         ``load_timm_model("me/deit-small-gfsa")``
@@ -88,6 +89,7 @@ def load_timm_model(source: str | Path, **options: Any) -> nn.Module:
     if wrong := [*misses.missing_keys, *misses.unexpected_keys]:
         raise GraphFilterError(f"{source}: {len(wrong)} weights do not fit {name} ({wrong[0]} ...); save it again")
     remember_weights(host_of(model), model, again=True)
+    log_filters("loaded", model, filters_of(model), source)
     return model.eval()  # type: ignore[no-any-return]
 
 
@@ -105,5 +107,5 @@ def _check_arguments(source: str | Path, name: object, args: object) -> None:
         wrong = shown(unknown[0] if isinstance(args, dict) else args)
         raise GraphFilterError(
             f"{source}: model_args of its config.json holds {wrong}, which the class of {name} does not take: "
-            "remove it, or give it to load_timm_model yourself if you trust it"
+            "remove it, or pass it to load_timm_model if you trust it"
         )

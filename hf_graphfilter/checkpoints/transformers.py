@@ -1,4 +1,4 @@
-"""Patched checkpoints of transformers: what ``PreTrainedModel`` must do more when it saves and loads.
+"""Patched checkpoints of transformers: the extensions of ``PreTrainedModel`` that save and load them.
 
 The first import of ``transformers.modeling_utils`` imports this file, whose end installs it; for patched models only.
 """
@@ -28,6 +28,7 @@ from ..hosts import host_of
 from ..hosts.transformers.attention import IMPLEMENTATION, graph_filter_attention
 from ..hosts.transformers.records import model_class, read_record, resolve_implementation, saved_config
 from ..hosts.transformers.sites import relative_name
+from ..logs import log_filters
 from ..patching.base_weights import remember_weights
 from ..patching.restore import STARTED, apply_record, check_resolved, resolve
 from ..wrappers import Function, wrap
@@ -37,7 +38,10 @@ from .values import check_values
 
 
 def install() -> None:
-    """Register the attention function, and let ``PreTrainedModel`` save and load patched checkpoints. Idempotent."""
+    """Register the attention function, and let ``PreTrainedModel`` save and load patched checkpoints.
+
+    Further calls change nothing.
+    """
     hooks: dict[str, Function] = {
         "_check_and_adjust_attn_implementation": resolve_implementation,
         "post_init": _patch_after_init,
@@ -76,8 +80,10 @@ def _initialise_filters(original: Function, self: PreTrainedModel, module: nn.Mo
 
 
 def _reset_missing(graph_filter: GraphFilter) -> None:
-    """Start values for all tensors that no checkpoint has loaded, in whatever way ``reset_parameters`` sets them: in
-    place, through ``data``, or as new tensors."""
+    """Set start values for all tensors that no checkpoint has loaded.
+
+    ``reset_parameters`` may set them in place, through ``data``, or as new tensors.
+    """
     for name, start in vars(graph_filter).pop(STARTED, {}).items():
         tensor = graph_filter.get_buffer(name)
         tensor.data = start.to(tensor)
@@ -106,8 +112,10 @@ def _load_by_record(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Loading of weights: coefficients under the names of another release are renamed, all of them must fit, and a
-    broken file is named."""
+    """Load weights with the filters of the record.
+
+    Coefficients under the names of another release are renamed, all of them must fit, and an error names a broken file.
+    """
     path = load_config.pretrained_model_name_or_path
     if not filters_of(model, copies=True) and read_record(model) is None:
         info, index = original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
@@ -129,12 +137,15 @@ def _load_by_record(
     if renamings:  # it will be saved by the others
         used = vars(model)["_weight_conversions"]
         vars(model)["_weight_conversions"] = [conversion for conversion in used if conversion not in renamings]
+    log_filters("loaded", model, filters_of(model), path)
     return info, index
 
 
 def _check_values(model: PreTrainedModel, state_dict: dict[str, Tensor] | None, files: list[str]) -> None:
-    """``check_values`` of the coefficients in a checkpoint: as they are in its files, whatever becomes of them (cast,
-    sharded, left on disk)."""
+    """Check the coefficients of a checkpoint with ``check_values``, as they are in its files.
+
+    Afterwards they may be cast, sharded or left on disk.
+    """
     names = {name for _, graph_filter in filters_of(model) for name in graph_filter.coefficient_names()}
 
     def coefficients(keys: Iterable[str], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
@@ -155,7 +166,7 @@ def _check_values(model: PreTrainedModel, state_dict: dict[str, Tensor] | None, 
 
 
 def _follow_renaming(model: PreTrainedModel) -> list[WeightRenaming]:
-    """The record, now with the names that the modules have in this release; and the renamings of their coefficients."""
+    """Bring the record to the module names of this release, and return the renamings of the coefficients."""
     host, record = host_of(model), read_record(model) or {}
     names = [name for _, group in read_groups(record, type(model).__name__) for name in group]
     sites = resolve(host, model, names)
@@ -171,8 +182,10 @@ def _follow_renaming(model: PreTrainedModel) -> list[WeightRenaming]:
 
 
 def _is_a_part(model: PreTrainedModel, record: dict[str, Any], absent: set[str]) -> bool:
-    """Whether the modules that a record names and ``model`` lacks are in the class that was saved, or, since our first
-    release does not say which that was, in one that may have been."""
+    """Return whether the modules that ``model`` lacks are in the class that was saved.
+
+    Our first release does not record that class; then any class that may have been saved counts.
+    """
     config = copy.deepcopy(model.config)
     setattr(config, CHILD, None)
     names = [record["model"]] if "model" in record else config.architectures or []
@@ -188,7 +201,7 @@ def _is_a_part(model: PreTrainedModel, record: dict[str, Any], absent: set[str])
 
 
 def _check_coefficients(model: PreTrainedModel, info: Any, path: Any) -> None:
-    """Nothing is silently unfiltered: every coefficient in the file went somewhere, and the file has all or none."""
+    """Raise if a coefficient in the file found no filter, or the file has only some of them."""
     marker = f".{CHILD}."
     unexpected = sorted(k for k in info.unexpected_keys if marker in k)
     owners = {relative_name(model, name) for name, _ in model.named_modules()} if unexpected else set()
@@ -199,7 +212,7 @@ def _check_coefficients(model: PreTrainedModel, info: Any, path: Any) -> None:
             f"load it with the class that was saved, {model.config.architectures}"
             if read_record(model)
             else "its config.json holds no record of them: if only a part of the model was patched, patch the whole "
-            "with layers= and save it again; if that file was changed, restore it"
+            "model with layers= and save it again; if that file was changed, restore it"
         )
         raise GraphFilterError(
             f"{path} holds filter coefficients that {type(model).__name__} has no filter for ({lost[0]} and "
@@ -219,7 +232,7 @@ def _check_coefficients(model: PreTrainedModel, info: Any, path: Any) -> None:
 
 
 def _copy_of(name: str) -> str:
-    """Of the copies that PEFT keeps for its adapters, which come one by one, the one that a name is in."""
+    """Return which of PEFT's copies for its adapters a name belongs to; they are loaded one by one."""
     match = re.match(r"original_module\.|modules_to_save\.[^.]+\.", name)
     return match[0] if match else ""
 
@@ -227,8 +240,11 @@ def _copy_of(name: str) -> str:
 def _refuse_lost_filters(
     original: Function, self: PreTrainedModel, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
 ) -> None:
-    """``load_state_dict`` of weights with a filter into a model without it: torch's strict=False, and PEFT, drop them
-    in silence, and the optimizer's state, which the Trainer resumes, would be that of other parameters."""
+    """Raise if ``load_state_dict`` would lose a filter, since the model does not have it.
+
+    torch with strict=False and PEFT drop such weights silently. The optimizer's state, which the Trainer resumes, would
+    belong to other parameters.
+    """
     saved_shapes: dict[tuple[str, str], dict[str, Any]] = {}
     for key in state_dict:
         owner, marker, name = key.removeprefix(prefix).partition(f".{CHILD}.")
@@ -242,8 +258,8 @@ def _refuse_lost_filters(
             continue  # weights of another model, which torch reports
         if (graph_filter := module._modules.get(CHILD)) is None:
             raise GraphFilterError(
-                f"the weights hold a graph filter at {owner}, and this {type(self).__name__} has none there: patch "
-                "it first as it was when they were saved, with patch_model or load_filter"
+                f"the weights hold a graph filter at {owner}, and this {type(self).__name__} has none there: first "
+                "patch it as it was when they were saved, with patch_model or load_filter"
             )
         own_shapes = {k: getattr(v, "shape", ()) for k, v in graph_filter.state_dict().items() if _copy_of(k) == copied}
         other = any(own_shapes.get(k) not in (shapes[k], (0,)) for k in shapes)  # (0,): ZeRO-3's

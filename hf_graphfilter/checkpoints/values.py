@@ -1,4 +1,4 @@
-"""The values of coefficients in files: what is checked before they are loaded."""
+"""A check of the values of coefficients in files before they are loaded."""
 
 from __future__ import annotations
 

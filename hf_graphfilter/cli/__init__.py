@@ -1,4 +1,4 @@
-"""The command ``hf-graphfilter``: the same verbs as the Python API."""
+"""The command ``hf-graphfilter``: the verbs of the Python API."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .write_report import report
 
 app = typer.Typer(
     name="hf-graphfilter",
-    help="Graph filters in place of self-attention, for pretrained Hugging Face models.",
+    help="Replace self-attention in pretrained Hugging Face models by graph filters.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -40,13 +40,13 @@ def _import_modules(
     context: typer.Context,
     modules: Annotated[
         list[str] | None,
-        typer.Option("--import", metavar="MODULE", help="A module that registers filters of your own, repeatable."),
+        typer.Option("--import", metavar="MODULE", help="A module that registers custom filters; repeatable."),
     ] = None,
     version: Annotated[
         bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
     ] = False,
 ) -> None:
-    if modules and context.invoked_subcommand != "run":  # which hands them on
+    if modules and context.invoked_subcommand != "run":  # which passes them on
         from ..filters import import_filters
 
         import_filters(modules)
@@ -55,16 +55,16 @@ def _import_modules(
 def demo(
     output: Annotated[
         Path | None,
-        typer.Option(help="Directory to write to.", show_default="runs/first-look, or runs/demo with --seeds"),
+        typer.Option(help="The directory to write to.", show_default="runs/first-look, or runs/demo with --seeds"),
     ] = None,
     seeds: Annotated[
         int | None,
-        typer.Option(min=1, help="Compare this many pairs of runs, with and without the filter, instead."),
+        typer.Option(min=1, help="Compare this many pairs of runs instead, with and without the filter."),
     ] = None,
     rows: Annotated[
-        int | None, typer.Option(min=32, help="Training snippets.", show_default="1024, or 2000 with --seeds")
+        int | None, typer.Option(min=32, help="Number of training texts.", show_default="1024, or 2000 with --seeds")
     ] = None,
-    K: Annotated[int, typer.Option("--K", min=1, help="Order of the filter.")] = 3,
+    K: Annotated[int, typer.Option("--K", min=1, help="The order of the filter.")] = 3,
     filter_lr: Annotated[float, typer.Option(help="Learning rate of the filter coefficients.")] = 1e-2,
     minutes: Annotated[
         float | None,
@@ -104,11 +104,11 @@ def run(
     context: typer.Context,
     program: Annotated[str, typer.Argument(help="A Python file, a command, or with -m a module.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="Its arguments and options.", show_default=False)
+        list[str] | None, typer.Argument(help="Arguments and options of the program.", show_default=False)
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="PROGRAM is a module, as with python -m.")] = False,
     filter_lr: Annotated[
-        float | None, typer.Option(help="Learning rate of the filter coefficients, where PROGRAM trains.")
+        float | None, typer.Option(help="Learning rate of the filter coefficients, if PROGRAM trains.")
     ] = None,
 ) -> None:
     """Run any other Python program so that it, and every process it starts, loads patched checkpoints.
@@ -133,7 +133,7 @@ app.command("convert", hidden=True)(linearize)  # its earlier name
 
 
 def main() -> None:
-    """Entry point: user mistakes are one line on stderr and exit code 1, wrong usage 2."""
+    """Run the command: user mistakes are one line on stderr and exit code 1, wrong usage is exit code 2."""
     try:
         app(prog_name="hf-graphfilter")
     except (GraphFilterError, OSError, SafetensorError) as error:

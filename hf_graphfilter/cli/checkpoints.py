@@ -1,4 +1,4 @@
-"""What the verbs share: checkpoints read and written, and how they are named on the command line."""
+"""The shared parts of the verbs: checkpoints to read and write, and their arguments on the command line."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from ..errors import GraphFilterError, shown
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-Source = Annotated[str, typer.Argument(help="A checkpoint: directory or Hub id.")]
-Output = Annotated[Path, typer.Argument(help="Directory to write to.")]
+Source = Annotated[str, typer.Argument(help="A checkpoint: a directory or a Hub id.")]
+Output = Annotated[Path, typer.Argument(help="The directory to write to.")]
 AutoClass = Annotated[
     str | None,
-    typer.Option("--auto-class", help="Load with this class instead of the saved one, e.g. AutoModelForCausalLM."),
+    typer.Option(
+        "--auto-class", help="The class to load the model with instead of the saved one, e.g. AutoModelForCausalLM."
+    ),
 ]
 
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the start values of filters that begin at random.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the start values, for filters that start at random.")]
 
 
 def check_output(output: Path, source: str | None = None) -> None:
-    """Before long work: whether ``output`` can be a directory that files are written to."""
+    """Raise, before long work, unless ``output`` can be a directory that files are written to."""
     try:
         if source is not None and output.exists() and output.samefile(source):
-            raise GraphFilterError(f"{output} is the checkpoint that is read: name another directory to write to")
+            raise GraphFilterError(f"{output} is the checkpoint to read: name another directory to write to")
     except FileNotFoundError:
         pass  # the source is on the Hub
     nearest = next(path for path in (output, *output.absolute().parents) if path.exists())
@@ -49,10 +51,10 @@ def check_output(output: Path, source: str | None = None) -> None:
 
 @contextlib.contextmanager
 def keep_progress(progress: Path) -> Iterator[None]:
-    """Say what is kept of a fit that is interrupted, or that finds the disk full."""
+    """Report what is kept of a fit that is interrupted or fills the disk."""
     from ..fitting.checkpoint import is_kept
 
-    resumes = f"progress is kept in {progress}, the same command goes on"
+    resumes = f"progress is kept in {progress}, and the same command resumes"
     try:
         yield
     except KeyboardInterrupt:
@@ -64,16 +66,19 @@ def keep_progress(progress: Path) -> Iterator[None]:
 
 
 def message_of(error: Exception) -> str:
-    """Return the message of an error, with the file that it is about."""
+    """Return the message of an error, with the file concerned."""
     return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
 
 
 def load_config(source: str, patched: bool = False) -> PreTrainedConfig:
+    """Return the config of a checkpoint, which must have a filter if ``patched``."""
     import transformers
 
     folder = Path(source)
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise GraphFilterError(f"{source} holds no config.json: it is no checkpoint")
+        raise GraphFilterError(
+            f"{source} holds no config.json, so it is no checkpoint: name the directory of a saved model"
+        )
     if folder.is_dir() and '"pretrained_cfg"' in (folder / "config.json").read_text(errors="replace"):
         raise GraphFilterError(f"{source} is a checkpoint of timm: use load_timm_model in Python")
     if folder.is_file():
@@ -92,7 +97,10 @@ def load(
     make: Callable[[Any], Any] = lambda model: model,
     dtype: str | None = None,
 ) -> Any:
-    """``make(model)`` of a checkpoint, tried without the weights first, since these may take long to come."""
+    """Return ``make(model)`` of a checkpoint.
+
+    It is first tried without the weights, since these may take long to come.
+    """
     import transformers
     from accelerate import init_empty_weights
     from transformers import PreTrainedModel
@@ -134,7 +142,7 @@ def _name_source(source: str) -> Iterator[None]:
 
 
 def save(model: Any, source: str, output: Path, show: bool = True) -> None:
-    """The checkpoint, and its tokenizer or image processor, so that it is as usable as the source."""
+    """Save the checkpoint with its tokenizer or image processor, so that it is as usable as the source."""
     from transformers import AutoProcessor, PreTrainedTokenizerBase
 
     from ..checkpoints.tokenizer import knows_words
@@ -154,7 +162,7 @@ def save(model: Any, source: str, output: Path, show: bool = True) -> None:
 
 
 def save_modules(source: str, output: Path) -> None:
-    """Copy what makes a checkpoint one of sentence-transformers: its list of modules, their folders and its settings.
+    """Copy the files of sentence-transformers: the list of modules, their folders and the settings.
 
     The list may name folders directly in the source, and nothing is copied that leads out of it.
     """
@@ -174,7 +182,7 @@ def save_modules(source: str, output: Path) -> None:
     folders = [path for path in paths if path != ""]  # that of the source itself
     if wrong := [path for path in folders if not (isinstance(path, str) and re.fullmatch(r"\w[\w.-]*", path))]:
         raise GraphFilterError(
-            f"modules.json of {source} names {shown(wrong[0])}, which is no folder in it: correct it"
+            f"modules.json of {source} names {shown(wrong[0])}, which is no folder in it: correct that entry"
         )
     patterns = ["modules.json", "sentence_*_config.json", "config_sentence_transformers.json"]
     patterns += [f"{folder}/*" for folder in folders]
@@ -184,13 +192,14 @@ def save_modules(source: str, output: Path) -> None:
         # the cache of the Hub holds links to the files of the same repository
         inside = [root.resolve(), *([root.resolve().parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
         if not any(place.is_relative_to(folder) for folder in inside):
-            raise GraphFilterError(f"{file} is a link that leads out of {source}: put the file itself there")
+            raise GraphFilterError(f"{file} is a link to a file outside {source}: put the file itself there")
         copied = output / file.relative_to(root)
         copied.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(place, copied)
 
 
 def show_status(model: Any) -> None:
+    """Print the table of ``filter_status``, if the model is patched."""
     from ..patching.status import filter_status
 
     if status := filter_status(model):

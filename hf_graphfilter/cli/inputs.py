@@ -1,4 +1,4 @@
-"""What the verbs read: texts and images, for the model of a checkpoint, and a learning rate."""
+"""The inputs of the verbs: texts and images for the model of a checkpoint, and a learning rate."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 
 
 def check_rate(lr: float | None) -> float | None:
+    """Return a learning rate if it is positive and finite, or None."""
     if lr is not None and not 0 < lr < float("inf"):
         raise GraphFilterError(f"--lr must be a positive number, got {lr}")
     return lr
 
 
 def tokenizer_of(source: str) -> Any:
+    """Return the tokenizer of a checkpoint, with a token for padding."""
     from transformers import AutoTokenizer
 
     from ..checkpoints.tokenizer import knows_words
@@ -28,22 +30,22 @@ def tokenizer_of(source: str) -> Any:
     except (OSError, ValueError) as error:
         raise GraphFilterError(f"{source} has no tokenizer: {error}") from error
     if not knows_words(tokenizer):
-        raise GraphFilterError(f"{source} has no tokenizer: save the original model's there")
+        raise GraphFilterError(f"{source} has no tokenizer: save that of the original model there")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
 def lines_of(files: list[Path]) -> list[str]:
-    """The lines that hold text."""
+    """Return the lines of files that hold text."""
     lines = [line for file in files for line in file.read_text(errors="replace").splitlines() if line.strip()]
     if not lines:
-        raise GraphFilterError(f"{', '.join(map(str, files))} holds no texts")
+        raise GraphFilterError(f"{', '.join(map(str, files))} holds no texts: give a file with one text per line")
     return lines
 
 
 def column_of(dataset: str, configuration: str | None, split: str, column: str) -> list[str]:
-    """The texts of a data set of the Hub or of a folder."""
+    """Return the texts in a column of a data set of the Hub or of a folder."""
     with needs("recipes", "a data set"):
         import datasets
     try:
@@ -56,6 +58,7 @@ def column_of(dataset: str, configuration: str | None, split: str, column: str) 
 
 
 def texts_of(source: str, files: list[Path], count: int, length: int, batch_size: int) -> list[Any]:
+    """Return batches of the first ``count`` lines of files."""
     from transformers import AutoConfig
 
     lines, tokenizer = lines_of(files)[:count], tokenizer_of(source)
@@ -70,12 +73,12 @@ def texts_of(source: str, files: list[Path], count: int, length: int, batch_size
 
 
 def add_decoder_inputs(batch: dict[str, Any]) -> dict[str, Any]:
-    """Of an encoder-decoder: the text itself, as far as it is read."""
+    """Add the inputs of the decoder, which are the text itself."""
     return batch | {f"decoder_{name}": value for name, value in batch.items()}
 
 
 class Images:
-    """Batches of the images in a folder and below, each read when it is asked for, again and again."""
+    """Batches of the images in a folder and its subfolders, which are read anew in each iteration."""
 
     def __init__(self, source: str, folder: Path, batch_size: int, count: int | None = None):
         from transformers import AutoImageProcessor
@@ -106,7 +109,7 @@ def open_image(file: Path) -> Any:
     """Return an image in RGB.
 
     Raises:
-        GraphFilterError: it is damaged, or has more pixels than PIL takes.
+        GraphFilterError: the file is damaged, or has more pixels than PIL takes.
     """
     from PIL import Image
 
@@ -114,4 +117,4 @@ def open_image(file: Path) -> Any:
         with Image.open(file) as image:
             return image.convert("RGB")
     except Exception as error:  # whatever a damaged file leads to
-        raise GraphFilterError(f"--images: {file} cannot be read as an image ({error}): take it away") from error
+        raise GraphFilterError(f"--images: {file} cannot be read as an image ({error}): remove it") from error

@@ -20,53 +20,74 @@ def linearize(
     source: Source,
     output: Output,
     text: Annotated[
-        list[Path] | None, typer.Option("--text", "-t", help="A file of texts, a line each, repeatable.")
+        list[Path] | None, typer.Option("--text", "-t", help="A file with one text per line; repeatable.")
     ] = None,
-    dataset: Annotated[str | None, typer.Option("--dataset", help="A data set of the Hub, or a folder.")] = None,
-    configuration: Annotated[str | None, typer.Option("--dataset-config", help="Of the data set.")] = None,
-    split: Annotated[str, typer.Option("--split", help="Of the data set.")] = "train",
-    column: Annotated[str, typer.Option("--column", help="Of the data set, with the texts.")] = "text",
-    images: Annotated[Path | None, typer.Option("--images", help="A folder of images, with subfolders.")] = None,
-    filter: Annotated[str, typer.Option("--filter", "-f", help="One in the place of attention.")] = "agf",
+    dataset: Annotated[
+        str | None, typer.Option("--dataset", help="A data set of the Hub, or a folder with one.")
+    ] = None,
+    configuration: Annotated[
+        str | None, typer.Option("--dataset-config", help="Configuration of the data set.")
+    ] = None,
+    split: Annotated[str, typer.Option("--split", help="Split of the data set.")] = "train",
+    column: Annotated[str, typer.Option("--column", help="Column of the data set that holds the texts.")] = "text",
+    images: Annotated[Path | None, typer.Option("--images", help="A folder of images; subfolders count, too.")] = None,
+    filter: Annotated[
+        str, typer.Option("--filter", "-f", help="Name of a replacement filter; hf-graphfilter filters lists them.")
+    ] = "agf",
     options: Annotated[
-        list[str] | None, typer.Option("--option", "-o", help="An option of the filter as NAME=VALUE, repeatable.")
+        list[str] | None, typer.Option("--option", "-o", help="An option of the filter as NAME=VALUE; repeatable.")
     ] = None,
-    budget: Annotated[int, typer.Option("--budget", help="Tokens of all stages together.")] = 1_000_000,
+    budget: Annotated[int, typer.Option("--budget", help="Number of tokens to train on, over all stages.")] = 1_000_000,
     stages: Annotated[
         list[str] | None,
-        typer.Option("--stage", help="NAME=SHARE of the budget: attention, hidden, logits; repeatable, in order."),
+        typer.Option(
+            "--stage",
+            help="A stage and its share of the budget as NAME=SHARE; names: attention, hidden, logits; repeatable.",
+        ),
     ] = None,
     train: Annotated[
-        Literal["filters", "lora", "all"], typer.Option("--train", help="By the stages after attention.")
+        Literal["filters", "lora", "all"],
+        typer.Option("--train", help="The weights to train in the stages after attention."),
     ] = "filters",
     layers: Annotated[
         str | None,
-        typer.Option("--layers", "-l", help="even, odd, indices 0,2,-1, a slice 2:8, or auto:75%; all if not given."),
+        typer.Option(
+            "--layers",
+            "-l",
+            help="Layers to replace: even, odd, indices 0,2,-1, a slice 2:8, or auto:75%; default: all.",
+        ),
     ] = None,
     stack: Annotated[
-        Literal["encoder", "decoder"] | None, typer.Option("--stack", help="Only this one; both if not given.")
+        Literal["encoder", "decoder"] | None, typer.Option("--stack", help="Replace only in this stack; default: both.")
     ] = None,
-    length: Annotated[int, typer.Option("--length", min=2, help="Most tokens of a text.")] = 512,
+    length: Annotated[int, typer.Option("--length", min=2, help="Maximum number of tokens per text.")] = 512,
     batch: Annotated[
-        int | None, typer.Option("--batch-tokens", min=2, help="Tokens of a batch; --length of them if not given.")
+        int | None, typer.Option("--batch-tokens", min=2, help="Number of tokens per batch; default: --length.")
     ] = None,
-    holdout: Annotated[int, typer.Option("--holdout", min=1, help="Batches to measure on.")] = 32,
-    lr: Annotated[float | None, typer.Option("--lr", callback=check_rate, help="Of the first stage.")] = None,
+    holdout: Annotated[int, typer.Option("--holdout", min=1, help="Number of batches to measure on.")] = 32,
+    lr: Annotated[
+        float | None, typer.Option("--lr", callback=check_rate, help="Learning rate of the first stage.")
+    ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option("--dtype", help="Of the weights; the checkpoint's if not given."),
+        typer.Option("--dtype", help="dtype of the weights; default: that of the checkpoint."),
     ] = None,
-    precision: Annotated[Literal["bf16"] | None, typer.Option("--precision", help="Compute in it.")] = None,
+    precision: Annotated[
+        Literal["bf16"] | None, typer.Option("--precision", help="Mixed precision for the computation.")
+    ] = None,
     gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Less memory, more time.")
+        bool, typer.Option("--gradient-checkpointing", help="Use less memory and more time.")
     ] = False,
-    timed: Annotated[bool, typer.Option("--speed", help="Time it beside the original, by length.")] = False,
+    timed: Annotated[
+        bool, typer.Option("--speed", help="Compare its speed with the original, by text length.")
+    ] = False,
     seed: Seed = 0,
     auto_class: AutoClass = None,
 ) -> None:
-    """Linearize a pretrained model: patch it, fit it to itself, measure what that costs, and save it.
+    """Linearize a pretrained model: patch it, fit it to the original, measure the loss of quality, and save it.
 
-    With several processes: accelerate launch -m hf_graphfilter linearize ... Interrupted, the same command goes on.
+    For several processes: accelerate launch -m hf_graphfilter linearize ... After an interruption, run the same command
+    again, and it resumes.
 
     [dim]hf-graphfilter linearize sentence-transformers/all-MiniLM-L6-v2 runs/minilm-agf --text reviews.txt[/dim]
 
@@ -79,15 +100,17 @@ def linearize(
     from ..fitting.checkpoint import remove
 
     if sum(map(bool, (text, dataset, images))) != 1:
-        raise GraphFilterError("a conversion needs inputs: one of --text FILE, --dataset NAME and --images DIR")
+        raise GraphFilterError("a conversion needs inputs: give one of --text FILE, --dataset NAME and --images DIR")
     if timed and images:
-        raise GraphFilterError("--speed times models of text, by length: leave it out with --images")
+        raise GraphFilterError("--speed measures models of text, by length: omit it with --images")
     chosen = layers if layers and layers.startswith("auto") else parse_layers(layers)
     shares, of_filter = parse_options(stages or []), parse_options(options or [])
     if wrong := [f"{k}={v}" for k, v in shares.items() if not isinstance(v, (int, float))]:
         raise GraphFilterError(f"--stage {wrong[0]}: the share is a number, for instance attention=0.7")
     if taken := [name for name in of_filter if name in inspect.signature(fit).parameters]:
-        raise GraphFilterError(f"--option {taken[0]}: options are of the filter; see linearize --help for the others")
+        raise GraphFilterError(
+            f"--option {taken[0]}: --option is for options of the filter; see linearize --help for the others"
+        )
     check_output(output, source)
     if images is None:
         texts = column_of(dataset, configuration, split, column) if dataset else lines_of(text or [])
@@ -142,7 +165,7 @@ def _batches(source: str, texts: list[str], length: int, tokens: int | None) -> 
 
 
 def _place(model: Any) -> tuple[Any, bool]:
-    """The model on the device of this process, and whether that is the first."""
+    """Return the model on the device of this process, and whether this is the first process."""
     from accelerate import PartialState
 
     state = PartialState()

@@ -1,4 +1,4 @@
-"""The verbs that write, look at and describe checkpoints and filters."""
+"""The verbs that write, inspect and describe checkpoints and filters."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def patch(
         str, typer.Option("--filter", "-f", help="Name of a filter; hf-graphfilter filters lists them.")
     ] = "gfsa",
     options: Annotated[
-        list[str] | None, typer.Option("--option", "-o", help="An option of the filter as NAME=VALUE, repeatable.")
+        list[str] | None, typer.Option("--option", "-o", help="An option of the filter as NAME=VALUE; repeatable.")
     ] = None,
     layers: Annotated[
         str | None,
-        typer.Option("--layers", "-l", help="even, odd, indices 0,2,-1 or a slice 2:8; all layers if not given."),
+        typer.Option("--layers", "-l", help="Layers to patch: even, odd, indices 0,2,-1 or a slice 2:8; default: all."),
     ] = None,
     stack: Annotated[
-        Literal["encoder", "decoder"] | None, typer.Option("--stack", help="Only this one; both if not given.")
+        Literal["encoder", "decoder"] | None, typer.Option("--stack", help="Patch only this stack; default: both.")
     ] = None,
     seed: Seed = 0,
     auto_class: AutoClass = None,
 ) -> None:
-    """Patch a checkpoint and save it, ready to fine-tune; with GFSA its outputs are the same as before.
+    """Patch a checkpoint and save it, ready to fine-tune. With GFSA its outputs are the same as before.
 
     [dim]hf-graphfilter patch bert-base-uncased runs/bert-gfsa -o K=4 -o 'learn=["w_0","w_K"]' --layers even[/dim]
 
@@ -60,16 +60,16 @@ def patch(
     torch.manual_seed(seed)
     config, chosen = as_config(filter, **parse_options(options or [])), parse_layers(layers)
     check_output(output, source)
-    model = load(source, auto_class, make=lambda plain: patch_model(plain, config, layers=chosen, stack=stack))
+    model = load(source, auto_class, make=lambda model: patch_model(model, config, layers=chosen, stack=stack))
     save(model, source, output)
     if not config.starts_as_original:
-        Console().print("its outputs are not the original's: fit it with hf-graphfilter transfer, or fine-tune it")
+        Console().print("its outputs differ from the original's: fit it with hf-graphfilter transfer, or fine-tune it")
 
 
 def unpatch(source: Source, output: Output, auto_class: AutoClass = None) -> None:
-    """Take the filters out of a checkpoint and save the original architecture, with the weights it has now.
+    """Remove the filters from a checkpoint and save the original architecture, with its current weights.
 
-    [dim]hf-graphfilter unpatch runs/bert-gfsa runs/bert-plain[/dim]
+    [dim]hf-graphfilter unpatch runs/bert-gfsa runs/bert-unpatched[/dim]
     """
     from ..patching.patch import unpatch_model
 
@@ -80,17 +80,20 @@ def unpatch(source: Source, output: Output, auto_class: AutoClass = None) -> Non
 def transfer(
     source: Source,
     output: Output,
-    text: Annotated[list[Path], typer.Option("--text", "-t", help="A file of plain text, repeatable.")],
-    steps: Annotated[int, typer.Option(min=1, help="Batches of the regression.")] = 1000,
-    length: Annotated[int, typer.Option(min=8, help="Tokens of a window of text.")] = 128,
-    batch_size: Annotated[int, typer.Option(min=1, help="Windows in a batch.")] = 8,
+    text: Annotated[list[Path], typer.Option("--text", "-t", help="A text file; repeatable.")],
+    steps: Annotated[int, typer.Option(min=1, help="Number of training steps.")] = 1000,
+    length: Annotated[int, typer.Option(min=8, help="Number of tokens per window of text.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Number of windows per batch.")] = 8,
     lr: Annotated[float, typer.Option(callback=check_rate, help="Learning rate.")] = 3e-3,
     end_to_end: Annotated[
-        Literal["hidden", "logits"] | None, typer.Option(help="A second stage, against these of the model.")
+        Literal["hidden", "logits"] | None,
+        typer.Option(help="Add a second stage that fits these outputs of the model."),
     ] = None,
     auto_class: AutoClass = None,
 ) -> None:
-    """Fit the filters of a patched language model to its original attention, on plain text. Interrupted, it goes on.
+    """Fit the filters of a patched language model to its original attention, on text files.
+
+    After an interruption, run the same command again, and it resumes.
 
     [dim]hf-graphfilter transfer runs/bert-agf runs/bert-agf-fitted -t wiki.txt --steps 1000[/dim]
     """
@@ -110,7 +113,7 @@ def transfer(
     if len(batches) <= held:
         raise GraphFilterError(
             f"the text gives {len(windows)} windows of {length} tokens, {len(batches)} batches of {batch_size}, and "
-            f"{held + 1} are needed, {held} to measure on: give more text, or a smaller --batch-size or --length"
+            f"{held + 1} are needed ({held} to measure on): give more text, or a smaller --batch-size or --length"
         )
     model = load(source, auto_class, patched=True)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -132,7 +135,7 @@ def transfer(
 
 
 def save_filter(source: Source, output: Output, auto_class: AutoClass = None) -> None:
-    """Write the filter of a patched checkpoint alone: a few KB, to be laid over any copy of the base model.
+    """Write the filter of a patched checkpoint alone: a few KB, to load into any copy of the base model.
 
     [dim]hf-graphfilter save-filter runs/bert-gfsa runs/filter[/dim]
     """
@@ -145,11 +148,11 @@ def save_filter(source: Source, output: Output, auto_class: AutoClass = None) ->
 
 def load_filter(
     source: Source,
-    filter: Annotated[str, typer.Argument(help="What save-filter wrote: directory or Hub id.")],
+    filter: Annotated[str, typer.Argument(help="A filter that save-filter wrote: a directory or a Hub id.")],
     output: Output,
     auto_class: AutoClass = None,
 ) -> None:
-    """Lay a saved filter over a copy of its base model, and save the patched checkpoint.
+    """Load a saved filter into a copy of its base model, and save the patched checkpoint.
 
     [dim]hf-graphfilter load-filter bert-base-uncased runs/filter runs/bert-gfsa[/dim]
     """
@@ -160,7 +163,9 @@ def load_filter(
 
 
 def export_remote_code(
-    folder: Annotated[Path, typer.Argument(help="A patched checkpoint; two small changes are made in it.")],
+    folder: Annotated[
+        Path, typer.Argument(help="A patched checkpoint; a file of code and an entry in its config.json are added.")
+    ],
 ) -> None:
     """Let programs that only offer trust_remote_code load a patched checkpoint, where this package is installed.
 
@@ -173,7 +178,7 @@ def export_remote_code(
 
 
 def status(source: Source, auto_class: AutoClass = None) -> None:
-    """Show what is patched: module, filter, coefficients (mean ± spread over heads), backend.
+    """Show the patched modules: filter, coefficients (mean ± spread over heads) and backend.
 
     [dim]hf-graphfilter status runs/bert-gfsa[/dim]
     """
@@ -181,7 +186,7 @@ def status(source: Source, auto_class: AutoClass = None) -> None:
 
 
 def filters(
-    name: Annotated[str | None, typer.Argument(help="Only this filter; all if not given.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Show only this filter; default: all.")] = None,
 ) -> None:
     """List the registered filters, with their options as hf-graphfilter patch -o takes them.
 
@@ -212,19 +217,19 @@ def filters(
 
 def card(
     source: Source,
-    repo_id: Annotated[
-        str | None, typer.Option(help="Hub id under which it will be found; SOURCE if not given.")
-    ] = None,
+    repo_id: Annotated[str | None, typer.Option(help="Hub id that the card names; default: SOURCE.")] = None,
     base_model: Annotated[str | None, typer.Option(help="Hub id of the model that was patched.")] = None,
-    license: Annotated[str | None, typer.Option(help="Licence identifier of the Hub.")] = None,
-    training: Annotated[list[str] | None, typer.Option(help="A hyper-parameter as NAME=VALUE, repeatable.")] = None,
+    license: Annotated[str | None, typer.Option(help="Licence, as the Hub identifies it.")] = None,
+    training: Annotated[list[str] | None, typer.Option(help="A hyper-parameter as NAME=VALUE; repeatable.")] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Where to write; README.md of the checkpoint directory if not given.")
+        Path | None, typer.Option(help="The file to write; default: README.md of the checkpoint directory.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the text of a card that is not ours.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the text of a card that this command did not write.")
+    ] = False,
     auto_class: AutoClass = None,
 ) -> None:
-    """Write the model card of a patched checkpoint; results recorded in a card that is there are kept.
+    """Write the model card of a patched checkpoint. Results in an existing card are kept.
 
     [dim]hf-graphfilter card runs/bert-gfsa --repo-id me/bert-gfsa --base-model bert-base-uncased[/dim]
     """
@@ -245,7 +250,7 @@ def card(
 
 
 def _read_trainer_state(folder: Path) -> dict[str, Any]:
-    """What a Trainer left as JSON beside its checkpoint; its arguments are a pickle, which is not read."""
+    """Return what a Trainer wrote as JSON with its checkpoint; its arguments are a pickle, which is not read."""
     try:
         state = json.loads((folder / "trainer_state.json").read_text())
         names = {"num_train_epochs": "epochs", "global_step": "steps", "train_batch_size": "batch size"}

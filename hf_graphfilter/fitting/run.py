@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from ..errors import GraphFilterError
 from ..filters import GraphFilter
+from ..logs import logger
+from ..text import printable
 from .checkpoint import Checkpoint
 from .objectives import Batch
 from .processes import average_gradients, mean_of, share, total
@@ -224,6 +226,8 @@ class StageRun:
             for moment in ("step", "exp_avg", "exp_avg_sq"):
                 if (t := tensors.get(f"{moment}.{name}")) is not None:
                     self.optimizer.state[parameter][moment] = t if moment == "step" else t.to(parameter)
+        place = printable(checkpoint.directory)
+        logger.info("resumed the stage %r at step %d from %s", self.stage.name, self.step, place)
         return True
 
 

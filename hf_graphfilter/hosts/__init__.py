@@ -1,4 +1,7 @@
-"""Hosts: where attention lives in each library. A file or folder a library, all with the functions of ``Host``."""
+"""Hosts: the adapters to each library in which attention lives.
+
+A host is a file or folder per library that has all the functions of ``Host``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ __all__ = ["Host", "encoder_of", "host_of", "unwrapped"]
 
 
 def host_of(model: object) -> Host:
-    """The host of a model.
+    """Return the host of a model.
 
     Raises:
         GraphFilterError: no host takes this kind of object.
@@ -31,5 +34,5 @@ def host_of(model: object) -> Host:
         )
     raise GraphFilterError(
         f"cannot patch a {type(model).__module__}.{type(model).__qualname__}: patch_model takes a transformers "
-        "PreTrainedModel, a timm model or a SentenceTransformer (hand in the inner model if it is wrapped)"
+        "PreTrainedModel, a timm model or a SentenceTransformer (pass the inner model if it is wrapped)"
     )

@@ -1,4 +1,4 @@
-"""What a host is, and what hosts share."""
+"""The interface of a host, and functions that hosts share."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..filters.core.attached import CHILD
 
 
 class Host(Protocol):
-    """What ``patching`` needs of a library."""
+    """The functions that ``patching`` needs for one library."""
 
     LIBRARY: str  # as the Hub names it
 
     def find(self, model: nn.Module) -> tuple[list[AttentionSite], dict[str, str]]:
-        """The sites in module order, and the refused attention modules: name -> reason."""
+        """Return the sites in module order, and the refused attention modules: name -> reason."""
 
     def attach(self, site: AttentionSite, graph_filter: GraphFilter) -> None:
         """Route the module's attention through the filter."""
@@ -29,48 +29,51 @@ class Host(Protocol):
         """Undo ``attach`` of these modules of a model."""
 
     def backend(self, module: nn.Module) -> str:
-        """Name of the attention implementation behind a patched module."""
+        """Return the name of the attention implementation behind a patched module."""
 
     def leads_to_filter(self, module: nn.Module) -> bool:
         """Return whether the forward of a patched module, as it is now, is known to run the filter."""
 
     def kind(self, module: nn.Module) -> type:
-        """The same for all attention modules of one model; the parts of a larger one (the towers of CLIP) differ."""
+        """Return a type that all attention modules of one model share.
+
+        The parts of a composite model differ in it, as the towers of CLIP do.
+        """
 
     def read_record(self, model: nn.Module) -> dict[str, Any] | None:
-        """What ``write_record`` left."""
+        """Return what ``write_record`` wrote, or None."""
 
     def write_record(self, model: nn.Module, record: dict[str, Any] | None) -> None:
         """Keep the record of the patch where the library saves it, or remove it (None)."""
 
     def model_type(self, model: nn.Module) -> str | None:
-        """Models of one type, with as many heads, may share a filter."""
+        """Return the type of a model; models of one type and number of heads may share a filter."""
 
     def usage(self, model: nn.Module, source: str) -> str:
-        """Python that loads a patched checkpoint, for its card."""
+        """Return Python code that loads a patched checkpoint, for its card."""
 
     def pipeline_tag(self, model: nn.Module) -> str | None:
-        """The task of the model as the Hub names it, for its card."""
+        """Return the task of the model as the Hub names it, for its card."""
 
     def base_model(self, model: nn.Module) -> str | None:
-        """Id of the Hub repository that the model was loaded from."""
+        """Return the id of the Hub repository that the model was loaded from."""
 
     def relative_name(self, model: nn.Module, name: str) -> str:
-        """The module's name as it is with and without a task head and the wrappers of PEFT."""
+        """Return the module's name without the prefixes of task heads and PEFT's wrappers."""
 
     def saved_names(self, model: nn.Module, sites: list[AttentionSite]) -> dict[str, AttentionSite]:
-        """The sites by the relative names that their modules have in checkpoints, where these differ."""
+        """Return the sites by the relative names of their modules in checkpoints, where these differ."""
 
 
 def own_record(host: Host, model: nn.Module) -> dict[str, Any]:
-    """The record of a patched model.
+    """Return the record of a patched model.
 
     Raises:
-        GraphFilterError: it has none, since a part of it was patched by itself.
+        GraphFilterError: it has none, since a part of it was patched separately.
     """
     if (record := host.read_record(model)) is None:
         raise GraphFilterError(
-            f"{type(model).__name__} has no record of its filters, since a part of it was patched by itself: hand in "
+            f"{type(model).__name__} has no record of its filters, since a part of it was patched separately: pass "
             "that part"
         )
     return record
@@ -82,8 +85,13 @@ def describe_site(module: Any) -> str:
 
 
 def unwrapped(model: Any, *, running: bool = True) -> nn.Module:
-    """Return the model within a PEFT model, a SentenceTransformer or DataParallel and, if ``running``, within what
-    ``torch.compile`` and DDP make of it, which are lost when the model changes."""
+    """Return the model inside its wrappers: a PEFT model, a SentenceTransformer, DataParallel.
+
+    Args:
+        model: a model, wrapped or not.
+        running: whether to unwrap what ``torch.compile`` and DDP make of a model, too. These are lost when the model
+            changes.
+    """
     while True:
         if running and hasattr(model, "_orig_mod"):
             model = model._orig_mod
@@ -103,7 +111,7 @@ def _is_of_peft(module: object) -> bool:
 
 
 def without_wrappers(model: nn.Module, name: str) -> str:
-    """Return the name of a module as it is without what PEFT has wrapped around it and around the modules it is in."""
+    """Return a module's name without the wrappers of PEFT around it and around the modules that contain it."""
     module: Any = model
     parts, wrapped = [], False
     for part in name.split("."):
@@ -116,10 +124,10 @@ def without_wrappers(model: nn.Module, name: str) -> str:
 
 
 def encoder_of(model: Any) -> Any:
-    """The transformers model within a model of sentence-transformers; any other model is itself.
+    """Return the transformers model inside a model of sentence-transformers, or any other model unchanged.
 
     Raises:
-        GraphFilterError: a model of sentence-transformers with none, or with several.
+        GraphFilterError: a model of sentence-transformers with no such model, or with several.
     """
     if not any(cls.__module__.partition(".")[0] == "sentence_transformers" for cls in type(model).__mro__):
         return model
@@ -132,14 +140,17 @@ def encoder_of(model: Any) -> Any:
             encoders[name] = module
     if len(encoders) != 1:
         raise GraphFilterError(
-            f"{type(model).__name__} holds {len(encoders)} transformers models ({', '.join(encoders) or 'none'}): hand "
-            "in the one that is meant"
+            f"{type(model).__name__} holds {len(encoders)} transformers models ({', '.join(encoders) or 'none'}): pass "
+            "the one that you mean"
         )
     return next(iter(encoders.values()))
 
 
 def locate(name: str, causal: bool) -> tuple[str, str]:
-    """(stack, group) of a module path: ``decoder.block.3.SelfAttention`` is in ``decoder``, ``decoder.block``."""
+    """Return (stack, group) of a module path.
+
+    ``decoder.block.3.SelfAttention`` is in the stack ``decoder`` and the group ``decoder.block``.
+    """
     parts = name.split(".")
     named = next((p for p in parts if p in ("encoder", "decoder")), None)
     number = next((i for i, p in enumerate(parts) if p.isdigit()), len(parts))
@@ -176,7 +187,10 @@ def collect_sites(
 
 
 def looks_like_attention(module: nn.Module) -> bool:
-    """Whether a refused module is worth naming: it owns parameters, and its class or one below it says attention."""
+    """Return whether a refused module is worth naming.
+
+    It must own parameters, and its class or a base of it must be named attention.
+    """
     names = " ".join(cls.__name__ for cls in type(module).__mro__)  # another library may have put its class on top
     return bool(re.search(r"attention|attn", names, re.I)) and any(
         isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D" for child in module.children()

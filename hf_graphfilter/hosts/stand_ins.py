@@ -1,4 +1,4 @@
-"""Objects that stand for those of a library and answer as these do, but for what a filter needs changed."""
+"""Objects that replace those of a library and behave alike, except for what a filter needs changed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ModuleView:
-    """A module with other attributes, which a subclass defines; the rest is the module's own."""
+    """A module seen with other attributes, which a subclass defines; all others are the module's."""
 
     def __init__(self, module: Any):
         self._module = module
@@ -17,7 +17,7 @@ class ModuleView:
 
 
 def derive_class(base: Any, rebuild: Callable[[Any], Any], body: dict[str, Any]) -> Any:
-    """Return a subclass that is named as its ``base``.
+    """Return a subclass with the name of its ``base``.
 
     Its objects are copied and pickled as what ``rebuild(base)`` returns, since no import finds the subclass.
     """

@@ -1,7 +1,7 @@
-"""The seam into timm: an attention module's own forward, run on a view of the module.
+"""The host for timm: it runs an attention module's own forward on a view of the module.
 
 timm has no attention interface; each module computes ``proj(attend(qkv(x)))`` in its ``forward``. A patched module gets
-a subclass of its class whose ``forward`` runs the original one on a view, in which ``qkv`` gives what we hand in and
+a subclass of its class whose ``forward`` runs the original one on a view, in which ``qkv`` gives what we pass and
 ``proj`` gives back what it gets. So ``S(signal)`` is the module's own attention, whatever it does with query and key
 (norms, position biases, shifted windows, rotary positions, fused or not), with another value. Where the module forms
 the matrix (unfused attention, the talking heads of CaiT), the view keeps it, and later applications multiply by it.
@@ -48,12 +48,12 @@ _HONOURED = {
 
 
 def find(model: nn.Module) -> tuple[list[AttentionSite], dict[str, str]]:
-    """All self-attention modules of a form that is honoured, and the others with the reason."""
+    """Return all self-attention modules of a supported form, and the others with the reason."""
     return collect_sites(model, _find_refusal, _describe)
 
 
 def _describe(name: str, module: Any) -> dict[str, Any]:
-    """Return the fields of ``AttentionSite`` for a module of a form that is honoured."""
+    """Return the fields of ``AttentionSite`` for a module of a supported form."""
     scores = _HONOURED[_class_name(module)]
     return {
         "heads": module.num_heads,
@@ -71,15 +71,15 @@ def _class_name(module: nn.Module) -> str:
 
 
 def _find_refusal(name: str, module: Any) -> str | None:
-    """None for a module of an honoured form, the reason for another attention module, "" for anything else."""
+    """Return None for a module of a supported form, "" for no attention, and otherwise the reason for its refusal."""
     if _class_name(module) not in _HONOURED:
         if _class_name(module) == "timm.models.cait.ClassAttn":
             return "class attention: one query, A is not square"
-        return "a form of attention that is not honoured" if looks_like_attention(module) else ""
+        return "an unsupported form of attention" if looks_like_attention(module) else ""
     if not leads_to_filter(module) and (
         CHILD in module._modules or "forward" in vars(module) or not as_written(module)
     ):
-        return f"{REPLACED}: undo that, or do it after patch_model with a function that calls the forward it finds"
+        return f"{REPLACED}: undo that, or replace it after patch_model by a function that calls the forward it finds"
     if getattr(module, "qkv", None) is None:  # of any class: adapters and quantizers put theirs in its place
         return "separate projections of query, key and value"
     if getattr(module, "q_bias", None) is not None:
@@ -92,7 +92,7 @@ def _find_refusal(name: str, module: Any) -> str | None:
 
 
 class _View(ModuleView):
-    """A module with another ``qkv`` and no output projection."""
+    """A view of a module with another ``qkv`` and no output projection."""
 
     matrix: Tensor | None = None
 
@@ -118,7 +118,7 @@ class _View(ModuleView):
 
 
 class _BaseAttention:
-    """One call of a module's own forward, with which it computes attention for any value."""
+    """One call of a module's own forward, which computes attention for any value."""
 
     matrix: Tensor | None = None  # where the forward forms it, for all applications after the first
 
@@ -162,7 +162,7 @@ class _BaseAttention:
         if self.mask is not None and self.mask.dim() == 3:
             raise GraphFilterError(
                 f"{self.module.graph_filter.site_name} attends within shifted windows, whose mask a linear-time filter "
-                "cannot read; leave these modules out with layers="
+                "cannot read; exclude these modules with layers="
             )
         return visibility(self.mask, self.causal, self.x.shape[1])
 
@@ -186,7 +186,7 @@ def _forward(original: Callable[..., Tensor], module: Any, x: Tensor, *args: Any
 
 @functools.cache
 def _filtered(base: Any) -> Any:
-    """Return the subclass that runs the filter; it is one node where timm traces a model (FX)."""
+    """Return the subclass that runs the filter; timm's tracer (FX) sees it as one node."""
     from timm.models import register_notrace_module
 
     def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -204,12 +204,14 @@ def _rebuild(base: Any) -> Any:
 
 
 def attach(site: AttentionSite, graph_filter: GraphFilter) -> None:
+    """Add the filter to a module, and give the module the subclass that runs it."""
     site.module.add_module(CHILD, graph_filter)
     site.module.__class__ = _filtered(type(site.module))  # type: ignore[arg-type]
     watch(site.module)
 
 
 def detach(model: nn.Module, modules: Iterable[Any]) -> None:
+    """Undo ``attach`` of these modules."""
     modules = list(modules)
     for module in modules:
         if (base := getattr(type(module), _BASE, None)) and type(module) is not _filtered(base):
@@ -224,32 +226,38 @@ def detach(model: nn.Module, modules: Iterable[Any]) -> None:
 
 
 def leads_to_filter(module: nn.Module) -> bool:
+    """Return whether the forward of a patched module, as it is now, is known to run the filter."""
     base = getattr(type(module), _BASE, None)
     return base is not None and running_forward(module) is _filtered(base).forward
 
 
 def backend(module: Any) -> str:
+    """Return ``"sdpa"`` for fused attention, and otherwise ``"eager"``."""
     return "sdpa" if getattr(module, "fused_attn", False) else "eager"
 
 
 def kind(module: Any) -> type:
+    """Return one type for all modules, since a model has one stack."""
     return type(None)  # a model has one stack
 
 
 def relative_name(model: nn.Module, name: str) -> str:
+    """Return a module's name without the wrappers of PEFT."""
     return without_wrappers(model, name)
 
 
 def saved_names(model: nn.Module, sites: list[AttentionSite]) -> dict[str, AttentionSite]:
+    """Return no names: timm does not rename modules in checkpoints."""
     return {}
 
 
 def read_record(model: Any) -> dict[str, Any] | None:
+    """Return the record in ``pretrained_cfg``, or None."""
     return (getattr(model, "pretrained_cfg", None) or {}).get(RECORD)  # type: ignore[no-any-return]
 
 
 def write_record(model: Any, record: dict[str, Any] | None) -> None:
-    """Keep the record where timm's savers write it; the dict may be shared with other models."""
+    """Keep the record where timm's savers write it, in a copy, as other models may share the dict."""
     config = {k: v for k, v in (getattr(model, "pretrained_cfg", None) or {}).items() if k != RECORD}
     if record is not None:
         config[RECORD] = copy.deepcopy(record)
@@ -257,20 +265,22 @@ def write_record(model: Any, record: dict[str, Any] | None) -> None:
 
 
 def model_type(model: Any) -> str:
-    """What models must share for a filter to fit."""
+    """Return the class name, which models must share for a filter to fit."""
     return type(model).__name__
 
 
 def usage(model: Any, source: str) -> str:
+    """Return Python code that loads a patched checkpoint, for its card."""
     return f"""from hf_graphfilter import load_timm_model  # pip install 'hf-graphfilter[vision]'
 
 model = load_timm_model({quoted(source)})"""
 
 
 def pipeline_tag(model: Any) -> str | None:
+    """Return the task of the model as the Hub names it, for its card."""
     return "image-classification" if getattr(model, "num_classes", 0) else "image-feature-extraction"
 
 
 def base_model(model: Any) -> str | None:
-    """Its pretrained_cfg names a repository whether or not the weights came from there."""
+    """Return None: ``pretrained_cfg`` names a repository even if the weights did not come from there."""
     return None

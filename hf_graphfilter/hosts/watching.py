@@ -1,4 +1,4 @@
-"""Which forward runs in an attention module, and whether it comes to the filter."""
+"""A check that the forward of a patched module reaches its filter."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ def watch(module: nn.Module) -> None:
 
 
 def unwatch(module: nn.Module) -> None:
+    """Undo ``watch``."""
     module._forward_hooks.pop(_NOTICE, None)  # type: ignore[call-overload]
     vars(module).pop(_RAN, None)
 
 
 def note_filter_runs(module: nn.Module) -> None:
-    """Say that the filter of a module runs."""
+    """Record that the filter of a module runs."""
     if torch.compiler.is_compiling():
         object.__setattr__(module, _RAN, True)  # past nn.Module's, which takes a microsecond
     else:
@@ -58,7 +59,7 @@ def _notice(module: Any, args: Any, output: Any) -> None:
 
 
 def refuse_script(module: Any) -> nn.Module:
-    """Raise for ``torch.jit.script``, which asks modules for a form that it can compile."""
+    """Raise for ``torch.jit.script``, which cannot compile a graph filter."""
     raise GraphFilterError(
         f"{module.graph_filter.site_name}: torch.jit.script cannot compile a graph filter; use torch.compile, "
         "torch.export or torch.jit.trace"

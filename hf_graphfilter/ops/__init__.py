@@ -1,1 +1,1 @@
-"""Kernels: fast forms of what the shift operator defines; each is checked against the plain form in the tests."""
+"""Kernels: fast forms of what the shift operator defines. The tests check each against the direct form."""

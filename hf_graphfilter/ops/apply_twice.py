@@ -1,9 +1,12 @@
-"""Softmax attention applied twice, ``S(V)`` and ``S(S(V))``, with one A for both, forward and backward, on the CPU.
+"""Softmax attention applied twice, ``S(V)`` and ``S(S(V))``, with one matrix A for both, on the CPU.
+
+The backward pass shares the matrix, too.
 
 Two calls of scaled_dot_product_attention form the scores twice and run 4 matrix products, their backward passes 10;
 here there are 3 and 7, of half the size where A is causal. With dropout PyTorch's CPU attention draws its mask one
-number at a time, which costs more than the attention itself; here four decisions share one random word, and one byte an
-entry is kept. Work goes through the batch and heads in pieces, so that no more than a few MB of matrix exist at a time.
+number at a time, which costs more than the attention itself; here four decisions share one random word, and one byte
+per entry is kept. Work goes through the batch and heads in pieces, so that no more than a few MB of matrix exist at a
+time.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ FEWEST_ROWS = 768  # heads x tokens of one sequence
 def can_apply_twice(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, dropout: float, exact: bool
 ) -> bool:
-    """Whether ``apply_twice`` is the faster form here: on the CPU, with a mask that needs no gradient.
+    """Return whether ``apply_twice`` is the faster form: on the CPU, with a mask that needs no gradient.
 
     Without dropout it equals two calls up to rounding, so that it is not for where results are to be ``exact``.
 
@@ -48,8 +51,10 @@ def can_apply_twice(
 
 
 def on_plain_cpu(x: Tensor) -> bool:
-    """Whether code may branch on the values of ``x``, and choose another form for it than the model's: that costs no
-    synchronisation, and no compiler, tracer or transform looks on."""
+    """Return whether code may branch on the values of ``x`` and choose another form for it than the model's.
+
+    On the CPU that costs no synchronisation. No compiler, tracer or transform may be active.
+    """
     return (
         x.device.type == "cpu"
         and not torch.compiler.is_compiling()
@@ -74,7 +79,10 @@ def joint_form(
     dropout: float = 0.0,
     exact: bool,
 ) -> tuple[Tensor, Tensor] | None:
-    """``apply_twice`` by a kernel or on the CPU, for fewer heads of keys too; None where two calls are to be made."""
+    """Return ``apply_twice`` from a GPU kernel or the CPU, or None if the caller must apply ``S`` twice.
+
+    Keys and values may have fewer heads than queries.
+    """
     if both := triton.apply_twice(query, key, value, mask, scale=scale, causal=causal, dropout=dropout):
         return both
     if not can_apply_twice(query, key, value, mask, causal, dropout, exact):
@@ -93,7 +101,9 @@ def apply_twice(
     causal: bool = False,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """``(S(V), S(S(V)))`` for ``S = dropout(softmax(scale Q K^T + mask))``; the two dropout masks are independent.
+    """Return ``(S(V), S(S(V)))`` for ``S = dropout(softmax(scale Q K^T + mask))``.
+
+    The two applications draw independent dropout masks.
 
     Args:
         query, key, value: (batch, heads, tokens, features), float32 or float64 on the CPU.
@@ -164,13 +174,16 @@ class _ApplyTwice(torch.autograd.Function):
 
 
 def _like(x: Tensor) -> Tensor:
-    """An empty tensor stored as (batch, tokens, heads, features), the layout that the model's projections use."""
+    """Return an empty tensor stored as (batch, tokens, heads, features), the layout of the model's projections."""
     return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
 
 
 def _pieces(query: Tensor, mask: Tensor | None, causal: bool) -> Iterator[tuple[tuple[int, slice], Tensor | None]]:
-    """A sequence and some of its heads: views of (heads, tokens, features), which no product has to copy. And the mask
-    that they are given, additive: (heads or 1, tokens or 1, tokens)."""
+    """Yield the index of one sequence and some of its heads, and their additive mask.
+
+    An index gives views of shape (heads, tokens, features), which no product has to copy. The mask has the shape (heads
+    or 1, tokens or 1, tokens).
+    """
     batch, heads, tokens = query.shape[:3]
     together = max(1, PIECE // (tokens * min(tokens, ROWS) if causal else tokens**2))
     if mask is not None:
@@ -185,7 +198,7 @@ def _pieces(query: Tensor, mask: Tensor | None, causal: bool) -> Iterator[tuple[
 
 
 def _blocks(q: Tensor, causal: bool) -> list[tuple[slice, slice]]:
-    """Rows of A formed at a time, and the columns that they see: with a causal mask half of A is never formed."""
+    """Return the blocks of rows of A, and the columns that they see: under a causal mask half of A is never formed."""
     tokens = q.shape[1]
     size = ROWS if causal else tokens
     ends = [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
@@ -193,7 +206,7 @@ def _blocks(q: Tensor, causal: bool) -> list[tuple[slice, slice]]:
 
 
 def _matrix(q: Tensor, k: Tensor, rows: slice, seen: slice, bias: Tensor | None, scale: float, causal: bool) -> Tensor:
-    """Rows of A: (heads, rows, columns that they see)."""
+    """Return some rows of A, (heads, rows, columns that they see)."""
     scores = _scaled_bmm(q[:, rows], k[:, seen].mT, scale)
     if causal:
         size = rows.stop - rows.start
@@ -202,8 +215,10 @@ def _matrix(q: Tensor, k: Tensor, rows: slice, seen: slice, bias: Tensor | None,
 
 
 def biased_softmax(scores: Tensor, bias: Tensor | None) -> Tensor:
-    """Softmax of the sum, in the memory of ``scores``; rows of -inf, which attend to nothing, are zero as PyTorch has
-    them."""
+    """Return the softmax of ``scores + bias``, written into the memory of ``scores``.
+
+    Rows of -inf, which attend to nothing, become zero, as in PyTorch.
+    """
     if bias is None:
         return torch.softmax(scores, -1, out=scores)
     scores += bias
@@ -213,14 +228,14 @@ def biased_softmax(scores: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A mask, bool (True: may attend) or additive already, as what is added to scores."""
+    """Convert a mask that is bool (True: may attend) to one that is added to scores; others stay as they are."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 def _added(total: Tensor | None, seen: slice, part: Tensor) -> Tensor:
-    """A sum over blocks; the last one, whose rows see all tokens, comes first and begins it."""
+    """Add one block to a running sum; the last block, whose rows see all tokens, comes first and begins it."""
     if total is None:
         return part
     total[:, seen] += part
@@ -232,7 +247,7 @@ def _scaled_bmm(a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def _random_masks(shape: tuple[int, ...], dropout: float) -> Tensor:
-    """Which entries stay: 16 random bits each, from the default generator."""
+    """Draw which entries stay, with 16 random bits each from the default generator."""
     count = torch.Size(shape).numel()
     bits = torch.empty((count + 3) // 4, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)[:count]
     return (bits >= _of_bits(dropout) - 2**15).view(shape)

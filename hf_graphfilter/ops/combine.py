@@ -1,4 +1,4 @@
-"""Linear combination of signals with one coefficient a head."""
+"""Linear combinations of signals with one coefficient per head."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def combine(terms: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """``sum_k c_k x_k`` for terms (c_k, x_k): c_k (heads,), x_k (batch, heads, tokens, features).
+    """Return ``sum_k c_k x_k`` for terms (c_k, x_k): c_k (heads,), x_k (batch, heads, tokens, features).
 
     Computed in the wider of the two dtypes and returned in that of the signals. Fewer passes over memory than the
     separate operations, forward and backward; a term whose coefficient is 1 while the others are 0 comes out bit for
@@ -24,18 +24,20 @@ def combine(terms: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def per_head(coefficient: Tensor, signal: Tensor) -> Tensor:
-    """A coefficient (heads,) shaped to multiply a signal (batch, heads, tokens, features) without losing precision."""
+    """Shape a coefficient (heads,) to multiply a signal (batch, heads, tokens, features) without losing precision."""
     return coefficient.to(torch.promote_types(coefficient.dtype, signal.dtype)).view(-1, 1, 1)
 
 
 def _by_tokens(signal: Tensor) -> bool:
-    """Whether a CPU finds the heads of a token together, as projections leave them: loops over whole tokens are quicker
-    there than over the features of a head."""
+    """Return whether a signal on the CPU stores the heads of a token together, as projections leave them.
+
+    Loops over whole tokens are then faster than loops over the features of a head.
+    """
     return signal.device.type == "cpu" and signal.stride(-3) < signal.stride(-2)
 
 
 def _spread(coefficient: Tensor, signal: Tensor) -> Tensor:
-    """The same numbers as ``per_head``, one a feature for such loops."""
+    """Return the numbers of ``per_head``, repeated per feature for loops over tokens."""
     c = per_head(coefficient, signal)
     return c.expand(-1, 1, signal.shape[-1]).contiguous() if _by_tokens(signal) else c
 

@@ -1,4 +1,4 @@
-"""Whether ``torch.export`` runs."""
+"""A check whether ``torch.export`` runs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The attention matrix at the few query tokens of a decoding step, formed once for all applications of it.
 
-A row is one number a key and head, far less than the keys themselves: so keys are read once, and every application
+A row is one number per key and head, far less than the keys themselves. So keys are read once, and every application
 reads its signal. Grouped heads are rows of one product: no key is repeated.
 """
 
@@ -15,7 +15,7 @@ FEW = 16  # query tokens, those of assisted decoding too; with more, two calls a
 
 
 def can_form_rows(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
-    """Whether ``form_rows`` is the faster form here: a decoding step on the CPU, without gradients."""
+    """Return whether ``form_rows`` is the faster form: a decoding step on the CPU, without gradients."""
     return (
         on_plain_cpu(query)  # first: a graph would be bound to the number of tokens
         and query.shape[2] <= FEW
@@ -29,7 +29,7 @@ def can_form_rows(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
 
 
 def form_rows(query: Tensor, key: Tensor, mask: Tensor | None = None, *, scale: float | None = None) -> Tensor:
-    """``softmax(scale Q K^T + mask)``, (batch, heads, query tokens, key tokens).
+    """Return ``softmax(scale Q K^T + mask)``, (batch, heads, query tokens, key tokens).
 
     Args:
         query: (batch, heads, query tokens, features).

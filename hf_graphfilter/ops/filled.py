@@ -1,4 +1,4 @@
-"""A tensor with other values for a while."""
+"""A context in which a tensor holds other values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @contextmanager
 def filled(tensor: Tensor, value: float) -> Iterator[None]:
-    """With ``value`` in all places of a coefficient."""
+    """Set every entry of a tensor to ``value`` within the context, and restore the entries afterwards."""
     before = tensor.detach().clone()
     with torch.no_grad():
         tensor.fill_(value)

@@ -17,12 +17,12 @@ BLOCK = 16  # rotations, or blocks of them, that are taken together
 
 
 def unit(angle: Tensor) -> Tensor:
-    """``exp(i angle)``."""
+    """Return ``exp(i angle)``."""
     return torch.complex(angle.cos(), angle.sin())
 
 
 def lower_factor(angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``H_l = G_n ... G_1``.
+    """Return ``H_l = G_n ... G_1`` as real blocks between two phases.
 
     Args:
         angles: (batch, 3, n), real: alpha, beta and gamma in radians.
@@ -39,7 +39,7 @@ def lower_factor(angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def upper_factor(angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``H_u = G_1 ... G_n``, as ``lower_factor``; a block is ``R_1 ... R_m``."""
+    """Return ``H_u = G_1 ... G_n`` in the form of ``lower_factor``; a block is ``R_1 ... R_m``."""
     alpha, beta, gamma = (angles / 2).unbind(1)
     alpha, beta = alpha.double(), beta.double()
     common = (alpha - beta).flip(1).cumsum(1).flip(1) + beta
@@ -48,7 +48,10 @@ def upper_factor(angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rotations(gamma: Tensor) -> Tensor:
-    """(batch, n) to (batch, blocks, BLOCK, 2, 2): a rotation by nothing comes first, one at least last."""
+    """Return the rotations (batch, blocks, BLOCK, 2, 2) by angles (batch, n), padded by rotations by zero.
+
+    One rotation by zero comes first, and at least one last.
+    """
     more = BLOCK if is_exporting() else 0  # two blocks at least: the same graph for any length
     gamma = pad(gamma, (1, 1 + -(gamma.shape[1] + 2) % BLOCK + more))  # cells of them would bind it to their number
     c, s = gamma.cos(), gamma.sin()
@@ -56,7 +59,7 @@ def _rotations(gamma: Tensor) -> Tensor:
 
 
 def _products(products: Tensor) -> Tensor:
-    """Those of each block, by doubling, without any division."""
+    """Multiply the rotations of each block, by doubling and without any division."""
     while products.shape[2] > 1:
         first, second = products[:, :, ::2], products[:, :, 1::2]
         above = pad(first[..., :-1, :], (0, first.shape[-1] - 1))

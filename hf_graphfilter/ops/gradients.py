@@ -1,4 +1,4 @@
-"""Backward passes written by hand, as functions of their own in the eyes of autograd."""
+"""Backward passes written by hand, as separate functions for autograd."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tensors = tuple[Tensor | None, ...]
 
 
 def first_order(backward: Callable[..., Tensors], *inputs: Any) -> Tensors:
-    """Return ``backward(*inputs)``, gradients that must not be differentiated again; to be called in ``backward``.
+    """Return ``backward(*inputs)``, gradients that must not be differentiated again; call it in ``backward``.
 
     ``torch.func`` keeps the graph of every backward pass, so that ``once_differentiable`` would refuse its first
     derivatives too; and without either, what is computed in place or from saved results has wrong second ones.
@@ -28,7 +28,7 @@ def first_order(backward: Callable[..., Tensors], *inputs: Any) -> Tensors:
 
 
 def one_by_one(function: Any, size: int, in_dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The rule of ``torch.func.vmap``: blocks are written one after the other, and so are the members of a batch."""
+    """Apply a function to the members of a batch one after the other, as the rule of ``torch.func.vmap``."""
     members = [
         function.apply(*(x.select(d, i) if isinstance(d, int) else x for x, d in zip(inputs, in_dims, strict=True)))
         for i in range(size)
@@ -38,7 +38,7 @@ def one_by_one(function: Any, size: int, in_dims: tuple[Any, ...], inputs: tuple
 
 
 def under_vmap() -> bool:
-    """Whether ``torch.func.vmap`` looks on, which cannot branch on the values of a tensor."""
+    """Return whether ``torch.func.vmap`` is active, under which code cannot branch on the values of a tensor."""
     levels = torch._C._functorch.get_interpreter_stack() or ()
     return any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
 

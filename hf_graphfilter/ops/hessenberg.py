@@ -1,9 +1,9 @@
-"""Products of Givens rotations of neighbouring tokens, unitary Hessenberg matrices, applied to signals in linear time.
+"""Unitary Hessenberg matrices, products of Givens rotations of neighbouring tokens, applied in linear time.
 
 ``H_l = G_{N-1} ... G_1`` and ``H_u = G_1 ... G_{N-1}`` are first-order linear recurrences along the tokens, their
-coefficients one number a token, shared by all features: real ones between two phases a token, see ``ops.givens``. So
-real and imaginary part of a signal are only more features. The rotations of a block of tokens make one small matrix,
-all blocks are multiplied at once, and what a block hands to the next follows from a recurrence over the blocks. All is
+coefficients one number per token, shared by all features: real ones between two phases per token, see ``ops.givens``.
+So real and imaginary part of a signal are only more features. The rotations of a block of tokens make one small matrix,
+all blocks are multiplied at once, and what a block passes to the next follows from a recurrence over the blocks. All is
 unitary, so the backward pass finds every intermediate signal again from the result, which alone is kept.
 """
 
@@ -23,7 +23,10 @@ PART = 1 << 18  # numbers that matrix products on the CPU take at once
 
 
 def transform(x: Tensor, lower: Tensor, upper: Tensor, scale: Tensor, *, forward: bool, back: bool) -> Tensor:
-    """``scale * (H_l H_u x)`` if ``forward``, ``(H_l H_u)^-1 (scale * x)`` if ``back``; one after the other if both.
+    """Apply ``H_l H_u`` and ``scale``, or their inverse, or both one after the other.
+
+    The result is ``scale * (H_l H_u x)`` if ``forward``, ``(H_l H_u)^-1 (scale * x)`` if ``back``, and ``(H_l H_u)^-1
+    (scale * (H_l H_u x))`` if both.
 
     Args:
         x: (batch, tokens, features), real or complex.
@@ -51,7 +54,7 @@ TENSORS = "Tensor lower, Tensor upper, Tensor first, Tensor between, Tensor scal
 def _transform(
     x: Tensor, lower: Tensor, upper: Tensor, first: Tensor, between: Tensor, scale: Tensor, forward: bool, back: bool
 ) -> Tensor:
-    """An operator of its own: compiled and exported graphs hold it whole, for any number of tokens.
+    """Run the transform as a custom operator, which compiled and exported graphs hold whole, for any number of tokens.
 
     Within it ``conj``, which only marks a tensor, would be without effect where a compiled graph calls it.
     """
@@ -63,7 +66,7 @@ def _transform(
 def _path(
     lower: Tensor, upper: Tensor, first: Tensor, between: Tensor, scale: Tensor, forward: bool, back: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Phases and blocks that a signal meets, a phase first and last."""
+    """Return the phases and the blocks that a signal meets; a phase comes first and last."""
     there, again = ([upper, lower], [first, between]) if forward else ([], [])
     if not back:
         return [*again, scale], there
@@ -89,7 +92,7 @@ def _backward(
     forward: bool,
     back: bool,
 ) -> tuple[Tensor, ...]:
-    """Every step undone, of the signal and, by the same matrices, of its gradient."""
+    """Undo every step of the signal and, by the same matrices, of its gradient."""
     signal = _Signal([out, grad], lower, scale.dtype)
     zero = torch.zeros_like
     of_lower, of_upper, grad_first, grad_between = zero(lower), zero(upper), zero(first.real), zero(between.real)
@@ -149,7 +152,7 @@ class _Transform(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        """``torch.func.vmap``: its dimension is a part of the batch."""
+        """Make the dimension of ``torch.func.vmap`` a part of the batch."""
         tensors = [
             (x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
             for x, dim in zip(inputs[:6], in_dims[:6], strict=True)
@@ -162,7 +165,7 @@ _transform.register_autograd(_Transform.backward, setup_context=_Transform.setup
 
 
 class _Signal:
-    """Complex signals on their way, as twice as many real features.
+    """Complex signals in the middle of a transform, stored as twice as many real features.
 
     A step up leaves token t at place t, a step down at t + 1, where a step up expects it.
     """
@@ -178,16 +181,16 @@ class _Signal:
 
     @property
     def tokens(self) -> Tensor:
-        """(batch, tokens, features), complex."""
+        """The signals, (batch, tokens, features), complex."""
         return self.signal[:, 1 : self.count + 1]
 
     def through(
         self, phases: list[Tensor], steps: list[Tensor], undone: Sequence[tuple[Tensor, bool]] = ()
     ) -> list[Tensor]:
-        """Phases, and between them blocks on their tokens, upwards and downwards in turn; all in place.
+        """Apply the phases and between them the blocks, in place; steps go upwards and downwards in turn.
 
         Every part of the blocks meets what it can while it lies in the processor's cache: a step, the phases that
-        follow, and what it hands on in the next step.
+        follow, and what it passes on in the next step.
 
         Args:
             phases: (batch, tokens) each, one more than steps.
@@ -243,13 +246,13 @@ class _Signal:
         return turns
 
     def _pieces(self, features: int) -> Iterator[slice]:
-        """Of the blocks."""
+        """Return slices of the blocks that fit into the cache."""
         count = self.batch * self.blocks
         together = max(PART // max(self.size * features, 1), 1) if self.signal.device.type == "cpu" else count
         return (slice(start, start + together) for start in range(0, count, together))
 
     def _passed(self, passing: Tensor, own: Tensor, up: bool) -> tuple[Tensor, Tensor]:
-        """What every block takes and hands on, (batch * blocks, 1, features)."""
+        """Return what every block takes and what it passes on, each (batch * blocks, 1, features)."""
         if up:
             handed = _scan(passing.flip(1), own.flip(1)).flip(1)
             taken = pad(handed[:, 1:], (0, 0, 0, 1))
@@ -267,7 +270,10 @@ def _add_outer(
     old_at: tuple[slice, slice],
     inverse: bool,
 ) -> None:
-    """Tokens and what passes between blocks: the signal after the step and its gradient before, row by column."""
+    """Add the outer products of signal and gradient to the gradients of the blocks.
+
+    The factors are the signal after the step and its gradient before, at the tokens and at what passes between blocks.
+    """
     signal, grad = [x.tensor_split(2, -1)[0] for x in new], [x.tensor_split(2, -1)[1] for x in old]
     left, right, at, along = (signal, grad, new_at, old_at) if inverse else (grad, signal, old_at, new_at)
     for a, i in zip(left, at, strict=True):
@@ -276,13 +282,13 @@ def _add_outer(
 
 
 def _parts(size: int, up: bool) -> tuple[slice, slice, slice, slice]:
-    """Of a block: the rows and columns of its tokens, the row that it hands on, the column that it takes."""
+    """Return the slices of a block: its tokens' rows and columns, the row it passes on, the column it takes."""
     start, end, first, final = slice(0, size), slice(1, None), slice(0, 1), slice(size, None)
     return (end, start, first, final) if up else (start, end, final, first)
 
 
 def _scan(decay: Tensor, added: Tensor) -> Tensor:
-    """``s_t = decay_t s_{t-1} + added_t``: (batch, n) and (batch, n, features)."""
+    """Return the states ``s_t = decay_t s_{t-1} + added_t`` for (batch, n) and (batch, n, features)."""
     count = added.shape[1]
     decay, added = pad(decay, (0, -count % BLOCK)), pad(added, (0, 0, 0, -count % BLOCK))
     decay, added = decay.unflatten(1, (-1, BLOCK)), added.unflatten(1, (-1, BLOCK))

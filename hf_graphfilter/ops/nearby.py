@@ -1,4 +1,4 @@
-"""Softmax attention within a window of tokens, and to the first ones: linear time and memory."""
+"""Softmax attention within a window of tokens, and to the first tokens, in linear time and memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def attend_nearby(
     keys: Tensor,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of every query over the keys at most ``window`` tokens away: O(n (window + BLOCK) d) time.
+    """Let every query attend to the keys at most ``window`` tokens away, in O(n (window + BLOCK) d) time.
 
     Args:
         query: (batch, heads, tokens, features), the last of the key tokens.
@@ -70,7 +70,7 @@ def attend_nearby(
 
 
 def count_nearby(keys: Tensor, tokens: int, window: int, causal: bool) -> Tensor:
-    """How many keys each query of ``attend_nearby`` sees in its window, (batch, tokens); ``keys`` as there."""
+    """Count the keys that each query of ``attend_nearby`` sees in its window, (batch, tokens); ``keys`` as there."""
     places = torch.arange(tokens, device=keys.device) + keys.shape[1] - tokens
     upto = functional.pad(keys.long().cumsum(-1), (1, 0))  # among the first so many
     last = places + 1 if causal else (places + window + 1).clamp(max=keys.shape[1])
@@ -80,7 +80,7 @@ def count_nearby(keys: Tensor, tokens: int, window: int, causal: bool) -> Tensor
 def attend_few(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, seen: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of every query over a few keys that all share: O(n keys d) time.
+    """Let every query attend to a few keys that all queries share, in O(n keys d) time.
 
     Args:
         query, key, value, scaling, bias: as in ``attend_nearby``.
@@ -97,8 +97,16 @@ def attend_few(
 
 
 def first_there(count: int, there: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
-    """Of ``there``, bool (batch, tokens), and of each of ``rows``, (batch, tokens) or (batch, heads, tokens, features),
-    the entries of the first ``count`` tokens that are there; after them, where these are fewer, of others."""
+    """Return the entries of the first ``count`` tokens that are present, followed by absent ones if there are too few.
+
+    Args:
+        count: number of tokens to return.
+        there: bool (batch, tokens), True for tokens that are present.
+        rows: each (batch, tokens) or (batch, heads, tokens, features).
+
+    Returns:
+        The entries of ``there`` and of each of ``rows``.
+    """
     if is_exporting():  # as many at least: the same graph for any length
         there = functional.pad(there, (0, count))
         rows = tuple(functional.pad(x, (0, 0) * (x.dim() // 2 - 1) + (0, count)) for x in rows)

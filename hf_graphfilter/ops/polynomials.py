@@ -1,4 +1,4 @@
-"""Polynomial bases by their three-term recurrences, the expansion of a spectral filter in them, and its gradient.
+"""Polynomial bases by three-term recurrences, the expansion of a spectral filter in them, and its gradient.
 
 ``T_0 = 1``, ``T_1 = c_0 + c_1 x``, ``T_k = (alpha_k x + beta_k) T_{k-1} - gamma_k T_{k-2}``.
 """
@@ -23,7 +23,7 @@ _LARGEST = 1e30  # of what the recurrence computes: it is done in float32, whose
 
 @lru_cache
 def recurrence(basis: str, K: int, a: float = 1.0, b: float = 1.0) -> Recurrence:
-    """The steps ``(alpha_k, beta_k, gamma_k)`` for k = 1 ... K; the first is ``(c_1, c_0, 0)``.
+    """Return the steps ``(alpha_k, beta_k, gamma_k)`` for k = 1 ... K; the first is ``(c_1, c_0, 0)``.
 
     Args:
         basis: ``"jacobi"`` (with a and b), ``"chebyshev"`` (first kind), ``"legendre"`` or ``"monomial"``.
@@ -86,8 +86,10 @@ def _stays_finite(x: float, steps: list[tuple[float, float, float]]) -> bool:
 
 @lru_cache
 def monomials(basis: str, K: int, a: float = 1.0, b: float = 1.0) -> list[list[float]]:
-    """The coefficients of x^0 ... x^K in T_0 ... T_K, (K+1) x (K+1); arguments, errors as of ``recurrence``, and the
-    basis ``"bernstein"``: ``T_k = binomial(K, k) x^k (1 - x)^(K-k)``.
+    """Return the coefficients of x^0 ... x^K in T_0 ... T_K, (K+1) x (K+1).
+
+    Arguments and errors are those of ``recurrence``. The basis may also be ``"bernstein"``: ``T_k = binomial(K, k) x^k
+    (1 - x)^(K-k)``.
 
     Example:
         >>> monomials("chebyshev", 2)[2]
@@ -109,7 +111,9 @@ def monomials(basis: str, K: int, a: float = 1.0, b: float = 1.0) -> list[list[f
 
 
 def identity_coefficients(basis: str, K: int, a: float = 1.0, b: float = 1.0) -> list[float]:
-    """The coefficients of ``T_0 ... T_K`` whose sum is x itself, K >= 1; arguments, errors as of ``monomials``.
+    """Return the coefficients of ``T_0 ... T_K`` whose sum is x itself, K >= 1.
+
+    Arguments and errors are those of ``monomials``.
 
     Example:
         >>> identity_coefficients("bernstein", 2)
@@ -121,14 +125,15 @@ def identity_coefficients(basis: str, K: int, a: float = 1.0, b: float = 1.0) ->
     if not scale:
         raise GraphFilterError(
             f"with a={a:g} and b={b:g} the first Jacobi polynomial is constant, and the filter starts as A: choose "
-            "others, whose sum is not -2"
+            "other values, whose sum is not -2"
         )
     return [-constant / scale, 1 / scale] + [0.0] * (K - 1)
 
 
 def highest_order(basis: str, K: int, a: float = 1.0, b: float = 1.0) -> int:
-    """The highest order up to K whose ``T_k`` do not cancel, on [0, 1], to less than float32 resolves (2^-24; bfloat16
-    2^-7 of their sum); arguments, errors as of ``monomials``.
+    """Return the highest order up to K for which float32 still resolves the sums of the ``T_k`` on [0, 1].
+
+    Float32 resolves 2^-24, and bfloat16 2^-7 of the sum. Arguments and errors are those of ``monomials``.
 
     Example:
         >>> highest_order("chebyshev", 100)
@@ -141,7 +146,7 @@ def highest_order(basis: str, K: int, a: float = 1.0, b: float = 1.0) -> int:
 
 
 def polynomials(x: Tensor, steps: Recurrence) -> Iterator[Tensor]:
-    """``T_0(x), T_1(x), ... T_K(x)`` one after the other, each of the shape and dtype of ``x``.
+    """Yield ``T_0(x), T_1(x), ... T_K(x)``, each of the shape and dtype of ``x``.
 
     Example:
         >>> import torch
@@ -160,7 +165,7 @@ def polynomials(x: Tensor, steps: Recurrence) -> Iterator[Tensor]:
 
 
 def applied(operator: Callable[[Tensor], Tensor], once: Tensor, signal: Tensor, steps: Recurrence) -> Iterator[Tensor]:
-    """``T_0(S) V, T_1(S) V, ... T_K(S) V`` of an operator ``S``, given ``S(V)`` and ``V``; K - 1 more applications.
+    """Yield ``T_0(S) V, T_1(S) V, ... T_K(S) V``, given ``S(V)`` and ``V``, by K - 1 more applications of ``S``.
 
     What float16 cannot hold becomes its largest number: an infinite one would be NaN in a sum where it counts for 0.
 
@@ -188,7 +193,7 @@ def applied(operator: Callable[[Tensor], Tensor], once: Tensor, signal: Tensor, 
 
 
 def expand(x: Tensor, theta: Tensor, steps: Recurrence) -> Tensor:
-    """``sum_k theta_k T_k(x)``.
+    """Return ``sum_k theta_k T_k(x)``.
 
     Args:
         x: (batch, heads, tokens, features).
@@ -199,7 +204,7 @@ def expand(x: Tensor, theta: Tensor, steps: Recurrence) -> Tensor:
 
 
 def expand_with_derivatives(x: Tensor, theta: Tensor, steps: Recurrence) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """``p = sum_k theta_k T_k(x)``, ``dp/dx`` and ``[T_0, ..., T_K]``; shapes as in ``expand``."""
+    """Return ``p = sum_k theta_k T_k(x)``, ``dp/dx`` and ``[T_0, ..., T_K]``; shapes as in ``expand``."""
     sums, basis = _backward_sums(x, _per_head(theta, x), steps), [*polynomials(x, steps)]
     slope = torch.zeros_like(x)
     for (alpha, _, _), t, partial in zip(steps, basis, sums[1:], strict=False):
@@ -208,7 +213,7 @@ def expand_with_derivatives(x: Tensor, theta: Tensor, steps: Recurrence) -> tupl
 
 
 def _backward_sums(x: Tensor, theta: Tensor, steps: Recurrence) -> list[Tensor]:
-    """Clenshaw's ``b_k = theta_k + (alpha_{k+1} x + beta_{k+1}) b_{k+1} - gamma_{k+2} b_{k+2}``, k = 0 ... K.
+    """Return Clenshaw's ``b_k = theta_k + (alpha_{k+1} x + beta_{k+1}) b_{k+1} - gamma_{k+2} b_{k+2}``, k = 0 ... K.
 
     The sum is ``b_0``, its derivative ``sum_k alpha_k T_{k-1} b_k``: half the passes over memory of a sum term by term.
     """
@@ -225,5 +230,5 @@ def _backward_sums(x: Tensor, theta: Tensor, steps: Recurrence) -> list[Tensor]:
 
 
 def _per_head(theta: Tensor, x: Tensor) -> Tensor:
-    """(K+1,) or (heads, K+1) to (K+1, 1 or heads, 1, 1)."""
+    """Shape coefficients (K+1,) or (heads, K+1) as (K+1, 1 or heads, 1, 1)."""
     return theta.to(x.dtype).reshape(-1, theta.shape[-1]).t().reshape(theta.shape[-1], -1, 1, 1)

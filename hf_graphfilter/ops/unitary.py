@@ -1,4 +1,4 @@
-"""Converter's filter of a batch of tokens: heads with rotations of their own, orders, permutations, padding."""
+"""The Converter's filter for a batch of tokens: rotations per head, orders, permutations, padding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Permutation = Literal["identity", "stride", "bit_reversal"]
 
 
 def precision(*tensors: Tensor) -> torch.dtype:
-    """Real dtype to compute in: float64 where any has double precision, else float32."""
+    """Return the real dtype to compute in: float64 where any tensor has double precision, else float32."""
     dtypes = [tensor.dtype for tensor in tensors]
     return torch.float64 if torch.float64 in dtypes or torch.complex128 in dtypes else torch.float32
 
@@ -29,14 +29,14 @@ def filter_tokens(
     there: Tensor | None = None,
     permutation: Permutation = "identity",
 ) -> Tensor:
-    """``Phi^-1 [exp(i response) * (Phi value)]``, ``Phi = H_l^1 H_u^1 P ... H_l^L H_u^L P``, in O(L n d) time.
+    """Return ``Phi^-1 [exp(i response) * (Phi value)]``, ``Phi = H_l^1 H_u^1 P ... H_l^L H_u^L P``, in O(L n d) time.
 
     Tokens that are not there are moved behind the others, which keep their order, and take part in no rotation. So the
     others get what they would get without them, wherever these stand.
 
     Args:
         value: (batch, heads, tokens, features), real or complex.
-        response: (batch, sets, tokens), radians; one set for all heads, or one a head.
+        response: (batch, sets, tokens), radians; one set for all heads, or one per head.
         angles: (batch, sets, orders, 6 or more, tokens), radians: alpha, beta and gamma of the lower rotations, then of
             the upper. Those of a token are of its rotation with the next that is there.
         there: bool (batch or 1, tokens), None where all are.
@@ -90,7 +90,7 @@ def filter_tokens(
 
 
 def _order(permutation: Permutation, tokens: int, there: Tensor | None, device: torch.device) -> Tensor | None:
-    """The places of the tokens in their new order, (1 or batch, tokens); those that are not there stay last."""
+    """Return the places of the tokens in their new order, (1 or batch, tokens); absent tokens stay last."""
     place = torch.arange(tokens, device=device)
     if permutation == "identity":
         return None

@@ -1,4 +1,4 @@
-"""What an attention mask says to a linear-time filter: which tokens exist, and whether time has a direction."""
+"""The content of an attention mask for a linear-time filter: which tokens exist, and whether attention is causal."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _FORBIDDEN = -1e4  # additive masks hold 0 and the lowest number of their dtype,
 _FORBIDDEN_BY_BIAS = -50.0  # where a bias was added to the mask: that of shifted windows holds -100
 BIAS = (
     "the attention mask carries a bias (numbers other than 0 and -inf), which a linear-time filter cannot add to "
-    "scores that it never forms; leave these modules out with layers="
+    "scores that it never forms; exclude these modules with layers="
 )
 OTHER = (
     "is neither padding nor causal (a sliding window, shifted windows, packed sequences, a prefix?), and a linear-time "
-    "filter knows no other; leave these modules out with layers="
+    "filter supports no other; exclude these modules with layers="
 )
 _READING = "_graph_filter_reading"  # of a mask, which all layers of a model share
 
@@ -23,7 +23,9 @@ _READING = "_graph_filter_reading"  # of a mask, which all layers of a model sha
 def visibility(
     mask: Tensor | None, causal: bool, queries: int, biased: bool = False, declared_causal: bool = False
 ) -> tuple[bool, Tensor | None]:
-    """Reduce a mask to (causal, keys): every query sees the keys that are True, of these only earlier ones if causal.
+    """Reduce a mask to (causal, keys).
+
+    Every query sees the keys that are True; if causal, only the earlier ones of them.
 
     Args:
         mask: None; (batch, keys), True or 1 for a token; or (batch or 1, heads or 1, queries, keys), bool with True
@@ -61,8 +63,11 @@ def visibility(
 
 
 def average(signal: Tensor, causal: bool, keys: Tensor | None) -> Tensor:
-    """The mean of a signal (batch, heads, keys, features) over the tokens there are: (batch, heads, 1, features), or
-    if causal over those up to each, (batch, heads, keys, features)."""
+    """Return the mean of a signal (batch, heads, keys, features) over the tokens that exist.
+
+    Its shape is (batch, heads, 1, features). If ``causal``, it is the mean over the tokens up to each one, (batch,
+    heads, keys, features).
+    """
     wide = signal.float() if signal.element_size() < 4 else signal
     present = wide.new_ones(1, wide.shape[2]) if keys is None else keys.to(wide.dtype)
     present = present[:, None, :, None]
@@ -72,7 +77,7 @@ def average(signal: Tensor, causal: bool, keys: Tensor | None) -> Tensor:
 
 
 def average_of_seen(signal: Tensor, seen: Tensor) -> Tensor:
-    """The same for what each query sees, bool (batch or 1, 1, queries, keys), of any structure."""
+    """Return the mean over what each query sees, bool (batch or 1, 1, queries, keys), of any structure."""
     wide = signal.float() if signal.element_size() < 4 else signal
     weights = seen.to(wide.dtype)
     with torch.autocast(signal.device.type, enabled=False):
@@ -80,7 +85,7 @@ def average_of_seen(signal: Tensor, seen: Tensor) -> Tensor:
 
 
 def seen_by_mask(mask: Tensor | None, batch: int) -> Tensor:
-    """Where a mask of queries by keys, bool or additive, lets through.
+    """Return where a mask of queries by keys, bool or additive, lets a query see a key.
 
     One of three dimensions, (windows, queries, keys), holds for the windows of every image in turn.
     """
@@ -102,7 +107,7 @@ def _reduce(mask: Tensor, queries: int, biased: bool) -> tuple[bool, Tensor | No
 
 
 def _expect(mask: Tensor, causal: bool, queries: int, biased: bool) -> Tensor:
-    """``_reduce`` without a branch: the structure is asserted when the graph runs."""
+    """Reduce a mask as ``_reduce`` does, without a branch: the structure is asserted when the graph runs."""
     allowed, unbiased = _allowed(mask, biased)
     torch._assert_async(torch.as_tensor(unbiased), BIAS)
     keys = allowed.any(-2)[:, 0]
@@ -113,7 +118,7 @@ def _expect(mask: Tensor, causal: bool, queries: int, biased: bool) -> Tensor:
 
 
 def _allowed(mask: Tensor, biased: bool) -> tuple[Tensor, Tensor | bool]:
-    """(what may be attended to, whether the mask holds nothing else)."""
+    """Return (what may be attended to, whether the mask holds nothing else)."""
     if mask.dtype == torch.bool:
         return mask, True
     allowed = mask > (_FORBIDDEN_BY_BIAS if biased else _FORBIDDEN)
@@ -121,7 +126,7 @@ def _allowed(mask: Tensor, biased: bool) -> tuple[Tensor, Tensor | bool]:
 
 
 def _structure(keys: Tensor, allowed: Tensor, causal: bool, queries: int) -> Tensor:
-    """The mask that ``keys`` alone would give, shaped as ``allowed``."""
+    """Return the mask that ``keys`` alone would give, in the shape of ``allowed``."""
     full = keys[:, None, None, :].expand_as(allowed)
     if not causal:
         return full

@@ -1,4 +1,4 @@
-"""Patching a model with a filter, taking it out again, and what is patched."""
+"""Patch a model with a filter, undo it, and list what is patched."""
 
 from .patch import patch_model, unpatch_model
 from .restore import apply_record

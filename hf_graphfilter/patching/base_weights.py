@@ -1,4 +1,4 @@
-"""A sample of the weights outside the filter, by which a filter that is saved or loaded alone is known to fit them."""
+"""A sample of the weights outside the filter, which shows whether a separately saved filter fits them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def changed_weights(host: Host, model: nn.Module) -> list[str]:
 
 
 def written_weights(host: Host, model: nn.Module, modules: Iterable[str]) -> dict[str, list[float]]:
-    """Return a few weights of each of these modules, for a file."""
+    """Return a few weights of each of these modules, to be written to a file."""
     sample = {**_sample(host, model), **(vars(model).get(SAMPLE) or {})}
     names = tuple(f"{module}." for module in modules)
     chosen = {k: v for k, v in sample.items() if k.startswith(names) and v.is_floating_point()}
@@ -43,7 +43,7 @@ def written_weights(host: Host, model: nn.Module, modules: Iterable[str]) -> dic
 
 
 def differing_weights(written: object, host: Host, model: nn.Module) -> list[str]:
-    """Return the names of the parameters that are not what ``written_weights`` had, to the precision of bfloat16."""
+    """Return the names of the parameters that differ from ``written_weights``, to the precision of bfloat16."""
     now = _sample(host, model) if isinstance(written, Mapping) else {}
     pairs = [(name, values[:_WRITTEN], written.get(name)) for name, values in now.items()]  # type: ignore[attr-defined]
     return [
@@ -57,7 +57,10 @@ def differing_weights(written: object, host: Host, model: nn.Module) -> list[str
 
 
 def _sample(host: Host, model: nn.Module) -> dict[str, Tensor]:
-    """Evenly spaced values of the parameters that are whole and here, by their names without wrappers of PEFT."""
+    """Return evenly spaced values of the parameters by their names without PEFT's wrappers.
+
+    Parameters that are sharded, offloaded or quantized are left out.
+    """
     sample: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if is_whole(parameter) and f".{CHILD}." not in f".{name}":
@@ -72,12 +75,12 @@ def is_whole(tensor: Tensor) -> bool:
 
 
 def sample_evenly(tensor: Tensor) -> Tensor:
-    """Return a few values of a tensor, by which it is known again."""
+    """Return a few values of a tensor, from which it can be recognised."""
     return tensor.detach().flatten()[:: max(1, tensor.numel() // _VALUES)][:_VALUES]
 
 
 def round_values(values: Tensor) -> list[float]:
-    """Return values as a file keeps them."""
+    """Return values in the precision that a file keeps."""
     return [float(f"{x:.6g}") for x in values.tolist()]
 
 

@@ -1,4 +1,4 @@
-"""Choosing layers: what ``layers`` and ``stack`` of ``patch_model`` mean."""
+"""The choice of layers: the meaning of ``layers`` and ``stack`` of ``patch_model``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Layers = None | Literal["all", "even", "odd"] | Collection[int] | slice | Callab
 
 
 def select_sites(sites: list[AttentionSite], layers: Layers, stack: str | None) -> list[AttentionSite]:
-    """The sites that ``layers`` and ``stack`` of ``patch_model`` choose; layers are counted within each stack."""
+    """Return the sites that ``layers`` and ``stack`` of ``patch_model`` select; layers count within each stack."""
     kinds = sorted({site.stack for site in sites})
     if stack is not None:
         if not isinstance(stack, str) or stack not in kinds:

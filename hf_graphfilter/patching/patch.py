@@ -15,6 +15,7 @@ from ..filters.core.attached import CHILD, patched_modules
 from ..filters.core.record import extend_record
 from ..hosts import encoder_of, host_of, unwrapped
 from ..hosts.watching import REPLACED
+from ..logs import logger
 from .base_weights import SAMPLE
 from .layers import Layers, select_sites
 from .restore import attach, build_at
@@ -38,21 +39,22 @@ def patch_model(
     generator: call ``transformers.set_seed`` first to get the same ones again.
 
     Args:
-        model: a transformers ``PreTrainedModel`` whose attention runs through the attention interface, or a
-            ``SentenceTransformer`` around one; the whole model that will be saved, since its config keeps the record
-            (choose parts with ``layers`` and ``stack``).
-        filter: name of a registered filter, or its config object.
-        layers: which layers of each stack, counted from 0: ``None`` or ``"all"``, ``"even"``, ``"odd"``, a list of
-            indices (negative ones count from the end), a slice, or a predicate ``(index, module name) -> bool``.
-        stack: ``"encoder"`` or ``"decoder"`` to patch only these; ``None`` for both.
-        **options: options of the filter, when it is given by name.
+        model: a transformers ``PreTrainedModel`` whose attention runs through the attention interface, a
+            ``SentenceTransformer`` around one, or a timm model. Pass the whole model that will be saved, since its
+            config keeps the record; choose parts of it with ``layers`` and ``stack``.
+        filter: the name of a registered filter, or its config object. Default: ``"gfsa"``.
+        layers: the layers to patch, counted from 0 within each stack: ``None`` or ``"all"``, ``"even"``, ``"odd"``, a
+            list of indices (negative ones count from the end), a slice, or a predicate
+            ``(index, module name) -> bool``. Default: all layers.
+        stack: ``"encoder"`` or ``"decoder"`` to patch only that stack. Default: both.
+        **options: options of the filter, if ``filter`` is a name.
 
     Returns:
         The model itself.
 
     Raises:
-        GraphFilterError: an unknown filter or option, an empty or impossible selection, a model that has nothing to
-            patch or is patched there already. The model is then as it was.
+        GraphFilterError: an unknown filter or option, an empty or impossible selection, or a model that has nothing to
+            patch or is patched at these layers already. The model is then as it was.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -82,11 +84,21 @@ def patch_model(
     names = [*dict.fromkeys(host.relative_name(model, site.name) for site in selected)]  # once for PEFT's copies
     record = extend_record(host.read_record(model), type(model).__name__, config, names)
     attach(host, model, list(zip(selected, filters, strict=True)), record)
+    counts, kind = (len(selected), len(sites)), type(model).__name__
+    logger.info("patched %d of %d attention modules of %s with %s", *counts, kind, config.filter)
     return wrapped
 
 
 def unpatch_model(model: M) -> M:
-    """Take all filters out again, in place: the model is then exactly the original (with the weights it has now).
+    """Remove all filters from a model, in place.
+
+    The model then computes exactly what the original architecture does, with the weights it has now.
+
+    Args:
+        model: a patched model, also within a PEFT model or a ``SentenceTransformer``.
+
+    Returns:
+        The model itself.
 
     Raises:
         GraphFilterError: the model is not patched.
@@ -98,12 +110,13 @@ def unpatch_model(model: M) -> M:
     host.write_record(model, None)
     for attribute in (STARTS, SAMPLE):
         vars(model).pop(attribute, None)
+    logger.info("removed the graph filters from %d attention modules of %s", len(patched), type(model).__name__)
     return wrapped
 
 
 @contextlib.contextmanager
 def restore_on_error(model: nn.Module) -> Iterator[None]:
-    """After an exception inside, the modules of a model, their attributes and what is trained are as they were.
+    """Restore a model after an exception inside: its modules, their attributes and what is trained.
 
     The values of tensors are not kept.
     """

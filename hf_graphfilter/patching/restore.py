@@ -1,4 +1,4 @@
-"""Put the filters of a record into a model: the sites that it names, and the filters for them."""
+"""Put the filters of a record into a model: find the sites that it names, and build their filters."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ STARTED = "_started"  # of a filter built on meta: its buffers that are not save
 
 
 def apply_record(model: nn.Module, complete: bool = False) -> None:
-    """Patch what a saved record names and the model has, as ``from_pretrained`` does; patched modules stay.
+    """Patch the modules that a saved record names and the model has, as ``from_pretrained`` does.
+
+    Modules that are patched already stay as they are.
 
     A sub-model sees only its own modules, and a record written with a task head is read without it.
 
     Args:
-        complete: whether the model must have every module that the record names. The class that was saved must.
+        model: a model whose config holds a record.
+        complete: whether the model must have every module that the record names. A model of the saved class must.
 
     Raises:
-        GraphFilterError: an unknown version, filter or field, a record of another shape, or a module that is not there.
+        GraphFilterError: an unknown version, filter or field, a record of another shape, or a missing module.
     """
     host = host_of(model)
     record: Any = host.read_record(model)
@@ -47,7 +50,7 @@ def apply_record(model: nn.Module, complete: bool = False) -> None:
 def attach(
     host: Host, model: nn.Module, filters: list[tuple[AttentionSite, GraphFilter]], record: dict[str, Any]
 ) -> None:
-    """Put the filters in, and write the record of all that are in then."""
+    """Attach the filters, and write the record of all filters that the model then has."""
     if filters and any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
         raise GraphFilterError(
             f"the parameters of {type(model).__name__} are sharded already (FSDP2, tensor parallelism): patch the "
@@ -67,11 +70,13 @@ def attach(
 
 
 def resolve(host: Host, model: nn.Module, names: Iterable[str]) -> dict[str, AttentionSite]:
-    """The sites that module names of a record, or of coefficients, mean in this model; other names are left out.
+    """Return the sites that the module names of a record, or of coefficients, mean in this model.
 
-    A name is that of the module, or what the library's release that wrote it called the module: the name that the
-    library still gives to its weights in checkpoints, or that of the parent, which held the attention before it was a
-    module of its own.
+    Other names are left out.
+
+    A name is that of the module now, or in the release of the library that wrote it. The latter is the name that the
+    library still gives to the weights in checkpoints, or that of the parent module, which held the attention before it
+    became a separate module.
     """
     sites, _ = host.find(model)
     here = {host.relative_name(model, site.name): site for site in sites}
@@ -86,10 +91,10 @@ def resolve(host: Host, model: nn.Module, names: Iterable[str]) -> dict[str, Att
 def check_resolved(
     host: Host, model: nn.Module, names: list[str], sites: dict[str, AttentionSite], complete: bool
 ) -> None:
-    """No module of a record was found by two names, and in a ``complete`` model all were found.
+    """Raise if two names of a record lead to one module or, in a ``complete`` model, a name leads to none.
 
     Raises:
-        GraphFilterError: the first that was not, with the nearest name that the model has.
+        GraphFilterError: the first such name, with the nearest name that the model has.
     """
     absent = [name for name in names if name not in sites]
     if complete and absent:
@@ -101,7 +106,7 @@ def check_resolved(
         raise GraphFilterError(
             f"the record of the graph filter names {len(absent)} of {len(names)} modules that are no self-attention of "
             f"{type(model).__name__} ({shown(absent[0])}, nearest here {nearest}): load it with {mend}, or patch the "
-            "model anew and save it"
+            "model again and save it"
         )
     by_site = {site.name: name for name, site in sites.items()}
     if len(by_site) < len(sites):
@@ -113,6 +118,7 @@ def check_resolved(
 
 
 def build_at(config: FilterConfig, site: AttentionSite) -> GraphFilter:
+    """Build the filter of a site, with the device, dtype and training mode of its module."""
     graph_filter = build_filter(config, site)
     like = next(site.module.parameters(), torch.empty(0))
     dtype = like.dtype if like.is_floating_point() else None
@@ -135,7 +141,7 @@ def build_at(config: FilterConfig, site: AttentionSite) -> GraphFilter:
 
 
 def _execution_device(module: nn.Module) -> Any:
-    """Where accelerate runs a module whose weights it has offloaded; None where it has not."""
+    """Return the device on which accelerate runs an offloaded module, or None if the module is not offloaded."""
     hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
     devices = (getattr(hook, "execution_device", None) for hook in hooks)
     return next((device for device in devices if device is not None), None)

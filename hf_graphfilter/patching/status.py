@@ -1,4 +1,4 @@
-"""What is patched: a table of modules, filters and coefficients."""
+"""The state of a patched model: a table of modules, filters and coefficients."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class FilterRow:
     Attributes:
         module: its name in the model.
         filter: the config of its filter.
-        coefficients: by name, copies on the CPU, float32 or complex64.
-        backend: what computes S; ``FORWARD_REPLACED`` where that is not known, since the module's forward or class was
-            replaced after ``patch_model``.
+        coefficients: the coefficients by name, as copies on the CPU, float32 or complex64.
+        backend: the attention implementation that computes ``S``; ``FORWARD_REPLACED`` if it is unknown, since the
+            module's forward or class was replaced after ``patch_model``.
         trained: the names of the coefficients that training changes; the others are fixed.
         moved: mean distance of the learned coefficients from their start values; None where there are none.
     """
@@ -39,14 +39,14 @@ class FilterRow:
 
 
 class FilterStatus(list[FilterRow]):
-    """Rows of ``filter_status``; prints as a table.
+    """The rows of ``filter_status``, which print as a table.
 
     A coefficient is shown as its mean over the heads, with the spread, and "(fixed)" where training leaves it. "moved"
     is the mean distance of the learned coefficients from their start values.
     """
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """(header, rows) as text."""
+        """Return (header, rows) as text."""
         names = list(dict.fromkeys(name for row in self for name in row.coefficients))
         rows = []
         for row in self:
@@ -56,7 +56,7 @@ class FilterStatus(list[FilterRow]):
         return ["module", "filter", *names, "moved", "backend"], rows
 
     def _repr_html_(self) -> str:
-        """The table in a notebook."""
+        """Return the table as HTML, for notebooks."""
         return html_table(*self.table()) if self else "<p>no graph filter</p>"
 
     def __str__(self) -> str:
@@ -66,9 +66,12 @@ class FilterStatus(list[FilterRow]):
 
 
 def filter_status(model: nn.Module) -> FilterStatus:
-    """What is patched: a list of rows (module, filter, coefficients, backend) that prints as a table.
+    """List the patched modules: rows of (module, filter, coefficients, backend) that print as a table.
 
-    Of a model that FSDP2 or ZeRO-3 has sharded every process must call it.
+    If FSDP2 or ZeRO-3 has sharded the model, every process must call it.
+
+    Args:
+        model: a patched model, wrapped or not. An unpatched one gives an empty list.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -108,7 +111,11 @@ def _distance_from_start(graph_filter: GraphFilter, values: dict[str, Tensor]) -
 
 
 def filter_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The learned parameters of all filters in the model."""
+    """Yield the learned parameters of all filters in the model.
+
+    Args:
+        model: a patched model, wrapped or not.
+    """
     for _, graph_filter in filters_of(model):
         yield from graph_filter.parameters()
 

@@ -17,7 +17,9 @@ from .operator import DenseShift, PastRows, ShiftOperator
 
 
 class AttentionCall(NamedTuple):
-    """What a host knows of one call of a model's attention when it begins. Nothing of it changes during the call.
+    """The facts that a host knows about one call of a model's attention when it begins.
+
+    They do not change during the call; ``AttentionShift`` holds what does.
 
     Attributes:
         attend: ``attend(key, value) -> (output, weights)``, the attention function with query, mask, scale and
@@ -28,13 +30,13 @@ class AttentionCall(NamedTuple):
     For filters that replace ``S`` rather than apply it:
 
     Attributes:
-        hidden: (batch, tokens, hidden size), what the attention module was called with; None unless the filter asks
+        hidden: (batch, tokens, hidden size), the input of the attention module; None unless the filter asks
             for it (``GraphFilter.reads_hidden``).
-        scaling: of the scores ``query @ key^T``.
-        mask: that of the attention function, for ``AttentionShift.mean``; None where no token is hidden but by
-            ``visible``.
-        bias: (batch or 1, heads, query tokens, key tokens), what the module adds to its scores as an argument of its
-            own (T5); None where there is none.
+        scaling: factor of the scores ``query @ key^T``.
+        mask: the mask of the attention function, for ``AttentionShift.mean``; None where only ``visible`` hides
+            tokens.
+        bias: (batch or 1, heads, query tokens, key tokens), added to the scores through a separate argument (T5);
+            None where there is none.
         visible: ``visible() -> (causal, keys)``: which tokens the mask leaves, see ``ops.visibility``. None: all.
 
     Faster forms, each None where there is none:
@@ -60,21 +62,24 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionShift(ShiftOperator):
-    """``S`` through an attention function; O(n d) memory whenever the function's own memory is.
+    """The shift operator ``S`` of a model, computed by the model's own attention function.
+
+    It needs O(n d) memory wherever the attention function itself does.
 
     The first application takes the full value tensor, (batch, key heads, key tokens, features), and is the very call
     that the model itself would make. Later applications take signals at the query tokens with one entry per head. Keys
     are then repeated for grouped-query attention, and ``past_rows`` adds the earlier rows when decoding with a cache.
 
     Args:
-        call: what the host knows. The shift has its ``query``, ``key``, ``hidden``, ``scaling`` and ``bias`` too.
-        past_rows: of signals, where the model decodes with a cache.
+        call: the facts of the call. The shift has its ``query``, ``key``, ``hidden``, ``scaling`` and ``bias`` too.
+        past_rows: the earlier rows of signals, where the model decodes with a cache.
         state: a dict of tensors, batch first, that the filter may fill when decoding; None without a cache.
         earlier: what the filters of earlier layers left, where the filter asks for it (``GraphFilter.reads_earlier``).
 
     Attributes:
         applications: how often ``S`` was applied so far.
-        weights: (batch, heads, query, key), those of the first application, where the attention function gives them.
+        weights: (batch, heads, query, key), the weights of the first application, where the attention function
+            returns them.
     """
 
     def __init__(
@@ -183,7 +188,10 @@ class AttentionShift(ShiftOperator):
         return (earlier if seen is None else earlier & seen), False
 
     def _structure(self) -> tuple[bool, Tensor | None] | None:
-        """``visible()``; None where the mask must be applied as a matrix, as in a graph, which cannot look into it."""
+        """Return ``visible()``, or None where the mask must be applied as a matrix.
+
+        That is so in a compiled or traced graph, which cannot look into the mask.
+        """
         by_queries = self.call.mask is not None and self.call.mask.dim() > 2
         if by_queries and (torch.compiler.is_compiling() or torch.jit.is_tracing()):
             return None
@@ -200,7 +208,10 @@ class AttentionShift(ShiftOperator):
         return rows
 
     def visible(self) -> tuple[bool, Tensor | None]:
-        """(causal, keys): which tokens the mask leaves, see ``ops.visibility``; read once, as it may be n x n."""
+        """Return (causal, keys): which tokens the mask leaves visible, see ``ops.visibility``.
+
+        The mask is read once, as it may be n x n.
+        """
         if self._visible is None:
             causal, keys = (False, None) if self.call.visible is None else self.call.visible()
             self._visible = causal, None if keys is None else keys.expand(self.query.shape[0], -1)
@@ -208,13 +219,13 @@ class AttentionShift(ShiftOperator):
 
     @property
     def earlier(self) -> EarlierLayers:
-        """A pass of this layer alone where none was handed in."""
+        """The tensors that filters of earlier layers left; empty where the model passed none on."""
         if self._earlier is None:
             self._earlier = EarlierLayers()
         return self._earlier
 
     def restart(self, earlier: EarlierLayers | None = None) -> AttentionShift:
-        """Return the same operator before its first application, without a cache, for another look at it.
+        """Return the same operator before its first application and without a cache, to apply it again.
 
         ``earlier`` is what the filters of earlier layers left. ``S`` is then applied by calls of the attention function
         alone, so that every look finds the same numbers.
@@ -222,7 +233,10 @@ class AttentionShift(ShiftOperator):
         return AttentionShift(self.call._replace(twice=None, few_rows=None), earlier=earlier)
 
     def dense(self) -> DenseShift:
-        """The same operator as an explicit matrix, found by applying it to the unit vectors (for tests, analysis)."""
+        """Return the same operator as an explicit matrix, for tests and analysis.
+
+        The matrix is found by applying the operator to the unit vectors.
+        """
         return DenseShift(matrix_of(self.restart(), self.key))
 
     def _all_rows(self, signal: Tensor) -> Tensor:
@@ -240,7 +254,7 @@ class AttentionShift(ShiftOperator):
         if self.past_rows is None:
             raise GraphFilterError(
                 f"attention of {self.query.shape[2]} query tokens over {keys} key tokens has no square matrix to "
-                "filter: for decoding use a DynamicCache (the default) or use_cache=False; leave a module that "
-                "attends to other tokens than its own out with layers="
+                "filter: for decoding use a DynamicCache (the default) or use_cache=False; exclude a module that "
+                "attends to other tokens than its own with layers="
             )
         return self.past_rows

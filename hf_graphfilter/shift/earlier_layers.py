@@ -1,4 +1,4 @@
-"""What the layers of a stack hand on to each other in one forward pass, besides the hidden states."""
+"""The tensors that the layers of a stack pass on to each other in one forward pass, besides the hidden states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ class _Left(NamedTuple):
 
 
 class EarlierLayers:
-    """What the filters of a stack's layers leave for those of later ones in one forward pass, in its order.
+    """The tensors that the filters of a stack leave for later layers in one forward pass, in order.
+
+    A layer that gradient checkpointing runs again finds what it found before, and leaves nothing. Some modules apply
+    their attention several times, as vision towers do image by image. There each call finds what the calls with the
+    same number left.
 
     A layer that gradient checkpointing runs once more finds what it found before, and leaves nothing. Where a layer
     applies its attention several times, as vision towers do image by image, each call finds what the calls of its
@@ -32,7 +36,7 @@ class EarlierLayers:
         self._call = 0
 
     def begin_layer(self, name: str) -> None:
-        """The calls of this layer's attention are counted from here."""
+        """Start to count the calls of this layer's attention."""
         self._calls.pop((name, _backward_pass()), None)
 
     def begin_call(self, name: str) -> None:
@@ -40,12 +44,12 @@ class EarlierLayers:
         self._call = self._calls[layer] = self._calls.get(layer, 0) + 1
 
     def leave(self, name: str, tensor: Tensor) -> None:
-        """For the layers that follow the one of that ``name``, ``GraphFilter.site_name``."""
+        """Leave a tensor for the layers that follow the layer ``name`` (``GraphFilter.site_name``)."""
         if not self._runs_again(name):
             self._left.append(_Left(name, self._call, tensor, torch.is_grad_enabled()))
 
     def left_before(self, name: str) -> list[Tensor]:
-        """What the layers before left, the nearest one's last.
+        """Return what the layers before ``name`` left; the nearest layer's tensor comes last.
 
         Raises:
             GraphFilterError: a gradient would be lost, of this layer or of one before, that first ran without; or the
@@ -57,14 +61,14 @@ class EarlierLayers:
             places = [i for i, entry in enumerate(left) if entry.name == name]
             if len(places) > 1:
                 raise GraphFilterError(
-                    f"{name} is applied {len(places)} times in one forward pass, with gradient checkpointing: which "
-                    "layer came before cannot be told; train it without"
+                    f"{name} is applied {len(places)} times in one forward pass, so that gradient checkpointing cannot "
+                    "know which layer came before: train it without gradient checkpointing"
                 )
             end = places[0]
         before, this_layer = left[:end], left[end : end + 1]
         if before and torch.is_grad_enabled() and not all(entry.with_gradient for entry in before + this_layer):
             raise GraphFilterError(
-                f"{name} reads what the layer before made, whose gradient reentrant checkpointing loses: use "
+                f"{name} reads a tensor of the layer before, whose gradient reentrant checkpointing loses: use "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}"
             )
         return [entry.tensor for entry in before]
@@ -75,7 +79,7 @@ class EarlierLayers:
         return other
 
     def detach(self) -> None:
-        """No gradient flows back into the layers so far."""
+        """Stop gradients from flowing back into the layers so far."""
         self._left = [entry._replace(tensor=entry.tensor.detach()) for entry in self._left]
 
     def _runs_again(self, name: str) -> bool:
@@ -84,5 +88,8 @@ class EarlierLayers:
 
 
 def _backward_pass() -> int:
-    """Number of the backward pass that this code runs in, as checkpointed layers do again; -1 outside of any."""
+    """Return the number of the backward pass that runs this code, or -1 outside of any.
+
+    Layers under gradient checkpointing run again within a backward pass.
+    """
     return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()

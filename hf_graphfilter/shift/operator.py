@@ -18,17 +18,17 @@ from ..ops.visibility import average_of_seen
 
 
 class PastRows(Protocol):
-    """What incremental decoding must remember: the earlier rows of every signal that ``S`` was applied to."""
+    """The memory of incremental decoding: the earlier rows of every signal that ``S`` was applied to."""
 
     def extend(self, application: int, signal: Tensor) -> Tensor:
         """Append rows (batch, heads, new tokens, features) of application number ``application``; return all rows."""
 
     def newest(self, value: Tensor, tokens: int) -> Tensor:
-        """The rows of ``value``, which has one for every token of the cache, at the newest tokens."""
+        """Return the rows of ``value`` at the newest tokens; ``value`` has one row for every token of the cache."""
 
 
 class ShiftOperator(ABC):
-    """Applies ``S`` to signals of shape (batch, heads, tokens, features).
+    """The shift operator ``S``, which maps signals (batch, heads, tokens, features) to signals.
 
     Attributes:
         exact: whether ``S(value)`` is to be bit for bit what the model's own call gives, as it must where a filter at
@@ -41,14 +41,14 @@ class ShiftOperator(ABC):
     @property
     @abstractmethod
     def rows(self) -> tuple[int, int]:
-        """(heads, query tokens), the dimensions between batch and features of what ``S`` gives."""
+        """The pair (heads, query tokens): the dimensions between batch and features of what ``S`` returns."""
 
     @abstractmethod
     def __call__(self, signal: Tensor) -> Tensor:
-        """``S(signal)``, shape (batch, heads, query tokens, features), dtype of the signal."""
+        """Return ``S(signal)``, of shape (batch, heads, query tokens, features) and the dtype of the signal."""
 
     def powers(self, value: Tensor, count: int) -> list[Tensor]:
-        """``[S(value), S(S(value)), ...]``, ``count`` of them, each (batch, heads, query tokens, features)."""
+        """Return ``[S(value), S(S(value)), ...]``: ``count`` signals (batch, heads, query tokens, features)."""
         signals = [self(value)]
         while len(signals) < count:
             signals.append(self(signals[-1]))
@@ -56,20 +56,26 @@ class ShiftOperator(ABC):
 
     @abstractmethod
     def identity(self, value: Tensor) -> Tensor:
-        """The rows of ``value`` at the query tokens, one copy a head: what ``I`` is to ``S``."""
+        """Return the rows of ``value`` at the query tokens, one copy per head: the identity that belongs to ``S``."""
 
     def mean(self, signal: Tensor) -> Tensor:
-        """The mean over the tokens that each query sees, of a signal at the key tokens (``value``, or ``all_rows`` of
-        another one): what a uniform ``A`` would give. Shape (batch, heads of the signal, query tokens, features)."""
-        raise GraphFilterError(f"{type(self).__name__} does not tell which tokens a query sees")
+        """Return the mean of a signal over the tokens that each query sees, as a uniform ``A`` would compute it.
+
+        Args:
+            signal: at the key tokens: ``value``, or what ``all_rows`` returns for another signal.
+
+        Returns:
+            Shape (batch, heads of the signal, query tokens, features).
+        """
+        raise GraphFilterError(f"{type(self).__name__} does not know which tokens a query sees")
 
     def all_rows(self, signal: Tensor) -> Tensor:
-        """A signal (batch, heads, query tokens, features) with its rows at the earlier tokens, when decoding."""
+        """Return a signal (batch, heads, query tokens, features) with its rows at the earlier tokens, when decoding."""
         return signal
 
 
 class DenseShift(ShiftOperator):
-    """The reference: ``S`` given by an explicit matrix, O(n^2) memory.
+    """The reference implementation: ``S`` given by an explicit matrix, with O(n^2) memory.
 
     Args:
         matrix: (batch, heads, query tokens, key tokens), rows sum to 1.

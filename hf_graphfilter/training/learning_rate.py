@@ -9,7 +9,6 @@ This file imports no Trainer: it is loaded with accelerate, long before one is n
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 import os
 import sys
@@ -21,6 +20,7 @@ from torch import nn
 
 from ..errors import GraphFilterError, is_number, shown
 from ..filters.core.attached import filters_of
+from ..logs import logger
 from ..patching.status import filter_parameters, filter_status
 from ..wrappers import Function, wrap
 
@@ -28,7 +28,6 @@ FILTER_LR = 1e-2
 FAST = 1e-3  # a rate that moves a coefficient by as much as filters were seen to need, within a thousand steps
 VARIABLE = "HF_GRAPHFILTER_LR"  # of the environment, which `hf-graphfilter run --filter-lr` writes
 REMEDY = "use FilterTrainingArguments(filter_lr=1e-2), filter_optimizer or parameter_groups"
-logger = logging.getLogger("hf_graphfilter")
 C = TypeVar("C")
 
 

@@ -12,6 +12,7 @@ from ..errors import GraphFilterError
 from ..filters.core.attached import CHILD, filters_of
 from ..filters.core.record import read_groups
 from ..hosts import host_of, unwrapped
+from ..logs import log_filters
 from ..wrappers import Function, wrap
 
 
@@ -24,7 +25,11 @@ def check_when_resuming(trainer_class: type) -> None:
 
 def _resume_with_filter(original: Function, self: Any, checkpoint: str, *args: Any, **kwargs: Any) -> Any:
     check_same_filter(self.model, checkpoint)
-    return original(self, checkpoint, *args, **kwargs)
+    result = original(self, checkpoint, *args, **kwargs)
+    if isinstance(self.model, nn.Module):
+        model = unwrapped(self.model)
+        log_filters("resumed", model, filters_of(model), checkpoint)
+    return result
 
 
 def check_same_filter(model: Any, checkpoint: str) -> None:

@@ -1,4 +1,4 @@
-"""The seam into transformers: the attention interface.
+"""The host for transformers: it works through the attention interface.
 
 Nearly every modelling file computes attention through ``ALL_ATTENTION_FUNCTIONS.get_interface(
 self.config._attn_implementation, eager)``. A patched module gets a shallow copy of its config whose implementation

@@ -1,4 +1,4 @@
-"""The attention function of patched modules: what transformers calls, as the graph filter of the module."""
+"""The attention function of patched modules: transformers calls it, and it applies the module's graph filter."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def graph_filter_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention as the graph filter of ``module``; the signature of every transformers attention function.
+    """Compute attention with the graph filter of ``module``.
+
+    The signature is that of every attention function of transformers.
 
     Args:
         module: the patched attention module.
@@ -76,20 +78,23 @@ def _begin_call(module: nn.Module, graph_filter: Any, earlier: EarlierLayers | N
     """Count the call where the layers of the stack leave something for each other.
 
     Raises:
-        GraphFilterError: the filter reads what earlier layers left, and the model has not handed it on.
+        GraphFilterError: the filter reads what earlier layers left, and the model has not passed it on.
     """
     if earlier is not None:
         earlier.begin_call(graph_filter.site_name)
     elif graph_filter.reads_earlier:
         raise GraphFilterError(
-            f"{describe_site(module)} was not handed what the filters of earlier layers made, which "
-            f"{graph_filter.config.filter!r} reads with these options: it was called by itself, or its model does not "
-            "hand keyword arguments on to its layers"
+            f"{describe_site(module)} did not receive the tensors of earlier layers, which "
+            f"{graph_filter.config.filter!r} reads with these options: it was called outside its model, or the model "
+            "does not pass keyword arguments on to its layers"
         )
 
 
 def _apply(apply_filter: Callable[..., Tensor], module: Any, shift: AttentionShift, value: Tensor) -> Tensor:
-    """Filter ``value``. The module's input may have no row per token, as in vision towers; some filters read none."""
+    """Filter ``value``, and explain the error of a filter that cannot read the module's input.
+
+    The input may have no row per token, as in vision towers; some filters read none.
+    """
     hidden, query = shift.call.hidden, shift.call.query
     if hidden is None or (hidden.dim() == 3 and hidden.shape[:2] == (query.shape[0], query.shape[2])):
         return apply_filter(shift, value)
@@ -99,16 +104,19 @@ def _apply(apply_filter: Callable[..., Tensor], module: Any, shift: AttentionShi
         raise GraphFilterError(
             f"{describe_site(module)}: {module.graph_filter.config.filter!r} reads a row of the module's input for "
             f"each query token, ({query.shape[0]}, {query.shape[2]}, features), and it has the shape "
-            f"{tuple(hidden.shape)}: leave it out with layers=, or choose another filter"
+            f"{tuple(hidden.shape)}: exclude this module with layers=, or choose another filter"
         ) from error
 
 
 def _refuse_missing_weights(module: Any, options: dict[str, Any]) -> None:
-    """Raise if attention weights are asked for: transformers would leave the layer out, and later ones move up."""
+    """Raise if attention weights are asked for and the filter computes none.
+
+    transformers would leave the layer out of its output, and later layers would move up.
+    """
     collecting = None if torch.compiler.is_compiling() else _active_collector.get()
     if options.get("output_attentions") or "attentions" in (collecting or ()):
         raise GraphFilterError(
             f"{describe_site(module)}: output_attentions asks for the attention weights, and "
-            f"{module.graph_filter.config.filter!r} computes none in the place of attention: leave it out, or read "
+            f"{module.graph_filter.config.filter!r} replaces attention and computes none: drop that option, or read "
             "them before patching"
         )

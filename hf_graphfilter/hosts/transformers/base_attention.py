@@ -65,7 +65,10 @@ class BaseAttention:
         )
 
     def attend(self, key: Tensor, signal: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Call the function; keys with other heads than the module's have been repeated to one group per head."""
+        """Call the attention function of the user's choice.
+
+        Keys with another number of heads than the module's have been repeated to one group per head.
+        """
         repeated = key is not self.key and key.shape[1] != self.key.shape[1]
         module = _SingleGroup(self.module) if repeated else self.module
         return self.function(module, self.query, key, signal, self.mask, **self.options)  # type: ignore[no-any-return]
@@ -108,12 +111,12 @@ class BaseAttention:
         if self.implementation in ENGINES:
             raise GraphFilterError(f"{site}: attention by {self.implementation!r} cannot be filtered; {SERVING}")
         raise GraphFilterError(
-            f"{IMPLEMENTATION!r} was written into the config of {site} as what computes S: name a backend, with "
-            "model.set_attn_implementation('sdpa')"
+            f"{IMPLEMENTATION!r} was written into the config of {site} as its attention backend: choose a backend "
+            "with model.set_attn_implementation('sdpa')"
         )
 
     def _refuse_options(self) -> None:
-        """Raise for what leads past the filter, breaks linearity or row sums, or the backend drops in silence."""
+        """Raise for options that bypass the filter, break linearity or row sums, or are ignored by the backend."""
         site, options = describe_site(self.module), self.options
         for sink in ("s_aux", "sinks"):
             if options.get(sink) is not None:
@@ -127,16 +130,16 @@ class BaseAttention:
             raise GraphFilterError(f"{site}: paged attention (continuous batching) cannot be filtered; use generate()")
 
     def _refuse_unmasked(self) -> None:
-        """Raise for what FlashAttention learns from other arguments than a mask."""
+        """Raise for masks that FlashAttention receives through other arguments."""
         packed = self._is_packed()
         window = self.options.get("sliding_window")
         if packed or (window is not None and window < self.key.shape[2]):
             what = "packed sequences" if packed else f"a sliding window of {window} tokens"
             graph_filter: Any = self.module.graph_filter
             raise GraphFilterError(
-                f"{describe_site(self.module)}: {self.implementation!r} attention is told of {what} without a mask, "
-                f"and {graph_filter.config.filter!r} looks at the mask: load the model with "
-                "attn_implementation='sdpa', or leave these modules out with layers="
+                f"{describe_site(self.module)}: {self.implementation!r} attention receives {what} without a mask, "
+                f"and {graph_filter.config.filter!r} reads the mask: load the model with "
+                "attn_implementation='sdpa', or exclude these modules with layers="
             )
 
     def _is_packed(self) -> bool:
@@ -159,5 +162,5 @@ class _SingleGroup(ModuleView):
 
 
 def declares_causal(module: nn.Module) -> bool:
-    """Return whether a module says itself that a token sees only earlier ones."""
+    """Return whether a module declares that a token sees only earlier ones."""
     return bool(getattr(module, "is_causal", False))

@@ -1,4 +1,4 @@
-"""Decoding with a key/value cache: what a filter remembers lives on the cache layer itself.
+"""Decoding with a key/value cache: the memory of a filter lives on the cache layer itself.
 
 ``cache_layers`` and ``state_layers`` define these layers.
 """
@@ -25,8 +25,8 @@ NAME = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "
 NAMES = {NAME, "past_key_values", "layer_past"}  # modules may still be handed one by an earlier name
 _DUMMY: Any = getattr(cache_utils, "DummyLayer", ())  # earlier releases give such a layer no place at all
 _SHARED = (
-    "reads the keys and values of an earlier layer, and has no place in the cache for what its filter remembers: leave "
-    "it out with layers=, or use use_cache=False"
+    "reads the keys and values of an earlier layer, and has no place in the cache for the memory of its filter: "
+    "exclude it with layers=, or use use_cache=False"
 )
 
 
@@ -44,7 +44,7 @@ class _Rows:
 
 
 def announce(past: Any, module: Any) -> None:
-    """Before ``module`` runs: make its layer of the cache one that keeps the state of its filter, if that has one.
+    """Prepare the layer of the cache for ``module`` before it runs, if its filter keeps a state there.
 
     Raises:
         GraphFilterError: another kind of cache (static, quantized ...), or one that an unpatched model filled.
@@ -87,8 +87,9 @@ def recall(
     if past is None:
         if decoding != "rows" and key.shape[2] != query.shape[2]:
             raise GraphFilterError(
-                f"{describe_site(module)}: {query.shape[2]} query tokens see {key.shape[2]} key tokens, of whose past "
-                f"{graph_filter.config.filter!r} was told nothing: use_cache=False, as its model has a cache of its own"
+                f"{describe_site(module)}: {query.shape[2]} query tokens see {key.shape[2]} key tokens, and "
+                f"{graph_filter.config.filter!r} knows none of the past ones, as its model has a custom cache: use "
+                "use_cache=False"
             )
         return None, None
     layers = _layers(past)

@@ -1,4 +1,4 @@
-"""Layers of a key/value cache that keep what a filter remembers beside keys and values.
+"""Layers of a key/value cache that also hold the memory of a filter.
 
 A polynomial of ``S`` needs the past rows of every signal that ``S`` was applied to, beside keys and values: O(n d)
 memory and work per token. On the layer, beam search and batch selection treat them as they treat keys and values.
@@ -20,12 +20,12 @@ ROOM = 16  # rows are kept in tensors with room for a sixteenth more, and for as
 
 TWICE = (
     "the module computes attention several times in a pass, or keeps keys in several layers of the cache, and a graph "
-    "filter knows past tokens by its own layer: use use_cache=False"
+    "filter keeps past tokens in one layer: use use_cache=False"
 )
 
 REPLACED = (
-    "the keys and values in the cache were replaced behind the filter (pruned, compressed, sorted anew), and what it "
-    "keeps of past tokens no longer goes with them: leave the cache as the model fills it, or use use_cache=False"
+    "the keys and values in the cache were replaced without the filter (pruned, compressed, sorted), and what it "
+    "keeps of past tokens no longer belongs to them: leave the cache as the model fills it, or use use_cache=False"
 )
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ else:
 
 
 class LayerMemory(_Layer):
-    """Mixin for a cache layer: further tensors, batch first, by name."""
+    """A mixin for cache layers that holds further tensors by name, with the batch first."""
 
     kept: dict[Any, Tensor]
     asked_at = -1  # how many tokens it had when the filter last asked
@@ -44,6 +44,7 @@ class LayerMemory(_Layer):
     replaced = False  # another has put others in their place since
 
     def forget(self) -> None:
+        """Forget all tensors, and take the keys and values as they are."""
         self.kept, self.asked_at, self.asked_twice = {}, -1, False
         self.known, self.replaced = (self.keys, self.values), False
 
@@ -51,7 +52,7 @@ class LayerMemory(_Layer):
         return self._change(super().update, *args, **kwargs)  # type: ignore[no-any-return]
 
     def _change(self, change: Callable[..., Any], *args: Any, each: Any = None, **kwargs: Any) -> Any:
-        """Let the layer ``change`` its keys and values, after a look whether another has replaced them.
+        """Let the layer ``change`` its keys and values, after a check whether other code replaced them.
 
         ``each`` is what that means for a tensor that is kept beside them.
         """
@@ -64,7 +65,7 @@ class LayerMemory(_Layer):
         return result
 
     def asked(self, site: str, queries: int, device: torch.device) -> bool:
-        """Whether the filter can go by this layer.
+        """Return whether the filter can use this layer.
 
         Raises:
             GraphFilterError: it must, and cannot.
@@ -81,12 +82,12 @@ class LayerMemory(_Layer):
         return not self.asked_twice
 
     def check_replaced(self, site: str) -> None:
-        """Raise if what the filter keeps does not go with the keys and values that are there now."""
+        """Raise if the filter's tensors do not belong to the keys and values of the layer."""
         if self.replaced and self.kept:
             raise GraphFilterError(f"{site}: {REPLACED}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Detach what is kept where the keys are: ``layer.keys = layer.keys.detach()`` truncates backpropagation."""
+        """Detach the filter's tensors with the keys: ``layer.keys = layer.keys.detach()`` truncates backpropagation."""
         before = self.__dict__.get(name) if name in ("keys", "values") else None
         both = isinstance(before, Tensor) and isinstance(value, Tensor) and value is not before
         if both and not value.requires_grad and value.is_set_to(before):
@@ -115,7 +116,10 @@ class LayerMemory(_Layer):
 
 
 class SignalRows(LayerMemory):
-    """Keeps signal rows (batch, heads, tokens, features) by application number, in tensors with room for more."""
+    """A layer that keeps signal rows (batch, heads, tokens, features) by application number.
+
+    The tensors have room for more rows.
+    """
 
     ends: dict[int, int]  # how many rows of each tensor are in use
 
@@ -124,10 +128,11 @@ class SignalRows(LayerMemory):
         self.ends = {}
 
     def rows(self, application: int) -> Tensor:
+        """Return the rows of one application that are in use."""
         return self.kept[application][:, :, : self.ends[application]]
 
     def append(self, application: int, signal: Tensor, keys: int) -> Tensor:
-        """Return the last ``keys`` rows, with ``signal`` at their end."""
+        """Append ``signal`` and return the last ``keys`` rows."""
         if application not in self.kept:
             self._keep(application, signal)
         elif _in_place(self.kept[application]):
@@ -141,7 +146,7 @@ class SignalRows(LayerMemory):
         self.kept[application], self.ends[application] = rows, rows.shape[2]
 
     def _write(self, application: int, signal: Tensor, keys: int) -> None:
-        """Write rows behind those in use, in a tensor with room for more if there is none left."""
+        """Write rows behind those in use, in a larger tensor if there is no room left."""
         end, tokens = self.ends[application], signal.shape[2]
         if self.kept[application].shape[2] < end + tokens:
             past = self._in_window(self.rows(application), keys)
@@ -153,7 +158,7 @@ class SignalRows(LayerMemory):
         self.ends[application] = end + tokens
 
     def _in_window(self, rows: Tensor, keys: int) -> Tensor:
-        """Those that a window leaves; all while the layer itself keeps all, to go back to (``crop``)."""
+        """Return the rows within the window, or all rows while the layer keeps all of them for ``crop``."""
         return rows if getattr(self, "record_past", False) else rows[:, :, -keys:]
 
     def reset(self) -> None:
@@ -171,8 +176,10 @@ class SignalRows(LayerMemory):
 
 
 def _in_place(kept: Tensor) -> bool:
-    """Whether rows may be written to a tensor that is there: not if autograd may have saved it, and a compiled step
-    would be bound to the number of rows."""
+    """Return whether rows may be written to an existing tensor.
+
+    Not if autograd may have saved it; and a compiled step would be bound to the number of rows.
+    """
     return (
         not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
@@ -189,8 +196,10 @@ class FilteredSlidingWindowLayer(SignalRows, DynamicSlidingWindowLayer):
 
 
 class FilteredStaticLayer(LayerMemory, StaticLayer):
-    """A ``StaticLayer`` that also keeps signal rows, in tensors of its full length that are changed in place: the
-    ``PastRows`` of every forward with it."""
+    """A ``StaticLayer`` that also keeps signal rows; it is the ``PastRows`` of every forward with it.
+
+    The rows are in tensors of the full length, which are changed in place.
+    """
 
     begun: frozenset[int] = frozenset()  # applications that have seen the first token since the last reset
 
@@ -226,7 +235,7 @@ class FilteredStaticLayer(LayerMemory, StaticLayer):
         return value.index_select(2, self._newest(tokens))
 
     def _newest(self, tokens: int) -> Tensor:
-        """Positions of the newest tokens, after ``update``."""
+        """Return the positions of the newest tokens, after ``update``."""
         return torch.arange(tokens, device=self.device) + (self.cumulative_length - tokens)
 
 

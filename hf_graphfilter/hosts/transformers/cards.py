@@ -1,4 +1,4 @@
-"""What a model card says of a transformers model."""
+"""The facts of a transformers model for its model card."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ _WITH_AUTO_CLASSES = ("transformers", "transformers_modules", "hf_graphfilter", 
 
 
 def model_type(model: Any) -> str | None:
+    """Return the ``model_type`` of the config, or None."""
     return getattr(model.config, "model_type", None)
 
 
 def usage(model: Any, source: str) -> str:
+    """Return Python code that loads a patched checkpoint, for its card."""
     name, module = type(model).__name__, type(model).__module__
     auto_class = next((a for suffix, a in _AUTO_CLASSES.items() if name.endswith(suffix)), None)
     # a class of one's own is not what AutoModel makes of the checkpoint
@@ -40,6 +42,7 @@ model = {loader}.from_pretrained({quoted(source)})"""
 
 
 def pipeline_tag(model: Any) -> str | None:
+    """Return the task of the model as the Hub names it, or None."""
     from transformers.modelcard import TASK_MAPPING, _get_mapping_values
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
@@ -50,7 +53,10 @@ def pipeline_tag(model: Any) -> str | None:
 
 
 def base_model(model: Any) -> str | None:
-    """What is in the cache of the Hub came from the Hub; any other name may be a folder."""
+    """Return the id of the Hub repository that the model was loaded from, or None.
+
+    A name counts only if its files are in the cache of the Hub; any other name may be a folder.
+    """
     name = model.config._name_or_path
     try:
         cached = not os.path.exists(name) and try_to_load_from_cache(name, "config.json")

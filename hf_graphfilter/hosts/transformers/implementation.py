@@ -1,4 +1,4 @@
-"""The attention implementation that a config names: ours in a patched module's, the user's in its model's."""
+"""The attention implementation that a config names: ours in a patched module's, the user's in the model's."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def backend(module: Any) -> str:
 
 
 def kind(module: Any) -> type:
-    """Return the class of the model's config, of which that of a patched module is made."""
+    """Return the class of the model's config, from which the config of a patched module is derived."""
     config = getattr(module, "config", None)
     return type(getattr(config, BASE_CONFIG, config))

@@ -1,4 +1,4 @@
-"""The attention interface of transformers, as a module's forward uses it."""
+"""The attention interface of transformers, as the forward of a module uses it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ def uses_interface(forward: Any) -> bool:
 
 
 def leads_to_filter(module: nn.Module) -> bool:
+    """Return whether the forward of a patched module, as it is now, is known to run the filter."""
     return uses_interface(running_forward(module))
 
 
 @functools.cache
 def _interface_of(module_class: Any) -> tuple[dict[str, Any], str]:
-    """(globals of the file, name of the eager function in it) of a module's ``forward``."""
+    """Return (globals of the file, name of the eager function in it) of a module's ``forward``."""
     forwards: list[Any] = [inspect.unwrap(cls.forward) for cls in module_class.__mro__ if hasattr(cls, "forward")]
     # of a class that a library has put in the place of the module's, and that calls it, the module's
     forward = next((forward for forward in forwards if uses_interface(forward)), None)
     if forward is None:
         raise GraphFilterError(
-            f"the forward of {module_class.__name__}, of a module with a graph filter, was replaced: put the original "
+            f"the forward of {module_class.__name__}, a module with a graph filter, was replaced: put the original "
             "back, or call unpatch_model"
         )
     names = forward.__code__.co_names
@@ -42,7 +43,10 @@ def _interface_of(module_class: Any) -> tuple[dict[str, Any], str]:
 
 
 def attention_function(module_class: Any, implementation: str) -> Callable[..., Any]:
-    """What the module's own ``forward`` would call: its file's interface, or the eager function that it names."""
+    """Return the function that the module's own ``forward`` would call.
+
+    It comes from the interface of the module's file, or is the eager function that the file names.
+    """
     compiling = torch.compiler.is_compiling()  # which looks into functions and warns of a cache
     namespace, eager = _interface_of.__wrapped__(module_class) if compiling else _interface_of(module_class)
     return namespace[INTERFACE].get_interface(implementation, namespace.get(eager))  # type: ignore[no-any-return]
@@ -50,4 +54,5 @@ def attention_function(module_class: Any, implementation: str) -> Callable[..., 
 
 @functools.cache
 def honours_softcap(attend: Callable[..., Any]) -> bool:
+    """Return whether an attention function takes ``softcap``."""
     return "softcap" in inspect.signature(attend).parameters

@@ -1,4 +1,4 @@
-"""The record of a patch in the config of a transformers model, and what transformers reads beside it."""
+"""The record of a patch in the config of a transformers model, and the entries that transformers reads with it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TAGS = "_graph_filter_tags"
 
 
 def tag(model: PreTrainedModel, filters: Iterable[str]) -> None:
-    """Let ``model_tags``, which cards of the Trainer and of ``push_to_hub`` carry, name the filters of the model."""
+    """Name the filters of the model in ``model_tags``, which appear on the cards of the Trainer and the Hub."""
     for part in model.modules():  # a part that was loaded with a record has tags of its own
         if isinstance(part, PreTrainedModel) and (ours := vars(part).pop(_TAGS, None)) is not None:
             part.model_tags = [t for t in part.model_tags or () if t not in ours]
@@ -41,17 +41,18 @@ def tag(model: PreTrainedModel, filters: Iterable[str]) -> None:
 
 
 def model_class(name: object) -> type[PreTrainedModel] | None:
-    """Return the model class of transformers with this name, which a file gives; None where it means anything else."""
+    """Return the model class of transformers with this name, which a file gives, or None if there is none."""
     candidate = getattr(transformers, name, None) if isinstance(name, str) else None
     return candidate if isinstance(candidate, type) and issubclass(candidate, PreTrainedModel) else None
 
 
 def read_record(model: Any) -> dict[str, Any] | None:
+    """Return the record in the config, or None."""
     return getattr(model.config, CHILD, None)
 
 
 def write_record(model: Any, record: dict[str, Any] | None) -> None:
-    """Keep the record in the config, and with it implementation names that make loading without us fail."""
+    """Keep the record in the config, with implementation names that make loading without this package fail."""
     tag(model, sorted({g["config"]["filter"] for g in record["filters"]}) if record else ())
     if record is None:
         _forget_record(model)
@@ -74,12 +75,12 @@ def write_record(model: Any, record: dict[str, Any] | None) -> None:
 
 
 def is_our_name(implementation: object) -> bool:
-    """Whether an implementation is what a release of ours wrote into a config: it may go on after a space."""
+    """Return whether this package wrote an implementation name into a config; text may follow after a space."""
     return isinstance(implementation, str) and implementation.partition(" ")[0] == IMPLEMENTATION
 
 
 def forget_names(config: PreTrainedConfig) -> None:
-    """Take our names out of a loaded config and its sub-configs, to which transformers passed them on."""
+    """Remove our names from a loaded config and its sub-configs, to which transformers copied them."""
     for name in _GUARDED:
         if is_our_name(getattr(config, f"_{name}", None)):
             setattr(config, f"_{name}_internal", None)
@@ -91,7 +92,7 @@ def forget_names(config: PreTrainedConfig) -> None:
 def resolve_implementation(
     original: Function, self: PreTrainedModel, attn_implementation: str | None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Choose the attention implementation of a model, as an argument, a config or a checkpoint asks."""
+    """Choose the attention implementation of a model from an argument, a config or a checkpoint."""
     # a patched checkpoint names us, so that it cannot be loaded without us: for the model it means "the default"
     if hasattr(self.config, CHILD) or is_our_name(self.config._experts_implementation):
         forget_names(self.config)
@@ -109,7 +110,7 @@ def resolve_implementation(
 
 @contextlib.contextmanager
 def saved_config(model: PreTrainedModel, state: Any = None) -> Iterator[None]:
-    """``check_recorded``, and that a ``state`` to be saved has all coefficients.
+    """Check that a model, and a ``state`` to be saved, are complete, and mark the configs of its parts meanwhile.
 
     Within, the config of every part that holds a filter has our names too: a tower can be loaded by itself, and what
     the config of a composite says of implementations hides what those of its parts say.
@@ -135,9 +136,11 @@ def saved_config(model: PreTrainedModel, state: Any = None) -> Iterator[None]:
 
 
 def check_recorded(model: PreTrainedModel) -> None:
-    """Refuse to save what could not be loaded: the record goes with the config that is saved, and the patch may be that
-    of a model around this one or of a part, which may be unpatched by itself as well. Layers that were taken out or
-    put in since, with their filters, are written into the record."""
+    """Raise if a model could not be loaded again after saving.
+
+    The record is saved with the config. The patch may belong to a model around this one, or to a part, which may have
+    been unpatched separately. If layers with filters were removed or added since, the record is brought up to date.
+    """
     saved = {id(config) for config in _with_parts(model.config) if getattr(config, CHILD, None)}
     parts = {f"{n}." if n else "": m for n, m in model.named_modules() if isinstance(m, PreTrainedModel)}
     recorded = {prefix: part for prefix, part in parts.items() if id(part.config) in saved}
@@ -145,7 +148,7 @@ def check_recorded(model: PreTrainedModel) -> None:
         if not f"{name}.".startswith(tuple(recorded)):
             raise GraphFilterError(
                 f"the config of this {type(model).__name__} holds no record of the filter at {name}: save the model "
-                "that was patched, a part of this one or around it, or patch this whole one with layers="
+                "that was patched (a part of this one, or one around it), or patch this whole model with layers="
             )
     settled: set[int] = set()
     for prefix, part in recorded.items():
@@ -154,8 +157,8 @@ def check_recorded(model: PreTrainedModel) -> None:
             name, module = modules.get(named, ("", None))
             if module is not None and CHILD not in module._modules:
                 raise GraphFilterError(
-                    f"the config of this {type(model).__name__} records a filter at {prefix}{name}, which is there no "
-                    "more (its module was exchanged, or a part unpatched by itself): unpatch the model that was "
+                    f"the config of this {type(model).__name__} records a filter at {prefix}{name}, which no longer "
+                    "exists (its module was exchanged, or a part unpatched separately): unpatch the model that was "
                     "patched, and patch it again with layers="
                 )
         if id(part.config) not in settled:  # parts share the config of what is around them
@@ -164,8 +167,10 @@ def check_recorded(model: PreTrainedModel) -> None:
 
 
 def _settle(part: PreTrainedModel, others: list[str], prefix: str) -> None:
-    """Write the filters that are there into the record, if their modules have not the names that it gives; those below
-    the prefixes of ``others`` have records of their own."""
+    """Bring the record up to date with the filters in the model, if its module names no longer fit.
+
+    Modules below the prefixes of ``others`` have records of their own.
+    """
     record = getattr(part.config, CHILD)
     named = {name: FilterConfig.from_dict(g["config"]) for g in record["filters"] for name in g["modules"]}
     sites = [(n, m) for n, m in patched_modules(part, required=False) if not f"{prefix}{n}.".startswith(tuple(others))]
@@ -181,7 +186,7 @@ def _with_parts(config: Any) -> Iterator[PreTrainedConfig]:
 
 
 def _own_config(model: PreTrainedModel) -> None:
-    """A config object of the model's own: other models may have been built from the same one."""
+    """Give the model a config object of its own, as other models may have been built from the same one."""
     vars(model)[_SHARED_CONFIG] = model.config, vars(model.config).copy()
     _swap_config(model, model.config, copy.copy(model.config))
 
@@ -197,8 +202,11 @@ def _swap_config(model: nn.Module, old: PreTrainedConfig, new: PreTrainedConfig)
 
 
 def _forget_record(model: PreTrainedModel) -> None:
-    """Undo ``write_record``: the config is again the object that it was, with what was changed in it since; or another,
-    where that came with a record, which is for the other models that were built from it."""
+    """Undo ``write_record``: the model gets its former config object back, with later changes.
+
+    If that config came with a record, it remains for the other models that were built from it, and this model gets a
+    copy without the record.
+    """
     for part in (m for m in model.modules() if isinstance(m, PreTrainedModel)):
         for names in ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"):
             setattr(part, names, {name for name in getattr(part, names) or () if CHILD not in name})

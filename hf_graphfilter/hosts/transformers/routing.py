@@ -1,4 +1,4 @@
-"""Routing a module's attention through its filter, by a config of its own and a hook."""
+"""The route of a module's attention to its filter: a config of its own, and a hook."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ _SITE = "_graph_filter_site"
 
 
 def attach(site: AttentionSite, graph_filter: GraphFilter) -> None:
+    """Add the filter to a module, and give the module a config that names our implementation."""
     module: Any = site.module
     base = module.config
     routed = copy.copy(base)
@@ -50,13 +51,15 @@ def attach(site: AttentionSite, graph_filter: GraphFilter) -> None:
 
 @functools.cache
 def _routed(base: Any) -> Any:
-    """The class of a patched module's config, copied and pickled as its base: the implementation that the module reads
-    from it at each call is ours, or an error."""
+    """Return the class of a patched module's config, which is copied and pickled as its base.
+
+    The implementation that the module reads from it at each call is ours, or an error.
+    """
 
     def read(self: Any) -> str:
         if (written := read_fields(self, CHOSEN)) != IMPLEMENTATION:
             raise GraphFilterError(
-                f"{getattr(self, _SITE)} is patched, but {written!r} was written into its config, which leads past the "
+                f"{getattr(self, _SITE)} is patched, but {written!r} was written into its config, which bypasses the "
                 f"graph filter: choose a backend with model.set_attn_implementation('sdpa'); {SERVING}"
             )
         return IMPLEMENTATION
@@ -73,8 +76,10 @@ def _rebuild(base: Any) -> Any:
 
 
 class _PassOn:
-    """Forward pre-hook: the attention function is told of cache and input, as further keyword arguments; a pass, of the
-    layer that begins."""
+    """A forward pre-hook that passes cache and input to the attention function, as further keyword arguments.
+
+    It also reports the layer that begins to the pass.
+    """
 
     def __init__(self, names: list[str]):
         self.positions = {name: i for i, name in enumerate(names)}  # of arguments that may be given without a name
@@ -103,7 +108,7 @@ class _PassOn:
 
 
 class _BeginPass:
-    """Forward pre-hook of a stack: its layers are handed what they share in this pass, a further keyword argument."""
+    """A forward pre-hook of a stack that gives its layers what they share in this pass, as a keyword argument."""
 
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -122,6 +127,7 @@ def _remove_hooks(module: Any, kind: type) -> None:
 
 
 def detach(model: nn.Module, modules: Iterable[Any]) -> None:
+    """Undo ``attach`` of these modules of a model."""
     for module in modules:
         unwatch(module)
         _remove_hooks(module, _PassOn)

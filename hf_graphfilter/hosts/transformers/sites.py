@@ -1,4 +1,4 @@
-"""Finding the self-attention modules of a transformers model, and what they are called here and in checkpoints."""
+"""The search for self-attention modules of a transformers model, and their names in the model and in checkpoints."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _CROSS_NAME = re.compile(r"cross|enc(oder)?_?dec|^encoder_att|^x_att", re.I)
 
 
 def find(model: nn.Module) -> tuple[list[AttentionSite], dict[str, str]]:
-    """All self-attention modules that run through the attention interface, and the others with the reason."""
+    """Return all self-attention modules that use the attention interface, and the others with the reason."""
     return collect_sites(model, _find_refusal, partial(_describe, model))
 
 
 def _find_refusal(name: str, module: Any) -> str | None:
-    """None for a patchable module, the reason for another attention module, "" for anything else."""
+    """Return None for a patchable module, "" for no attention, and otherwise the reason for its refusal."""
     if not uses_interface(inspect.unwrap(type(module).forward)):
         return "its forward does not use the attention interface" if looks_like_attention(module) else ""
     if (
@@ -49,13 +49,13 @@ def _find_refusal(name: str, module: Any) -> str | None:
     if getattr(module, "sinks", None) is not None:
         return "attention sinks: rows of A sum to less than 1"
     if getattr(module, "reorder_and_upcast_attn", False):
-        return "reorder_and_upcast_attn: its own eager attention goes past the interface"
+        return "reorder_and_upcast_attn: its own eager attention bypasses the interface"
     softcap = getattr(module, "attn_logit_softcapping", None)
     if softcap is not None and not honours_softcap(attention_function(type(module), backend(module))):
         chosen = backend(module)
         return f"soft-capped scores (softcap={softcap}) that {chosen!r} attention drops: load it with 'eager' attention"
     if _heads(module) is None:
-        return f"none of {', '.join(_HEAD_COUNTS)} tells its number of heads"
+        return f"none of {', '.join(_HEAD_COUNTS)} gives its number of heads"
     if not uses_interface(running_forward(module)):
         return f"{REPLACED} on the module, and does not use the attention interface"
     return None
@@ -71,7 +71,10 @@ def _heads(module: Any) -> int | None:
 
 
 def _position_bias(model: nn.Module, name: str) -> bool:
-    """Whether scores get a bias: as an argument (T5), or of the module or one around it, within the mask (BEiT)."""
+    """Return whether a bias is added to the scores.
+
+    It may be an argument (T5), or come within the mask from the module or one around it (BEiT).
+    """
     module = model.get_submodule(name)
     if "position_bias" in inspect.signature(type(module).forward).parameters:
         return True
@@ -81,7 +84,7 @@ def _position_bias(model: nn.Module, name: str) -> bool:
 
 
 def _stack_module(model: nn.Module, name: str) -> nn.Module | None:
-    """What holds the list of layers that the module is in, if keyword arguments get from there to the module."""
+    """Return the module that holds the list of layers around a module, if keyword arguments get from there to it."""
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
     if not number:
@@ -98,7 +101,7 @@ def _takes_any_keyword(module: nn.Module) -> bool:
 
 @functools.cache
 def _hands_on(forward: Any) -> bool:
-    """Whether a function takes any keyword argument, and does something with those it has no name for."""
+    """Return whether a function takes any keyword argument, and uses those that it has no name for."""
     rest = next((p.name for p in inspect.signature(forward).parameters.values() if p.kind is p.VAR_KEYWORD), None)
     code = getattr(inspect.unwrap(forward), "__code__", None)
     if rest is None or code is None:
@@ -128,12 +131,16 @@ def _describe(model: nn.Module, name: str, module: Any) -> dict[str, Any]:
 
 
 def relative_name(model: Any, name: str) -> str:
+    """Return a module's name without the prefixes of task heads and PEFT's wrappers."""
     name = without_wrappers(model, name)
     return name.removeprefix(f"{model.base_model_prefix}.") if model.base_model_prefix else name
 
 
 def saved_names(model: Any, sites: list[AttentionSite]) -> dict[str, AttentionSite]:
-    """transformers renames weights of earlier releases when it loads them, and back when it saves."""
+    """Return the sites by the relative names of their modules in checkpoints.
+
+    transformers renames weights of earlier releases when it loads them, and back when it saves.
+    """
     reverse = []
     for conversion in reversed(get_model_conversion_mapping(model, add_legacy=False)):
         if not isinstance(conversion, PrefixChange):  # of task heads

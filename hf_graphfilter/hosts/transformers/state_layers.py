@@ -15,7 +15,7 @@ from .cache_layers import LayerMemory
 
 
 class KeyedStateLayer(LayerMemory, DynamicLayer):
-    """A ``DynamicLayer`` that also keeps a filter's state, for a filter that is blended with attention."""
+    """A ``DynamicLayer`` that also keeps the state of a filter, for a filter that is blended with attention."""
 
     is_croppable = False
 
@@ -34,7 +34,7 @@ class KeyedStateLayer(LayerMemory, DynamicLayer):
 
 
 class StateLayer(KeyedStateLayer):
-    """Keeps a filter's state and the number of tokens, no keys and values: constant size."""
+    """A layer that keeps the state of a filter and the number of tokens, but no keys and values: constant size."""
 
     length = 0
     announced = False  # by ``announce``, before every update: a module without the filter would see no past

@@ -1,4 +1,4 @@
-"""Tensor parallelism: each process computes some of the heads, and the coefficients of a filter follow them."""
+"""Tensor parallelism: each process computes some of the heads, with the coefficients of these heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..base import describe_site
 def with_local_heads(
     graph_filter: GraphFilter, module: nn.Module, query: Tensor
 ) -> Callable[[ShiftOperator, Tensor], Tensor]:
-    """``graph_filter`` for the heads of ``query`` (batch, local heads, tokens, features), which are this process's.
+    """Return ``graph_filter`` for the heads of ``query`` (batch, local heads, tokens, features) in this process.
 
     Raises:
         GraphFilterError: the heads are not split by tensor parallelism, or the filter cannot be split with them.
@@ -33,8 +33,8 @@ def with_local_heads(
         )
     if not names:
         raise GraphFilterError(
-            f"{site}: tensor parallelism splits the {graph_filter.heads} heads, and {type(graph_filter).__name__} is "
-            "not made of values a head: use FSDP2 or DDP, or a filter that is"
+            f"{site}: tensor parallelism splits the {graph_filter.heads} heads, and {type(graph_filter).__name__} has "
+            "no values per head: use FSDP2 or DDP, or a filter that has them"
         )
     if mesh.ndim > 1 or local * mesh.size() != graph_filter.heads:
         raise GraphFilterError(
@@ -48,7 +48,7 @@ def with_local_heads(
 
 
 class _SumOfGradients(torch.autograd.Function):
-    """A coefficient that all processes hold and each uses a part of: their gradients add up."""
+    """The sum of the gradients of a coefficient that all processes hold and of which each uses a part."""
 
     @staticmethod
     def forward(ctx: Any, coefficient: Tensor, group: Any) -> Tensor:  # type: ignore[override]

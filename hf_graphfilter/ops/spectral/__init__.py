@@ -1,8 +1,8 @@
-"""Filtering in the singular value domain: ``U Sigma V^T x`` in linear time, over all tokens or causally.
+"""Filters in the singular value domain: ``U Sigma V^T x`` in linear time, over all tokens or causally.
 
 ``U`` is a softmax over features, ``V`` a softmax over tokens, ``Sigma`` a polynomial of singular values in (0, 1), one
-set a token (AGF paper, Eq. 7-10). The causal form, which the paper does not have, takes the softmax over the tokens so
-far.
+set per token (AGF paper, Eq. 7-10). The causal form, which the paper does not have, takes the softmax over the tokens
+so far.
 
 Everything goes block by block, over batch and heads first and then along the tokens, forward and backward: the working
 set stays in the CPU's cache, and nothing but the inputs is kept for the backward pass. Softmaxes, masses and, in the

@@ -1,4 +1,4 @@
-"""The filter where every token sees every token."""
+"""The singular value filter in which every token sees every token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .factors import Left
 
 
 def filter_all(left: Left, v: Tensor, value: Tensor, keys: Tensor | None) -> Tensor:
-    """``U Sigma (V^T value)``, every token seeing every token: O(n d^2) time, O(n d + d^2) memory.
+    """Return ``U Sigma (V^T value)``, where every token sees every token, in O(n d^2) time and O(n d + d^2) memory.
 
     Args:
         left: what makes ``U Sigma``.

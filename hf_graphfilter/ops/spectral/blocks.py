@@ -1,4 +1,4 @@
-"""What the filters share: tensors taken block by block, tokens that are not there, what is past."""
+"""The shared parts of both forms: blocks of tensors, absent tokens, the state of past tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Block = tuple[slice, slice, slice]  # of batch, heads, tokens
 
 
 class CausalState(NamedTuple):
-    """All that the causal filter remembers of the past: constant size, whatever the number of tokens.
+    """The memory of the causal filter, of constant size for any number of past tokens.
 
     Attributes:
         mass: (batch, heads, features), logarithm of the running denominators of ``V``; float32 or wider.
@@ -27,19 +27,22 @@ class CausalState(NamedTuple):
 
 
 def no_past(v: Tensor, value: Tensor) -> CausalState:
-    """The state before the first token."""
+    """Return the state before the first token."""
     batch, heads, _, features = v.shape
     mass = torch.full((batch, heads, features), NEVER, dtype=to_float32(v).dtype, device=v.device)
     return CausalState(mass, mass.new_zeros(batch, heads, features, value.shape[-1]))
 
 
 def to_float32(x: Tensor) -> Tensor:
+    """Convert to float32 unless the tensor has that precision or more."""
     return x.float() if x.element_size() < 4 else x
 
 
 def blocks(x: Tensor, multiple: int = 1) -> list[list[Block]]:
-    """Blocks of x (batch, heads, tokens, features) of about ``BLOCK`` numbers a core: for every part of batch and
-    heads those of its tokens, a multiple of ``multiple``.
+    """Split x (batch, heads, tokens, features) into blocks of about ``BLOCK`` numbers per core.
+
+    There is one list for every part of batch and heads. It holds the blocks of that part; their token counts are
+    multiples of ``multiple``.
 
     Sequences are kept whole where they are short, heads while a block has ``FEW`` tokens: projections store the heads
     of a token side by side. A GPU takes all at once, and so does a compiler, whose graph would be bound to the number.
@@ -65,7 +68,7 @@ def _slices(count: int, step: int) -> list[slice]:
 
 
 def hide(v: Tensor, value: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Without the tokens that are not there: no weight, and no value should none be there at all."""
+    """Remove the weight of absent tokens, and set their values to zero in case no token is present."""
     if keys is None:
         return v, value
     gone = ~keys[:, None, :, None]
@@ -73,5 +76,5 @@ def hide(v: Tensor, value: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]
 
 
 def absent(dtype: torch.dtype) -> float:
-    """The logit of a token that is not there, in the range of ``dtype``."""
+    """Return the logit of an absent token, within the range of ``dtype``."""
     return max(NEVER, torch.finfo(dtype).min / 2)

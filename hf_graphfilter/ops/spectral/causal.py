@@ -23,7 +23,7 @@ _STEEP = 68.0  # e^-68 is above it
 def filter_causal(
     left: Left, v: Tensor, value: Tensor, keys: Tensor | None, state: CausalState | None = None
 ) -> tuple[Tensor, CausalState]:
-    """``out_t = w_t (sum_{s<=t} e^{v_s} value_s^T / sum_{s<=t} e^{v_s})``, w the rows of ``U Sigma``.
+    """Filter causally: ``out_t = w_t (sum_{s<=t} e^{v_s} value_s^T / sum_{s<=t} e^{v_s})``, w the rows of ``U Sigma``.
 
     O(n d (d + CHUNK)) time, O(n d) memory.
 
@@ -59,7 +59,7 @@ def filter_causal(
 
 
 def _one_token(w: Tensor, v: Tensor, value: Tensor, state: CausalState) -> tuple[Tensor, CausalState]:
-    """A step of decoding; ``v`` (batch, heads, features), the others with one token."""
+    """Decode one step; ``v`` is (batch, heads, features), the others have one token."""
     mass = torch.logaddexp(state.mass, v)
     remaining, added = (state.mass - mass).exp().unsqueeze(-1), (v - mass).exp().unsqueeze(-1)
     mean = torch.addcmul(remaining * state.mean, added, value)
@@ -67,7 +67,7 @@ def _one_token(w: Tensor, v: Tensor, value: Tensor, state: CausalState) -> tuple
 
 
 def _underflows(v: Tensor, keys: Tensor | None) -> bool:
-    """Whether a running mass can be too small a part of its chunk's to be divided by.
+    """Return whether a running mass can be too small a part of its chunk's mass to divide by.
 
     Its logarithm is at least the smallest logit of the chunk, and the chunk's at most the largest plus log(CHUNK).
     """
@@ -87,7 +87,7 @@ def _underflows(v: Tensor, keys: Tensor | None) -> bool:
 
 
 class _Chunks(NamedTuple):
-    """By chunk: (batch, heads, chunks, CHUNK or 1, features). L_t is the logarithm of the mass up to t."""
+    """Factors per chunk, (batch, heads, chunks, CHUNK or 1, features). L_t is the logarithm of the mass up to t."""
 
     weights: Tensor  # e^{v_s - reference}
     inverse: Tensor  # e^{reference - L_t}
@@ -118,7 +118,10 @@ def _chunks(v: Tensor, before: Tensor) -> _Chunks:
 
 
 def _scan(decay: Tensor, added: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-    """States before every chunk, (batch, heads, chunks, ...), and the last: ``s_{c+1} = decay_c s_c + added_c``."""
+    """Return the states before every chunk, (batch, heads, chunks, ...), and the last one.
+
+    The recurrence is ``s_{c+1} = decay_c s_c + added_c``.
+    """
     states = torch.empty_like(added)
     state = first
     for c in range(added.shape[2]):
@@ -139,7 +142,10 @@ class _Causal(torch.autograd.Function):
         mass: Tensor,
         mean: Tensor,
     ) -> tuple[Tensor, ...]:
-        """The result, the last state, and for the backward pass those before every block but the first of a group."""
+        """Return the result, the last state, and the states before every block but the first of a group.
+
+        The backward pass needs the latter.
+        """
         left, out, states = Left(u, sigma, theta, steps), torch.empty_like(value), []
         last_mass, last_mean = mass.clone(), mean.clone()
         for group in blocks(v, CHUNK):
@@ -224,7 +230,7 @@ def _gradients(
 
 
 def _stable_causal(w: Tensor, v: Tensor, value: Tensor, state: CausalState) -> tuple[Tensor, CausalState]:
-    """The same for any logits: every exponent is a difference <= 0, formed before it is exponentiated."""
+    """Filter causally for any logits: every exponent is a difference <= 0, formed before it is exponentiated."""
     mass = torch.cat([state.mass[:, :, None], v], 2).logcumsumexp(2)
     start, mean, out, step = mass[:, :, 0], state.mean, [], 16
     mass = mass[:, :, 1:]

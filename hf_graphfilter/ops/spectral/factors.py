@@ -1,4 +1,4 @@
-"""The factors ``U Sigma`` and ``V``, and how far ``U`` and ``V`` are from orthogonal."""
+"""The factors ``U Sigma`` and ``V``, and the deviation of ``U`` and ``V`` from orthogonality."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ ALL: Block = (slice(None), slice(None), slice(None))
 
 
 class Left(NamedTuple):
-    """``U Sigma = softmax(u) * sum_k theta_k T_k(sigmoid(sigma))`` (Eq. 8 and 9), its rows computed where needed.
+    """The left factor ``U Sigma = softmax(u) * sum_k theta_k T_k(sigmoid(sigma))`` (Eq. 8 and 9 of the AGF paper).
+
+    Its rows are computed where they are needed.
 
     Attributes:
         u, sigma: (batch, heads, tokens, features); ``sigma`` None where ``theta`` has order 0.
@@ -28,17 +30,17 @@ class Left(NamedTuple):
     steps: Recurrence
 
     def rows(self, at: Block = ALL) -> Tensor:
-        """(batch, heads, tokens, features), float32 or wider."""
+        """Return the rows, (batch, heads, tokens, features), float32 or wider."""
         U, x, theta = self._at(at)
         return U * (theta[..., :1, None] if x is None else expand(x, theta, self.steps))
 
     def room(self) -> Left:
-        """For the gradients."""
+        """Return empty tensors for the gradients."""
         sigma = None if self.sigma is None else torch.empty_like(self.sigma)
         return Left(torch.empty_like(self.u), sigma, torch.zeros_like(self.theta), self.steps)
 
     def backward(self, at: Block, grad: Tensor, grads: Left) -> Tensor:
-        """The rows again; their gradients, given ``grad`` of the rows, go into ``grads``."""
+        """Return the rows again, and write their gradients, given ``grad`` of the rows, into ``grads``."""
         U, x, theta = self._at(at)
         toward_p = grad * U
         if x is None:
@@ -63,8 +65,10 @@ class Left(NamedTuple):
 
 
 def basis(x: Tensor, dim: int, keys: Tensor | None) -> Tensor:
-    """``U``, ``V``: the softmax of ``x`` (batch, heads, tokens, features) over the features (``dim`` -1) or
-    the tokens (-2); zero at tokens where ``keys`` is False."""
+    """Return ``U`` or ``V``: the softmax of ``x`` over the features (``dim`` -1) or over the tokens (``dim`` -2).
+
+    ``x`` is (batch, heads, tokens, features). The result is zero at tokens where ``keys`` is False.
+    """
     if keys is None:
         return to_float32(x).softmax(dim)
     visible = keys[:, None, :, None]
@@ -72,7 +76,10 @@ def basis(x: Tensor, dim: int, keys: Tensor | None) -> Tensor:
 
 
 def gram_deviation(x: Tensor) -> Tensor:
-    """``x^T x - I``, (..., features, features); its backward pass is one product, as the result is symmetric."""
+    """Return ``x^T x - I``, (..., features, features).
+
+    Its backward pass is one product, as the result is symmetric.
+    """
     return _Gram.apply(x) - torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
 
 

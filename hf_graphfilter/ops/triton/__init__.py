@@ -1,6 +1,6 @@
-"""Kernels for the GPU, in Triton: other forms of what ``ops`` computes anyway, never required.
+"""Triton kernels for GPUs: other forms of what ``ops`` computes anyway, never required.
 
-A kernel is used on a CUDA device where it was measured to be the faster form (``choice.FASTER``; ``make bench-gpu``
+A kernel is used on a CUDA device where it was measured to be the faster form (``enabled.FASTER``; ``make bench-gpu``
 says what belongs there). ``HF_GRAPHFILTER_KERNELS=1`` in the environment uses kernels wherever they apply, ``0``
 nowhere. With ``TRITON_INTERPRET=1`` the first of these holds for tensors on the CPU too: Triton's interpreter then runs
 the kernels, slowly.
@@ -26,14 +26,14 @@ def apply_twice(
     causal: bool = False,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor] | None:
-    """``(S(V), S(S(V)))`` with a joint backward pass, or None where that is not to be done by a kernel.
+    """Return ``(S(V), S(S(V)))`` with a joint backward pass, or None where no kernel is used.
 
     The first is bit for bit what ``scaled_dot_product_attention`` returns, so only training has something to gain.
 
     Args:
         query: (batch, heads, tokens, features).
         key, value: the same, or with fewer heads, a divisor.
-        mask, scale, causal, dropout: as in ``ops.attention.apply_twice``; dropout is left to the plain form.
+        mask, scale, causal, dropout: as in ``ops.apply_twice``; dropout is left to that form.
     """
     if dropout or not chosen("gfsa", query) or not torch.is_grad_enabled():
         return None
@@ -47,7 +47,7 @@ def apply_twice(
 def filter_causal(
     rows: Callable[[], Tensor], v: Tensor, value: Tensor, mass: Tensor, mean: Tensor, tiny: float
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The result and the state after the last token, or None where that is not to be done by a kernel.
+    """Return the result and the state after the last token, or None where no kernel is used.
 
     Args:
         rows: computes those of ``U Sigma``.

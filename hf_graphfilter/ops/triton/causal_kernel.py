@@ -23,7 +23,7 @@ SCANNED = 16  # features that a program of the scan carries
 
 @triton.jit
 def _chunk(V, Mass, Tiny, batch, head, heads, chunks, tokens, count, F: tl.constexpr, BF: tl.constexpr):
-    """(weights, inverse, past, after): the factors of a chunk of keys, as ``ops.spectral.causal`` defines them.
+    """Return (weights, inverse, past, after), the factors of a chunk of keys as in ``ops.spectral.causal``.
 
     Mass (batch, heads, chunks + 1, F) holds the logarithms of the running denominators before every chunk.
     """
@@ -44,7 +44,7 @@ def _chunk(V, Mass, Tiny, batch, head, heads, chunks, tokens, count, F: tl.const
 
 @triton.jit
 def _masses(V, Mass, heads, chunks, count, F: tl.constexpr, BF: tl.constexpr, C: tl.constexpr):
-    """The logarithm of the sum of e^v over every chunk, into the place after it."""
+    """Write the logarithm of the sum of e^v over every chunk into the place after it."""
     chunk, batch, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
     tokens, features = chunk * C + tl.arange(0, C), tl.arange(0, BF)
     there = (tokens < count)[:, None]
@@ -60,7 +60,7 @@ def _added(
     V, X, Mass, States, Tiny, heads, chunks, count,
     F: tl.constexpr, BF: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What a chunk adds to the state, F x E."""
+    """Return what a chunk adds to the state, F x E."""
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     tokens = tl.program_id(0) * C + tl.arange(0, C)
     weights, _, _, after = _chunk(V, Mass, Tiny, batch, head, heads, chunks, tokens, count, F, BF)
@@ -92,7 +92,10 @@ def _scan(
     States, Decay, Carried, chunks,
     F: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """States (rows, chunks, F, E): what each chunk adds becomes what is carried to it; Carried: the first, the last."""
+    """Replace what each chunk adds to States (rows, chunks, F, E) by what is carried to it.
+
+    Carried holds the first state before, and the last one after.
+    """
     row = tl.program_id(0).to(tl.int64)
     features, columns = tl.program_id(1) * BF + tl.arange(0, BF), tl.arange(0, BE)
     there = (features < F)[:, None] & (columns < E)[None, :]
@@ -112,7 +115,7 @@ def _rows(
     W, V, X, Out, Mass, States, Tiny, heads, chunks, count,
     F: tl.constexpr, BF: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The results of a chunk."""
+    """Compute the results of a chunk."""
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     tokens, order = tl.program_id(0) * C + tl.arange(0, C), tl.arange(0, C)
     weights, inverse, past, _ = _chunk(V, Mass, Tiny, batch, head, heads, chunks, tokens, count, F, BF)
@@ -130,7 +133,10 @@ def _gradients(
     W, V, X, Dout, Dw, Dv, Dx, Mass, States, Later, LaterMass, Tiny, heads, chunks, count, ASKING: tl.constexpr,
     F: tl.constexpr, BF: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """ASKING: dw, and what a chunk asks of the tokens before it, into Later; else dv and dx, with what later ones ask.
+    """Compute the gradients of a chunk in two passes.
+
+    With ASKING: dw, and what the chunk asks of the tokens before it, into Later. Without: dv and dx, given what later
+    chunks ask.
 
     LaterMass is the running denominator's column of what is asked.
     """
@@ -207,12 +213,13 @@ class _Causal(torch.autograd.Function):
 def filter_causal(
     w: Tensor, v: Tensor, value: Tensor, mass: Tensor, mean: Tensor, tiny: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Filter causally on the GPU; see ``ops.triton.filter_causal``."""
     with torch.cuda.device_of(w):
         return _Causal.apply(w, v, value, mass, mean, tiny)
 
 
 def can_filter(w: Tensor, v: Tensor, value: Tensor) -> bool:
-    """Whether the kernels take these tensors."""
+    """Return whether the kernels take these tensors."""
     tensors = w, v, value
     return fits(v) and all(x.is_floating_point() and x.element_size() in (2, 4) and x.shape[-1] <= 64 for x in tensors)
 
@@ -225,7 +232,7 @@ def _launch(v: Tensor, value: Tensor) -> tuple[int, tuple[int, int], dict[str, i
 
 
 def _states(v: Tensor, value: Tensor, masses: Tensor, mean: Tensor, tiny: float) -> tuple[Tensor, Tensor]:
-    """Before every chunk, (batch, heads, chunks, features, value features), and after the last."""
+    """Return the states before every chunk, (batch, heads, chunks, features, value features), and after the last."""
     chunks, grid, sizes, settings = _launch(v, value)
     states = mean.new_empty(*v.shape[:2], chunks, v.shape[3], value.shape[3])
     _added[grid](*map(strided, (v, value)), masses, states, tiny, v.shape[1], chunks, v.shape[2], **sizes, **settings)
@@ -233,7 +240,7 @@ def _states(v: Tensor, value: Tensor, masses: Tensor, mean: Tensor, tiny: float)
 
 
 def _carry(added: Tensor, masses: Tensor, carried: Tensor, reverse: bool = False) -> Tensor:
-    """``added`` becomes what is carried to every chunk, and ``carried`` what remains."""
+    """Replace ``added`` by what is carried to every chunk, and ``carried`` by what remains."""
     batch, heads, chunks, features, columns = added.shape
     decay = (masses[:, :, :-1] - masses[:, :, 1:]).exp_()
     grid = batch * heads, triton.cdiv(features, SCANNED)

@@ -1,4 +1,4 @@
-"""Which form computes: a kernel or the plain operations of PyTorch."""
+"""The choice between a kernel and the operations of PyTorch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FASTER: dict[tuple[Kernel, str], int] = {}
 
 
 def chosen(kernel: Kernel, x: Tensor) -> bool:
-    """Whether ``kernel`` is to be used for x (batch, heads, tokens, features), which it must be able to take."""
+    """Return whether to use ``kernel`` for x (batch, heads, tokens, features), which it must be able to take."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or not (x.is_cuda or interpreted()):
         return False
     switch = os.environ.get(SWITCH, "")
@@ -37,5 +37,5 @@ def _installed() -> bool:
 
 @functools.cache
 def interpreted() -> bool:
-    """Read once, as Triton does."""
+    """Return whether Triton interprets kernels; it is read once, as Triton does."""
     return os.environ.get("TRITON_INTERPRET") == "1"

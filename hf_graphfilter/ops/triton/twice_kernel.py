@@ -1,7 +1,7 @@
-"""``S(S(V))`` and a joint backward pass of both applications of softmax attention.
+"""The second application ``S(S(V))`` of softmax attention, and a joint backward pass of both applications.
 
 The first application stays PyTorch's, whose bits a model must keep while its filter is the identity. Backward,
-8 matrix products take the place of 10, and A is formed twice rather than four times: with ``z = A y``, ``y = A v``,
+8 matrix products replace 10, and A is formed twice rather than four times: with ``z = A y``, ``y = A v``,
 
     dy += A^T dz;    dA = dy v^T + dz y^T;    dS = A * (dA - rows(dy * y + dz * z));    dv = A^T dy
 
@@ -35,7 +35,7 @@ BLOCKS = {
 
 @triton.jit
 def _masked(scores, mask, batch, head, queries, keys, count, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
-    """Scores with the mask, -inf where nothing is seen; queries and keys are indices that broadcast to the tile.
+    """Apply the mask to scores, -inf where nothing is seen; queries and keys are indices that broadcast to the tile.
 
     EDGE: the tile may reach over the diagonal, where CAUSAL, or over the last key.
     """
@@ -61,7 +61,7 @@ def _apply(
     CAUSAL: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, SIGNAL: tl.constexpr, V: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """z = A y for M queries of a head, N keys at a time."""
+    """Compute z = A y for M queries of a head, N keys at a time."""
     first, batch, head = tl.program_id(0) * M, tl.program_id(1) // heads, tl.program_id(1) % heads
     queries = first + tl.arange(0, M)
     q = load(Q, batch, head, queries, count, WIDTH, D)
@@ -95,7 +95,7 @@ def _weights(
     k, q, Peak, Inverse, mask, scale, batch, head, heads, queries, keys, count,
     CAUSAL: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of A^T, keys x queries; zero for queries past the last."""
+    """Return a tile of A^T, keys x queries; it is zero for queries past the last."""
     scores = dot(k, tl.trans(q), PRECISION) * scale
     scores = _masked(scores, mask, batch, head, queries[None, :], keys[:, None], count, CAUSAL, EDGE)
     places = (batch * heads + head).to(tl.int64) * count + queries
@@ -110,7 +110,7 @@ def _toward_first(
     CAUSAL: tl.constexpr, RAGGED: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, SIGNAL: tl.constexpr,
     V: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Total = dy + A^T dz for N keys of a head, and Rows = the sums over features of Total * y + dz * z."""
+    """Compute Total = dy + A^T dz for N keys of a head, and Rows, the sums over features of Total * y + dz * z."""
     first, batch, head = tl.program_id(0) * N, tl.program_id(1) // heads, tl.program_id(1) % heads
     keys = first + tl.arange(0, N)
     k = load(K, batch, head // group, keys, count, WIDTH, D)
@@ -144,7 +144,7 @@ def _gradients(
     CAUSAL: tl.constexpr, RAGGED: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, SIGNAL: tl.constexpr,
     V: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of N keys, whose queries add to dq; Dy is the Total of ``_toward_first``."""
+    """Compute dk and dv of N keys, whose queries add to dq; Dy is the Total of ``_toward_first``."""
     groups = heads // group
     first, batch, shared = tl.program_id(0) * N, tl.program_id(1) // groups, tl.program_id(1) % groups
     keys = first + tl.arange(0, N)
@@ -232,6 +232,7 @@ class _ApplyTwice(torch.autograd.Function):
 def apply_twice(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
+    """Apply softmax attention twice on the GPU; see ``ops.triton.apply_twice``."""
     with torch.cuda.device_of(query):
         return _ApplyTwice.apply(query, key, value, mask, scale, causal)
 
@@ -250,7 +251,7 @@ def _blocks(backward: int, query: Tensor, value: Tensor) -> tuple[int, int, dict
 
 
 def can_apply(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether the kernels take these tensors."""
+    """Return whether the kernels take these tensors."""
     tensors = query, key, value
     widest = max(query.shape[-1], value.shape[-1])
     kind = query.device.type
@@ -270,6 +271,6 @@ def can_apply(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) ->
 
 
 def _sizes(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
-    """heads, heads a group, tokens, features of keys, the block that holds them, features of signals, their block."""
+    """Return heads, heads per group, tokens, features of keys, their block, features of signals, their block."""
     heads, features, signal = query.shape[1], query.shape[-1], value.shape[-1]
     return heads, heads // key.shape[1], query.shape[2], features, power(features), signal, power(signal)
