@@ -35,7 +35,7 @@ class FrequencyResponse(Measured):
 
     @classmethod
     def grid(cls, quantity: str, points: int) -> tuple[str, list[float]]:
-        return "frequency (cycles a token)", torch.linspace(0, 0.5, points).tolist()
+        return "frequency (cycles per token)", torch.linspace(0, 0.5, points).tolist()
 
 
 class ResponseReader(BandReader[FrequencyResponse]):
@@ -159,6 +159,11 @@ def response_curves(model: nn.Module, points: int = 101) -> dict[str, Curve]:
     return curves
 
 
+def start_curve(curve: Curve) -> Tensor:
+    """Return the response (points,) that a filter has at the start: that of attention."""
+    return curve.at if curve.domain == "eigenvalue of A" else torch.ones_like(curve.at)
+
+
 def plot_curves(curves: dict[str, Curve], most: int = 4) -> Figure:
     """A line a head, for ``most`` of the modules from the first to the last; dashed what attention would make of it."""
     chosen = pick_some([*curves.items()], most)
@@ -166,11 +171,10 @@ def plot_curves(curves: dict[str, Curve], most: int = 4) -> Figure:
     for axes, (name, curve) in zip(figure.subplots(1, len(chosen), squeeze=False)[0], chosen, strict=True):
         for head, line in enumerate(curve.response):
             axes.plot(curve.at, line, color=COLOURS[head % len(COLOURS)], linewidth=1, alpha=0.8)
-        start = curve.at if curve.domain == "eigenvalue of A" else torch.ones_like(curve.at)
-        axes.plot(curve.at, start, "--", color="grey", linewidth=1, label="at the start")
+        axes.plot(curve.at, start_curve(curve), "--", color="grey", linewidth=1, label="at the start")
         axes.set(xlabel=curve.domain)
         axes.set_title(figure_text(name.removesuffix(".graph_filter")), fontsize=7)
         axes.legend(frameon=False, fontsize=7)
-    figure.axes[0].set_ylabel("response, a line a head")
-    figure.suptitle("What the learned coefficients make of A", fontsize=9)
+    figure.axes[0].set_ylabel("response, a line per head")
+    figure.suptitle("Response of the filters to A", fontsize=9)
     return figure

@@ -6,6 +6,7 @@ import json
 import os
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -96,22 +97,46 @@ class Measured:
         return pandas.DataFrame(self.rows())
 
     def plot(self, against: Measured | None = None, quantities: list[str] | None = None) -> Figure:
-        """Axes for each quantity, over the layers, or curves of some layers; ``against`` is drawn with dashes."""
+        """Draw small multiples: a row per stack, a column per quantity.
+
+        A number is drawn over the layers, a curve for some layers. The label of each axes is its ``caption``.
+
+        Args:
+            against: a second measurement, drawn with dashes.
+            quantities: the quantities to draw; all of ``self.quantities`` without it.
+
+        Raises:
+            GraphFilterError: a quantity was not measured, or matplotlib is not installed.
+        """
         known = dict.fromkeys(name for _, name in self.bands)
         if unknown := [name for name in quantities or () if name not in {**known, **self.quantities}]:
             raise GraphFilterError(f"{type(self).__name__} has no {unknown[0]!r}; it has {', '.join(known)}")
         names = [name for name in quantities or self.quantities if name in known] or [*known]
         stacks = list(dict.fromkeys(layer.stack for layer in self.layers()))
-        figure = make_figure(5.2 * len(stacks), 3.2 * len(names))
-        axes = figure.subplots(len(names), len(stacks), squeeze=False)
-        for row, name in enumerate(names):
-            for column, stack in enumerate(stacks):
-                self._draw(axes[row][column], stack, name, against)
+        figure = make_figure(4.2 * len(names), 3.1 * len(stacks))
+        grid = figure.subplots(len(stacks), len(names), squeeze=False)
+        for axes, (stack, name) in zip(grid.flat, product(stacks, names), strict=True):
+            axes.set_label(self.caption(stack, name))
+            self._draw(axes, stack, name, against)
         figure.suptitle(self.title, fontsize=9, wrap=True)
         return figure
 
+    def caption(self, stack: str, quantity: str) -> str:
+        """Return what the chart of a quantity shows, with its numbers at both ends."""
+        measured = [
+            (layer, self.bands[layer, quantity].mean) for layer in self.layers(stack) if (layer, quantity) in self.bands
+        ]
+        (first, start), (last, end) = measured[0], measured[-1]
+        name = " ".join(self.quantities.get(quantity, quantity).split())
+        name = f"{name[0].upper()}{name[1:]}"
+        where = f", {stack}" if len({layer.stack for layer in self.layers()}) > 1 else ""
+        if end.dim():
+            return f"{name}: {_short(end[0])} to {_short(end[-1])} in layer {last.index}{where}"
+        begun = "in the input embeddings" if first.index < 0 else f"in layer {first.index}"
+        return f"{name}: {_short(start)} {begun}, {_short(end)} in layer {last.index}{where}"
+
     def _draw(self, axes: Axes, stack: str, quantity: str, against: Measured | None) -> None:
-        pairs = [(self, self.model, "-")] + ([(against, f"{against.model}, reference", "--")] if against else [])
+        pairs = [(self, self.model, "-")] + ([(against, "reference", "--")] if against else [])
         sample = next(b for (layer, name), b in self.bands.items() if name == quantity and layer.stack == stack)
         for number, (measured, label, style) in enumerate(pairs):
             layers = [x for x in measured.layers(stack) if (x, quantity) in measured.bands]
@@ -119,16 +144,21 @@ class Measured:
                 x = [layer.index for layer in layers]
                 bands = [measured.bands[layer, quantity] for layer in layers]
                 _line(axes, x, [b.mean for b in bands], [b.sd for b in bands], COLOURS[number], style, label)
-                axes.set_xlabel(f"layer of the {stack} (-1: what it is given)" if -1 in x else f"layer of the {stack}")
+                axes.set_xlabel(f"layer of the {stack} (-1: input embeddings)" if -1 in x else f"layer of the {stack}")
             else:
                 axis, at = measured.grid(quantity, sample.mean.numel()) or ("index", [*range(sample.mean.numel())])
                 for colour, layer in zip(COLOURS, pick_some(layers), strict=False):
                     band = measured.bands[layer, quantity]
-                    text = f"{label}, {layer}" if len(pairs) > 1 else str(layer)
+                    place = "input embeddings" if layer.index < 0 else f"layer {layer.index}"
+                    text = f"{label}, {place}" if len(pairs) > 1 else place
                     _line(axes, at, list(band.mean), None, colour, style, text)
                 axes.set_xlabel(axis)
         axes.set_ylabel(self.quantities.get(quantity, quantity))
         axes.legend(frameon=False, fontsize=7)
+
+
+def _short(number: Tensor) -> str:
+    return f"{number:.2f}" if abs(number) < 10 else f"{number:.0f}"
 
 
 def _line(
