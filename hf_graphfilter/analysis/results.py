@@ -1,4 +1,4 @@
-"""What a measurement gives: bands by layer, as a table, as JSON, and as a figure."""
+"""The result of a measurement: bands by layer, which become a table, JSON or a figure."""
 
 from __future__ import annotations
 
@@ -29,16 +29,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Measured:
-    """Bands of quantities by layer.
+    """The bands of quantities by layer.
 
     Attributes:
         model: name of the model's class.
-        bands: by layer and name of the quantity.
+        bands: bands by layer and name of the quantity.
 
     Class attributes:
-        quantities: name to what the axis of a figure says, with its unit.
-        title: what a figure shows.
-        grid: of a quantity that is a curve, what it is over: the name of the axis, and the values of its points.
+        quantities: labels for the axes of a figure, by name of the quantity.
+        title: title of a figure.
     """
 
     model: str
@@ -49,14 +48,22 @@ class Measured:
 
     @classmethod
     def grid(cls, quantity: str, points: int) -> tuple[str, list[float]] | None:
+        """Return the axis of a quantity that is a curve, and the values of its points; None if it has no axis."""
         return None
 
     def layers(self, stack: str | None = None) -> list[Layer]:
+        """Return the measured layers in order, of all stacks or of one."""
         layers = dict.fromkeys(layer for layer, _ in self.bands)
         return sorted((x for x in layers if stack in (None, x.stack)), key=lambda layer: (layer.stack, layer.index))
 
     def __getitem__(self, key: tuple[Layer | int, str]) -> Band:
-        """The band of a layer and a quantity; a number for the layer counts in the only stack, or the encoder."""
+        """Return the band of a layer and a quantity.
+
+        A number for the layer counts in the only stack, or in the encoder; -1 is the last layer.
+
+        Raises:
+            GraphFilterError: there is no such band.
+        """
         layer, quantity = key
         if isinstance(layer, int):
             stack = self.layers()[-1].stack  # of both, the encoder
@@ -68,7 +75,7 @@ class Measured:
         return self.bands[layer, quantity]
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each number: stack, layer, quantity, perhaps where on the curve, mean, sd, samples."""
+        """Return a row for each number: stack, layer, quantity, mean, sd, samples, and the place on a curve."""
         rows: list[dict[str, Any]] = []
         for (layer, quantity), band in self.bands.items():
             about = {"stack": layer.stack, "layer": layer.index, "quantity": quantity}
@@ -82,16 +89,22 @@ class Measured:
         return rows
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the name of the result, the model and the rows, ready for JSON."""
         return {"measured": type(self).__name__, "model": self.model, "rows": self.rows()}
 
     def to_json(self, path: str | os.PathLike[str]) -> Path:
+        """Write ``to_dict`` to a JSON file, and return its path."""
         file = Path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
         return file
 
     def to_frame(self) -> Any:
-        """The rows as a ``pandas.DataFrame``."""
+        """Return the rows as a ``pandas.DataFrame``.
+
+        Raises:
+            GraphFilterError: pandas is not installed.
+        """
         with needs("recipes", "a table of pandas"):
             import pandas
         return pandas.DataFrame(self.rows())
@@ -172,7 +185,7 @@ def _line(
 
 
 def pick_some(items: list[T], count: int = 4) -> list[T]:
-    """First, last and some between."""
+    """Return at most ``count`` items: the first, the last and some between."""
     if len(items) <= count:
         return items
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
@@ -185,8 +198,8 @@ class BandReader(Reader, Generic[M]):
     """A reader that collects samples of quantities by layer.
 
     Class attributes:
-        result_class: what it gives.
-        lacking: the error where there is no sample.
+        result_class: class of the result.
+        lacking: message of the error if there is no sample.
     """
 
     result_class: type[M]
@@ -196,6 +209,11 @@ class BandReader(Reader, Generic[M]):
         self.samples: dict[Name, Running] = defaultdict(Running)
 
     def result(self, model: nn.Module) -> M:
+        """Return the result for the model.
+
+        Raises:
+            GraphFilterError: no sample was read.
+        """
         if not self.samples:
             raise GraphFilterError(self.lacking)
         return self.result_class(type(model).__name__, {name: running.band() for name, running in self.samples.items()})

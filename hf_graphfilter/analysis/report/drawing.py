@@ -26,6 +26,7 @@ SHOWN = {
 def figures(
     measurements: Measurements, reference: Measurements | None, conversion: ConversionCost | None
 ) -> dict[str, Figure]:
+    """Return the figures of a report by name."""
     drawn = {}
     for name, measured in measurements.parts().items():
         if name == "taylor" and not uses_gfsa(measurements, reference):

@@ -117,6 +117,7 @@ def measure(
     progress: Callable[..., Iterable[Any]] = iter,
     max_length: int | None = None,
 ) -> Measurements:
+    """Measure a model in one pass over the batches; ``max_length`` is only kept for the page."""
     begun = time.perf_counter()
     readers = SmoothingReader(), ResponseReader(), SpectrumReader(), TaylorReader(), InputReader()
     first: list[Any] = []
