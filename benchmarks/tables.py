@@ -2,7 +2,8 @@
 
 Reads ``benchmarks/results/*.csv`` (from the other programs here), ``recipes/results/*.json`` (from
 recipes/compare.py) and ``model_cards/minilm-movie-snippets/results.json`` (copied from a demo's output with
-``--demo runs/demo``), and replaces what stands between the markers.
+``--demo runs/demo``), and replaces what stands between the markers. Also writes the reference values of a report
+into the package.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from pages.conversions import conversion_overview, conversion_tables
-from pages.galleries import gallery, gallery_costs
+from pages.galleries import gallery, gallery_costs, write_references
 from pages.leagues import answers, league_tables
 from pages.lengths import agf_ratios, agf_speed, growth_tables, linear_tables, scan_table
 from pages.overview import demo_table, headlines
@@ -97,6 +98,7 @@ def main() -> None:
     for file, parts in TABLES.items():
         for name, make in parts.items():
             replace(ROOT / file, name, make())
+    write_references()
 
 
 if __name__ == "__main__":

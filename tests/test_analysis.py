@@ -265,11 +265,11 @@ def broken(model):
         (lambda m: m, [], "there are no batches"),
         (lambda m: m, [{"input_ids": torch.zeros(1, 0).long()}], "a batch holds no tokens"),
         (lambda m: m, [{"input_ids": torch.ones(1, 1).long()}], "no text has two tokens|no text of two"),
-        (lambda m: m, torch.ones(2, 4).long(), "put this one into a list"),
+        (lambda m: m, torch.ones(2, 4).long(), "got one batch: put it into a list"),
         (lambda m: m, [{"input_ids": torch.ones(1, 600).long()}], r"BertModel does not run on input_ids \(1, 600\): "),
         (lambda m: m, [texts() | {"attention_mask": torch.eye(3, 7).long()}], r"BertModel does not run on"),
         (lambda m: m, [["text"]], "a batch is a dict of the model's arguments or a tensor, got list"),
-        (broken, [texts()], "layer encoder 0 gives numbers that are not finite"),
+        (broken, [texts()], "output of layer encoder 0 has numbers that are not finite"),
     ],
 )
 def test_what_cannot_be_measured_is_one_sentence(prepare, batches, message):
@@ -323,7 +323,9 @@ def test_two_towers_are_two_stacks():
     assert found["text_model.encoder.layers 1"] == [5, 3]
     assert found["vision_model.encoder.layers 2"] == [5, 5]
     assert ("vision_model.encoder.layers", 0) in {(x.stack, x.index) for x, q in smoothing(model, [batch]).bands}
-    with pytest.raises(GraphFilterError, match=r"vision_model\.\S+ and text_model\.\S+ has no one attention"):
+    with pytest.raises(
+        GraphFilterError, match=r"vision_model\.\S+ and text_model\.\S+ has several stacks and no encoder"
+    ):
         attention_correlation(model, model, [batch])
 
 
@@ -455,9 +457,9 @@ def test_branches_are_switched_off_one_at_a_time():
     assert model.training
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert branch_report(model, lambda m: 2.0)[1].change == 0
-    with pytest.raises(GraphFilterError, match="give no loss"):
+    with pytest.raises(GraphFilterError, match="the model returned no loss"):
         branch_report(model, [texts()])
-    with pytest.raises(GraphFilterError, match="a tensor has no labels"):
+    with pytest.raises(GraphFilterError, match="a batch is a tensor, which has no labels"):
         branch_report(model, [texts()["input_ids"]])
     with pytest.raises(GraphFilterError, match=r"agf.* no parts"):
         branch_report(patch_model(build("bert"), "agf"), [batch])
@@ -480,7 +482,7 @@ def test_coefficients_of_several_numbers_a_head_are_drawn_as_their_mean(tmp_path
     drawn = [axes.images[0].get_array() for axes in heat_maps(filter_status(model)).axes if axes.images]
     assert {values.shape for values in drawn} == {(2, 4)}
     assert plot_coefficients(model, tmp_path / "plot.png").is_file()
-    with pytest.raises(GraphFilterError, match="gated: a filter of weights alone"):
+    with pytest.raises(GraphFilterError, match="gated: the filter has weights but no coefficients"):
         plot_coefficients(patch_model(build("bert"), "gated"), tmp_path / "plot.png")
 
 
@@ -500,7 +502,7 @@ def test_results_are_rows_json_and_figures(tmp_path):
         results[0][-100, "cosine"]
     with pytest.raises(GraphFilterError, match="has no 'cosines'; it has cosine"):
         results[0].plot(quantities=["cosine", "cosines"])
-    with pytest.raises(GraphFilterError, match="most=0: measure a text at least"):
+    with pytest.raises(GraphFilterError, match="most must be 1 or more, got 0"):
         taylor_error(build("bert"), [texts()], most=0)
 
 

@@ -336,7 +336,7 @@ def test_a_first_layer_with_another_cache_is_said():
 @pytest.mark.parametrize("name", [name for name, entry in MENU.items() if not entry.config.module.linear])
 def test_what_is_no_matrix_has_no_map_and_the_report_leaves_it_out(name):
     model, batch = patch_model(bert(), MENU[name].config), {"input_ids": torch.arange(20).view(2, 10)}
-    with pytest.raises(GraphFilterError, match="is no matrix times the values"):
+    with pytest.raises(GraphFilterError, match="is no matrix times values"):
         attention_maps(model, batch)
     assert len(attention_maps(model, batch, filtered=False)[0]) == 3
     found = report(model, [batch])

@@ -1,11 +1,15 @@
 """The page about a model: what it says and shows, in a browser too; its verb; and the callback."""
 
 import copy
+import csv
+import html
 import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,8 +37,10 @@ from hf_graphfilter import (
     patch_model,
 )
 from hf_graphfilter.analysis.report import report
+from hf_graphfilter.analysis.report.scale import load_references
 from hf_graphfilter.cli import app
 
+ROOT = Path(__file__).parents[1]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -72,7 +78,10 @@ def test_the_page_is_whole_by_itself(reported, tmp_path):
     text = reported.to_html(tmp_path / "out" / "report.html").read_text()
     page = Page()
     page.feed(text)
-    assert page.tags.count("svg") == len(reported.figures()) == 6
+    charts = [axes for figure in reported.figures().values() for axes in figure.axes]
+    bars = len(reported.figures()["coefficients"].axes) // 2  # a colour bar is on the chart that it belongs to
+    assert page.tags.count("svg") == len(charts) - bars
+    assert page.tags.count("figcaption") == page.tags.count("svg")
     assert "script" not in page.tags
     assert all(link.startswith(("#", "data:image/png;base64,")) for link in page.links), "nothing is loaded"
     assert len(page.ids) == len(set(page.ids))
@@ -86,7 +95,8 @@ def test_the_page_is_whole_by_itself(reported, tmp_path):
 def test_the_words_are_the_numbers(reported):
     last = reported.measured.smoothing[-1, "cosine"].mean.item()
     other = reported.reference.smoothing[-1, "cosine"].mean.item()
-    assert f"{last:.2f}, reference {other:.2f} after the last" in reported.summary()[0]
+    assert reported.summary()[0] == reported.verdict
+    assert f" {last:.2f} (reference: {other:.2f})" in reported.verdict
     content = json.loads(json.dumps(reported.to_dict()))
     assert content["summary"] == reported.summary()
     assert {row["quantity"] for row in content["reference"]["smoothing"]["rows"]} == {
@@ -94,6 +104,41 @@ def test_the_words_are_the_numbers(reported):
         "high_frequency",
         "dirichlet",
     }
+
+
+def test_the_verdict_has_the_scale_of_the_gallery(reported, tmp_path):
+    """The values in the package are those of the benchmark, and an unusual model is called that."""
+    with (ROOT / "benchmarks" / "results" / "gallery-cpu-pretrained.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["quantity"] == "cosine"]
+    last = [row for row in rows if int(row["layer"]) == int(row["layers"]) - 1]
+    assert [value.cosine for value in load_references()] == [float(row["mean"]) for row in last]
+    for value, row in zip(load_references(), last, strict=True):
+        assert value.model.startswith(row["model"])
+        assert f"{value.model} {float(row['mean']):.2f}" in reported.verdict
+        assert f"<td>{value.model}</td>" in reported.to_html(tmp_path / "report.html").read_text()
+    measured, words = reported.measured.smoothing, {0.1: "less than usual", 0.5: "usual", 0.9: "more than usual"}
+    for cosine, usual in words.items():
+        key = (measured.layers()[-1], "cosine")
+        bands = measured.bands | {key: replace(measured.bands[key], mean=torch.tensor(cosine))}
+        changed = replace(reported.measured, smoothing=replace(measured, bands=bands))
+        assert f", which is {usual}: MiniLM" in replace(reported, measured=changed).verdict
+
+
+def test_the_page_says_what_was_measured(batches, tmp_path):
+    padded = [batch | {"attention_mask": torch.ones(3, 12).long().tril(8)} for batch in batches]
+    text = report(bert(), padded, title="Mine", max_length=12).to_html(tmp_path / "report.html").read_text()
+    assert "6 texts, 60 tokens (at most 11 each); cut at 12 tokens" in text
+    assert f"torch {torch.__version__.partition('+')[0]}" in text
+    assert "<h1>Mine</h1>" in text
+
+
+def test_charts_of_gfsa_are_of_gfsa_alone(reported, batches):
+    assert "taylor" in reported.figures()
+    assert any("GFSA" in line for line in reported.summary())
+    for model in (bert(), patch_model(bert(), "gated")):
+        other = report(model, batches)
+        assert "taylor" not in other.figures()
+        assert not any("GFSA" in line for line in other.summary())
 
 
 def test_figures_are_png(reported, tmp_path):
@@ -136,7 +181,7 @@ def test_a_browser_shows_every_figure(width, reported, tmp_path):
     probe = """<script>addEventListener('load', () => {
       const boxes = [...document.querySelectorAll('figure svg')].map(s => s.getBoundingClientRect());
       const texts = [...document.querySelectorAll('figure svg text')].filter(t => t.getBoundingClientRect().width > 0);
-      document.title = JSON.stringify({figures: boxes.map(b => [b.width, b.height]), texts: texts.length,
+      document.title = JSON.stringify({figures: boxes.map(b => [b.width, b.height, b.left]), texts: texts.length,
         wide: document.documentElement.scrollWidth, window: innerWidth});
       document.body.innerHTML = '<pre id=out>' + document.title + '</pre>'; })</script>"""
     (tmp_path / "frame.html").write_text(page.read_text().replace("</body>", probe + "</body>"))
@@ -153,8 +198,9 @@ def test_a_browser_shows_every_figure(width, reported, tmp_path):
         [*command, "--enable-logging=stderr", outer.as_uri()], capture_output=True, text=True, timeout=120, check=True
     )
     found = json.loads(re.search(r"\{\"figures.*?\}", done.stdout)[0])
-    assert len(found["figures"]) == 6
-    assert all(box[0] > 0.5 * min(width, 900) and box[1] > 100 for box in found["figures"])
+    assert len(found["figures"]) == page.read_text().count("<svg")
+    assert all(box[0] > 300 and box[1] > 100 for box in found["figures"])
+    assert len({box[2] for box in found["figures"]}) == (1 if width == 390 else 3), "columns"
     assert found["texts"] > 50
     assert found["wide"] <= width
     assert "CONSOLE" not in done.stderr
@@ -185,7 +231,9 @@ def test_what_a_conversion_cost_is_on_the_page(batches, tmp_path):
     cost = linearize(model, batches, window=2, budget=40, evaluations=1, holdout=1, progress=False)
     reported = report(model, batches, bert(), conversion=cost)
     text = reported.to_html(tmp_path / "report.html").read_text()
-    assert "What did the conversion cost?" in text
+    assert "What the conversion cost" in text
+    assert reported.verdict.startswith(cost.verdict)
+    assert f"<p class=verdict>{html.escape(cost.verdict)}</p>" in text
     for name, (header, *_) in cost.tables().items():
         assert f"<h3>{name}</h3>" in text
         assert f"<th>{header[-1]}</th>" in text
@@ -217,7 +265,8 @@ def test_the_verb_reads_images(tmp_path):
     Image.effect_noise((40, 30), 50).save(tmp_path / "images" / "cats" / "2.png")
     page = tmp_path / "report.html"
     assert invoke(tmp_path / "vit", "--images", tmp_path / "images", "--output", page).exit_code == 0
-    assert "What did the filters learn" not in page.read_text()
+    assert "The largest coefficient" not in page.read_text()
+    assert "2 images, 34 tokens (at most 17 each)" in page.read_text()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,11 @@
 """What the analysis finds in real weights, from benchmarks/gallery.py."""
 
+import csv
+
 from hf_graphfilter.tables import markdown_table
-from pages.sources import read, where
+from pages.sources import ROOT, read, where
+
+REFERENCES = ROOT / "hf_graphfilter" / "data" / "gallery.csv"
 
 GALLERY = {  # quantity: (column, of what it is shown)
     "cosine": ("cosine of two tokens", ".2f"),
@@ -40,3 +44,18 @@ def gallery_costs() -> str:
     rows = read("gallery-cpu-costs")
     body = [[row["case"], row["seconds"], f"{int(row['peak_mb']):,}"] for row in rows]
     return f"{where(rows)}\n\n{markdown_table(['a report of', 's', 'peak MB'], body)}"
+
+
+def write_references() -> None:
+    """Write the values that the page of a report compares a model with: the last layer of the pretrained models."""
+    last: dict[tuple[str, str], dict] = {}
+    for row in read("gallery-cpu-pretrained"):
+        case = row["model"], row["stack"]
+        if row["quantity"] == "cosine" and int(row["layer"]) >= int(last.get(case, row)["layer"]):
+            last[case] = row
+    names = ["model", "stack", "layers", "quantity", "mean", "sd", "samples", "data", "date"]
+    with REFERENCES.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(last.values())
+    print(f"wrote {REFERENCES.name}")

@@ -1,4 +1,8 @@
-"""What attention and filters do: frequencies, over-smoothing, ranks, maps, parts; comparisons of runs, and plots."""
+"""Measurements of what attention and filters do in a model.
+
+These are over-smoothing, frequency responses, ranks, attention maps and the share of each part of a filter. ``report``
+puts them on a page, ``comparison`` compares runs, and ``plots`` draws coefficients.
+"""
 
 from .branches import Branch, branch_report
 from .maps import Correlation, attention_correlation, attention_maps, rollout

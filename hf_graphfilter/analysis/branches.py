@@ -1,4 +1,4 @@
-"""What each part of the filters does for a measure: parts switched off one at a time."""
+"""The contribution of each part of the filters to a measure, with one part switched off at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ Measure = Callable[[nn.Module], float]
 
 @dataclass(frozen=True)
 class Branch:
-    """A part of the filters: ``value`` of the measure without it, and by how much that differs from the whole."""
+    """The measure of a model without one part of its filters.
+
+    Attributes:
+        name: name of the part, or ``"all"`` for the whole model.
+        value: the measure without the part.
+        change: ``value`` minus the measure of the whole model.
+        modules: number of patched modules that have the part.
+    """
 
     name: str
     value: float
@@ -31,18 +38,18 @@ class Branch:
 
 
 def branch_report(model: nn.Module, measure: Measure | Iterable[Any]) -> list[Branch]:
-    """The measure of a patched model with all parts of its filters, and without each, one at a time.
+    """Measure a patched model as it is, and then without each part of its filters, one part at a time.
 
-    Parts are what a filter declares (``GraphFilter.branches``): the term of ``w_K``, a window, what is far, a gate.
-    Hybrids of a window and a linear branch are known to pass the linear one by (arXiv 2510.05901): then nothing changes
-    without it.
+    A filter declares its parts (``GraphFilter.branches``): the term of ``w_K``, the window, the tokens outside of it,
+    the gate. Hybrids of a window and a linear branch are known to ignore the linear one (arXiv 2510.05901). Then the
+    measure does not change without it.
 
     Args:
-        model: a patched model; its coefficients and its mode are as before afterwards.
-        measure: a function of the model, or batches, of which the mean loss is measured (they hold labels).
+        model: a patched model; it is left as it was.
+        measure: a function of the model that returns a number, or batches with labels, whose mean loss is the measure.
 
     Returns:
-        First the whole, named ``"all"``, with the change 0.
+        One entry per part. The first entry is the whole model, named ``"all"``, with the change 0.
 
     Raises:
         GraphFilterError: the model is not patched, no filter has a part, or the batches give no loss.
@@ -68,6 +75,7 @@ def branch_report(model: nn.Module, measure: Measure | Iterable[Any]) -> list[Br
 
 @contextlib.contextmanager
 def switch_off(name: str, filters: Iterable[GraphFilter]) -> Iterator[None]:
+    """Switch a part of the filters off inside the ``with`` block."""
     with contextlib.ExitStack() as back:
         for graph_filter in filters:
             back.enter_context(graph_filter.branches()[name]())
@@ -82,21 +90,25 @@ def _mean_loss(batches: list[Any]) -> Measure:
             for batch in batches:
                 arguments = to_device(batch, device)
                 if not isinstance(arguments, dict):
-                    raise GraphFilterError("a tensor has no labels: hand in dicts, or a function of the model")
+                    raise GraphFilterError(
+                        "a batch is a tensor, which has no labels: pass dicts with labels, or a function of the model"
+                    )
                 loss = getattr(model(**arguments), "loss", None)
                 if loss is None:
-                    raise GraphFilterError("the batches give no loss: hand in labels, or a function of the model")
+                    raise GraphFilterError(
+                        "the model returned no loss: pass batches with labels, or a function of the model"
+                    )
                 if terms := _terms(model, arguments):
                     total, count = total + float(loss) * terms, count + terms
         if not count:
-            raise GraphFilterError("there are no batches to measure on")
+            raise GraphFilterError("there is nothing to measure: the batches are empty, or none of their labels count")
         return total / count
 
     return measure
 
 
 def _terms(model: nn.Module, batch: dict[str, Any]) -> int:
-    """Of how many terms a batch's loss is the mean: labels of tokens that count, or sequences."""
+    """Return the number of terms in a batch's mean loss: labels of tokens that count, or sequences."""
     labels = batch.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() < 2:
         return len(next(x for x in batch.values() if isinstance(x, Tensor)))

@@ -1,4 +1,4 @@
-"""Paired comparison of two ways to train, over the same seeds. Needs the extra ``recipes`` (scipy)."""
+"""A paired comparison of two ways to train, over the same seeds; it needs the extra ``recipes`` (scipy)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..errors import GraphFilterError, needs
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """Differences ``treated - baseline``, one a seed.
+    """The differences ``treated - baseline`` over the seeds, one difference per seed.
 
     Attributes:
         pairs: number of seeds.
-        mean, sd: of the differences; ``sd`` is NaN for one pair.
+        mean, sd: mean and standard deviation of the differences; ``sd`` is NaN for one pair.
         low, high: 95 % confidence interval of the mean (Student's t); NaN for one pair.
         p: two-sided p-value of the sign-flip permutation test (exact up to 13 pairs, otherwise 10,000 draws); NaN for
             one pair. With n pairs it cannot be below 2 / 2^n: five seeds reach 0.0625 at best.
@@ -45,8 +45,13 @@ class PairedComparison:
 def paired_comparison(baseline: Sequence[float], treated: Sequence[float]) -> PairedComparison:
     """Compare two lists of results of the same seeds, in the same order.
 
+    Args:
+        baseline: results of the baseline, one per seed.
+        treated: results of what is compared with it.
+
     Raises:
-        GraphFilterError: the lists are empty, differ in length, or hold a value that is not finite; no scipy.
+        GraphFilterError: the lists are empty, differ in length, or hold a value that is not finite, or scipy is not
+            installed.
 
     Example:
         >>> paired_comparison([0.80, 0.82, 0.79], [0.81, 0.84, 0.80]).mean.__round__(4)
@@ -57,7 +62,8 @@ def paired_comparison(baseline: Sequence[float], treated: Sequence[float]) -> Pa
 
     if not baseline or len(baseline) != len(treated):
         raise GraphFilterError(
-            f"a paired comparison needs as many results of both kinds, got {len(baseline)} and {len(treated)}"
+            "a paired comparison needs the same number of results of both kinds, at least one, got "
+            f"{len(baseline)} and {len(treated)}"
         )
     differences = [b - a for a, b in zip(baseline, treated, strict=True)]
     if not all(map(math.isfinite, differences)):
@@ -75,8 +81,13 @@ def paired_comparison(baseline: Sequence[float], treated: Sequence[float]) -> Pa
 
 
 def mean_and_sd(values: Sequence[float], form: str = ".4f") -> str:
-    """``mean ± standard deviation`` as text; the mean alone for one value. Values that are not finite, of runs that
-    diverged, are left out and counted.
+    """Return ``mean ± standard deviation`` as text.
+
+    One value gives the mean alone. Runs that diverged have values that are not finite; these are left out and counted.
+
+    Args:
+        values: results, one per run.
+        form: format of a number.
 
     Example:
         >>> mean_and_sd([0.5, 0.7, float("nan")], ".1f")

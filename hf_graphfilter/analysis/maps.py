@@ -1,4 +1,4 @@
-"""Attention as it is after the filter: maps, rollout, and how alike those of two models are."""
+"""Attention maps with the filter applied, their rollout over the layers, and their correlation between models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .statistics import Band, Running
 
 
 class MapReader(Reader):
-    """Keeps the matrices of all layers of a batch."""
+    """A reader that keeps the matrices of all layers."""
 
     matrices = True
 
@@ -32,19 +32,27 @@ class MapReader(Reader):
             self.maps += [{} for _ in range(len(call.is_token))]
         matrices = list(call.each(call.filtered if self.filtered else call.attention))
         if len(matrices) != len(self.maps) - self.batch:
-            raise GraphFilterError(
-                f"layer {call.layer} attends within windows: its maps are not those of a whole input"
-            )
+            raise GraphFilterError(f"layer {call.layer} attends within windows, so that it has no map of a whole input")
         for sequence, matrix in zip(self.maps[self.batch :], matrices, strict=True):
             sequence[call.layer] = matrix.cpu()
 
 
 def attention_maps(model: nn.Module, batch: Any, *, filtered: bool = True) -> list[dict[Layer, Tensor]]:
-    """Of every sequence of one batch: by layer what self-attention applies to its values, (heads, tokens, tokens),
-    without padding; ``filtered=False`` for A where a filter is. They are on the CPU, all held at once.
+    """Return the matrices that self-attention applies to its values, per sequence of a batch and per layer.
+
+    A matrix is that of the filter if the module has one, and A otherwise. All matrices are on the CPU at once.
+
+    Args:
+        model: model of transformers or timm, with or without filters; it is left as it was.
+        batch: dict of the model's arguments, or a tensor.
+        filtered: ``False`` gives A also where a filter is. Default: ``True``.
+
+    Returns:
+        For each sequence a dict from layer to matrix, (heads, tokens, tokens), without padding.
 
     Raises:
-        GraphFilterError: as ``smoothing``; attention within windows.
+        GraphFilterError: one of the errors of ``smoothing``, a filter whose output is no matrix times the values, or
+            attention within windows.
 
     Example:
         >>> import torch
@@ -59,12 +67,24 @@ def attention_maps(model: nn.Module, batch: Any, *, filtered: bool = True) -> li
 
 
 def rollout(maps: dict[Layer, Tensor], stack: str | None = None) -> Tensor:
-    """Of the maps of one sequence: how much each output token has of each input token, (tokens, tokens), the product
-    over the layers of ``(I + mean over heads) / 2`` (Abnar and Zuidema, 2020). A filter may make entries negative."""
+    """Return how much each output token has of each input token (attention rollout; Abnar and Zuidema, 2020).
+
+    This is the product over the layers of ``(I + mean over heads) / 2``. A filter may make entries negative.
+
+    Args:
+        maps: the maps of one sequence, from ``attention_maps``.
+        stack: the stack to follow, such as ``"encoder"``. It is needed only if there are several.
+
+    Returns:
+        A matrix, (tokens, tokens).
+
+    Raises:
+        GraphFilterError: the maps have several stacks and ``stack`` names none of them.
+    """
     layers = [layer for layer in maps if stack in (None, layer.stack)]
     if len({layer.stack for layer in layers}) != 1:
         stacks = ", ".join(repr(name) for name in dict.fromkeys(layer.stack for layer in maps))
-        raise GraphFilterError(f"rollout follows one stack of layers: name it with stack=, of {stacks}")
+        raise GraphFilterError(f"rollout follows one stack of layers, and the maps have {stacks}: pass one as stack=")
     product = None
     for layer in sorted(layers, key=lambda layer: layer.index):
         mean = maps[layer].mean(0)
@@ -76,19 +96,32 @@ def rollout(maps: dict[Layer, Tensor], stack: str | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class Correlation:
-    """What ``attention_correlation`` gives: the band over sequences, and the value of each of the first thousand."""
+    """The correlation of the attention of two models.
+
+    Attributes:
+        band: mean and standard deviation over the sequences.
+        values: the correlation for each of the first thousand sequences.
+    """
 
     band: Band
     values: list[float]
 
 
 def attention_correlation(model: nn.Module, other: nn.Module, batches: Iterable[Any]) -> Correlation:
-    """How alike the attention of two models is on the same inputs (Singularformer, Eq. 19-20): of each, the maximum
-    over heads and the mean over layers of what self-attention applies; then Pearson's correlation row by row, and the
-    mean over the rows. Encoder-decoders: of the encoder.
+    """Measure how alike the attention of two models is on the same inputs (Singularformer, Eq. 19-20).
+
+    The matrix of a model is the maximum over the heads and the mean over the layers of what self-attention applies. Two
+    matrices are compared by Pearson's correlation row by row, and then the mean over the rows. An encoder-decoder is
+    compared by its encoder.
+
+    Args:
+        model: the first model.
+        other: the second model, which splits an input into the same number of tokens.
+        batches: dicts of the models' arguments, or tensors.
 
     Raises:
-        GraphFilterError: as ``attention_maps``; the models see an input as another number of tokens.
+        GraphFilterError: one of the errors of ``attention_maps``, or the models split an input into different numbers
+            of tokens.
     """
     running = Running()
     values: list[float] = []
@@ -103,19 +136,22 @@ def attention_correlation(model: nn.Module, other: nn.Module, batches: Iterable[
             running.add(correlation)
             values += [float(correlation)] if len(values) < 1000 else []
     if not values:
-        raise GraphFilterError("there are no batches: nothing was compared")
+        raise GraphFilterError("there are no batches, so that nothing was compared: pass at least one")
     return Correlation(running.band(), values)
 
 
 def summarise(maps: dict[Layer, Tensor]) -> Tensor:
+    """Return the maximum over the heads and the mean over the layers, (tokens, tokens)."""
     stacks = list(dict.fromkeys(layer.stack for layer in maps))
     if len(stacks) > 1 and "encoder" not in stacks:
-        raise GraphFilterError(f"a model of {' and '.join(stacks)} has no one attention: hand in one of its parts")
+        raise GraphFilterError(
+            f"a model of {' and '.join(stacks)} has several stacks and no encoder: pass one of its parts as the model"
+        )
     stack = "encoder" if "encoder" in stacks else stacks[0]
     return torch.stack([matrix.amax(0) for layer, matrix in maps.items() if layer.stack == stack]).mean(0)
 
 
 def rows_correlation(a: Tensor, b: Tensor) -> Tensor:
-    """Mean over the rows of Pearson's correlation of two matrices; a constant row correlates with nothing: 0."""
+    """Return the mean over the rows of Pearson's correlation of two matrices; a constant row counts as 0."""
     a, b = (x - x.mean(-1, keepdim=True) for x in (a, b))
     return (torch.nn.functional.normalize(a, dim=-1) * torch.nn.functional.normalize(b, dim=-1)).sum(-1).mean()

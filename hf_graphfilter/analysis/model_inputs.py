@@ -1,4 +1,4 @@
-"""Batches on their way into a model: moved, cut, refused, and which of their tokens are no padding."""
+"""The batches on their way into a model: device, size, errors, and the mask of their tokens."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ _FORBIDDEN = -1e4  # additive masks hold 0 and the lowest number of their dtype
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
+    """Return the batch with its tensors on the device.
+
+    Raises:
+        GraphFilterError: the batch is neither a dict nor a tensor.
+    """
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, Mapping):
@@ -25,14 +30,14 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def cut_batch(batch: Any, heads: int, seen: Callable[[], int]) -> Iterator[Any]:
-    """The batch in pieces of so many sequences that the matrices of one layer fit into memory; whole for 0 heads.
+    """Yield the batch in pieces of sequences, so that the matrices of one layer fit into memory.
 
-    Of how many tokens an image or a sound is made is known when a module has ``seen`` one: the first piece is one
-    sequence then.
+    For 0 heads the batch stays whole. The number of tokens of an image or a sound is known once a module has ``seen``
+    one, so the first piece is one sequence then.
     """
     tensors = [batch] if isinstance(batch, Tensor) else [x for x in batch.values() if isinstance(x, Tensor) and x.dim()]
     if not tensors or not tensors[0].numel():
-        raise GraphFilterError("a batch holds no tokens")
+        raise GraphFilterError("a batch holds no tokens: remove it, or check what makes it")
     rows, start = len(tensors[0]), 0
     longest = max((max(x.shape[1:]) for x in tensors if x.dim() in (2, 3) and not x.is_floating_point()), default=0)
     others = any(x.dim() > 1 and x.is_floating_point() for x in tensors)
@@ -53,7 +58,7 @@ def cut_batch(batch: Any, heads: int, seen: Callable[[], int]) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def name_mistakes(model: nn.Module, batch: Any) -> Iterator[None]:
-    """What ``model`` says to a batch that is not for it, in a sentence that tells what it was given.
+    """Turn an error of the model inside the ``with`` block into one that names the shapes of the batch.
 
     Raises:
         GraphFilterError: the model raised an error of Python's or PyTorch's; out of memory stays what it is.
@@ -70,7 +75,7 @@ def name_mistakes(model: nn.Module, batch: Any) -> Iterator[None]:
 
 
 def mask_of(batch: Mapping[str, Any], stack: str) -> Tensor | None:
-    """What of the tokens of a stack (``"encoder"``, ``"decoder"``, or ``""``, the only one) is there."""
+    """Return the mask of a stack: ``"encoder"``, ``"decoder"``, or ``""`` for a model with only one."""
     mask: Tensor | None = batch.get("decoder_attention_mask" if stack == "decoder" else "attention_mask")
     if stack == "decoder" and mask is None and "labels" in batch and "decoder_input_ids" not in batch:
         return cast(Tensor, batch["labels"]) != -100  # of which the model makes its decoder's tokens
@@ -78,12 +83,12 @@ def mask_of(batch: Mapping[str, Any], stack: str) -> Tensor | None:
 
 
 class Padding:
-    """The masks of one batch, as its model's layers are to be read by them.
+    """The masks of one batch, as the layers of its model read them.
 
     Args:
-        model: which the batch is for.
-        sites: its attention modules. Where some of them belong to a part that reads texts and some to a part that does
-            not (the towers of CLIP), the mask is that of the texts.
+        model: the model that the batch is for.
+        sites: its attention modules. If some belong to a part that reads texts and others to one that does not (the
+            towers of CLIP), the mask is that of the texts.
         batch: arguments of the model, or a tensor.
     """
 
@@ -95,7 +100,7 @@ class Padding:
         self.read: set[str] = set()
 
     def find_tokens(self, site: AttentionSite, batch: int, tokens: int, device: torch.device) -> Tensor:
-        """bool (batch, tokens), for what the stack of ``site`` holds."""
+        """Return which tokens of the stack of ``site`` are no padding, bool (batch, tokens)."""
         stack = site.stack if self.encoder_decoder else ""
         mask = mask_of(self.batch, stack) if _reads_texts(site) or not self.texts else None
         if isinstance(mask, Tensor) and mask.dim() == 4:
@@ -112,7 +117,7 @@ class Padding:
         return torch.ones(batch, tokens, dtype=torch.bool, device=device)
 
     def check(self) -> None:
-        """After the model ran.
+        """Check after the model ran that every mask was read by a layer.
 
         Raises:
             GraphFilterError: a mask that hides tokens fits none of its layers.
@@ -121,7 +126,7 @@ class Padding:
             if stack not in self.read and not mask.bool().all():
                 raise GraphFilterError(
                     f"the batch's mask {tuple(mask.shape)} hides tokens, and no layer of {type(self.model).__name__} "
-                    "has as many, so that padding cannot be left out: give texts of one length a batch, without a mask"
+                    "has as many, so that padding cannot be left out: pass batches of texts of one length and no mask"
                 )
 
 

@@ -1,4 +1,4 @@
-"""Looking on while a model runs: the shift operator and the filter of every self-attention module, and the tokens."""
+"""Observation of a running model: the tokens, the shift operator and the filter of every self-attention module."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ from .model_inputs import Padding, cut_batch, name_mistakes, to_device
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of a stack, by the order in which layers run, from 0; -1 is what the first one is given."""
+    """A layer of a stack.
+
+    Attributes:
+        stack: ``"encoder"``, ``"decoder"``, or the path of a tower.
+        index: the place in the order in which layers run, from 0; -1 stands for the input embeddings.
+    """
 
     stack: str
     index: int
@@ -37,14 +42,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Call:
-    """What one self-attention module did with a batch.
+    """One call of a self-attention module with a batch.
 
     Attributes:
-        layer: which one.
-        shift: the operator, before its first application.
-        value: (batch, key heads, tokens, features).
-        graph_filter: what filtered; None where attention is the model's own.
-        is_token: bool (batch, tokens), which tokens are no padding.
+        layer: layer of the module.
+        shift: the shift operator, before its first application.
+        value: values, (batch, key heads, tokens, features).
+        graph_filter: filter of the module; None if it has none.
+        is_token: bool (batch, tokens), true for tokens that are no padding.
+        earlier: layers before this one, for a filter that reads them.
     """
 
     layer: Layer
@@ -61,7 +67,7 @@ class Call:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether there is ``filtered``."""
+        """Whether ``filtered`` exists: a filter may give something else than a matrix times the values."""
         return self.graph_filter is None or self.graph_filter.linear
 
     @cached_property
@@ -69,15 +75,15 @@ class Call:
         """The matrix that the module applies to its values: A, or what the filter makes of it.
 
         Raises:
-            GraphFilterError: what the filter gives is no matrix times the values.
+            GraphFilterError: the output of the filter is not a matrix times the values.
         """
         graph_filter = self.graph_filter
         if graph_filter is None:
             return self.attention
         if not self.is_matrix:
             raise GraphFilterError(
-                f"{graph_filter.site_name}: what {graph_filter.config.filter!r} gives is no matrix times the values, "
-                "and has no map; that of attention before it is there (filtered=False)"
+                f"{graph_filter.site_name}: the output of {graph_filter.config.filter!r} is no matrix times values, so "
+                "that it has no map; filtered=False gives the map of attention"
             )
 
         def apply(columns: Tensor) -> Tensor:
@@ -87,28 +93,28 @@ class Call:
         return to_float32(matrix_of(apply, self.shift.key))
 
     def each(self, matrices: Tensor) -> Iterator[Tensor]:
-        """Of every sequence its matrix without padding: (heads, its tokens, its tokens)."""
+        """Yield the matrix of each sequence without padding, (heads, its tokens, its tokens)."""
         for matrix, is_token in zip(matrices, self.is_token, strict=True):
             yield matrix[:, is_token][:, :, is_token]
 
 
 class Reader:
-    """What is told of a running model; a subclass keeps what it needs.
+    """A receiver of what happens in a running model; a subclass keeps what it needs.
 
     Attributes:
-        matrices: whether it asks calls for matrices; batches are then cut so that these fit into memory.
+        matrices: whether the reader asks calls for matrices; batches are then cut so that these fit into memory.
     """
 
     matrices: bool = False
 
     def attention(self, call: Call) -> None:
-        """After a self-attention module ran."""
+        """Read a call of a self-attention module, after it ran."""
 
     def tokens(self, layer: Layer, tokens: Tensor, is_token: Tensor) -> None:
-        """What a layer gave, (batch, tokens, features), and which tokens are no padding, bool (batch, tokens)."""
+        """Read the output of a layer, (batch, tokens, features), and the mask of its tokens, bool (batch, tokens)."""
 
     def outputs(self, outputs: Any, batch: Any) -> None:
-        """What the model gave for a batch."""
+        """Read the output of the model for a batch."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,7 @@ class _WatchConfig(FilterConfig):
 
 
 class _Watch(GraphFilter):
-    """In a module that has no filter: leaves its attention as it is."""
+    """A filter for modules that have none, which leaves their attention as it is."""
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
         return shift(value)
@@ -129,12 +135,16 @@ def observe(
     readers: Iterable[Reader],
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> None:
-    """Run ``model`` on ``batches`` and tell the ``readers``; it is left as it was, also after an error.
+    """Run ``model`` on ``batches`` and pass what happens to the ``readers``.
+
+    The model is left as it was, also after an error.
 
     Args:
-        model: of transformers or timm, plain or patched, on any device.
-        batches: of keyword arguments of the model (those of a tokenizer), or tensors; any number, held one by one.
-        progress: wraps the batches, as a bar does.
+        model: model of transformers or timm, with or without filters, on any device.
+        batches: dicts of the model's arguments (the output of a tokenizer), or tensors. They may be an iterator; one is
+            held at a time.
+        readers: receivers of calls, tokens and outputs.
+        progress: wraps the batches, as a progress bar does. Default: no bar.
 
     Raises:
         GraphFilterError: the model has no self-attention that can be read or does not run on a batch, no batch has two
@@ -150,7 +160,7 @@ def observe(
             f"{type(model).__name__} has no self-attention that can be read; attention found: {names}"
         )
     if isinstance(batches, (Tensor, Mapping)):
-        raise GraphFilterError("batches is a list or an iterator of batches: put this one into a list")
+        raise GraphFilterError("batches must be a list or an iterator of batches, got one batch: put it into a list")
     watch = _Observer(model, sites, readers)
     plain = [site for site in sites if CHILD not in site.module._modules]
     device = next(model.parameters()).device
@@ -173,12 +183,12 @@ def observe(
                 for reader in readers:
                     reader.outputs(outputs, part)
     if not watch.sequences:
-        raise GraphFilterError("there are no batches with a token: nothing was measured")
+        raise GraphFilterError("there are no batches with a token, so that nothing was measured: check the inputs")
 
 
 @contextlib.contextmanager
 def evaluate(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode within; afterwards each of its modules has the mode that it had."""
+    """Put a model into evaluation mode inside the ``with`` block; afterwards each module has its former mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -189,7 +199,7 @@ def evaluate(model: nn.Module) -> Iterator[None]:
 
 
 class _Observer:
-    """The hooks, and what they must know of the batch that is running."""
+    """The hooks of an observation, and their state during a batch."""
 
     def __init__(self, model: nn.Module, sites: list[AttentionSite], readers: list[Reader]):
         self.model, self.sites, self.readers, self.stacks = model, sites, readers, stacks_of(model, sites)
@@ -201,7 +211,7 @@ class _Observer:
         self.layers: Counter[str] = Counter()
 
     def look(self, undo: contextlib.ExitStack) -> None:
-        """Put the hooks in, each with its removal."""
+        """Register the hooks, each with its removal."""
         for site in self.sites:
             graph_filter = active_filter(site.module)
             undo.callback(graph_filter.register_forward_pre_hook(self._keep_earlier).remove)
@@ -243,15 +253,17 @@ class _Observer:
         layer = Layer(self.stacks[site.name], index)
         is_token = self.padding.find_tokens(site, tokens.shape[0], tokens.shape[1], tokens.device)
         if not tokens[is_token].isfinite().all():
-            raise GraphFilterError(f"layer {layer} gives numbers that are not finite (NaN or infinity)")
+            raise GraphFilterError(f"the output of layer {layer} has numbers that are not finite (NaN or infinity)")
         self.sequences += int(is_token.any(1).sum())
         for reader in self.readers:
             reader.tokens(layer, tokens, is_token)
 
 
 def stacks_of(model: nn.Module, sites: list[AttentionSite]) -> dict[str, str]:
-    """By the name of a site that of its stack: ``"encoder"``, ``"decoder"``, or the path where models of several kinds
-    have one (the towers of CLIP)."""
+    """Return the name of the stack for the name of each site.
+
+    It is ``"encoder"`` or ``"decoder"``, or a path if several kinds of models have such a stack (the towers of CLIP).
+    """
     kinds: dict[str, set[type]] = {}
     for site in sites:
         kinds.setdefault(site.stack, set()).add(host_of(model).kind(site.module))
@@ -259,7 +271,10 @@ def stacks_of(model: nn.Module, sites: list[AttentionSite]) -> dict[str, str]:
 
 
 def layer_modules(sites: list[AttentionSite]) -> dict[str, AttentionSite]:
-    """Name of the module that is the layer of each site: the largest numbered one around it alone."""
+    """Return the site in each layer, by the name of the layer's module.
+
+    The layer of a site is the largest numbered module around it that contains no other site.
+    """
     layers = {}
     for site in sites:
         parts = site.name.split(".")

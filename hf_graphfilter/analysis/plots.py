@@ -1,4 +1,4 @@
-"""Plots. Needs the extra ``plots`` (matplotlib)."""
+"""Plots of coefficients, and the figures of other modules; they need the extra ``plots`` (matplotlib)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def make_figure(width: float, height: float, purpose: str = "a figure") -> Figure:
-    """Return an empty figure of so many inches.
+    """Return an empty figure of this width and height, in inches.
 
     Raises:
         GraphFilterError: matplotlib is not installed, which ``purpose`` needs.
@@ -29,7 +29,7 @@ def make_figure(width: float, height: float, purpose: str = "a figure") -> Figur
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Draw a figure to ``path`` (PNG), whose folder is made, and return it."""
+    """Write a figure to ``path`` (PNG), make the folder if needed, and return the path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
@@ -37,14 +37,19 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
 
 
 def average_heads(coefficient: Tensor) -> Tensor:
-    """(heads, ...) or a number to (heads,) or (1,): the mean of what a head has; real."""
+    """Return the mean of each head's numbers, real: (heads, ...) gives (heads,), one number gives (1,)."""
     return coefficient.reshape(*coefficient.shape[:1], -1).real.float().mean(-1).reshape(-1)
 
 
 def plot_coefficients(model: nn.Module, path: str | os.PathLike[str]) -> Path:
-    """Draw every learned coefficient over the layers, one dot a head and a line through the means, to ``path`` (PNG).
+    """Draw the learned coefficients of a model over its layers, write the figure (PNG), and return its path.
 
-    Where nothing is learned, the fixed coefficients are drawn; of several numbers a head their mean.
+    Each coefficient has a chart with one dot per head and a line through the means. If a head has several numbers, the
+    dot is their mean. If nothing is learned, the fixed coefficients are drawn.
+
+    Args:
+        model: a patched model.
+        path: file to write; its folder is made.
 
     Raises:
         GraphFilterError: the model is not patched, its filters have no coefficients, or matplotlib is not installed.
@@ -55,7 +60,7 @@ def plot_coefficients(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     names = [name for name in recorded if name in learned] or list(recorded)
     if not names:
         kinds = ", ".join(dict.fromkeys(f.config.filter for _, f in filters_of(model)))
-        raise GraphFilterError(f"{kinds}: a filter of weights alone, which has no coefficients to draw")
+        raise GraphFilterError(f"{kinds}: the filter has weights but no coefficients, so that there is nothing to draw")
     figure = make_figure(7, 2.6 * len(names), "a plot")
     for axes, name in zip(figure.subplots(len(names), 1, squeeze=False)[:, 0], names, strict=True):
         points = [(i, average_heads(row.coefficients[name])) for i, row in enumerate(rows) if name in row.coefficients]

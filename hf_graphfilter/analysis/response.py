@@ -1,4 +1,4 @@
-"""Frequencies: what attention and its filter let through, and how a filter answers to eigenvalues."""
+"""Frequency responses of attention and filters, and the response of a filter to eigenvalues."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POINTS = 33  # from frequency 0 to half a cycle a token
 
 @dataclass(frozen=True)
 class FrequencyResponse(Measured):
-    """What ``frequency_response`` gives."""
+    """The result of ``frequency_response``: gains by layer."""
 
     quantities: ClassVar[dict[str, str]] = {
         "gain": "gain of what the module applies",
@@ -35,12 +35,14 @@ class FrequencyResponse(Measured):
 
     @classmethod
     def grid(cls, quantity: str, points: int) -> tuple[str, list[float]]:
-        return "frequency (cycles a token)", torch.linspace(0, 0.5, points).tolist()
+        return "frequency (cycles per token)", torch.linspace(0, 0.5, points).tolist()
 
 
 class ResponseReader(BandReader[FrequencyResponse]):
+    """A reader that collects the gains of attention and filters."""
+
     result_class = FrequencyResponse
-    lacking = "no text has two tokens: there is no frequency but 0"
+    lacking = "no text has two tokens, so that 0 is the only frequency: pass longer texts"
     matrices = True
 
     def attention(self, call: Call) -> None:
@@ -60,15 +62,24 @@ class ResponseReader(BandReader[FrequencyResponse]):
 
 
 def frequency_response(model: nn.Module, batches: Iterable[Any], **options: Any) -> FrequencyResponse:
-    """The gain of self-attention at the frequencies of the tokens' order, by layer, over heads and texts, without
-    padding: ``|(F H F^-1)_ff|`` with F the discrete Fourier transform, that is, the magnitudes on the (anti)diagonal of
-    the 2-D transform of H, as Wang et al. (2022) and GFSA (Figure 2) show them.
+    """Measure the gain of self-attention at the frequencies of the tokens' order, by layer.
 
-    - ``gain``: of H, what the module applies to its values: A, or what a filter makes of it, where that is a matrix.
-    - ``attention_gain``: of A, also where a filter is.
-    - ``high_to_low``: mean of H's gain off frequency 0 over that at 0. Uniform attention has 0, the identity 1.
+    The gain is ``|(F H F^-1)_ff|``, where F is the discrete Fourier transform and H a matrix over tokens. These are the
+    magnitudes on the (anti)diagonal of the 2-D transform of H, as Wang et al. (2022) and GFSA (Figure 2) show them.
+    Gains are means over heads and texts, without padding.
 
-    Arguments, errors: as of ``smoothing``.
+    - ``gain``: the gain of what the module applies to its values: A, or the matrix of its filter, if it is one.
+    - ``attention_gain``: the gain of A, also if the module has a filter.
+    - ``high_to_low``: the mean of ``gain`` off frequency 0, divided by ``gain`` at 0. It is 0 for uniform attention and
+      1 for the identity.
+
+    Args:
+        model: model of transformers or timm, with or without filters; it is left as it was.
+        batches: dicts of the model's arguments, or tensors; any number.
+        options: ``progress``, a function that wraps the batches, as a progress bar does.
+
+    Raises:
+        GraphFilterError: one of the errors of ``smoothing``.
 
     Example:
         >>> import torch
@@ -84,14 +95,17 @@ def frequency_response(model: nn.Module, batches: Iterable[Any], **options: Any)
 
 
 def gain(matrix: Tensor) -> Tensor:
-    """(heads, tokens, tokens) to the gains (heads, frequencies) from 0 to at most half a cycle a token."""
+    """Return the gains (heads, frequencies) of matrices (heads, tokens, tokens).
+
+    The frequencies go from 0 to at most half a cycle per token.
+    """
     tokens = matrix.shape[-1]
     transformed = torch.fft.fft(torch.fft.ifft(matrix, dim=-1), dim=-2)  # F H F^-1, but for the order of columns
     return transformed.diagonal(dim1=-2, dim2=-1)[:, : tokens // 2 + 1].abs()
 
 
 def on_grid(curve: Tensor, tokens: int) -> Tensor:
-    """A gain by frequency, of ``tokens`` tokens, at ``POINTS`` frequencies from 0 to half a cycle a token."""
+    """Interpolate the gains of ``tokens`` tokens at ``POINTS`` frequencies, from 0 to half a cycle per token."""
     if tokens % 2:  # the next frequency lies as far beyond the half, and mirrors the last
         curve = torch.cat([curve, curve[-1:]])
     at = torch.linspace(0, 0.5 * tokens, POINTS, dtype=curve.dtype, device=curve.device)
@@ -100,7 +114,7 @@ def on_grid(curve: Tensor, tokens: int) -> Tensor:
 
 
 class _Scaled(ShiftOperator):
-    """An operator that multiplies each token by a number of its own: the eigenvalues as a function sees them."""
+    """An operator that multiplies each token by its own number, so that a filter of it is a function of eigenvalues."""
 
     def __init__(self, eigenvalues: Tensor, heads: int):
         self.eigenvalues, self.heads = eigenvalues, heads
@@ -117,7 +131,13 @@ class _Scaled(ShiftOperator):
 
 
 class Curve(NamedTuple):
-    """How a filter answers: ``response`` (heads, points) to the values ``at`` (points,) of what ``domain`` names."""
+    """The response of a filter.
+
+    Attributes:
+        at: values (points,) that the filter responds to.
+        response: the responses, (heads, points).
+        domain: name of the values: ``"eigenvalue of A"`` or ``"singular value"``.
+    """
 
     at: Tensor
     response: Tensor
@@ -125,9 +145,15 @@ class Curve(NamedTuple):
 
 
 def response_curves(model: nn.Module, points: int = 101) -> dict[str, Curve]:
-    """What each filter of the model makes of A, by module, with the coefficients as they are now: of an eigenvalue in
-    [-1, 1] where it is a function of A, of a singular value in [0, 1] where it is one of those (AGF, Eq. 10). Other
-    filters have no such function and are left out; so are gate and window of those in the place of attention.
+    """Return the response of each filter of the model, by module, with its present coefficients.
+
+    A filter that is a function of A responds to an eigenvalue in [-1, 1]. A filter of singular values responds to one
+    in [0, 1] (AGF, Eq. 10). Other filters have no such function and are left out. The gate and the window of a
+    replacement filter are not part of its response.
+
+    Args:
+        model: a patched model.
+        points: number of points of a curve. Default: 101.
 
     Raises:
         GraphFilterError: the model is not patched.
@@ -159,18 +185,30 @@ def response_curves(model: nn.Module, points: int = 101) -> dict[str, Curve]:
     return curves
 
 
+def start_curve(curve: Curve) -> Tensor:
+    """Return the response (points,) that a filter has at the start: that of attention."""
+    return curve.at if curve.domain == "eigenvalue of A" else torch.ones_like(curve.at)
+
+
 def plot_curves(curves: dict[str, Curve], most: int = 4) -> Figure:
-    """A line a head, for ``most`` of the modules from the first to the last; dashed what attention would make of it."""
+    """Draw the curves of some modules, one line per head; a dashed line shows attention.
+
+    Args:
+        curves: curves by module, from ``response_curves``.
+        most: number of modules to draw, from the first to the last. Default: 4.
+
+    Raises:
+        GraphFilterError: matplotlib is not installed.
+    """
     chosen = pick_some([*curves.items()], most)
     figure = make_figure(3.2 * len(chosen), 3.2)
     for axes, (name, curve) in zip(figure.subplots(1, len(chosen), squeeze=False)[0], chosen, strict=True):
         for head, line in enumerate(curve.response):
             axes.plot(curve.at, line, color=COLOURS[head % len(COLOURS)], linewidth=1, alpha=0.8)
-        start = curve.at if curve.domain == "eigenvalue of A" else torch.ones_like(curve.at)
-        axes.plot(curve.at, start, "--", color="grey", linewidth=1, label="at the start")
+        axes.plot(curve.at, start_curve(curve), "--", color="grey", linewidth=1, label="at the start")
         axes.set(xlabel=curve.domain)
         axes.set_title(figure_text(name.removesuffix(".graph_filter")), fontsize=7)
         axes.legend(frameon=False, fontsize=7)
-    figure.axes[0].set_ylabel("response, a line a head")
-    figure.suptitle("What the learned coefficients make of A", fontsize=9)
+    figure.axes[0].set_ylabel("response, a line per head")
+    figure.suptitle("Response of the filters to A", fontsize=9)
     return figure

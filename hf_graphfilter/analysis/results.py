@@ -1,4 +1,4 @@
-"""What a measurement gives: bands by layer, as a table, as JSON, and as a figure."""
+"""The result of a measurement: bands by layer, which become a table, JSON or a figure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -28,16 +29,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Measured:
-    """Bands of quantities by layer.
+    """The bands of quantities by layer.
 
     Attributes:
         model: name of the model's class.
-        bands: by layer and name of the quantity.
+        bands: bands by layer and name of the quantity.
 
     Class attributes:
-        quantities: name to what the axis of a figure says, with its unit.
-        title: what a figure shows.
-        grid: of a quantity that is a curve, what it is over: the name of the axis, and the values of its points.
+        quantities: labels for the axes of a figure, by name of the quantity.
+        title: title of a figure.
     """
 
     model: str
@@ -48,14 +48,22 @@ class Measured:
 
     @classmethod
     def grid(cls, quantity: str, points: int) -> tuple[str, list[float]] | None:
+        """Return the axis of a quantity that is a curve, and the values of its points; None if it has no axis."""
         return None
 
     def layers(self, stack: str | None = None) -> list[Layer]:
+        """Return the measured layers in order, of all stacks or of one."""
         layers = dict.fromkeys(layer for layer, _ in self.bands)
         return sorted((x for x in layers if stack in (None, x.stack)), key=lambda layer: (layer.stack, layer.index))
 
     def __getitem__(self, key: tuple[Layer | int, str]) -> Band:
-        """The band of a layer and a quantity; a number for the layer counts in the only stack, or the encoder."""
+        """Return the band of a layer and a quantity.
+
+        A number for the layer counts in the only stack, or in the encoder; -1 is the last layer.
+
+        Raises:
+            GraphFilterError: there is no such band.
+        """
         layer, quantity = key
         if isinstance(layer, int):
             stack = self.layers()[-1].stack  # of both, the encoder
@@ -67,7 +75,7 @@ class Measured:
         return self.bands[layer, quantity]
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each number: stack, layer, quantity, perhaps where on the curve, mean, sd, samples."""
+        """Return a row for each number: stack, layer, quantity, mean, sd, samples, and the place on a curve."""
         rows: list[dict[str, Any]] = []
         for (layer, quantity), band in self.bands.items():
             about = {"stack": layer.stack, "layer": layer.index, "quantity": quantity}
@@ -81,37 +89,67 @@ class Measured:
         return rows
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the name of the result, the model and the rows, ready for JSON."""
         return {"measured": type(self).__name__, "model": self.model, "rows": self.rows()}
 
     def to_json(self, path: str | os.PathLike[str]) -> Path:
+        """Write ``to_dict`` to a JSON file, and return its path."""
         file = Path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
         return file
 
     def to_frame(self) -> Any:
-        """The rows as a ``pandas.DataFrame``."""
+        """Return the rows as a ``pandas.DataFrame``.
+
+        Raises:
+            GraphFilterError: pandas is not installed.
+        """
         with needs("recipes", "a table of pandas"):
             import pandas
         return pandas.DataFrame(self.rows())
 
     def plot(self, against: Measured | None = None, quantities: list[str] | None = None) -> Figure:
-        """Axes for each quantity, over the layers, or curves of some layers; ``against`` is drawn with dashes."""
+        """Draw small multiples: a row per stack, a column per quantity.
+
+        A number is drawn over the layers, a curve for some layers. The label of each axes is its ``caption``.
+
+        Args:
+            against: a second measurement, drawn with dashes.
+            quantities: the quantities to draw; all of ``self.quantities`` without it.
+
+        Raises:
+            GraphFilterError: a quantity was not measured, or matplotlib is not installed.
+        """
         known = dict.fromkeys(name for _, name in self.bands)
         if unknown := [name for name in quantities or () if name not in {**known, **self.quantities}]:
             raise GraphFilterError(f"{type(self).__name__} has no {unknown[0]!r}; it has {', '.join(known)}")
         names = [name for name in quantities or self.quantities if name in known] or [*known]
         stacks = list(dict.fromkeys(layer.stack for layer in self.layers()))
-        figure = make_figure(5.2 * len(stacks), 3.2 * len(names))
-        axes = figure.subplots(len(names), len(stacks), squeeze=False)
-        for row, name in enumerate(names):
-            for column, stack in enumerate(stacks):
-                self._draw(axes[row][column], stack, name, against)
+        figure = make_figure(4.2 * len(names), 3.1 * len(stacks))
+        grid = figure.subplots(len(stacks), len(names), squeeze=False)
+        for axes, (stack, name) in zip(grid.flat, product(stacks, names), strict=True):
+            axes.set_label(self.caption(stack, name))
+            self._draw(axes, stack, name, against)
         figure.suptitle(self.title, fontsize=9, wrap=True)
         return figure
 
+    def caption(self, stack: str, quantity: str) -> str:
+        """Return what the chart of a quantity shows, with its numbers at both ends."""
+        measured = [
+            (layer, self.bands[layer, quantity].mean) for layer in self.layers(stack) if (layer, quantity) in self.bands
+        ]
+        (first, start), (last, end) = measured[0], measured[-1]
+        name = " ".join(self.quantities.get(quantity, quantity).split())
+        name = f"{name[0].upper()}{name[1:]}"
+        where = f", {stack}" if len({layer.stack for layer in self.layers()}) > 1 else ""
+        if end.dim():
+            return f"{name}: {_short(end[0])} to {_short(end[-1])} in layer {last.index}{where}"
+        begun = "in the input embeddings" if first.index < 0 else f"in layer {first.index}"
+        return f"{name}: {_short(start)} {begun}, {_short(end)} in layer {last.index}{where}"
+
     def _draw(self, axes: Axes, stack: str, quantity: str, against: Measured | None) -> None:
-        pairs = [(self, self.model, "-")] + ([(against, f"{against.model}, reference", "--")] if against else [])
+        pairs = [(self, self.model, "-")] + ([(against, "reference", "--")] if against else [])
         sample = next(b for (layer, name), b in self.bands.items() if name == quantity and layer.stack == stack)
         for number, (measured, label, style) in enumerate(pairs):
             layers = [x for x in measured.layers(stack) if (x, quantity) in measured.bands]
@@ -119,16 +157,21 @@ class Measured:
                 x = [layer.index for layer in layers]
                 bands = [measured.bands[layer, quantity] for layer in layers]
                 _line(axes, x, [b.mean for b in bands], [b.sd for b in bands], COLOURS[number], style, label)
-                axes.set_xlabel(f"layer of the {stack} (-1: what it is given)" if -1 in x else f"layer of the {stack}")
+                axes.set_xlabel(f"layer of the {stack} (-1: input embeddings)" if -1 in x else f"layer of the {stack}")
             else:
                 axis, at = measured.grid(quantity, sample.mean.numel()) or ("index", [*range(sample.mean.numel())])
                 for colour, layer in zip(COLOURS, pick_some(layers), strict=False):
                     band = measured.bands[layer, quantity]
-                    text = f"{label}, {layer}" if len(pairs) > 1 else str(layer)
+                    place = "input embeddings" if layer.index < 0 else f"layer {layer.index}"
+                    text = f"{label}, {place}" if len(pairs) > 1 else place
                     _line(axes, at, list(band.mean), None, colour, style, text)
                 axes.set_xlabel(axis)
         axes.set_ylabel(self.quantities.get(quantity, quantity))
         axes.legend(frameon=False, fontsize=7)
+
+
+def _short(number: Tensor) -> str:
+    return f"{number:.2f}" if abs(number) < 10 else f"{number:.0f}"
 
 
 def _line(
@@ -142,7 +185,7 @@ def _line(
 
 
 def pick_some(items: list[T], count: int = 4) -> list[T]:
-    """First, last and some between."""
+    """Return at most ``count`` items: the first, the last and some between."""
     if len(items) <= count:
         return items
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
@@ -155,8 +198,8 @@ class BandReader(Reader, Generic[M]):
     """A reader that collects samples of quantities by layer.
 
     Class attributes:
-        result_class: what it gives.
-        lacking: the error where there is no sample.
+        result_class: class of the result.
+        lacking: message of the error if there is no sample.
     """
 
     result_class: type[M]
@@ -166,6 +209,11 @@ class BandReader(Reader, Generic[M]):
         self.samples: dict[Name, Running] = defaultdict(Running)
 
     def result(self, model: nn.Module) -> M:
+        """Return the result for the model.
+
+        Raises:
+            GraphFilterError: no sample was read.
+        """
         if not self.samples:
             raise GraphFilterError(self.lacking)
         return self.result_class(type(model).__name__, {name: running.band() for name, running in self.samples.items()})

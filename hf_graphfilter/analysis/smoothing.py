@@ -14,7 +14,7 @@ from .results import BandReader, Measured
 
 @dataclass(frozen=True)
 class Smoothing(Measured):
-    """What ``smoothing`` gives; layer -1 is what the first layer is given."""
+    """The result of ``smoothing``; layer -1 stands for the input embeddings."""
 
     quantities: ClassVar[dict[str, str]] = {
         "cosine": "mean cosine of two tokens",
@@ -25,8 +25,10 @@ class Smoothing(Measured):
 
 
 class SmoothingReader(BandReader[Smoothing]):
+    """A reader that collects how alike tokens are."""
+
     result_class = Smoothing
-    lacking = "no text has two tokens: how alike tokens are cannot be said"
+    lacking = "no text has two tokens, so that tokens cannot be compared: pass longer texts"
 
     def __init__(self, dirichlet: bool = True) -> None:
         self.matrices = dirichlet
@@ -51,20 +53,23 @@ class SmoothingReader(BandReader[Smoothing]):
 
 
 def smoothing(model: nn.Module, batches: Iterable[Any], *, dirichlet: bool = True, **options: Any) -> Smoothing:
-    """How alike the tokens of a text are, by layer, over texts; padding is left out.
+    """Measure how alike the tokens of a text are, by layer, over texts and without padding.
 
-    - ``cosine``: mean cosine similarity of two different tokens; 1 where all point one way.
-    - ``high_frequency``: ``|X - mean|^2 / |X|^2`` (Frobenius), the share of the energy off the mean token, which is the
-      part of frequency 0 (Wang et al., ICLR 2022); 0 where all tokens are equal.
-    - ``dirichlet``: ``sum_ij A_ij |x_i - x_j|^2 / (2 |X|^2)`` of what a layer is given on the graph of its attention,
-      mean over the heads. It needs the matrices: ``dirichlet=False`` leaves it out and is faster.
+    - ``cosine``: the mean cosine similarity of two different tokens. It is 1 if all point in one direction.
+    - ``high_frequency``: ``|X - mean|^2 / |X|^2`` (Frobenius), the share of the energy off the mean token. The mean
+      token is the part of frequency 0 (Wang et al., ICLR 2022). The share is 0 if all tokens are equal.
+    - ``dirichlet``: ``sum_ij A_ij |x_i - x_j|^2 / (2 |X|^2)`` for the input X of a layer on the graph of its attention,
+      mean over the heads.
 
     Args:
-        model: of transformers or timm, plain or patched; it is left as it was.
+        model: model of transformers or timm, with or without filters; it is left as it was.
         batches: dicts of the model's arguments, or tensors; any number.
+        dirichlet: ``False`` leaves out ``dirichlet``, which needs the matrices, and is faster. Default: ``True``.
+        options: ``progress``, a function that wraps the batches, as a progress bar does.
 
     Raises:
-        GraphFilterError: no self-attention that can be read, no text of two tokens, numbers that are not finite.
+        GraphFilterError: the model has no self-attention that can be read, no text has two tokens, or a layer gives
+            numbers that are not finite.
 
     Example:
         >>> import torch
@@ -80,18 +85,19 @@ def smoothing(model: nn.Module, batches: Iterable[Any], *, dirichlet: bool = Tru
 
 
 def mean_cosine(x: Tensor) -> Tensor:
-    """Over the pairs of different rows of (tokens, features)."""
+    """Return the mean cosine over the pairs of different rows of (tokens, features)."""
     unit = x / x.norm(dim=-1, keepdim=True).clamp(min=1e-12)
     together, alone = unit.sum(0).square().sum(), unit.square().sum()
     return (together - alone) / (len(x) * (len(x) - 1))
 
 
 def high_frequency(x: Tensor) -> Tensor:
+    """Return the share of the energy of (tokens, features) off the mean token."""
     return (x - x.mean(0)).square().sum() / x.square().sum().clamp(min=1e-30)
 
 
 def dirichlet_energy(matrix: Tensor, x: Tensor) -> Tensor:
-    """Of (tokens, features) on graphs (heads, tokens, tokens): a mean over the heads."""
+    """Return the Dirichlet energy of (tokens, features) on graphs (heads, tokens, tokens), mean over the heads."""
     squares = x.square().sum(-1)
     ends = matrix.sum(-1) @ squares + matrix.sum(-2) @ squares
     across = (matrix * (x @ x.mT)).sum((-1, -2))

@@ -1,4 +1,4 @@
-"""Singular values of the tokens and of attention matrices, and what rank they amount to."""
+"""Singular values of tokens and attention matrices, and the ranks that follow from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POINTS = 33  # of a curve of singular values, from the largest to the smallest
 
 @dataclass(frozen=True)
 class Spectrum(Measured):
-    """What ``spectrum`` gives."""
+    """The result of ``spectrum``: ranks and singular values by layer."""
 
     quantities: ClassVar[dict[str, str]] = {
         "effective_rank": "effective rank of the tokens",
@@ -36,8 +36,10 @@ class Spectrum(Measured):
 
 
 class SpectrumReader(BandReader[Spectrum]):
+    """A reader that collects singular values and ranks."""
+
     result_class = Spectrum
-    lacking = "no text has a token: there is nothing to decompose"
+    lacking = "no text has a token, so that there is nothing to decompose: check the inputs and their mask"
 
     def __init__(self, attention: int = 64) -> None:
         self.matrices, self.left = attention > 0, attention
@@ -59,7 +61,7 @@ class SpectrumReader(BandReader[Spectrum]):
                 self.add(call.layer, "attention_", torch.linalg.svdvals(matrix))
 
     def add(self, layer: Layer, prefix: str, values: Tensor) -> None:
-        """A sample: singular values (values,), or (heads, values), of which the mean counts."""
+        """Add a sample of singular values, (values,) or (heads, values); the mean over the heads counts."""
         self.samples[layer, f"{prefix}effective_rank"].add(effective_rank(values).mean())
         self.samples[layer, f"{prefix}stable_rank"].add(stable_rank(values).mean())
         relative = (values / values[..., :1].clamp(min=1e-30)).reshape(1, -1, values.shape[-1])
@@ -68,15 +70,26 @@ class SpectrumReader(BandReader[Spectrum]):
 
 
 def spectrum(model: nn.Module, batches: Iterable[Any], *, attention: int = 64, **options: Any) -> Spectrum:
-    """Singular values by layer, over texts, without padding; of the matrix ``X`` (tokens, features) that a layer gives,
-    and of what its self-attention applies to the values, A or a filter of it (mean over heads). The latter costs most:
-    it is that of the first ``attention`` texts, of none for 0.
+    """Measure singular values and ranks by layer, over texts and without padding.
+
+    Two matrices are decomposed. One is the output ``X`` (tokens, features) of a layer. The other is what its
+    self-attention applies to the values: the matrix of the filter, or A (mean over the heads).
 
     - ``effective_rank``: exp of the entropy of ``sigma / sum sigma`` (Roy and Vetterli, 2007).
     - ``stable_rank``: ``sum sigma^2 / max sigma^2``.
     - ``singular_values``: ``sigma / max sigma`` at 33 places from the largest to the smallest.
 
-    Arguments, errors: as of ``smoothing``.
+    The names of quantities of attention begin with ``attention_``.
+
+    Args:
+        model: model of transformers or timm, with or without filters; it is left as it was.
+        batches: dicts of the model's arguments, or tensors; any number.
+        attention: number of texts, from the first, whose attention is decomposed, which costs most; 0 for none.
+            Default: 64.
+        options: ``progress``, a function that wraps the batches, as a progress bar does.
+
+    Raises:
+        GraphFilterError: one of the errors of ``smoothing``.
 
     Example:
         >>> import torch
@@ -92,10 +105,11 @@ def spectrum(model: nn.Module, batches: Iterable[Any], *, attention: int = 64, *
 
 
 def effective_rank(values: Tensor) -> Tensor:
-    """Of singular values (..., values)."""
+    """Return the effective rank for singular values (..., values)."""
     share = values / values.sum(-1, keepdim=True).clamp(min=1e-30)
     return torch.special.entr(share).sum(-1).exp()
 
 
 def stable_rank(values: Tensor) -> Tensor:
+    """Return the stable rank for singular values (..., values)."""
     return values.square().sum(-1) / values.square().amax(-1).clamp(min=1e-30)

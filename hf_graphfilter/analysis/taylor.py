@@ -1,4 +1,4 @@
-"""The error of GFSA's first-order approximation of a power of A, beside its bound."""
+"""The error of GFSA's first-order approximation of a power of A, and its bound."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .results import BandReader, Measured
 
 @dataclass(frozen=True)
 class TaylorError(Measured):
-    """What ``taylor_error`` gives: ``K=2`` and so on."""
+    """The result of ``taylor_error``; its quantities are named ``"K=2"`` and so on."""
 
     title: ClassVar[str] = "Error of the first-order approximation of A^K: mean over heads and texts"
 
@@ -27,15 +27,17 @@ class TaylorError(Measured):
 
 
 class TaylorReader(BandReader[TaylorError]):
+    """A reader that collects the errors."""
+
     result_class = TaylorError
-    lacking = "no text has a token: there is no error to measure"
+    lacking = "no text has a token, so that there is no error to measure: check the inputs and their mask"
     matrices = True
 
     def __init__(self, orders: Sequence[int] = (2, 3, 4, 5, 10), most: int = 64) -> None:
         if not orders or min(orders) < 2:
-            raise GraphFilterError(f"orders={list(orders)}: name some, from 2 on")
+            raise GraphFilterError(f"orders must be one or more numbers from 2 on, got {list(orders)}")
         if most < 1:
-            raise GraphFilterError(f"most={most}: measure a text at least")
+            raise GraphFilterError(f"most must be 1 or more, got {most}")
         self.orders, self.most = sorted(set(orders)), most
         super().__init__()
 
@@ -55,10 +57,20 @@ def taylor_error(
     most: int = 64,
     **options: Any,
 ) -> TaylorError:
-    """``E_K = |A^K - (A + (K-1)(A^2 - A))|`` (GFSA, Eq. 7; the largest sum of a row's magnitudes), whose bound is 2K
-    (Eq. 8), by layer and order, over heads and the first ``most`` texts, without padding.
+    """Measure the error of GFSA's first-order approximation of ``A^K``, by layer and order.
 
-    Arguments, errors: as of ``smoothing``; an order below 2.
+    The error is ``E_K = |A^K - (A + (K-1)(A^2 - A))|`` (GFSA, Eq. 7), the largest row sum of magnitudes. Its bound is
+    2K (Eq. 8). Errors are means over heads and texts, without padding.
+
+    Args:
+        model: model of transformers or timm, with or without filters; it is left as it was.
+        batches: dicts of the model's arguments, or tensors; any number.
+        orders: values of K, from 2 on. At 2 the approximation is exact. Default: 2, 3, 4, 5 and 10.
+        most: number of texts to measure, from the first. Default: 64.
+        options: ``progress``, a function that wraps the batches, as a progress bar does.
+
+    Raises:
+        GraphFilterError: one of the errors of ``smoothing``, no order, an order below 2, or ``most`` below 1.
 
     Example:
         >>> import torch
@@ -74,7 +86,7 @@ def taylor_error(
 
 
 def errors(matrix: Tensor, orders: Sequence[int]) -> dict[int, Tensor]:
-    """Of (heads, tokens, tokens), by order: (heads,)."""
+    """Return the error per head, (heads,), for each order, for matrices (heads, tokens, tokens)."""
     square = matrix @ matrix
     power, by_order = matrix, {}
     for order in range(2, max(orders) + 1):

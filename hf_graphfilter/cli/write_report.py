@@ -20,18 +20,18 @@ from .inputs import Images, texts_of
 def report(
     source: Source,
     text: Annotated[
-        list[Path] | None, typer.Option("--text", "-t", help="A file of texts, a line each, repeatable.")
+        list[Path] | None, typer.Option("--text", "-t", help="A file with one text per line; repeatable.")
     ] = None,
     images: Annotated[Path | None, typer.Option("--images", help="A folder of images, with subfolders.")] = None,
     against: Annotated[
-        str | None, typer.Option("--against", help="A checkpoint to compare with, say the plain model.")
+        str | None, typer.Option("--against", help="A checkpoint to compare with, such as the unpatched model.")
     ] = None,
-    output: Annotated[Path, typer.Option("--output", help="The page; numbers and figures lie beside it.")] = Path(
-        "report.html"
-    ),
-    count: Annotated[int, typer.Option("--count", min=1, help="Texts or images that are measured.")] = 64,
-    length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a text; longer ones are cut.")] = 128,
-    batch_size: Annotated[int, typer.Option(min=1, help="In a batch.")] = 8,
+    output: Annotated[
+        Path, typer.Option("--output", help="File of the page; numbers and figures are written beside it.")
+    ] = Path("report.html"),
+    count: Annotated[int, typer.Option("--count", min=1, help="Texts or images to measure.")] = 64,
+    length: Annotated[int, typer.Option("--length", min=2, help="Tokens per text; longer texts are cut.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts or images per batch.")] = 8,
     auto_class: AutoClass = None,
 ) -> None:
     """Measure over-smoothing, frequencies, ranks and coefficients of a checkpoint, and write a page about them.
@@ -62,7 +62,9 @@ def report(
     conversion = load_conversion(source)
     reference = load(against, auto_class).to(device) if against else None
     progress = partial(tqdm, desc="measuring", leave=False, disable=None)
-    result = measured(model, batches, reference, title=Path(source).name, conversion=conversion, progress=progress)
+    cut = length if images is None else None
+    title = Path(source).name
+    result = measured(model, batches, reference, title=title, conversion=conversion, progress=progress, max_length=cut)
     page = result.to_html(output)
     result.save_figures(output.with_suffix(""))
     output.with_suffix(".json").write_text(json.dumps(result.to_dict(), indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Training patched models with the ordinary Trainer, and fitting filters to the attention that they replace."""
+"""Training of patched models with the ordinary Trainer, and fitting of filters to the attention that they replace."""
 
 import lazy_loader
 

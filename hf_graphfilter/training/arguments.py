@@ -11,17 +11,17 @@ from .learning_rate import FILTER_LR, check_rates
 
 @dataclass
 class FilterArgumentsMixin:
-    """Adds ``filter_lr`` to any class of training arguments, TRL's or those of sentence-transformers too.
+    """A mixin that adds ``filter_lr`` to any class of training arguments, also of TRL and sentence-transformers.
 
     A Trainer with such arguments gives the filter's coefficients a group with this rate and without weight decay,
     whatever optimizer it builds. ``HfArgumentParser`` offers the flag ``--filter_lr``, and ``hyperparameter_search``
-    may vary it. A model without a filter is trained as ever.
+    may vary it. For a model without a filter nothing changes.
 
     Args:
-        filter_lr: learning rate of the filter coefficients (``w_K``, ``theta`` ...).
+        filter_lr: learning rate of the filter's coefficients (``w_K``, ``theta`` ...). Default: 1e-2.
 
     Raises:
-        GraphFilterError: a rate that is no finite number >= 0.
+        GraphFilterError: ``filter_lr`` is not a finite number >= 0.
 
     Example:
         >>> from dataclasses import dataclass
@@ -43,7 +43,7 @@ class FilterArgumentsMixin:
 
 @dataclass
 class FilterTrainingArguments(FilterArgumentsMixin, TrainingArguments):
-    """``TrainingArguments`` with ``filter_lr``, the learning rate of the filter's coefficients.
+    """The ``TrainingArguments`` with ``filter_lr``, the learning rate of the filter's coefficients.
 
     Example:
         ``Trainer(model, FilterTrainingArguments("runs/bert", learning_rate=2e-5, filter_lr=1e-2), ...).train()``

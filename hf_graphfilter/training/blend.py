@@ -1,4 +1,7 @@
-"""From attention to a filter in its place by degrees: ``init="blend"`` computes (1 - g) attention + g filter."""
+"""A gradual change from attention to a replacement filter.
+
+With ``init="blend"`` a layer computes (1 - g) attention + g filter, and training carries the gate g from 0 to 1.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,15 @@ M = TypeVar("M", bound=nn.Module)
 def set_blend(model: M, gate: float) -> M:
     """Set the gate g of every blended layer: 0 is the original attention, 1 is the filter alone.
 
+    Args:
+        model: a model patched with ``init="blend"``.
+        gate: the gate, from 0 to 1.
+
+    Returns:
+        The model.
+
     Raises:
-        GraphFilterError: g outside 0 ... 1, or no blended layer.
+        GraphFilterError: the gate is not between 0 and 1, or the model has no blended layer.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -40,14 +50,20 @@ def set_blend(model: M, gate: float) -> M:
 
 
 def drop_blend(model: M, *, force: bool = False) -> M:
-    """Take the softmax attention out of a blended model, in place: the filter alone is left, with its cost.
+    """Remove the softmax attention from a blended model, in place.
+
+    The filter alone is left, and its cost is that of the filter alone.
 
     Args:
         model: a model patched with ``init="blend"``.
-        force: also where a gate is not 1, which changes the outputs.
+        force: remove the attention also if a gate is not 1, which changes the outputs. Default: ``False``.
+
+    Returns:
+        The model.
 
     Raises:
-        GraphFilterError: no blended layer, a gate that is not 1, or layers of a part that was patched by itself.
+        GraphFilterError: the model has no blended layer, a gate is not 1, or the layers belong to a part that was
+            patched separately.
     """
     wrapped, model = model, unwrapped(model, running=False)  # type: ignore[assignment]
     host, layers = host_of(model), _find_blended(model)
@@ -73,17 +89,19 @@ def drop_blend(model: M, *, force: bool = False) -> M:
 
 
 class BlendSchedule(LoggingCallback):
-    """Carries the gate of a blended model from 0 to 1 while the Trainer trains; logs it as ``blend_gate``.
+    """A callback that raises the gate of a blended model from 0 to 1 while the Trainer trains.
+
+    It logs the gate as ``blend_gate``.
 
     Args:
-        start, end: fractions of the training between which the gate rises; it is 1 after ``end``.
-        shape: ``"linear"`` or ``"cosine"``.
+        start, end: fractions of the training between which the gate rises; it is 1 after ``end``. Default: 0 and 0.5.
+        shape: curve of the rise, ``"linear"`` or ``"cosine"``. Default: ``"linear"``.
 
-    With ``load_best_model_at_end`` (and early stopping) only checkpoints whose gate is 1 compete: an earlier one is
-    partly attention still.
+    With ``load_best_model_at_end`` (and early stopping) only checkpoints whose gate is 1 compete, since an earlier one
+    still is partly attention.
 
     Raises:
-        GraphFilterError: when training begins on a model without blended layers.
+        GraphFilterError: an argument is out of range, or training begins on a model without blended layers.
 
     Example:
         ``Trainer(model, args, train_dataset=data, callbacks=[BlendSchedule(end=0.6)]).train(); drop_blend(model)``
@@ -98,7 +116,10 @@ class BlendSchedule(LoggingCallback):
         self.gate = 0.0
 
     def gate_at(self, done: float) -> float:
-        """The gate after this share of the training, 0 to 1; for a training loop of one's own, with ``set_blend``."""
+        """Return the gate after this share of the training, 0 to 1.
+
+        In your own training loop, pass it to ``set_blend``.
+        """
         rise = min(1.0, max(0.0, (done - self.start) / (self.end - self.start)))
         return rise if self.shape == "linear" else 0.5 * (1 - math.cos(math.pi * rise))
 

@@ -1,4 +1,4 @@
-"""Callbacks of every Trainer, and what callbacks need that the Trainer does not give them."""
+"""The callbacks of every Trainer, and the base class of callbacks that log numbers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .resuming import check_when_resuming
 
 
 class FilterCallback(TrainerCallback):
-    """Sees to the filter's learning rate, and reports a filter that training would leave out. Every Trainer has it.
+    """The callback that every Trainer has: it gives the filter its learning rate and reports a filter left untrained.
 
-    It also lets the Trainer refuse to resume from a checkpoint of another filter.
+    It also makes the Trainer raise an error when a run would resume from a checkpoint of another filter.
     """
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -43,8 +43,8 @@ class FilterCallback(TrainerCallback):
 class LoggingCallback(TrainerCallback):
     """A callback whose numbers appear in ``log_history`` and in every reporter, as the Trainer's own do.
 
-    The Trainer hands its logs to the callbacks one after the other, the reporters first, and lets none add to them. So
-    this one moves to the front of the list when training begins, and writes into the entry of ``log_history`` too.
+    The Trainer passes its logs to the callbacks one after the other, the reporters first, and lets none add to them. So
+    this one moves to the front of the list when training begins, and also writes into the entry of ``log_history``.
 
     Class attributes:
         console: whether the callbacks that print the logs get the numbers too.
@@ -53,7 +53,7 @@ class LoggingCallback(TrainerCallback):
     console: ClassVar[bool] = True
 
     def values(self) -> dict[str, float]:
-        """The numbers for a training log, by name."""
+        """Return the numbers for a training log, by name."""
         raise NotImplementedError
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -79,7 +79,7 @@ class LoggingCallback(TrainerCallback):
 
 
 class _Without:
-    """``on_log`` of a callback that prints, without the numbers of another."""
+    """The ``on_log`` of a callback that prints, without the numbers of another callback."""
 
     def __init__(self, other: LoggingCallback, on_log: Callable[..., Any]):
         self.other, self.on_log = other, on_log
@@ -90,10 +90,12 @@ class _Without:
 
 
 class CoefficientCallback(LoggingCallback):
-    """Logs the learned coefficients of every patched layer, wherever the Trainer reports: TensorBoard, W&B ..., and
-    in ``log_history``; the console is spared, since these are hundreds.
+    """A callback that logs the learned coefficients of every patched layer.
 
-    A coefficient with a value a head is logged as its mean, ``filter/LAYER/w_K``, where LAYER counts the patched
+    They appear in ``log_history`` and wherever the Trainer reports (TensorBoard, W&B ...). They are not printed on the
+    console, since there are hundreds.
+
+    A coefficient with one value per head is logged as its mean, ``filter/LAYER/w_K``, where LAYER counts the patched
     modules from 0 in the order of ``filter_status``.
 
     Example:
@@ -111,7 +113,7 @@ class CoefficientCallback(LoggingCallback):
 
 
 def coefficient_values(model: nn.Module) -> dict[str, float]:
-    """The learned coefficients by layer, means over the heads, as ``CoefficientCallback`` logs them."""
+    """Return the learned coefficients by layer, means over the heads, as ``CoefficientCallback`` logs them."""
     values: dict[str, float] = {}
     for i, (_, graph_filter) in enumerate(filters_of(model)):
         for name, value in read_whole(graph_filter, type(graph_filter).learned_coefficients).items():

@@ -1,4 +1,4 @@
-"""The filter's own learning rate: give it to an optimizer, and find out where it was forgotten.
+"""The learning rate of the filter: assignment in an optimizer, and a check that it was not forgotten.
 
 AdamW moves a scalar by at most about the learning rate per step. At 2e-5 a coefficient ends a fine-tuning run within
 about 0.01 of where it began, and the filter does almost nothing. Weight decay would pull it back to 0.
@@ -42,7 +42,7 @@ def rate_from_environment() -> float | None:
     """Return the rate that ``hf-graphfilter run --filter-lr`` set, or None.
 
     Raises:
-        GraphFilterError: the variable holds something else than a rate.
+        GraphFilterError: the variable does not hold a rate.
     """
     if not (text := os.environ.get(VARIABLE)):
         return None
@@ -105,7 +105,7 @@ def find_rate_problem(model: nn.Module, optimizer: Any, steps: int | None = None
 
     Args:
         model: any model, wrapped or not; one without a filter has no such problem.
-        optimizer: what has ``param_groups``.
+        optimizer: an optimizer with ``param_groups``.
         steps: the number of steps that training takes, if it is known.
     """
     parameters = [*filter_parameters(model)]
@@ -116,7 +116,7 @@ def find_rate_problem(model: nn.Module, optimizer: Any, steps: int | None = None
         if any(row.moved for row in filter_status(model)):
             return None  # it was trained before, and is kept
         return (
-            "the graph filter is frozen at its start values, so training leaves it without effect: with PEFT give "
+            "the graph filter is frozen at its start values, so that training does not change it: with PEFT pass "
             "modules_to_save=['graph_filter'], else call requires_grad_() on filter_parameters(model)"
         )
     grouped = {id(p) for group in groups for p in group["params"]}
@@ -177,7 +177,7 @@ def _is_called_by_trainer() -> bool:
 
 
 def report_problem(problem: str | None, on_this_process: bool) -> None:
-    """Log one line."""
+    """Log the problem as one line, if there is one and this process logs."""
     if problem and on_this_process:
         logger.warning("hf_graphfilter: %s", problem)
 

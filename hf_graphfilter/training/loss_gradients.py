@@ -1,4 +1,4 @@
-"""The gradients of the losses that filters declare, added while the Trainer's own backward pass runs."""
+"""The gradients of the losses that filters declare, which are added during the Trainer's own backward pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ Options = Mapping[str, Mapping[str, Any]]
 
 
 def choose_weights(graph_filter: GraphFilter, losses: Iterable[str], weights: Weights) -> dict[str, float]:
-    """Return the weights of the losses that count: one of weight 0 is not computed, and no part of a mean."""
+    """Return the weights of the losses that count.
+
+    A loss of weight 0 is not computed, and is no part of a mean.
+    """
     chosen = {**graph_filter.config.penalties, **weights}
     return {name: chosen[name] for name in losses if chosen[name]}
 
@@ -29,7 +32,7 @@ def reruns_layers(model: nn.Module) -> bool:
 
 
 class GradientAdder:
-    """The recorder of all filters of a model while it trains: it adds the gradients, and sums up what is logged."""
+    """The recorder of all filters of a model in training: it adds the gradients, and sums what is logged."""
 
     def __init__(self, weights: Weights, options: Options, reentrant: bool = False):
         self.weights, self.options, self.scale, self.reentrant = weights, options, 1.0, reentrant

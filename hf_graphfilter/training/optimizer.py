@@ -1,4 +1,4 @@
-"""Optimizers with the filter in a group of its own: for the Trainer, and for a loop of your own."""
+"""Optimizers with a separate group for the filter: for the Trainer, and for your own loop."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ _FROM_ARGUMENTS: Any = object()
 def parameter_groups(
     model: nn.Module, lr: float, weight_decay: float | None = None, filter_lr: float = FILTER_LR
 ) -> list[dict[str, Any]]:
-    """Return optimizer groups: decayed weights, undecayed ones (biases, norms), and the filter's, with their own rate.
+    """Return optimizer groups: decayed weights, undecayed weights (biases, norms), and the filter's coefficients.
 
     Args:
         model: a patched model, wrapped or not.
         lr: learning rate of the model's own parameters.
-        weight_decay: weight decay of the model's weights; if it is not given, that of the optimizer.
-        filter_lr: learning rate of the filter coefficients (``w_K``, ``theta`` ...), which get no weight decay. Weights
-            of a filter (``sigma`` of AGF ...) are treated as the model's own.
+        weight_decay: weight decay of the model's weights. Default: that of the optimizer.
+        filter_lr: learning rate of the filter's coefficients (``w_K``, ``theta`` ...), which get no weight decay. The
+            weights of a filter (``sigma`` of AGF ...) are treated as the model's own. Default: 1e-2.
 
     Returns:
-        Groups of the parameters that require gradients; every one is in exactly one group, none is empty. Where expert
-        parallelism has distributed some of a group only, these are one of their own.
+        Groups of the parameters that require gradients; each is in exactly one group, and no group is empty. If expert
+        parallelism has distributed only some parameters of a group, these get a group of their own.
 
     Raises:
-        GraphFilterError: a rate that is none, a model without filter parameters, or with all of them frozen.
+        GraphFilterError: a rate is not a finite number >= 0, or the model has no filter parameters, or all of them are
+            frozen.
 
     Example:
         >>> import torch
@@ -82,19 +83,19 @@ def _check_trainable(model: nn.Module) -> None:
 
 
 def filter_optimizer(args: TrainingArguments, filter_lr: float = _FROM_ARGUMENTS) -> tuple[Any, dict[str, Any]]:
-    """Return what a ``Trainer`` needs to build its own optimizer with the filter in a group of its own.
+    """Return what a ``Trainer`` needs to build its usual optimizer with a separate group for the filter.
 
     The Trainer builds the optimizer that it would build anyway, after the model is wrapped. Then the coefficients leave
     its groups for one with their rate and without weight decay. The schedule scales every group.
 
     Args:
         args: the arguments of the Trainer.
-        filter_lr: learning rate of the filter coefficients. If it is not given: ``args.filter_lr`` at the time when the
-            optimizer is built, so that a hyperparameter search may vary it, or else 1e-2.
+        filter_lr: learning rate of the filter's coefficients. Default: ``args.filter_lr`` when the optimizer is built,
+            so that a hyperparameter search may vary it, or else 1e-2.
 
     Raises:
-        GraphFilterError: a rate that is none, an ``optim`` with groups of its own (GaLore, APOLLO, LOMO); when the
-            Trainer builds it, a model without filter parameters, or with all of them frozen.
+        GraphFilterError: the rate is not a finite number >= 0, or ``optim`` makes its own groups (GaLore, APOLLO,
+            LOMO). When the Trainer builds the optimizer: the model has no filter parameters, or all are frozen.
 
     Example:
         ``Trainer(model, args, optimizer_cls_and_kwargs=filter_optimizer(args, filter_lr=1e-2))``
@@ -110,13 +111,13 @@ def _check_optimizer(args: TrainingArguments) -> None:
     name = str(getattr(args.optim, "value", args.optim))
     if name.startswith(_OWN_GROUPS):
         raise GraphFilterError(
-            f"optim={name!r} makes parameter groups of its own, which have no place for the filter's: choose another "
+            f"optim={name!r} makes parameter groups of its own, to which the filter cannot add one: choose another "
             "optim, or train without filter_optimizer"
         )
 
 
 class _Factory:
-    """Builds the optimizer when the Trainer asks for it; transformers calls this an optimizer factory."""
+    """A factory of the optimizer that builds it when the Trainer asks for it."""
 
     def __init__(self, filter_lr: float | None):
         self.filter_lr = filter_lr
@@ -138,7 +139,7 @@ class _Factory:
 
 
 def _rate(args: TrainingArguments, filter_lr: float | None = None) -> float:
-    """Return the rate of the environment, or what was given, or that of the arguments."""
+    """Return the rate from the environment, or the given one, or that of the arguments."""
     rates = (rate_from_environment(), filter_lr, getattr(args, "filter_lr", None))
     rate: float = next((rate for rate in rates if rate is not None), FILTER_LR)
     check_rates(filter_lr=rate)
@@ -146,10 +147,10 @@ def _rate(args: TrainingArguments, filter_lr: float | None = None) -> float:
 
 
 def give_filter_rate(trainer: Trainer) -> None:
-    """Let the optimizer that a trainer creates, however it does, have the filter in a group of its own.
+    """Give the filter a separate group in the optimizer that a trainer creates, however it creates it.
 
-    This is for a rate in the arguments or the environment. An optimizer that was handed in stays as it is, and so does
-    that of ``filter_optimizer``.
+    This applies to a rate in the arguments or the environment. An optimizer that was passed to the trainer stays as it
+    is, and so does that of ``filter_optimizer``.
     """
     if hasattr(trainer.args, "filter_lr") or rate_from_environment() is not None:
         trainer.create_optimizer = partial(_create_optimizer, trainer.create_optimizer)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The orthogonality loss of AGF (Eq. 11 and 12) by its names of the first releases; ``penalties`` serves every loss."""
+"""The orthogonality loss of AGF (Eq. 11 and 12) under its earlier names; ``penalties`` serves every loss."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from .penalties import RegularizerCallback
 
 
 class OrthogonalityCallback(RegularizerCallback):
-    """``RegularizerCallback`` by the name and with the options of AGF's loss: ``gamma * loss``, mean over the layers.
+    """A ``RegularizerCallback`` for the loss of AGF: ``gamma * loss``, mean over the layers.
 
     Args:
-        gamma: weight; ``None`` for that of each layer's config. The paper uses 1e-1 to 1e-4.
-        norm: ``"mean_abs"`` (the authors' code) or ``"frobenius"`` (Eq. 11 as printed).
+        gamma: weight of the loss; the paper uses 1e-1 to 1e-4. Default: that of each layer's config.
+        norm: norm in the loss: ``"mean_abs"`` (the authors' code) or ``"frobenius"`` (Eq. 11 as printed). Default:
+            ``"mean_abs"``.
 
     Raises:
-        GraphFilterError: as ``RegularizerCallback`` does.
+        GraphFilterError: an argument is out of range, or one of the errors of ``RegularizerCallback``.
 
     Example:
         ``Trainer(model, args, train_dataset=data, callbacks=[OrthogonalityCallback(gamma=1e-2)]).train()``
@@ -34,13 +35,15 @@ class OrthogonalityCallback(RegularizerCallback):
 
 
 def orthogonality_loss(model: nn.Module, *, norm: Norm = "mean_abs") -> NoReturn:
-    """Gave way to ``collect_penalties``: it read what every layer kept of its last forward pass, asked or not.
+    """Raise an error that names the successor, ``collect_penalties``.
+
+    This function read what every layer kept of its last forward pass, also when nobody asked for it.
 
     Raises:
         GraphFilterError: always; it says what to write instead.
     """
     raise GraphFilterError(
-        "orthogonality_loss(model) is gone, since layers keep nothing of a forward pass any more: write `with "
-        "collect_penalties(model) as penalties:` around the forward pass and add penalties.total(), which has gamma in "
-        "it, to the loss (penalties.losses() are without)"
+        "orthogonality_loss(model) was removed, since layers no longer keep anything of a forward pass: write `with "
+        "collect_penalties(model) as penalties:` around the forward pass and add penalties.total(), which includes "
+        "gamma, to the loss (penalties.losses() does not)"
     )

@@ -1,4 +1,4 @@
-"""The losses that a filter declares (``GraphFilter.penalised``), in the plain Trainer or in a loop of one's own.
+"""The losses that a filter declares (``GraphFilter.penalised``), in the Trainer or in your own loop.
 
 The callback does not touch the loss that the Trainer computes. A filter passes its output on through an identity whose
 backward pass adds the gradient of weight * loss / applications. So it reaches the gradients exactly once whoever
@@ -30,19 +30,19 @@ LOGGED = {"orthogonality": "ortho_loss"}  # its name since the first release; ot
 
 
 class RegularizerCallback(LoggingCallback):
-    """Adds the losses that the filters declare, each a mean over the layers times its weight, to what the Trainer
-    minimises.
+    """A callback that adds the losses declared by the filters to what the Trainer minimises.
 
-    Logs each as ``NAME_loss`` (AGF's as ``ortho_loss``), without its weight, mean over the batches since the last log;
-    the Trainer's own ``loss`` stays that of the task. Costs nothing at evaluation.
+    Each loss is a mean over the layers times its weight. It is logged as ``NAME_loss`` (AGF's as ``ortho_loss``),
+    without its weight, as a mean over the batches since the last log. The Trainer's own ``loss`` stays that of the
+    task. Evaluation costs nothing more.
 
     Args:
-        weights: by name of the loss, instead of those in the filters' configs (``FilterConfig.penalties``).
-        options: by name of the loss, keyword arguments for it.
+        weights: weights by name of the loss. Default: those in the filters' configs (``FilterConfig.penalties``).
+        options: keyword arguments for a loss, by its name. Default: none.
 
     Raises:
-        GraphFilterError: a negative weight; when training begins: no filter with such a loss, only weights of 0;
-            ``torch.nn.DataParallel`` or DeepSpeed, under which it would not be counted right.
+        GraphFilterError: a weight is negative. When training begins: no filter declares such a loss, every weight is 0,
+            or the run uses ``torch.nn.DataParallel`` or DeepSpeed, which would count the loss wrongly.
 
     Example:
         ``Trainer(model, args, train_dataset=data, callbacks=[RegularizerCallback({"orthogonality": 1e-2})]).train()``
@@ -91,7 +91,7 @@ class RegularizerCallback(LoggingCallback):
 
 
 class _Step:
-    """A Trainer's ``training_step`` with the losses of the filters, which nothing sees outside, whatever ends it."""
+    """A Trainer's ``training_step`` with the losses of the filters; outside of a step the filters record nothing."""
 
     def __init__(self, inner: Callable[..., Tensor], filters: list[GraphFilter], added: GradientAdder):
         self.inner, self.filters, self.added = inner, filters, added
@@ -105,12 +105,13 @@ class _Step:
 
 
 def record(filters: Iterable[GraphFilter], recorder: Any) -> None:
+    """Set the recorder of the filters."""
     for graph_filter in filters:
         graph_filter.recorder = recorder
 
 
 class Penalties:
-    """What ``collect_penalties`` yields: the losses of the forward passes within it."""
+    """The losses of the forward passes within ``collect_penalties``."""
 
     def __init__(self, weights: Weights, options: Options):
         self._weights, self._options = weights, options
@@ -125,25 +126,30 @@ class Penalties:
         return out
 
     def losses(self) -> dict[str, Tensor]:
-        """Each loss by name, without its weight: scalars, means over the layers. None where no filter took part, since
-        its window spans the text (``far="beyond"``).
+        """Return each loss by name, without its weight: scalars, means over the layers.
+
+        There is no loss if no filter took part because its window spans the text (``far="beyond"``).
 
         Raises:
-            GraphFilterError: no training forward pass with gradients. Reentrant gradient checkpointing makes none: use
-                ``use_reentrant=False``, or ``RegularizerCallback``.
+            GraphFilterError: there was no training forward pass with gradients. Reentrant gradient checkpointing makes
+                none: use ``use_reentrant=False``, or ``RegularizerCallback``.
         """
         return {name: _mean([loss for _, loss in pairs]) for name, pairs in self._compute().items()}
 
     def total(self) -> Tensor:
-        """The sum of the losses times their weights, a scalar to be added to the loss; raises as ``losses`` does."""
+        """Return the sum of the losses times their weights, a scalar to add to the loss of the task.
+
+        Raises:
+            GraphFilterError: one of the errors of ``losses``.
+        """
         terms = [_mean([weight * loss for weight, loss in pairs]) for pairs in self._compute().values()]
         return torch.stack([term.to(terms[0].device) for term in terms]).sum() if terms else torch.zeros(())
 
     def _compute(self) -> dict[str, list[tuple[float, Tensor]]]:
         if not self._called:
             raise GraphFilterError(
-                "collect_penalties(model) saw no training forward pass: it needs model.train() and gradients; with "
-                "reentrant gradient checkpointing use use_reentrant=False or RegularizerCallback"
+                "collect_penalties(model) saw no training forward pass with gradients: call model.train() before it, "
+                "and with reentrant gradient checkpointing use use_reentrant=False or RegularizerCallback"
             )
         options = self._options
         return {
@@ -156,15 +162,18 @@ class Penalties:
 def collect_penalties(
     model: nn.Module, weights: Weights | None = None, options: Options | None = None
 ) -> Iterator[Penalties]:
-    """Around a forward pass: the losses that the filters declare, for a loop of one's own.
+    """Collect the losses that the filters declare, during the forward passes inside the ``with`` block.
+
+    This is for your own training loop; in a Trainer use ``RegularizerCallback``.
 
     Args:
         model: a model with such filters, wrapped or not, in training mode.
-        weights, options: as for ``RegularizerCallback``.
+        weights: weights by name of the loss. Default: those in the filters' configs (``FilterConfig.penalties``).
+        options: keyword arguments for a loss, by its name. Default: none.
 
-    Returns:
-        ``Penalties``, to be asked for ``total()`` or ``losses()`` after the forward pass, inside or outside. Layers
-        that run several times (ALBERT) count with the mean of their runs.
+    Yields:
+        ``Penalties``. Call ``total()`` or ``losses()`` after the forward pass, inside or outside the block. Layers that
+        run several times (ALBERT) count with the mean of their runs.
 
     Raises:
         GraphFilterError: no filter of the model declares such a loss, every weight is 0, or one is negative.
@@ -191,7 +200,11 @@ def collect_penalties(
 
 
 def penalised_filters(model: nn.Module, weights: Weights, options: Options) -> list[GraphFilter]:
-    """The filters of a model that declare losses; ``weights`` and ``options`` are of these, and one weight not 0."""
+    """Return the filters of a model that declare losses.
+
+    Raises:
+        GraphFilterError: no filter declares a loss, or one that ``weights`` or ``options`` name, or every weight is 0.
+    """
     filters = [f for _, f in filters_of(model, copies=True) if f.config.penalties]
     declared = sorted({name for f in filters for name in f.config.penalties})
     if unknown := [name for name in (*weights, *(options if filters else ())) if name not in declared]:
@@ -201,12 +214,12 @@ def penalised_filters(model: nn.Module, weights: Weights, options: Options) -> l
         )
     if not filters:
         raise GraphFilterError(
-            f"{type(model).__name__} has no filter with a loss of its own (FilterConfig.penalties); patch it with one, "
-            "such as 'agf'"
+            f"{type(model).__name__} has no filter that declares a loss (FilterConfig.penalties): patch it with one "
+            "that does, such as 'agf'"
         )
     if not any(choose_weights(f, f.config.penalties, weights) for f in filters):
         raise GraphFilterError(
-            f"the losses of {type(model).__name__}: every weight is 0 in the configs of the filters; give one, say 1e-2"
+            f"every loss that the filters of {type(model).__name__} declare has weight 0: pass a weight, such as 1e-2"
         )
     return filters
 

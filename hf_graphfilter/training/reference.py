@@ -1,4 +1,4 @@
-"""The reference model of a preference trainer, which must have the filters of the model that is trained."""
+"""The check of a preference trainer's reference model, which needs the same filters as the trained model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..filters.core.replacing import ReplacingFilter
 
 
 def check_reference(trainer: Any) -> str | None:
-    """Return one sentence if the reference model of a trainer has other filters than its model, else None.
+    """Return a sentence if the reference model of a trainer has other filters than its model, else None.
 
     TRL's trainers (DPO, KTO, GRPO, RLOO) make the reference from the folder that the model came from, which knows
     nothing of filters that ``load_filter`` or ``patch_model`` put in afterwards. A filter that still is the original

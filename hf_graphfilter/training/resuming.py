@@ -1,4 +1,7 @@
-"""A run resumes with the filter that it began with: another one may have tensors of the same names and shapes."""
+"""The check that a run resumes with the filter that it began with.
+
+Another filter may have tensors of the same names and shapes, so that loading would not fail.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ from ..wrappers import Function, wrap
 
 
 def check_when_resuming(trainer_class: type) -> None:
-    """Let Trainers of this class compare the filter with that of a checkpoint before they load it. Idempotent."""
+    """Make Trainers of this class compare the filter with that of a checkpoint before they load it.
+
+    A second call changes nothing.
+    """
     name = "_load_from_checkpoint"
     owner = next(c for c in trainer_class.__mro__ if name in vars(c))  # sentence-transformers' has one of its own
     wrap(owner, name, _resume_with_filter)

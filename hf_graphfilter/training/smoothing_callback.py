@@ -1,4 +1,4 @@
-"""Over-smoothing while training, logged by layer."""
+"""A callback that logs over-smoothing by layer during training."""
 
 from __future__ import annotations
 
@@ -17,16 +17,21 @@ LOGGED = "cosine", "high_frequency", "effective_rank"
 
 
 class SmoothingCallback(LoggingCallback):
-    """Logs how alike tokens are by layer, ``cosine/encoder/3``, ``high_frequency/...`` and ``effective_rank/...`` (see
-    ``analysis.smoothing``, ``analysis.spectrum``), wherever the Trainer reports and in ``log_history``; the console is
-    spared.
+    """A callback that logs how alike tokens are by layer during training.
+
+    The names are ``cosine/encoder/3``, ``high_frequency/...`` and ``effective_rank/...`` (see ``analysis.smoothing``
+    and ``analysis.spectrum``). They appear in ``log_history`` and wherever the Trainer reports, but not on the console.
 
     It costs a forward pass of the batches and a singular value decomposition of each layer's tokens every ``every``
-    steps, with the log that follows. In several processes each measures its own copy; FSDP and ZeRO-3 are not for it.
+    steps, with the log that follows. If there are several processes, each measures its own copy. FSDP and ZeRO-3 are
+    not supported.
 
     Args:
-        batches: a few, held in memory: dicts of the model's arguments, or tensors.
-        every: steps from one measurement to the next.
+        batches: a few batches, which stay in memory: dicts of the model's arguments, or tensors.
+        every: number of steps between two measurements. Default: 500.
+
+    Raises:
+        GraphFilterError: ``every`` is not a whole number of 1 or more.
 
     Example:
         ``Trainer(model, args, callbacks=[SmoothingCallback(batches, every=500)])``

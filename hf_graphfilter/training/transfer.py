@@ -1,4 +1,4 @@
-"""The earlier name of ``hf_graphfilter.fitting``."""
+"""An earlier name of ``hf_graphfilter.fitting``, kept for programs that import it."""
 
 from ..fitting import TransferReport, transfer_attention
 

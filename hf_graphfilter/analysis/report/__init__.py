@@ -1,4 +1,4 @@
-"""A page about what a model's attention does: numbers in words, figures, coefficients, cost."""
+"""A page on what a model's attention does: a verdict, figures, coefficients and cost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..plots import save_figure
 from .drawing import figures
 from .measurements import ConversionCost, Measurements, measure
 from .page import page
-from .words import sentences
+from .words import facts, sentences, verdict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Report:
-    """What ``report`` gives.
+    """The measurements of a model, as sentences, figures, JSON and a page.
 
     Attributes:
-        title: of the page.
-        measured: of the model.
-        reference: of the model that it is compared with, or None.
-        conversion: what ``linearize`` measured, of a model that it made, or None.
+        title: title of the page.
+        measured: measurements of the model.
+        reference: measurements of the model that it is compared with, or None.
+        conversion: report of ``linearize``, if it made the model, or None.
     """
 
     title: str
@@ -39,20 +39,28 @@ class Report:
     reference: Measurements | None = None
     conversion: ConversionCost | None = None
 
+    @property
+    def verdict(self) -> str:
+        """Whether tokens grow alike, and whether that is usual; of a linearized model first what that brought."""
+        lines = verdict(self.measured, self.reference)
+        return " ".join([self.conversion.verdict, *lines] if self.conversion else lines)
+
     def summary(self) -> list[str]:
-        """The findings, a sentence each."""
-        return sentences(self.measured, self.reference)
+        """Return the findings, a sentence each; the verdict comes first."""
+        return sentences(self.measured, self.reference, self.conversion)
 
     def figures(self) -> dict[str, Figure]:
-        """By name, what the page shows."""
+        """Return the figures of the page by name."""
         return figures(self.measured, self.reference, self.conversion)
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers, ready for JSON."""
+        """Return all numbers, ready for JSON."""
         models = {"model": self.measured, "reference": self.reference}
         return {
             "title": self.title,
+            "verdict": self.verdict,
             "summary": self.summary(),
+            "facts": facts(self.measured, self.reference),
             **{
                 name: {part: measured.to_dict() for part, measured in measurements.parts().items()}
                 for name, measurements in models.items()
@@ -62,15 +70,26 @@ class Report:
         }
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
-        """One page that needs nothing else: no network and no script.
+        """Write one page that needs nothing else, neither network nor script, and return its path.
+
+        Args:
+            path: file to write; its folder is made.
 
         Raises:
-            GraphFilterError: it cannot be written.
+            GraphFilterError: the file cannot be written, or matplotlib is not installed.
         """
         return _write_page(Path(path), page(self.title, self.measured, self.reference, self.conversion))
 
     def save_figures(self, folder: str | os.PathLike[str], names: Sequence[str] | None = None) -> list[Path]:
-        """The figures, or those of some ``names``, as PNG."""
+        """Write the figures as PNG files, and return their paths.
+
+        Args:
+            folder: folder of the files; it is made.
+            names: names of the figures to write; all without it.
+
+        Raises:
+            GraphFilterError: the report has no figure of such a name, or matplotlib is not installed.
+        """
         files, figures = [], self.figures()
         if unknown := [name for name in names or () if name not in figures]:
             raise GraphFilterError(f"the report has no figure {unknown[0]!r}; it has {', '.join(figures)}")
@@ -89,20 +108,24 @@ def report(
     title: str | None = None,
     conversion: ConversionCost | None = None,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+    max_length: int | None = None,
 ) -> Report:
-    """Measure a model, and a reference on the same batches: ``smoothing``, ``frequency_response``, ``spectrum`` and
-    ``taylor_error`` in one pass each, the coefficients, and what a batch costs.
+    """Measure what attention and filters do in a model, and return a report that begins with a verdict.
+
+    One pass over the batches gives the results of ``smoothing``, ``frequency_response``, ``spectrum`` and
+    ``taylor_error``. The report also has the coefficients of the filters and the time of a forward pass.
 
     Args:
-        model: of transformers or timm, plain or patched; it is left as it was.
-        batches: dicts of the model's arguments, or tensors; a list where there is a reference.
-        reference: say, the plain model of a patched one.
-        title: of the page.
-        conversion: what ``linearize`` gave for the model; its tables and curves join the page.
-        progress: wraps the batches, as a bar does.
+        model: model of transformers or timm, with or without filters; it is left as it was.
+        batches: dicts of the model's arguments, or tensors.
+        reference: a second model, measured on the same batches, such as the unpatched model. Default: none.
+        title: title of the page. Default: the name that the model was loaded by, or else its class.
+        conversion: report of ``linearize`` on the model; its verdict, tables and curves join the page. Default: none.
+        progress: wraps the batches, as a progress bar does. Default: no bar.
+        max_length: number of tokens at which you cut the texts; the page names it. Default: not named.
 
     Raises:
-        GraphFilterError: as ``smoothing``; the reference has other layers.
+        GraphFilterError: one of the errors of ``smoothing``, or the reference has other layers.
 
     Example:
         >>> import torch
@@ -112,14 +135,15 @@ def report(
         'BertModel'
     """
     batches = batches if reference is None else list(batches)
-    measured = measure(model, batches, progress)
-    other = None if reference is None else measure(reference, batches, progress)
+    measured = measure(model, batches, progress, max_length)
+    other = None if reference is None else measure(reference, batches, progress, max_length)
     if other and measured.smoothing.layers() != other.smoothing.layers():
         theirs, layers = (_count_layers(each.smoothing.layers()) for each in (other, measured))
         raise GraphFilterError(
             f"the reference has {theirs}, {type(model).__name__} has {layers}: they cannot be compared layer by layer"
         )
-    return Report(title or type(model).__name__, measured, other, conversion)
+    loaded = Path(str(getattr(getattr(model, "config", None), "_name_or_path", ""))).name
+    return Report(title or loaded or type(model).__name__, measured, other, conversion)
 
 
 def _count_layers(layers: list[Layer]) -> str:

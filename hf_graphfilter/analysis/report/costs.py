@@ -1,4 +1,4 @@
-"""What a model costs: its parameters, and the time of a batch."""
+"""The cost of a model: its parameters, and the time of a forward pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ RUNS = 3
 
 @dataclass(frozen=True)
 class Cost:
-    """``seconds`` is the median of some forward passes of one batch; on a shared machine it is rough."""
+    """The cost of a model.
+
+    Attributes:
+        parameters: number of all parameters.
+        filter_parameters: number of those in filters.
+        seconds: median time of three forward passes of one batch; it is rough on a shared machine.
+        device: where the model ran.
+    """
 
     parameters: int
     filter_parameters: int
@@ -29,6 +36,7 @@ class Cost:
 
 
 def cost_of(model: nn.Module, batch: Any) -> Cost:
+    """Count the parameters of a model, and time its forward pass on one batch."""
     device = next(model.parameters()).device
     batch = to_device(batch, device)
     times = []

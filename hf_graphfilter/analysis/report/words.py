@@ -1,56 +1,153 @@
-"""The findings of a report, as sentences with numbers."""
+"""The findings of a report as sentences with numbers: a verdict, a list, and the headings of the charts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from datetime import date
+from importlib import metadata
+
 from ..observing import Layer
+from ..plots import average_heads
+from ..response import start_curve
 from ..results import Measured
-from .measurements import Measurements
+from .drawing import uses_gfsa
+from .measurements import ConversionCost, Measurements
+from .scale import load_references
 
 
-def sentences(measured: Measurements, reference: Measurements | None) -> list[str]:
+def verdict(measured: Measurements, reference: Measurements | None) -> list[str]:
+    """Return a sentence per stack: whether its tokens grow alike, and whether that is usual."""
+    values = [round(value.cosine, 2) for value in load_references()]
     lines = []
-    for stack in dict.fromkeys(layer.stack for layer in measured.smoothing.layers()):
-        layers = measured.smoothing.layers(stack)
+    for stack, layers in _stacks(measured):
+        first, last = (_numbers(measured, None, "smoothing", layer, "cosine") for layer in (layers[0], layers[-1]))
+        other = reference and _numbers(reference, None, "smoothing", layers[-1], "cosine")
+        end = f"{last} (reference: {other})" if other else last
+        if float(last) > float(first):
+            change = f"grow alike{stack}: the mean cosine of two tokens rises from {first} to {end}"
+        elif float(last) < float(first):
+            change = f"do not grow alike{stack}: the mean cosine of two tokens falls from {first} to {end}"
+        else:
+            change = f"do not grow alike{stack}: the mean cosine of two tokens stays at {end}"
+        usual = "more than" if float(last) > max(values) else "less than" if float(last) < min(values) else ""
+        lines.append(f"Tokens {change}, which is {f'{usual} usual' if usual else 'usual'}")
+    scale = ", ".join(f"{value.model} {value.cosine:.2f}" for value in load_references())
+    return [f"{line}." for line in lines[:-1]] + [f"{lines[-1]}: {scale}."]
+
+
+def sentences(
+    measured: Measurements, reference: Measurements | None, conversion: ConversionCost | None = None
+) -> list[str]:
+    """Return the verdict of a conversion, that on the tokens, and then a sentence per finding."""
+    lines = [conversion.verdict] if conversion else []
+    lines += verdict(measured, reference)
+    for stack, layers in _stacks(measured):
         first, last = layers[0], layers[-1]
-        where = f" of the {stack}" if len(measured.smoothing.layers()) > len(layers) else ""
-
-        def compare(part: str, layer: Layer, name: str, form: str = ".2f") -> str:
-            texts = []
-            for measurements, label in ((measured, ""), (reference, "reference ")):
-                result: Measured | None = getattr(measurements, part) if measurements else None
-                if result is not None and (layer, name) in result.bands:
-                    texts.append(f"{label}{result.bands[layer, name].mean.item():{form}}")
-            return ", ".join(texts)
-
-        lines.append(
-            f"Tokens{where}: mean cosine of two tokens {compare('smoothing', first, 'cosine')} before the first layer, "
-            f"{compare('smoothing', last, 'cosine')} after the last."
-        )
-        lines.append(
-            f"Share of the energy off the mean token{where}: {compare('smoothing', first, 'high_frequency')} before, "
-            f"{compare('smoothing', last, 'high_frequency')} after."
-        )
-        lines.append(
-            f"Effective rank of the tokens{where}: {compare('spectrum', first, 'effective_rank', '.1f')} before, "
-            f"{compare('spectrum', last, 'effective_rank', '.1f')} after."
-        )
-        name = "high_to_low"
-        if calls := [layer for layer in measured.response.layers(stack) if (layer, name) in measured.response.bands]:
-            lines.append(
-                f"Gain of self-attention off frequency 0, of that at 0{where}: "
-                f"{compare('response', calls[0], name)} in "
-                f"{'the first layer' if calls[0].index == 0 else calls[0]}, {compare('response', calls[-1], name)} in "
-                f"{'the last' if calls[-1].index == last.index else calls[-1]}."
+        for part, quantity, form, name in (
+            ("smoothing", "high_frequency", ".2f", "Share of the energy off the mean token"),
+            ("spectrum", "effective_rank", ".1f", "Effective rank of the tokens"),
+        ):
+            begun, end = (_numbers(measured, reference, part, layer, quantity, form) for layer in (first, last))
+            lines.append(f"{name}{stack}: {begun} before the first layer, {end} after the last.")
+        calls = [layer for layer in layers if (layer, "high_to_low") in measured.response.bands]
+        if calls:
+            begun, end = (
+                _numbers(measured, reference, "response", layer, "high_to_low") for layer in (calls[0], calls[-1])
             )
-    largest = max(measured.taylor.bands.items(), key=lambda item: item[1].mean.item() / int(item[0][1][2:]))
-    (layer, name), band = largest
-    bound = 2 * int(name[2:])
-    share = f"{band.mean.item() / bound:.0%}"
-    lines.append(f"Error of GFSA's approximation of A^K: at most {share} of its bound 2K ({name}, {layer}).")
+            lines.append(
+                f"Gain of self-attention off frequency 0, as a share of the gain at 0{stack}: "
+                f"{begun} in layer {calls[0].index}, {end} in layer {calls[-1].index}."
+            )
+    if uses_gfsa(measured, reference):
+        layer, K, share = _largest_error(measured)
+        lines.append(f"Error of GFSA's approximation of A^K: at most {share:.0%} of its bound 2K (K={K}, {layer}).")
     cost = measured.cost
-    against = f", reference {reference.cost.seconds:.3g} s" if reference else ""
+    against = f" (reference: {reference.cost.seconds:.3g} s)" if reference else ""
     lines.append(
-        f"{cost.parameters:,} parameters, {cost.filter_parameters:,} of filters; a forward pass of the first batch "
-        f"took {cost.seconds:.3g} s on {cost.device}{against}."
+        f"The model has {cost.parameters:,} parameters, {cost.filter_parameters:,} of them in filters. A forward pass "
+        f"of the first batch took {cost.seconds:.3g} s on {cost.device}{against}."
     )
     return lines
+
+
+def headings(
+    measured: Measurements, reference: Measurements | None, conversion: ConversionCost | None
+) -> dict[str, str]:
+    """Return for each figure, by its name, a sentence that says what it shows."""
+    layers = measured.smoothing.layers()
+    ranks = [measured.spectrum.bands[layer, "effective_rank"].mean.item() for layer in (layers[0], layers[-1])]
+    found = {
+        "smoothing": verdict(measured, reference)[-1].partition(":")[0],
+        "spectrum": f"Tokens use {ranks[1]:.0f} dimensions after the last layer, {ranks[0]:.0f} before the first",
+        "response": "Attention passes the mean of all tokens, and of other frequencies this share",
+    }
+    gains = [band.mean.item() for (_, name), band in measured.response.bands.items() if name == "high_to_low"]
+    if gains:
+        found["response"] = (
+            f"Frequencies other than 0 pass with {min(gains):.2f} to {max(gains):.2f} of the gain at 0, by layer"
+        )
+    if uses_gfsa(measured, reference):
+        found["taylor"] = (
+            f"GFSA's approximation of A^K is off by at most {_largest_error(measured)[2]:.0%} of its bound"
+        )
+    if measured.curves:
+        moved = max((curve.response - start_curve(curve)).abs().max().item() for curve in measured.curves.values())
+        found["curves"] = f"The filters differ from attention by up to {moved:.2g}"
+    numbers = [
+        (abs(x), name, x)
+        for row in measured.status
+        for name, c in row.coefficients.items()
+        for x in average_heads(c).tolist()
+    ]
+    if numbers:
+        _, name, largest = max(numbers)
+        found["coefficients"] = f"The largest coefficient is {name} = {largest:.3g}"
+    if conversion:
+        crossing = conversion.crossing
+        found["conversion"] = f"The linearized model is {crossing}" if crossing else "What the conversion cost"
+    return found
+
+
+def facts(measured: Measurements, reference: Measurements | None) -> dict[str, str]:
+    """Return what was measured, and with what: model, inputs, time, versions."""
+    filters = [row.filter.filter for row in measured.status]
+    names = ("hf_graphfilter", "torch", "transformers")
+    return {
+        "Model": f"{measured.smoothing.model}, {measured.cost.parameters:,} parameters",
+        "Filters": ", ".join(f"{name} in {filters.count(name)} modules" for name in dict.fromkeys(filters)) or "none",
+        **({"Reference": reference.smoothing.model} if reference else {}),
+        "Inputs": str(measured.inputs),
+        "Time": f"{measured.seconds + (reference.seconds if reference else 0):.3g} s on {measured.cost.device}",
+        "Date": date.today().isoformat(),
+        "Versions": ", ".join(f"{name} {metadata.version(name)}" for name in names),
+    }
+
+
+def _stacks(measured: Measurements) -> Iterator[tuple[str, list[Layer]]]:
+    """Yield (" in the decoder", or nothing if there is only one stack; its layers)."""
+    stacks = list(dict.fromkeys(layer.stack for layer in measured.smoothing.layers()))
+    for stack in stacks:
+        yield f" in the {stack}" if len(stacks) > 1 else "", measured.smoothing.layers(stack)
+
+
+def _numbers(
+    measured: Measurements,
+    reference: Measurements | None,
+    part: str,
+    layer: Layer,
+    name: str,
+    form: str = ".2f",
+) -> str:
+    """Return the number of the model, and in brackets that of the reference."""
+    texts = []
+    for measurements in (measured, reference):
+        result: Measured | None = getattr(measurements, part) if measurements else None
+        if result is not None and (layer, name) in result.bands:
+            texts.append(f"{result.bands[layer, name].mean.item():{form}}")
+    return texts[0] if len(texts) == 1 else f"{texts[0]} (reference: {texts[1]})"
+
+
+def _largest_error(measured: Measurements) -> tuple[Layer, int, float]:
+    """Return (layer, K, the error as a share of its bound 2K) where the share is largest."""
+    shares = ((layer, int(name[2:]), band.mean.item()) for (layer, name), band in measured.taylor.bands.items())
+    return max(((layer, K, error / (2 * K)) for layer, K, error in shares), key=lambda item: item[2])
