@@ -83,7 +83,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "series": partial(recipe_tables, "sequences-JapaneseVowels", "sequences-BasicMotions", "sequences-Handwriting"),
     },
     "docs/vision.md": {"throughput": vision_table},
-    "recipes/README.md": {
+    "docs/recipes_results.md": {
         name: partial(recipe_tables, name) for name in ("glue", "language_modeling", "code", "imagenet")
     },
 }
