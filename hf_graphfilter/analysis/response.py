@@ -186,12 +186,19 @@ def response_curves(model: nn.Module, points: int = 101) -> dict[str, Curve]:
 
 
 def start_curve(curve: Curve) -> Tensor:
-    """Return the response (points,) that a filter has at the start: that of attention."""
+    """Return the line (points,) that a response is compared with: that of attention, or 1 for singular values."""
     return curve.at if curve.domain == "eigenvalue of A" else torch.ones_like(curve.at)
 
 
+def measure_change(curve: Curve) -> float:
+    """Return the largest distance of a response from the line that it is compared with."""
+    return (curve.response - start_curve(curve)).abs().max().item()
+
+
 def plot_curves(curves: dict[str, Curve], most: int = 4) -> Figure:
-    """Draw the curves of some modules, one line per head; a dashed line shows attention.
+    """Draw the curves of some modules, one line per head.
+
+    The dashed line is that of attention, or 1 for singular values.
 
     Args:
         curves: curves by module, from ``response_curves``.
@@ -201,12 +208,14 @@ def plot_curves(curves: dict[str, Curve], most: int = 4) -> Figure:
         GraphFilterError: matplotlib is not installed.
     """
     chosen = pick_some([*curves.items()], most)
-    figure = make_figure(3.2 * len(chosen), 3.2)
+    figure = make_figure(4.0 * len(chosen), 3.1)
     for axes, (name, curve) in zip(figure.subplots(1, len(chosen), squeeze=False)[0], chosen, strict=True):
         for head, line in enumerate(curve.response):
             axes.plot(curve.at, line, color=COLOURS[head % len(COLOURS)], linewidth=1, alpha=0.8)
-        axes.plot(curve.at, start_curve(curve), "--", color="grey", linewidth=1, label="at the start")
+        baseline = "attention" if curve.domain == "eigenvalue of A" else "a response of 1"
+        axes.plot(curve.at, start_curve(curve), "--", color="grey", linewidth=1, label=baseline)
         axes.set(xlabel=curve.domain)
+        axes.set_label(f"{name.removesuffix('.graph_filter')}: up to {measure_change(curve):.2f} from {baseline}")
         axes.set_title(figure_text(name.removesuffix(".graph_filter")), fontsize=7)
         axes.legend(frameon=False, fontsize=7)
     figure.axes[0].set_ylabel("response, a line per head")

@@ -7,8 +7,7 @@ from datetime import date
 from importlib import metadata
 
 from ..observing import Layer
-from ..plots import average_heads
-from ..response import start_curve
+from ..response import measure_change
 from ..results import Measured
 from .drawing import uses_gfsa
 from .measurements import ConversionCost, Measurements
@@ -91,17 +90,15 @@ def headings(
             f"GFSA's approximation of A^K is off by at most {_largest_error(measured)[2]:.0%} of its bound"
         )
     if measured.curves:
-        moved = max((curve.response - start_curve(curve)).abs().max().item() for curve in measured.curves.values())
-        found["curves"] = f"The filters differ from attention by up to {moved:.2g}"
-    numbers = [
-        (abs(x), name, x)
-        for row in measured.status
-        for name, c in row.coefficients.items()
-        for x in average_heads(c).tolist()
-    ]
-    if numbers:
-        _, name, largest = max(numbers)
-        found["coefficients"] = f"The largest coefficient is {name} = {largest:.3g}"
+        moved = max(map(measure_change, measured.curves.values()))
+        found["curves"] = f"The responses of the filters are up to {moved:.2f} from the dashed line"
+    distances = [row.moved for row in measured.status if row.moved is not None]
+    found["coefficients"] = "No coefficient is learned"
+    if distances:
+        mean = sum(distances) / len(distances)
+        found["coefficients"] = (
+            f"The learned coefficients are {mean:.2g} from their start values (mean over the modules)"
+        )
     if conversion:
         crossing = conversion.crossing
         found["conversion"] = f"The linearized model is {crossing}" if crossing else "What the conversion cost"
