@@ -94,9 +94,9 @@ def gradients(name, folder, rank):
         dist.barrier()
         again = load_filter(patched(family, name).double(), folder / family)
         assert str(filter_status(again)) == str(filter_status(reference))
-        with pytest.raises(GraphFilterError, match="sharded already"):
+        with pytest.raises(GraphFilterError, match="sharded"):
             load_filter(model, folder / family)
-        with pytest.raises(GraphFilterError, match="sharded already"):
+        with pytest.raises(GraphFilterError, match="sharded"):
             patch_model(sharded(FAMILIES[family].build()))
 
 

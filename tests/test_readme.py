@@ -82,7 +82,7 @@ SAID = {
     # both models start as the same one
     "fine_tune": r"baseline: +(\d\.\d+) before, \d\.\d+ after\nwith GFSA: \1 before, (\d\.\d+) after",
     "language_model": r"cross-entropy of 128 other reviews: (\d\.\d+) before, (\d\.\d+) after",
-    "model_report": r"two tokens (-?\d\.\d+), reference .* layer, -?\d\.\d+, reference (-?\d\.\d+) after the last",
+    "model_report": r"cosine of two tokens .* (-?\d\.\d+) \(reference: (-?\d\.\d+)\)",
     "transfer_to_agf": r"from the original's, relative: (\d\.\d+) before, (\d\.\d+) after",
     "own_filter": r"patched: the output changes by (0\.0e\+00)\nwalking lazily: the output changes by (\d)",
     "sentence_embeddings": r"rating, 100 other pairs: (-?\d\.\d+) before, (-?\d\.\d+) after",
