@@ -14,8 +14,7 @@ from ..errors import GraphFilterError
 from ..filters import GraphFilter
 from ..filters.core.attached import filters_of
 from ..hosts import unwrapped
-from .model_inputs import to_device
-from .observing import evaluate
+from .model_inputs import evaluate, to_device
 
 Measure = Callable[[nn.Module], float]
 

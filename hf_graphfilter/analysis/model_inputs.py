@@ -57,6 +57,18 @@ def cut_batch(batch: Any, heads: int, seen: Callable[[], int]) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
+def evaluate(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode inside the ``with`` block; afterwards each module has its former mode."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextlib.contextmanager
 def name_mistakes(model: nn.Module, batch: Any) -> Iterator[None]:
     """Turn an error of the model inside the ``with`` block into one that names the shapes of the batch.
 

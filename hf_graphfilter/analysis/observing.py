@@ -21,7 +21,7 @@ from ..ops.spectral import to_float32
 from ..shift.attention import AttentionShift
 from ..shift.earlier_layers import EarlierLayers
 from ..shift.operator import ShiftOperator
-from .model_inputs import Padding, cut_batch, name_mistakes, to_device
+from .model_inputs import Padding, cut_batch, evaluate, name_mistakes, to_device
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Call:
             return self.attention
         if not self.is_matrix:
             raise GraphFilterError(
-                f"{graph_filter.site_name}: the output of {graph_filter.config.filter!r} is no matrix times values, so "
-                "that it has no map; filtered=False gives the map of attention"
+                f"{graph_filter.site_name}: {graph_filter.config.filter!r} is no matrix times values and has no map; "
+                "filtered=False gives the map of attention"
             )
 
         def apply(columns: Tensor) -> Tensor:
@@ -184,18 +184,6 @@ def observe(
                     reader.outputs(outputs, part)
     if not watch.sequences:
         raise GraphFilterError("there are no batches with a token, so that nothing was measured: check the inputs")
-
-
-@contextlib.contextmanager
-def evaluate(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode inside the ``with`` block; afterwards each module has its former mode."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 class _Observer:

@@ -30,7 +30,7 @@ from ..hosts.transformers.records import model_class, read_record, resolve_imple
 from ..hosts.transformers.sites import relative_name
 from ..logs import log_filters
 from ..patching.base_weights import remember_weights
-from ..patching.restore import STARTED, apply_record, check_resolved, resolve
+from ..patching.restore import apply_record, check_resolved, reset_missing, resolve
 from ..wrappers import Function, wrap
 from .adapters import check_loaded_weights, load_with_filter
 from .readme import write_readme
@@ -73,34 +73,10 @@ def _patch_after_init(original: Function, self: PreTrainedModel) -> None:
 def _initialise_filters(original: Function, self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # coefficients missing from a checkpoint come up as uninitialised memory
     if isinstance(module, GraphFilter) and not getattr(module, "_is_hf_initialized", False):
-        _reset_missing(module)
+        reset_missing(module)
         module._is_hf_initialized = True  # type: ignore[assignment]
         return None
     return original(self, module, *args, **kwargs)
-
-
-def _reset_missing(graph_filter: GraphFilter) -> None:
-    """Set start values for all tensors that no checkpoint has loaded.
-
-    ``reset_parameters`` may set them in place, through ``data``, or as new tensors.
-    """
-    for name, start in vars(graph_filter).pop(STARTED, {}).items():
-        tensor = graph_filter.get_buffer(name)
-        tensor.data = start.to(tensor)
-    slots: list[dict[str, Any]] = [s for m in graph_filter.modules() for s in (m._parameters, m._buffers)]
-    before = [(slot, name, tensor) for slot in slots for name, tensor in slot.items() if tensor is not None]
-    loaded = {
-        id(tensor): tensor.detach().clone() for _, _, tensor in before if getattr(tensor, "_is_hf_initialized", False)
-    }
-    if len(loaded) == len(before):
-        return
-    graph_filter.reset_parameters()
-    for slot, name, tensor in before:
-        if id(tensor) in loaded:
-            tensor.data = loaded[id(tensor)]
-        elif (start := slot.get(name)) is not None and start is not tensor:
-            tensor.data = start.detach().to(tensor)
-        slot[name] = tensor
 
 
 def _load_by_record(

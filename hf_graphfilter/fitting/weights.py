@@ -13,7 +13,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from ..analysis.observing import evaluate
+from ..analysis.model_inputs import evaluate
 from ..errors import GraphFilterError, needs
 from ..filters import GraphFilter
 from ..filters.core.attached import CHILD

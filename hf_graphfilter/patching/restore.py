@@ -140,6 +140,30 @@ def build_at(config: FilterConfig, site: AttentionSite) -> GraphFilter:
     return graph_filter
 
 
+def reset_missing(graph_filter: GraphFilter) -> None:
+    """Set start values for all tensors that no checkpoint has loaded.
+
+    ``reset_parameters`` may set them in place, through ``data``, or as new tensors.
+    """
+    for name, start in vars(graph_filter).pop(STARTED, {}).items():
+        tensor = graph_filter.get_buffer(name)
+        tensor.data = start.to(tensor)
+    slots: list[dict[str, Any]] = [s for m in graph_filter.modules() for s in (m._parameters, m._buffers)]
+    before = [(slot, name, tensor) for slot in slots for name, tensor in slot.items() if tensor is not None]
+    loaded = {
+        id(tensor): tensor.detach().clone() for _, _, tensor in before if getattr(tensor, "_is_hf_initialized", False)
+    }
+    if len(loaded) == len(before):
+        return
+    graph_filter.reset_parameters()
+    for slot, name, tensor in before:
+        if id(tensor) in loaded:
+            tensor.data = loaded[id(tensor)]
+        elif (start := slot.get(name)) is not None and start is not tensor:
+            tensor.data = start.detach().to(tensor)
+        slot[name] = tensor
+
+
 def _execution_device(module: nn.Module) -> Any:
     """Return the device on which accelerate runs an offloaded module, or None if the module is not offloaded."""
     hooks = (getattr(part, "_hf_hook", None) for part in module.modules())

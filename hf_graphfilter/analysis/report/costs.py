@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from ...filters.core.attached import filters_of
-from ..model_inputs import to_device
-from ..observing import evaluate
+from ..model_inputs import evaluate, to_device
 
 RUNS = 3
 

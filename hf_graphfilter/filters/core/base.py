@@ -1,23 +1,21 @@
 """The base classes of a graph filter: a config dataclass and a module, for one attention module of a model.
 
-Example: your own filter.
-
-    >>> import torch
-    >>> from dataclasses import dataclass
-    >>> from hf_graphfilter import FilterConfig, GraphFilter, register_filter
-    >>> class Damped(GraphFilter):
-    ...     def __init__(self, config, site):
-    ...         super().__init__(config, site)
-    ...         self.damping = torch.nn.Parameter(torch.empty(site.heads))
-    ...         self.reset_parameters()
-    ...     def reset_parameters(self):
-    ...         torch.nn.init.ones_(self.damping)
-    ...     def forward(self, shift, value):
-    ...         return self.damping.view(-1, 1, 1) * shift(value)
-    >>> @register_filter("damped")
-    ... @dataclass(frozen=True)
-    ... class DampedConfig(FilterConfig):
-    ...     module = Damped
+>>> import torch
+>>> from dataclasses import dataclass
+>>> from hf_graphfilter import FilterConfig, GraphFilter, register_filter
+>>> class Damped(GraphFilter):
+...     def __init__(self, config, site):
+...         super().__init__(config, site)
+...         self.damping = torch.nn.Parameter(torch.empty(site.heads))
+...         self.reset_parameters()
+...     def reset_parameters(self):
+...         torch.nn.init.ones_(self.damping)
+...     def forward(self, shift, value):
+...         return self.damping.view(-1, 1, 1) * shift(value)
+>>> @register_filter("damped")
+... @dataclass(frozen=True)
+... class DampedConfig(FilterConfig):
+...     module = Damped
 """
 
 from __future__ import annotations
@@ -62,8 +60,7 @@ class GraphFilter(nn.Module):
         reads_hidden: whether ``forward`` reads ``shift.hidden``, the input of the attention module.
         reads_earlier: whether ``forward`` reads ``shift.earlier``, what the filters of earlier layers left.
             ``__init__`` may set it, and must then raise an error for a site without a ``stack_module``.
-        reads_mask: whether ``forward`` asks which tokens a query sees (``shift.mean``, ``shift.visible``). Not all
-            shifted windows of images can say that.
+        reads_mask: whether ``forward`` asks which tokens a query sees; some shifted windows of images do not say it.
         per_head: names of the parameters and buffers (heads, ...), if the filter has no others. Tensor parallelism then
             gives each process the part of its heads.
 
