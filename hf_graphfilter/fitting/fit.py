@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from ..filters.core.attached import filters_of
 from .batches import Batches
 from .checkpoint import Checkpoint, exclusive, fitted_to
 from .objectives import Batch, Original, filter_errors, fit_end_to_end, mean_loss, original_of, regress
+from .processes import share
 from .run import Group, Rates, Stage, StageRun
 from .transfer_report import TransferReport, mean
 from .weights import only_filters
@@ -39,7 +40,7 @@ class Fit:
     Attributes:
         modules: the filters by name.
         weights: what the stages after "attention" train besides the filters, by name.
-        before: the error of each filter before the first step.
+        report: what the stages did, with the error of each filter before the first step.
     """
 
     def __init__(
@@ -55,19 +56,18 @@ class Fit:
     ):
         self.model, self.batches, self.rates = model, batches, rates
         self.modules = dict(filters_of(model, required=True))
+        share(p for graph_filter in self.modules.values() for p in graph_filter.parameters())  # before any measurement
         self.settings = {**fitted_to(model, batches.held), "modules": sorted(self.modules), **settings}
         self.checkpoint = None if checkpoint is None else Path(checkpoint)
         self.progress, self.eval_every, self.patience = progress, eval_every, patience
         self.weights: dict[str, nn.Parameter] = {}
         self.report = TransferReport(before={})
 
-    @contextlib.contextmanager
-    def only_filters(self) -> Iterator[None]:
+    def only_filters(self) -> AbstractContextManager[None]:
         """Freeze all but the filters."""
-        with only_filters(self.model, self.modules):
-            yield
+        return only_filters(self.model, self.modules)
 
-    def exclusive(self) -> contextlib.AbstractContextManager[None]:
+    def exclusive(self) -> AbstractContextManager[None]:
         """Keep other calls out of the directory of progress."""
         return exclusive(self.checkpoint)
 
