@@ -1,6 +1,8 @@
 """What surrounds the code: version, addresses, links, metadata, workflows."""
 
 import ast
+import csv
+import json
 import re
 import runpy
 import sys
@@ -75,6 +77,28 @@ def test_links_are_found_and_code_is_left_alone():
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().split()) <= 1300
+
+
+def test_the_typed_numbers_of_the_readme_are_those_measured():
+    """Numbers in the sentences of the README, which no command writes."""
+    readme = (ROOT / "README.md").read_text()
+    count = re.search(r"\*\*(\d+) verified", (ROOT / "docs" / "coverage.md").read_text())[1]
+    assert f"the {count} architectures" in readme
+    with (ROOT / "benchmarks" / "results" / "menu-cpu-steps.csv").open() as file:
+        steps = [r for r in csv.DictReader(file) if r["form"] == "gfsa" and "32 features" in r["case"]]
+    assert f"takes {float(steps[-1]['ratio_to_plain']):.2f} times as long" in readme
+    runs = json.loads((ROOT / "recipes" / "league" / "results" / "depth.json").read_text())["runs"]
+    scores = {(r["task"], r["variant"], r["seed"]): r["metrics"]["test/perplexity"] for r in runs if r["seed"]}
+    gains = [
+        (task, scores[task, "plain", seed] - score, scores[task, "plain", seed])
+        for (task, variant, seed), score in scores.items()
+        if variant == "gfsa, w_0 and w_1 too"
+    ]
+    tasks = {task: [(gain, plain) for name, gain, plain in gains if name == task] for task, *_ in gains}
+    means = [sum(gain for gain, _ in pairs) / sum(plain for _, plain in pairs) for pairs in tasks.values()]
+    assert all(gain > 0 for _, gain, _ in gains)
+    assert f"perplexity {100 * min(means):.0f} to {100 * max(means):.0f} % lower" in readme
+    assert f"in each of {len(gains)} pairs" in readme
 
 
 def test_extras_that_are_named_exist():
