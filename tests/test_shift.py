@@ -29,7 +29,8 @@ from hf_graphfilter import (
     patch_model,
     unpatch_model,
 )
-from hf_graphfilter.ops.apply_twice import PIECE, ROWS, apply_twice, can_apply_twice
+from hf_graphfilter.ops.attention_pieces import PIECE, ROWS
+from hf_graphfilter.ops.attention_polynomial import KEPT, apply_polynomial, can_apply, polynomial_form
 from hf_graphfilter.ops.combine import combine
 
 B, H, N, D = 2, 4, 7, 5
@@ -101,15 +102,17 @@ def test_a_call_does_not_change_and_another_look_starts_afresh():
     def attend(k, v):
         return F.scaled_dot_product_attention(query, k, v).transpose(1, 2), None
 
-    call = AttentionCall(attend, query, key, hidden=value, scaling=0.5, bias=key, twice=lambda v, exact: (v, v))
+    call = AttentionCall(
+        attend, query, key, hidden=value, scaling=0.5, bias=key, polynomial=lambda v, c, exact: (v, [v])
+    )
     with pytest.raises(AttributeError):
         call.query = key
     shift = AttentionShift(call, state={})
     assert (shift.query, shift.key, shift.hidden, shift.scaling, shift.bias) == (query, key, value, 0.5, key)
-    assert all(power is value for power in shift.powers(value, 2))
+    assert shift.polynomial(value, [None, *torch.ones(2, 2)]) is value
     again = shift.restart()
     assert (shift.applications, again.applications, again.state, again.hidden) == (2, 0, None, value)
-    torch.testing.assert_close(again.powers(value, 2)[0], attend(key, value)[0].transpose(1, 2))
+    torch.testing.assert_close(again.polynomial(value, [None, torch.ones(2)]), attend(key, value)[0].transpose(1, 2))
 
 
 def test_a_shift_takes_a_call():
@@ -125,63 +128,98 @@ def test_cross_attention_is_refused():
         shift(first)
 
 
-@pytest.mark.parametrize("mask", ["none", "causal", "boolean", "additive"])
-@pytest.mark.parametrize(("piece", "rows"), [(PIECE, ROWS), (N * N * 2, 3), (1, 1)])
-def test_apply_twice_equals_two_calls(mask, piece, rows, monkeypatch):
-    monkeypatch.setattr("hf_graphfilter.ops.apply_twice.PIECE", piece)
-    monkeypatch.setattr("hf_graphfilter.ops.apply_twice.ROWS", rows)
-    mask, causal, _ = masks()[mask]
-    mask = mask if mask is None or mask.dtype == torch.bool else mask.nan_to_num(neginf=-1e30)
-    inputs = tensors(B, H, N, D, grad=True)
-    weights = tensors(B, H, N, D, count=2)
+def set_sizes(monkeypatch, piece=PIECE, rows=ROWS, kept=KEPT):
+    monkeypatch.setattr("hf_graphfilter.ops.attention_pieces.PIECE", piece)
+    monkeypatch.setattr("hf_graphfilter.ops.attention_pieces.ROWS", rows)
+    monkeypatch.setattr("hf_graphfilter.ops.attention_polynomial.KEPT", kept)
 
-    def twice(q, k, v):
-        first = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
-        return first, F.scaled_dot_product_attention(q, k, first, mask, is_causal=causal)
 
-    found, expected = apply_twice(*inputs, mask, causal=causal), twice(*inputs)
-    torch.testing.assert_close(found, expected)
-    for a, b in zip(
-        torch.autograd.grad(found, inputs, weights), torch.autograd.grad(expected, inputs, weights), strict=True
-    ):
-        torch.testing.assert_close(a, b)
+def coefficients(K, grad=True):
+    c = [torch.randn(H, dtype=torch.float64).requires_grad_(grad) for _ in range(K + 1)]
+    return [None if (K, k) in ((2, 0), (4, 2)) else x for k, x in enumerate(c)]
+
+
+def several_calls(q, k, v, c, mask=None, causal=False):
+    """Return ``sum_k c_k S^k(V)`` and the powers but the last, by calls of PyTorch's attention."""
+    signals = [v]
+    for _ in c[1:]:
+        signals.append(F.scaled_dot_product_attention(q, k, signals[-1], mask, is_causal=causal))
+    total = sum(w.view(-1, 1, 1) * x for w, x in zip(c, signals, strict=True) if w is not None)
+    return total, signals[1:-1]
+
+
+@pytest.mark.parametrize("K", [1, 2, 4])
+@pytest.mark.parametrize("mask", ["none", "causal", "boolean", "additive", "of sequences"])
+@pytest.mark.parametrize(
+    ("piece", "rows", "kept"), [(PIECE, ROWS, KEPT), (PIECE, 3, 0), (N * N * H, 3, KEPT), (1, 1, 0)]
+)
+def test_polynomial_equals_calls_of_attention(K, mask, piece, rows, kept, monkeypatch):
+    set_sizes(monkeypatch, piece, rows, kept)
+    if mask == "of sequences":
+        mask, causal = torch.arange(N).expand(B, 1, 1, N) < torch.arange(1, B + 1).view(B, 1, 1, 1) * N // B, False
+    else:
+        mask, causal, _ = masks()[mask]
+        mask = mask if mask is None or mask.dtype == torch.bool else mask.nan_to_num(neginf=-1e30)
+    q, k, v = tensors(B, H, N, D, grad=True)
+    c = coefficients(K)
+    total, powers = apply_polynomial(q, k, v, c, mask, causal=causal)
+    expected, expected_powers = several_calls(q, k, v, c, mask, causal)
+    torch.testing.assert_close([total, *powers], [expected, *expected_powers])
+    inputs, weights = [q, k, v, *(w for w in c if w is not None)], [*tensors(B, H, N, D, count=K)]
+    for count in (1, K):  # of the sum alone, and of the powers, which a cache passes on, too
+        found = torch.autograd.grad([total, *powers][:count], inputs, weights[:count], retain_graph=True)
+        gradients = torch.autograd.grad(
+            [expected, *expected_powers][:count], inputs, weights[:count], retain_graph=True
+        )
+        torch.testing.assert_close(found, gradients)
 
 
 @pytest.mark.parametrize("kind", ["boolean", "additive"])
-def test_apply_twice_rows_that_see_nothing(kind):
+def test_polynomial_in_rows_that_see_nothing(kind):
     mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril(-1)  # the first token sees nothing
     mask = mask if kind == "boolean" else torch.zeros(1, 1, 4, 4).masked_fill(~mask, -torch.inf)
     inputs = tensors(1, 2, 4, 3, grad=True)
-    first, second = apply_twice(*inputs, mask)
-    assert second[:, :, 0].abs().max() == 0
-    assert all(g.isfinite().all() for g in torch.autograd.grad([first, second], inputs, [first, second]))
+    total, _ = apply_polynomial(*inputs, [None, *torch.ones(2, 2, dtype=torch.float64)], mask)
+    assert total[:, :, 0].abs().max() == 0
+    assert all(g.isfinite().all() for g in torch.autograd.grad(total, inputs, total))
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_apply_twice_gradcheck_with_dropout(causal, monkeypatch):
-    monkeypatch.setattr("hf_graphfilter.ops.apply_twice.ROWS", 3)
-    inputs = tensors(1, 2, 4, 3, grad=True)
+def test_polynomial_gradcheck_with_dropout(causal, monkeypatch):
+    set_sizes(monkeypatch, rows=3)
+    inputs = [*tensors(1, 2, 4, 3, grad=True), *torch.randn(3, 2, dtype=torch.float64).requires_grad_().unbind()]
 
-    def fixed_masks(*args):
+    def fixed_masks(q, k, v, *c):
         torch.manual_seed(3)
-        return apply_twice(*args, dropout=0.3, causal=causal)
+        total, powers = apply_polynomial(q, k, v, c, dropout=0.3, causal=causal)
+        return total, *powers
 
     assert gradcheck(fixed_masks, inputs)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_apply_twice_in_float32_against_float64(causal):
-    inputs, weights = tensors(1, 2, 150, 16, grad=True), tensors(1, 2, 150, 16, count=2)
-    visible = torch.ones(150, 150, dtype=torch.bool).tril() if causal else torch.ones(150, 150, dtype=torch.bool)
-    A = matrix(*inputs[:2], torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, -torch.inf))
-    expected = (A @ inputs[2], A @ (A @ inputs[2]))
+def test_polynomial_in_float32_against_float64(causal):
+    inputs, weight = tensors(1, 2, 150, 16, grad=True), tensors(1, 2, 150, 16, count=1)[0]
+    c = [None, *torch.tensor([[1.0, 0.5], [0.3, -0.2]], dtype=torch.float64)]
+    expected, _ = several_calls(*inputs, c, causal=causal)
     single = [x.detach().float().requires_grad_() for x in inputs]
-    outputs = apply_twice(*single, causal=causal)
-    gradients = torch.autograd.grad(outputs, single, [w.float() for w in weights])
+    total, _ = apply_polynomial(*single, [None, *(w.float() for w in c[1:])], causal=causal)
+    gradients = torch.autograd.grad(total, single, weight.float())
     for x, reference in zip(
-        (*outputs, *gradients), (*expected, *torch.autograd.grad(expected, inputs, weights)), strict=True
+        (total, *gradients), (expected, *torch.autograd.grad(expected, inputs, weight)), strict=True
     ):
         torch.testing.assert_close(x.double(), reference, atol=2e-5, rtol=1e-4)
+
+
+def test_layers_of_other_sizes_and_dtypes_share_their_scratch_memory():
+    for shape, dtype in (((2, 2, 70, 8), torch.float32), ((3, 4, 9, 4), torch.float64), ((2, 2, 70, 8), torch.float64)):
+        q, k, v = (x.to(dtype) for x in tensors(*shape))
+        c = [None, *torch.ones(2, shape[1], dtype=dtype)]
+        with torch.inference_mode():
+            found, _ = apply_polynomial(q, k, v, c)
+        again, _ = apply_polynomial(q.clone().requires_grad_(), k, v, c)
+        again.sum().backward()
+        torch.testing.assert_close([found, again], [several_calls(q, k, v, c)[0]] * 2)
 
 
 def test_dropout_masks_are_independent_and_unbiased():
@@ -189,7 +227,9 @@ def test_dropout_masks_are_independent_and_unbiased():
     q, k = torch.randn(1, 1, n, 4, requires_grad=True), torch.randn(1, 1, n, 4)
     many = 20_000
     eye = torch.eye(n).expand(many, 1, n, n)
-    first, second = apply_twice(q.expand(many, -1, -1, -1), k.expand(many, -1, -1, -1), eye, dropout=p)
+    second, (first,) = apply_polynomial(
+        q.expand(many, -1, -1, -1), k.expand(many, -1, -1, -1), eye, [None, None, torch.ones(1)], dropout=p
+    )
     A = matrix(q, k, 0)[0, 0]
     torch.testing.assert_close(first.mean(0)[0], A, atol=0.01, rtol=0)
     # E[A_1 A_2] = A^2 holds for independent masks; one mask used twice gives another mean
@@ -198,22 +238,29 @@ def test_dropout_masks_are_independent_and_unbiased():
 
 
 def test_when_the_joint_form_is_used():
-    q, k, v = tensors(1, 12, 64, 4, grad=True)
-    few, short = ([x[part] for x in (q, k, v)] for part in ((slice(None), slice(2)), (..., slice(32), slice(None))))
+    c = [None, *torch.ones(2, 24)]
+    q, k, v = tensors(2, 24, 64, 4, grad=True)
+    few, short = ([x[part] for x in (q, k, v)] for part in (slice(1), (..., slice(16), slice(None))))
+
+    def can(inputs, mask=None, causal=False, dropout=0.0, exact=False, c=c):
+        return can_apply(*inputs, mask, c, causal, dropout, exact)
+
     for causal in (False, True):
-        assert can_apply_twice(q, k, v, None, causal, 0.0, False)
-        assert not can_apply_twice(*few, None, causal, 0.0, False)
-        assert not can_apply_twice(*short, None, causal, 0.0, False)
-        assert can_apply_twice(*short, None, causal, 0.1, False)
-    assert not can_apply_twice(q, k, v, torch.zeros(64, 64, requires_grad=True), False, 0.0, False)
-    assert not can_apply_twice(q[:, :, :1], k, v, None, False, 0.1, False)
-    assert not can_apply_twice(*(x.bfloat16() for x in (q, k, v)), None, False, 0.0, False)
-    assert not can_apply_twice(q, k, v, None, False, 0.0, True)
-    assert can_apply_twice(q, k, v, None, False, 0.1, True), "drawn at random anyway"
+        assert can((q, k, v), causal=causal)
+        assert not can(short, causal=causal)
+        assert can(short, causal=causal, dropout=0.1)
+    assert can(few), "one sequence of 24 heads and 64 tokens has entries enough"
+    assert not can([x[:, :12] for x in few])
+    assert not can((q, k, v), torch.zeros(64, 64, requires_grad=True))
+    assert not can((q[:, :, :1], k, v), dropout=0.1)
+    assert not can([x.bfloat16() for x in (q, k, v)])
+    assert not can([x.float() for x in (q, k, v)], c=[None, *torch.ones(2, 24, dtype=torch.float64)])
+    assert not can((q, k, v), exact=True)
+    assert can((q, k, v), dropout=0.1, exact=True), "drawn at random anyway"
     with torch.autocast("cpu"):
-        assert not can_apply_twice(q, k, v, None, False, 0.0, False)
+        assert not can((q, k, v))
     with torch.no_grad():
-        assert can_apply_twice(q, k, v, None, False, 0.0, False), "checkpointing must find the same numbers again"
+        assert can((q, k, v)), "checkpointing must find the same numbers again"
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -225,17 +272,36 @@ def test_the_start_is_the_attention_call_itself_bit_for_bit(causal):
     def attend(k, v):
         return F.scaled_dot_product_attention(query, k, v, is_causal=causal).transpose(1, 2), None
 
-    def twice(v, exact):
-        can = can_apply_twice(query, key, v, None, causal, 0.0, exact)
-        return apply_twice(query, key, v, causal=causal) if can else None
+    def several(v, c, exact):
+        return polynomial_form(query, key, v, None, c, causal=causal, exact=exact)
 
     def filtered(joint):
-        return graph_filter(AttentionShift(AttentionCall(attend, query, key, twice=joint)), value)
+        return graph_filter(AttentionShift(AttentionCall(attend, query, key, polynomial=joint)), value)
 
-    assert torch.equal(filtered(twice), attend(key, value)[0].transpose(1, 2))
+    assert torch.equal(filtered(several), attend(key, value)[0].transpose(1, 2))
     torch.nn.init.constant_(graph_filter.w_K, 0.3)
-    assert not torch.equal(filtered(twice), filtered(None)), "the joint form was not used"
-    torch.testing.assert_close(filtered(twice), filtered(None))
+    assert not torch.equal(filtered(several), filtered(None)), "the joint form was not used"
+    torch.testing.assert_close(filtered(several), filtered(None))
+
+
+def test_a_single_application_takes_the_joint_form_unless_exact():
+    query, key, value = tensors(2, 12, 64, 8, dtype=torch.float32)
+
+    def attend(k, v):
+        return F.scaled_dot_product_attention(query, k, v).transpose(1, 2), None
+
+    def several(v, c, exact):
+        return polynomial_form(query, key, v, None, c, exact=exact)
+
+    exact, other = (AttentionShift(AttentionCall(attend, query, key, polynomial=several)) for _ in range(2))
+    other.exact = False
+    expected = attend(key, value)[0].transpose(1, 2)
+    assert torch.equal(exact(value), expected)
+    first = other(value)
+    assert not torch.equal(first, expected), "the joint form was not used"
+    torch.testing.assert_close(first, expected)
+    torch.testing.assert_close(other(first), exact(expected))
+    assert exact.applications == other.applications == 2
 
 
 @pytest.mark.parametrize("by_tokens", [True, False], ids=["by-tokens", "by-heads"])

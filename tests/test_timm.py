@@ -382,14 +382,13 @@ def test_nothing_imports_timm_unless_a_timm_model_comes():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_the_joint_kernel_is_used_in_training_and_agrees(dropout, monkeypatch):
-    """With gradients: where query and key alone make the scores, S(V) and S(S(V)) are one call on the CPU."""
-    from hf_graphfilter.ops import apply_twice as attention
+    """With gradients: where query and key alone make the scores, both applications are one call on the CPU."""
+    from hf_graphfilter.ops import attention_polynomial as attention
 
-    monkeypatch.setattr(attention, "FEWEST_ROWS", 1)
-    monkeypatch.setattr(attention, "FASTER", {False: range(1, 100)})
+    monkeypatch.setattr(attention, "FEWEST_ENTRIES", 1)
     calls = []
-    original = attention.apply_twice
-    monkeypatch.setattr(attention, "apply_twice", lambda *a, **k: calls.append(1) or original(*a, **k))
+    original = attention.apply_polynomial
+    monkeypatch.setattr(attention, "apply_polynomial", lambda *a, **k: calls.append(1) or original(*a, **k))
     found = {}
     for fused in (True, False):
         model = turn_on(patch_model(build("vit", fused).double())).train()

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import GraphFilterError, shown
-from ..functional.matrix_polynomial import attention_terms, known_zero
-from ..ops.combine import combine
+from ..functional.matrix_polynomial import apply_gfsa, known_zero
 from ..ops.filled import filled
 from ..shift.operator import ShiftOperator
 from .core.base import LARGEST_ORDER, FilterConfig, GraphFilter
@@ -69,11 +68,9 @@ class GFSA(GraphFilter):
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
         """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
-        terms = []
-        if not _fixed_at_zero(self.w_0):
-            terms.append((self.w_0, shift.identity(value)))
+        w_0 = None if _fixed_at_zero(self.w_0) else self.w_0
         K = 1 if _fixed_at_zero(self.w_K) else self.config.K
-        return combine([*terms, *attention_terms(shift, value, self.w_1, self.w_K, K, self.config.approximation)])
+        return apply_gfsa(shift, value, w_0, self.w_1, self.w_K, K, self.config.approximation)
 
     def branches(self) -> dict[str, Callable[[], AbstractContextManager[None]]]:
         """Return one term per coefficient."""

@@ -6,13 +6,13 @@ Signals are (batch, heads, tokens, features) throughout. The same kernels run in
 from .converter import Kernel, gibbs_damping, kernel_polynomial_loss, kernelution, synvolution, unitary
 from .decomposition import agf, singularformer
 from .losses import Norm, diagonal_loss, orthogonality_loss
-from .matrix_polynomial import attention_terms, gfsa
+from .matrix_polynomial import apply_gfsa, gfsa
 
 __all__ = [
     "Kernel",
     "Norm",
     "agf",
-    "attention_terms",
+    "apply_gfsa",
     "diagonal_loss",
     "gfsa",
     "gibbs_damping",

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..errors import GraphFilterError
-from ..ops.apply_twice import on_plain_cpu
-from ..ops.combine import combine
+from ..ops.attention_polynomial import polynomial_form
+from ..ops.eager_cpu import on_plain_cpu
 from ..ops.heads import repeat_heads
 from ..shift.attention import AttentionCall, AttentionShift
-from ..shift.operator import ShiftOperator
+from ..shift.operator import Coefficients, ShiftOperator
 from .losses import present
 
 
@@ -85,29 +85,37 @@ def gfsa(
         out = scaled_dot_product_attention(query, k, v, keys, dropout, is_causal, scale=scale)
         return out.transpose(1, 2), None
 
-    shift = AttentionShift(AttentionCall(attend, query, key))
+    def polynomial(v: Tensor, coefficients: Coefficients, exact: bool) -> tuple[Tensor, list[Tensor]] | None:
+        is_causal = causal and keys is None
+        options: dict[str, Any] = {"scale": scale, "causal": is_causal, "dropout": dropout, "exact": exact}
+        return polynomial_form(query, key, v, keys, coefficients, **options)
+
+    shift = AttentionShift(AttentionCall(attend, query, key, polynomial=polynomial))
     c_0, c_1, c_K = (_coefficient(c, query, heads, n) for c, n in ((w_0, "w_0"), (w_1, "w_1"), (w_K, "w_K")))
-    terms = attention_terms(shift, value, c_1, c_K, K, approximation)
-    return combine([(c_0, shift.identity(value)), *terms])
+    return apply_gfsa(shift, value, c_0, c_1, c_K, K, approximation)
 
 
-def attention_terms(
-    shift: ShiftOperator, value: Tensor, w_1: Tensor, w_K: Tensor, K: int, approximation: Literal["taylor", "none"]
-) -> list[tuple[Tensor, Tensor]]:
-    """Return ``w_1 S(value) + w_K P(value)`` as pairs (coefficient, signal) for ``combine``; see ``gfsa``.
+def apply_gfsa(
+    shift: ShiftOperator,
+    value: Tensor,
+    w_0: Tensor | None,
+    w_1: Tensor,
+    w_K: Tensor,
+    K: int,
+    approximation: Literal["taylor", "none"],
+) -> Tensor:
+    """Return ``w_0 value + w_1 S(value) + w_K P(value)``, see ``gfsa``; without the first term if w_0 is None.
 
     While w_K is zero, as it starts, ``S`` is the model's own attention call, so that its outputs stay the same bit for
     bit; asked on the CPU only, where there are faster forms.
     """
     if K > 1:
         shift.exact = known_zero(w_K)
-    if approximation == "none":
-        powers = shift.powers(value, K)
-        return [(w_1, powers[0]), (w_K, powers[-1])]
     if K == 1:
-        return [(w_1 + w_K, shift(value))]
-    first, second = shift.powers(value, 2)
-    return [(w_1 + (2 - K) * w_K, first), ((K - 1) * w_K, second)]
+        return shift.polynomial(value, [w_0, w_1 + w_K])
+    if approximation == "none":
+        return shift.polynomial(value, [w_0, w_1, *[None] * (K - 2), w_K])
+    return shift.polynomial(value, [w_0, w_1 + (2 - K) * w_K, (K - 1) * w_K])
 
 
 def known_zero(coefficient: Tensor) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..errors import GraphFilterError
 from ..filters import AttentionSite, GraphFilter
 from ..filters.core.attached import CHILD
-from ..ops.apply_twice import joint_form
+from ..ops.attention_polynomial import Coefficients, polynomial_form
 from ..ops.visibility import visibility
 from ..shift.attention import AttentionCall, AttentionShift
 from ..text import quoted
@@ -141,7 +141,7 @@ class _BaseAttention:
             scaling=self.module.scale,
             mask=self.mask,
             visible=self.read_mask,
-            twice=self.apply_twice,
+            polynomial=self.apply_polynomial,
         )
 
     def attend(self, _: Tensor, signal: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -166,15 +166,16 @@ class _BaseAttention:
             )
         return visibility(self.mask, self.causal, self.x.shape[1])
 
-    def apply_twice(self, value: Tensor, exact: bool) -> tuple[Tensor, Tensor] | None:
-        """Return the joint form of two applications, where query and key alone make the scores and it is faster."""
-        module, scale = self.module, self.module.scale
+    def apply_polynomial(
+        self, value: Tensor, coefficients: Coefficients, exact: bool
+    ) -> tuple[Tensor, list[Tensor]] | None:
+        """Return the joint form of several applications, where query and key alone make the scores and it is faster."""
+        module = self.module
         if _HONOURED[_class_name(module)] or not module.fused_attn:
             return None
         dropout = module.attn_drop.p if module.training else 0.0
-        return joint_form(
-            self.query, self.key, value, self.mask, scale=scale, causal=self.causal, dropout=dropout, exact=exact
-        )
+        options: dict[str, Any] = {"scale": module.scale, "causal": self.causal, "dropout": dropout, "exact": exact}
+        return polynomial_form(self.query, self.key, value, self.mask, coefficients, **options)
 
 
 def _forward(original: Callable[..., Tensor], module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .apply_twice import additive, biased_softmax, on_plain_cpu
+from .eager_cpu import on_plain_cpu
+from .scores import additive, biased_softmax
 
 FEW = 16  # query tokens, those of assisted decoding too; with more, two calls are as fast
 

@@ -13,7 +13,7 @@ from ..ops.explicit import matrix_of
 from ..ops.heads import repeat_heads
 from ..ops.visibility import average, average_of_seen, seen_by_mask
 from .earlier_layers import EarlierLayers
-from .operator import DenseShift, PastRows, ShiftOperator
+from .operator import Coefficients, DenseShift, PastRows, ShiftOperator
 
 
 class AttentionCall(NamedTuple):
@@ -42,7 +42,8 @@ class AttentionCall(NamedTuple):
     Faster forms, each None where there is none:
 
     Attributes:
-        twice: ``twice(value, exact) -> (S(value), S(S(value)))``; it returns None for a value that it cannot take.
+        polynomial: ``polynomial(value, coefficients, exact) -> (sum, [S(value), ...])``, the sum as in
+            ``ShiftOperator.polynomial`` and all powers but the last; it returns None for what it cannot take.
         few_rows: ``few_rows() -> matrix``, (batch, heads, query, key): the rows of ``A`` at the query tokens, formed
             once and applied as often as the filter asks, unless ``exact``. It returns None where calls are faster.
         weights_again: whether the weights that ``attend`` gives are ``A`` for all applications: none is dropped.
@@ -56,7 +57,7 @@ class AttentionCall(NamedTuple):
     mask: Tensor | None = None
     bias: Tensor | None = None
     visible: Callable[[], tuple[bool, Tensor | None]] | None = None
-    twice: Callable[[Tensor, bool], tuple[Tensor, Tensor] | None] | None = None
+    polynomial: Callable[[Tensor, Coefficients, bool], tuple[Tensor, list[Tensor]] | None] | None = None
     few_rows: Callable[[], Tensor | None] | None = None
     weights_again: bool = False
 
@@ -135,6 +136,8 @@ class AttentionShift(ShiftOperator):
             signal = self._all_rows(signal)
         elif call.few_rows is not None and not self.exact and (matrix := call.few_rows()) is not None:
             self._formed = DenseShift(matrix)
+        elif not self.exact and (joint := self._joint(signal, [None, signal.new_ones(self.rows[0])])) is not None:
+            return joint
         self.applications += 1
         if self._formed is not None:
             return self._formed(signal)
@@ -145,15 +148,21 @@ class AttentionShift(ShiftOperator):
             self._formed = DenseShift(self.weights)
         return output.transpose(1, 2)
 
-    def powers(self, value: Tensor, count: int) -> list[Tensor]:
-        joint = self.call.twice if count == 2 and not self.applications else None
-        both = None if joint is None else joint(value, self.exact)
-        if both is None:
-            return super().powers(value, count)
+    def polynomial(self, value: Tensor, coefficients: Coefficients) -> Tensor:
+        joint = self._joint(value, coefficients)
+        return super().polynomial(value, coefficients) if joint is None else joint
+
+    def _joint(self, value: Tensor, coefficients: Coefficients) -> Tensor | None:
+        joint = None if self.applications else self.call.polynomial
+        result = None if joint is None else joint(value, coefficients, self.exact)
+        if result is None:
+            return None
+        total, powers = result
         if self.past_rows is not None:
-            self.past_rows.extend(1, both[0])
-        self.applications = 2
-        return [*both]
+            for application, power in enumerate(powers, 1):
+                self.past_rows.extend(application, power)
+        self.applications = len(coefficients) - 1
+        return total
 
     def identity(self, value: Tensor) -> Tensor:
         tokens = self.query.shape[2]
@@ -230,7 +239,7 @@ class AttentionShift(ShiftOperator):
         ``earlier`` is what the filters of earlier layers left. ``S`` is then applied by calls of the attention function
         alone, so that every look finds the same numbers.
         """
-        return AttentionShift(self.call._replace(twice=None, few_rows=None), earlier=earlier)
+        return AttentionShift(self.call._replace(polynomial=None, few_rows=None), earlier=earlier)
 
     def dense(self) -> DenseShift:
         """Return the same operator as an explicit matrix, for tests and analysis.

@@ -8,13 +8,17 @@ softmax. Attention is linear in its value argument, so any attention function *i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from ..errors import GraphFilterError
+from ..ops.combine import combine
 from ..ops.heads import repeat_heads
 from ..ops.visibility import average_of_seen
+
+Coefficients = Sequence[Tensor | None]
 
 
 class PastRows(Protocol):
@@ -53,6 +57,22 @@ class ShiftOperator(ABC):
         while len(signals) < count:
             signals.append(self(signals[-1]))
         return signals
+
+    def polynomial(self, value: Tensor, coefficients: Coefficients) -> Tensor:
+        """Return ``sum_k c_k S^k(value)``, in the faster form where there is one.
+
+        Args:
+            value: (batch, key heads, key tokens, features).
+            coefficients: ``c_0 ... c_K`` with K >= 1, each (heads,) or None where the term is left out; ``c_K`` is not
+                None.
+
+        Returns:
+            (batch, heads, query tokens, features), dtype of ``value``.
+        """
+        constant, *others = coefficients
+        signals = zip(others, self.powers(value, len(others)), strict=True)
+        terms = [] if constant is None else [(constant, self.identity(value))]
+        return combine([*terms, *((c, x) for c, x in signals if c is not None)])
 
     @abstractmethod
     def identity(self, value: Tensor) -> Tensor:

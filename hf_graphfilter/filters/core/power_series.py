@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ...errors import GraphFilterError
 from ...functional.matrix_polynomial import known_zero
-from ...ops.combine import combine
 from ...shift.attention import AttentionShift
 from ...shift.operator import ShiftOperator
 from .base import FilterConfig, GraphFilter
@@ -56,9 +55,8 @@ class PowerSeries(PerHead):
         """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         c = self.series(torch.promote_types(torch.float32, value.dtype))
         shift.exact = known_zero(c)
-        powers, (constant, once, *higher) = shift.powers(value, c.shape[1] - 1), c.unbind(1)
-        signals = [shift.identity(value), *powers]
-        return combine([*zip((constant, once + 1, *higher), signals, strict=True)])
+        constant, once, *higher = c.unbind(1)
+        return shift.polynomial(value, [constant, once + 1, *higher])
 
 
 class FromFirstLayer(PerHead):

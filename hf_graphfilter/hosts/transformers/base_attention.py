@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...errors import GraphFilterError
-from ...ops.apply_twice import joint_form
+from ...ops.attention_polynomial import Coefficients, polynomial_form
 from ...ops.few_rows import can_form_rows, form_rows
 from ...ops.visibility import visibility
 from ...shift.attention import AttentionCall
@@ -59,7 +59,7 @@ class BaseAttention:
             mask=self.mask if isinstance(self.mask, Tensor) else None,
             bias=self.options.get("position_bias"),
             visible=self.read_mask,
-            twice=self.apply_twice if is_sdpa else None,
+            polynomial=self.apply_polynomial if is_sdpa else None,
             few_rows=self.form_few_rows if is_sdpa else None,
             weights_again=self.implementation == "eager" and not self.module.training,
         )
@@ -81,15 +81,16 @@ class BaseAttention:
         causal, declared = self._is_causal(), declares_causal(self.module)
         return visibility(self.mask, causal, self.query.shape[2], biased, declared)  # type: ignore[arg-type]
 
-    def apply_twice(self, value: Tensor, exact: bool) -> tuple[Tensor, Tensor] | None:
-        """Return the joint form of two SDPA calls where it is faster. It reads its options as transformers does."""
+    def apply_polynomial(
+        self, value: Tensor, coefficients: Coefficients, exact: bool
+    ) -> tuple[Tensor, list[Tensor]] | None:
+        """Return the joint form of several SDPA calls where it is faster. It reads its options as transformers does."""
         if self.options.get("position_bias") is not None:
             return None
         scale, dropout = self.options.get("scaling"), self.options.get("dropout", 0.0)
         causal = self.mask is None and self.query.shape[2] > 1 and self._is_causal()
-        return joint_form(
-            self.query, self.key, value, self.mask, scale=scale, causal=causal, dropout=dropout, exact=exact
-        )
+        options: dict[str, Any] = {"scale": scale, "causal": causal, "dropout": dropout, "exact": exact}
+        return polynomial_form(self.query, self.key, value, self.mask, coefficients, **options)
 
     def form_few_rows(self) -> Tensor | None:
         """Return the matrix that SDPA applies, where it is faster. It reads its options as transformers does."""

@@ -11,7 +11,17 @@ causal form, all inner arithmetic are float32 or wider, whatever the inputs.
 
 from .bidirectional import filter_all
 from .blocks import CausalState, hide, to_float32
-from .causal import filter_causal
+from .causal import filter_causal, running_mass
 from .factors import Left, basis, gram_deviation
 
-__all__ = ["CausalState", "Left", "basis", "filter_all", "filter_causal", "gram_deviation", "hide", "to_float32"]
+__all__ = [
+    "CausalState",
+    "Left",
+    "basis",
+    "filter_all",
+    "filter_causal",
+    "gram_deviation",
+    "hide",
+    "running_mass",
+    "to_float32",
+]

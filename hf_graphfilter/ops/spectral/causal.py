@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...errors import GraphFilterError
+from ..eager_cpu import on_plain_cpu
 from ..exporting import is_exporting
 from ..gradients import first_order, one_by_one, under_vmap
 from ..polynomials import Recurrence
@@ -56,6 +57,19 @@ def filter_causal(
         done = by_kernel(left.rows, v, value, *state, _TINY) or _Causal.apply(*left, v, value, *state)
         out, mass, mean, *_ = done
     return out, CausalState(mass, mean)
+
+
+def running_mass(v: Tensor) -> Tensor:
+    """Return ``log sum_{s<=t} e^{v_s}`` for every token and feature, (batch, heads, tokens, features).
+
+    PyTorch's logcumsumexp takes many times as long as the sum of exponentials, which is used where no logit is so far
+    below the largest that its exponential would vanish.
+    """
+    if on_plain_cpu(v) and v.numel():
+        top = v.detach().amax(2, keepdim=True)
+        if (top - v.detach().amin(2, keepdim=True)).max() < _STEEP:
+            return (v - top).exp().cumsum(2).log() + top
+    return v.logcumsumexp(2)
 
 
 def _one_token(w: Tensor, v: Tensor, value: Tensor, state: CausalState) -> tuple[Tensor, CausalState]:

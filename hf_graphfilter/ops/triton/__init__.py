@@ -33,7 +33,7 @@ def apply_twice(
     Args:
         query: (batch, heads, tokens, features).
         key, value: the same, or with fewer heads, a divisor.
-        mask, scale, causal, dropout: as in ``ops.apply_twice``; dropout is left to that form.
+        mask, scale, causal, dropout: as in ``ops.attention_polynomial``; dropout is left to that form.
     """
     if dropout or not chosen("gfsa", query) or not torch.is_grad_enabled():
         return None

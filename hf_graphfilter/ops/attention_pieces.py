@@ -1,0 +1,203 @@
+"""The pieces and blocks in which an attention matrix A is formed and multiplied on the CPU.
+
+A piece is some sequences with all their heads, or some heads of one sequence: its intermediate results stay in the
+processor's cache. A block is some rows of A and the columns that they see: under a causal mask half of A is never
+formed. All layers share one ``Workspace`` per shape, as for short sequences even slicing costs time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .scores import additive, biased_softmax
+from .scratch import LARGEST, reuse, scratch
+
+PIECE = 1 << 20  # entries of A, or of the signals, that are handled at a time: 4 MB in float32
+ROWS = 64  # in a block of a causal A
+ROWS_OF_LONG = 128  # the same for more than 512 tokens, where blocks are wide enough
+
+
+class Piece(NamedTuple):
+    """Some sequences with all their heads, or some heads of one; ``shape`` has the numbers of both."""
+
+    sequences: slice
+    heads: slice
+    shape: tuple[int, int]
+
+
+def split_rows(tokens: int, causal: bool) -> list[tuple[slice, slice]]:
+    """Return the rows of the blocks of A and the columns that they see; one block without a causal mask."""
+    size = (ROWS if tokens <= 512 else ROWS_OF_LONG) if causal else tokens
+    ends = [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+    return [(slice(start, end), slice(0, end)) for start, end in ends]
+
+
+def split_batch(batch: int, heads: int, tokens: int, rows: int, width: int) -> Iterator[Piece]:
+    """Yield the pieces of a batch whose A has blocks of so many rows, and whose signals are ``width`` wide together."""
+    together = max(1, PIECE // (tokens * max(rows, width)))
+    if together < heads:
+        for sequence in range(batch):
+            for head in range(0, heads, together):
+                end = min(head + together, heads)
+                yield Piece(slice(sequence, sequence + 1), slice(head, end), (1, end - head))
+    else:
+        for sequence in range(0, batch, together // heads):
+            end = min(sequence + together // heads, batch)
+            yield Piece(slice(sequence, end), slice(0, heads), (end - sequence, heads))
+
+
+class Block(NamedTuple):
+    """Views of the memory of a ``Workspace``: what a block of A reads and writes, by its rows or by what these see."""
+
+    rows: slice
+    seen: slice
+    hidden: Tensor | None
+    matrix: Tensor
+    change: Tensor
+    more_change: Tensor
+    q: Tensor
+    k: Tensor
+    k_columns: Tensor
+    g: Tensor
+    all_outputs: Tensor
+    outputs: list[Tensor]
+    outputs_by_head: list[Tensor]
+    passed: list[Tensor]
+    passed_by_head: list[Tensor]
+    passed_to_seen: list[Tensor]
+    grad_q: Tensor
+    grad_k: Tensor
+
+
+class Workspace:
+    """The memory for one piece: copies of its rows, K signals of ``width`` features, and the blocks of its A.
+
+    ``rows`` is the size of a block in use, which tells workspaces apart.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        tokens: int,
+        features: int,
+        width: int,
+        K: int,
+        causal: bool,
+        dtype: torch.dtype,
+        rows: int,
+    ):
+        self.shape, count = shape, shape[0] * shape[1]
+
+        def rows_of(name: str, features: int) -> Tensor:
+            return scratch(name, (count, tokens, features), dtype)
+
+        self.q, self.k = rows_of("q", features), rows_of("k", features)
+        self.grad_q, self.grad_k = rows_of("grad q", features), rows_of("grad k", features)
+        self.g, self.last, self.more = rows_of("g", width), rows_of("last", width), rows_of("more", width)
+        self.all_outputs = rows_of("outputs", K * width)
+        self.outputs = self.all_outputs.split(width, -1)
+        self.passed = [rows_of(f"passed {step}", width) for step in range(K)]
+        self.blocks = [self._block(rows, seen, causal, dtype) for rows, seen in split_rows(tokens, causal)]
+
+    def _block(self, rows: slice, seen: slice, causal: bool, dtype: torch.dtype) -> Block:
+        shape = (len(self.q), rows.stop - rows.start, seen.stop)
+        matrix, change, more = (scratch(name, shape, dtype) for name in ("matrix", "change", "more change"))
+        hidden = torch.full(shape[1:], -torch.inf, dtype=dtype).triu_(1 + rows.start) if causal else None
+        outputs, passed = ([x[:, rows] for x in signals] for signals in (self.outputs, self.passed))
+        return Block(
+            rows=rows,
+            seen=seen,
+            hidden=hidden,
+            matrix=matrix,
+            change=change,
+            more_change=more,
+            q=self.q[:, rows],
+            k=self.k[:, seen],
+            k_columns=self.k[:, seen].mT,
+            g=self.g[:, rows],
+            all_outputs=self.all_outputs[:, rows],
+            outputs=outputs,
+            outputs_by_head=[x.unflatten(0, self.shape) for x in outputs],
+            passed=passed,
+            passed_by_head=[x.unflatten(0, self.shape) for x in passed],
+            passed_to_seen=[x[:, seen] for x in self.passed],
+            grad_q=self.grad_q[:, rows],
+            grad_k=self.grad_k[:, seen],
+        )
+
+    def form_matrix(self, block: Block, mask: Tensor | None, piece: Piece, scale: float, held: bool) -> Tensor:
+        """Return a block of A, (sequences * heads, rows, seen), in fresh memory if it is to be ``held``."""
+        matrix = torch.empty_like(block.matrix) if held else block.matrix
+        if block.hidden is not None:
+            torch.baddbmm(block.hidden, block.q, block.k_columns, alpha=scale, out=matrix)
+            return torch.softmax(matrix, -1, out=matrix)
+        torch.baddbmm(matrix, block.q, block.k_columns, beta=0, alpha=scale, out=matrix)
+        if mask is None:
+            return torch.softmax(matrix, -1, out=matrix)
+        biased_softmax(matrix.unflatten(0, self.shape), additive(_part_of_mask(mask, piece), matrix.dtype))
+        return matrix
+
+    def gather(self, copy: Tensor, x: Tensor, piece: Piece) -> Tensor:
+        """Copy a piece of ``x`` (batch, heads, tokens, features) to memory of the workspace, and return that."""
+        copy.view(*self.shape, *copy.shape[1:]).copy_(x[piece.sequences, piece.heads])
+        return copy
+
+
+def find_workspace(
+    piece: Piece, tokens: int, features: int, width: int, K: int, causal: bool, dtype: torch.dtype
+) -> Workspace:
+    """Return the workspace for a piece; large ones, whose buffers are not held, are made anew."""
+    arguments = (piece.shape, tokens, features, width, K, causal, dtype, ROWS)
+    large = tokens * max(1 if causal else tokens, K * width) > LARGEST
+    return Workspace(*arguments) if large else reuse(Workspace, *arguments)
+
+
+def part_of_block(x: Tensor, piece: Piece, block: Block) -> Tensor:
+    """Return what belongs to a block, of a tensor (batch, heads, tokens, tokens)."""
+    return x[piece.sequences, piece.heads, block.rows, block.seen].flatten(0, 1)
+
+
+def write_product(target: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
+    """Write ``scale a b`` to ``target``, which may be a view of some rows (PyTorch would loop over products)."""
+    if target.is_contiguous():
+        torch.baddbmm(target, a, b, beta=0, alpha=scale, out=target)
+    else:
+        target.copy_(_product(a, b, scale))
+
+
+def add_product(target: Tensor, first: bool, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
+    """Add ``scale a b`` to ``target``; the first product begins the sum."""
+    if first:
+        write_product(target, a, b, scale)
+    else:
+        target += _product(a, b, scale)
+
+
+def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    out = scratch("product", (a.shape[0], a.shape[1], b.shape[2]), a.dtype)
+    return torch.baddbmm(out, a, b, beta=0, alpha=scale, out=out)
+
+
+def write_sum(target: Tensor, factors: Sequence[Tensor | None], signals: Sequence[Tensor], piece: Piece) -> None:
+    """Write ``sum_k c_k x_k`` to ``target`` (sequences, heads, tokens, features), without the terms whose c_k is None.
+
+    Signals are (sequences * heads, tokens, features), factors (all heads, 1, 1).
+    """
+    terms = [(c[piece.heads], x.view(target.shape)) for c, x in zip(factors, signals, strict=True) if c is not None]
+    if not terms:
+        target.zero_()
+    for number, (c, x) in enumerate(terms):
+        if number:
+            target.addcmul_(x, c)
+        else:
+            torch.mul(x, c, out=target)
+
+
+def _part_of_mask(mask: Tensor, piece: Piece) -> Tensor:
+    mask = mask[(None,) * (4 - mask.dim())]
+    whole = slice(None)
+    return mask[piece.sequences if mask.shape[0] > 1 else whole, piece.heads if mask.shape[1] > 1 else whole]

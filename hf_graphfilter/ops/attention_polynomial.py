@@ -1,0 +1,258 @@
+"""A polynomial of softmax attention, ``sum_k c_k A^k V``, with one matrix A for all applications, on the CPU.
+
+K calls of scaled_dot_product_attention form the scores K times. Here they are formed once per pass, and the backward
+pass takes one product for the gradients of all K applications. Intermediate results stay in the processor's cache and
+in memory that all layers share, which saves more than the products: see ``ops.attention_pieces``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import triton
+from .attention_pieces import (
+    Piece,
+    Workspace,
+    add_product,
+    find_workspace,
+    part_of_block,
+    split_batch,
+    split_rows,
+    write_product,
+    write_sum,
+)
+from .combine import combine, per_head
+from .eager_cpu import on_plain_cpu
+from .heads import repeat_heads
+from .random_masks import draw_masks, drop, scale_of_kept
+
+# Where K = 2 calls of scaled_dot_product_attention are slower, forward and with backward, by whether A is causal: up to
+# so many tokens, and from so many entries of A per block on, which repay the calls that a block takes. Measured with 2,
+# 32 and 384 matrices, 16 and 64 features, 2 to 4,096 tokens, with the code for AVX-512, for AVX2 and for neither.
+MOST_TOKENS = {False: 1024, True: 4096}
+FEWEST_ENTRIES = 1 << 16
+KEPT = 1 << 23  # entries of A that one call may keep for its backward pass; with more, A is formed again
+
+Coefficients = Sequence[Tensor | None]
+
+
+def polynomial_form(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    coefficients: Coefficients,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    dropout: float = 0.0,
+    exact: bool,
+) -> tuple[Tensor, list[Tensor]] | None:
+    """Return ``apply_polynomial`` from a GPU kernel or the CPU, or None if the caller must apply attention K times.
+
+    Keys and values may have fewer heads than queries.
+    """
+    heads = query.shape[1]
+    options: dict[str, Any] = {"scale": scale, "causal": causal, "dropout": dropout}
+    if len(coefficients) == 3 and (both := triton.apply_twice(query, key, value, mask, **options)):
+        terms = zip(coefficients, (repeat_heads(value, heads), *both), strict=True)
+        return combine([(c, x) for c, x in terms if c is not None]), [both[0]]
+    if not can_apply(query, key, value, mask, coefficients, causal, dropout, exact):
+        return None
+    return apply_polynomial(query, repeat_heads(key, heads), repeat_heads(value, heads), coefficients, mask, **options)
+
+
+def can_apply(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    coefficients: Coefficients,
+    causal: bool,
+    dropout: float,
+    exact: bool,
+) -> bool:
+    """Return whether ``apply_polynomial`` is the faster form: on the CPU, with a mask that needs no gradient.
+
+    Without dropout it equals calls of attention up to rounding, so that it is not for where results are to be
+    ``exact``.
+
+    The answer is the same with and without gradients: checkpointing runs the forward pass in both ways, and must find
+    the same numbers and draw the same masks.
+    """
+    tensors, dtype, tokens = (query, key, value), query.dtype, query.shape[2]
+    return (
+        all(type(t) is Tensor and on_plain_cpu(t) and t.dtype == dtype for t in tensors)
+        and dtype in (torch.float32, torch.float64)
+        and all(c is None or torch.promote_types(c.dtype, dtype) == dtype for c in coefficients)
+        and not torch.is_autocast_enabled("cpu")
+        and not (mask is not None and mask.requires_grad)
+        and query.shape[0] == key.shape[0] == value.shape[0]
+        and tokens == key.shape[2] == value.shape[2]
+        and (0 < dropout < 1 or (dropout == 0 and not exact and _is_faster(query, causal)))
+    )
+
+
+def _is_faster(query: Tensor, causal: bool) -> bool:
+    batch, heads, tokens, _ = query.shape
+    few = batch * heads * tokens**2 < FEWEST_ENTRIES * len(split_rows(tokens, causal))
+    return not few and tokens <= MOST_TOKENS[causal]
+
+
+def apply_polynomial(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    coefficients: Coefficients,
+    mask: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    dropout: float = 0.0,
+) -> tuple[Tensor, list[Tensor]]:
+    """Return ``sum_k c_k S^k(V)`` for ``S = dropout(softmax(scale Q K^T + mask))``, and ``[S(V), ..., S^{K-1}(V)]``.
+
+    Each application draws its own dropout mask.
+
+    Args:
+        query, key, value: (batch, heads, tokens, features), float32 or float64 on the CPU.
+        coefficients: ``c_0 ... c_K`` with K >= 1, each (heads,) or None for 0; ``c_K`` is not None.
+        mask: bool (True: may attend) or additive, broadcastable to (batch, heads, tokens, tokens); no gradient.
+        scale: of the scores, 1 / sqrt(features) by default.
+        causal: whether a token sees only earlier ones (then without ``mask``).
+        dropout: probability with which an entry of A is dropped, in steps of 2^-16.
+
+    Returns:
+        Tensors of the shape of ``value``; without dropout they are what calls of ``scaled_dot_product_attention``
+        give, up to rounding.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    inputs = (query, key, value, *(c for c in coefficients if c is not None))
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    entries = query.shape[:3].numel() * query.shape[2]
+    options = _Options(scale, causal, dropout, holds=trains and entries <= KEPT)
+    out, *powers = _Polynomial.apply(options, query, key, value, mask, *coefficients)
+    return out, powers
+
+
+class _Options(NamedTuple):
+    scale: float
+    causal: bool
+    dropout: float
+    holds: bool  # A from the forward to the backward pass
+
+
+class _Polynomial(torch.autograd.Function):
+    """The sum of ``c_k X_k`` with ``X_k = S^k(V)``.
+
+    With ``g`` the gradient of the sum, that of ``X_K`` is ``c_K g``, and that of ``X_k`` is ``c_k g`` plus what
+    application k+1 passes back. The gradient of A is one product of these, side by side, with ``X_0 ... X_{K-1}``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, options: _Options, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *coefficients: Any
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.options = scale, causal, dropout, holds = options
+        K, (batch, heads, tokens, width) = len(coefficients) - 1, value.shape
+        keep = draw_masks((K, batch, heads, tokens, tokens), dropout) if dropout else None
+        signals = value.new_empty(batch, heads, tokens, K * width)  # X_0 ... X_{K-1}, side by side
+        out = _by_tokens(value, width)
+        factors = [None if c is None else per_head(c, value) for c in coefficients]
+        held: list[Tensor] = []
+        for piece, space in _spaces(query, signals, K, causal):
+            space.gather(space.q, query, piece)
+            space.gather(space.k, key, piece)
+            inputs = signals[piece.sequences, piece.heads].flatten(0, 1).split(width, -1)
+            space.gather(inputs[0], value, piece)
+            targets = (*inputs[1:], space.last)
+            for block in space.blocks:
+                matrix = space.form_matrix(block, mask, piece, scale, holds)
+                if holds:
+                    held.append(matrix)
+                for step, (source, target) in enumerate(zip(inputs, targets, strict=True)):
+                    applied = matrix if keep is None else drop(matrix, part_of_block(keep[step], piece, block), dropout)
+                    write_product(target[:, block.rows], applied, source[:, block.seen])
+            write_sum(out[piece.sequences, piece.heads], factors, (*inputs, space.last), piece)
+        ctx.save_for_backward(query, key, signals, mask, keep, *factors, *held)
+        ctx.dtypes = [None if c is None else c.dtype for c in coefficients]
+        return out, *signals.split(width, -1)[1:]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, *grad_powers: Tensor | None) -> tuple[Any, ...]:
+        query, key, signals, mask, keep, *rest = ctx.saved_tensors
+        (scale, causal, dropout, holds), K, needs = ctx.options, len(grad_powers) + 1, ctx.needs_input_grad[5:]
+        factors, held, width = rest[: K + 1], iter(rest[K + 1 :]), signals.shape[-1] // K
+        grad = signals.new_zeros(*signals.shape[:3], width) if grad is None else grad
+        sums = [torch.zeros_like(c[:, 0, 0]) if need else None for c, need in zip(factors, needs, strict=True)]
+        to_query, to_key, to_value = (_by_tokens(x, n) for x, n in ((query, None), (key, None), (signals, width)))
+        for piece, space in _spaces(query, signals, K, causal):
+            part = piece.sequences, piece.heads
+            space.gather(space.q, query, piece)
+            space.gather(space.k, key, piece)
+            g = space.gather(space.g, grad, piece)
+            all_inputs = signals[part].flatten(0, 1)
+            inputs = all_inputs.split(width, -1)
+            for x, factor, more in zip(space.outputs, factors[1:], (*grad_powers, None), strict=True):
+                write_sum(x.unflatten(0, piece.shape), [factor], [g], piece)
+                if more is not None:
+                    x += space.gather(space.more, more, piece)
+            # a row is read by itself and later rows: from the last block on, its gradient is complete in time
+            matrices = [next(held) for _ in space.blocks] if holds else None
+            for number in range(len(space.blocks) - 1, -1, -1):
+                block, first = space.blocks[number], number == len(space.blocks) - 1
+                matrix = space.form_matrix(block, mask, piece, scale, False) if matrices is None else matrices[number]
+                stay = None if keep is None else [part_of_block(x, piece, block) for x in keep]
+                for step in range(K - 1, -1, -1):
+                    applied = matrix if stay is None else drop(matrix, stay[step], dropout)
+                    # g in the place of c_K g: the gradient of c_K is found from what application K passes back of it
+                    last = step == K - 1
+                    source = block.g if last else block.outputs[step]
+                    add_product(block.passed_to_seen[step], first, applied.mT, source)
+                    if step and last:
+                        passed = block.passed_by_head[step]
+                        block.outputs_by_head[step - 1].addcmul_(passed, factors[K][piece.heads])
+                    elif step:
+                        block.outputs[step - 1] += block.passed[step]
+                change = block.change
+                if stay is None:
+                    write_product(change, block.all_outputs, all_inputs[:, block.seen].mT)
+                else:
+                    write_product(change, block.outputs[0], inputs[0][:, block.seen].mT)
+                    change *= stay[0]
+                    for x, y, kept in zip(block.outputs[1:], inputs[1:], stay[1:], strict=True):
+                        write_product(block.more_change, x, y[:, block.seen].mT)
+                        change.addcmul_(block.more_change, kept)
+                    change *= scale_of_kept(dropout)
+                torch._softmax_backward_data(change, matrix, -1, matrix.dtype, grad_input=change)
+                write_product(block.grad_q, change, block.k, scale)
+                add_product(block.grad_k, first, change.mT, block.q, scale)
+            for x, y, total in zip((*inputs, space.passed[K - 1]), (*[g] * K, inputs[K - 1]), sums, strict=True):
+                if total is not None:
+                    products = torch.mul(x, y, out=space.last).unflatten(0, piece.shape)
+                    total[piece.heads] += products.sum((0, 2, 3))
+            to_query[part], to_key[part] = (x.unflatten(0, piece.shape) for x in (space.grad_q, space.grad_k))
+            factor = factors[1] if K == 1 else torch.ones_like(factors[K])
+            write_sum(to_value[part], [factor, factors[0]], [space.passed[0], g], piece)
+        grads = [None if x is None else x.to(dtype) for x, dtype in zip(sums, ctx.dtypes, strict=True)]
+        return None, to_query, to_key, to_value, None, *grads
+
+
+def _by_tokens(x: Tensor, width: int | None) -> Tensor:
+    """Return an empty tensor, stored as (batch, tokens, heads, features) as projections read and write it."""
+    batch, heads, tokens, features = x.shape
+    return x.new_empty(batch, tokens, heads, features if width is None else width).transpose(1, 2)
+
+
+def _spaces(query: Tensor, signals: Tensor, K: int, causal: bool) -> Iterator[tuple[Piece, Workspace]]:
+    batch, heads, tokens, width = signals.shape
+    rows = split_rows(tokens, causal)[0][0].stop
+    for piece in split_batch(batch, heads, tokens, rows, width):
+        yield piece, find_workspace(piece, tokens, query.shape[-1], width // K, K, causal, signals.dtype)

@@ -1,0 +1,58 @@
+"""Memory for intermediate results that every layer uses again.
+
+A fresh tensor of some MB is memory that the operating system hands out page by page, at each call anew. For short
+sequences that costs more than the products that fill it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from math import prod
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+LARGEST = 1 << 22  # numbers that are held per buffer; more are allocated for one use
+MOST = 16  # things made of buffers that are held
+
+_T = TypeVar("_T")
+
+
+class _Held(threading.local):  # the backward pass may run in another thread than the forward pass
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+        self.made: dict[Hashable, Any] = {}
+
+
+_held = _Held()
+
+
+def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a contiguous tensor on the CPU with arbitrary content.
+
+    Its memory is that of earlier calls with this name and dtype in this thread, whose content is lost.
+    """
+    count = prod(shape)
+    if count > LARGEST:
+        return torch.empty(shape, dtype=dtype)
+    buffer = _held.buffers.get((name, dtype))
+    if buffer is None or buffer.shape[0] < count:
+        with torch.inference_mode(False):  # a tensor made in that mode cannot be written to outside of it
+            _held.buffers[name, dtype] = buffer = torch.empty(count, dtype=dtype)
+        _held.made.clear()  # or smaller buffers would stay
+    return buffer[:count].view(shape)
+
+
+def reuse(make: Callable[..., _T], *arguments: Hashable) -> _T:
+    """Return ``make(*arguments)``, which consists of ``scratch`` tensors; what an earlier call made, if it is held."""
+    key = (make, *arguments)
+    made = _held.made.get(key)
+    if made is None:
+        with torch.inference_mode(False), torch.no_grad():
+            made = make(*arguments)
+        if len(_held.made) >= MOST:
+            _held.made.clear()
+        _held.made[key] = made
+    return made  # type: ignore[no-any-return]
