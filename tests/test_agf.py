@@ -730,3 +730,12 @@ def test_shifted_windows_are_named():
     model = patch_model(FAMILIES["swin"].build(), "agf", position_bias="drop", layers="odd")
     with pytest.raises(GraphFilterError, match=r"neither padding nor causal \(.*shifted windows.* layers="):
         model(**FAMILIES["swin"].inputs())
+
+
+@pytest.mark.parametrize("spread", [1.0, 60.0, 300.0])
+def test_running_mass(spread):
+    v = torch.randn(2, 2, 40, 3, dtype=torch.float64).mul(spread / 8).requires_grad_()
+    found, expected = spectral.running_mass(v), v.logcumsumexp(2)
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn_like(found)
+    torch.testing.assert_close(*(torch.autograd.grad(x, v, weights)[0] for x in (found, expected)))

@@ -405,3 +405,19 @@ def test_what_is_learned_of_values_of_any_size(name, largest):
     filtered().div(largest).sum().backward()
     assert filtered().isfinite().all()
     assert all(p.grad.isfinite().all() for p in graph_filter.parameters())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_contranorm_takes_the_joint_form_where_it_is_faster(causal, monkeypatch):
+    torch.manual_seed(0)
+    small = {**SIZES, "num_key_value_heads": 2}
+    model = Qwen2Model(Qwen2Config(**small)) if causal else BertModel(BertConfig(**SIZES))
+    patch_model(model.eval(), "contranorm")
+    for _, graph_filter in filters_of(model):
+        nn.init.constant_(graph_filter.s, 0.5)
+    ids = torch.randint(0, 50, (2, 10))
+    expected = model(ids)[0]
+    monkeypatch.setattr("hf_graphfilter.ops.attention_polynomial.FEWEST_ENTRIES", 1)
+    found = model(ids)[0]
+    assert not torch.equal(found, expected), "the joint form was not used"
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

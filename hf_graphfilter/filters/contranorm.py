@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..functional.matrix_polynomial import known_zero
+from ..ops.attention_polynomial import polynomial_form
 from ..ops.combine import combine
+from ..ops.eager_cpu import on_plain_cpu
 from ..shift.attention import AttentionShift
 from .core.base import FilterConfig
 from .core.build import register_filter
@@ -42,18 +46,29 @@ class ContraNorm(PerHead):
 
     def forward(self, shift: AttentionShift, value: Tensor) -> Tensor:  # type: ignore[override]
         """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
+        shift.exact = known_zero(self.s)
         out = shift(value)
         rows = shift.all_rows(out)
         seen, causal = shift.seen()
-        scale = 1 / self.config.temperature
-        most = self._largest(out)
-        query = out.clamp(-most, most)
-        key = query if rows is out else rows.clamp(-most, most)
-        alike = scaled_dot_product_attention(query, key, rows, seen, is_causal=causal, scale=scale)
-        return combine([(torch.ones_like(self.s), out), (self.s, out - alike)])
+        options: dict[str, Any] = {"scale": 1 / self.config.temperature}
+        query = self._limit(out)
+        key = query if rows is out else self._limit(rows)
+        coefficients = 1 + self.s, -self.s
+        joint = polynomial_form(query, key, rows, seen, coefficients, causal=causal, exact=shift.exact, **options)
+        if joint is not None:
+            return joint[0]
+        alike = scaled_dot_product_attention(query, key, rows, seen, is_causal=causal, **options)
+        return combine([*zip(coefficients, (out, alike), strict=True)])
+
+    def _limit(self, signal: Tensor) -> Tensor:
+        """Clamp a signal where its similarities would leave float32; the softmax of those would be NaN."""
+        most = self._largest(signal)
+        if on_plain_cpu(signal) and -most <= signal.min() and signal.max() <= most:
+            return signal
+        return signal.clamp(-most, most)
 
     def _largest(self, signal: Tensor) -> float:
-        """Return the largest number whose similarities float32 can hold; beyond it the softmax would be NaN."""
+        """Return the largest number whose similarities float32 can hold."""
         similarity = torch.finfo(torch.float32).max * min(self.config.temperature, 1.0) / signal.shape[-1]
         return min(0.5 * math.sqrt(similarity), torch.finfo(signal.dtype).max)
 

@@ -82,7 +82,7 @@ class Hedgehog(ReplacingFilter):
         past = spectral.CausalState(state["mass"], state["mean"]) if state else None
         if past is not None:
             seen = torch.cat([past.mass[:, :, None].to(seen.dtype), seen], 2)
-        mass = seen.logcumsumexp(2)[:, :, -tokens:]
+        mass = spectral.running_mass(seen)[:, :, -tokens:]
         out, after = spectral.filter_causal(self._left(u + mass), v, value, keys, past)
         if state is not None:
             state.update(after._asdict())
