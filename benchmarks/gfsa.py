@@ -21,14 +21,8 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from measure import FEATURES, HEADS, PASSES, Benchmark, Call, half, main, make_pass, random_heads
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    ViTConfig,
-    ViTForImageClassification,
-)
+from shapes import bert, deit_s, gpt2, patch_filter, training_step
+from transformers import BertConfig, BertForSequenceClassification
 
 from hf_graphfilter import (
     AttentionCall,
@@ -39,7 +33,7 @@ from hf_graphfilter import (
     patch_model,
     unpatch_model,
 )
-from hf_graphfilter.ops.apply_twice import joint_form
+from hf_graphfilter.ops.attention_polynomial import Coefficients, polynomial_form
 from hf_graphfilter.ops.triton.enabled import SWITCH
 
 LENGTHS = (128, 197, 512, 1024, 2048, 4096)
@@ -60,9 +54,9 @@ def attention(device: str, form: str, n: int, causal: bool, backward: bool) -> C
     def attend(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, None]:
         return F.scaled_dot_product_attention(query, k, v, is_causal=causal).transpose(1, 2), None
 
-    def twice(v: torch.Tensor, exact: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def polynomial(v: torch.Tensor, coefficients: Coefficients, exact: bool) -> tuple | None:
         os.environ[SWITCH] = str(int(form == "kernel"))
-        return joint_form(query, key, v, None, causal=causal, exact=exact)
+        return polynomial_form(query, key, v, None, coefficients, causal=causal, exact=exact)
 
     def matrix() -> torch.Tensor:
         scores = query @ key.mT * FEATURES**-0.5
@@ -75,7 +69,7 @@ def attention(device: str, form: str, n: int, causal: bool, backward: bool) -> C
         if form == "plain":
             return attend(key, value)[0].transpose(1, 2)
         if form in ("gfsa", "kernel"):
-            return graph_filter(AttentionShift(AttentionCall(attend, query, key, twice=twice)), value)
+            return graph_filter(AttentionShift(AttentionCall(attend, query, key, polynomial=polynomial)), value)
         A = matrix()  # Eq. 5 as it is printed, and as the authors' code computes it
         w_0, w_1, w_K = (w.view(-1, 1, 1) for w in (graph_filter.w_0, graph_filter.w_1, graph_filter.w_K))
         H = w_0 * torch.eye(n, device=device) + w_1 * A + w_K * (A + 2 * (A @ A - A))
@@ -108,34 +102,6 @@ def measure_memory(benchmark: Benchmark) -> Iterator[list[dict]]:
 # ------------------------------------------------------------------------------------------ whole training steps
 
 
-BATCHES = {"cpu": 1, "cuda": 16}  # a GPU is given as much as keeps it busy
-
-
-def bert(dropout: bool, device: str, **size: int) -> tuple:
-    off = {} if dropout else {"attention_probs_dropout_prob": 0.0}
-    ids = torch.randint(0, 30000, (8 * BATCHES[device], 128), device=device)
-    batch = {"input_ids": ids, "labels": torch.zeros(len(ids), dtype=torch.long, device=device)}
-    return lambda: BertForSequenceClassification(BertConfig(**off, **size)), batch, 128, False
-
-
-def deit_s(dropout: bool, device: str, **size: int) -> tuple:
-    config = {"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536, "num_labels": 1000, **size}
-    pixels = torch.randn(16 * BATCHES[device], 3, 224, 224, device=device)
-    batch = {"pixel_values": pixels, "labels": torch.zeros(len(pixels), dtype=torch.long, device=device)}
-    return lambda: ViTForImageClassification(ViTConfig(**config)), batch, 197, False
-
-
-def gpt2(dropout: bool, device: str, **size: int) -> tuple:
-    off = {} if dropout else {"attn_pdrop": 0.0}
-    ids = torch.randint(0, 50000, (1 * BATCHES[device], 1024), device=device)
-    return (
-        lambda: GPT2LMHeadModel(GPT2Config(**off, **size)),
-        {"input_ids": ids, "labels": ids},
-        1024,
-        True,
-    )
-
-
 STEPS = {
     "BERT-base": (bert, (False, True)),
     "DeiT-S": (deit_s, (False,)),  # its config has no attention dropout
@@ -148,25 +114,10 @@ def time_steps(benchmark: Benchmark) -> Iterator[list[dict]]:
     for name, (make, dropouts) in STEPS.items():
         for dropout in dropouts:
             build, batch, n, causal = make(dropout, benchmark.device, **size)
-            models = {"plain": build(), "gfsa": patch_model(build(), "gfsa", K=3)}
+            models = {"plain": build(), "gfsa": patch_filter(build(), "gfsa")}
             calls = {form: training_step(model.to(benchmark.device).train(), batch) for form, model in models.items()}
             case = f"{name} step, attention dropout {0.1 if dropout else 0.0:g}"
             yield benchmark.time(calls, case, n, causal, seconds=5)
-
-
-def training_step(model: torch.nn.Module, batch: dict) -> Call:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-
-    device = next(model.parameters()).device.type
-
-    def step() -> None:
-        with torch.autocast(device, half(device), enabled=device == "cuda"):
-            loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
 
 
 # ------------------------------------------------------------------------------------------------------------ the start

@@ -14,34 +14,12 @@ from __future__ import annotations
 
 import csv
 
-import torch
-from gfsa import bert, gpt2, training_step
 from measure import Benchmark, write
-from transformers import GPT2Config, GPT2LMHeadModel
+from shapes import bert, gpt2, narrow, patch_filter, training_step
 
-from hf_graphfilter import GraphFilterError, available_filters, patch_model
-from hf_graphfilter.filters.core.attached import filters_of
-
-
-def narrow(dropout: bool, device: str, **size: int) -> tuple:
-    """Build the 12 layers of recipes/configs/language_modeling/deep.yaml."""
-    sizes = {"vocab_size": 2048, "n_embd": 32, "n_head": 2, "n_positions": 64, **size}
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.1 if dropout else 0.0}
-    config = GPT2Config(**sizes, **off, activation_function="gelu_pytorch_tanh")
-    ids = torch.randint(0, 2048, (32, 64), device=device)
-    return lambda: GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}, 64, True
-
+from hf_graphfilter import GraphFilterError, available_filters
 
 SHAPES = {"BERT-base, 8 x 128": bert, "GPT-2, 1 x 1,024": gpt2, "GPT-2 of 32 features, 32 x 64": narrow}
-
-
-def patch_filter(model: torch.nn.Module, name: str) -> torch.nn.Module:
-    patch_model(model, name)
-    with torch.no_grad():
-        for _, graph_filter in filters_of(model):
-            for coefficient in graph_filter.coefficient_tensors().values():
-                coefficient.add_(0.05)
-    return model
 
 
 def main() -> None:

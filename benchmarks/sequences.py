@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from gfsa import training_step
 from measure import SDPA_UP_TO, STEP, Benchmark, Call, main
+from shapes import training_step
 from transformers import BertConfig
 
 from hf_graphfilter import ConverterConfig, ConverterForSequenceClassification, patch_model

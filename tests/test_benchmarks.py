@@ -159,8 +159,8 @@ def test_digits_directly_under_the_outermost_operator(expression, known):
 
 
 def test_steps_by_length_add_the_losses_that_filters_declare():
-    from gfsa import training_step
     from sequences import FORMS, classifier
+    from shapes import training_step
 
     added = {}
     for form in FORMS:

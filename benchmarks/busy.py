@@ -1,0 +1,138 @@
+"""What a filter costs beside other processes: ``python benchmarks/busy.py`` (on the CPU).
+
+Training steps of shapes that users have, the baseline and filters in turn, while none, one or two other processes keep
+a core busy each. ``AGF, 32 x 256`` is attention alone, forward and with backward, beside the same formula in PyTorch
+operations. How memory happens to lie makes one process differ from another by some per cent, so the rounds of several
+processes are put together. The rows have the peak memory of a step, too.
+
+Writes benchmarks/results/busy-cpu.csv; ``--only SHAPE`` measures one and keeps the rows of the others.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from measure import FIELDS, STEP, Call, make_parser, make_pass, percentiles, random_heads, rounds, show, stamp, write
+from shapes import bert, deit_s, gpt2, minilm, narrow, patch_filter, training_step
+
+from hf_graphfilter.fitting.memory import begin_peak_memory, peak_memory
+from hf_graphfilter.ops import spectral
+from hf_graphfilter.ops.polynomials import expand, recurrence
+
+WIDE = {"width": 128, "batch": 32, "tokens": 64, "heads": 4}
+LONG = {"width": 128, "batch": 8, "tokens": 256, "heads": 2}
+MODELS: dict[str, tuple[Callable[..., tuple], tuple[str, ...]]] = {
+    "GPT-2 12 x 32, 32 x 64": (narrow, ("gfsa", "contranorm", "agf", "hedgehog")),
+    "GPT-2 12 x 128, 32 x 64": (partial(narrow, **WIDE), ("gfsa",)),
+    "GPT-2 12 x 128, 8 x 256": (partial(narrow, **LONG), ("gfsa",)),
+    "MiniLM, 32 x 40 padded": (minilm, ("gfsa",)),
+    "BERT-base, 8 x 128": (bert, ("gfsa", "contranorm")),
+    "DeiT-S, 16 x 197": (deit_s, ("gfsa",)),
+    "GPT-2, 1 x 1,024": (gpt2, ("gfsa",)),
+}
+BATCHED = "AGF, 32 x 256"
+LOADS = (0, 1, 2)  # busy processes
+
+
+def filter_batch() -> dict[str, Call]:
+    """Return the call of AGF's operator over a batch, and that of its formula."""
+    u, v, value, sigma = random_heads(4, 32, 256, "cpu", True, torch.float32)
+    theta, steps = torch.ones(4, requires_grad=True), recurrence("jacobi", 3)
+    left = spectral.Left(u, sigma, theta, steps)
+
+    def formula() -> torch.Tensor:
+        return (u.softmax(-1) * expand(sigma.sigmoid(), theta, steps)) @ (v.softmax(-2).mT @ value)
+
+    inputs = (u, v, value, sigma, theta)
+    forms = {"plain": formula, "agf": lambda: spectral.filter_all(left, v, value, None)}
+    return {form: make_pass(forward, inputs, True) for form, forward in forms.items()}
+
+
+def build_step(shape: str, form: str) -> Call:
+    if shape == BATCHED:
+        return filter_batch()[form]
+    build, batch, *_ = MODELS[shape][0](False, "cpu")
+    model = build() if form == "plain" else patch_filter(build(), form)
+    return training_step(model.train(), batch)
+
+
+def list_forms(shape: str) -> tuple[str, ...]:
+    return ("plain", *(("agf",) if shape == BATCHED else MODELS[shape][1]))
+
+
+@contextmanager
+def keep_busy(count: int) -> Iterator[None]:
+    """Let other processes keep ``count`` cores busy."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def measure_here(shape: str, form: str | None, seconds: float) -> object:
+    """Return the times of all forms under each load, or the peak memory of a step of one ``form`` in MB."""
+    torch.manual_seed(0)
+    if form is None:
+        calls, times = {form: build_step(shape, form) for form in list_forms(shape)}, []
+        for load in LOADS:
+            with keep_busy(load):
+                times.append(rounds(calls, "cpu", seconds))
+        return times
+    step, device = build_step(shape, form), torch.device("cpu")
+    step()
+    base = begin_peak_memory(device)
+    step()
+    assert base is not None
+    return peak_memory(device) - base
+
+
+def measure(shape: str, processes: int, seconds: float) -> Iterator[dict]:
+    def run(form: str | None) -> object:
+        command = [sys.executable, __file__, "--here", json.dumps([shape, form, seconds])]
+        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+        return json.loads(output.splitlines()[-1])
+
+    runs = [run(None) for _ in range(processes)]
+    peaks = {form: round(run(form), 1) for form in list_forms(shape)}  # type: ignore[call-overload]
+    for load in LOADS:
+        times = {form: [t for times in runs for t in times[load][form]] for form in peaks}  # type: ignore[index]
+        fields = {"case": shape, "n": "", "causal": "", "pass": f"{STEP}, {load} busy"}
+        for form, values in times.items():
+            yield {
+                **stamp("cpu", "torch", "transformers"),
+                **fields,
+                "form": form,
+                "peak_mb": peaks[form],
+            } | percentiles(values, times["plain"])
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--here"]:
+        print(json.dumps(measure_here(*json.loads(sys.argv[2]))))
+        return
+    shapes = (*MODELS, BATCHED)
+    parser = make_parser(__doc__, shapes)
+    parser.add_argument("--processes", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of rounds for each process and load")
+    options = parser.parse_args()
+    file, table = options.output / "busy-cpu.csv", []
+    if options.only and file.is_file():
+        with file.open() as before:
+            table = [row for row in csv.DictReader(before) if row["case"] != options.only]
+    for shape in [options.only] if options.only else shapes:
+        table += show([*measure(shape, options.processes, options.seconds)])
+        write(table, file, FIELDS)
+
+
+if __name__ == "__main__":
+    main()
