@@ -19,7 +19,20 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from measure import FIELDS, STEP, Call, make_parser, make_pass, percentiles, random_heads, rounds, show, stamp, write
+from measure import (
+    FIELDS,
+    PASSES,
+    STEP,
+    Call,
+    make_parser,
+    make_pass,
+    percentiles,
+    random_heads,
+    rounds,
+    show,
+    stamp,
+    write,
+)
 from shapes import bert, deit_s, gpt2, minilm, narrow, patch_filter, training_step
 
 from hf_graphfilter.fitting.memory import begin_peak_memory, peak_memory
@@ -38,7 +51,6 @@ MODELS: dict[str, tuple[Callable[..., tuple], tuple[str, ...]]] = {
     "GPT-2, 1 x 1,024": (gpt2, ("gfsa",)),
 }
 BATCHED = "AGF, 32 x 256"
-LOADS = (0, 1, 2)  # busy processes
 
 
 def filter_batch() -> dict[str, Call]:
@@ -79,12 +91,12 @@ def keep_busy(count: int) -> Iterator[None]:
             other.wait()
 
 
-def measure_here(shape: str, form: str | None, seconds: float) -> object:
+def measure_here(shape: str, form: str | None, seconds: float, loads: list[int]) -> object:
     """Return the times of all forms under each load, or the peak memory of a step of one ``form`` in MB."""
     torch.manual_seed(0)
     if form is None:
         calls, times = {form: build_step(shape, form) for form in list_forms(shape)}, []
-        for load in LOADS:
+        for load in loads:
             with keep_busy(load):
                 times.append(rounds(calls, "cpu", seconds))
         return times
@@ -96,17 +108,22 @@ def measure_here(shape: str, form: str | None, seconds: float) -> object:
     return peak_memory(device) - base
 
 
-def measure(shape: str, processes: int, seconds: float) -> Iterator[dict]:
+def measure(shape: str, processes: int, seconds: float, loads: list[int]) -> Iterator[dict]:
     def run(form: str | None) -> object:
-        command = [sys.executable, __file__, "--here", json.dumps([shape, form, seconds])]
+        command = [sys.executable, __file__, "--here", json.dumps([shape, form, seconds, loads])]
         output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
         return json.loads(output.splitlines()[-1])
 
     runs = [run(None) for _ in range(processes)]
     peaks = {form: round(run(form), 1) for form in list_forms(shape)}  # type: ignore[call-overload]
-    for load in LOADS:
-        times = {form: [t for times in runs for t in times[load][form]] for form in peaks}  # type: ignore[index]
-        fields = {"case": shape, "n": "", "causal": "", "pass": f"{STEP}, {load} busy"}
+    for number, load in enumerate(loads):
+        times = {form: [t for times in runs for t in times[number][form]] for form in peaks}  # type: ignore[index]
+        fields = {
+            "case": shape,
+            "n": "",
+            "causal": "",
+            "pass": f"{PASSES[True] if shape == BATCHED else STEP}, {load} busy",
+        }
         for form, values in times.items():
             yield {
                 **stamp("cpu", "torch", "transformers"),
@@ -124,13 +141,14 @@ def main() -> None:
     parser = make_parser(__doc__, shapes)
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=6.0, help="of rounds for each process and load")
+    parser.add_argument("--loads", type=int, nargs="+", default=[0, 1, 2], help="numbers of busy processes")
     options = parser.parse_args()
     file, table = options.output / "busy-cpu.csv", []
     if options.only and file.is_file():
         with file.open() as before:
             table = [row for row in csv.DictReader(before) if row["case"] != options.only]
     for shape in [options.only] if options.only else shapes:
-        table += show([*measure(shape, options.processes, options.seconds)])
+        table += show([*measure(shape, options.processes, options.seconds, options.loads)])
         write(table, file, FIELDS)
 
 

@@ -76,6 +76,7 @@ def patch_filter(model: torch.nn.Module, name: str) -> torch.nn.Module:
 
 
 def training_step(model: torch.nn.Module, batch: dict) -> Call:
+    model.config.use_cache = False  # as the Trainer does
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     device = next(model.parameters()).device.type
 

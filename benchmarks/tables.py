@@ -19,7 +19,15 @@ from pages.leagues import answers, league_tables
 from pages.lengths import agf_ratios, agf_speed, growth_tables, linear_tables, scan_table
 from pages.overview import demo_table, headlines
 from pages.sources import CARD, ROOT
-from pages.speed import bench_tables, decoding_table, machines_tables, menu_steps, overhead_table, vision_table
+from pages.speed import (
+    bench_tables,
+    busy_table,
+    decoding_table,
+    machines_tables,
+    menu_steps,
+    overhead_table,
+    vision_table,
+)
 from pages.trained import listops_table, recipe_tables
 from pages.transfers import agf_transfer, singular_transfer
 
@@ -55,7 +63,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "overhead": overhead_table,
         "machines": machines_tables,
     },
-    "docs/filters.md": {"menu": lambda: markdown_table(MENU, menu()), "steps": menu_steps},
+    "docs/filters.md": {"menu": lambda: markdown_table(MENU, menu()), "steps": menu_steps, "busy": busy_table},
     "docs/agf.md": {"ratios": agf_ratios, "speed": agf_speed, "transfer": agf_transfer},
     "docs/singularformer.md": {
         "linear": linear_tables,

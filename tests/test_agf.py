@@ -739,3 +739,17 @@ def test_running_mass(spread):
     torch.testing.assert_close(found, expected)
     weights = torch.randn_like(found)
     torch.testing.assert_close(*(torch.autograd.grad(x, v, weights)[0] for x in (found, expected)))
+
+
+@pytest.mark.parametrize("keys", [None, torch.tensor([[False] * 3 + [True] * 17] * B)], ids=["all", "padded"])
+def test_one_chunk_equals_the_scan(keys):
+    u, sigma, v, value = (x.requires_grad_() for x in projections(20, torch.float64))
+    theta = torch.tensor([1.0, 0.1], dtype=torch.float64).requires_grad_()
+    left, inputs = spectral.Left(u, sigma, theta, recurrence("jacobi", 1)), (u, sigma, theta, v, value)
+    (found, after), (expected, _) = (
+        spectral.filter_causal(left, v, value, keys, goes_on=goes_on) for goes_on in (False, True)
+    )
+    assert after is None
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn_like(found)
+    torch.testing.assert_close(*(torch.autograd.grad(x, inputs, weights) for x in (found, expected)))

@@ -196,7 +196,7 @@ def test_filter_causal(tokens, features, columns, dtype, past, missing, spread):
     state = no_past(*hidden)
     if past:
         state = CausalState(*(torch.randn(x.shape, device=DEVICE, requires_grad=True) for x in state))
-    found = kernels.filter_causal(lambda: w, *hidden, *state, plain._TINY)
+    found = kernels.filter_causal(lambda: w, *hidden, *state, plain.TINY)
     wide = [x.detach().double().requires_grad_() for x in (w, v, value)]
     before = [x.detach().double().requires_grad_(past) for x in state]
     out, after = plain._stable_causal(wide[0], *hide(*wide[1:], keys), CausalState(*before))

@@ -15,10 +15,8 @@ def headlines() -> str:
     header, body = overview(league, runs, league.stages[-1])
     gain = dict(zip(header, next(row for row in body if row[0] == "gfsa, w_0 and w_1 too"), strict=True))
     task = next(name for name in header if name.startswith("ptb, 12 layers"))
-    steps = sorted((row for row in read("gfsa-cpu-steps") if row["case"].endswith("dropout 0")), key=over_plain)
-    steps = [row for row in steps if row["form"] == "gfsa"]
-    wide = [f"**{over_plain(row)}** ({row['case'].partition(' step')[0]})" for row in steps]
-    narrow = next(r for r in read("menu-cpu-steps") if r["form"] == "gfsa" and "32 features" in r["case"])
+    steps = [row for row in read("busy-cpu") if row["form"] == "gfsa" and row["pass"].endswith("0 busy")]
+    ratios = [f"**{over_plain(row):.2f}** ({row['case']})" for row in sorted(steps, key=over_plain)]
     compared = [row for row in read("agf-cpu-attention") if row["form"] == "agf" and row["ratio_to_plain"]]
     lengths = []
     for causal, kind in (("False", "encoders"), ("True", "decoders")):
@@ -40,8 +38,8 @@ def headlines() -> str:
         ],
         [
             "GFSA / baseline: time of a training step",
-            f"{', '.join(wide)}; **{over_plain(narrow)}** (GPT-2 of 32 features)",
-            "filters.md#what-a-training-step-costs",
+            "; ".join(ratios),
+            "filters.md#beside-other-processes",
         ],
         [
             "AGF / softmax attention (SDPA): time of the attention alone, forward and backward",

@@ -163,3 +163,24 @@ def menu_steps() -> str:
     names = sorted(names, key=lambda name: float(found.get((name, shapes[0]), "**9**")[2:-2]))
     body = [[f"`{name}`", *(found.get((name, shape), "") for shape in shapes)] for name in names]
     return f"{where(steps)}\n\n{markdown_table(['filter', *shapes], body)}"
+
+
+def busy_table() -> str:
+    """Write a row for each shape and filter: time over the baseline's beside 0, 1 and 2 busy processes, and memory."""
+    rows = read("busy-cpu")
+    quiet = [row for row in rows if row["pass"].endswith("0 busy")]
+    baseline = {row["case"]: float(row["peak_mb"]) for row in quiet if row["form"] == "plain"}
+    by_load = {(row["case"], row["form"], row["pass"].split(", ")[1]): row for row in rows}
+    body = []
+    for row in quiet:
+        case, form = row["case"], row["form"]
+        if form == "plain":
+            continue
+        ratios = [by_load.get((case, form, f"{load} busy")) for load in (0, 1, 2)]
+        measured = [None if ratio is None else over_plain(ratio) for ratio in ratios]
+        beside = ["" if ratio is None else f"{ratio:.2f} ({ratio / over_plain(row):.2f})" for ratio in measured[1:]]
+        memory = f"{float(row['peak_mb']) / baseline[case]:.2f}"
+        spread = f"**{over_plain(row):.2f}** [{float(row['ratio_p10']):.2f}, {float(row['ratio_p90']):.2f}]"
+        body.append([case, f"`{form}`", spread, *beside, memory])
+    header = ["model, batch x tokens", "filter", "quiet [p10, p90]", "1 busy (over quiet)", "2 busy (over quiet)"]
+    return f"{where(rows)}\n\n{markdown_table([*header, 'peak memory'], body)}"

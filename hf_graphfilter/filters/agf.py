@@ -126,8 +126,8 @@ class AGF(ReplacingFilter):
             out = spectral.filter_all(left, v, value, keys)
         else:
             past = spectral.CausalState(state["mass"], state["mean"]) if state else None
-            out, after = spectral.filter_causal(left, v, value, keys, past)
-            if state is not None:
+            out, after = spectral.filter_causal(left, v, value, keys, past, goes_on=state is not None)
+            if state is not None and after is not None:
                 state.update(after._asdict())
         return self.penalised(
             out, orthogonality=lambda norm="mean_abs": functional.orthogonality_loss(u, v, keys, norm=norm)

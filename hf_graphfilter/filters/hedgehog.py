@@ -83,8 +83,9 @@ class Hedgehog(ReplacingFilter):
         if past is not None:
             seen = torch.cat([past.mass[:, :, None].to(seen.dtype), seen], 2)
         mass = spectral.running_mass(seen)[:, :, -tokens:]
-        out, after = spectral.filter_causal(self._left(u + mass), v, value, keys, past)
-        if state is not None:
+        left = self._left(u + mass)
+        out, after = spectral.filter_causal(left, v, value, keys, past, goes_on=state is not None)
+        if state is not None and after is not None:
             state.update(after._asdict())
         return out
 

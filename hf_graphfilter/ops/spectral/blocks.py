@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK = 1 << 20  # numbers of a tensor that one core takes at once; with fewer, a busy core makes the others wait
+BLOCK = 1 << 18  # numbers of a tensor that one core takes at once; with fewer, others wait longer for a busy core
 FEW = 128  # tokens; matrix products over fewer are slow
 NEVER = -1e30  # logit of a token that is not there; finite, so that no inf - inf can arise
 

@@ -15,15 +15,20 @@ from ..polynomials import Recurrence
 from ..triton import filter_causal as by_kernel
 from .blocks import NEVER, CausalState, absent, blocks, hide, no_past, to_float32
 from .factors import Left
+from .one_chunk import TINY, OneChunk
 
 CHUNK = 64  # tokens that are taken together
-_TINY = 1e-30  # smallest running mass, relative to its chunk's, that the fast form divides by
 _STEEP = 68.0  # e^-68 is above it
 
 
 def filter_causal(
-    left: Left, v: Tensor, value: Tensor, keys: Tensor | None, state: CausalState | None = None
-) -> tuple[Tensor, CausalState]:
+    left: Left,
+    v: Tensor,
+    value: Tensor,
+    keys: Tensor | None,
+    state: CausalState | None = None,
+    goes_on: bool = True,
+) -> tuple[Tensor, CausalState | None]:
     """Filter causally: ``out_t = w_t (sum_{s<=t} e^{v_s} value_s^T / sum_{s<=t} e^{v_s})``, w the rows of ``U Sigma``.
 
     O(n d (d + CHUNK)) time, O(n d) memory.
@@ -31,15 +36,17 @@ def filter_causal(
     Args:
         left, v, value, keys: as in ``filter_all``.
         state: of the tokens before these; gradients flow through it.
+        goes_on: whether the state after the last token is asked for.
 
     Returns:
-        (batch, heads, tokens, value features), dtype of ``value``, and the state after the last token.
+        (batch, heads, tokens, value features), dtype of ``value``, and the state after the last token, or None.
 
     Within a chunk every factor is taken relative to the largest logit so far, which no realistic input leaves; where
     one does (a logit that rises by about 70 within ``CHUNK`` tokens), a form that is stable for all inputs takes over,
     in linear time too but slower.
     """
     v, value = hide(v, value, keys)
+    alone = state is None and not goes_on and 1 < v.shape[2] <= CHUNK and on_plain_cpu(v)
     state = state or no_past(v, value)
     with torch.autocast(v.device.type, enabled=False):
         traced = torch.jit.is_tracing()  # into a graph that would run with any number of tokens, wrongly
@@ -54,7 +61,9 @@ def filter_causal(
         if _underflows(v.detach(), keys):
             out, state = _stable_causal(left.rows(), to_float32(v), to_float32(value), state)
             return out.to(value.dtype), state
-        done = by_kernel(left.rows, v, value, *state, _TINY) or _Causal.apply(*left, v, value, *state)
+        if alone:
+            return OneChunk.apply(*left, v, value), None
+        done = by_kernel(left.rows, v, value, *state, TINY) or _Causal.apply(*left, v, value, *state)
         out, mass, mean, *_ = done
     return out, CausalState(mass, mean)
 
@@ -127,7 +136,7 @@ def _chunks(v: Tensor, before: Tensor) -> _Chunks:
     reference = torch.maximum(top, start)
     past, scale = (start - reference).exp_(), (top - reference).exp_()
     mass.mul_(scale).add_(past)
-    inverse = torch.where(mass < _TINY, 0.0, mass.reciprocal())  # only before the first token that is there
+    inverse = torch.where(mass < TINY, 0.0, mass.reciprocal())  # only before the first token that is there
     return _Chunks(weights.mul_(scale), inverse, past, (reference - end).exp_(), (start - end).exp_(), end[:, :, -1, 0])
 
 
