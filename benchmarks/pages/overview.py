@@ -16,7 +16,7 @@ def headlines() -> str:
     gain = dict(zip(header, next(row for row in body if row[0] == "gfsa, w_0 and w_1 too"), strict=True))
     task = next(name for name in header if name.startswith("ptb, 12 layers"))
     steps = [row for row in read("busy-cpu") if row["form"] == "gfsa" and row["pass"].endswith("0 busy")]
-    ratios = [f"**{over_plain(row):.2f}** ({row['case']})" for row in sorted(steps, key=over_plain)]
+    shapes = [f"**{over_plain(row):.2f}** ({row['case'].replace(' x ', 'x')})" for row in sorted(steps, key=over_plain)]
     compared = [row for row in read("agf-cpu-attention") if row["form"] == "agf" and row["ratio_to_plain"]]
     lengths = []
     for causal, kind in (("False", "encoders"), ("True", "decoders")):
@@ -38,7 +38,7 @@ def headlines() -> str:
         ],
         [
             "GFSA / baseline: time of a training step",
-            "; ".join(ratios),
+            f"{shapes[0]} to {shapes[-1]}, {len(steps)} models",
             "filters.md#beside-other-processes",
         ],
         [
