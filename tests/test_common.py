@@ -14,7 +14,10 @@ from transformers import AutoModel, Wav2Vec2Model
 
 from hf_graphfilter import GraphFilter, GraphFilterError, filter_parameters, filter_status, patch_model, unpatch_model
 from hf_graphfilter.analysis.observing import Reader, observe
+from hf_graphfilter.filters.contranorm import ContraNorm
 from hf_graphfilter.filters.core.attached import filters_of
+from hf_graphfilter.filters.core.power_series import PowerSeries
+from hf_graphfilter.filters.gfsa import GFSA
 from hf_graphfilter.ops.heads import repeat_heads
 
 DECODERS = [name for name, family in FAMILIES.items() if family.kind in ("decoder", "encoder-decoder")]
@@ -23,6 +26,7 @@ PADDED = [
     for name, family in FAMILIES.items()
     if family.kind not in ("vision", "audio", "composite") and name != "whisper"
 ]
+JOINT = (GFSA, PowerSeries, ContraNorm)  # which apply A through ShiftOperator.polynomial or a joint form
 
 families = pytest.mark.parametrize("family", [pytest.param(f, id=n) for n, f in FAMILIES.items()])
 backends = pytest.mark.parametrize("backend", ["sdpa", "eager"])
@@ -97,6 +101,19 @@ def test_equals_the_dense_form(family, entry, backend):
 @each_filter(FAMILIES)
 @pytest.mark.parametrize("padding", [0, 3])
 def test_gradients_equal_the_dense_form(family, entry, padding):
+    check_gradients(family, entry, padding)
+
+
+@pytest.mark.feature("Filtering: gradients of the joint form equal to those through explicit matrices")
+@combinations(FAMILIES, lambda _, entry: issubclass(entry.config.module, JOINT), common(ONE_OF_A_KIND), FAMILIES)
+@pytest.mark.parametrize("padding", [0, 3])
+def test_gradients_of_the_joint_form_equal_the_dense_form(family, entry, padding, monkeypatch):
+    """Whatever the size; by itself it begins at sizes that these models do not have."""
+    monkeypatch.setattr("hf_graphfilter.ops.attention_polynomial.FEWEST_ENTRIES", 1)
+    check_gradients(family, entry, padding)
+
+
+def check_gradients(family, entry, padding):
     plain, inputs = family.build().double(), family.inputs(torch.float64)
     if padding:
         if "attention_mask" not in inputs:

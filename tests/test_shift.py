@@ -1,5 +1,7 @@
 """The shift operator and the kernels under it, against explicit matrices."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -505,3 +507,17 @@ def test_memory_is_linear_in_tokens():
         sizes[tokens] = largest.size
     assert sizes[4096] <= 2 * sizes[2048]
     assert sizes[4096] < 4096 * 4096 // 8
+
+
+def test_threads_do_not_share_their_scratch_memory():
+    q, k, v = tensors(4, 3, 70, 8)
+    c = [None, *torch.ones(2, 3, dtype=torch.float64)]
+    parts = [[x[i : i + 1].clone().requires_grad_() for x in (q, k, v)] for i in range(4)]
+
+    def gradients(inputs):
+        return [torch.autograd.grad(apply_polynomial(*inputs, c)[0].square().sum(), inputs) for _ in range(20)][-1]
+
+    expected = [gradients(inputs) for inputs in parts]
+    with ThreadPoolExecutor(4) as pool:
+        found = [*pool.map(gradients, parts)]
+    torch.testing.assert_close(found, expected)

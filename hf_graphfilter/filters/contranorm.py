@@ -63,8 +63,10 @@ class ContraNorm(PerHead):
     def _limit(self, signal: Tensor) -> Tensor:
         """Clamp a signal where its similarities would leave float32; the softmax of those would be NaN."""
         most = self._largest(signal)
-        if on_plain_cpu(signal) and -most <= signal.min() and signal.max() <= most:
-            return signal
+        if on_plain_cpu(signal) and signal.numel():
+            lowest, highest = signal.detach().aminmax()
+            if -most <= lowest and highest <= most:
+                return signal
         return signal.clamp(-most, most)
 
     def _largest(self, signal: Tensor) -> float:

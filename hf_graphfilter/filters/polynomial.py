@@ -43,8 +43,8 @@ class Polynomial(PowerSeries):
 
     def __init__(self, config: PolynomialConfig, site: AttentionSite):
         super().__init__(config, site)
-        in_powers = config.basis in ("monomial", "bernstein")
-        self.steps = () if in_powers else recurrence(config.basis, *config.parameters)
+        of_powers = config.basis in ("monomial", "bernstein")
+        self.steps = () if of_powers else recurrence(config.basis, *config.parameters)
         self.rows = monomials(config.basis, *config.parameters)
         # float32 loses less than six of its 24 bits in powers of A, which are the faster form
         self.in_powers = max(sum(map(abs, row)) for row in self.rows) <= 2**5

@@ -10,10 +10,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..errors import GraphFilterError
 from ..ops.attention_polynomial import polynomial_form
+from ..ops.combine import Coefficients
 from ..ops.eager_cpu import on_plain_cpu
 from ..ops.heads import repeat_heads
 from ..shift.attention import AttentionCall, AttentionShift
-from ..shift.operator import Coefficients, ShiftOperator
+from ..shift.operator import ShiftOperator
 from .losses import present
 
 

@@ -7,7 +7,7 @@ in memory that all layers share, which saves more than the products: see ``ops.a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from .attention_pieces import (
     write_product,
     write_sum,
 )
-from .combine import combine, per_head
+from .combine import Coefficients, combine, per_head
 from .eager_cpu import on_plain_cpu
 from .heads import repeat_heads
 from .random_masks import draw_masks, drop, scale_of_kept
@@ -37,8 +37,6 @@ from .random_masks import draw_masks, drop, scale_of_kept
 MOST_TOKENS = {False: 1024, True: 4096}
 FEWEST_ENTRIES = 1 << 16
 KEPT = 1 << 23  # entries of A that one call may keep for its backward pass; with more, A is formed again
-
-Coefficients = Sequence[Tensor | None]
 
 
 def polynomial_form(
@@ -60,8 +58,9 @@ def polynomial_form(
     heads = query.shape[1]
     options: dict[str, Any] = {"scale": scale, "causal": causal, "dropout": dropout}
     if len(coefficients) == 3 and (both := triton.apply_twice(query, key, value, mask, **options)):
-        terms = zip(coefficients, (repeat_heads(value, heads), *both), strict=True)
-        return combine([(c, x) for c, x in terms if c is not None]), [both[0]]
+        constant, *others = coefficients
+        terms = [] if constant is None else [(constant, repeat_heads(value, heads))]
+        return combine([*terms, *((c, x) for c, x in zip(others, both, strict=True) if c is not None)]), [both[0]]
     if not can_apply(query, key, value, mask, coefficients, causal, dropout, exact):
         return None
     return apply_polynomial(query, repeat_heads(key, heads), repeat_heads(value, heads), coefficients, mask, **options)
@@ -79,8 +78,8 @@ def can_apply(
 ) -> bool:
     """Return whether ``apply_polynomial`` is the faster form: on the CPU, with a mask that needs no gradient.
 
-    Without dropout it equals calls of attention up to rounding, so that it is not for where results are to be
-    ``exact``.
+    It equals calls of attention up to rounding, and draws other dropout masks. So where results are to be ``exact``, it
+    is for several applications with dropout only, which no single call of the model draws.
 
     The answer is the same with and without gradients: checkpointing runs the forward pass in both ways, and must find
     the same numbers and draw the same masks.
@@ -94,7 +93,8 @@ def can_apply(
         and not (mask is not None and mask.requires_grad)
         and query.shape[0] == key.shape[0] == value.shape[0]
         and tokens == key.shape[2] == value.shape[2]
-        and (0 < dropout < 1 or (dropout == 0 and not exact and _is_faster(query, causal)))
+        and not (exact and (dropout == 0 or len(coefficients) == 2))
+        and (0 < dropout < 1 or (dropout == 0 and _is_faster(query, causal)))
     )
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+Coefficients = Sequence[Tensor | None]  # one per term, (heads,), or None where the term is left out
 
 
 def combine(terms: list[tuple[Tensor, Tensor]]) -> Tensor:

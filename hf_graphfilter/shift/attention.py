@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from ..errors import UNSEEN, GraphFilterError
+from ..ops.combine import Coefficients
 from ..ops.explicit import matrix_of
 from ..ops.heads import repeat_heads
 from ..ops.visibility import average, average_of_seen, seen_by_mask
 from .earlier_layers import EarlierLayers
-from .operator import Coefficients, DenseShift, PastRows, ShiftOperator
+from .operator import DenseShift, PastRows, ShiftOperator
 
 
 class AttentionCall(NamedTuple):

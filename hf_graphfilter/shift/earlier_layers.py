@@ -23,10 +23,6 @@ class EarlierLayers:
     A layer that gradient checkpointing runs again finds what it found before, and leaves nothing. Some modules apply
     their attention several times, as vision towers do image by image. There each call finds what the calls with the
     same number left.
-
-    A layer that gradient checkpointing runs once more finds what it found before, and leaves nothing. Where a layer
-    applies its attention several times, as vision towers do image by image, each call finds what the calls of its
-    number left.
     """
 
     def __init__(self) -> None:

@@ -8,17 +8,14 @@ softmax. Attention is linear in its value argument, so any attention function *i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from ..errors import GraphFilterError
-from ..ops.combine import combine
+from ..ops.combine import Coefficients, combine
 from ..ops.heads import repeat_heads
 from ..ops.visibility import average_of_seen
-
-Coefficients = Sequence[Tensor | None]
 
 
 class PastRows(Protocol):
