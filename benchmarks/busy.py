@@ -10,7 +10,6 @@ Writes benchmarks/results/busy-cpu.csv; ``--only SHAPE`` measures one and keeps 
 
 from __future__ import annotations
 
-import csv
 import json
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from measure import (
     make_pass,
     percentiles,
     random_heads,
+    read_others,
     rounds,
     show,
     stamp,
@@ -118,19 +118,10 @@ def measure(shape: str, processes: int, seconds: float, loads: list[int]) -> Ite
     peaks = {form: round(run(form), 1) for form in list_forms(shape)}  # type: ignore[call-overload]
     for number, load in enumerate(loads):
         times = {form: [t for times in runs for t in times[number][form]] for form in peaks}  # type: ignore[index]
-        fields = {
-            "case": shape,
-            "n": "",
-            "causal": "",
-            "pass": f"{PASSES[True] if shape == BATCHED else STEP}, {load} busy",
-        }
+        which = f"{PASSES[True] if shape == BATCHED else STEP}, {load} busy"
+        fields = {**stamp("cpu", "torch", "transformers"), "case": shape, "n": "", "causal": "", "pass": which}
         for form, values in times.items():
-            yield {
-                **stamp("cpu", "torch", "transformers"),
-                **fields,
-                "form": form,
-                "peak_mb": peaks[form],
-            } | percentiles(values, times["plain"])
+            yield {**fields, "form": form, "peak_mb": peaks[form], **percentiles(values, times["plain"])}
 
 
 def main() -> None:
@@ -143,10 +134,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6.0, help="of rounds for each process and load")
     parser.add_argument("--loads", type=int, nargs="+", default=[0, 1, 2], help="numbers of busy processes")
     options = parser.parse_args()
-    file, table = options.output / "busy-cpu.csv", []
-    if options.only and file.is_file():
-        with file.open() as before:
-            table = [row for row in csv.DictReader(before) if row["case"] != options.only]
+    file = options.output / "busy-cpu.csv"
+    table = read_others(file, options.only)
     for shape in [options.only] if options.only else shapes:
         table += show([*measure(shape, options.processes, options.seconds, options.loads)])
         write(table, file, FIELDS)

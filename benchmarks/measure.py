@@ -156,6 +156,14 @@ def write(rows: list[dict], output: Path, fields: list[str] = FIELDS) -> None:
     print(f"wrote {output}")
 
 
+def read_others(file: Path, only: str | None) -> list[dict]:
+    """Return the rows of a CSV file that measuring ``only`` one form or case leaves as they are; none without it."""
+    if not only or not file.is_file():
+        return []
+    with file.open() as before:
+        return [row for row in csv.DictReader(before) if only not in (row["form"], row["case"])]
+
+
 # --------------------------------------------------------------------------------------------------------------- time
 
 

@@ -12,9 +12,7 @@ times one of them, and keeps the rows of the others.
 
 from __future__ import annotations
 
-import csv
-
-from measure import Benchmark, write
+from measure import Benchmark, read_others, write
 from shapes import bert, gpt2, narrow, patch_filter, training_step
 
 from hf_graphfilter import GraphFilterError, available_filters
@@ -28,10 +26,7 @@ def main() -> None:
     only, device = benchmark.only, benchmark.device
     size = {"num_hidden_layers": 1} if benchmark.smoke else {}
     file = benchmark.output / f"menu-{device}-steps.csv"
-    table = []
-    if only and file.is_file():
-        with file.open() as before:
-            table = [row for row in csv.DictReader(before) if only not in (row["form"], row["case"])]
+    table = read_others(file, only)
     for case in [only] if only in SHAPES else SHAPES:
         build, batch, n, causal = SHAPES[case](False, device, **size)
         plain = training_step(build().to(device).train(), batch)

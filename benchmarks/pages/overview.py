@@ -48,7 +48,7 @@ def headlines() -> str:
         ],
     ]
     table = [[what, result, f"[details](docs/{page})"] for what, result, page in table]
-    return f"{markdown_table(['measured', 'result', 'more'], table)}\n\nTimes on the CPU: {where(steps)}"
+    return f"{markdown_table(['measured', 'result', 'more'], table)}\n\nTimes on the CPU: {where([*steps, *compared])}"
 
 
 def demo_results() -> dict:
