@@ -179,6 +179,7 @@ TASKS = {"reviews": Reviews, "images": Images, "text": Text, "translation": Tran
 BRIEF, SHORT, LONG = 150_000, 1_000_000, 4_000_000
 HALF_HOUR = 2_300_000  # of MiniLM's first stage, on two cores
 ADAPTED = {"train": "lora", "stages": {"attention": 0.5, "logits": 0.5}}
+LATE = {"train": "lora", "stages": {"attention": 0.3, "logits": 0.7}}
 NEXT_TOKEN = {"train": "lora", "stages": {"attention": 0.5, "task": 0.5}}  # as LoLCATs has it
 CASES = {
     **{f"reviews-agf-{w}": Case("reviews", SHORT, {"window": w}) for w in (0, 4, 16, 32, 64, 128)},
@@ -198,6 +199,10 @@ CASES = {
     "text-half": Case("text", BRIEF, {"layers": "odd", **ADAPTED}),
     "text-auto": Case("text", BRIEF, {"layers": "auto:50%", **ADAPTED}),
     "text-agf": Case("text", BRIEF, ADAPTED),
+    "text-agf-no-singular-values": Case("text", BRIEF, {"K": 0, **ADAPTED}),
+    "text-far-field": Case("text", BRIEF, {"filter": "far_field", **ADAPTED}),
+    "text-far-field-late": Case("text", BRIEF, {"filter": "far_field", **LATE}),
+    "text-far-field-128": Case("text", BRIEF, {"filter": "far_field", "window": 128, **ADAPTED}),
     "text-agf-no-sinks": Case("text", BRIEF, {"sinks": 0, **ADAPTED}),
     "text-hedgehog-sinks": Case("text", BRIEF, {"filter": "hedgehog", "sinks": 4, **ADAPTED}),
     "text-lolcats": Case("text", BRIEF, {"filter": "hedgehog", **NEXT_TOKEN}),

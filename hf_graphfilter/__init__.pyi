@@ -6,6 +6,7 @@ from .patching.status import filter_parameters as filter_parameters, filter_stat
 from .filters.gfsa import GFSAConfig as GFSAConfig
 from .filters.agf import AGFConfig as AGFConfig
 from .filters.singularformer import SingularformerConfig as SingularformerConfig
+from .filters.far_field import FarFieldConfig as FarFieldConfig
 from .filters.hedgehog import HedgehogConfig as HedgehogConfig
 from .filters.kernelution import KernelutionConfig as KernelutionConfig
 from .filters.synvolution import SynvolutionConfig as SynvolutionConfig

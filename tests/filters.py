@@ -30,6 +30,7 @@ from hf_graphfilter.filters.centered import CenteredConfig
 from hf_graphfilter.filters.contranorm import ContraNormConfig
 from hf_graphfilter.filters.core.power_series import FromFirstLayerConfig
 from hf_graphfilter.filters.dex import DexConfig
+from hf_graphfilter.filters.far_field import FarFieldConfig
 from hf_graphfilter.filters.featscale import FeatScaleConfig
 from hf_graphfilter.filters.gated import GatedConfig
 from hf_graphfilter.filters.neutreno import NeuTRENOConfig
@@ -145,6 +146,9 @@ FILTERS["hedgehog"] = Entry(
     oracle.hedgehog_matrix,
     quick=False,
     common="none",
+)
+FILTERS["far_field"] = Entry(
+    FarFieldConfig(window=2, sinks=1, position_bias="drop"), oracle.far_field_matrix, quick=False, common="some"
 )
 FILTERS["linear-attention"] = Entry(
     LinearAttentionConfig(init="blend", sharpness=3.0, position_bias="drop"),

@@ -81,13 +81,12 @@ def agf_matrix(A, c, config, seen):
     return in_the_place_of(A, spectral_matrix(u, projected("sigma"), v, theta, config, seen.allowed), c, config, seen)
 
 
-def in_the_place_of(A, H, c, config, seen):
+def in_the_place_of(A, H, c, config, seen, close=None):
     """``H`` with the window and sinks that a filter in the place of attention may mix in, blended with ``A``."""
     if config.window:
         t = torch.arange(A.shape[-1])
-        there = seen.allowed.any(-2, keepdim=True)
-        first = there & (there.cumsum(-1) <= config.sinks)
-        near = seen.allowed & (((t[:, None] - t).abs() <= config.window) | first)
+        close = (t[:, None] - t).abs() <= config.window if close is None else close
+        near = seen.allowed & (close | first_tokens(config, seen))
         scores = seen.scores.masked_fill(~near, -1e30)
         tokens = seen.allowed & ~near if config.far == "beyond" else seen.allowed
         count = tokens.sum(-1, keepdim=True).clamp(min=int(config.far == "all"))
@@ -97,6 +96,26 @@ def in_the_place_of(A, H, c, config, seen):
         H = share * scores.softmax(-1) * near + (1 - share) * H
     gate = c["gate"].to(A.dtype).view(-1, 1, 1) if "gate" in c else 1.0
     return (1 - gate) * A + gate * H
+
+
+def first_tokens(config, seen):
+    there = seen.allowed.any(-2, keepdim=True)
+    return there & (there.cumsum(-1) <= config.sinks)
+
+
+def far_field_matrix(A, c, config, seen):
+    """Near tokens by their scores; a softmax over the far tokens per feature, read by a softmax over features."""
+    block = torch.arange(A.shape[-1]) // config.window
+    close = (block[:, None] - block).abs() <= 1
+    far = seen.allowed & ~close & ~first_tokens(config, seen)
+
+    def features(x, name):
+        weight = seen.weights[f"{name}.weight"].to(x.dtype)
+        return x @ weight.repeat_interleave(x.shape[1] // len(weight), 0)
+
+    V = features(seen.key, "map_key")[:, :, None].masked_fill(~far[..., None], -1e30).softmax(3) * far[..., None]
+    H = torch.einsum("bhtj,bhtsj->bhts", features(seen.query, "map_query").softmax(-1), V)
+    return in_the_place_of(A, H, c, config, seen, close)
 
 
 def singular_matrix(A, c, config, seen):

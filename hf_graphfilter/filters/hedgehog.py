@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..ops import spectral
 from ..ops.heads import repeat_heads
 from ..ops.polynomials import recurrence
 from ..shift.attention import AttentionShift
 from .core.build import register_filter
+from .core.head_map import HeadMap
 from .core.replacing import ReplacingConfig, ReplacingFilter
 from .core.site import AttentionSite
-from .core.window import in_dtype_of
 
 CITATION = """@inproceedings{zhang2024hedgehog,
   title     = {The Hedgehog \\& the Porcupine: Expressive Linear Attentions with Softmax Mimicry},
@@ -30,23 +30,12 @@ CITATION = """@inproceedings{zhang2024hedgehog,
 _ONE = recurrence("monomial", 0, 0.0, 0.0)
 
 
-class FeatureMap(nn.Module):
-    """The logarithm of ``softmax over features [x W, -x W]``, where W starts as the identity.
-
-    W is (heads, features, features).
-    """
-
-    def __init__(self, heads: int, features: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(heads, features, features))
-
-    def reset_parameters(self) -> None:
-        with torch.no_grad():
-            self.weight.copy_(torch.eye(self.weight.shape[-1]).expand_as(self.weight))
+class FeatureMap(HeadMap):
+    """The logarithm of ``softmax over features [x W, -x W]``, where W starts as the identity."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``x`` (batch, heads, tokens, features) to twice as many features, in float32 or wider."""
-        mapped = spectral.to_float32(in_dtype_of(self, x) @ self.weight)
+        mapped = super().forward(x)
         return torch.cat([mapped, -mapped], -1).log_softmax(-1)
 
 

@@ -122,9 +122,18 @@ class ReplacingFilter(GraphFilter):
                 f"{self.site_name}: {type(self).__name__}.filtered left shift.state empty, but a replacement filter "
                 "knows of past tokens only what it keeps there: fill it, or use use_cache=False"
             )
+        return self.add_window(out, shift, shift.hidden, value)
+
+    def add_window(self, out: Tensor, shift: AttentionShift, hidden: Tensor, value: Tensor) -> Tensor:
+        """Return ``out``, which ``filtered`` gave, with the window mixed in."""
         if self.outside is None or self.switched_off == "window":
             return out
-        return mix_window(self, out, self.outside, shift, shift.hidden, value)
+        return mix_window(self, out, self.outside, shift, hidden, value)
+
+    @property
+    def span(self) -> int:
+        """The number of tokens up to which every token of a text is within the window of all others."""
+        return self.config.window and self.config.window + 1
 
     def _spans_all(self, shift: AttentionShift) -> bool:
         """Return whether the window covers all tokens, so that the model's own attention is enough, and faster."""
@@ -133,7 +142,7 @@ class ReplacingFilter(GraphFilter):
             return False
         same_scores = not self.position_bias or config.position_bias == "window"
         no_part = self.switched_off is None and shift.state is None
-        return same_scores and no_part and shift.key.shape[2] <= (config.window and config.window + 1)
+        return same_scores and no_part and shift.key.shape[2] <= self.span
 
     def _add_zero_gradients(self, out: Tensor) -> Tensor:
         """Return ``out`` with a zero gradient for each parameter; DistributedDataParallel waits for all of them."""

@@ -21,6 +21,7 @@ class AttentionSite:
         index: number of the layer in its stack, from 0.
         hidden_size: number of features of the module's input; None if the module does not pass its input on.
         head_dim: number of features of a query head.
+        key_heads: number of key and value heads; 0 stands for ``heads``.
         value_dim: number of features of a value head (fewer in latent attention); 0 stands for ``head_dim``.
         position_bias: whether the module adds a learned bias of positions to its scores (T5).
         sliding_window: number of tokens that a token sees; None for all.
@@ -46,6 +47,8 @@ class AttentionSite:
     other_scores: str = ""
     stack_module: nn.Module | None = None
     value_dim: int = 0
+    key_heads: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "key_heads", self.key_heads or self.heads)
         object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)

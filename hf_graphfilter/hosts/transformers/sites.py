@@ -117,13 +117,15 @@ def _describe(model: nn.Module, name: str, module: Any) -> dict[str, Any]:
     projection = next((m for m in module.children() if isinstance(m, (nn.Linear, Conv1D))), None)
     inputs = None if projection is None else getattr(projection, "in_features", projection.weight.shape[0])
     head_dim = next((d for name in _HEAD_DIMS if isinstance(d := getattr(module, name, None), int)), None)
+    heads, groups = _heads(module) or 1, getattr(module, "num_key_value_groups", 1)
     return {
-        "heads": _heads(module),
+        "heads": heads,
+        "key_heads": heads // groups if isinstance(groups, int) else heads,
         "causal": declares_causal(module),
         "position_bias": _position_bias(model, name),
         "stack_module": _stack_module(model, name),
         "hidden_size": inputs if passes_on else None,
-        "head_dim": head_dim or (inputs or 0) // (_heads(module) or 1),
+        "head_dim": head_dim or (inputs or 0) // heads,
         "value_dim": getattr(module, "v_head_dim", 0),
         "sliding_window": getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)),
         "in_windows": any(getattr(part, "window_size", None) for part in module.modules()),

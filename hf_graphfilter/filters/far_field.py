@@ -1,0 +1,274 @@
+"""Far field: exact attention to the near tokens, linear attention to the far ones.
+
+Sources: near and far field in Nguyen et al., "FMMformer" (NeurIPS 2021); the window beside linear attention that leaves
+it out, and the learned feature map, in Zhang et al., "LoLCATs: On Low-Rank Linearizing of Large Language Models" (ICLR
+2025), Eq. 7; the normalisation of the features in Wi et al. (IJCAI 2025), Eq. 7 and 8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..errors import GraphFilterError
+from ..ops import far_field, spectral
+from ..ops.exporting import is_exporting
+from ..ops.far_field import FarMeans, Sinks, join_neighbours, split_blocks
+from ..ops.heads import repeat_heads
+from ..shift.attention import AttentionShift
+from .core.build import register_filter
+from .core.fields import check_limits
+from .core.head_map import HeadMap
+from .core.replacing import ReplacingConfig, ReplacingFilter
+from .core.site import AttentionSite
+from .core.window import in_dtype_of
+
+CITATION = """@inproceedings{nguyen2021fmmformer,
+  title     = {{FMMformer}: Efficient and Flexible Transformer via Decomposed Near-field and Far-field Attention},
+  author    = {Tan M. Nguyen and Vai Suliafu and Stanley J. Osher and Long Chen and Bao Wang},
+  booktitle = {Advances in Neural Information Processing Systems},
+  year      = {2021}
+}"""
+
+
+class FarField(ReplacingFilter):
+    """Softmax attention to near tokens with one more key, which stands for all far ones; O(n d (window + d)) time.
+
+    Tokens form blocks of ``window``. A token attends exactly to its own block, the one before it (in encoders also the
+    one after it) and the sinks. All other tokens are far: block by block, each feature ``a`` keeps the mean of their
+    values, weighted by ``exp(a(key))``. A query reads ``softmax(a(query))`` times these means. The learned estimate
+    ``outside(X)`` of the mean far score, plus the logarithm of the number of far tokens, is the score of this key.
+
+    Keys and values keep their own number of heads. Decoding changes the means at the ends of blocks only.
+    """
+
+    config: FarFieldConfig
+
+    def __init__(self, config: FarFieldConfig, site: AttentionSite):
+        super().__init__(config, site)
+        self.key_heads = site.key_heads
+        self.map_query = HeadMap(site.heads, site.head_dim)
+        self.map_key = HeadMap(site.key_heads, site.head_dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.map_query.reset_parameters()
+        self.map_key.reset_parameters()
+
+    @property
+    def span(self) -> int:
+        return 2 * self.config.window
+
+    def add_window(self, out: Tensor, shift: AttentionShift, hidden: Tensor, value: Tensor) -> Tensor:
+        return out
+
+    def filtered(self, shift: AttentionShift, value: Tensor) -> Tensor:
+        state, tokens = shift.state, shift.query.shape[2]
+        if shift.query.shape[-1] != self.map_query.weight.shape[-1]:
+            raise GraphFilterError(
+                f"{self.site_name}: far_field was made for {self.map_query.weight.shape[-1]} features per head, but "
+                f"the query has {shift.query.shape[-1]} (shape {tuple(shift.query.shape)})"
+            )
+        key = shift.key
+        if key.shape[2] > tokens:
+            key, value = key[:, :, -tokens:], value[:, :, -tokens:]
+        if key.shape[1] < self.key_heads:
+            key, value = repeat_heads(key, self.key_heads), repeat_heads(value, self.key_heads)
+        causal, is_token = shift.visible()
+        is_token = None if is_token is None else is_token[:, -tokens:]
+        if state and is_token is None and "is_token" in state:
+            is_token = state["is_token"].new_ones(key.shape[0], tokens)
+        if state and is_token is not None and "is_token" not in state:
+            self._begin_mask(state)
+        if tokens == 1 and state and self._count_kept(state) + 1 < 2 * self.config.window:
+            return self._step(shift, key, value, state, is_token)
+        return self._attend(shift, key, value, is_token, causal or state is not None)
+
+    def _attend(
+        self, shift: AttentionShift, key: Tensor, value: Tensor, is_token: Tensor | None, causal: bool
+    ) -> Tensor:
+        """Filter any number of tokens, after those of ``shift.state``."""
+        block, state, masked = self.config.window, shift.state or {}, is_token is not None
+        tokens, begin = key.shape[2], self._count_kept(state) if state else 0
+        sinks = self._find_sinks(state, key, value, is_token)
+        is_token = key.new_ones(1, tokens, dtype=torch.bool) if is_token is None else is_token
+        if state:
+            front = self._count_front(state)
+            key, value = (torch.cat([state[n][:, :, front:], x], 2) for n, x in (("key", key), ("value", value)))
+            is_token = torch.cat([state["is_token"] if masked else is_token.new_ones(1, begin), is_token], 1)
+        total = begin + tokens
+        missing = -total % block if shift.state is None else block - total % block
+        if is_exporting():  # two blocks at least, and some of it padding: the same graph for any length
+            missing = 2 * block - total % block
+        keys, values = (split_blocks(functional.pad(x, (0, 0, 0, missing)), block) for x in (key, value))
+        is_token = functional.pad(is_token, (0, missing))
+        at = torch.arange(is_token.shape[1], device=key.device)
+        is_far = (is_token & ~(sinks.at[..., None] == at).any(1)).unflatten(1, (-1, block))
+        past = FarMeans(state["mass"], state["mean"]) if "mass" in state else None
+        logits = split_blocks(self.map_key(keys.flatten(2, 3)), block)
+        logits = logits.masked_fill(~is_far[:, None, ..., None], far_field.NEVER)
+        means = far_field.far_of_blocks(far_field.summarize_blocks(logits, values), past, causal)
+        count = far_field.count_far(is_far, causal)
+        count = count + state["log_count"][..., 0].exp() if "mass" in state else count
+
+        def by_block(x: Tensor) -> Tensor:  # (batch, heads, tokens, features) as the keys lie
+            grouped = functional.pad(x, (0, 0, begin, missing)).unflatten(1, (key.shape[1], -1))
+            return split_blocks(grouped, block).transpose(2, 3)
+
+        left = by_block(self.map_query(shift.query).softmax(-1))
+        out = (left.flatten(3, 4) @ means.mean.to(left.dtype)).unflatten(3, left.shape[3:5])
+        if self.switched_off != "window":
+            assert shift.hidden is not None
+            assert self.outside is not None
+            estimate = self.outside(in_dtype_of(self.outside, shift.hidden)).mT.unsqueeze(-1)
+            estimate = by_block(spectral.to_float32(estimate))[..., 0] + count.log()[:, None, :, None, None]
+            estimate = torch.full_like(estimate, -torch.inf) if self.switched_off == "far" else estimate
+            there = is_token.unflatten(1, (-1, block))
+            seen = far_field.see_neighbours(there, sinks.seen(there.shape[1], block, causal), causal)
+            near_key, near_value = (
+                torch.cat([x[:, :, None].expand(-1, -1, y.shape[2], -1, -1), join_neighbours(y, 2, causal)], 3)
+                for x, y in ((sinks.key, keys), (sinks.value, values))
+            )
+            queries = by_block(shift.query)
+            out = far_field.attend_fields(queries, near_key, near_value, seen, shift.scaling, estimate, out)
+        if shift.state is not None:
+            self._remember(shift.state, key, value, is_token if masked else None, sinks, means, count)
+        return out.transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :, begin:total].to(value.dtype)
+
+    def _step(
+        self, shift: AttentionShift, key: Tensor, value: Tensor, state: dict[str, Tensor], is_token: Tensor | None
+    ) -> Tensor:
+        """Filter one token with few operations; the means of the far field stay as they are."""
+        batch, groups, _, features = key.shape
+        keys, values = torch.cat([state["key"], key], 2), torch.cat([state["value"], value], 2)
+        query = shift.query.reshape(batch * groups, -1, features) * shift.scaling
+        scores = spectral.to_float32(torch.bmm(query, keys.flatten(0, 1).mT))
+        if is_token is None:
+            state.update(key=keys, value=values)
+        else:
+            seen = torch.cat([state["sink_there"] & (state["sink_at"] < 0), state["is_token"], is_token], 1)
+            scores = scores.unflatten(0, (batch, -1)).masked_fill(~seen[:, None, None], far_field.NEVER).flatten(0, 1)
+            sinks, front = self._find_sinks(state, key, value, is_token), self._count_front(state)
+            state.update(sinks.flags(), is_token=torch.cat([state["is_token"], is_token], 1))
+            state["key"] = torch.cat([sinks.key, keys[:, :, front:]], 2)
+            state["value"] = torch.cat([sinks.value, values[:, :, front:]], 2)
+        values = values.flatten(0, 1)
+        if "mass" not in state or self.switched_off == "far":
+            return torch.bmm(scores.softmax(-1).to(values.dtype), values).view(batch, -1, 1, values.shape[-1])
+        left = self.map_query(shift.query).softmax(-1).reshape(*query.shape[:2], -1)
+        out = torch.bmm(left, state["mean"].flatten(0, 2).to(left.dtype))
+        if self.switched_off != "window":
+            assert shift.hidden is not None
+            assert self.outside is not None
+            estimate = self.outside(in_dtype_of(self.outside, shift.hidden)) + state["log_count"]
+            weights = torch.cat([scores, estimate.view(*query.shape[:2], 1)], -1).softmax(-1)
+            near = torch.bmm(weights[..., :-1].to(values.dtype), values)
+            out = torch.addcmul(near.to(out.dtype), weights[..., -1:].to(out.dtype), out)
+        return out.to(value.dtype).view(batch, -1, 1, values.shape[-1])
+
+    def _count_front(self, state: dict[str, Tensor]) -> int:
+        """Return how many sinks lie before the other keys of the state."""
+        return self.config.sinks if "mass" in state or "is_token" in state else 0
+
+    def _count_kept(self, state: dict[str, Tensor]) -> int:
+        return state["key"].shape[2] - self._count_front(state)
+
+    def _find_sinks(self, state: dict[str, Tensor], key: Tensor, value: Tensor, is_token: Tensor | None) -> Sinks:
+        """Return the first tokens of the text, given those of this call; ``is_token`` is None where all are tokens."""
+        count, front = self.config.sinks, self._count_front(state)
+        if not state:
+            if is_token is None:
+                return far_field.leading_sinks(count, key, value)
+            return far_field.find_sinks(count, key, value, is_token, 0)
+        if is_token is None and not front:
+            key, value = (torch.cat([state[n], x[:, :, :count]], 2) for n, x in (("key", key), ("value", value)))
+            return far_field.leading_sinks(count, key, value)
+        first_key, first_value = (state[name][:, :, :front] for name in ("key", "value"))
+        if is_token is None:
+            return far_field.past_sinks(first_key, first_value, self.config.window)
+        earlier = Sinks(state["sink_there"], state["sink_at"], first_key, first_value)
+        return far_field.find_sinks(count, key, value, is_token, self._count_kept(state), earlier)
+
+    def _begin_mask(self, state: dict[str, Tensor]) -> None:
+        """Say of each token of a state that it is one, as some of those that follow are not."""
+        (batch, _, _, _), front, kept = state["key"].shape, self._count_front(state), self._count_kept(state)
+        sinks = self._find_sinks(state, state["key"][:, :, :0], state["value"][:, :, :0], None)
+        state["key"] = torch.cat([sinks.key, state["key"][:, :, front:]], 2)
+        state["value"] = torch.cat([sinks.value, state["value"][:, :, front:]], 2)
+        state.update(sinks.flags(batch), is_token=state["key"].new_ones(batch, kept, dtype=torch.bool))
+
+    def _remember(
+        self,
+        state: dict[str, Tensor],
+        key: Tensor,
+        value: Tensor,
+        is_token: Tensor | None,
+        sinks: Sinks,
+        means: FarMeans,
+        count: Tensor,
+    ) -> None:
+        """Keep the last whole block and what follows it, the sinks before them, and the means of all earlier blocks."""
+        batch, _, total, _ = key.shape
+        following = total // self.config.window
+        left = max(0, following - 1) * self.config.window  # so many tokens have become far
+        kept = {}
+        if left:
+            kept = {name: x[:, :, following : following + 1].clone() for name, x in means._asdict().items()}
+            kept["log_count"] = count[:, following].log().expand(batch)[:, None, None].clone()
+        if is_token is not None:
+            kept |= {"is_token": is_token[:, left:total].clone(), **sinks._replace(at=sinks.at - left).flags(batch)}
+        state.update(kept)
+        front = self._count_front(state)
+        state["key"] = torch.cat([sinks.key[:, :, :front], key[:, :, left:]], 2)
+        state["value"] = torch.cat([sinks.value[:, :, :front], value[:, :, left:]], 2)
+
+
+@register_filter("far_field")
+@dataclass(frozen=True)
+class FarFieldConfig(ReplacingConfig):
+    """Exact attention to near tokens and linear attention to far ones, made for converting pretrained models.
+
+    A token attends exactly to its block of ``window`` tokens, to the neighbouring block and to the first tokens. All
+    tokens beyond are summarised by means of their values, one per learned feature, and enter the same softmax as one
+    more key. Time and memory are linear in the number of tokens. A text of at most two blocks gets exactly the original
+    attention.
+
+    Right after patching, a longer text is far from the original, except with ``init="blend"``; ``linearize`` or
+    ``transfer_attention`` fits it. It has far fewer parameters than AGF.
+
+    Args:
+        window (int, default 64): Number of tokens in a block. A token attends exactly to its own block and the one
+            before it, in encoders also to the one after it.
+        sinks (int, default 4): Number of first tokens of the text to which all others attend exactly, at most
+            ``window``.
+        far (str, default "beyond"): Only ``"beyond"``: the filter is responsible for the tokens outside these.
+        init, position_bias: Options of every replacement filter, see ``ReplacingConfig``.
+
+    Example:
+        >>> FarFieldConfig(window=128).sinks
+        4
+    """
+
+    module = FarField
+    citation = CITATION
+    formula = "softmax over [near scores, far score] of [V, softmax(a(Q)) M], M = means of V by exp(a(K))"
+    cost = "linear in the tokens"
+
+    window: int = 64
+    sinks: int = 4
+    far: Literal["all", "beyond"] = "beyond"
+
+    def validate(self) -> None:
+        check_limits(self, "window", least=1)
+        super().validate()
+        if self.sinks > self.window:
+            raise GraphFilterError(f"FarFieldConfig: sinks must be at most window={self.window}, got {self.sinks}")
+        if self.far != "beyond":
+            raise GraphFilterError("FarFieldConfig: far must be 'beyond', as near tokens are never in the far field")
+        if self.position_bias == "window":
+            raise GraphFilterError("FarFieldConfig: position_bias='window' is not supported: use 'drop' or 'refuse'")

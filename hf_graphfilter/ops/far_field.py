@@ -1,0 +1,228 @@
+"""Near and far field of attention over blocks of tokens: softmax over near blocks, running means over the far ones.
+
+All functions are made of plain operations, so that gradients, compilers and exports know them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .exporting import is_exporting
+from .nearby import first_there
+
+CHUNK = 32  # blocks whose running means are one product
+NEVER = -1e30  # logit of what is not there; finite, so that no inf - inf can arise
+
+
+class FarMeans(NamedTuple):
+    """Weighted means of values, one per feature, and the weight that they stand for.
+
+    Attributes:
+        mass: (batch, key heads, blocks, features), logarithm of the summed weights; float32 or wider.
+        mean: (batch, key heads, blocks, features, value features), of the same dtype.
+    """
+
+    mass: Tensor
+    mean: Tensor
+
+
+def split_blocks(x: Tensor, block: int) -> Tensor:
+    """Split the tokens, the dimension before the last: (..., tokens, features) to (..., blocks, block, features)."""
+    return x.unflatten(-2, (-1, block))
+
+
+def join_neighbours(blocks: Tensor, dim: int, causal: bool) -> Tensor:
+    """Return each block with its neighbours: the one before and, unless ``causal``, the one after.
+
+    Args:
+        blocks: blocks along ``dim``, their tokens along the dimension after it.
+        dim: 1 or more.
+        causal: whether later blocks are left out.
+
+    Returns:
+        The same shape with twice (``causal``) or three times as many tokens per block. Neighbours that do not exist are
+        zero.
+    """
+    absent = torch.zeros_like(blocks.narrow(dim, 0, 1))
+    before = torch.cat([absent, blocks.narrow(dim, 0, blocks.shape[dim] - 1)], dim)
+    if causal:
+        return torch.cat([before, blocks], dim + 1)
+    after = torch.cat([blocks.narrow(dim, 1, blocks.shape[dim] - 1), absent], dim)
+    return torch.cat([before, blocks, after], dim + 1)
+
+
+def summarize_blocks(logits: Tensor, value: Tensor) -> FarMeans:
+    """Return the mean of the values of each block, with weights ``exp(logits)``.
+
+    Args:
+        logits: (batch, key heads, blocks, block, features), float32 or wider; ``NEVER`` for tokens to leave out.
+        value: (batch, key heads, blocks, block, value features), zeros for these tokens.
+    """
+    weights = logits.softmax(3)
+    return FarMeans(logits.logsumexp(3), weights.mT @ value.to(weights.dtype))
+
+
+def accumulate_blocks(blocks: FarMeans, past: FarMeans | None = None) -> FarMeans:
+    """Return the running means: for each block that of itself, of all blocks before it, and of ``past``.
+
+    ``past`` has one block. All factors are at most 1, so nothing overflows however far the weights lie apart.
+    """
+    mass, mean = blocks.mass.mT, blocks.mean.transpose(2, 3)  # features before blocks
+    count = mass.shape[-1]
+    # a graph would be bound to the number of chunks; one is enough for it, and quadratic in blocks only
+    chunk = count if torch.compiler.is_compiling() or torch.jit.is_tracing() else CHUNK
+    if past is None:
+        start, start_mean = mass.new_full((*mass.shape[:3], 1), NEVER), torch.zeros_like(mean[..., :1, :])
+    else:
+        start, start_mean = past.mass.mT.to(mass.dtype), past.mean.transpose(2, 3).to(mean.dtype)
+    masses, means = [], []
+    for at in range(0, count, chunk):
+        logits = torch.cat([start, mass[..., at : at + chunk]], -1)
+        size = logits.shape[-1] - 1
+        upto = torch.ones(size, size + 1, dtype=torch.bool, device=mass.device).tril(1)
+        logits = torch.where(upto, logits[..., None, :], NEVER)
+        running = logits.softmax(-1) @ torch.cat([start_mean, mean[..., at : at + chunk, :]], -2)
+        masses.append(logits.logsumexp(-1))
+        means.append(running)
+        start, start_mean = masses[-1][..., -1:], running[..., -1:, :]
+    return FarMeans(torch.cat(masses, -1).mT, torch.cat(means, -2).transpose(2, 3))
+
+
+def far_of_blocks(blocks: FarMeans, past: FarMeans | None, causal: bool) -> FarMeans:
+    """Return for each block the means of all blocks that are no neighbours of it.
+
+    Args:
+        blocks: of each block alone.
+        past: means of what came before the first block, one block, in a causal module.
+        causal: whether later blocks are left out.
+    """
+    before = accumulate_blocks(_shift(blocks, 2), past)
+    if causal:
+        return before
+    mirrored = FarMeans(*(x.flip(2) for x in blocks))
+    after = FarMeans(*(x.flip(2) for x in accumulate_blocks(_shift(mirrored, 2))))
+    mass = torch.logaddexp(before.mass, after.mass)
+    parts = ((x.mass - mass).exp().unsqueeze(-1) * x.mean for x in (before, after))
+    return FarMeans(mass, sum(parts, torch.zeros_like(before.mean)))
+
+
+def _shift(blocks: FarMeans, by: int) -> FarMeans:
+    """Return the means of the block ``by`` blocks before each; there is nothing before the first."""
+    mass = functional.pad(blocks.mass, (0, 0, by, 0), value=NEVER)[:, :, : blocks.mass.shape[2]]
+    mean = functional.pad(blocks.mean, (0, 0, 0, 0, by, 0))[:, :, : blocks.mean.shape[2]]
+    return FarMeans(mass, mean)
+
+
+def count_far(is_far: Tensor, causal: bool) -> Tensor:
+    """Count the tokens in blocks that are no neighbours of each block: (batch, blocks, block) to (batch, blocks)."""
+    counts = is_far.sum(-1).float()
+    if causal:
+        return functional.pad(counts.cumsum(-1), (2, 0))[:, : counts.shape[-1]]
+    near = counts + functional.pad(counts, (1, 0))[:, :-1] + functional.pad(counts, (0, 1))[:, 1:]
+    return counts.sum(-1, keepdim=True) - near
+
+
+def see_neighbours(is_token: Tensor, sinks: Tensor, causal: bool) -> Tensor:
+    """Return which keys each query sees near it.
+
+    Args:
+        is_token: bool (batch, blocks, block).
+        sinks: bool (batch, blocks, sinks), whether a block sees each of the first tokens beside its neighbours.
+        causal: whether later tokens are left out.
+
+    Returns:
+        Bool (batch, blocks, block, sinks + keys), the keys as ``join_neighbours`` orders them.
+    """
+    block = is_token.shape[-1]
+    near = join_neighbours(is_token, 1, causal)[:, :, None].expand(-1, -1, block, -1)
+    if causal:
+        past = torch.ones(block, 2 * block, dtype=torch.bool, device=near.device).tril(block)
+        near = near & past
+    return torch.cat([sinks[:, :, None].expand(-1, -1, block, -1), near], -1)
+
+
+def attend_fields(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scaling: float, estimate: Tensor, far: Tensor
+) -> Tensor:
+    """Return softmax attention to the near keys, with all far tokens as one more key.
+
+    The score of that key is ``estimate``, and its value is ``far``: near and far field are parts of one softmax.
+
+    Args:
+        query: (batch, key heads, blocks, heads per key head, block, features).
+        key, value: (batch, key heads, blocks, keys, features).
+        seen: bool (batch or 1, blocks, block, keys).
+        scaling: of the scores.
+        estimate: (batch, key heads, blocks, heads per key head, block), float32 or wider; -inf where nothing is far.
+        far: of the shape of ``query``, with value features.
+
+    Returns:
+        The shape and dtype of ``far``.
+    """
+    # one more key, of zeros, makes room for the far field's score without a copy of the scores
+    key, value = (functional.pad(x, (0, 0, 0, 1)) for x in (key, value))
+    hidden = functional.pad(~seen, (0, 1))[:, None, :, None]
+    scores = (query * scaling).flatten(3, 4) @ key.mT  # float16 ends at 65,504
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).unflatten(3, query.shape[3:5])
+    scores = scores.masked_fill_(hidden, NEVER)
+    scores[..., -1] = estimate
+    weights = scores.softmax(-1)
+    near = (weights.to(value.dtype).flatten(3, 4) @ value).unflatten(3, query.shape[3:5])
+    return torch.addcmul(near.to(far.dtype), weights[..., -1:].to(far.dtype), far)
+
+
+class Sinks(NamedTuple):
+    """The first tokens of a text.
+
+    Attributes:
+        there: bool (batch or 1, sinks), False for those that the text does not have.
+        at: (batch or 1, sinks), their positions, counted from the first token of the oldest block that is at hand.
+        key: (batch, key heads, sinks, features).
+        value: (batch, key heads, sinks, value features).
+    """
+
+    there: Tensor
+    at: Tensor
+    key: Tensor
+    value: Tensor
+
+    def flags(self, batch: int | None = None) -> dict[str, Tensor]:
+        """Return what a state keeps beside keys and values, for a whole batch."""
+        there, at = (x if batch is None else x.expand(batch, -1).clone() for x in (self.there, self.at))
+        return {"sink_there": there, "sink_at": at}
+
+    def seen(self, blocks: int, block: int, causal: bool) -> Tensor:
+        """Return whether each block sees a sink beside its neighbours: bool (batch or 1, blocks, sinks)."""
+        distance = torch.arange(blocks, device=self.at.device)[:, None] - self.at[:, None] // block
+        return ((distance if causal else distance.abs()) >= 2) & self.there[:, None]
+
+
+def find_sinks(
+    count: int, key: Tensor, value: Tensor, is_token: Tensor, begin: int, earlier: Sinks | None = None
+) -> Sinks:
+    """Return the first ``count`` tokens among ``earlier`` ones and those of this call, which start at ``begin``."""
+    at = begin + torch.arange(is_token.shape[1], device=key.device).expand(key.shape[0], -1)
+    rows: tuple[Tensor, ...] = is_token.expand(key.shape[0], -1), at, key, value
+    if earlier is not None:
+        rows = tuple(torch.cat([x, y], x.dim() // 2) for x, y in zip(earlier, rows, strict=True))
+    rows = first_there(count, *rows)
+    missing = count - rows[0].shape[1]
+    return Sinks(*(functional.pad(x, (0, 0) * (x.dim() // 2 - 1) + (0, missing)) for x in rows))
+
+
+def leading_sinks(count: int, key: Tensor, value: Tensor) -> Sinks:
+    """Return the first ``count`` tokens of a text without padding."""
+    missing = count if is_exporting() else max(0, count - key.shape[2])
+    rows = (functional.pad(x, (0, 0, 0, missing))[:, :, :count] for x in (key, value))
+    at = torch.arange(count, device=key.device)[None]
+    return Sinks(at < key.shape[2], at, *rows)
+
+
+def past_sinks(key: Tensor, value: Tensor, block: int) -> Sinks:
+    """Return sinks that lie before all blocks at hand."""
+    at = torch.full((1, key.shape[2]), -2 * block, device=key.device)
+    return Sinks(torch.ones_like(at, dtype=torch.bool), at, key, value)

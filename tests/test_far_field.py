@@ -1,0 +1,112 @@
+"""The filter ``far_field``: exact near tokens, block states of far ones, decoding."""
+
+import copy
+
+import pytest
+import torch
+from models import FAMILIES
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_graphfilter import FarFieldConfig, GraphFilterError, patch_model
+from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
+from hf_graphfilter.ops import far_field
+from hf_graphfilter.ops.far_field import FarMeans
+
+
+def test_running_means_are_a_softmax_over_all_tokens_before_however_far_the_weights_lie_apart():
+    torch.manual_seed(0)
+    blocks, block = 2 * far_field.CHUNK + 3, 2
+    logits = 40 * torch.randn(1, 2, blocks, block, 3, dtype=torch.float64)
+    value = torch.randn(1, 2, blocks, block, 5, dtype=torch.float64)
+    alone = far_field.summarize_blocks(logits, value)
+    found = far_field.accumulate_blocks(alone)
+    start = FarMeans(found.mass[:, :, 9:10], found.mean[:, :, 9:10])
+    resumed = far_field.accumulate_blocks(FarMeans(*(x[:, :, 10:] for x in alone)), start)
+    for b in (0, 1, 9, far_field.CHUNK, blocks - 1):
+        before = logits[:, :, : b + 1].flatten(2, 3)
+        mean = before.softmax(2).mT @ value[:, :, : b + 1].flatten(2, 3)
+        torch.testing.assert_close(found.mean[:, :, b], mean)
+        torch.testing.assert_close(found.mass[:, :, b], before.logsumexp(2))
+        if b > 9:
+            torch.testing.assert_close(resumed.mean[:, :, b - 10], mean)
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_a_text_of_two_blocks_gets_the_original_attention(family):
+    plain, ids = FAMILIES[family].build().eval(), FAMILIES[family].inputs()["input_ids"][:, :9]
+    model = patch_model(copy.deepcopy(plain), "far_field", window=4, sinks=2)
+    no_cache = {"use_cache": False} if family == "llama" else {}
+    assert torch.equal(model(ids[:, :8], **no_cache)[0], plain(ids[:, :8], **no_cache)[0])
+    torch.testing.assert_close(model(ids[:, :8])[0], plain(ids[:, :8])[0])
+    assert not torch.allclose(model(ids)[0], plain(ids)[0], atol=1e-6)
+
+
+def build():
+    torch.manual_seed(0)
+    return patch_model(FAMILIES["llama"].build().eval(), "far_field", window=4, sinks=3)
+
+
+def pieces(model, ids, sizes, mask):
+    """The logits, call by call with a cache."""
+    cache, outputs, at = None, [], 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    for size in sizes:
+        here, at = slice(at, at + size), at + size
+        given = {} if mask.all() else {"attention_mask": mask[:, :at]}
+        out = model(ids[:, here], position_ids=positions[:, here], use_cache=True, **{CACHE: cache}, **given)
+        cache = out[1]
+        outputs.append(out[0])
+    return torch.cat(outputs, 1), cache
+
+
+@pytest.mark.parametrize("padding", [0, 1, 6])
+@pytest.mark.parametrize("sizes", [[1] * 21, [5, 1, 1, 7, *[1] * 7], [20, 1], [2, 19]], ids=str)
+def test_decoding_by_any_pieces_gives_what_one_pass_gives(sizes, padding):
+    model = build()
+    torch.manual_seed(0)
+    ids, mask = torch.randint(1, 90, (2, 21)), torch.ones(2, 21, dtype=torch.long)
+    mask[0, :padding] = 0
+    full = model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), use_cache=False)[0]
+    found, _ = pieces(model, ids, sizes, mask)
+    torch.testing.assert_close(found[mask.bool()], full[mask.bool()], rtol=0, atol=2e-6)
+
+
+class Calls(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_calls(model, cache, ids):
+    with Calls() as calls, torch.no_grad():
+        cache = model(ids, use_cache=True, **{CACHE: cache})[1]
+    return calls.count, cache
+
+
+def test_a_step_of_decoding_takes_few_calls_and_the_state_has_constant_size():
+    model, sizes = build(), set()
+    plain = FAMILIES["llama"].build().eval()
+    ids, all_there = torch.randint(1, 90, (1, 77)), torch.ones(1, 77)
+    cache, plain_cache = (pieces(m, ids[:, :33], [33], all_there[:, :33])[1] for m in (model, plain))
+    before, _ = count_calls(plain, plain_cache, ids[:, :1])
+    for step in range(4):
+        calls, cache = count_calls(model, cache, ids[:, :1])
+        sizes.add(sum(x.numel() for x in cache.layers[0].kept.values()))
+        if step < 2:  # within a block
+            assert calls <= before + 26 * model.config.num_hidden_layers
+    assert len(sizes) == 4  # it grows by one token until the block ends
+    _, longer = pieces(model, ids, [77], all_there)
+    assert sum(x.numel() for x in longer.layers[0].kept.values()) in sizes
+
+
+def test_bad_options_raise():
+    for options, wanted in (
+        ({"window": 0}, "window must be"),
+        ({"window": 2, "sinks": 3}, "sinks must be at most window=2"),
+        ({"far": "all"}, "far must be 'beyond'"),
+        ({"position_bias": "window"}, "use 'drop' or 'refuse'"),
+    ):
+        with pytest.raises(GraphFilterError, match=wanted):
+            FarFieldConfig(**options)
