@@ -379,7 +379,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="+", type=parse, default=[], metavar="NAME=VALUE", help="options of the filter")
     parser.add_argument("--without", help="a part of the filters that is switched off: window, far ...")
     parser.add_argument("--name", help="of the results; the model's if not given")
-    parser.add_argument("--what", nargs="+", choices=WHAT, default=WHAT)
+    parser.add_argument("--what", nargs="+", choices=WHAT, help="all if not given; with --without all but speed")
     parser.add_argument("--tasks", nargs="+", choices=("needle", *TASKS), default=("needle", *TASKS), metavar="TASK")
     parser.add_argument("--lengths", type=int, nargs="+", help="numbers of tokens, for all that is asked for")
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 8, 32), help="texts that are decoded at once")
@@ -393,15 +393,17 @@ def main() -> None:
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    if "speed" in options.what and options.without:
-        parser.error("--without: a part that is switched off takes its time all the same; choose --what")
+    if options.without and "speed" in (options.what or ()):
+        parser.error("--without: a part that is switched off takes its time all the same: leave speed out of --what")
+    options.what = options.what or [what for what in WHAT if what != "speed" or not options.without]
     if "speed" in options.what and options.rounds * STEPS + 2 > MOST:
         parser.error(f"--rounds: a static cache has room for {(MOST - 2) // STEPS}")
     subject, about = prepare(options)
+    filters = [graph_filter for _, graph_filter in filters_of(subject.model, required=False)]
+    if options.without and not (filters and all(options.without in f.branches() for f in filters)):
+        parser.error(f"--without: the filters of the model, if it has any, have no part {options.without}")
     results = Results(options.output / f"{about['name']}.json", about)
-    with contextlib.ExitStack() as stack:
-        if options.without:
-            stack.enter_context(switch_off(options.without, [f for _, f in filters_of(subject.model)]))
+    with switch_off(options.without, filters) if options.without else contextlib.nullcontext():
         for what in options.what:
             for cell, settings, call in SECTIONS[what](subject):
                 precision = {} if what == "speed" else {"precision": options.precision}

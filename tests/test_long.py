@@ -224,7 +224,7 @@ def test_the_program_resumes_and_its_tables_mark_what_the_original_cannot(tmp_pa
         return capsys.readouterr().out.splitlines()
 
     converted = str(tmp_path / "converted"), "--original", "original"
-    assert len(run("original")) == len(run(*converted)) == 2 + 4 + 2 + 1
+    assert len(run("original")) == len(run(*converted)) == 2 + 4 + 3
     file = tmp_path / "long" / "converted.json"
     content = json.loads(file.read_text())
     assert content["original"] == "original"
@@ -235,23 +235,14 @@ def test_the_program_resumes_and_its_tables_mark_what_the_original_cannot(tmp_pa
     content["measurements"] = content["measurements"][:-1]
     file.write_text(json.dumps(content))
     assert len(run(*converted)) == 1
-    control = (
-        "original",
-        "--filter",
-        "hedgehog",
-        "--set",
-        "window=8",
-        "sinks=2",
-        "--without",
-        "far",
-        "--what",
-        "quality",
-    )
+    control = "original", "--filter", "hedgehog", "--set", "window=8", "sinks=2", "--without", "far"
     with pytest.raises(SystemExit, match="another model"):
         run(*control)
-    assert len(run(*control, "--name", "window-8")) == 2
-    with pytest.raises(SystemExit):
-        run("original", "--without", "far")
+    assert len(run(*control, "--name", "window-8")) == 2 + 4, "all but speed"
+    for refused in ((*control, "--name", "window-8", "--what", "speed"), ("original", "--without", "far")):
+        with pytest.raises(SystemExit):
+            run(*refused)
+        assert "--without" in capsys.readouterr().err
     monkeypatch.setattr(sources, "RESULTS", tmp_path)
     assert "| `window-8` | " in long_texts.long_quality()
     assert re.search(
