@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from statistics import mean
 from typing import Any
 
-from retrieval import wilson
+from retrieval import TASKS, wilson
 
 from hf_graphfilter.tables import markdown_table
 from pages import sources
@@ -38,6 +38,10 @@ def number(value: float | None, digits: int = 3) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
+def added(model: dict) -> str:
+    return "none in use" if model["without"] else f"{model['added']:,}"
+
+
 def long_quality() -> str:
     """Return perplexity by position, the distance from the original, and what greedy generation shows."""
     models = read_models("decoder")
@@ -51,7 +55,7 @@ def long_quality() -> str:
         cells = [number(by[part]["perplexity"], 2) if part in by else "" for part in parts]
         nearness = [number(whole.get(name)) for name in ("divergence", "agreement")]
         windows = f"{m['settings']['samples']} x {m['tokens']:,}"
-        body.append([f"`{model['name']}`", f"{model['added']:,}", windows, *cells, *nearness])
+        body.append([f"`{model['name']}`", added(model), windows, *cells, *nearness])
     header = ["model", "parameters added", "windows", *(f"perplexity, {p} tokens before" for p in parts)]
     tables = [markdown_table([*header, "divergence", "agreement"], body)]
     written = [(model, m) for model in models for m in of(model, "generation")]
@@ -95,7 +99,7 @@ def long_retrieval() -> str:
     cells = {cell: None for found in by_model.values() for cell in found}
     if not cells:
         return NONE
-    tasks = list(dict.fromkeys(task for task, _ in cells))
+    tasks = ("needle", *TASKS)
     body = []
     for task, tokens in sorted(cells, key=lambda cell: (tasks.index(cell[0]), cell[1])):
         here = {name: found[task, tokens] for name, found in by_model.items() if (task, tokens) in found}
@@ -137,7 +141,7 @@ def long_encoders() -> str:
     for model in read_models("encoder"):
         values = {m["what"]: m for m in of(model, *names)}
         cells = [number(values[what]["values"][name], 4) if what in values else "" for what, name in names.items()]
-        body.append([f"`{model['name']}`", f"{model['added']:,}", *cells])
+        body.append([f"`{model['name']}`", added(model), *cells])
         found += values.values()
     if not found:
         return NONE
