@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 import torch
 from measure import RESULTS, hardware
 from real import TinyImages, perplexity, weights, wikitext
+from retrieval import copying, needle
 from torch import nn
 from transformers import (
     AutoModel,
@@ -134,38 +135,6 @@ class Translation(Task):
         for batch in batches:
             batch["decoder_input_ids"] = batch["input_ids"][:, :64]
         return batches
-
-
-@torch.no_grad()
-def copying(model: nn.Module, tokens: int, count: int = 8) -> float:
-    """Share of random tokens that are predicted right where they come a second time."""
-    draw = torch.Generator().manual_seed(0)
-    once = torch.randint(1000, 20000, (count, tokens), generator=draw)
-    right = []
-    for ids in torch.cat([once, once], 1).split(2):
-        predicted = model(ids, use_cache=False).logits[:, tokens:-1].argmax(-1)
-        right.append((predicted == ids[:, tokens + 1 :]).float().mean())
-    return torch.stack(right).mean().item()
-
-
-FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
-
-
-@torch.no_grad()
-def needle(model: nn.Module, tokenizer: Any, tokens: int, count: int = 10) -> float:
-    """Share of five-digit keys that are found again after so many tokens of filler, each digit likeliest in turn."""
-    draw, found = random.Random(0), 0
-    filler = tokenizer(FILLER * (tokens // 16 + 1))["input_ids"][:tokens]
-    for _ in range(count):
-        key = f"{draw.randrange(10_000, 100_000)}"
-        at = draw.randrange(0, len(filler) // 2)
-        said = tokenizer(f" The pass key is {key}. Remember it. {key} is the pass key. ")["input_ids"]
-        asked = tokenizer(" What is the pass key? The pass key is ")["input_ids"]
-        answer = tokenizer(key)["input_ids"]
-        ids = torch.tensor([[*filler[:at], *said, *filler[at:], *asked, *answer]])
-        predicted = model(ids, use_cache=False).logits[0, -len(answer) - 1 : -1].argmax(-1)
-        found += predicted.tolist() == answer
-    return found / count
 
 
 @dataclass

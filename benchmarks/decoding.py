@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 from measure import Benchmark, main
-from transformers import DynamicCache, GPT2Config, GPT2Model, StaticCache
+from transformers import DynamicCache, GPT2Config, GPT2Model, PreTrainedModel, StaticCache
 
 from hf_graphfilter import filter_parameters, patch_model
 from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
@@ -32,12 +32,14 @@ def build(form: str, device: str) -> GPT2Model:
     return model
 
 
-def fill_cache(model: GPT2Model, length: int, kind: str, device: str) -> DynamicCache | StaticCache:
-    """Return what a context of this length leaves behind."""
+def fill_cache(
+    model: PreTrainedModel, length: int, kind: str, device: str, batch: int = 1, filled: int = FILLED
+) -> DynamicCache | StaticCache:
+    """Return what contexts of this length leave behind, of which ``filled`` tokens are really run."""
     config = model.config
     cache = DynamicCache() if kind == "dynamic" else StaticCache(config=config, max_cache_len=length + MOST)
-    model(torch.randint(0, 1000, (1, FILLED), device=device), **{CACHE: cache})
-    times = -(-length // FILLED)
+    model(torch.randint(0, min(1000, config.vocab_size), (batch, filled), device=device), **{CACHE: cache})
+    times = -(-length // filled)
     for layer in cache.layers:
         kept = getattr(layer, "kept", {})
         if hasattr(layer, "length"):  # the state of an AGF, which is no more than after the tokens that were run
@@ -49,7 +51,7 @@ def fill_cache(model: GPT2Model, length: int, kind: str, device: str) -> Dynamic
             layer.known = layer.keys, layer.values  # else the filter sees that another has replaced them
         else:
             for x in (layer.keys, layer.values, *kept.values()):
-                x[:, :, :length] = repeat_tokens(x[:, :, :FILLED], times, length)
+                x[:, :, :length] = repeat_tokens(x[:, :, :filled], times, length)
             layer.cumulative_length.fill_(length)
     return cache
 
@@ -58,8 +60,10 @@ def repeat_tokens(x: torch.Tensor, times: int, length: int) -> torch.Tensor:
     return x.repeat(1, 1, times, 1)[:, :, :length].contiguous()
 
 
-def one_token(model: GPT2Model, cache: DynamicCache | StaticCache, device: str) -> Callable[[], object]:
-    token = torch.ones(1, 1, dtype=torch.long, device=device)
+def one_token(
+    model: PreTrainedModel, cache: DynamicCache | StaticCache, device: str, batch: int = 1
+) -> Callable[[], object]:
+    token = torch.ones(batch, 1, dtype=torch.long, device=device)
     return lambda: model(token, **{CACHE: cache})
 
 

@@ -36,9 +36,9 @@ def compare(model: nn.Module, original: Original, batches: list[Batch], causal: 
                 sums[name] = sums.get(name, 0) + value
         else:
             for which, outputs in pair.items():
-                embedded[which].append(_embeddings(outputs, batch))
+                embedded[which].append(embeddings(outputs, batch))
     if not sums:
-        return _of_embeddings(*(torch.cat(parts).double() for parts in embedded.values()))
+        return compare_embeddings(*(torch.cat(parts).double() for parts in embedded.values()))
     rows = sums["rows"]
     found = {
         "agreement": {"original": 1.0, "converted": (sums["agreement"] / rows).item()},
@@ -54,11 +54,10 @@ def _of_logits(pair: Mapping[str, Outputs], batch: Batch, vocabulary: float) -> 
     w, f = (logits_of(outputs) for outputs in pair.values())
     mask = mask_of_logits(batch, pair["original"])
     there = torch.ones(w.shape[:-1], device=w.device) if mask is None or mask.shape != w.shape[:-1] else mask.float()
-    likely = w.log_softmax(-1)
-    divergence = (likely.exp() * (likely - f.log_softmax(-1))).sum(-1)
+    agreement, divergence = compare_logits(w, f)
     sums = {
         "rows": there.sum(),
-        "agreement": ((w.argmax(-1) == f.argmax(-1)) * there).sum(),
+        "agreement": (agreement * there).sum(),
         "divergence": (divergence * there).sum(),
     }
     ids = batch.get("input_ids")
@@ -71,7 +70,15 @@ def _of_logits(pair: Mapping[str, Outputs], batch: Batch, vocabulary: float) -> 
     return {name: x.double().cpu() for name, x in sums.items()}
 
 
-def _embeddings(outputs: Outputs, batch: Batch) -> Tensor:
+def compare_logits(original: Tensor, converted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return by row whether the likeliest entry is the same, and the divergence from the original in nats."""
+    likely = original.log_softmax(-1)
+    divergence = (likely.exp() * (likely - converted.log_softmax(-1))).sum(-1)
+    return original.argmax(-1) == converted.argmax(-1), divergence
+
+
+def embeddings(outputs: Outputs, batch: Batch) -> Tensor:
+    """Return the mean of each text's last hidden states, padding left out."""
     states = outputs.get("hidden_states") or outputs.get("decoder_hidden_states") or [None]
     last = outputs.get("last_hidden_state", states[-1])
     if last is None:
@@ -88,7 +95,8 @@ def _embeddings(outputs: Outputs, batch: Batch) -> Tensor:
     return ((last * there).sum(1) / there.sum(1).clamp(min=1)).cpu()
 
 
-def _of_embeddings(original: Tensor, converted: Tensor) -> dict[str, dict[str, float]]:
+def compare_embeddings(original: Tensor, converted: Tensor) -> dict[str, dict[str, float]]:
+    """Return cosine and rank correlation of embeddings (texts, features), see ``compare``."""
     found = {"cosine": functional.cosine_similarity(original, converted).mean().item()}
     if len(original) > 2:
         upper = torch.triu_indices(len(original), len(original), 1)

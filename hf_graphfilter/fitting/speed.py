@@ -103,11 +103,15 @@ def decoding_speed(
 
 def _decoder(form: nn.Module, ids: torch.Tensor) -> Callable[[], object]:
     """Return a function that makes one step after ``ids``; the first step is made."""
-    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(form.forward).parameters else {}
-    cache = form(input_ids=ids, use_cache=True, **last)[CACHE]
+    cache = form(input_ids=ids, use_cache=True, **last_logits(form))[CACHE]
     step = lambda: form(input_ids=ids[:, :1], **{CACHE: cache}, use_cache=True)  # noqa: E731
     step()
     return step
+
+
+def last_logits(model: nn.Module, count: int = 1) -> dict[str, int]:
+    """Return the argument that limits the logits to those of the last ``count`` tokens; none where there is none."""
+    return {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
 def _possible(
@@ -166,9 +170,22 @@ def _row(forms: dict[str, nn.Module], tokens: int, ids: torch.Tensor, rounds: in
 def taken_in_turn(
     tokens: int, calls: dict[str, Callable[[], object]], device: torch.device, rounds: int, times: int = 1
 ) -> Speed:
+    """Time and measure an original and a converted call, see ``time_in_turn``."""
+    taken, mb = time_in_turn(calls, device, rounds, times)
+    ratios = [b / a for a, b in zip(taken["original"], taken["converted"], strict=True)]
+    ms = {name: median(values) for name, values in taken.items()}
+    return Speed(tokens, ms["original"], ms["converted"], median(ratios), mb["original"], mb["converted"])
+
+
+def time_in_turn(
+    calls: dict[str, Callable[[], object]], device: torch.device, rounds: int, times: int = 1
+) -> tuple[dict[str, list[float]], dict[str, float | None]]:
     """Time each of ``calls`` so many ``times`` per round, and run it once more for its memory.
 
     Forgetting the peak gives pages back, which a timed call would have to take again.
+
+    Returns:
+        The milliseconds of each call, one number per round, and its peak memory in MB beyond what was in use before.
     """
     taken: dict[str, list[float]] = {name: [] for name in calls}
     mb: dict[str, float | None] = dict.fromkeys(calls)
@@ -184,9 +201,7 @@ def taken_in_turn(
         if (before := begin_peak_memory(device)) is not None:
             call()
             mb[name] = peak_memory(device) - before
-    ratios = [b / a for a, b in zip(taken["original"], taken["converted"], strict=True)]
-    ms = {name: median(values) for name, values in taken.items()}
-    return Speed(tokens, ms["original"], ms["converted"], median(ratios), mb["original"], mb["converted"])
+    return taken, mb
 
 
 def _finish(device: torch.device) -> None:

@@ -1,0 +1,173 @@
+"""Models on long texts, from benchmarks/long.py."""
+
+import json
+from collections.abc import Iterable, Iterator
+from statistics import mean
+from typing import Any
+
+from retrieval import TASKS, wilson
+
+from hf_graphfilter.tables import markdown_table
+from pages import sources
+from pages.sources import days
+
+NONE = "Not run yet."
+STATIC = "plain, static cache"
+HALF = 0.5  # below it, a task says little of what a conversion loses
+
+
+def read_models(kind: str) -> list[dict]:
+    """Read the results of decoders or encoders, originals first."""
+    models = [json.loads(file.read_text()) for file in (sources.RESULTS / "long").glob("*.json")]
+    return sorted((m for m in models if m["kind"] == kind), key=lambda m: (m["original"] is not None, m["name"]))
+
+
+def of(model: dict, *what: str) -> list[dict]:
+    """Return the measurements of some kinds that gave values."""
+    return [m for m in model["measurements"] if m["what"] in what and "refused" not in m["values"]]
+
+
+def measured(found: Iterable[dict]) -> str:
+    rows = list(found)
+    devices, versions = ("; ".join(dict.fromkeys(m[key] for m in rows)) for key in ("device", "torch"))
+    precisions = " and ".join(dict.fromkeys(m["settings"].get("precision", "float32") for m in rows))
+    return f"{devices}, torch {versions}, {precisions}, {days(m['date'] for m in rows)}."
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def added(model: dict) -> str:
+    return "none in use" if model["without"] else f"{model['added']:,}"
+
+
+def long_quality() -> str:
+    """Return perplexity by position, the distance from the original, and what greedy generation shows."""
+    models = read_models("decoder")
+    rows = [(model, m) for model in models for m in of(model, "perplexity")]
+    if not rows:
+        return NONE
+    parts = list(dict.fromkeys(part for _, m in rows for part in m["values"]["by tokens before"]))
+    body = []
+    for model, m in rows:
+        by, whole = m["values"]["by tokens before"], m["values"]["all"]
+        cells = [number(by[part]["perplexity"], 2) if part in by else "" for part in parts]
+        nearness = [number(whole.get(name)) for name in ("divergence", "agreement")]
+        windows = f"{m['settings']['samples']} x {m['tokens']:,}"
+        body.append([f"`{model['name']}`", added(model), windows, *cells, *nearness])
+    header = ["model", "parameters added", "windows", *(f"perplexity, {p} tokens before" for p in parts)]
+    tables = [markdown_table([*header, "divergence", "agreement"], body)]
+    written = [(model, m) for model in models for m in of(model, "generation")]
+    if written:
+        body = []
+        for model, m in written:
+            values = m["values"]
+            agree = [f"{values[k]:.3g}" if k in values else "" for k in ("agree, median", "agree, mean")]
+            counts = [f"{n:,}" for n in (m["tokens"], m["settings"]["samples"], values["generated"])]
+            body.append([f"`{model['name']}`", *counts, *agree, number(values["repeated"])])
+        header = ["model", "tokens of the prompt", "prompts", "tokens written"]
+        header += ["agree with the original, median", "mean", "repeated 4-grams"]
+        tables += ["*Greedy generation*", markdown_table(header, body)]
+    return "\n\n".join([measured(m for _, m in [*rows, *written]), *tables])
+
+
+def scores(model: dict) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return the scores of a decoder by task and length; a needle's are those of all depths."""
+    cells: dict[tuple[str, int], list[dict]] = {}
+    for m in model["measurements"]:
+        if "log-probability" in m["values"]:
+            cells.setdefault((m["what"], m["tokens"]), []).append(m)
+    found = {}
+    for cell, parts in cells.items():
+        accuracy, count = mean(m["values"]["accuracy"] for m in parts), sum(m["settings"]["samples"] for m in parts)
+        log_probability = mean(m["values"]["log-probability"] for m in parts)
+        found[cell] = {"accuracy": accuracy, "samples": count, "log-probability": log_probability, "parts": parts}
+    return found
+
+
+def show_score(score: dict[str, Any], mark: str = "") -> str:
+    low, high = wilson(score["accuracy"], score["samples"])
+    return f"{score['accuracy']:.2f} [{low:.2f}, {high:.2f}]{mark}; {score['log-probability']:.2f}"
+
+
+def long_retrieval() -> str:
+    """Return accuracy, with its interval, and log-probability by task and length."""
+    models = [model for model in read_models("decoder") if scores(model)]
+    by_model = {model["name"]: scores(model) for model in models}
+    originals = {model["name"]: model["original"] or model["name"] for model in models}
+    cells = {cell: None for found in by_model.values() for cell in found}
+    if not cells:
+        return NONE
+    tasks = ("needle", *TASKS)
+    body = []
+    for task, tokens in sorted(cells, key=lambda cell: (tasks.index(cell[0]), cell[1])):
+        here = {name: found[task, tokens] for name, found in by_model.items() if (task, tokens) in found}
+        row = [task, f"{tokens:,}", str(max(score["samples"] for score in here.values()))]
+        for name in by_model:
+            before = here.get(originals[name])
+            mark = " †" if before is not None and before["accuracy"] < HALF else ""
+            row.append(show_score(here[name], mark) if name in here else "")
+        body.append(row)
+    said = measured(m for found in by_model.values() for score in found.values() for m in score["parts"])
+    legend = "Accuracy with its 95 % interval; mean log-probability of a token of the answer, in nats. "
+    legend += "†: the original is right in less than half, so the accuracy says little."
+    table = markdown_table(["task", "tokens", "samples", *(f"`{name}`" for name in by_model)], body)
+    return "\n\n".join([f"{legend} {said}", table])
+
+
+def long_depth() -> str:
+    """Return how many needles are found by depth."""
+    body, depths = [], []
+    for model in read_models("decoder"):
+        for (task, tokens), found in scores(model).items():
+            if task == "needle":
+                by = {m["depth"]: m for m in found["parts"]}
+                depths = sorted({*depths, *by})
+                body.append((f"`{model['name']}`", f"{tokens:,}", by))
+    if not body:
+        return NONE
+    header = ["model", "tokens", *(f"{100 * depth:.0f} %" for depth in depths)]
+    rows = [[*row, *(number(by[d]["values"]["accuracy"], 2) if d in by else "" for d in depths)] for *row, by in body]
+    counts = sorted({m["settings"]["samples"] for *_, by in body for m in by.values()})
+    said = f"{' to '.join(map(str, counts))} needles per cell, by their place in the text."
+    return f"{said}\n\n{markdown_table(header, rows)}"
+
+
+def long_encoders() -> str:
+    """Return what the embeddings of encoders are good for."""
+    body, found = [], []
+    names = {"scifact": "nDCG@10", "20newsgroups-4cat": "accuracy", "imdb": "accuracy", "embeddings": "cosine"}
+    for model in read_models("encoder"):
+        values = {m["what"]: m for m in of(model, *names)}
+        cells = [number(values[what]["values"][name], 4) if what in values else "" for what, name in names.items()]
+        body.append([f"`{model['name']}`", added(model), *cells])
+        found += values.values()
+    if not found:
+        return NONE
+    header = ["model", "parameters added", "SciFact, nDCG@10", "20 Newsgroups (4 classes)", "IMDb"]
+    return f"{measured(found)}\n\n{markdown_table([*header, 'cosine with the original'], body)}"
+
+
+def rows_of_speed(model: dict) -> Iterator[list[str]]:
+    for m in of(model, "prefill", "first token", "decoding"):
+        forms = m["values"]
+        row = [f"`{model['name']}`", m["what"], f"{m['tokens']:,}", str(m.get("batch", 1))]
+        times = (forms.get(form, {}).get("median_ms") for form in ("plain", STATIC, "converted"))
+        ratios = (forms.get(form, {}).get("ratio_to_plain") for form in (STATIC, "converted"))
+        row += [number(time, 1) for time in times] + [number(ratio, 2) for ratio in ratios]
+        row.append(number(forms.get("converted", {}).get("ratio_to_static"), 2))
+        peaks = [forms[form]["peak_mb"] for form in ("plain", "converted") if form in forms]
+        yield [*row, " / ".join("-" if mb is None else f"{mb:,.0f}" for mb in peaks)]
+
+
+def long_speed() -> str:
+    """Return times and peak memory beside the original's."""
+    models = [*read_models("decoder"), *read_models("encoder")]
+    rows = [row for model in models for row in rows_of_speed(model)]
+    if not rows:
+        return NONE
+    header = ["model", "what", "tokens", "batch", "original ms", "static cache ms", "converted ms"]
+    header += ["static / original", "converted / original", "converted / static", "peak MB"]
+    said = measured(m for model in models for m in of(model, "prefill", "first token", "decoding"))
+    return f"Medians; peak memory beyond what was in use before. {said}\n\n{markdown_table(header, rows)}"
