@@ -9,20 +9,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_graphfilter import FarFieldConfig, GraphFilterError, patch_model
 from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
-from hf_graphfilter.ops import far_field
-from hf_graphfilter.ops.far_field import FarMeans
+from hf_graphfilter.ops import block_attention
+from hf_graphfilter.ops.block_attention import FarMeans
 
 
 def test_running_means_are_a_softmax_over_all_tokens_before_however_far_the_weights_lie_apart():
     torch.manual_seed(0)
-    blocks, block = 2 * far_field.CHUNK + 3, 2
+    blocks, block = 2 * block_attention.CHUNK + 3, 2
     logits = 40 * torch.randn(1, 2, blocks, block, 3, dtype=torch.float64)
     value = torch.randn(1, 2, blocks, block, 5, dtype=torch.float64)
-    alone = far_field.summarize_blocks(logits, value)
-    found = far_field.accumulate_blocks(alone)
+    alone = block_attention.summarize_blocks(logits, value)
+    found = block_attention.accumulate_blocks(alone)
     start = FarMeans(found.mass[:, :, 9:10], found.mean[:, :, 9:10])
-    resumed = far_field.accumulate_blocks(FarMeans(*(x[:, :, 10:] for x in alone)), start)
-    for b in (0, 1, 9, far_field.CHUNK, blocks - 1):
+    resumed = block_attention.accumulate_blocks(FarMeans(*(x[:, :, 10:] for x in alone)), start)
+    for b in (0, 1, 9, block_attention.CHUNK, blocks - 1):
         before = logits[:, :, : b + 1].flatten(2, 3)
         mean = before.softmax(2).mT @ value[:, :, : b + 1].flatten(2, 3)
         torch.testing.assert_close(found.mean[:, :, b], mean)

@@ -1,13 +1,13 @@
 """Far field: exact attention to the near tokens, linear attention to the far ones.
 
-Sources: near and far field in Nguyen et al., "FMMformer" (NeurIPS 2021); the window beside linear attention that leaves
-it out, and the learned feature map, in Zhang et al., "LoLCATs: On Low-Rank Linearizing of Large Language Models" (ICLR
-2025), Eq. 7; the normalisation of the features in Wi et al. (IJCAI 2025), Eq. 7 and 8.
+Source: Zhang et al., "LoLCATs: On Low-Rank Linearizing of Large Language Models" (ICLR 2025), Eq. 7, from which it
+departs as ``FarFieldConfig`` says. Wi et al. (IJCAI 2025), Eq. 7 and 8, normalise features in the same way.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import GraphFilterError
-from ..ops import far_field, spectral
+from ..ops import block_attention, spectral
+from ..ops.block_attention import FarMeans, Sinks, group_queries, join_neighbours, split_blocks
 from ..ops.exporting import is_exporting
-from ..ops.far_field import FarMeans, Sinks, join_neighbours, split_blocks
 from ..ops.heads import repeat_heads
 from ..shift.attention import AttentionShift
 from .core.build import register_filter
@@ -27,11 +27,12 @@ from .core.replacing import ReplacingConfig, ReplacingFilter
 from .core.site import AttentionSite
 from .core.window import in_dtype_of
 
-CITATION = """@inproceedings{nguyen2021fmmformer,
-  title     = {{FMMformer}: Efficient and Flexible Transformer via Decomposed Near-field and Far-field Attention},
-  author    = {Tan M. Nguyen and Vai Suliafu and Stanley J. Osher and Long Chen and Bao Wang},
-  booktitle = {Advances in Neural Information Processing Systems},
-  year      = {2021}
+CITATION = """@inproceedings{zhang2025lolcats,
+  title     = {LoLCATs: On Low-Rank Linearizing of Large Language Models},
+  author    = {Michael Zhang and Simran Arora and Rahul Chalamala and Alan Wu and Benjamin Spector and Aaryan Singhal
+               and Krithik Ramesh and Christopher R{\\'e}},
+  booktitle = {International Conference on Learning Representations},
+  year      = {2025}
 }"""
 
 
@@ -111,15 +112,12 @@ class FarField(ReplacingFilter):
         is_far = (is_token & ~(sinks.at[..., None] == at).any(1)).unflatten(1, (-1, block))
         past = FarMeans(state["mass"], state["mean"]) if "mass" in state else None
         logits = split_blocks(self.map_key(keys.flatten(2, 3)), block)
-        logits = logits.masked_fill(~is_far[:, None, ..., None], far_field.NEVER)
-        means = far_field.far_of_blocks(far_field.summarize_blocks(logits, values), past, causal)
-        count = far_field.count_far(is_far, causal)
+        logits = logits.masked_fill(~is_far[:, None, ..., None], block_attention.NEVER)
+        means = block_attention.far_of_blocks(block_attention.summarize_blocks(logits, values), past, causal)
+        count = block_attention.count_far(is_far, causal)
         count = count + state["log_count"][..., 0].exp() if "mass" in state else count
 
-        def by_block(x: Tensor) -> Tensor:  # (batch, heads, tokens, features) as the keys lie
-            grouped = functional.pad(x, (0, 0, begin, missing)).unflatten(1, (key.shape[1], -1))
-            return split_blocks(grouped, block).transpose(2, 3)
-
+        by_block = partial(group_queries, groups=key.shape[1], before=begin, after=missing, block=block)
         left = by_block(self.map_query(shift.query).softmax(-1))
         out = (left.flatten(3, 4) @ means.mean.to(left.dtype)).unflatten(3, left.shape[3:5])
         if self.switched_off != "window":
@@ -129,13 +127,13 @@ class FarField(ReplacingFilter):
             estimate = by_block(spectral.to_float32(estimate))[..., 0] + count.log()[:, None, :, None, None]
             estimate = torch.full_like(estimate, -torch.inf) if self.switched_off == "far" else estimate
             there = is_token.unflatten(1, (-1, block))
-            seen = far_field.see_neighbours(there, sinks.seen(there.shape[1], block, causal), causal)
+            seen = block_attention.see_neighbours(there, sinks.seen(there.shape[1], block, causal), causal)
             near_key, near_value = (
                 torch.cat([x[:, :, None].expand(-1, -1, y.shape[2], -1, -1), join_neighbours(y, 2, causal)], 3)
                 for x, y in ((sinks.key, keys), (sinks.value, values))
             )
             queries = by_block(shift.query)
-            out = far_field.attend_fields(queries, near_key, near_value, seen, shift.scaling, estimate, out)
+            out = block_attention.attend_fields(queries, near_key, near_value, seen, shift.scaling, estimate, out)
         if shift.state is not None:
             self._remember(shift.state, key, value, is_token if masked else None, sinks, means, count)
         return out.transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :, begin:total].to(value.dtype)
@@ -152,7 +150,9 @@ class FarField(ReplacingFilter):
             state.update(key=keys, value=values)
         else:
             seen = torch.cat([state["sink_there"] & (state["sink_at"] < 0), state["is_token"], is_token], 1)
-            scores = scores.unflatten(0, (batch, -1)).masked_fill(~seen[:, None, None], far_field.NEVER).flatten(0, 1)
+            scores = (
+                scores.unflatten(0, (batch, -1)).masked_fill(~seen[:, None, None], block_attention.NEVER).flatten(0, 1)
+            )
             sinks, front = self._find_sinks(state, key, value, is_token), self._count_front(state)
             state.update(sinks.flags(), is_token=torch.cat([state["is_token"], is_token], 1))
             state["key"] = torch.cat([sinks.key, keys[:, :, front:]], 2)
@@ -183,16 +183,16 @@ class FarField(ReplacingFilter):
         count, front = self.config.sinks, self._count_front(state)
         if not state:
             if is_token is None:
-                return far_field.leading_sinks(count, key, value)
-            return far_field.find_sinks(count, key, value, is_token, 0)
+                return block_attention.leading_sinks(count, key, value)
+            return block_attention.find_sinks(count, key, value, is_token, 0)
         if is_token is None and not front:
             key, value = (torch.cat([state[n], x[:, :, :count]], 2) for n, x in (("key", key), ("value", value)))
-            return far_field.leading_sinks(count, key, value)
+            return block_attention.leading_sinks(count, key, value)
         first_key, first_value = (state[name][:, :, :front] for name in ("key", "value"))
         if is_token is None:
-            return far_field.past_sinks(first_key, first_value, self.config.window)
+            return block_attention.past_sinks(first_key, first_value, self.config.window)
         earlier = Sinks(state["sink_there"], state["sink_at"], first_key, first_value)
-        return far_field.find_sinks(count, key, value, is_token, self._count_kept(state), earlier)
+        return block_attention.find_sinks(count, key, value, is_token, self._count_kept(state), earlier)
 
     def _begin_mask(self, state: dict[str, Tensor]) -> None:
         """Say of each token of a state that it is one, as some of those that follow are not."""
@@ -239,7 +239,14 @@ class FarFieldConfig(ReplacingConfig):
     attention.
 
     Right after patching, a longer text is far from the original, except with ``init="blend"``; ``linearize`` or
-    ``transfer_attention`` fits it. It has far fewer parameters than AGF.
+    ``transfer_attention`` fits it.
+
+    It follows LoLCATs (Zhang et al., ICLR 2025), and departs from it:
+
+    - The far tokens have one score per head and query, learned from the layer's input, instead of one per token.
+    - A feature is a mean of values over all far tokens, and a query chooses among features, as in AGF.
+    - It has sinks, its window moves by whole blocks, and the map of the keys has their number of heads.
+    - Encoders work: they see the blocks on both sides.
 
     Args:
         window (int, default 64): Number of tokens in a block. A token attends exactly to its own block and the one

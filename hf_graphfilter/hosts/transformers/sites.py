@@ -120,7 +120,7 @@ def _describe(model: nn.Module, name: str, module: Any) -> dict[str, Any]:
     heads, groups = _heads(module) or 1, getattr(module, "num_key_value_groups", 1)
     return {
         "heads": heads,
-        "key_heads": heads // groups if isinstance(groups, int) else heads,
+        "key_heads": heads // groups if isinstance(groups, int) and groups > 0 else heads,
         "causal": declares_causal(module),
         "position_bias": _position_bias(model, name),
         "stack_module": _stack_module(model, name),

@@ -35,6 +35,21 @@ def split_blocks(x: Tensor, block: int) -> Tensor:
     return x.unflatten(-2, (-1, block))
 
 
+def group_queries(x: Tensor, *, groups: int, before: int, after: int, block: int) -> Tensor:
+    """Bring rows of the queries into the order of the blocks of keys.
+
+    Args:
+        x: (batch, heads, tokens, features).
+        groups: number of key heads.
+        before, after: number of rows of zeros to add on both sides.
+        block: number of tokens in a block.
+
+    Returns:
+        (batch, key heads, blocks, heads per key head, block, features).
+    """
+    return split_blocks(functional.pad(x, (0, 0, before, after)).unflatten(1, (groups, -1)), block).transpose(2, 3)
+
+
 def join_neighbours(blocks: Tensor, dim: int, causal: bool) -> Tensor:
     """Return each block with its neighbours: the one before and, unless ``causal``, the one after.
 
