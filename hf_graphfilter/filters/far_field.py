@@ -78,8 +78,7 @@ class FarField(ReplacingFilter):
         key = shift.key
         if key.shape[2] > tokens:
             key, value = key[:, :, -tokens:], value[:, :, -tokens:]
-        if key.shape[1] < self.key_heads:
-            key, value = repeat_heads(key, self.key_heads), repeat_heads(value, self.key_heads)
+        key, value = (repeat_heads(x, max(x.shape[1], self.key_heads)) for x in (key, value))
         causal, is_token = shift.visible()
         is_token = None if is_token is None else is_token[:, -tokens:]
         if state and is_token is None and "is_token" in state:
