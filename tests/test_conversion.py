@@ -135,7 +135,8 @@ def loss_of(model):
 
 
 def test_an_encoder_is_measured_by_its_embeddings():
-    report = run(bert())
+    report = run(bert(), layers="auto:50%")
+    assert report.choose == "text"
     assert list(report.stages) == ["attention", "hidden"]
     assert {m.name for m in report.measures} == {"cosine", "rank correlation"}
     assert 0.5 < report["cosine"].converted <= 1

@@ -56,16 +56,16 @@ class ConversionReport:
         measures: measures of the whole model.
         stages: what each stage did: tokens, held-out error, why it ended.
         config: the config of the filter.
-        sensitivity: with ``layers="auto:..."``, by how much the loss falls if all modules are filters and this one gets
-            its attention back, beside those that were chosen before it: in nats or as a relative distance, or with
-            ``choose="both"`` as a sum of standard deviations. The larger, the better to restore. Reports without
-            ``choose`` are of an earlier version, and hold how far the outputs move if only this module is a filter.
-        choose: with ``layers="auto:..."``, the loss that the layers were chosen by: ``"text"``, ``"retrieval"`` or
-            ``"both"``.
+        sensitivity: with ``layers="auto:..."``, what the loss falls by if this module gets its attention back, and all
+            others but those chosen before it are filters. It has the unit of the loss; with ``choose="both"`` it counts
+            standard deviations. A report without ``choose`` is of an earlier version. It holds the reverse: how far
+            the outputs move if only this module is a filter.
         parameters: number of parameters of the filters; 0 in reports of earlier versions.
         budget: number of tokens of all stages.
         seconds: wall-clock time of this call.
         speed, decoding: what ``speed`` and ``decoding_speed`` measured, where ``time`` was called.
+        choose: with ``layers="auto:..."``, the loss that the layers were chosen by: ``"text"``, ``"retrieval"`` or
+            ``"both"``.
     """
 
     before: dict[str, float]
@@ -76,12 +76,12 @@ class ConversionReport:
     stages: dict[str, TransferReport]
     config: dict[str, Any] = field(default_factory=dict)
     sensitivity: dict[str, float] = field(default_factory=dict)
-    choose: str = ""
     parameters: int = 0
     budget: int = 0
     seconds: float = 0.0
     speed: list[Speed] = field(default_factory=list)
     decoding: list[Speed] = field(default_factory=list)
+    choose: str = ""
 
     @property
     def error_before(self) -> float:
