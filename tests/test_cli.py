@@ -191,6 +191,7 @@ def test_convert(cli, text, plain, tmp_path, monkeypatch, ctrl_c):
         (("--dtype", "bfloat16", "--train", "all"), "load the model in float32"),
         (("--lr", "nan"), "--lr must be a positive number"),
         (("-f", "gfsa"), "is a function of the attention matrix"),
+        (("--choose", "both"), "choose='both' says how layers='auto:75%' chooses"),
     ):
         done = cli("linearize", plain, tmp_path / "wrong", *short, *wrong)
         assert (done.returncode, message in done.stderr) == (1, True), done.stderr

@@ -36,7 +36,7 @@ from transformers import (
 )
 
 from hf_graphfilter import AGFConfig, GraphFilterError, filter_parameters, filter_status, linearize, patch_model
-from hf_graphfilter.files import locked
+from hf_graphfilter.files import locked, read_state, write_state
 from hf_graphfilter.filters.core.attached import filters_of
 from hf_graphfilter.fitting import (
     ConversionReport,
@@ -49,8 +49,9 @@ from hf_graphfilter.fitting import (
     speed,
     text_batches,
 )
-from hf_graphfilter.fitting.choice import least_sensitive
-from hf_graphfilter.fitting.objectives import DISTANCES, errors_by_context, filter_errors
+from hf_graphfilter.fitting.choice import restore
+from hf_graphfilter.fitting.objectives import DISTANCES, attending, errors_by_context, filter_errors
+from hf_graphfilter.fitting.probes import make_probes, problem_of
 from hf_graphfilter.fitting.quality import compare
 from hf_graphfilter.fitting.run import StageRun
 from hf_graphfilter.fitting.speed import taken_in_turn
@@ -134,7 +135,8 @@ def loss_of(model):
 
 
 def test_an_encoder_is_measured_by_its_embeddings():
-    report = run(bert())
+    report = run(bert(), layers="auto:50%")
+    assert report.choose == "text"
     assert list(report.stages) == ["attention", "hidden"]
     assert {m.name for m in report.measures} == {"cosine", "rank correlation"}
     assert 0.5 < report["cosine"].converted <= 1
@@ -175,15 +177,100 @@ def test_errors_by_context_are_those_of_the_tokens():
         assert parts[1] != pytest.approx(whole, rel=1e-4)
 
 
-def test_the_most_sensitive_layers_keep_their_attention():
+def test_the_layers_that_gain_most_keep_their_attention():
     model = llama()
-    report = run(model, layers="auto:50%")
-    kept = set(report.sensitivity) - set(report.after)
-    assert len(kept) == len(report.after) == 2
-    assert min(report.sensitivity[name] for name in kept) >= max(report.sensitivity[name] for name in report.after)
-    assert {row.module for row in filter_status(model)} == set(report.after)
+    for layer in (0, 1, 3):  # a layer that writes nothing has nothing to gain
+        model.model.layers[layer].self_attn.o_proj.weight.data.zero_()
+    report = run(model, layers="auto:75%", budget=200, evaluations=1)
+    assert report.kept == ["model.layers.2.self_attn"]
+    assert report.choose == "both"
+    others = {name: gain for name, gain in report.sensitivity.items() if name not in report.kept}
+    assert max(others.values()) < report.sensitivity[report.kept[0]]
+    assert {row.module for row in filter_status(model)} == set(report.after) == set(others)
     assert "keeps its attention" in str(report)
-    assert least_sensitive({"a": math.nan, "b": 2.0, "c": 1.0}, 0.67) == ["b", "c"]
+    assert "gain if restored (both)" in report.to_markdown()
+    content = report.to_dict()
+    assert ConversionReport.from_dict(json.loads(json.dumps(content))) == report
+    del content["choose"]  # as earlier versions wrote it
+    assert ConversionReport.from_dict(content).kept == report.kept
+
+
+def test_the_gain_in_text_is_what_the_divergence_falls_by():
+    data, names = texts(), [f"model.layers.{i}.self_attn" for i in range(4)]
+    options = {"stages": {"attention": 1}, "budget": 100, "evaluations": 1}
+    filters = run(llama(), data, layers="auto:75%", choose="text", **options)
+    model = llama()
+    run(model, data, **options)
+    modules = dict(filters_of(model))
+
+    def divergence(*restored):
+        with attending({name: modules[name] for name in restored}):
+            found = compare(model, lambda batch: llama()(**batch, output_hidden_states=True), held, causal=True)
+        return found["divergence"]["converted"]
+
+    held = [{**batch, "use_cache": False} for batch in data[:2]]
+    expected = {name: divergence() - divergence(name) for name in names}
+    assert filters.sensitivity == pytest.approx(expected, rel=1e-2, abs=1e-7)
+    assert filters.kept == [max(expected, key=expected.get)]
+
+
+def test_layers_are_restored_one_by_one():
+    asked = []
+
+    def measure(restored):  # "a" or "b" finds what is far away, either is enough; "c" and "d" help a little
+        asked.append(restored)
+        return [
+            (3 - 2 * bool({"a", "b"} & {*names}) - 0.2 * ("c" in names) - 0.1 * ("d" in names),) for names in restored
+        ]
+
+    chosen, gains = restore("dcbae", 2, measure)
+    assert chosen == ["b", "c"], "the other way round, neither a nor b would be missed alone"
+    assert gains == pytest.approx({"a": 0, "b": 2, "c": 0.2, "d": 0.1, "e": 0})
+    assert asked == [[[]], [["d"], ["c"], ["b"], ["a"], ["e"]], [["b", name] for name in "dcae"]]
+    asked.clear()
+    assert restore("abcdefg", 6, measure)[0] == ["a", "c", "d", "b", "e", "f"]
+    assert [len(names) for names in asked] == [1, 7, 6, 5, 4]
+    assert restore("ab", 0, measure) == ([], {})
+
+
+def test_losses_of_two_kinds_have_equal_spread():
+    losses = {"": (9.0, 9.0), "a": (1.0, 8.9), "b": (3.0, 8.7), "c": (2.0, math.nan)}
+    chosen, gains = restore("abc", 1, lambda restored: [losses["".join(names)] for names in restored])
+    assert chosen == ["a"]
+    assert gains["c"] == -math.inf
+    assert restore("abc", 1, lambda restored: [losses["".join(names)][:1] for names in restored])[1]["b"] == 6
+    broken = {**losses, "": (math.nan, 9.0)}
+    assert restore("abc", 1, lambda restored: [broken["".join(names)] for names in restored])[0] == ["a"]
+
+
+@pytest.mark.parametrize(("window", "longest"), [(2, 64), (2, 24), (10, 64), (300, 2000)])
+def test_the_answers_of_probes_lie_beyond_the_window(window, longest):
+    tokens = {64: 40, 24: 24, 2000: 900}[longest]
+    held = [{**batch, "attention_mask": torch.ones(3, tokens)} for batch in texts(2, 3, tokens)]
+    for batch in held:
+        batch["input_ids"][:, 0] = 1  # as tokenizers begin texts
+    held[0]["attention_mask"][0, 20:] = 0
+    held[0]["input_ids"][0, 20:] = 99
+    state = torch.get_rng_state()
+    probes = make_probes(held, window, longest)
+    assert torch.equal(state, torch.get_rng_state())
+    again = make_probes(held, window, longest)
+    assert all(a["input_ids"].equal(b["input_ids"]) for a, b in zip(probes, again, strict=True))
+    assert sum(len(batch["input_ids"]) for batch in probes) == 12
+    for batch in probes:
+        assert batch["input_ids"].shape[1] <= min(longest, tokens)
+        for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+            assert ids[0] == 1
+            assert not {1, 99} & {*ids[1:]}
+            answers = [i for i, label in enumerate(labels) if label != -100]
+            assert answers
+            for i in answers:
+                assert labels[i] == ids[i]
+                earlier = [j for j in range(1, i) if ids[j - 1 : j + 1] == ids[i - 1 : i + 1]]
+                assert earlier
+                assert i - 1 - min(earlier) > window
+    assert problem_of(held) == ""
+    assert "which hold 2 different ones" in problem_of([{"input_ids": torch.tensor([[1, 2, 2]])}])
 
 
 SLOW = pytest.mark.slow
@@ -213,6 +300,16 @@ def test_an_interrupted_conversion_goes_on(stop, tmp_path, monkeypatch):
     assert found.tokens == expected.tokens
     assert found.after == pytest.approx(expected.after, rel=1e-3)
     assert found["perplexity"].converted == pytest.approx(expected["perplexity"].converted, rel=1e-3)
+    with pytest.raises(GraphFilterError, match=r"progress of another transfer \(choose differ\)"):
+        run(llama(), checkpoint=tmp_path / "parts", choose="text", **options)
+    for file in (tmp_path / "parts").rglob("*.safetensors"):  # as earlier code wrote it, by another choice of layers
+        content, tensors = read_state(file)
+        del content["settings"]["choose"]
+        kept = found.kept[0] if file.parent.name == "logits" else "none"
+        write_state(file, content, {name.replace(min(found.after), kept): x for name, x in tensors.items()})
+    with pytest.warns(UserWarning, match="progress of other layers is ignored"):
+        again = run(llama(), checkpoint=tmp_path / "parts", **options)
+    assert again.after == pytest.approx(found.after, rel=1e-3)
     with pytest.raises(GraphFilterError, match=r"progress of another transfer \(rates differ\)"):
         run(llama(), checkpoint=tmp_path / "parts", rates=Rates(attention=1e-3), **options)
 
@@ -489,6 +586,13 @@ class Poisoned(LlamaForCausalLM):
         ({"stages": {"logits": 1, "attention": 1}}, "stages come in the order attention, hidden, logits, task"),
         ({"layers": "auto:0%"}, "the share of layers is given as 'auto:75%'"),
         ({"layers": "auto"}, "the share of layers is given as 'auto:75%'"),
+        ({"choose": "text"}, "choose='text' says how layers='auto:75%' chooses: give such a share"),
+        ({"layers": "auto:50%", "choose": "all"}, "choose='all': use 'text', 'retrieval', 'both' or None"),
+        ({"layers": "auto:50%", "choose": ["text"]}, r"choose=\['text'\]: use 'text', 'retrieval', 'both' or None"),
+        (
+            {"layers": "auto:50%", "choose": "both", "data": [{"input_ids": torch.arange(40).view(2, 20) % 9}] * 4},
+            "choose='both': probes are drawn from .* 9 different ones; use choose='text'",
+        ),
         ({"layers": [9]}, "9 is out of range"),
         ({"train": "everything"}, "use 'filters', 'lora', 'all'"),
         ({"precision": "fp16"}, "use 'bf16' or None"),
@@ -527,6 +631,13 @@ def test_models_that_cannot_be_converted():
         run(Poisoned(LLAMA))
     with pytest.raises(GraphFilterError, match="'logits' needs logits, and BertModel gives none: use 'hidden'"):
         run(bert(), stages={"logits": 1})
+    with pytest.raises(
+        GraphFilterError, match=r"retrieval needs a decoder .*, and BertModel gives none; use choose='text'"
+    ):
+        run(bert(), layers="auto:50%", choose="retrieval")
+    others = [{**batch, "inputs_embeds": None} for batch in texts()]
+    with pytest.raises(GraphFilterError, match="the held-out batches hold inputs_embeds"):
+        run(llama(), others, layers="auto:50%", choose="both")
     fixed = llama()
     fixed.supports_gradient_checkpointing = False
     with pytest.raises(GraphFilterError, match="does not support gradient checkpointing"):

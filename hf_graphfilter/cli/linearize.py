@@ -57,6 +57,10 @@ def linearize(
             help="Layers to replace: even, odd, indices 0,2,-1, a slice 2:8, or auto:75%; default: all.",
         ),
     ] = None,
+    choose: Annotated[
+        Literal["text", "retrieval", "both"] | None,
+        typer.Option("--choose", help="The loss that auto:75% chooses by; default: both for decoders, otherwise text."),
+    ] = None,
     stack: Annotated[
         Literal["encoder", "decoder"] | None, typer.Option("--stack", help="Replace only in this stack; default: both.")
     ] = None,
@@ -131,6 +135,7 @@ def linearize(
             stages=shares or None,
             train=train,
             layers=chosen,
+            choose=choose,
             stack=stack,
             holdout=holdout,
             rates=Rates() if lr is None else Rates(attention=lr),

@@ -1,14 +1,19 @@
-"""Choose the layers that keep their attention: those where a filter costs most."""
+"""Choose the layers that keep their attention: those whose restored attention gains most."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Sequence
+from statistics import pstdev
+from typing import Any, Literal, get_args
 
 from ..errors import GraphFilterError, shown
 
+Choose = Literal["text", "retrieval", "both"]
+Losses = Sequence[float]  # of text, of retrieval, or of both
+
+GREEDY = 3  # layers that are chosen one by one
 _AUTO = re.compile(r"auto:(\d+(?:\.\d+)?)%")
 
 
@@ -22,9 +27,59 @@ def parse_share(layers: Any) -> float | None:
     return share
 
 
-def least_sensitive(sensitivity: Mapping[str, float], share: float) -> list[str]:
-    """Return the modules that cost least, at least one, in the order given; one that gives NaN costs most."""
-    count = max(1, round(share * len(sensitivity)))
-    cost = {name: math.inf if math.isnan(value) else value for name, value in sensitivity.items()}
-    chosen = sorted(cost, key=lambda name: cost[name])[:count]
-    return [name for name in sensitivity if name in chosen]
+def check_choose(choose: Any, share: float | None) -> None:
+    """Raise if ``choose`` is no way to choose layers, or if no layers are to be chosen."""
+    if choose is not None and choose not in get_args(Choose):
+        raise GraphFilterError(f"choose={shown(choose)}: use {', '.join(map(repr, get_args(Choose)))} or None")
+    if choose is not None and share is None:
+        raise GraphFilterError(f"choose={choose!r} says how layers='auto:75%' chooses: give such a share, or omit it")
+
+
+def count_kept(share: float, modules: int) -> int:
+    """Return how many modules keep their attention where a share is linearized, at least one."""
+    return modules - max(1, round(share * modules))
+
+
+def restore(
+    names: Sequence[str], count: int, measure: Callable[[list[list[str]]], list[Losses]]
+) -> tuple[list[str], dict[str, float]]:
+    """Choose the modules that get their attention back, by what the loss of the whole model gains.
+
+    The first three are chosen one by one, each with the attention of those before it restored. The others follow by the
+    rank of one more measurement.
+
+    Args:
+        names: of all modules, which are filters.
+        count: how many to choose.
+        measure: returns, for each list of modules, the losses of the model with the attention of these restored. Where
+            it gives two losses, the gains in each are divided by their standard deviation, and added.
+
+    Returns:
+        The chosen modules, the best first, and the gain of each module: of a chosen one when it was chosen, of the
+        others in the last measurement. A module whose restored attention gives NaN gains minus infinity.
+    """
+    chosen: list[str] = []
+    gains: dict[str, float] = {}
+    if count < 1:
+        return chosen, gains
+    (before,) = measure([[]])
+    while len(chosen) < count:
+        rest = [name for name in names if name not in chosen]
+        losses = measure([[*chosen, name] for name in rest])
+        gains |= zip(rest, _gains(before, losses), strict=True)
+        best = sorted(rest, key=lambda name: -gains[name])
+        before = losses[rest.index(best[0])]
+        chosen += best[: 1 if len(chosen) < GREEDY else count - len(chosen)]
+    return chosen, {name: gains[name] for name in names}
+
+
+def _gains(before: Losses, losses: list[Losses]) -> list[float]:
+    """Return what each of ``losses`` is below ``before``; of several kinds, the sum at equal spread."""
+    gains = [0.0] * len(losses)
+    for start, column in zip(before, zip(*losses, strict=True), strict=True):
+        finite = [loss for loss in column if math.isfinite(loss)]
+        spread = (pstdev(finite) if finite and len(before) > 1 else 0) or 1
+        start = start if math.isfinite(start) else max(finite, default=0.0)
+        for i, loss in enumerate(column):
+            gains[i] += (start - loss) / spread if math.isfinite(loss) else -math.inf
+    return gains

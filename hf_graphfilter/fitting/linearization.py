@@ -22,7 +22,7 @@ from ..hosts import encoder_of, host_of
 from ..patching.layers import Layers
 from ..patching.patch import patch_model, unpatch_model
 from .batches import Batches
-from .choice import least_sensitive, parse_share
+from .choice import Choose, check_choose, parse_share
 from .report import ConversionReport
 from .run import Rates
 from .stages import Linearization
@@ -41,6 +41,7 @@ def linearize(
     stages: Mapping[str, float] | None = None,
     train: Train = "filters",
     layers: Layers | str = None,
+    choose: Choose | None = None,
     stack: Literal["encoder", "decoder"] | None = None,
     holdout: int | Iterable[Any] = 8,
     rates: Rates | Mapping[str, float] | None = None,
@@ -71,8 +72,15 @@ def linearize(
         train: what the stages after ``"attention"`` train: the ``"filters"``; ``"lora"``, the filters and low-rank
             adapters of the attention's projections, which are merged into the weights at the end (rounded, if the model
             is in half precision); or ``"all"`` weights.
-        layers: which layers are linearized, as in ``patch_model``. ``"auto:75%"`` gives a quarter of the layers, where
-            the filter costs most, their attention back after the first stage.
+        layers: which layers are linearized, as in ``patch_model``. ``"auto:75%"`` makes all layers filters, and gives a
+            quarter of them their attention back after the first stage: those where that lowers the loss most.
+        choose: the loss that ``layers="auto:..."`` lowers. ``"text"``: the distance from the original's outputs on at
+            most four held-out batches. ``"retrieval"``: the negative log-likelihood of the answers in twelve probes
+            (dictionaries, pass keys, copying). The probes are made of the token ids of the held-out batches, and have
+            at most 512 tokens, or four windows. ``"both"``: the gains in the two at equal spread, added. None means
+            ``"both"`` for a decoder that predicts the next token, if its held-out batches are text with at least 32
+            different ids, and ``"text"`` otherwise. Each of the first three chosen layers costs one forward pass per
+            layer over these batches, and all others together cost one more.
         stack: which stack of an encoder-decoder, as in ``patch_model``.
         holdout: batches to measure on: how many to take from the start of ``data``, or the batches themselves. From a
             ``DataLoader`` that shuffles, as many rows are taken.
@@ -109,6 +117,7 @@ def linearize(
     config, shares, share = _config(filter, options), _shares(stages, budget), parse_share(layers)
     rates = _rates({} if rates is None else rates)
     _check_arguments(evaluations, rank, precision, train)
+    check_choose(choose, share)
     model = encoder_of(model)
     _check_model(model, train, gradient_checkpointing)
     started, causal = time.monotonic(), all(site.causal for site in host_of(model).find(model)[0])
@@ -120,7 +129,8 @@ def linearize(
     # "coefficients": progress that earlier code kept can be resumed
     settings["rates"] = {name: rate for name, rate in asdict(rates).items() if name != "filter_lr"}
     settings["rates"]["coefficients"] = rates.ratio
-    sensitivity: dict[str, float] = {}
+    gains: dict[str, float] = {}
+    chosen_by: Choose | None = None
     try:
         fit = Linearization(
             model, batches, rates, settings, checkpoint, progress, evaluations=evaluations, precision=precision
@@ -129,19 +139,22 @@ def linearize(
             with fit.only_filters():
                 with name_mistakes(model, batches.held[0]):
                     ends_in = fit.check(shares, causal)
+                    if share is not None:
+                        fit.settings["choose"] = chosen_by = fit.prepare_choice(choose, config.window)
                 fit.tokens = _tokens(shares or {"attention": 0.7, ends_in: 0.3}, budget)
                 fit.begin(config.window)
                 if "attention" in fit.tokens:
                     fit.fit_attention(fit.tokens["attention"])
-                if share is not None:
-                    sensitivity = fit.sensitivity(ends_in)
+                if share is not None and chosen_by is not None:
+                    restored, gains = fit.restore(chosen_by, share, ends_in)
             if share is not None:
-                fit.modules = _keep(model, config, fit.modules, least_sensitive(sensitivity, share))
+                fit.modules = _keep(model, config, fit.modules, restored)
             report = _finish(fit, train, rank, gradient_checkpointing, causal)
     except BaseException:
         unpatch_model(model)
         raise
-    report.config, report.sensitivity, report.budget = config.to_dict(), sensitivity, budget
+    report.config, report.sensitivity, report.budget = config.to_dict(), gains, budget
+    report.choose = chosen_by or ""
     report.parameters = sum(p.numel() for graph_filter in fit.modules.values() for p in graph_filter.parameters())
     report.seconds = time.monotonic() - started
     return report
@@ -232,10 +245,10 @@ def _check_model(model: nn.Module, train: Train, recompute: bool) -> None:
 
 
 def _keep(
-    model: nn.Module, config: FilterConfig, modules: dict[str, GraphFilter], chosen: list[str]
+    model: nn.Module, config: FilterConfig, modules: dict[str, GraphFilter], restored: list[str]
 ) -> dict[str, GraphFilter]:
-    """Give the other modules their attention back."""
-    states = {name: modules[name].state_dict() for name in chosen}
+    """Give the restored modules their attention back, and return the filters of the others."""
+    states = {name: graph_filter.state_dict() for name, graph_filter in modules.items() if name not in restored}
     patch_model(unpatch_model(model), config, layers=lambda index, name: name in states)
     remaining = dict(filters_of(model))
     for name, graph_filter in remaining.items():

@@ -56,11 +56,16 @@ class ConversionReport:
         measures: measures of the whole model.
         stages: what each stage did: tokens, held-out error, why it ended.
         config: the config of the filter.
-        sensitivity: with ``layers="auto:..."``, how far the outputs move if only this module is a filter.
+        sensitivity: with ``layers="auto:..."``, what the loss falls by if this module gets its attention back, and all
+            others but those chosen before it are filters. It has the unit of the loss; with ``choose="both"`` it counts
+            standard deviations. A report without ``choose`` is of an earlier version. It holds the reverse: how far
+            the outputs move if only this module is a filter.
         parameters: number of parameters of the filters; 0 in reports of earlier versions.
         budget: number of tokens of all stages.
         seconds: wall-clock time of this call.
         speed, decoding: what ``speed`` and ``decoding_speed`` measured, where ``time`` was called.
+        choose: with ``layers="auto:..."``, the loss that the layers were chosen by: ``"text"``, ``"retrieval"`` or
+            ``"both"``.
     """
 
     before: dict[str, float]
@@ -76,6 +81,7 @@ class ConversionReport:
     seconds: float = 0.0
     speed: list[Speed] = field(default_factory=list)
     decoding: list[Speed] = field(default_factory=list)
+    choose: str = ""
 
     @property
     def error_before(self) -> float:
@@ -86,6 +92,11 @@ class ConversionReport:
     def error(self) -> float:
         """The mean error of the modules at the end."""
         return mean(self.after)
+
+    @property
+    def kept(self) -> list[str]:
+        """The modules that got their attention back."""
+        return [name for name in self.before if name not in self.after]
 
     @property
     def tokens(self) -> int:
@@ -128,8 +139,11 @@ class ConversionReport:
         measures += [["relative error of attention", "0", *errors]]
         layers = [["module", "before", "after"]]
         layers += [[name, f"{self.before[name]:.3f}", f"{error:.3f}"] for name, error in self.after.items()]
-        kept = [name for name in self.before if name not in self.after]
-        layers += [[name, f"{self.before[name]:.3f}", "keeps its attention"] for name in kept]
+        layers += [[name, f"{self.before[name]:.3f}", "keeps its attention"] for name in self.kept]
+        if self.choose and self.sensitivity:
+            gains = (f"{self.sensitivity[name]:.3g}" for name, *_ in layers[1:])
+            for row, gain in zip(layers, [f"gain if restored ({self.choose})", *gains], strict=True):
+                row.append(gain)
         contexts = [["tokens that a token sees", "relative error"]]
         contexts += [[label, f"{error:.3f}"] for label, error in self.by_context.items()]
         stages = [["stage", "tokens", "held-out error at the start", "at its best", "ended"]]

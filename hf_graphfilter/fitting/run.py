@@ -6,6 +6,7 @@ import contextlib
 import math
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -215,6 +216,10 @@ class StageRun:
             if finished:  # a later stage has its results
                 self.step = progress["earlier_steps"]
             return finished
+        if any(f"best.{k}" not in tensors for k in self.parameters):  # earlier code chose layers by another rule
+            place = printable(checkpoint.directory)
+            warnings.warn(f"progress of other layers is ignored, and the stage begins again: {place}", stacklevel=2)
+            return False
         self.report.before, self.report.history = progress["before"], [tuple(pair) for pair in progress["history"]]
         if finished:
             self.report.stopped = progress.get("stopped", self.report.stopped)

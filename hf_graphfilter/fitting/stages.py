@@ -3,36 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from huggingface_hub.utils import tqdm
 from torch import Tensor
 
 from ..analysis.branches import switch_off
 from ..errors import GraphFilterError
+from .batches import inputs_of
 from .checkpoint import Checkpoint
-from .fit import Fit
+from .choice import GREEDY, Choose, Losses, count_kept, restore
+from .fit import Fit, Step
 from .objectives import (
     DISTANCES,
     Batch,
     Original,
     Squares,
+    always,
     attending,
     backward,
     errors_by_context,
     fit_end_to_end,
     mean_loss,
 )
+from .probes import make_probes, problem_of
+from .processes import mean_of
 from .quality import compare, parts_of
 from .report import ConversionReport, Measure
 from .run import Stage, StageRun
 from .transfer_report import TransferReport, mean
 
 BOUNDS = [2**i for i in range(4, 17)]  # of the numbers of tokens that a token sees
+TEXTS = 4  # held-out batches that layers are chosen by, at most
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -45,6 +54,8 @@ class Linearization(Fit):
         evaluations: how often a stage is measured, at most.
         precision: None or ``"bf16"``.
         reports: what each stage did.
+        predicts: whether the model's logits are those of the next token.
+        probes: batches of retrieval probes, if layers are chosen by them.
     """
 
     def __init__(self, *args: Any, evaluations: int, precision: str | None, **options: Any):
@@ -52,6 +63,7 @@ class Linearization(Fit):
         self.evaluations, self.precision = evaluations, precision
         self.tokens: dict[str, int] = {}
         self.reports: dict[str, TransferReport] = {}
+        self.predicts, self.probes = False, list[Batch]()
 
     def begin(self, window: int) -> None:
         """Measure the filters before the first step.
@@ -95,13 +107,58 @@ class Linearization(Fit):
         self.reports[stage.name] = report
         self.report.before = report.before  # of the first call, where this one resumes
 
-    def sensitivity(self, distance: str) -> dict[str, float]:
-        """Return how far the model's outputs move where only this module is a filter, by the module's name."""
-        step, moved = partial(fit_end_to_end, self.model, self.original(), distance), {}
-        for name in self.modules:
-            with self.autocast(), attending({other: f for other, f in self.modules.items() if other != name}):
-                moved[name] = mean_loss(step, self.batches.held[:4])
-        return moved
+    def prepare_choice(self, choose: Choose | None, window: int) -> Choose:
+        """Return by which losses the layers are chosen, and make the probes of retrieval; call ``check`` before.
+
+        Raises:
+            GraphFilterError: ``choose`` asks for retrieval, and the model or the batches give none.
+        """
+        if choose == "text":
+            return choose
+        kind = type(self.model).__name__
+        if not self.predicts or "labels" not in inspect.signature(self.model.forward).parameters:
+            problem = f"retrieval needs a decoder with a loss of the next token, and {kind} gives none"
+        else:
+            problem = problem_of(self.batches.held)
+        if not problem:
+            config: Any = self.model.config
+            longest = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+            probes = make_probes(self.batches.held, window, longest)
+            self.probes = [inputs_of(self.model, probe, labels=True) for probe in probes]
+            problem = "" if probes else "the held-out batches are too short for probes of retrieval"
+        if not problem:
+            for probe in self.probes:  # what would end the choice after all the first stage
+                _task_loss(self.original()(probe))
+            return choose or "both"
+        if choose is not None:
+            raise GraphFilterError(f"choose={choose!r}: {problem}; use choose='text'")
+        return "text"
+
+    def restore(self, choose: Choose, share: float, distance: str) -> tuple[list[str], dict[str, float]]:
+        """Return the modules that keep their attention where a share is linearized, and what each of all gains."""
+        count = count_kept(share, len(self.modules))
+        rounds = range(min(count, GREEDY + 1))
+        measured = {"text": self.batches.held[:TEXTS], "retrieval": self.probes}
+        measured = {kind: batches for kind, batches in measured.items() if choose in (kind, "both")}
+        total = sum(map(len, measured.values())) * (bool(count) + sum(len(self.modules) - i for i in rounds))
+        bar = tqdm(total=total, desc="choice of layers", unit=" batches", disable=not (self.progress and count))
+
+        def measure(restored: list[list[str]]) -> list[Losses]:
+            losses: dict[str, list[float]] = {kind: [0.0] * len(restored) for kind in measured}
+            for kind, batches in measured.items():
+                for batch in batches:
+                    step: Step = self._fit_task
+                    if kind == "text":
+                        with self.autocast():
+                            step = partial(fit_end_to_end, self.model, always(self.original()(batch)), distance)
+                    for i, names in enumerate(restored):
+                        with self.autocast(), attending({name: self.modules[name] for name in names}):
+                            losses[kind][i] += mean_loss(step, [batch]) / len(batches)
+                        bar.update()
+            return [tuple(map(mean_of, row)) for row in zip(*losses.values(), strict=True)]
+
+        with bar:
+            return restore(list(self.modules), count, measure)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return a new context for each step, since it keeps copies of the weights."""
@@ -199,7 +256,8 @@ class Linearization(Fit):
         if "task" in stages:
             _task_loss(outputs)
         ends_in = "logits" if "logits" in outputs else "hidden"
-        compare(self.model, original, [batch], causal)  # what would end the last stage after all the others
+        measures = compare(self.model, original, [batch], causal)  # what would end the last stage after all the others
+        self.predicts = "perplexity" in measures
         for stage in {ends_in, *stages} & {*DISTANCES}:
             self.check_outputs(original, stage)
         return ends_in

@@ -1,0 +1,120 @@
+"""Make retrieval probes: sequences whose last tokens only follow from what stands far before them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .objectives import Batch
+
+COUNT = 4  # of each kind
+LONGEST = 512  # tokens, or four windows
+PAIRS = 50
+FEWEST = 32  # different token ids, below which random sequences repeat themselves
+TEXT = {"input_ids", "attention_mask", "token_type_ids", "position_ids", "labels", "use_cache"}
+
+
+def problem_of(held: list[Batch]) -> str:
+    """Return why probes cannot be made of these batches; empty if they can."""
+    if others := sorted({name for batch in held for name in batch} - TEXT):
+        return f"probes hold nothing but token ids, and the held-out batches hold {', '.join(others)}"
+    count = len(torch.cat(_texts(held)).unique())
+    if count < FEWEST:
+        return f"probes are drawn from the token ids of the held-out batches, which hold {count} different ones"
+    return ""
+
+
+def make_probes(held: list[Batch], window: int, longest: int) -> list[Batch]:
+    """Return batches of probes with labels, which are -100 except for the answers.
+
+    The probes are made of the token ids of the held-out batches, so that no tokenizer is needed. There are three kinds:
+
+    - a dictionary: pairs of two random tokens each, and the first halves of some of the pairs again;
+    - pass keys: the same with few pairs, scattered over text of the batches;
+    - copying: random tokens, and the same again.
+
+    All answers are further back than the window. The random numbers are the same in each call, and leave the global
+    generator as it is.
+
+    Args:
+        held: batches of token ids, for which ``problem_of`` is empty.
+        window: the number of tokens before each token that a filter attends to exactly.
+        longest: the longest input that the model takes.
+    """
+    draw, texts = torch.Generator().manual_seed(0), _texts(held)
+    stream, first = torch.cat(texts), texts[0][:1]
+    if all(text[0] == first for text in texts):  # a special token
+        start, stream = first, stream[stream != first]
+    else:
+        start = first[:0]
+    ids = stream.unique()
+    length = min(max(map(len, texts)), longest, max(LONGEST, 4 * window)) - len(start)
+
+    def random_pieces(count: int, size: int) -> list[Tensor]:
+        cycles = [ids[torch.randperm(len(ids), generator=draw)] for _ in range(count * size // len(ids) + 1)]
+        return list(torch.cat(cycles)[: count * size].split(size))
+
+    def text_piece(size: int) -> Tensor:
+        begin = int(torch.randint(len(stream), (1,), generator=draw))
+        return stream.roll(-begin)[:size]
+
+    def dictionary() -> tuple[Tensor, Tensor]:
+        questions = max(1, length // 12)
+        pairs = min(length // 4 - questions, max(PAIRS, window // 2))
+        return _probe(random_pieces(pairs, 4), stream[:0], 2, questions, window, draw)
+
+    def pass_keys() -> tuple[Tensor, Tensor]:
+        pairs = max(1, min(4, length // 24))
+        return _probe(random_pieces(pairs, 6), text_piece(length - 12 * pairs), 2, pairs, window, draw)
+
+    def copying() -> tuple[Tensor, Tensor]:
+        size = max(2, min(length // 2, length - window - 2))
+        (piece,) = random_pieces(1, length - size)
+        return _probe(list(piece.split([size, len(piece) - size])), stream[:0], 1, 1, window, draw)
+
+    rows = max(1, len(held[0]["input_ids"]))  # as many as the device takes
+    batches: list[Batch] = []
+    for kind, needed in ((dictionary, 12), (pass_keys, 18), (copying, 5)):
+        if length < needed:
+            continue
+        made = [kind() for _ in range(COUNT)]
+        for some in (made[i : i + rows] for i in range(0, COUNT, rows)):
+            inputs, labels = (torch.stack(tensors) for tensors in zip(*some, strict=True))
+            begin = start.expand(len(inputs), -1)
+            labels = torch.cat([torch.full_like(begin, -100), labels], 1)
+            if (labels != -100).any():
+                batches.append({"input_ids": torch.cat([begin, inputs], 1), "labels": labels})
+    return batches
+
+
+def _probe(
+    facts: list[Tensor], filler: Tensor, key: int, questions: int, window: int, draw: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Return facts among filler with some of the facts again, and labels: what follows the key of the latter."""
+    before, *after = filler.tensor_split(len(facts) + 1)
+    pieces, begins, length = [before], [], len(before)
+    for fact, text in zip(facts, after, strict=True):
+        begins.append(length)
+        pieces += [fact, text]
+        length += len(fact) + len(text)
+    far = [fact for fact, begin in zip(facts, begins, strict=True) if length - 1 - begin > window]
+    asked = [far[i] for i in torch.randperm(len(far), generator=draw)[:questions].tolist()]
+    context = torch.cat(pieces)
+    answers = [torch.cat([torch.full_like(fact[:key], -100), fact[key:]]) for fact in asked]
+    return torch.cat([context, *asked]), torch.cat([torch.full_like(context, -100), *answers])
+
+
+def _texts(held: Iterable[Batch]) -> list[Tensor]:
+    """Return the token ids of each row without padding, on the CPU."""
+    texts = []
+    for batch in held:
+        ids: Tensor = batch["input_ids"].cpu()
+        mask: Any = batch.get("attention_mask")
+        there = torch.ones_like(ids, dtype=torch.bool)
+        if isinstance(mask, Tensor) and mask.shape == ids.shape:
+            there = mask.cpu().bool()
+        texts += [row[shown] for row, shown in zip(ids, there, strict=True) if shown.any()]
+    return texts
