@@ -16,8 +16,7 @@ from torch.nn import functional
 
 from ..errors import GraphFilterError
 from ..ops import block_attention, spectral
-from ..ops.block_attention import FarMeans, Sinks, group_queries, join_neighbours, split_blocks
-from ..ops.exporting import is_exporting
+from ..ops.block_attention import FarMeans, Sinks, group_queries, join_neighbours, pad_tokens, split_blocks
 from ..ops.heads import repeat_heads
 from ..shift.attention import AttentionShift
 from .core.build import register_filter
@@ -102,10 +101,10 @@ class FarField(ReplacingFilter):
             key, value = (torch.cat([state[n][:, :, front:], x], 2) for n, x in (("key", key), ("value", value)))
             is_token = torch.cat([state["is_token"] if masked else is_token.new_ones(1, begin), is_token], 1)
         total = begin + tokens
-        missing = -total % block if shift.state is None else block - total % block
-        if is_exporting():  # two blocks at least, and some of it padding: the same graph for any length
+        missing = -total % block if shift.state is None else block - total % block  # with the next token's block
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # some padding: the same graph for any length
             missing = 2 * block - total % block
-        keys, values = (split_blocks(functional.pad(x, (0, 0, 0, missing)), block) for x in (key, value))
+        keys, values = (split_blocks(pad_tokens(x, 0, missing), block) for x in (key, value))
         is_token = functional.pad(is_token, (0, missing))
         at = torch.arange(is_token.shape[1], device=key.device)
         is_far = (is_token & ~(sinks.at[..., None] == at).any(1)).unflatten(1, (-1, block))
@@ -135,7 +134,8 @@ class FarField(ReplacingFilter):
             out = block_attention.attend_fields(queries, near_key, near_value, seen, shift.scaling, estimate, out)
         if shift.state is not None:
             self._remember(shift.state, key, value, is_token if masked else None, sinks, means, count)
-        return out.transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :, begin:total].to(value.dtype)
+        out = out.permute(0, 2, 4, 1, 3, 5).flatten(1, 2).flatten(2, 3)[:, begin:total]  # as projections read it
+        return out.transpose(1, 2).to(value.dtype)
 
     def _step(
         self, shift: AttentionShift, key: Tensor, value: Tensor, state: dict[str, Tensor], is_token: Tensor | None

@@ -35,6 +35,16 @@ def split_blocks(x: Tensor, block: int) -> Tensor:
     return x.unflatten(-2, (-1, block))
 
 
+def pad_tokens(x: Tensor, before: int, after: int) -> Tensor:
+    """Add zeros before and after the tokens of x (batch, heads, tokens, features).
+
+    ``torch.nn.functional.pad`` stores its result in another order where it adds nothing, which compiled graphs with
+    any number of tokens do not know.
+    """
+    zeros = (x.new_zeros(*x.shape[:2], count, x.shape[3]) for count in (before, after))
+    return torch.cat([next(zeros), x, next(zeros)], 2)
+
+
 def group_queries(x: Tensor, *, groups: int, before: int, after: int, block: int) -> Tensor:
     """Bring rows of the queries into the order of the blocks of keys.
 
@@ -47,7 +57,7 @@ def group_queries(x: Tensor, *, groups: int, before: int, after: int, block: int
     Returns:
         (batch, key heads, blocks, heads per key head, block, features).
     """
-    return split_blocks(functional.pad(x, (0, 0, before, after)).unflatten(1, (groups, -1)), block).transpose(2, 3)
+    return split_blocks(pad_tokens(x, before, after).unflatten(1, (groups, -1)), block).transpose(2, 3)
 
 
 def join_neighbours(blocks: Tensor, dim: int, causal: bool) -> Tensor:
@@ -87,24 +97,27 @@ def accumulate_blocks(blocks: FarMeans, past: FarMeans | None = None) -> FarMean
     ``past`` has one block. All factors are at most 1, so nothing overflows however far the weights lie apart.
     """
     mass, mean = blocks.mass.mT, blocks.mean.transpose(2, 3)  # features before blocks
-    count = mass.shape[-1]
-    # a graph would be bound to the number of chunks; one is enough for it, and quadratic in blocks only
-    chunk = count if torch.compiler.is_compiling() or torch.jit.is_tracing() else CHUNK
     if past is None:
         start, start_mean = mass.new_full((*mass.shape[:3], 1), NEVER), torch.zeros_like(mean[..., :1, :])
     else:
         start, start_mean = past.mass.mT.to(mass.dtype), past.mean.transpose(2, 3).to(mean.dtype)
-    masses, means = [], []
-    for at in range(0, count, chunk):
-        logits = torch.cat([start, mass[..., at : at + chunk]], -1)
-        size = logits.shape[-1] - 1
-        upto = torch.ones(size, size + 1, dtype=torch.bool, device=mass.device).tril(1)
-        logits = torch.where(upto, logits[..., None, :], NEVER)
-        running = logits.softmax(-1) @ torch.cat([start_mean, mean[..., at : at + chunk, :]], -2)
-        masses.append(logits.logsumexp(-1))
-        means.append(running)
-        start, start_mean = masses[-1][..., -1:], running[..., -1:, :]
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # a graph would be bound to the number of chunks
+        parts = [_accumulate_chunk(mass, mean, start, start_mean)]
+    else:
+        parts = []
+        for chunk, chunk_mean in zip(mass.split(CHUNK, -1), mean.split(CHUNK, -2), strict=True):
+            parts.append(_accumulate_chunk(chunk, chunk_mean, start, start_mean))
+            start, start_mean = parts[-1][0][..., -1:], parts[-1][1][..., -1:, :]
+    masses, means = zip(*parts, strict=True)
     return FarMeans(torch.cat(masses, -1).mT, torch.cat(means, -2).transpose(2, 3))
+
+
+def _accumulate_chunk(mass: Tensor, mean: Tensor, start: Tensor, start_mean: Tensor) -> tuple[Tensor, Tensor]:
+    """Return running means by one product, whose work grows with the square of the number of blocks."""
+    count = mass.shape[-1]
+    upto = torch.ones(count, count + 1, dtype=torch.bool, device=mass.device).tril(1)
+    logits = torch.where(upto, torch.cat([start, mass], -1)[..., None, :], NEVER)
+    return logits.logsumexp(-1), logits.softmax(-1) @ torch.cat([start_mean, mean], -2)
 
 
 def far_of_blocks(blocks: FarMeans, past: FarMeans | None, causal: bool) -> FarMeans:
