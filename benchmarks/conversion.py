@@ -171,6 +171,8 @@ CASES = {
     "text-agf-no-singular-values": Case("text", BRIEF, {"K": 0, **ADAPTED}),
     "text-far-field": Case("text", BRIEF, {"filter": "far_field", **ADAPTED}),
     "text-far-field-late": Case("text", BRIEF, {"filter": "far_field", **LATE}),
+    "text-far-field-auto": Case("text", BRIEF, {"filter": "far_field", "layers": "auto:80%", **ADAPTED}),
+    "reviews-far-field": Case("reviews", SHORT, {"filter": "far_field"}),
     "text-far-field-128": Case("text", BRIEF, {"filter": "far_field", "window": 128, **ADAPTED}),
     "text-agf-no-sinks": Case("text", BRIEF, {"sinks": 0, **ADAPTED}),
     "text-hedgehog-sinks": Case("text", BRIEF, {"filter": "hedgehog", "sinks": 4, **ADAPTED}),
@@ -200,7 +202,7 @@ def play(name: str, options: argparse.Namespace) -> None:
     if case.task == "text":  # takes long, so that its steps are few
         usual = {"holdout": 8, "evaluations": 10, "rates": Rates(attention=2e-2)}
     begun = time.process_time()
-    settings = {"precision": "bf16", "checkpoint": folder / "progress", **usual, **case.options}
+    settings = {"filter": "agf", "precision": "bf16", "checkpoint": folder / "progress", **usual, **case.options}
     report = linearize(model, data, budget=budget, progress=options.progress, **settings)
     model.save_pretrained(folder / "model")
     if task.tokenizer is not None:

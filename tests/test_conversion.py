@@ -94,12 +94,28 @@ def texts(count=10, rows=4, tokens=24):
 
 def run(model, data=None, **options):
     torch.manual_seed(1)
-    options = {"budget": 2000, "holdout": 2, "window": 2, "evaluations": 5, "progress": False, **options}
+    options = {
+        "budget": 2000,
+        "holdout": 2,
+        "window": 2,
+        "evaluations": 5,
+        "progress": False,
+        "filter": "agf",
+        **options,
+    }
     return linearize(model, texts() if data is None else data, **options)
 
 
 def weights(model):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_far_field_is_the_default_and_short_models_are_told_that_it_hardly_pays(caplog):
+    report = linearize(llama(), texts(), window=2, budget=200, holdout=2, evaluations=1, progress=False)
+    assert report.config["filter"] == "far_field"
+    assert report.config["sinks"] == 2  # at most the window
+    assert report.error < report.error_before
+    assert "LlamaForCausalLM takes at most 64 tokens" in caplog.text
 
 
 @pytest.mark.parametrize("train", ["filters", "lora", "all"])
@@ -256,7 +272,7 @@ def test_the_answers_of_probes_lie_beyond_the_window(window, longest):
     assert torch.equal(state, torch.get_rng_state())
     again = make_probes(held, window, longest)
     assert all(a["input_ids"].equal(b["input_ids"]) for a, b in zip(probes, again, strict=True))
-    assert sum(len(batch["input_ids"]) for batch in probes) == 12
+    assert sum(len(batch["input_ids"]) for batch in probes) == 6
     for batch in probes:
         assert batch["input_ids"].shape[1] <= min(longest, tokens)
         for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
@@ -579,7 +595,7 @@ class Poisoned(LlamaForCausalLM):
         ({"filter": AGFConfig(), "window": 3}, "go into the AGFConfig object"),
         ({"init": "blend"}, "linearize with init='copy'"),
         ({"windows": 2}, "has no option 'windows'"),
-        ({"window": 23}, "longest held-out input has 24 tokens, which a window of 23 spans"),
+        ({"window": 23}, "longest held-out input has 24 tokens, which the window spans"),
         ({"stages": {}}, "stages must give shares"),
         ({"stages": {"atention": 1}}, "there is no stage 'atention'.*did you mean 'attention'"),
         ({"stages": {"attention": 0}}, "the share of 'attention' must be a number > 0, got 0"),

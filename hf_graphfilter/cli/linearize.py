@@ -33,7 +33,7 @@ def linearize(
     images: Annotated[Path | None, typer.Option("--images", help="A folder of images; subfolders count, too.")] = None,
     filter: Annotated[
         str, typer.Option("--filter", "-f", help="Name of a replacement filter; hf-graphfilter filters lists them.")
-    ] = "agf",
+    ] = "far_field",
     options: Annotated[
         list[str] | None, typer.Option("--option", "-o", help="An option of the filter as NAME=VALUE; repeatable.")
     ] = None,
@@ -93,9 +93,9 @@ def linearize(
     For several processes: accelerate launch -m hf_graphfilter linearize ... After an interruption, run the same command
     again, and it resumes.
 
-    [dim]hf-graphfilter linearize sentence-transformers/all-MiniLM-L6-v2 runs/minilm-agf --text reviews.txt[/dim]
+    [dim]hf-graphfilter linearize sentence-transformers/all-MiniLM-L6-v2 runs/minilm-linear --text reviews.txt[/dim]
 
-    [dim]hf-graphfilter linearize HuggingFaceTB/SmolLM2-135M runs/smollm2-agf -t wiki.txt --budget 3000000[/dim]
+    [dim]hf-graphfilter linearize HuggingFaceTB/SmolLM2-135M runs/smollm2-linear -t wiki.txt --budget 3000000[/dim]
     """
     import torch
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -16,9 +16,10 @@ from torch.nn import functional
 
 from ..errors import GraphFilterError
 from ..ops import block_attention, spectral
-from ..ops.block_attention import FarMeans, Sinks, group_queries, join_neighbours, pad_tokens, split_blocks
+from ..ops.block_attention import FarMeans, group_queries, join_neighbours, pad_tokens, split_blocks
 from ..ops.heads import repeat_heads
 from ..shift.attention import AttentionShift
+from .core.block_memory import BlockMemory
 from .core.build import register_filter
 from .core.fields import check_limits
 from .core.head_map import HeadMap
@@ -80,27 +81,29 @@ class FarField(ReplacingFilter):
         key, value = (repeat_heads(x, max(x.shape[1], self.key_heads)) for x in (key, value))
         causal, is_token = shift.visible()
         is_token = None if is_token is None else is_token[:, -tokens:]
-        if state and is_token is None and "is_token" in state:
-            is_token = state["is_token"].new_ones(key.shape[0], tokens)
-        if state and is_token is not None and "is_token" not in state:
-            self._begin_mask(state)
-        if tokens == 1 and state and self._count_kept(state) + 1 < 2 * self.config.window:
-            return self._step(shift, key, value, state, is_token)
-        return self._attend(shift, key, value, is_token, causal or state is not None)
+        memory = BlockMemory({} if state is None else state, self.config.sinks, self.config.window)
+        if state and (is_token is not None or "is_token" in state):
+            new_ones = memory.add_mask(tokens)
+            is_token = new_ones if is_token is None else is_token
+        if tokens == 1 and state and memory.newest + 1 < 2 * self.config.window:
+            return self._step(shift, key, value, memory, is_token)
+        return self._attend(shift, key, value, memory, is_token, causal or state is not None)
 
     def _attend(
-        self, shift: AttentionShift, key: Tensor, value: Tensor, is_token: Tensor | None, causal: bool
+        self,
+        shift: AttentionShift,
+        key: Tensor,
+        value: Tensor,
+        memory: BlockMemory,
+        is_token: Tensor | None,
+        causal: bool,
     ) -> Tensor:
-        """Filter any number of tokens, after those of ``shift.state``."""
-        block, state, masked = self.config.window, shift.state or {}, is_token is not None
-        tokens, begin = key.shape[2], self._count_kept(state) if state else 0
-        sinks = self._find_sinks(state, key, value, is_token)
-        is_token = key.new_ones(1, tokens, dtype=torch.bool) if is_token is None else is_token
-        if state:
-            front = self._count_front(state)
-            key, value = (torch.cat([state[n][:, :, front:], x], 2) for n, x in (("key", key), ("value", value)))
-            is_token = torch.cat([state["is_token"] if masked else is_token.new_ones(1, begin), is_token], 1)
-        total = begin + tokens
+        """Filter any number of tokens, after those of the memory."""
+        block, state, masked, begin = self.config.window, memory.state, is_token is not None, memory.newest
+        sinks = memory.find_sinks(key, value, is_token)
+        is_token = key.new_ones(1, key.shape[2], dtype=torch.bool) if is_token is None else is_token
+        key, value, is_token = memory.join(key, value, is_token)
+        total = key.shape[2]
         missing = -total % block if shift.state is None else block - total % block  # with the next token's block
         if torch.compiler.is_compiling() or torch.jit.is_tracing():  # some padding: the same graph for any length
             missing = 2 * block - total % block
@@ -133,15 +136,15 @@ class FarField(ReplacingFilter):
             queries = by_block(shift.query)
             out = block_attention.attend_fields(queries, near_key, near_value, seen, shift.scaling, estimate, out)
         if shift.state is not None:
-            self._remember(shift.state, key, value, is_token if masked else None, sinks, means, count)
+            memory.keep(key, value, is_token if masked else None, sinks, means, count)
         out = out.permute(0, 2, 4, 1, 3, 5).flatten(1, 2).flatten(2, 3)[:, begin:total]  # as projections read it
         return out.transpose(1, 2).to(value.dtype)
 
     def _step(
-        self, shift: AttentionShift, key: Tensor, value: Tensor, state: dict[str, Tensor], is_token: Tensor | None
+        self, shift: AttentionShift, key: Tensor, value: Tensor, memory: BlockMemory, is_token: Tensor | None
     ) -> Tensor:
         """Filter one token with few operations; the means of the far field stay as they are."""
-        batch, groups, _, features = key.shape
+        (batch, groups, _, features), state = key.shape, memory.state
         keys, values = torch.cat([state["key"], key], 2), torch.cat([state["value"], value], 2)
         query = shift.query.reshape(batch * groups, -1, features) * shift.scaling
         scores = spectral.to_float32(torch.bmm(query, keys.flatten(0, 1).mT))
@@ -149,13 +152,8 @@ class FarField(ReplacingFilter):
             state.update(key=keys, value=values)
         else:
             seen = torch.cat([state["sink_there"] & (state["sink_at"] < 0), state["is_token"], is_token], 1)
-            scores = (
-                scores.unflatten(0, (batch, -1)).masked_fill(~seen[:, None, None], block_attention.NEVER).flatten(0, 1)
-            )
-            sinks, front = self._find_sinks(state, key, value, is_token), self._count_front(state)
-            state.update(sinks.flags(), is_token=torch.cat([state["is_token"], is_token], 1))
-            state["key"] = torch.cat([sinks.key, keys[:, :, front:]], 2)
-            state["value"] = torch.cat([sinks.value, values[:, :, front:]], 2)
+            scores = scores.masked_fill(~seen.repeat_interleave(groups, 0)[:, None], block_attention.NEVER)
+            memory.add_token(memory.find_sinks(key, value, is_token), keys, values, is_token)
         values = values.flatten(0, 1)
         if "mass" not in state or self.switched_off == "far":
             return torch.bmm(scores.softmax(-1).to(values.dtype), values).view(batch, -1, 1, values.shape[-1])
@@ -169,62 +167,6 @@ class FarField(ReplacingFilter):
             near = torch.bmm(weights[..., :-1].to(values.dtype), values)
             out = torch.addcmul(near.to(out.dtype), weights[..., -1:].to(out.dtype), out)
         return out.to(value.dtype).view(batch, -1, 1, values.shape[-1])
-
-    def _count_front(self, state: dict[str, Tensor]) -> int:
-        """Return how many sinks lie before the other keys of the state."""
-        return self.config.sinks if "mass" in state or "is_token" in state else 0
-
-    def _count_kept(self, state: dict[str, Tensor]) -> int:
-        return state["key"].shape[2] - self._count_front(state)
-
-    def _find_sinks(self, state: dict[str, Tensor], key: Tensor, value: Tensor, is_token: Tensor | None) -> Sinks:
-        """Return the first tokens of the text, given those of this call; ``is_token`` is None where all are tokens."""
-        count, front = self.config.sinks, self._count_front(state)
-        if not state:
-            if is_token is None:
-                return block_attention.leading_sinks(count, key, value)
-            return block_attention.find_sinks(count, key, value, is_token, 0)
-        if is_token is None and not front:
-            key, value = (torch.cat([state[n], x[:, :, :count]], 2) for n, x in (("key", key), ("value", value)))
-            return block_attention.leading_sinks(count, key, value)
-        first_key, first_value = (state[name][:, :, :front] for name in ("key", "value"))
-        if is_token is None:
-            return block_attention.past_sinks(first_key, first_value, self.config.window)
-        earlier = Sinks(state["sink_there"], state["sink_at"], first_key, first_value)
-        return block_attention.find_sinks(count, key, value, is_token, self._count_kept(state), earlier)
-
-    def _begin_mask(self, state: dict[str, Tensor]) -> None:
-        """Say of each token of a state that it is one, as some of those that follow are not."""
-        (batch, _, _, _), front, kept = state["key"].shape, self._count_front(state), self._count_kept(state)
-        sinks = self._find_sinks(state, state["key"][:, :, :0], state["value"][:, :, :0], None)
-        state["key"] = torch.cat([sinks.key, state["key"][:, :, front:]], 2)
-        state["value"] = torch.cat([sinks.value, state["value"][:, :, front:]], 2)
-        state.update(sinks.flags(batch), is_token=state["key"].new_ones(batch, kept, dtype=torch.bool))
-
-    def _remember(
-        self,
-        state: dict[str, Tensor],
-        key: Tensor,
-        value: Tensor,
-        is_token: Tensor | None,
-        sinks: Sinks,
-        means: FarMeans,
-        count: Tensor,
-    ) -> None:
-        """Keep the last whole block and what follows it, the sinks before them, and the means of all earlier blocks."""
-        batch, _, total, _ = key.shape
-        following = total // self.config.window
-        left = max(0, following - 1) * self.config.window  # so many tokens have become far
-        kept = {}
-        if left:
-            kept = {name: x[:, :, following : following + 1].clone() for name, x in means._asdict().items()}
-            kept["log_count"] = count[:, following].log().expand(batch)[:, None, None].clone()
-        if is_token is not None:
-            kept |= {"is_token": is_token[:, left:total].clone(), **sinks._replace(at=sinks.at - left).flags(batch)}
-        state.update(kept)
-        front = self._count_front(state)
-        state["key"] = torch.cat([sinks.key[:, :, :front], key[:, :, left:]], 2)
-        state["value"] = torch.cat([sinks.value[:, :, :front], value[:, :, left:]], 2)
 
 
 @register_filter("far_field")
@@ -268,6 +210,12 @@ class FarFieldConfig(ReplacingConfig):
     window: int = 64
     sinks: int = 4
     far: Literal["all", "beyond"] = "beyond"
+
+    @classmethod
+    def for_conversion(cls, **options: Any) -> Self:
+        window = options.get("window", 64)
+        sinks = min(4, window) if isinstance(window, int) else 4
+        return super().for_conversion(**{"sinks": sinks, **options})
 
     def validate(self) -> None:
         check_limits(self, "window", least=1)

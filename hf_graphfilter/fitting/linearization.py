@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 
 from ..analysis.model_inputs import name_mistakes
 from ..errors import GraphFilterError, is_number, nearest, shown
-from ..filters import FilterConfig, GraphFilter, ReplacingConfig, as_config
+from ..filters import FilterConfig, GraphFilter, ReplacingConfig, ReplacingFilter, as_config
 from ..filters.core.attached import filters_of
 from ..filters.core.registry import get_filter
 from ..hosts import encoder_of, host_of
+from ..logs import logger
 from ..patching.layers import Layers
 from ..patching.patch import patch_model, unpatch_model
 from .batches import Batches
@@ -29,13 +30,14 @@ from .stages import Linearization
 from .weights import Train, check_trainable, recomputed, trained
 
 STAGES = ("attention", "hidden", "logits", "task")
+SHORT = 512  # tokens, up to which softmax attention is fast
 USUAL = {"attention": 0.7, "logits": 0.3}
 
 
 def linearize(
     model: nn.Module,
     data: Iterable[Any],
-    filter: str | FilterConfig = "agf",
+    filter: str | FilterConfig = "far_field",
     *,
     budget: int = 1_000_000,
     stages: Mapping[str, float] | None = None,
@@ -77,7 +79,7 @@ def linearize(
         choose: the loss that ``layers="auto:..."`` lowers. ``"text"``: the distance from the original's outputs on at
             most four held-out batches. ``"retrieval"``: the negative log-likelihood of the answers in twelve probes
             (dictionaries, pass keys, copying). The probes are made of the token ids of the held-out batches, and have
-            at most 512 tokens, or four windows. ``"both"``: the gains in the two at equal spread, added. None means
+            at most 384 tokens, or four windows. ``"both"``: the gains in the two at equal spread, added. None means
             ``"both"`` for a decoder that predicts the next token, if its held-out batches are text with at least 32
             different ids, and ``"text"`` otherwise. Each of the first three chosen layers costs one forward pass per
             layer over these batches, and all others together cost one more.
@@ -108,7 +110,7 @@ def linearize(
         >>> from transformers import BertConfig, BertModel
         >>> model = BertModel(BertConfig(num_hidden_layers=1))
         >>> batches = [{"input_ids": torch.randint(0, 1000, (4, 16))} for _ in range(6)]
-        >>> report = linearize(model, batches, "agf", window=4, budget=200, holdout=2, progress=False)
+        >>> report = linearize(model, batches, window=4, budget=200, holdout=2, progress=False)
         >>> report.error <= report.error_before
         True
 
@@ -122,6 +124,7 @@ def linearize(
     _check_model(model, train, gradient_checkpointing)
     started, causal = time.monotonic(), all(site.causal for site in host_of(model).find(model)[0])
     batches = Batches(model, data, holdout, labels="task" in shares)
+    _warn_of_short_texts(model)
     batches.stream()  # what it lacks is said before the model changes
     patch_model(model, config, layers=None if share is not None else layers, stack=stack)  # type: ignore[arg-type]
     settings: dict[str, Any] = {"filter": config.to_dict(), "share": share, "train": train, "rank": rank}
@@ -135,14 +138,15 @@ def linearize(
         fit = Linearization(
             model, batches, rates, settings, checkpoint, progress, evaluations=evaluations, precision=precision
         )
+        reach = max(0, *(f.span - 1 for f in fit.modules.values() if isinstance(f, ReplacingFilter)))
         with fit.exclusive():
             with fit.only_filters():
                 with name_mistakes(model, batches.held[0]):
                     ends_in = fit.check(shares, causal)
                     if share is not None:
-                        fit.settings["choose"] = chosen_by = fit.prepare_choice(choose, config.window)
+                        fit.settings["choose"] = chosen_by = fit.prepare_choice(choose, reach)
                 fit.tokens = _tokens(shares or {"attention": 0.7, ends_in: 0.3}, budget)
-                fit.begin(config.window)
+                fit.begin(reach)
                 if "attention" in fit.tokens:
                     fit.fit_attention(fit.tokens["attention"])
                 if share is not None and chosen_by is not None:
@@ -242,6 +246,18 @@ def _check_model(model: nn.Module, train: Train, recompute: bool) -> None:
     check_trainable(model, train)
     if recompute and not model.supports_gradient_checkpointing:
         raise GraphFilterError(f"{type(model).__name__} does not support gradient checkpointing: leave it out")
+
+
+def _warn_of_short_texts(model: Any) -> None:
+    """Log a warning if the model's longest text is so short that attention is fast."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(longest, int) and longest <= SHORT:
+        logger.warning(
+            "%s takes at most %d tokens. At this length a linearized model is hardly faster than the original: see "
+            "report.time(model) before you use it",
+            type(model).__name__,
+            longest,
+        )
 
 
 def _keep(

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .objectives import Batch
 
-COUNT = 4  # of each kind
-LONGEST = 512  # tokens, or four windows
+COUNT = 2  # of each kind
+LONGEST = 384  # tokens, or four windows
 PAIRS = 50
 FEWEST = 32  # different token ids, below which random sequences repeat themselves
 TEXT = {"input_ids", "attention_mask", "token_type_ids", "position_ids", "labels", "use_cache"}

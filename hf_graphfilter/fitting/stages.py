@@ -41,7 +41,7 @@ from .run import Stage, StageRun
 from .transfer_report import TransferReport, mean
 
 BOUNDS = [2**i for i in range(4, 17)]  # of the numbers of tokens that a token sees
-TEXTS = 4  # held-out batches that layers are chosen by, at most
+TEXTS = 2  # held-out batches that layers are chosen by, at most
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -65,18 +65,19 @@ class Linearization(Fit):
         self.reports: dict[str, TransferReport] = {}
         self.predicts, self.probes = False, list[Batch]()
 
-    def begin(self, window: int) -> None:
-        """Measure the filters before the first step.
+    def begin(self, reach: int) -> None:
+        """Measure the filters before the first step; ``reach`` is how many tokens back the window goes.
 
         Raises:
             GraphFilterError: a window of that size spans all held-out inputs.
         """
         with self.autocast():
-            before, (_, beyond) = errors_by_context(self.model, self.modules, self.batches.held, [window + 1])
-        if window and all(map(math.isnan, beyond.values())):
+            before, (_, beyond) = errors_by_context(self.model, self.modules, self.batches.held, [reach + 1])
+        if reach and all(map(math.isnan, beyond.values())):
             raise GraphFilterError(
-                f"the longest held-out input has {self._longest(self.batches.held)} tokens, which a window of {window} "
-                "spans, so that the filter beyond it would learn nothing: give longer ones, or a smaller window="
+                f"the longest held-out input has {self._longest(self.batches.held)} tokens, which the window spans (it "
+                f"reaches {reach} tokens back), so that the filter beyond it would learn nothing: give longer ones, or "
+                "a smaller window="
             )
         self.report = TransferReport(before)
 
@@ -107,7 +108,7 @@ class Linearization(Fit):
         self.reports[stage.name] = report
         self.report.before = report.before  # of the first call, where this one resumes
 
-    def prepare_choice(self, choose: Choose | None, window: int) -> Choose:
+    def prepare_choice(self, choose: Choose | None, reach: int) -> Choose:
         """Return by which losses the layers are chosen, and make the probes of retrieval; call ``check`` before.
 
         Raises:
@@ -123,7 +124,7 @@ class Linearization(Fit):
         if not problem:
             config: Any = self.model.config
             longest = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-            probes = make_probes(self.batches.held, window, longest)
+            probes = make_probes(self.batches.held, reach, longest)
             self.probes = [inputs_of(self.model, probe, labels=True) for probe in probes]
             problem = "" if probes else "the held-out batches are too short for probes of retrieval"
         if not problem:

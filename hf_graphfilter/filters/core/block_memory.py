@@ -1,0 +1,101 @@
+"""What a filter that works by blocks keeps of past tokens: sinks, the newest blocks, means of the far field."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...ops.block_attention import FarMeans, Sinks, find_sinks, leading_sinks, past_sinks
+
+
+class BlockMemory(NamedTuple):
+    """A view of ``AttentionShift.state``, a dict of tensors, batch first.
+
+    ``key`` and ``value`` hold the sinks, once they are out of the newest blocks or there is a mask, and these blocks.
+    ``mass``, ``mean`` and ``log_count`` are those of the far field, once there is one. ``is_token``, ``sink_there`` and
+    ``sink_at`` say of each key whether and where it is, once there is a mask.
+
+    Attributes:
+        state: the dict, which changes.
+        sinks: number of first tokens to keep.
+        window: number of tokens in a block.
+    """
+
+    state: dict[str, Tensor]
+    sinks: int
+    window: int
+
+    @property
+    def front(self) -> int:
+        """The number of sinks before the other keys."""
+        return self.sinks if "mass" in self.state or "is_token" in self.state else 0
+
+    @property
+    def newest(self) -> int:
+        """The number of tokens in the newest blocks."""
+        return self.state["key"].shape[2] - self.front if self.state else 0
+
+    def find_sinks(self, key: Tensor, value: Tensor, is_token: Tensor | None) -> Sinks:
+        """Return the first tokens of the text, given those of this call; ``is_token`` is None where all are tokens."""
+        state = self.state
+        if not state:
+            if is_token is None:
+                return leading_sinks(self.sinks, key, value)
+            return find_sinks(self.sinks, key, value, is_token, 0)
+        if is_token is None and not self.front:
+            key, value = (torch.cat([state[n], x[:, :, : self.sinks]], 2) for n, x in (("key", key), ("value", value)))
+            return leading_sinks(self.sinks, key, value)
+        first_key, first_value = (state[name][:, :, : self.front] for name in ("key", "value"))
+        if is_token is None:
+            return past_sinks(first_key, first_value, self.window)
+        earlier = Sinks(state["sink_there"], state["sink_at"], first_key, first_value)
+        return find_sinks(self.sinks, key, value, is_token, self.newest, earlier)
+
+    def join(self, key: Tensor, value: Tensor, is_token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the newest blocks with the tokens of this call behind them."""
+        if not self.state:
+            return key, value, is_token
+        key, value = (torch.cat([self.state[n][:, :, self.front :], x], 2) for n, x in (("key", key), ("value", value)))
+        before = self.state.get("is_token", is_token.new_ones(1, self.newest).expand(is_token.shape[0], -1))
+        return key, value, torch.cat([before, is_token], 1)
+
+    def add_mask(self, tokens: int) -> Tensor:
+        """Say of each past token that it is one, if nothing does yet, and return the same of ``tokens`` new ones."""
+        state, (batch, _, _, _) = self.state, self.state["key"].shape
+        if "is_token" not in state:
+            sinks = self.find_sinks(state["key"][:, :, :0], state["value"][:, :, :0], None)
+            key, value = (state[name][:, :, self.front :] for name in ("key", "value"))
+            state.update(sinks.flags(batch), is_token=sinks.there.new_ones(batch, self.newest))
+            self._write(sinks, key, value)
+        return state["is_token"].new_ones(batch, tokens)
+
+    def add_token(self, sinks: Sinks, keys: Tensor, values: Tensor, is_token: Tensor) -> None:
+        """Keep ``keys``, those of the state and one more, of which ``is_token`` says whether it is one."""
+        self.state.update(sinks.flags(), is_token=torch.cat([self.state["is_token"], is_token], 1))
+        self._write(sinks, keys[:, :, self.front :], values[:, :, self.front :])
+
+    def keep(
+        self, key: Tensor, value: Tensor, is_token: Tensor | None, sinks: Sinks, means: FarMeans, count: Tensor
+    ) -> None:
+        """Keep the last whole block and what follows it, the sinks, and the means of all earlier blocks.
+
+        Args:
+            key, value, is_token: of the newest blocks and all tokens of this call.
+            sinks: as ``find_sinks`` returns them.
+            means, count: of the far field of each block, up to that of the next token.
+        """
+        batch, _, total, _ = key.shape
+        following = total // self.window
+        left = max(0, following - 1) * self.window  # so many tokens have become far
+        if left:
+            self.state.update((n, x[:, :, following : following + 1].clone()) for n, x in means._asdict().items())
+            self.state["log_count"] = count[:, following].log().expand(batch)[:, None, None].clone()
+        if is_token is not None:
+            self.state.update(sinks._replace(at=sinks.at - left).flags(batch), is_token=is_token[:, left:total].clone())
+        self._write(sinks, key[:, :, left:], value[:, :, left:])
+
+    def _write(self, sinks: Sinks, key: Tensor, value: Tensor) -> None:
+        for name, first, rest in (("key", sinks.key, key), ("value", sinks.value, value)):
+            self.state[name] = torch.cat([first[:, :, : self.front], rest], 2)
