@@ -91,7 +91,7 @@ class BlockMemory(NamedTuple):
         left = max(0, following - 1) * self.window  # so many tokens have become far
         if left:
             self.state.update((n, x[:, :, following : following + 1].clone()) for n, x in means._asdict().items())
-            self.state["log_count"] = count[:, following].log().expand(batch)[:, None, None].clone()
+            self.state["log_count"] = count[:, following : following + 1].log().expand(batch, 1)[..., None].clone()
         if is_token is not None:
             self.state.update(sinks._replace(at=sinks.at - left).flags(batch), is_token=is_token[:, left:total].clone())
         self._write(sinks, key[:, :, left:], value[:, :, left:])
