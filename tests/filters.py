@@ -76,6 +76,11 @@ class Entry:
         return self.replaces and not self.config.module.causal_form
 
     @property
+    def exports_causal(self):
+        """Whether a graph of its causal form serves all inputs; others choose between two forms."""
+        return not self.replaces or self.config.filter == "far_field"
+
+    @property
     def keeps_rows(self) -> bool:
         """Whether decoding keeps rows of signals, which can be static and cropped, rather than a state."""
         place = nn.Linear(8, 8)

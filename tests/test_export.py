@@ -53,7 +53,10 @@ FREE = torch.export.Dim.DYNAMIC  # an error where a size becomes a constant, or 
     ("name", "tokens"),
     [
         *(("gfsa", 12), ("gfsa", 20), ("attnscale", 20), ("contranorm", 12), ("agf", 20)),
-        *(pytest.param(*slow, marks=pytest.mark.slow) for slow in (("hedgehog", 40), ("kernelution", 12))),
+        *(
+            pytest.param(*slow, marks=pytest.mark.slow)
+            for slow in (("hedgehog", 40), ("kernelution", 12), ("far_field", 20))
+        ),
     ],
 )
 def test_one_example_serves_any_batch_and_length(name, tokens):
@@ -66,6 +69,18 @@ def test_one_example_serves_any_batch_and_length(name, tokens):
         for batch, length in ((1, 5), (3, 16), (4, 17), (2, 31), (5, 32), (3, 33)):
             given = family.inputs(batch=batch, tokens=length)
             given["attention_mask"][-1, -2:] = 0
+            torch.testing.assert_close(output(program, given), output(model, given), atol=1e-9, rtol=1e-9)
+
+
+def test_one_example_of_a_decoder_with_far_field_serves_any_batch_and_length():
+    model = FAMILIES["gpt2"].patch(FAMILIES["gpt2"].build(num_hidden_layers=1), FILTERS["far_field"])
+    model = turn_on(model).double().eval()
+    with torch.no_grad():
+        sizes = {"input_ids": {0: FREE, 1: FREE}, "use_cache": None}
+        example = {"input_ids": torch.randint(1, 90, (2, 20)), "use_cache": False}
+        program = torch.export.export(model, (), example, dynamic_shapes=sizes).module()
+        for batch, length in ((1, 5), (3, 16), (4, 17), (2, 31)):
+            given = {"input_ids": torch.randint(1, 90, (batch, length)), "use_cache": False}
             torch.testing.assert_close(output(program, given), output(model, given), atol=1e-9, rtol=1e-9)
 
 
@@ -155,7 +170,7 @@ def keeps_signals(model, ids):
 @pytest.mark.feature("Compiling and exporting: torch.jit.trace, with and without padding", family="gpt2")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("tokens", [1, 9])
-@filters(lambda entry: entry.everywhere and entry.replaces and not entry.encoders_only)
+@filters(lambda entry: entry.everywhere and not entry.exports_causal and not entry.encoders_only)
 def test_a_trace_of_a_causal_filter_is_refused(entry, tokens, refuses, transformers_warnings):
     model, _, _ = patched("gpt2", entry)
 
@@ -173,7 +188,7 @@ def test_a_trace_of_a_causal_filter_is_refused(entry, tokens, refuses, transform
 
 
 @pytest.mark.feature("Compiling and exporting: torch.export, any batch and length", family="gpt2")
-@filters(lambda entry: entry.everywhere and entry.replaces)
+@filters(lambda entry: entry.everywhere and not entry.exports_causal)
 def test_export_of_a_causal_filter_is_refused(entry, refuses):
     model, inputs, _ = patched("gpt2", entry)
     with torch.no_grad(), refuses("exported graph cannot: .* 'gfsa'"):

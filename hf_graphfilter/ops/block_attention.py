@@ -133,9 +133,9 @@ def far_of_blocks(blocks: FarMeans, past: FarMeans | None, causal: bool) -> FarM
         return before
     mirrored = FarMeans(*(x.flip(2) for x in blocks))
     after = FarMeans(*(x.flip(2) for x in accumulate_blocks(_shift(mirrored, 2))))
-    mass = torch.logaddexp(before.mass, after.mass)
-    parts = ((x.mass - mass).exp().unsqueeze(-1) * x.mean for x in (before, after))
-    return FarMeans(mass, sum(parts, torch.zeros_like(before.mean)))
+    masses = torch.stack([before.mass, after.mass])
+    shares = masses.softmax(0).unsqueeze(-1)
+    return FarMeans(masses.logsumexp(0), shares[0] * before.mean + shares[1] * after.mean)
 
 
 def _shift(blocks: FarMeans, by: int) -> FarMeans:
