@@ -1,0 +1,27 @@
+"""Filters fitted to single layers, from benchmarks/single_layers.py."""
+
+from statistics import fmean, stdev
+
+from hf_graphfilter.tables import markdown_table
+from pages.sources import read, where
+
+TITLES = {"smollm2": "SmolLM2-135M, windows of 512 tokens", "minilm": "MiniLM-L6, film reviews of 256 to 512 tokens"}
+
+
+def single_layers() -> str:
+    """Return the mean error over the layers by model and filter, and what a filter adds to a layer."""
+    rows = read("single-layers-cpu")
+    body = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        here = [row for row in rows if row["model"] == model]
+        for variant in dict.fromkeys(row["variant"] for row in here):
+            found = [row for row in here if row["variant"] == variant]
+            seeds = {row["seed"] for row in found}
+            means = [fmean(float(row["error"]) for row in found if row["seed"] == seed) for seed in seeds]
+            spread = f" ± {stdev(means):.4f}" if len(means) > 1 else ""
+            parameters = f"{int(found[0]['parameters']):,}"
+            body.append([TITLES[model], f"`{variant}`", f"{fmean(means):.4f}{spread}", str(len(seeds)), parameters])
+    header = ["model and texts", "filter", "relative squared error", "seeds", "parameters per layer"]
+    steps = rows[0]["steps"] if rows else "0"
+    caption = f"Four layers of each model, {steps} texts, one per step. {where(rows)}" if rows else "Not run yet."
+    return f"{caption}\n\n{markdown_table(header, body)}"
