@@ -100,7 +100,7 @@ def _apply(apply_filter: Callable[..., Tensor], module: Any, shift: AttentionShi
         return apply_filter(shift, value)
     try:
         return apply_filter(shift, value)
-    except RuntimeError as error:
+    except (RuntimeError, IndexError) as error:
         raise GraphFilterError(
             f"{describe_site(module)}: {module.graph_filter.config.filter!r} reads a row of the module's input for "
             f"each query token, ({query.shape[0]}, {query.shape[2]}, features), and it has the shape "
