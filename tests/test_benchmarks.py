@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -187,6 +188,24 @@ def test_ratios_of_several_machines_stand_side_by_side(tmp_path, monkeypatch):
     text = tables.machines_tables()
     assert "Machine 1: a machine, 2026-01-01. Machine 2: another, 2026-01-01." in text
     assert "| one token | 8 | causal | decoding | gfsa | 1.25 | 1.5 |" in text
+
+
+def test_filters_are_fitted_to_one_recorded_layer():
+    import single_layers
+
+    torch.manual_seed(0)
+    calls = []
+    for _ in range(14):
+        query, key, value = (3 * torch.randn(1, heads, 160, 8) for heads in (2, 1, 1))
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        calls.append((query, key, value, torch.randn(1, 160, 16), out))
+    errors = []
+    for count in (3, 14):
+        recorder = SimpleNamespace(calls=calls[:count], scaling=8**-0.5, causal=True)
+        error, parameters = single_layers.fit("far_field", recorder, 0, 2)
+        errors.append(error)
+        assert parameters == (2 + 1) * 8 * 8 + 2 * (16 + 1)  # a map per head and key head, and the estimate
+    assert 0 < errors[1] < errors[0] < 1
 
 
 def test_a_case_of_conversion_is_played_once_and_shown(tmp_path, monkeypatch, capsys):
