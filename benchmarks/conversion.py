@@ -36,7 +36,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_graphfilter import linearize
+from hf_graphfilter import linearize, save_filter
 from hf_graphfilter.demo import pretrained_path
 from hf_graphfilter.fitting import ConversionReport, Rates, save_conversion, text_batches
 from hf_graphfilter.tables import markdown_table
@@ -186,7 +186,26 @@ CASES = {
 }
 
 
-CARDS = {"reviews-agf-64": "minilm-reviews", "images-12": "deit-tiny-images", "text-agf": "smollm2-wikitext-2"}
+CARDS = {
+    "reviews-agf-64": "minilm-reviews",
+    "images-12": "deit-tiny-images",
+    "text-agf": "smollm2-wikitext-2",
+    "text-far-field-filters": "smollm2-far-field",
+}
+WITH_FILTER = {"text-far-field-filters"}  # cards beside which the filter lies, in bfloat16
+LOADING = """## The filter alone
+
+This folder holds the filters, {size} in bfloat16. No weight of the base changed, so they go into the base model:
+
+```py
+from hf_graphfilter import load_filter
+from transformers import AutoModelForCausalLM
+
+model = load_filter(AutoModelForCausalLM.from_pretrained("{base}"), "model_cards/{name}")
+```
+
+They were fitted to weights of this model that had been rounded to four bits, so `load_filter` warns of the difference.
+With the published weights they have not been measured."""
 
 
 def play(name: str, options: argparse.Namespace) -> None:
@@ -232,7 +251,7 @@ def write_card(name: str, options: argparse.Namespace) -> None:
     task, content = TASKS[case.task](case.task, options.shared), json.loads(file.read_text())
     model = type(task.model()).from_pretrained(options.runs / name / "model").eval()
     report = ConversionReport.from_dict(content["report"])
-    if model.main_input_name == "input_ids" and not report.speed:
+    if model.main_input_name == "input_ids" and not report.speed and not options.untimed:
         report.time(model, rounds=3)
     content["report"] = report.to_dict()
     file.write_text(json.dumps(content, indent=1) + "\n")
@@ -241,8 +260,13 @@ def write_card(name: str, options: argparse.Namespace) -> None:
     if rows:
         measured += [markdown_table(["on the test part", "original", "converted"], rows)]
     folder = options.cards / CARDS[name]
+    if name in WITH_FILTER:
+        size = f"{2 * report.parameters / 1e6:.1f} MB"
+        measured.insert(0, LOADING.format(size=size, base=task.base, name=CARDS[name]))
     save_conversion(model, report, folder, repo_id=CARDS[name], base_model=task.base, description="\n\n".join(measured))
     (folder / "conversion.json").unlink()  # the results, which lie with the others
+    if name in WITH_FILTER:
+        save_filter(model.to(torch.bfloat16), folder)
 
 
 def main() -> None:
@@ -252,6 +276,7 @@ def main() -> None:
     parser.add_argument(
         "--cards", nargs="?", type=Path, const=ROOT / "model_cards", help="write the cards, into this folder"
     )
+    parser.add_argument("--untimed", action="store_true", help="cards without times, which take some minutes")
     parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared", help="folder of data/ and weights/")
     parser.add_argument(
         "--runs", type=Path, default=ROOT / "runs" / "conversion", help="folder for models and progress"
