@@ -148,7 +148,6 @@ def test_seeds_ask_for_the_comparison(arguments, called, output, given, monkeypa
     with pytest.raises(SystemExit):
         main()
     logging.set_verbosity(verbosity)
-    logging.enable_progress_bar()
     assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
     ((name, where, options),) = calls
     assert (name, where) == (called, output)

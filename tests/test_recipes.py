@@ -571,6 +571,7 @@ def test_damaged_files_of_a_run_are_left_out_and_named(cola, tmp_path, capsys, t
     argv = [*map(str, argv), "--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "4"]
     runs.main(glue.RECIPE, argv)
     expected, folder = record(tmp_path / "run"), tmp_path / "run" / "seed-1"
+    capsys.readouterr()  # of bars, which a test before may have switched on
     for damage in DAMAGES:
         (folder / "record.json").write_text(damage)
         (folder / "begun.json").write_text("")
