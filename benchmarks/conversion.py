@@ -201,7 +201,8 @@ This folder holds the filters, {size} in bfloat16. No weight of the base changed
 from hf_graphfilter import load_filter
 from transformers import AutoModelForCausalLM
 
-model = load_filter(AutoModelForCausalLM.from_pretrained("{base}"), "model_cards/{name}")
+base = AutoModelForCausalLM.from_pretrained("{base}")
+model = load_filter(base, "model_cards/{name}")
 ```
 
 They were fitted to weights of this model that had been rounded to four bits, so `load_filter` warns of the difference.
