@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from .exporting import is_exporting
 from .nearby import first_there
+from .spectral.blocks import NEVER
 
 CHUNK = 32  # blocks whose running means are one product
-NEVER = -1e30  # logit of what is not there; finite, so that no inf - inf can arise
 
 
 class FarMeans(NamedTuple):
