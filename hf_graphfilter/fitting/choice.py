@@ -36,7 +36,7 @@ def check_choose(choose: Any, share: float | None) -> None:
 
 
 def count_kept(share: float, modules: int) -> int:
-    """Return how many modules keep their attention where a share is linearized, at least one."""
+    """Return how many modules keep their attention where a share of them, and at least one, is linearized."""
     return modules - max(1, round(share * modules))
 
 

@@ -77,7 +77,7 @@ def linearize(
         layers: which layers are linearized, as in ``patch_model``. ``"auto:75%"`` makes all layers filters, and gives a
             quarter of them their attention back after the first stage: those where that lowers the loss most.
         choose: the loss that ``layers="auto:..."`` lowers. ``"text"``: the distance from the original's outputs on at
-            most four held-out batches. ``"retrieval"``: the negative log-likelihood of the answers in twelve probes
+            most two held-out batches. ``"retrieval"``: the negative log-likelihood of the answers in six probes
             (dictionaries, pass keys, copying). The probes are made of the token ids of the held-out batches, and have
             at most 384 tokens, or four windows. ``"both"``: the gains in the two at equal spread, added. None means
             ``"both"`` for a decoder that predicts the next token, if its held-out batches are text with at least 32
