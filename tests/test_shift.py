@@ -176,6 +176,17 @@ def test_polynomial_equals_calls_of_attention(K, mask, piece, rows, kept, monkey
         torch.testing.assert_close(found, gradients)
 
 
+@pytest.mark.parametrize("shape", [(B, H, N, N), (1, H, N, N), (B, 1, 1, N), (N, N)])
+@pytest.mark.parametrize("piece", [PIECE, N * N * H, 1])
+def test_polynomial_passes_a_gradient_to_its_mask(shape, piece, monkeypatch):
+    set_sizes(monkeypatch, piece)
+    q, k, v = tensors(B, H, N, D, grad=True)
+    mask, c = torch.randn(shape, dtype=torch.float64).requires_grad_(), coefficients(2)
+    weight = tensors(B, H, N, D, count=1)[0]
+    found = torch.autograd.grad(apply_polynomial(q, k, v, c, mask)[0], mask, weight)
+    torch.testing.assert_close(found, torch.autograd.grad(several_calls(q, k, v, c, mask)[0], mask, weight))
+
+
 @pytest.mark.parametrize("kind", ["boolean", "additive"])
 def test_polynomial_in_rows_that_see_nothing(kind):
     mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril(-1)  # the first token sees nothing

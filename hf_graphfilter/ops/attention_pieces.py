@@ -138,7 +138,7 @@ class Workspace:
         torch.baddbmm(matrix, block.q, block.k_columns, beta=0, alpha=scale, out=matrix)
         if mask is None:
             return torch.softmax(matrix, -1, out=matrix)
-        biased_softmax(matrix.unflatten(0, self.shape), additive(_part_of_mask(mask, piece), matrix.dtype))
+        biased_softmax(matrix.unflatten(0, self.shape), additive(part_of_mask(mask, piece), matrix.dtype))
         return matrix
 
     def gather(self, copy: Tensor, x: Tensor, piece: Piece) -> Tensor:
@@ -197,7 +197,8 @@ def write_sum(target: Tensor, factors: Sequence[Tensor | None], signals: Sequenc
             torch.mul(x, c, out=target)
 
 
-def _part_of_mask(mask: Tensor, piece: Piece) -> Tensor:
+def part_of_mask(mask: Tensor, piece: Piece) -> Tensor:
+    """Return the view of a mask, broadcastable to (batch, heads, tokens, tokens), that belongs to a piece."""
     mask = mask[(None,) * (4 - mask.dim())]
     whole = slice(None)
     return mask[piece.sequences if mask.shape[0] > 1 else whole, piece.heads if mask.shape[1] > 1 else whole]

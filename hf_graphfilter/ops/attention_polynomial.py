@@ -21,6 +21,7 @@ from .attention_pieces import (
     add_product,
     find_workspace,
     part_of_block,
+    part_of_mask,
     split_batch,
     split_rows,
     write_product,
@@ -76,7 +77,7 @@ def can_apply(
     dropout: float,
     exact: bool,
 ) -> bool:
-    """Return whether ``apply_polynomial`` is the faster form: on the CPU, with a mask that needs no gradient.
+    """Return whether ``apply_polynomial`` is the faster form: on the CPU.
 
     It equals calls of attention up to rounding, and draws other dropout masks. So where results are to be ``exact``, it
     is for several applications with dropout only, which no single call of the model draws.
@@ -90,7 +91,6 @@ def can_apply(
         and dtype in (torch.float32, torch.float64)
         and all(c is None or torch.promote_types(c.dtype, dtype) == dtype for c in coefficients)
         and not torch.is_autocast_enabled("cpu")
-        and not (mask is not None and mask.requires_grad)
         and query.shape[0] == key.shape[0] == value.shape[0]
         and tokens == key.shape[2] == value.shape[2]
         and not (exact and (dropout == 0 or len(coefficients) == 2))
@@ -122,7 +122,7 @@ def apply_polynomial(
     Args:
         query, key, value: (batch, heads, tokens, features), float32 or float64 on the CPU.
         coefficients: ``c_0 ... c_K`` with K >= 1, each (heads,) or None for 0; ``c_K`` is not None.
-        mask: bool (True: may attend) or additive, broadcastable to (batch, heads, tokens, tokens); no gradient.
+        mask: bool (True: may attend) or additive, broadcastable to (batch, heads, tokens, tokens).
         scale: of the scores, 1 / sqrt(features) by default.
         causal: whether a token sees only earlier ones (then without ``mask``).
         dropout: probability with which an entry of A is dropped, in steps of 2^-16.
@@ -132,7 +132,7 @@ def apply_polynomial(
         give, up to rounding.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    inputs = (query, key, value, *(c for c in coefficients if c is not None))
+    inputs = (query, key, value, *(x for x in (mask, *coefficients) if x is not None))
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     entries = query.shape[:3].numel() * query.shape[2]
     options = _Options(scale, causal, dropout, holds=trains and entries <= KEPT)
@@ -151,7 +151,8 @@ class _Polynomial(torch.autograd.Function):
     """The sum of ``c_k X_k`` with ``X_k = S^k(V)``.
 
     With ``g`` the gradient of the sum, that of ``X_K`` is ``c_K g``, and that of ``X_k`` is ``c_k g`` plus what
-    application k+1 passes back. The gradient of A is one product of these, side by side, with ``X_0 ... X_{K-1}``.
+    application k+1 passes back. The gradient of A is one product of these, side by side, with ``X_0 ... X_{K-1}``. That
+    of the scores, through the softmax, is the gradient of an additive mask.
     """
 
     @staticmethod
@@ -193,6 +194,7 @@ class _Polynomial(torch.autograd.Function):
         grad = signals.new_zeros(*signals.shape[:3], width) if grad is None else grad
         sums = [torch.zeros_like(c[:, 0, 0]) if need else None for c, need in zip(factors, needs, strict=True)]
         to_query, to_key, to_value = (_by_tokens(x, n) for x, n in ((query, None), (key, None), (signals, width)))
+        to_mask = torch.zeros_like(mask) if ctx.needs_input_grad[4] else None
         for piece, space in _spaces(query, signals, K, causal):
             part = piece.sequences, piece.heads
             space.gather(space.q, query, piece)
@@ -232,6 +234,9 @@ class _Polynomial(torch.autograd.Function):
                         change.addcmul_(block.more_change, kept)
                     change *= scale_of_kept(dropout)
                 torch._softmax_backward_data(change, matrix, -1, matrix.dtype, grad_input=change)
+                if to_mask is not None:
+                    rows = part_of_mask(to_mask, piece)
+                    rows += change.unflatten(0, piece.shape).sum_to_size(rows.shape)
                 write_product(block.grad_q, change, block.k, scale)
                 add_product(block.grad_k, first, change.mT, block.q, scale)
             for x, y, total in zip((*inputs, space.passed[K - 1]), (*[g] * K, inputs[K - 1]), sums, strict=True):
@@ -242,7 +247,7 @@ class _Polynomial(torch.autograd.Function):
             factor = factors[1] if K == 1 else torch.ones_like(factors[K])
             write_sum(to_value[part], [factor, factors[0]], [space.passed[0], g], piece)
         grads = [None if x is None else x.to(dtype) for x, dtype in zip(sums, ctx.dtypes, strict=True)]
-        return None, to_query, to_key, to_value, None, *grads
+        return None, to_query, to_key, to_value, to_mask, *grads
 
 
 def _by_tokens(x: Tensor, width: int | None) -> Tensor:
