@@ -9,6 +9,7 @@ load patched checkpoints. What it exports is listed in ``__init__.pyi`` and impo
 
 import importlib
 import os
+from functools import partial
 
 import lazy_loader
 
@@ -31,10 +32,13 @@ when_imported("accelerate.accelerator", lambda: importlib.import_module(".traini
 when_imported("transformers.trainer", lambda: importlib.import_module(".training.callbacks", __name__))
 when_imported("sentence_transformers", lambda: importlib.import_module(".checkpoints.readme", __name__).install())
 when_imported("peft", lambda: importlib.import_module(".checkpoints.adapters", __name__).install())
-when_imported(
-    "transformers.models.auto.configuration_auto",
-    lambda: importlib.import_module(".models.converter.configuration", __name__),
-)
-# our models import modeling_layers, which may itself be importing modeling_auto
-when_imported("transformers.modeling_layers", lambda: importlib.import_module(".models.converter.modeling", __name__))
+for _model in ("converter", "graphormer"):
+    when_imported(
+        "transformers.models.auto.configuration_auto",
+        partial(importlib.import_module, f".models.{_model}.configuration", __name__),
+    )
+    # our models import modeling_layers, which may itself be importing modeling_auto
+    when_imported(
+        "transformers.modeling_layers", partial(importlib.import_module, f".models.{_model}.modeling", __name__)
+    )
 when_imported("transformers.models.auto.modeling_auto", lambda: importlib.import_module("transformers.modeling_layers"))

@@ -27,6 +27,9 @@ from .models.converter.configuration import ConverterConfig as ConverterConfig
 from .models.converter.modeling import ConverterForMaskedLM as ConverterForMaskedLM
 from .models.converter.modeling import ConverterForSequenceClassification as ConverterForSequenceClassification
 from .models.converter.modeling import ConverterModel as ConverterModel
+from .models.graphormer.configuration import GraphormerConfig as GraphormerConfig
+from .models.graphormer.modeling import GraphormerForGraphPrediction as GraphormerForGraphPrediction
+from .models.graphormer.modeling import GraphormerModel as GraphormerModel
 
 from .filters.core.base import FilterConfig as FilterConfig, GraphFilter as GraphFilter
 from .filters.core.site import AttentionSite as AttentionSite

@@ -5,13 +5,15 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as t
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hf_graphfilter import GraphFilter, filter_parameters, patch_model
+from hf_graphfilter import GraphFilter, GraphormerConfig, GraphormerModel, filter_parameters, patch_model
+from hf_graphfilter.graphs import GraphCollator
 from hf_graphfilter.hosts import host_of
 
 TEXT = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
@@ -50,7 +52,7 @@ TRANSFORMERS_5_17 = t.__version__.startswith("5.17.")
 
 @dataclass(frozen=True)
 class Family:
-    """kind: encoder (text), decoder, encoder-decoder, vision, audio, or composite (with sub-configs).
+    """kind: encoder (text), decoder, encoder-decoder, vision, audio, graph, or composite (with sub-configs).
 
     ``whole_windows``: the ``layers`` whose windows are not shifted, as a filter without scores needs them.
     ``causal``: where the names of modules begin whose mask is causal, which they do not declare.
@@ -94,6 +96,8 @@ class Family:
     def _inputs(self, batch, tokens):
         g = torch.Generator().manual_seed(1)
         ids = torch.randint(5, 99, (batch, tokens), generator=g)
+        if self.kind == "graph":
+            return GraphCollator(self.config)([random_graph(tokens - 1, self.config, seed) for seed in range(batch)])
         if self.kind == "vision":
             return {"pixel_values": torch.randn(batch, 3, 16, 16, generator=g)}
         if self.model_class is t.Wav2Vec2Model:
@@ -106,6 +110,19 @@ class Family:
         if self.kind == "encoder-decoder":
             return {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids.flip(1)}
         return {"input_ids": ids, "attention_mask": mask}
+
+
+def random_graph(nodes, config, seed=0, connect=1.5):
+    """A graph with features of all kinds, in parts where ``connect``, its edges per node, is small."""
+    g = np.random.default_rng(seed)
+    pairs = np.array([(a, b) for a in range(nodes) for b in range(a)]).reshape(-1, 2)
+    pairs = pairs[g.permutation(len(pairs))[: round(connect * nodes)]]
+    return {
+        "node_features": np.stack([g.integers(0, size, nodes) for size in config.node_feature_sizes], 1),
+        "edge_index": pairs.T,
+        "edge_features": np.stack([g.integers(0, size, len(pairs)) for size in config.edge_feature_sizes], 1),
+        "labels": g.standard_normal(config.num_labels),
+    }
 
 
 T5 = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4}
@@ -207,6 +224,20 @@ FAMILIES = {
             num_conv_pos_embedding_groups=2,
         ),
         "audio",
+        3,
+    ),
+    "graphormer": Family(
+        GraphormerModel,
+        GraphormerConfig(
+            **{k: v for k, v in TEXT.items() if k != "vocab_size"},
+            node_feature_sizes=[9, 3],
+            edge_feature_sizes=[4, 2],
+            max_hops=2,
+            max_distance=3,
+            attention_dropout=0.0,
+            activation_dropout=0.0,
+        ),
+        "graph",
         3,
     ),
 }

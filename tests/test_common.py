@@ -26,6 +26,7 @@ PADDED = [
     for name, family in FAMILIES.items()
     if family.kind not in ("vision", "audio", "composite") and name != "whisper"
 ]
+PER_TOKEN = ("input_ids", "attention_mask", "node_features", "in_degree", "out_degree")
 JOINT = (GFSA, PowerSeries, ContraNorm)  # which apply A through ShiftOperator.polynomial or a joint form
 
 families = pytest.mark.parametrize("family", [pytest.param(f, id=n) for n, f in FAMILIES.items()])
@@ -145,7 +146,9 @@ def check_gradients(family, entry, padding):
 def test_padding_changes_nothing(family, entry):
     model = turn_on(family.patch(family.build().double(), entry))
     inputs = family.inputs(tokens=TOKENS)
-    short = {**inputs, "input_ids": inputs["input_ids"][:, :6], "attention_mask": inputs["attention_mask"][:, :6]}
+    short = {name: x[:, :6] if name in PER_TOKEN else x for name, x in inputs.items()}
+    if "pair_kinds" in short:
+        short["pair_kinds"] = inputs["pair_kinds"][:, :6, :6]
     padded = {**inputs, "attention_mask": inputs["attention_mask"].clone()}
     padded["attention_mask"][:, 6:] = 0
     found, expected = output(model, padded), output(model, short)

@@ -19,7 +19,7 @@ FLOORS = [
     {"shift"},
     {"functional"},
     {"filters"},
-    {"models"},
+    {"models", "graphs"},
     {"hosts"},
     {"patching"},
     {"checkpoints", "remote_code"},

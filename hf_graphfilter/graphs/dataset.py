@@ -1,0 +1,155 @@
+"""Prepared graphs in memory, as few flat arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from ..errors import GraphFilterError
+from ..files import read_state, write_state
+from ..models.graphormer.configuration import GraphormerConfig
+from .paths import prepare_graph
+
+PARTS = ("node_features", "in_degree", "out_degree", "pair_kinds", "kind_distances", "kind_edges")
+LISTED = 5  # of the graphs that were left out, in a message
+
+
+class GraphDataset(Dataset[dict[str, Any]]):
+    """Graphs with their shortest paths, for a Trainer or a DataLoader with ``GraphCollator``.
+
+    All arrays are stored one behind the other, so a graph is read in microseconds. (The rows of a ``datasets.Dataset``
+    take longer to decode than the paths take to find.)
+
+    Args:
+        graphs: Graphs as ``prepare_graph`` takes them. They are read once, one at a time.
+        config: The config of the model.
+        on_error: What happens to a graph that cannot be read. ``"raise"`` raises an error with its number. ``"skip"``
+            leaves it out and lists it in ``skipped``.
+
+    Attributes:
+        skipped: (number, reason) of each graph that was left out.
+
+    Raises:
+        GraphFilterError: A graph that ``prepare_graph`` refuses; no graphs; labels in some graphs only.
+
+    Example:
+        >>> config = GraphormerConfig(node_feature_sizes=[28], edge_feature_sizes=[4])
+        >>> chain = {"node_features": [6, 6, 8], "edge_index": [[0, 1], [1, 2]], "edge_features": [1, 2], "labels": 1.5}
+        >>> graphs = GraphDataset([chain, chain], config)
+        >>> len(graphs), graphs[1]["labels"].tolist()
+        (2, [1.5])
+    """
+
+    def __init__(
+        self, graphs: Iterable[Any], config: GraphormerConfig, *, on_error: Literal["raise", "skip"] = "raise"
+    ):
+        self.skipped: list[tuple[int, str]] = []
+        ready: list[dict[str, Any]] = []
+        for number, graph in enumerate(graphs):
+            try:
+                if isinstance(graph, GraphFilterError):  # of a molecule that could not be read
+                    raise graph
+                prepared = prepare_graph(graph, config)
+                labels = prepared.get("labels")
+                if labels is not None and not np.isfinite(np.asarray(labels, dtype=float)).any():
+                    raise GraphFilterError("it has no label (NaN)")
+                ready.append(prepared)
+            except GraphFilterError as error:
+                if on_error == "raise":
+                    raise GraphFilterError(f"graph {number}: {error}") from error
+                self.skipped.append((number, str(error)))
+        if not ready:
+            raise GraphFilterError(f"no graph could be read{self.describe_skipped() or ': there are none'}")
+        widths = {None if graph.get("labels") is None else len(graph["labels"]) for graph in ready}
+        if len(widths) > 1:
+            raise GraphFilterError("some graphs have another number of labels than others")
+        self._arrays = {name: np.concatenate([graph[name].reshape(-1) for graph in ready]) for name in PARTS}
+        nodes, kinds = (np.array([len(graph[name]) for graph in ready]) for name in ("in_degree", "kind_distances"))
+        self._arrays |= {"nodes": nodes, "kinds": kinds}
+        if None not in widths:
+            self._arrays["labels"] = np.array([graph["labels"] for graph in ready], dtype=float)
+        shapes = (ready[0]["node_features"].shape[1], *ready[0]["kind_edges"].shape[1:])
+        self._arrays["shapes"] = np.array(shapes)
+        self._begin(np.arange(len(ready)))
+
+    def _begin(self, rows: NDArray[np.int64]) -> None:
+        nodes, kinds = self._arrays["nodes"], self._arrays["kinds"]
+        features, hops, edge_features = self._arrays["shapes"].tolist()
+        sizes = (nodes * features, nodes, nodes, nodes**2, kinds, kinds * hops * edge_features)
+        self._ends = {name: np.concatenate([[0], x.cumsum()]) for name, x in zip(PARTS, sizes, strict=True)}
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        row = self._rows[place]
+        nodes = int(self._arrays["nodes"][row])
+        features, hops, edge_features = self._arrays["shapes"].tolist()
+        shapes = ((nodes, features), (nodes,), (nodes,), (nodes, nodes), (-1,), (-1, hops, edge_features))
+        graph = {}
+        for name, shape in zip(PARTS, shapes, strict=True):
+            start, end = self._ends[name][row : row + 2]
+            graph[name] = self._arrays[name][start:end].reshape(shape)
+        if "labels" in self._arrays:
+            graph["labels"] = self._arrays["labels"][row]
+        return graph
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """The number of nodes of each graph."""
+        return self._arrays["nodes"][self._rows]
+
+    @property
+    def labels(self) -> NDArray[np.float64]:
+        """The labels, (graphs, targets)."""
+        if "labels" not in self._arrays:
+            raise GraphFilterError("these graphs have no labels")
+        return self._arrays["labels"][self._rows]
+
+    def select(self, places: Sequence[int]) -> GraphDataset:
+        """Return these graphs, without a copy of their arrays."""
+        chosen = object.__new__(type(self))
+        chosen.__dict__ |= self.__dict__
+        chosen._rows = self._rows[np.asarray(places, dtype=np.int64)]
+        return chosen
+
+    def shuffle(self, seed: int) -> GraphDataset:
+        """Return the graphs in another order."""
+        return self.select(np.random.default_rng(seed).permutation(len(self)).tolist())
+
+    def describe_skipped(self) -> str:
+        """Return how many graphs were left out, and why the first ones were: the end of a message, or nothing."""
+        if not self.skipped:
+            return ""
+        listed = "; ".join(f"{number}: {reason}" for number, reason in self.skipped[:LISTED])
+        more = "; ..." * (len(self.skipped) > LISTED)
+        return f", {len(self.skipped)} left out ({listed}{more})"
+
+    def save(self, file: str | Path) -> None:
+        """Write all graphs to ``file``, as safetensors."""
+        arrays = {**self._arrays, "rows": self._rows}
+        skipped = {"skipped": self.skipped}
+        write_state(Path(file), skipped, {name: torch.from_numpy(array) for name, array in arrays.items()})
+
+    @classmethod
+    def load(cls, file: str | Path) -> GraphDataset:
+        """Read what ``save`` wrote.
+
+        Raises:
+            GraphFilterError: The file is damaged or holds something else.
+        """
+        content, tensors = read_state(Path(file))
+        if content is None or not {"rows", "shapes", *PARTS} <= tensors.keys():
+            raise GraphFilterError(f"{file} holds no prepared graphs: delete it")
+        loaded = object.__new__(cls)
+        loaded._arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+        loaded.skipped = [(number, reason) for number, reason in content["skipped"]]
+        loaded._begin(loaded._arrays.pop("rows"))
+        return loaded

@@ -1,0 +1,1 @@
+"""Graphormer: a Transformer on graphs, whose attention carries a learned bias per pair of nodes."""
