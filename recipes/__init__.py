@@ -6,7 +6,9 @@ from pathlib import Path
 
 EXTRAS = {"recipes": ("datasets", "evaluate", "scipy", "sklearn"), "vision": ("timm", "torchvision")}
 # the names of the recipes, which records and results keep, and their files
-SCRIPTS = {name: name for name in ("glue", "language_modeling", "sequences", "imagenet")} | {"code": "source_code"}
+SCRIPTS = {name: name for name in ("glue", "language_modeling", "sequences", "imagenet", "graphs")} | {
+    "code": "source_code"
+}
 
 
 def check_extras(*extras: str) -> None:

@@ -94,6 +94,26 @@ class SequenceArguments(RecipeArguments):
 
 
 @dataclass
+class GraphArguments(FilterArguments):
+    """What the recipe of graphs takes besides the flags of the Trainer."""
+
+    from_scratch: list[str] = HfArg(
+        default_factory=list, help="Fields of the model's config as NAME=VALUE: num_hidden_layers=4 hidden_size=64."
+    )
+    target: str | None = HfArg(default=None, help="Column of a table to predict; several by commas.")
+    split: str | None = HfArg(
+        default=None,
+        help="given (the column split, or the official one), random, or scaffold (molecules with one Murcko scaffold "
+        "stay together); the task's usual one if not given.",
+    )
+    bad_graphs: str = HfArg(default="skip", help="skip (and count) graphs that cannot be read, or error.")
+    standardize: bool | None = HfArg(
+        default=None, help="Predict standardised targets; the task's usual way if not given."
+    )
+    early_stopping_patience: int | None = HfArg(default=None, help="Evaluations without improvement.")
+
+
+@dataclass
 class ImageArguments(FilterArguments):
     """The flags; the defaults are those of DeiT, which GFSA's DeiT models keep."""
 

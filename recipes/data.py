@@ -14,7 +14,7 @@ import datasets
 from datasets import Dataset, DatasetDict
 
 from hf_graphfilter import GraphFilterError
-from recipes.arguments import RecipeArguments
+from recipes.arguments import FilterArguments
 from recipes.errors import is_main_process, line
 
 TOKENS = "input_ids", "input_ids_2"  # the second of pairs that are encoded apart
@@ -162,11 +162,11 @@ def iterate_texts(data: Dataset) -> Iterator[str]:
     return (text for name in data.column_names if name != "label" for text in data[name])
 
 
-def cut(data: DatasetDict, args: RecipeArguments) -> DatasetDict:
+def cut(data: Any, args: FilterArguments) -> Any:
     """Return at most as many rows of each part as asked for; with --held_out those of the training part alone."""
     if args.held_out:
         train, validation = split_holdout(len(data["train"]), args.held_out)
-        data = DatasetDict(train=data["train"].select(train), validation=data["train"].select(validation))
+        data = type(data)(train=data["train"].select(train), validation=data["train"].select(validation))
     parts = {}
     for name, part in data.items():
         if not len(part):
@@ -178,7 +178,7 @@ def cut(data: DatasetDict, args: RecipeArguments) -> DatasetDict:
         if name == "train" and limit is not None and limit < len(part):
             part = part.shuffle(seed=0)
         parts[name] = part if limit is None else part.select(range(min(limit, len(part))))
-    return DatasetDict(parts)
+    return type(data)(parts)
 
 
 def split_holdout(rows: int, share: float) -> tuple[list[int], list[int]]:

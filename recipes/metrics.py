@@ -37,6 +37,9 @@ METRICS: dict[str, tuple[Callable[..., float], tuple[str, ...]]] = {
     "matthews_correlation": (metrics.matthews_corrcoef, LABELS),
     "spearmanr": (lambda *numbers: correlation(stats.spearmanr, *numbers), NUMBERS),
     "pearson": (lambda *numbers: correlation(stats.pearsonr, *numbers), NUMBERS),
+    "mae": (metrics.mean_absolute_error, NUMBERS),
+    "rmse": (metrics.root_mean_squared_error, NUMBERS),
+    "roc_auc": (metrics.roc_auc_score, NUMBERS),
     "perplexity": (perplexity, ("float64", "nll", "tokens")),
 }
 

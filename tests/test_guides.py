@@ -37,6 +37,7 @@ NEEDS = {
     "linearize": [],
     "analysis": ["matplotlib"],
     "vision": ["timm"],
+    "graphs": ["rdkit"],
     "settings": [],
     "troubleshooting": [],
 }

@@ -1,0 +1,244 @@
+"""The graphs of the graph recipe: ZINC, tables of molecules, and folders of graphs in JSON lines."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pandas as pd
+
+from hf_graphfilter import GraphFilterError
+from hf_graphfilter.errors import needs
+from hf_graphfilter.graphs import GraphDataset, from_smiles
+from hf_graphfilter.models.graphormer.configuration import GraphormerConfig
+from recipes.data import FILES, choose, first_file, load_from_hub, read_rows
+from recipes.errors import note
+
+STRUCTURE = ("node_feature_sizes", "edge_feature_sizes", "edge_encoding", "max_hops", "max_nodes", "directed")
+FORMAT = 1  # of the cached files; raise it where prepare_graph gives other numbers
+SHARES = (0.8, 0.1)  # training and validation part of a table without parts
+ZINC_SIZES = {"node_feature_sizes": [28], "edge_feature_sizes": [4]}
+SPELLINGS = {"edge_index": ("edge_index",), "node_features": ("node_feat", "node_features", "x")}
+SPELLINGS |= {"edge_features": ("edge_attr", "edge_features", "edge_feat"), "labels": ("y", "labels")}
+
+
+@dataclass(frozen=True)
+class GraphTask:
+    """Where graphs are read from, and what is predicted.
+
+    Args:
+        target: the column of the target; None: --target names it.
+        metric: by which runs are compared.
+        files: names that the table may have below --data.
+        split: how a table is split if nothing is said: ``given``, ``random`` or ``scaffold``.
+        ranges: rows of the training and the validation part, for tables whose order is their split.
+        hub: the data set of the Hub with the same graphs.
+        fields: of the model's config, where the data decide them.
+        standardize: whether the network predicts standardised targets.
+    """
+
+    target: str | None = None
+    metric: str = "test/mae"
+    files: tuple[str, ...] = ()
+    split: str = "random"
+    ranges: tuple[int, ...] = ()
+    hub: str | None = None
+    fields: tuple[tuple[str, Any], ...] = ()
+    standardize: bool = True
+
+
+CLASSES = (("problem_type", "multi_label_classification"),)
+TASKS = {
+    "zinc": GraphTask("y", hub="graphs-datasets/ZINC", fields=tuple(ZINC_SIZES.items()), standardize=False),
+    # OGB's tables: their order is the official split, whose test labels are hidden
+    "pcqm4m": GraphTask(
+        "homolumogap",
+        "validation/mae",
+        ("data.csv.gz", "raw/data.csv.gz"),
+        "given",
+        (3_045_360, 380_670),
+        None,
+        (),
+        False,
+    ),
+    "pcqm4mv2": GraphTask(
+        "homolumogap",
+        "validation/mae",
+        ("data.csv.gz", "raw/data.csv.gz"),
+        "given",
+        (3_378_606, 73_545),
+        None,
+        (),
+        False,
+    ),
+    "qm9-gap": GraphTask("gap_eV", files=("qm9.csv.gz", "qm9.csv")),
+    "esol": GraphTask("y", files=("esol.csv",), split="scaffold"),
+    "aqsoldb": GraphTask("y", files=("aqsoldb.csv",), split="scaffold"),
+    "hiv": GraphTask("y", "test/roc_auc", ("hiv.csv.gz", "hiv.csv"), "scaffold", fields=CLASSES),
+    "molecules": GraphTask(),
+    "molecule-classes": GraphTask(metric="test/roc_auc", fields=CLASSES),
+    "graphs": GraphTask("labels"),
+    "graph-classes": GraphTask("labels", "test/roc_auc", fields=CLASSES),
+}
+
+
+def load(args: Any, config: Callable[..., GraphormerConfig]) -> tuple[dict[str, GraphDataset], dict[str, Any], str]:
+    """Return (parts, fields of the config that the data decide, how they were split)."""
+    task = TASKS[args.task]
+    settings = (args.task, args.data, args.target or task.target, args.split or task.split, args.bad_graphs)
+    fields = dict(task.fields)
+    structure = {**fields, **({} if "node_feature_sizes" in fields else _sizes(settings))}
+    made = config(**{k: v for k, v in structure.items() if k in STRUCTURE})
+    parts, split = _prepare(settings, json.dumps({k: getattr(made, k) for k in STRUCTURE}))
+    return dict(parts), structure, split
+
+
+@lru_cache(maxsize=1)
+def _sizes(settings: tuple[str, ...]) -> dict[str, list[int]]:
+    """Return the sizes of the features of graphs in JSON lines; those of molecules are the config's own."""
+    if settings[0] not in ("graphs", "graph-classes"):
+        return {}
+    sizes = {}
+    rows = [row for part in _raw(settings)[0].values() for row in part()]
+    for name in ("node_features", "edge_features"):
+        tables = [np.asarray(x) for row in rows if (x := _part(row, name)) is not None and np.size(x)]
+        tables = [table[:, None] if table.ndim == 1 else table for table in tables]
+        if len({table.shape[1:] for table in tables}) > 1:
+            raise GraphFilterError(f"--data {settings[1]}: the graphs have different numbers of {name}")
+        sizes[f"{name[:-1]}_sizes"] = (np.max([t.max(0) for t in tables], 0) + 1).astype(int).tolist() if tables else []
+    return sizes
+
+
+def _part(row: dict[str, Any], name: str) -> Any:
+    return next((row[spelling] for spelling in SPELLINGS[name] if row.get(spelling) is not None), None)
+
+
+@lru_cache(maxsize=1)
+def _prepare(settings: tuple[str, ...], structure: str) -> tuple[dict[str, GraphDataset], str]:
+    """Return the graphs with their paths, found once and kept beside the other caches of ``datasets``."""
+    raw, split, files = _raw(settings)
+    marks = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    key = hashlib.sha256(repr((FORMAT, settings, structure, marks, split)).encode()).hexdigest()[:16]
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_graphfilter"
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = {}
+    for part, rows in raw.items():
+        cached = folder / f"{settings[0]}-{part}-{key}.safetensors"
+        if cached.is_file():
+            parts[part] = GraphDataset.load(cached)
+        else:
+            config = GraphormerConfig(**json.loads(structure))
+            try:
+                parts[part] = GraphDataset(rows(), config, on_error="raise" if settings[4] == "error" else "skip")
+            except GraphFilterError as error:
+                hint = "; --bad_graphs skip leaves such graphs out" if settings[4] == "error" else ""
+                raise GraphFilterError(f"{settings[0]}, {part} part: {error}{hint}") from error
+            parts[part].save(cached)
+        if parts[part].skipped:
+            note(f"{settings[0]}, {part} part: {len(parts[part])} graphs{parts[part].describe_skipped()}")
+    return parts, split
+
+
+Rows = Callable[[], Iterable[Any]]
+
+
+def _raw(settings: tuple[str, ...]) -> tuple[dict[str, Rows], str, list[Path]]:
+    """Return (what yields the graphs of each part, how they were split, the files)."""
+    name, data, target, split, _ = settings
+    task = TASKS[name]
+    if data is None:
+        if task.hub is None:
+            raise GraphFilterError(f"--task {name} needs --data, a table of molecules or a folder of graphs")
+        parts = load_from_hub(task.hub, SPELLINGS)
+        return {k: parts[v].__iter__ for k, v in _names(parts).items()}, "official", []
+    root = Path(data)
+    if name == "zinc":
+        file = first_file(root, ["zinc12k_graphs.npz"])
+        return _zinc(file), "official validation and test parts, another training part of 10,000", [file]
+    if name in ("graphs", "graph-classes"):
+        files = {part: first_file(root, [f"{v}.jsonl", f"{part}.jsonl"]) for part, v in FILES.items()}
+        return {part: (lambda f=f: read_rows(f)) for part, f in files.items()}, "given", [*files.values()]
+    file = root if root.is_file() else first_file(root, list(task.files) or [f"{root.name}.csv"])
+    parts, how = _molecules(file, target, split, task.ranges)
+    return parts, how, [file]
+
+
+def _names(parts: Iterable[str]) -> dict[str, str]:
+    return {"train": "train", "validation": "validation" if "validation" in parts else "val", "test": "test"}
+
+
+def _zinc(file: Path) -> dict[str, Rows]:
+    with np.load(file, allow_pickle=False) as content:
+        z = dict(content)
+
+    def read(part: int) -> Iterator[dict[str, Any]]:
+        for i in np.flatnonzero(z["split"] == part):
+            (a, b), (c, d) = z["node_ptr"][i : i + 2], z["edge_ptr"][i : i + 2]
+            graph = {"node_features": z["atom_type"][a:b], "edge_index": z["edge_index"][:, c:d]}
+            yield graph | {"edge_features": z["bond_type"][c:d], "labels": z["y"][i]}
+
+    return {part: (lambda number=number: read(number)) for number, part in enumerate(FILES)}
+
+
+def _molecules(file: Path, target: str, split: str, ranges: tuple[int, ...]) -> tuple[dict[str, Rows], str]:
+    """Return the parts of a table with a column of SMILES."""
+    try:
+        table = pd.read_csv(file)
+    except (ValueError, OSError, UnicodeDecodeError) as error:
+        raise GraphFilterError(f"{file} cannot be read as a table: {error}") from error
+    targets = target.split(",")
+    columns = choose({"smiles": ("smiles", "SMILES", "mol"), **{t: (t,) for t in targets}}, list(table.columns), file)
+    numbers = table[targets].apply(pd.to_numeric, errors="coerce").to_numpy(float)
+    smiles = table[columns["smiles"]].astype(str).tolist()
+    places, how = split_rows(table, smiles, split, ranges, file)
+
+    def read(rows: Any) -> Iterator[Any]:
+        for row in rows:
+            try:
+                yield from_smiles(smiles[row]) | {"labels": numbers[row]}
+            except GraphFilterError as error:
+                yield error  # GraphDataset raises it or counts it
+
+    return {part: (lambda rows=rows: read(rows)) for part, rows in places.items()}, how
+
+
+def split_rows(
+    table: pd.DataFrame, smiles: list[str], split: str, ranges: tuple[int, ...], file: Path
+) -> tuple[dict[str, Any], str]:
+    """Return (rows of each part, how they were split)."""
+    order = np.arange(len(table))
+    if split == "given" and ranges:
+        ends = np.cumsum(ranges)
+        return {"train": order[: ends[0]], "validation": order[ends[0] : ends[1]]}, "official"
+    column = "split" if split == "given" else f"{split}_split"
+    if column in table.columns:
+        named = {"train": ("train",), "validation": ("validation", "valid", "val"), "test": ("test",)}
+        parts = {part: order[table[column].isin(names)] for part, names in named.items()}
+        if empty := [part for part, rows in parts.items() if not len(rows)]:
+            raise GraphFilterError(f"{file}: column {column} has no rows for the {empty[0]} part")
+        return parts, f"{column} of the table"
+    if split == "given":
+        raise GraphFilterError(f"{file} has no column split: use --split random or scaffold")
+    order = np.random.default_rng(0).permutation(order) if split == "random" else np.array(order_by_scaffold(smiles))
+    a, b = (round(share * len(order)) for share in (SHARES[0], sum(SHARES)))
+    return {"train": order[:a], "validation": order[a:b], "test": order[b:]}, f"80/10/10, {split}"
+
+
+def order_by_scaffold(smiles: list[str]) -> list[int]:
+    """Return the rows so that molecules with one Murcko scaffold stand together, the largest groups first."""
+    with needs("graphs", "--split scaffold"):
+        from rdkit import Chem, RDLogger
+        from rdkit.Chem.Scaffolds import MurckoScaffold
+    RDLogger.DisableLog("rdApp.*")
+    groups: dict[str, list[int]] = {}
+    for row, text in enumerate(smiles):
+        molecule = Chem.MolFromSmiles(text)
+        scaffold = "" if molecule is None else MurckoScaffold.MurckoScaffoldSmiles(mol=molecule, includeChirality=False)
+        groups.setdefault(scaffold, []).append(row)
+    RDLogger.EnableLog("rdApp.*")
+    return [row for group in sorted(groups.values(), key=lambda g: (-len(g), g[0])) for row in group]

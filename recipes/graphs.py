@@ -1,0 +1,126 @@
+"""Train Graphormer on graphs and molecules, with a graph filter in its self-attention.
+
+    python recipes/graphs.py --config graphs/graphormer-slim.yaml --task zinc --data DATA/zinc12k
+    python recipes/graphs.py --config graphs/small.yaml --task esol --data DATA/moleculenet --seeds 1 2 3
+    python recipes/graphs.py --config graphs/small.yaml --task molecules --data mine.csv --target solubility
+
+Tasks: zinc; pcqm4m and pcqm4mv2 (OGB's data.csv.gz); qm9-gap, esol, aqsoldb and hiv; molecules and molecule-classes for
+any table with a column smiles and a --target; graphs and graph-classes for a folder with train.jsonl, valid.jsonl and
+test.jsonl, whose lines hold node_features, edge_index, edge_features and labels. Regressions report mean absolute error
+and root mean squared error, classes ROC-AUC. Shortest paths are found once and cached.
+"""
+
+if __name__ == "__main__":
+    from recipes import check_extras
+
+    check_extras("recipes")
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from torch.utils.data import SequentialSampler
+from transformers import Seq2SeqTrainingArguments, Trainer, set_seed
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from hf_graphfilter import GraphFilterError
+from hf_graphfilter.console import parse_options
+from hf_graphfilter.graphs import GraphCollator
+from hf_graphfilter.models.graphormer.modeling import GraphormerForGraphPrediction
+from recipes import metrics, runs
+from recipes.arguments import GraphArguments
+from recipes.data import cut
+from recipes.graph_data import TASKS, load
+from recipes.models import model_config, patch
+from recipes.settings import Recipe
+from recipes.training import fit
+
+SPLITS = ("given", "random", "scaffold")
+MEASURES = {"regression": ("mae", "rmse")}
+
+
+def run(args, training):
+    """Do one training run."""
+    parts, fields, split = load(args, partial(model_config, args))
+    data = cut(parts, args)
+    targets = data["train"].labels
+    fields["num_labels"] = targets.shape[1]
+    config = model_config(args, **fields)
+    standardize = TASKS[args.task].standardize if args.standardize is None else args.standardize
+    if config.problem_type == "regression" and standardize:
+        config.label_mean, spread = np.nanmean(targets, 0).tolist(), np.nanstd(targets, 0)
+        config.label_std = np.where(spread > 0, spread, 1).tolist()
+    set_seed(training.seed)
+    model = GraphormerForGraphPrediction(config)
+    patch(args, model)
+    names = MEASURES.get(config.problem_type, ("roc_auc",))
+    options = {"data_collator": GraphCollator(config), "compute_metrics": partial(score, names)}
+    options["trainer_class"] = GraphTrainer
+    outcome = fit(args, training, model, None, data, **options)
+    rows = {part: len(graphs) for part, graphs in data.items()}
+    left_out = {part: len(graphs.skipped) for part, graphs in data.items() if graphs.skipped}
+    return {**outcome, "split": split, "rows": rows, "left_out": left_out, "task_type": "graph-ml"}
+
+
+class GraphTrainer(Trainer):
+    """A Trainer that can group graphs by their size, which transformers does for rows of ``datasets`` alone."""
+
+    def _get_train_sampler(self, train_dataset=None):
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        if self.args.train_sampling_strategy != "group_by_length":
+            return super()._get_train_sampler(dataset)
+        together = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        return LengthGroupedSampler(together, lengths=dataset.sizes.tolist())
+
+    def _get_eval_sampler(self, eval_dataset):
+        return SequentialSampler(eval_dataset)
+
+
+def score(names, prediction):
+    """Return the metrics, each the mean over the targets; graphs without a target do not count for it."""
+    columns = list(zip(np.atleast_2d(prediction.predictions).T, np.atleast_2d(prediction.label_ids).T, strict=True))
+    scores = []
+    for predicted, labels in columns:
+        known = np.isfinite(labels)
+        scores.append(metrics.score(names, predicted[known], labels[known]))
+    return {name: float(np.mean([of_target[name] for of_target in scores])) for name in names}
+
+
+def check(args, training):
+    """Raise for what can be known to be wrong before any data is read."""
+    if args.model != "graphormer":
+        raise GraphFilterError(f"--model {args.model}: this recipe trains graphormer; --from_scratch sets its sizes")
+    if args.split not in (None, *SPLITS):
+        raise GraphFilterError(f"--split {args.split}: it is one of {', '.join(SPLITS)}")
+    if args.target is None and TASKS[args.task].target is None:
+        raise GraphFilterError(f"--task {args.task} needs --target, the column to predict; several by commas")
+    if args.bad_graphs not in ("skip", "error"):
+        raise GraphFilterError(f"--bad_graphs {args.bad_graphs}: it is skip or error")
+    if parse_options(args.from_scratch).get("problem_type") == "single_label_classification":
+        raise GraphFilterError("this recipe scores yes/no targets: use problem_type=multi_label_classification")
+
+
+def load_model(folder: Path):
+    """Load a saved run."""
+    return GraphormerForGraphPrediction.from_pretrained(folder)
+
+
+RECIPE = Recipe(
+    name="graphs",
+    metrics={name: task.metric for name, task in TASKS.items()},
+    run=run,
+    defaults={
+        "model": "graphormer",
+        "num_train_epochs": 100,
+        "per_device_train_batch_size": 64,
+        "per_device_eval_batch_size": 256,
+        "learning_rate": 1e-3,
+    },
+    description=__doc__,
+    arguments=(GraphArguments, Seq2SeqTrainingArguments),
+    load=load_model,
+    check=check,
+)
+
+if __name__ == "__main__":
+    runs.main(RECIPE)

@@ -1,0 +1,461 @@
+"""Graphormer: the model against a slow computation of its equations, its graphs, and its recipe."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from models import FAMILIES, checkpointed, random_graph, turn_on
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModel, Trainer, TrainingArguments
+
+from hf_graphfilter import (
+    GraphFilterError,
+    GraphormerConfig,
+    GraphormerForGraphPrediction,
+    GraphormerModel,
+    patch_model,
+)
+from hf_graphfilter.graphs import GraphCollator, GraphDataset, from_smiles, prepare_graph
+
+FAMILY = FAMILIES["graphormer"]
+SHARED = Path(__file__).parents[2] / "shared"
+ZINC = {"node_feature_sizes": [28], "edge_feature_sizes": [4]}
+CHAIN = {"node_features": [6, 6, 8], "edge_index": [[0, 1], [1, 2]], "edge_features": [1, 2], "labels": 0.5}
+
+
+def config_with(**changes):
+    fields = {name: value for name, value in FAMILY.config.to_dict().items() if name not in ("id2label", "label2id")}
+    return GraphormerConfig(**{**fields, **changes})
+
+
+def build(config, model_class=GraphormerModel):
+    model = model_class(config).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    return model
+
+
+# ----------------------------------------------------------------------------------- the equations, written out
+
+
+def shortest_paths(graph, config):
+    """All shortest paths of every pair, by going through all sequences of edges; the first in dictionary order."""
+    nodes, found = len(graph["node_features"]), {}
+    ends, features = np.asarray(graph["edge_index"]), np.asarray(graph["edge_features"])
+    edges = [(a, b, tuple(f)) for (a, b), f in zip(ends.T.tolist(), features.tolist(), strict=True)]
+    edges += [] if config.directed else [(b, a, f) for a, b, f in edges]
+    for start in range(nodes):
+        found[start, start] = []
+        frontier = {start: [[]]}
+        while frontier:
+            ahead = {}
+            for node, paths in frontier.items():
+                for path, (a, b, f) in itertools.product(paths, edges):
+                    if a == node and (start, b) not in found:
+                        ahead.setdefault(b, []).append([*path, f])
+            found |= {(start, node): min(paths) for node, paths in ahead.items()}
+            frontier = ahead
+    return found
+
+
+def written_out(model, graph):
+    """Graphormer's equations 5 to 9 for one graph, node by node."""
+    config, w = model.config, dict(model.named_parameters())
+    nodes, heads = len(graph["node_features"]), config.num_attention_heads
+    paths = shortest_paths(graph, config)
+    ends = np.asarray(graph["edge_index"])
+    offsets = [sum(config.node_feature_sizes[:i]) for i in range(len(config.node_feature_sizes))]
+    edge_offsets = [sum(config.edge_feature_sizes[:i]) for i in range(len(config.edge_feature_sizes))]
+    rows = [w["embeddings.virtual_node.weight"][0]]
+    for node, features in enumerate(graph["node_features"]):
+        row = sum(w["embeddings.features.weight"][o + int(f)] for o, f in zip(offsets, features, strict=True))
+        into, out = (ends[1] == node).sum(), (ends[0] == node).sum()
+        into, out = (into, out) if config.directed else (into + out, into + out)
+        rows.append(row + w["embeddings.in_degree.weight"][into] + w["embeddings.out_degree.weight"][out])
+    h = torch.stack(rows)
+    bias = torch.zeros(heads, nodes + 1, nodes + 1, dtype=h.dtype)
+    bias[:, 0, :] = bias[:, :, 0] = w["position_bias.virtual_distance.weight"][0][:, None]
+    for i, j in itertools.product(range(nodes), repeat=2):
+        path = paths.get((i, j))
+        distance = config.max_distance + 1 if path is None else min(len(path), config.max_distance)
+        total = w["position_bias.distance.weight"][distance]
+        seen = (path or [])[: config.max_hops]
+        if config.edge_encoding == "direct":
+            seen = seen if path is not None and len(path) == 1 else []
+        for hop, features in enumerate(seen if config.edge_encoding != "none" else []):
+            edge = sum(w["position_bias.edges.weight"][o + f] for o, f in zip(edge_offsets, features, strict=True))
+            edge = edge / len(features)
+            if config.edge_encoding == "path":
+                edge = edge @ w["position_bias.hops"][hop] / len(seen)
+            total = total + edge
+        bias[:, i + 1, j + 1] = total
+    norm = torch.nn.functional.layer_norm
+    for n in range(config.num_hidden_layers):
+
+        def linear(x, name, n=n):
+            return x @ w[f"layers.{n}.{name}.weight"].T + w[f"layers.{n}.{name}.bias"]
+
+        def normed(x, name, n=n):
+            return norm(x, x.shape[-1:], w[f"layers.{n}.{name}.weight"], w[f"layers.{n}.{name}.bias"])
+
+        x = normed(h, "self_attn_layer_norm")
+        q, k, v = (linear(x, f"self_attn.{p}_proj").unflatten(-1, (heads, -1)).transpose(0, 1) for p in "qkv")
+        a = (q @ k.mT / math.sqrt(q.shape[-1]) + bias).softmax(-1)
+        h = h + linear((a @ v).transpose(0, 1).flatten(1), "self_attn.out_proj")
+        h = h + linear(torch.nn.functional.gelu(linear(normed(h, "final_layer_norm"), "fc1")), "fc2")
+    return norm(h, h.shape[-1:], w["norm.weight"], w["norm.bias"])
+
+
+@pytest.mark.parametrize("encoding", ["path", "direct", "none"])
+@pytest.mark.parametrize("directed", [False, True])
+def test_equals_the_equations(encoding, directed):
+    """Also in a batch with a larger graph, and with unconnected parts."""
+    config = config_with(edge_encoding=encoding, directed=directed)
+    model = build(config)
+    graphs = [random_graph(n, config, seed, connect) for n, seed, connect in ((7, 0, 1.2), (9, 1, 1.6), (5, 2, 0.4))]
+    found = model(**GraphCollator(config)(graphs)).last_hidden_state
+    for graph, row in zip(graphs, found, strict=True):
+        expected = written_out(model, graph)
+        torch.testing.assert_close(row[: len(expected)], expected, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", [None, "gfsa"])
+def test_the_order_of_nodes_and_edges_does_not_matter(name):
+    """Rings have several shortest paths between opposite nodes, with different edges."""
+    config = FAMILY.config
+    model = build(config)
+    if name:
+        turn_on(patch_model(model, name, K=3))
+    ring = {
+        "node_features": np.array([[i % 4, i % 3] for i in range(6)]),
+        "edge_index": np.array([[0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 0]]),
+        "edge_features": np.array([[0, 0], [1, 1], [2, 0], [3, 1], [1, 0], [0, 1]]),
+    }
+    order = np.array([3, 1, 4, 0, 5, 2])  # new place -> old node
+    place = order.argsort()
+    moved = {
+        "node_features": ring["node_features"][order],
+        "edge_index": place[ring["edge_index"]][:, ::-1],
+        "edge_features": ring["edge_features"][::-1],
+    }
+    found, expected = (model(**GraphCollator(config)([graph])).last_hidden_state[0] for graph in (moved, ring))
+    torch.testing.assert_close(found[1:], expected[1:][order], atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(found[0], expected[0], atol=1e-12, rtol=1e-12)
+
+
+# ----------------------------------------------------------------------------------------------------- the model
+
+
+def test_it_is_an_ordinary_model_of_transformers(tmp_path):
+    config = config_with(num_labels=2, label_mean=[1.0, -1.0], label_std=[2.0, 0.5])
+    model = build(config, GraphormerForGraphPrediction)
+    batch = GraphCollator(config)([random_graph(n, config, n) for n in (4, 6)])
+    out = model(**batch, output_hidden_states=True)
+    assert out.logits.shape == (2, 2)
+    assert len(out.hidden_states) == config.num_hidden_layers + 1
+    torch.testing.assert_close(out.loss, (out.logits - batch["labels"]).abs().mean())
+    patch_model(model, "gfsa", K=3).save_pretrained(tmp_path)
+    loaded = GraphormerForGraphPrediction.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    assert torch.equal(loaded(**batch).logits, out.logits)
+    assert type(AutoConfig.from_pretrained(tmp_path)) is GraphormerConfig
+    model.graphormer.save_pretrained(tmp_path / "base")
+    assert type(AutoModel.from_pretrained(tmp_path / "base")) is GraphormerModel
+
+
+def test_attention_matrices_gradient_checkpointing_and_bfloat16():
+    model = FAMILY.build("eager").train()
+    batch = FAMILY.inputs()
+    plain = model(**batch, output_attentions=True)
+    assert plain.attentions[0].shape == (2, 4, 9, 9)
+    out = checkpointed(model, reentrant=False)(**batch).last_hidden_state
+    torch.testing.assert_close(out, plain.last_hidden_state)
+    out.sum().backward()
+    assert model.position_bias.hops.grad.abs().sum() > 0
+    low = FAMILY.build().bfloat16()(**batch).last_hidden_state
+    assert low.dtype == torch.bfloat16
+    assert low.isfinite().all()
+
+
+def test_training_lowers_the_loss(tmp_path):
+    """With the ordinary Trainer, raw graphs, a filter, and LoRA's usual targets among the module names."""
+    torch.manual_seed(0)
+    config = GraphormerConfig(**ZINC, num_hidden_layers=2, hidden_size=16, num_attention_heads=2, intermediate_size=16)
+    graphs = [CHAIN | {"node_features": [6, 6, kind], "labels": float(kind == 8)} for kind in (7, 8) * 16]
+    model = patch_model(GraphormerForGraphPrediction(config), "gfsa", K=3)
+    args = TrainingArguments(
+        str(tmp_path),
+        num_train_epochs=15,
+        per_device_train_batch_size=8,
+        learning_rate=1e-2,
+        report_to=[],
+        save_strategy="no",
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = Trainer(model, args, train_dataset=graphs, eval_dataset=graphs, data_collator=GraphCollator(config))
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < 0.25 * before
+
+
+@pytest.mark.parametrize(
+    ("problem", "labels", "loss"),
+    [
+        ("single_label_classification", [2, 0], torch.nn.functional.cross_entropy),
+        ("multi_label_classification", [[1.0, 0, 1], [0, 1, 1]], torch.nn.functional.binary_cross_entropy_with_logits),
+    ],
+)
+def test_classification(problem, labels, loss):
+    config = config_with(num_labels=3, problem_type=problem)
+    graphs = [random_graph(4, config) | {"labels": label} for label in labels]
+    model, batch = build(config, GraphormerForGraphPrediction), GraphCollator(config)(graphs)
+    out = model(**batch)
+    torch.testing.assert_close(
+        out.loss, loss(out.logits, torch.tensor(labels, dtype=batch["labels"].dtype)).double(), check_dtype=False
+    )
+
+
+def test_a_missing_target_is_left_out_of_the_loss():
+    config = config_with(num_labels=2, loss="mse", pooling="mean")
+    graphs = [random_graph(4, config) | {"labels": labels} for labels in ([1.0, math.nan], [math.nan, 2.0])]
+    out = build(config, GraphormerForGraphPrediction)(**GraphCollator(config)(graphs))
+    expected = ((out.logits[0, 0] - 1).square() + (out.logits[1, 1] - 2).square()) / 2
+    torch.testing.assert_close(out.loss, expected)
+
+
+# ---------------------------------------------------------------------------------------------------- the graphs
+
+
+class Data:
+    """A graph in the layout of PyTorch Geometric."""
+
+    def __init__(self):
+        self.x, self.edge_index = torch.tensor([[6], [6], [8]]), torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
+        self.edge_attr, self.y = torch.tensor([[1], [1], [2], [2]]), torch.tensor([0.5])
+
+
+OGB = {
+    "node_feat": [[6], [6], [8]],
+    "edge_index": [[0, 1, 1, 2, 0], [1, 0, 2, 1, 0]],
+    "edge_feat": [[1], [1], [2], [2], [3]],
+}
+
+
+def test_all_layouts_and_prepared_graphs_give_the_same_batch(tmp_path):
+    config = GraphormerConfig(**ZINC)
+    collate = GraphCollator(config)
+    expected = collate([CHAIN, CHAIN])
+    kept = GraphDataset([CHAIN, Data()], config)
+    kept.save(tmp_path / "graphs.safetensors")
+    kept = GraphDataset.load(tmp_path / "graphs.safetensors").shuffle(0).select([0, 1])
+    as_lists = json.loads(json.dumps({k: np.asarray(v).tolist() for k, v in prepare_graph(CHAIN, config).items()}))
+    for graphs in ([Data(), OGB | {"y": 0.5}], [prepare_graph(CHAIN, config), as_lists], list(kept)):
+        batch = collate(graphs)
+        assert all(torch.equal(batch[name], expected[name]) for name in expected)
+    loader = DataLoader(kept, batch_size=2, collate_fn=collate)
+    assert all(torch.equal(next(iter(loader))[name], x) for name, x in expected.items())
+    assert kept.sizes.tolist() == [3, 3]
+
+
+def test_small_and_unconnected_graphs():
+    config = GraphormerConfig(**ZINC)
+    atom = {"node_features": [6], "edge_index": []}
+    parts = {"node_features": [6, 7], "edge_index": [[], []], "edge_features": []}
+    batch = GraphCollator(config)([atom, parts, {k: v for k, v in CHAIN.items() if k != "labels"}])
+    distances = batch["kind_distances"][1][batch["pair_kinds"][1, :2, :2]]
+    assert distances.tolist() == [[0, -1], [-1, 0]]
+    assert GraphormerModel(config).eval()(**batch).last_hidden_state.isfinite().all()
+
+
+BAD = {
+    "empty": ({"node_features": [], "edge_index": []}, "the graph is empty"),
+    "no nodes": ({"edge_index": []}, "no node_features"),
+    "unknown atom": (CHAIN | {"node_features": [6, 28, 8]}, r"feature 0 of node 1 is 28, .* allows 0 to 27"),
+    "unknown bond": (CHAIN | {"edge_features": [1, -1]}, r"feature 0 of edge 1 is -1"),
+    "fractions": (CHAIN | {"node_features": [6, 6.5, 8]}, "must hold integers"),
+    "features": (CHAIN | {"node_features": [[6, 1]] * 3}, r"shape \(nodes, 1\)"),
+    "words": (CHAIN | {"node_features": ["C", "C", "O"]}, "table of integers"),
+    "edge shape": (CHAIN | {"edge_index": [[0, 1, 2]]}, r"shape \(2, edges\)"),
+    "edge rows": (CHAIN | {"edge_features": [1]}, "has 2 edges, and edge_features has 1"),
+    "no such node": (CHAIN | {"edge_index": [[0, 1], [1, 3]]}, "names node 3"),
+    "too large": ({"node_features": [6] * 9, "edge_index": []}, "9 nodes, and max_nodes is 8"),
+    "mixed": (
+        CHAIN | {"edge_index": [[0, 1, 1], [1, 0, 2]], "edge_features": [1, 1, 2]},
+        "2 edges in both .* and 1 in",
+    ),
+    "twice": (
+        CHAIN | {"edge_index": [[0, 0], [1, 1]], "edge_features": [1, 2]},
+        "from node 0 to node 1 is given twice",
+    ),
+    "differ": (CHAIN | {"edge_index": [[0, 1], [1, 0]], "edge_features": [1, 2]}, "two directions .* directed=True"),
+    "nan": (CHAIN | {"labels": math.nan}, r"has the label \[nan\]"),
+    "infinite": (CHAIN | {"labels": math.inf}, "has the label"),
+    "labels": (CHAIN | {"labels": [1.0, 2.0]}, "has 2 labels, and the model predicts 1"),
+}
+
+
+@pytest.mark.parametrize(("graph", "message"), BAD.values(), ids=BAD)
+def test_bad_graphs_are_refused_in_one_sentence(graph, message):
+    with pytest.raises(GraphFilterError, match=f"^graph 1 of the batch:? .*{message}|^graph 1 of the batch {message}"):
+        GraphCollator(GraphormerConfig(**ZINC, max_nodes=8))([CHAIN, graph])
+
+
+def test_bad_graphs_can_be_left_out():
+    config = GraphormerConfig(**ZINC)
+    bad = [CHAIN | {"labels": math.nan}, CHAIN | {"node_features": [6, 28, 8]}]
+    kept = GraphDataset([*bad, CHAIN], config, on_error="skip")
+    assert (len(kept), [number for number, _ in kept.skipped]) == (1, [0, 1])
+    assert "2 left out (0: it has no label (NaN); 1: feature 0" in kept.describe_skipped()
+    with pytest.raises(GraphFilterError, match=r"^graph 0: it has no label"):
+        GraphDataset(bad, config)
+    with pytest.raises(GraphFilterError, match=r"^no graph could be read, 2 left out"):
+        GraphDataset(bad, config, on_error="skip")
+
+
+def test_labels_and_inputs_that_do_not_fit():
+    config = GraphormerConfig(**ZINC)
+    unlabelled = {k: v for k, v in CHAIN.items() if k != "labels"}
+    with pytest.raises(GraphFilterError, match="graph 1 of the batch has 0 labels"):
+        GraphCollator(config)([CHAIN, unlabelled])
+    with pytest.raises(GraphFilterError, match="another number of labels"):
+        GraphDataset([CHAIN, unlabelled], config)
+    batch = GraphCollator(config)([unlabelled])
+    assert "labels" not in batch
+    model = GraphormerForGraphPrediction(config)
+    with pytest.raises(GraphFilterError, match=r"make them with .*GraphCollator"):
+        model(batch["node_features"])
+    with pytest.raises(GraphFilterError, match=r"1 graphs of 3 nodes need pair_kinds of shape \(1, 3, 3\)"):
+        model(**{**batch, "pair_kinds": batch["pair_kinds"][:, :2]})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"edge_encoding": "paths"}, "did you mean 'path'"),
+        ({"pooling": "max"}, "use one of 'virtual', 'mean'"),
+        ({"max_hops": 0}, "max_hops must be an integer >= 1"),
+        ({"node_feature_sizes": []}, "node_feature_sizes must list"),
+        ({"hidden_size": 81}, "no multiple of num_attention_heads"),
+        ({"attention_dropout": 1.0}, r"must be in \[0, 1\)"),
+        ({"label_std": [0.0]}, "above 0"),
+        ({"label_mean": [0.0, 1.0]}, "1 finite numbers"),
+    ],
+)
+def test_bad_configs_are_refused(options, message):
+    with pytest.raises(GraphFilterError, match=message):
+        GraphormerConfig(**options)
+
+
+@pytest.mark.parametrize("name", ["agf", "far_field", "hedgehog"])
+def test_replacement_filters_say_why_not(name):
+    model = GraphormerModel(FAMILY.config)
+    with pytest.raises(GraphFilterError, match="learned bias of positions"):
+        patch_model(model, name)
+    patch_model(model, name, position_bias="drop")(**FAMILY.inputs())
+
+
+# ------------------------------------------------------------------------------------------------- the molecules
+
+
+def test_molecules_from_smiles():
+    pytest.importorskip("rdkit")
+    benzene = from_smiles("c1ccccc1")
+    assert benzene["node_features"].shape == (6, 9)
+    assert benzene["edge_index"].shape == (2, 12)
+    ready = prepare_graph(benzene, GraphormerConfig())
+    assert ready["kind_distances"][ready["pair_kinds"]].max() == 3
+    assert len(ready["kind_distances"]) == 5  # all bonds are alike: no path, 0, 1, 2, 3
+    for text in ("C1CC", "", None, "not a molecule"):
+        with pytest.raises(GraphFilterError, match="reads no molecule from"):
+            from_smiles(text)
+    assert from_smiles("[Na+].[Cl-]")["edge_index"].shape == (2, 0)
+
+
+# --------------------------------------------------------------------------------------------------------- the recipe
+
+TINY = "--from_scratch hidden_size=16 num_attention_heads=2 intermediate_size=16 num_hidden_layers=1 --max_steps 2"
+QUIET = "--eval_strategy no --save_strategy no --load_best_model_at_end false --disable_tqdm true --use_cpu true"
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """Run the recipe in a folder and with a cache of its own, and return the record."""
+    from recipes import graphs, runs  # which import scikit-learn
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def run(*argv):
+        options = [*TINY.split(), *QUIET.split(), "--output_dir", str(tmp_path / "out")]
+        runs.main(graphs.RECIPE, ["--config", "graphs/small.yaml", *map(str, argv), *options])
+        return json.loads((tmp_path / "out" / "seed-1" / "record.json").read_text())
+
+    return run
+
+
+def test_recipe_of_graphs_in_json_lines(recipe, tmp_path):
+    """Without edge features in some graphs, with two targets of which one is missing; paths are cached."""
+    config = config_with(num_labels=2)
+    for part in ("train", "valid", "test"):
+        graphs = [random_graph(nodes, config, nodes) for nodes in (3, 4, 5)]
+        graphs[0]["labels"][1] = np.nan
+        lines = [{k: v.tolist() for k, v in graph.items()} for graph in graphs]
+        (tmp_path / f"{part}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    record = recipe("--task", "graphs", "--data", tmp_path)
+    assert (record["rows"], record["split"]) == ({"train": 3, "validation": 3, "test": 3}, "given")
+    assert {"test/mae", "test/rmse", "validation/mae"} <= record["metrics"].keys()
+    assert record["moved"]
+    assert len(list((tmp_path / "cache" / "hf_graphfilter").iterdir())) == 3
+
+
+@pytest.mark.parametrize("split", ["random", "scaffold"])
+def test_recipe_of_a_table_of_molecules(recipe, tmp_path, split, capsys):
+    pytest.importorskip("rdkit")
+    rows = [f"{'C' * n}{end},{n % 2}" for n in range(1, 11) for end in ("O", "N", "c1ccccc1")]
+    (tmp_path / "mine.csv").write_text("\n".join(["smiles,active", *rows, "no molecule,1", "CCF,"]))
+    arguments = ("--task", "molecule-classes", "--data", tmp_path / "mine.csv", "--split", split)
+    for wrong, message in (
+        ([], "needs --target"),
+        (["--target", "activ"], "has no column activ; its columns are smiles, active"),
+        (["--target", "active", "--bad_graphs", "error"], "--bad_graphs skip leaves such graphs out"),
+    ):
+        with pytest.raises(SystemExit):
+            recipe(*arguments, *wrong)
+        assert message in capsys.readouterr().err
+    record = recipe(*arguments, "--target", "active", "--filter", "none")
+    assert sum(record["rows"].values()) == 30
+    assert record["split"] == f"80/10/10, {split}"
+    assert "test/roc_auc" in record["metrics"]
+    assert "reads no molecule from 'no molecule'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_zinc_is_read_from_its_folder(recipe):
+    folder = SHARED / "data" / "zinc12k"
+    if not folder.is_dir():
+        pytest.skip("ZINC is not here")
+    record = recipe("--task", "zinc", "--data", folder, "--max_train_samples", "8", "--max_eval_samples", "4")
+    assert record["rows"] == {"train": 8, "validation": 4, "test": 4}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--model", "bert"), "this recipe trains graphormer"),
+        (("--split", "half"), "it is one of given, random, scaffold"),
+        (("--bad_graphs", "drop"), "it is skip or error"),
+        (("--from_scratch", "problem_type=single_label_classification"), "multi_label_classification"),
+    ],
+)
+def test_recipe_refuses_what_it_cannot_do(argv, message, capsys):
+    from recipes import graphs, runs
+
+    with pytest.raises(SystemExit):
+        runs.main(graphs.RECIPE, ["--model", "graphormer", "--task", "zinc", *argv])
+    assert message in capsys.readouterr().err
