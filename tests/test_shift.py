@@ -264,7 +264,7 @@ def test_when_the_joint_form_is_used():
         assert can(short, causal=causal, dropout=0.1)
     assert can(few), "one sequence of 24 heads and 64 tokens has entries enough"
     assert not can([x[:, :12] for x in few])
-    assert not can((q, k, v), torch.zeros(64, 64, requires_grad=True))
+    assert can((q, k, v), torch.zeros(64, 64, requires_grad=True))
     assert not can((q[:, :, :1], k, v), dropout=0.1)
     assert not can([x.bfloat16() for x in (q, k, v)])
     assert not can([x.float() for x in (q, k, v)], c=[None, *torch.ones(2, 24, dtype=torch.float64)])

@@ -63,7 +63,7 @@ class Block(NamedTuple):
     k: Tensor
     k_columns: Tensor
     g: Tensor
-    all_outputs: Tensor
+    all_outputs: Tensor | None
     outputs: list[Tensor]
     outputs_by_head: list[Tensor]
     passed: list[Tensor]
@@ -76,7 +76,8 @@ class Block(NamedTuple):
 class Workspace:
     """The memory for one piece: copies of its rows, K signals of ``width`` features, and the blocks of its A.
 
-    ``rows`` is the size of a block in use, which tells workspaces apart.
+    The signals lie side by side if they are used ``together``. ``rows`` is the size of a block in use, which tells
+    workspaces apart.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Workspace:
         K: int,
         causal: bool,
         dtype: torch.dtype,
+        together: bool,
         rows: int,
     ):
         self.shape, count = shape, shape[0] * shape[1]
@@ -98,8 +100,10 @@ class Workspace:
         self.q, self.k = rows_of("q", features), rows_of("k", features)
         self.grad_q, self.grad_k = rows_of("grad q", features), rows_of("grad k", features)
         self.g, self.last, self.more = rows_of("g", width), rows_of("last", width), rows_of("more", width)
-        self.all_outputs = rows_of("outputs", K * width)
-        self.outputs = self.all_outputs.split(width, -1)
+        self.all_outputs = rows_of("outputs", K * width) if together else None
+        self.outputs = [rows_of(f"output {step}", width) for step in range(K)]
+        if self.all_outputs is not None:
+            self.outputs = list(self.all_outputs.split(width, -1))
         self.passed = [rows_of(f"passed {step}", width) for step in range(K)]
         self.blocks = [self._block(rows, seen, causal, dtype) for rows, seen in split_rows(tokens, causal)]
 
@@ -119,7 +123,7 @@ class Workspace:
             k=self.k[:, seen],
             k_columns=self.k[:, seen].mT,
             g=self.g[:, rows],
-            all_outputs=self.all_outputs[:, rows],
+            all_outputs=None if self.all_outputs is None else self.all_outputs[:, rows],
             outputs=outputs,
             outputs_by_head=[x.unflatten(0, self.shape) for x in outputs],
             passed=passed,
@@ -129,7 +133,9 @@ class Workspace:
             grad_k=self.grad_k[:, seen],
         )
 
-    def form_matrix(self, block: Block, mask: Tensor | None, piece: Piece, scale: float, held: bool) -> Tensor:
+    def form_matrix(
+        self, block: Block, mask: Tensor | None, piece: Piece, scale: float, held: bool, empties: bool
+    ) -> Tensor:
         """Return a block of A, (sequences * heads, rows, seen), in fresh memory if it is to be ``held``."""
         matrix = torch.empty_like(block.matrix) if held else block.matrix
         if block.hidden is not None:
@@ -138,7 +144,8 @@ class Workspace:
         torch.baddbmm(matrix, block.q, block.k_columns, beta=0, alpha=scale, out=matrix)
         if mask is None:
             return torch.softmax(matrix, -1, out=matrix)
-        biased_softmax(matrix.unflatten(0, self.shape), additive(part_of_mask(mask, piece), matrix.dtype))
+        bias = additive(part_of_mask(mask, piece), matrix.dtype)
+        biased_softmax(matrix.unflatten(0, self.shape), bias, empties)
         return matrix
 
     def gather(self, copy: Tensor, x: Tensor, piece: Piece) -> Tensor:
@@ -148,10 +155,10 @@ class Workspace:
 
 
 def find_workspace(
-    piece: Piece, tokens: int, features: int, width: int, K: int, causal: bool, dtype: torch.dtype
+    piece: Piece, tokens: int, features: int, width: int, K: int, causal: bool, dtype: torch.dtype, together: bool
 ) -> Workspace:
     """Return the workspace for a piece; large ones, whose buffers are not held, are made anew."""
-    arguments = (piece.shape, tokens, features, width, K, causal, dtype, ROWS)
+    arguments = (piece.shape, tokens, features, width, K, causal, dtype, together, ROWS)
     large = tokens * max(1 if causal else tokens, K * width) > LARGEST
     return Workspace(*arguments) if large else reuse(Workspace, *arguments)
 

@@ -31,6 +31,7 @@ from .combine import Coefficients, combine, per_head
 from .eager_cpu import on_plain_cpu
 from .heads import repeat_heads
 from .random_masks import draw_masks, drop, scale_of_kept
+from .scores import has_empty_rows
 
 # Where K = 2 calls of scaled_dot_product_attention are slower, forward and with backward, by whether A is causal: up to
 # so many tokens, and from so many entries of A per block on, which repay the calls that a block takes. Measured with 2,
@@ -38,6 +39,7 @@ from .random_masks import draw_masks, drop, scale_of_kept
 MOST_TOKENS = {False: 1024, True: 4096}
 FEWEST_ENTRIES = 1 << 16
 KEPT = 1 << 23  # entries of A that one call may keep for its backward pass; with more, A is formed again
+AS_NUMBERS = 1 << 22  # entries up to which a dropout mask is of numbers: faster to multiply, four times the memory
 
 
 def polynomial_form(
@@ -135,7 +137,8 @@ def apply_polynomial(
     inputs = (query, key, value, *(x for x in (mask, *coefficients) if x is not None))
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     entries = query.shape[:3].numel() * query.shape[2]
-    options = _Options(scale, causal, dropout, holds=trains and entries <= KEPT)
+    holds, empties = trains and entries <= KEPT, mask is not None and has_empty_rows(mask)
+    options = _Options(scale, causal, dropout, holds, empties)
     out, *powers = _Polynomial.apply(options, query, key, value, mask, *coefficients)
     return out, powers
 
@@ -145,6 +148,7 @@ class _Options(NamedTuple):
     causal: bool
     dropout: float
     holds: bool  # A from the forward to the backward pass
+    empties: bool  # rows of A that attend to nothing
 
 
 class _Polynomial(torch.autograd.Function):
@@ -160,21 +164,25 @@ class _Polynomial(torch.autograd.Function):
         ctx: Any, options: _Options, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *coefficients: Any
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.options = scale, causal, dropout, holds = options
+        ctx.options = scale, causal, dropout, holds, empties = options
         K, (batch, heads, tokens, width) = len(coefficients) - 1, value.shape
         keep = draw_masks((K, batch, heads, tokens, tokens), dropout) if dropout else None
-        signals = value.new_empty(batch, heads, tokens, K * width)  # X_0 ... X_{K-1}, side by side
-        out = _by_tokens(value, width)
+        if keep is not None and keep[0].numel() <= AS_NUMBERS:
+            keep = keep.to(value.dtype)
+        # X_0 ... X_{K-1}: side by side for one product in the backward pass, which dropout rules out
+        shape = (batch, heads, tokens, K * width) if keep is None else (K, batch, heads, tokens, width)
+        signals, out = value.new_empty(shape), _by_tokens(value, width)
+        powers = signals.split(width, -1) if keep is None else signals.unbind()
         factors = [None if c is None else per_head(c, value) for c in coefficients]
         held: list[Tensor] = []
-        for piece, space in _spaces(query, signals, K, causal):
+        for piece, space in _spaces(query, width, K, causal, keep is None):
             space.gather(space.q, query, piece)
             space.gather(space.k, key, piece)
-            inputs = signals[piece.sequences, piece.heads].flatten(0, 1).split(width, -1)
+            inputs = [x[piece.sequences, piece.heads].flatten(0, 1) for x in powers]
             space.gather(inputs[0], value, piece)
             targets = (*inputs[1:], space.last)
             for block in space.blocks:
-                matrix = space.form_matrix(block, mask, piece, scale, holds)
+                matrix = space.form_matrix(block, mask, piece, scale, holds, empties)
                 if holds:
                     held.append(matrix)
                 for step, (source, target) in enumerate(zip(inputs, targets, strict=True)):
@@ -183,25 +191,26 @@ class _Polynomial(torch.autograd.Function):
             write_sum(out[piece.sequences, piece.heads], factors, (*inputs, space.last), piece)
         ctx.save_for_backward(query, key, signals, mask, keep, *factors, *held)
         ctx.dtypes = [None if c is None else c.dtype for c in coefficients]
-        return out, *signals.split(width, -1)[1:]
+        return out, *powers[1:]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, *grad_powers: Tensor | None) -> tuple[Any, ...]:
         query, key, signals, mask, keep, *rest = ctx.saved_tensors
-        (scale, causal, dropout, holds), K, needs = ctx.options, len(grad_powers) + 1, ctx.needs_input_grad[5:]
-        factors, held, width = rest[: K + 1], iter(rest[K + 1 :]), signals.shape[-1] // K
-        grad = signals.new_zeros(*signals.shape[:3], width) if grad is None else grad
+        (scale, causal, dropout, holds, empties), K, needs = ctx.options, len(grad_powers) + 1, ctx.needs_input_grad[5:]
+        factors, held, together = rest[: K + 1], iter(rest[K + 1 :]), keep is None
+        width = signals.shape[-1] // K if together else signals.shape[-1]
+        powers = signals.split(width, -1) if together else signals.unbind()
+        grad = torch.zeros_like(powers[0]) if grad is None else grad
         sums = [torch.zeros_like(c[:, 0, 0]) if need else None for c, need in zip(factors, needs, strict=True)]
-        to_query, to_key, to_value = (_by_tokens(x, n) for x, n in ((query, None), (key, None), (signals, width)))
+        to_query, to_key, to_value = (_by_tokens(x, n) for x, n in ((query, None), (key, None), (query, width)))
         to_mask = torch.zeros_like(mask) if ctx.needs_input_grad[4] else None
-        for piece, space in _spaces(query, signals, K, causal):
+        for piece, space in _spaces(query, width, K, causal, together):
             part = piece.sequences, piece.heads
             space.gather(space.q, query, piece)
             space.gather(space.k, key, piece)
             g = space.gather(space.g, grad, piece)
-            all_inputs = signals[part].flatten(0, 1)
-            inputs = all_inputs.split(width, -1)
+            inputs = [x[part].flatten(0, 1) for x in powers]
             for x, factor, more in zip(space.outputs, factors[1:], (*grad_powers, None), strict=True):
                 write_sum(x.unflatten(0, piece.shape), [factor], [g], piece)
                 if more is not None:
@@ -210,7 +219,10 @@ class _Polynomial(torch.autograd.Function):
             matrices = [next(held) for _ in space.blocks] if holds else None
             for number in range(len(space.blocks) - 1, -1, -1):
                 block, first = space.blocks[number], number == len(space.blocks) - 1
-                matrix = space.form_matrix(block, mask, piece, scale, False) if matrices is None else matrices[number]
+                if matrices is None:
+                    matrix = space.form_matrix(block, mask, piece, scale, False, empties)
+                else:
+                    matrix = matrices[number]
                 stay = None if keep is None else [part_of_block(x, piece, block) for x in keep]
                 for step in range(K - 1, -1, -1):
                     applied = matrix if stay is None else drop(matrix, stay[step], dropout)
@@ -224,9 +236,10 @@ class _Polynomial(torch.autograd.Function):
                     elif step:
                         block.outputs[step - 1] += block.passed[step]
                 change = block.change
-                if stay is None:
+                if block.all_outputs is not None:
+                    all_inputs = signals[part].flatten(0, 1)
                     write_product(change, block.all_outputs, all_inputs[:, block.seen].mT)
-                else:
+                elif stay is not None:
                     write_product(change, block.outputs[0], inputs[0][:, block.seen].mT)
                     change *= stay[0]
                     for x, y, kept in zip(block.outputs[1:], inputs[1:], stay[1:], strict=True):
@@ -256,8 +269,8 @@ def _by_tokens(x: Tensor, width: int | None) -> Tensor:
     return x.new_empty(batch, tokens, heads, features if width is None else width).transpose(1, 2)
 
 
-def _spaces(query: Tensor, signals: Tensor, K: int, causal: bool) -> Iterator[tuple[Piece, Workspace]]:
-    batch, heads, tokens, width = signals.shape
+def _spaces(query: Tensor, width: int, K: int, causal: bool, together: bool) -> Iterator[tuple[Piece, Workspace]]:
+    batch, heads, tokens, features = query.shape
     rows = split_rows(tokens, causal)[0][0].stop
-    for piece in split_batch(batch, heads, tokens, rows, width):
-        yield piece, find_workspace(piece, tokens, query.shape[-1], width // K, K, causal, signals.dtype)
+    for piece in split_batch(batch, heads, tokens, rows, K * width):
+        yield piece, find_workspace(piece, tokens, features, width, K, causal, query.dtype, together)

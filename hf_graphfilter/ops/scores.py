@@ -5,16 +5,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_EMPTY = "_graph_filter_empty_rows"  # of a mask, which all layers of a model share
 
-def biased_softmax(scores: Tensor, bias: Tensor | None) -> Tensor:
+
+def has_empty_rows(mask: Tensor) -> bool:
+    """Return whether a mask, bool or additive, has rows that attend to nothing; it is read once per mask."""
+    if mask.is_inference():  # no version tells whether it was changed
+        return _read_empty_rows(mask)
+    now = (id(mask), mask._version)
+    before, found = getattr(mask, _EMPTY, (None, False))
+    if before != now:
+        found = _read_empty_rows(mask)
+        setattr(mask, _EMPTY, (now, found))
+    return found  # type: ignore[no-any-return]
+
+
+def _read_empty_rows(mask: Tensor) -> bool:
+    seen = mask if mask.dtype == torch.bool else mask.detach() > -torch.inf
+    return not seen.any(-1).all()
+
+
+def biased_softmax(scores: Tensor, bias: Tensor | None, empties: bool = True) -> Tensor:
     """Return the softmax of ``scores + bias``, written into the memory of ``scores``.
 
-    Rows of -inf, which attend to nothing, become zero, as in PyTorch.
+    Rows of -inf, which attend to nothing, become zero, as in PyTorch. They are looked for where there may be
+    ``empties``.
     """
     if bias is None:
         return torch.softmax(scores, -1, out=scores)
     scores += bias
     matrix = torch.softmax(scores, -1, out=scores)
+    if not empties:
+        return matrix
     empty = bias.amax(-1, keepdim=True) == -torch.inf
     return matrix.masked_fill_(empty, 0.0) if empty.any() else matrix
 
