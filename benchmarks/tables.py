@@ -25,6 +25,7 @@ from pages.speed import (
     bench_tables,
     busy_table,
     decoding_table,
+    graph_tables,
     machines_tables,
     menu_steps,
     overhead_table,
@@ -98,6 +99,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "listops": listops_table,
         "series": partial(recipe_tables, "sequences-JapaneseVowels", "sequences-BasicMotions", "sequences-Handwriting"),
     },
+    "docs/graphs.md": {"zinc": partial(recipe_tables, "graphs-"), "graph-steps": graph_tables},
     "docs/vision.md": {"throughput": vision_table},
     "docs/recipes_results.md": {
         name: partial(recipe_tables, name) for name in ("glue", "language_modeling", "code", "imagenet")

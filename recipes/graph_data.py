@@ -159,7 +159,7 @@ def _raw(settings: tuple[str, ...]) -> tuple[dict[str, Rows], str, list[Path]]:
     root = Path(data)
     if name == "zinc":
         file = first_file(root, ["zinc12k_graphs.npz"])
-        return _zinc(file), "official validation and test parts, another training part of 10,000", [file]
+        return read_zinc(file), "official validation and test parts, another training part of 10,000", [file]
     if name in ("graphs", "graph-classes"):
         files = {part: first_file(root, [f"{v}.jsonl", f"{part}.jsonl"]) for part, v in FILES.items()}
         return {part: (lambda f=f: read_rows(f)) for part, f in files.items()}, "given", [*files.values()]
@@ -172,7 +172,8 @@ def _names(parts: Iterable[str]) -> dict[str, str]:
     return {"train": "train", "validation": "validation" if "validation" in parts else "val", "test": "test"}
 
 
-def _zinc(file: Path) -> dict[str, Rows]:
+def read_zinc(file: Path) -> dict[str, Rows]:
+    """Return what yields the graphs of each part."""
     with np.load(file, allow_pickle=False) as content:
         z = dict(content)
 

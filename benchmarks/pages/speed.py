@@ -165,6 +165,23 @@ def menu_steps() -> str:
     return f"{where(steps)}\n\n{markdown_table(['filter', *shapes], body)}"
 
 
+def graph_tables() -> str:
+    """Write the steps of Graphormer by filter, and the share of the data in one."""
+    steps, data = read("graphs-cpu-steps"), read("graphs-cpu-data")
+    if not steps:
+        return "Not measured yet."
+    cases = pivot(steps, "n")
+    names = dict.fromkeys(row["form"] for row in steps)
+    body = []
+    for name in names:
+        cells = (forms[name] for forms in cases.values())
+        body.append([name, *(f"{float(c['median_ms']):,.0f} ms, **{over_plain(c):.2f}**" for c in cells)])
+    parts = [where(steps), markdown_table(["step", *(f"{n} graphs" for (n,) in cases)], body)]
+    body = [[row["form"], f"{float(row['median_ms']):,.0f} ms", f"**{over_plain(row):.3f}**"] for row in data[1:]]
+    parts += [markdown_table(["data", "time", "over a plain step of 256 graphs"], body)]
+    return "\n\n".join(parts)
+
+
 def busy_table() -> str:
     """Write a row for each shape and filter: time over the baseline's beside 0, 1 and 2 busy processes, and memory."""
     rows = read("busy-cpu")

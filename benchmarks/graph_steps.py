@@ -1,0 +1,74 @@
+"""Training steps of Graphormer-slim on ZINC, and what its graphs cost: ``python benchmarks/graph_steps.py``.
+
+steps: forward, backward and AdamW with the dropout of the paper, 64 and 256 graphs a step, plain and with filters.
+data: to find the paths of 1,000 graphs, and to make a batch of 256 of them, beside the plain step of 256.
+
+ZINC is read from ../shared/data, beside the checkout. All forms are timed in turn within a round, ratios are taken
+within a round, and medians over the rounds are reported; every section writes
+benchmarks/results/graphs-DEVICE-SECTION.csv.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import Benchmark, Call, main
+from shapes import training_step
+
+from hf_graphfilter import GraphormerConfig, GraphormerForGraphPrediction, patch_model
+from hf_graphfilter.graphs import GraphCollator, GraphDataset, prepare_graph
+
+sys.path.append(str(Path(__file__).parents[1]))
+from recipes.graph_data import ZINC_SIZES, read_zinc
+
+ZINC = Path(__file__).parents[2] / "shared" / "data" / "zinc12k" / "zinc12k_graphs.npz"
+FILTERS: dict[str, dict[str, Any]] = {"gfsa": {"K": 3}, "polynomial": {"K": 3}, "contranorm": {}}
+BATCHES = (64, 256)
+PREPARED = 1000
+
+
+@cache
+def zinc() -> tuple[list[dict[str, Any]], GraphDataset]:
+    """Return the first graphs of the training part, as they are and prepared."""
+    rows = read_zinc(ZINC)["train"]()
+    raw = [row for row, _ in zip(rows, range(PREPARED), strict=False)]
+    return raw, GraphDataset(raw, GraphormerConfig(**ZINC_SIZES))
+
+
+def step(device: str, form: str, graphs: int, layers: int) -> Call:
+    """Return a training step of Graphormer-slim."""
+    torch.manual_seed(0)
+    config = GraphormerConfig(**ZINC_SIZES, num_hidden_layers=layers)
+    model = GraphormerForGraphPrediction(config)
+    if form in FILTERS:
+        patch_model(model, form, **FILTERS[form])
+    batch = GraphCollator(config)([zinc()[1][place] for place in range(graphs)]).to(device)
+    return training_step(model.to(device).train(), dict(batch))
+
+
+def time_steps(benchmark: Benchmark) -> Iterator[list[dict]]:
+    layers = 1 if benchmark.smoke else 12
+    for graphs in benchmark.lengths:
+        calls = {form: step(benchmark.device, form, graphs, layers) for form in ("plain", *FILTERS)}
+        yield benchmark.time(calls, "Graphormer-slim", graphs, False, seconds=4)
+
+
+def time_data(benchmark: Benchmark) -> Iterator[list[dict]]:
+    raw, ready = zinc()
+    config, graphs = GraphormerConfig(**ZINC_SIZES), max(benchmark.lengths)
+    collate = GraphCollator(config)
+    calls = {
+        "plain": step(benchmark.device, "plain", graphs, 1 if benchmark.smoke else 12),
+        "collator": lambda: collate([ready[place] for place in range(graphs)]),
+        f"paths of {PREPARED:,} graphs": lambda: [prepare_graph(graph, config) for graph in raw],
+    }
+    yield benchmark.time(calls, "data", graphs, False, seconds=2)
+
+
+if __name__ == "__main__":
+    main("graphs", __doc__, {"steps": time_steps, "data": time_data}, BATCHES)
