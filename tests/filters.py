@@ -221,18 +221,37 @@ def everything(family, entry):
     return True
 
 
-def combinations(families, where=lambda family, entry: entry.everywhere, quick=everything, values=None):
+def each_once(few):
+    """Quick: GFSA of every family and every filter of ``few``; so a third axis meets each family and each filter."""
+    return lambda family, entry: entry is FILTERS["gfsa"] or family in few
+
+
+@dataclass(frozen=True)
+class Third:
+    """What ``combinations`` crosses families and filters with: values by id, and ``quick(value, family, entry)``."""
+
+    name: str | None
+    values: dict
+    quick: Callable
+
+
+NO_THIRD = Third(None, {"": None}, lambda value, family, entry: True)
+
+
+def combinations(families, where=lambda family, entry: entry.everywhere, quick=everything, values=None, third=NO_THIRD):
     """The same over names of families and filters, as ``family``, or what ``values`` has of its name, and ``entry``;
-    slow unless ``quick``."""
+    slow unless ``quick``. And over the values of a third axis, if there is one."""
     parameters = [
         pytest.param(
             values[family] if values else family,
             entry,
-            id=f"{family}-{name}",
-            marks=() if quick(family, entry) else pytest.mark.slow,
+            *([value] if third.name else []),
+            id="-".join([*filter(None, [label]), family, name]),
+            marks=() if quick(family, entry) and third.quick(value, family, entry) else pytest.mark.slow,
         )
+        for label, value in third.values.items()
         for family in families
         for name, entry in FILTERS.items()
         if where(family, entry)
     ]
-    return pytest.mark.parametrize(("family", "entry"), parameters)
+    return pytest.mark.parametrize(("family", "entry", *([third.name] if third.name else [])), parameters)

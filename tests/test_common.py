@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from filters import FILTERS, by_axis, combinations, common, everything, filters
+from filters import FILTERS, NO_THIRD, Third, by_axis, combinations, common, each_once, everything, filters
 from models import FAMILIES, ONE_OF_A_KIND, TOKENS, output, realigned, turn_on, use
 from oracle import dense_twin
 from transformers import AutoModel, Wav2Vec2Model
@@ -31,16 +31,26 @@ JOINT = (GFSA, PowerSeries, ContraNorm)  # which apply A through ShiftOperator.p
 
 families = pytest.mark.parametrize("family", [pytest.param(f, id=n) for n, f in FAMILIES.items()])
 backends = pytest.mark.parametrize("backend", ["sdpa", "eager"])
+once = each_once(ONE_OF_A_KIND)
+BACKENDS = Third("backend", {"sdpa": "sdpa", "eager": "eager"}, lambda backend, *both: backend == "sdpa" or once(*both))
+# all that take a mask with padding, the others without
+PADDINGS = Third(
+    "padding", {"0": 0, "3": 3}, lambda padding, name, entry: (padding > 0) == (name in PADDED) or once(name, entry)
+)
 
 
-def each_filter(names, quick=common):
+def each_filter(names, quick=common, third=NO_THIRD):
     """Every filter on these families."""
-    return combinations(names, everything, quick(ONE_OF_A_KIND), values=FAMILIES)
+    return combinations(names, everything, quick(ONE_OF_A_KIND), values=FAMILIES, third=third)
+
+
+def common_once(few):
+    """Quick: what ``common`` and ``each_once`` are."""
+    return lambda family, entry: common(few)(family, entry) and each_once(few)(family, entry)
 
 
 @pytest.mark.feature("Filtering: equal to the original at the start (AGF: as a blend), SDPA and eager")
-@each_filter(FAMILIES)
-@backends
+@each_filter(FAMILIES, third=BACKENDS)
 def test_identical_at_the_start(family, entry, backend):
     model, inputs = family.build(backend), family.inputs()
 
@@ -82,8 +92,7 @@ def test_within_the_window_it_is_the_original(family, entry, backend):
 
 
 @pytest.mark.feature("Filtering: equal to explicit matrices, SDPA and eager")
-@each_filter(FAMILIES)
-@backends
+@each_filter(FAMILIES, third=BACKENDS)
 def test_equals_the_dense_form(family, entry, backend):
     plain, inputs = family.build(backend).double(), family.inputs(torch.float64)
     before = output(plain, inputs)
@@ -99,15 +108,15 @@ def test_equals_the_dense_form(family, entry, backend):
 
 
 @pytest.mark.feature("Filtering: gradients equal to those through explicit matrices")
-@each_filter(FAMILIES)
-@pytest.mark.parametrize("padding", [0, 3])
+@each_filter(FAMILIES, third=PADDINGS)
 def test_gradients_equal_the_dense_form(family, entry, padding):
     check_gradients(family, entry, padding)
 
 
 @pytest.mark.feature("Filtering: gradients of the joint form equal to those through explicit matrices")
-@combinations(FAMILIES, lambda _, entry: issubclass(entry.config.module, JOINT), common(ONE_OF_A_KIND), FAMILIES)
-@pytest.mark.parametrize("padding", [0, 3])
+@combinations(
+    FAMILIES, lambda _, entry: issubclass(entry.config.module, JOINT), common(ONE_OF_A_KIND), FAMILIES, PADDINGS
+)
 def test_gradients_of_the_joint_form_equal_the_dense_form(family, entry, padding, monkeypatch):
     """Whatever the size; by itself it begins at sizes that these models do not have."""
     monkeypatch.setattr("hf_graphfilter.ops.attention_polynomial.FEWEST_ENTRIES", 1)
@@ -156,8 +165,7 @@ def test_padding_changes_nothing(family, entry):
 
 
 @pytest.mark.feature("Filtering: causality")
-@each_filter(DECODERS)
-@backends
+@each_filter(DECODERS, third=BACKENDS)
 def test_a_later_token_never_changes_an_earlier_output(family, entry, backend):
     model, inputs = turn_on(family.patch(family.build(backend).double(), entry)), family.inputs(torch.float64)
     name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
@@ -186,7 +194,7 @@ def test_unpatch_restores_everything(family, entry):
 
 
 @pytest.mark.feature("Checkpoints: save_pretrained and from_pretrained")
-@each_filter(FAMILIES)
+@each_filter(FAMILIES, quick=common_once)
 def test_save_and_load(family, entry, tmp_path):
     model, inputs = turn_on(family.patch(family.build(), entry)), family.inputs()
     expected = output(model, inputs)

@@ -10,7 +10,7 @@ import types
 
 import pytest
 import torch
-from filters import combinations, common
+from filters import NO_THIRD, Third, combinations, common, each_once
 from hub_server import TOKEN, Hub
 from models import realigned, turn_on
 from oracle import timm_twin
@@ -56,10 +56,14 @@ PATCHED = {"swin": 4, "swin-odd": 4}
 SIZES = {"vit-dynamic": (37, 29), "swin-odd": (36, 44)}
 
 families = pytest.mark.parametrize("family", FAMILIES)
-fused = pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
 MATRIX_FREE = ("vit", "vit-qk-norm", "vit-dynamic", "deit-distilled", "swin", "swin-odd")  # no scores are needed
-honoured = combinations(
-    FAMILIES, lambda family, entry: family in MATRIX_FREE or not entry.replaces, quick=common(("vit", "swin"))
+FEW = ("vit", "swin")
+BOTH = Third("fused", {"fused": True, "unfused": False}, lambda fused, *both: fused or each_once(FEW)(*both))
+honoured_fused_or_not, honoured = (
+    combinations(
+        FAMILIES, lambda family, entry: family in MATRIX_FREE or not entry.replaces, quick=common(FEW), third=third
+    )
+    for third in (BOTH, NO_THIRD)
 )
 
 
@@ -92,8 +96,7 @@ def images(family, dtype=torch.float32, batch=2):
     return torch.randn(batch, 3, *SIZES.get(family, (32, 32)), generator=g, dtype=dtype)
 
 
-@honoured
-@fused
+@honoured_fused_or_not
 def test_identical_at_the_start(family, entry, fused):
     model, x = build(family, fused), images(family)
 
@@ -112,8 +115,7 @@ def test_identical_at_the_start(family, entry, fused):
     assert {row.backend for row in status} == {"sdpa" if fused and family != "cait" else "eager"}
 
 
-@honoured
-@fused
+@honoured_fused_or_not
 def test_equals_the_dense_form(family, entry, fused):
     plain, x = build(family, fused).double(), images(family, torch.float64)
     patched = turn_on(patch(copy.deepcopy(plain), family, entry))
