@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from filters import FILTERS, filters
+from filters import FILTERS, cases, filters
 from models import FAMILIES, assert_equal_in_float32, output, turn_on
 from safetensors.torch import save_file
 from transformers import AttentionInterface, AutoConfig, AutoModel
@@ -99,6 +99,13 @@ ROUTES = [
 ]
 
 
+def is_quick(entry, family, route):
+    """Return whether the filter takes the route among the quick tests: GFSA with all families, the others in BERT."""
+    if route is compiled:  # as in test_compile.py; agf-blend is of the class of agf
+        return family == "bert" and entry in (GFSA, FILTERS["agf"])
+    return entry.quick and (entry is GFSA or family == "bert")
+
+
 def cells(model):
     """What filter_status says, but for the backend and what is trained, which adapters change."""
     return re.sub(r"-{3,}|sdpa|eager|\(fixed\)", "", str(filter_status(model))).split()
@@ -106,22 +113,23 @@ def cells(model):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize(
-    ("family", "route"),
+    ("entry", "family", "route"),
     [
         pytest.param(
+            entry,
             family,
             r,
-            id=f"{family}-{r.__name__}",
+            id=f"{name}-{family}-{r.__name__}",
             marks=[
                 pytest.mark.feature(f"Routes past the filter: {r.__name__.replace('_', ' ')}"),
-                *([pytest.mark.slow] if r is compiled and family != "bert" else []),  # as in test_compile.py
+                *([] if is_quick(entry, family, r) else [pytest.mark.slow]),
             ],
         )
+        for name, entry in cases()
         for family in ("bert", "albert", "llama", "t5", "vit")
         for r in ROUTES
     ],
 )
-@filters()
 def test_the_filter_stays(route, family, entry, tmp_path, transformers_warnings):
     model, inputs = patched(family, entry), FAMILIES[family].inputs(torch.float64)
     model.save_pretrained(tmp_path)
