@@ -112,10 +112,11 @@ def test_the_verdict_has_the_scale_of_the_gallery(reported, tmp_path):
         rows = [row for row in csv.DictReader(file) if row["quantity"] == "cosine"]
     last = [row for row in rows if int(row["layer"]) == int(row["layers"]) - 1]
     assert [value.cosine for value in load_references()] == [float(row["mean"]) for row in last]
+    page = reported.to_html(tmp_path / "report.html").read_text()
     for value, row in zip(load_references(), last, strict=True):
         assert value.model.startswith(row["model"])
         assert f"{value.model} {float(row['mean']):.2f}" in reported.verdict
-        assert f"<td>{value.model}</td>" in reported.to_html(tmp_path / "report.html").read_text()
+        assert f"<td>{value.model}</td>" in page
     measured, words = reported.measured.smoothing, {0.1: "less than usual", 0.5: "usual", 0.9: "more than usual"}
     for cosine, usual in words.items():
         key = (measured.layers()[-1], "cosine")
