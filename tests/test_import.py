@@ -88,13 +88,19 @@ def test_import_order_does_not_matter(order):
     """).split() == ["True", "ConverterModel", "ConverterForMaskedLM", "ConverterForSequenceClassification"]
 
 
-def test_nothing_changes_for_unpatched_models():
-    """The same program with and without the import: outputs, files, attention functions, load reports."""
+@pytest.mark.parametrize("separately", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_nothing_changes_for_unpatched_models(separately):
+    """The same program with and without the import: outputs, files, attention functions, load reports.
+
+    In one process before and after the import, or in two, of which one begins with it.
+    """
     code = """
-        {plug_in}
-        import hashlib, json, os, tempfile
-        import torch, transformers as t
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+    {plug_in}
+    import hashlib, json, os, tempfile
+    import torch, transformers as t
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+
+    def report():
         torch.manual_seed(0)
         found = {{}}
         for name, model in {{
@@ -122,12 +128,15 @@ def test_nothing_changes_for_unpatched_models():
                 model.config._attn_implementation,
             ]
         found["functions"] = sorted(set(ALL_ATTENTION_FUNCTIONS) - {{"hf_graphfilter"}})
-        print(json.dumps(found))
+        return json.dumps(found)
+
+    print(report())
     """
-    plain = run(code.format(plug_in=""))
-    with_us = run(code.format(plug_in="import hf_graphfilter"))
+    first = run(code.format(plug_in="") + ("" if separately else "\n    import hf_graphfilter\n    print(report())\n"))
+    lines = [first, run(code.format(plug_in="import hf_graphfilter"))] if separately else first.splitlines()[-2:]
     # the last lines: other packages may print when they are imported
-    assert json.loads(plain.splitlines()[-1]) == json.loads(with_us.splitlines()[-1])
+    plain, with_us = (json.loads(text.splitlines()[-1]) for text in lines)
+    assert plain == with_us
 
 
 def test_public_names():

@@ -113,7 +113,10 @@ def test_a_fit_that_resumes_is_one_line(lines, tmp_path):
 
 
 def test_the_environment_decides_too():
-    program = "import sys; sys.path.append('tests'); import test_logs; test_logs.patch_model(test_logs.build())"
+    program = f"""
+import hf_graphfilter, transformers
+hf_graphfilter.patch_model(transformers.BertModel(transformers.BertConfig(num_hidden_layers=3, **{SIZES})))
+"""
     environment = {"TRANSFORMERS_VERBOSITY": "info", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, **environment}, capture_output=True, text=True
