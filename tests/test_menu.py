@@ -53,7 +53,7 @@ def bert():
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("ppr", "gated", "neutreno") else pytest.param(name, marks=pytest.mark.slow) for name in MENU],
+    [name if name == "neutreno" else pytest.param(name, marks=pytest.mark.slow) for name in MENU],
 )
 def test_each_passes_the_checks_of_a_filter(name):
     check_filter(MENU[name].config)

@@ -39,6 +39,7 @@ def build(name="bert", **options):
     return patch_model(family.build().double(), LinearAttentionConfig(**options))
 
 
+@pytest.mark.slow  # docs/write_filter.md, which a quick test runs, checks a filter of this kind
 def test_it_passes_the_checks_for_filters():
     check_filter(LinearAttentionConfig())
 
