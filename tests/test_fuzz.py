@@ -312,9 +312,9 @@ def damage(tensors, changes):
 # --------------------------------------------------------------------------------------------------------- tests
 
 
-@examples(100)
+@examples(50)
 def test_configs(count):
-    @fuzz(count, 100, st.sampled_from([*CONFIGS]).flatmap(options_of), mutations(), odd)
+    @fuzz(count, 50, st.sampled_from([*CONFIGS]).flatmap(options_of), mutations(), odd)
     def run(options, changes, value):
         for config in CONFIGS.values():
             done, made = attempt(config.from_options, **options)

@@ -148,7 +148,9 @@ def test_every_kind_of_input_is_denoised_trained_and_loaded(task, options, tasks
         torch.testing.assert_close(model.mean, torch.tensor([7.0, 7.0]), atol=2, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["tokens", "pairs", pytest.param("series", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["tokens", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("pairs", "series"))]
+)
 def test_self_pretraining_is_carried_over_and_not_repeated(
     kind, tasks, tmp_path, monkeypatch, capsys, transformers_warnings
 ):

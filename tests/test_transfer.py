@@ -226,7 +226,7 @@ def until(data, count):
     return Failing(data)
 
 
-@pytest.mark.parametrize("stop", [10, 25, 36, 47])
+@pytest.mark.parametrize("stop", [10, 47, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (25, 36))])
 def test_an_interrupted_transfer_goes_on(tmp_path, stop):
     data, options = batches(count=60), {"end_to_end": "hidden", "end_to_end_steps": 20, "checkpoint": tmp_path / "a"}
     whole = patched()

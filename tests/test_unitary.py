@@ -91,7 +91,7 @@ def test_every_token_reaches_every_other():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=["real", "complex"])
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_gradients(n, dtype):
     x, *factors = [t.requires_grad_() for t in (signal(n, 2, dtype=dtype), *angles(n).values())]
     for inverse in (False, True):
