@@ -3,8 +3,8 @@
 pretrained: MiniLM-L6, DeiT-Tiny, SmolLM2-135M and Flan-T5-small as they are. minilm: fine-tuned on movie-review
 snippets, plain and with GFSA; and pretrained with AGF in the place of attention, fitted to it. deit: 24 thin layers
 from scratch on CIFAR-10, plain and with GFSA. language: GPT-2 of 12 narrow layers from scratch on PTB, plain and
-with all coefficients of GFSA learned, three seeds each: models of docs/league.md. costs: time and peak memory of a
-report.
+with all coefficients of GFSA learned, three seeds each: models of docs/league.md. zinc: Graphormer-slim from scratch,
+plain and with GFSA, as in recipes/configs/graphs/small.yaml. costs: time and peak memory of a report.
 
 Texts are film reviews, cut at 128 tokens, or PTB; images those of Tiny ImageNet or CIFAR-10. Data and weights are read
 from --shared and from HF_GRAPHFILTER_WEIGHTS (see --shared's READMEs). What --runs does not hold yet is trained (an
@@ -150,6 +150,28 @@ def language(options: argparse.Namespace) -> Found:
     draw(options, "gpt2-12", depth(first))
     draw(options, "gpt2-12-gain", gains(first, list(first)))
     draw(options, "gpt2-12-curves", plot_curves(first["with GFSA"].curves))
+    return found
+
+
+def zinc(options: argparse.Namespace) -> Found:
+    from hf_graphfilter import GraphormerConfig, GraphormerForGraphPrediction
+    from hf_graphfilter.graphs import GraphCollator, GraphDataset
+    from recipes.graph_data import ZINC_SIZES, read_zinc
+
+    data = options.shared / "data" / "zinc12k"
+    common = ["--config", "graphs/small.yaml", "--task", "zinc", "--data", str(data), "--use_cpu", "true"]
+    kinds = {"plain": ["--filter", "none"], "with GFSA": []}
+    folders = {name: trained(options, "graphs", f"zinc-{name}", [*common, *flags]) for name, flags in kinds.items()}
+    models = {name: GraphormerForGraphPrediction.from_pretrained(folder) for name, folder in folders.items()}
+    config = GraphormerConfig(**ZINC_SIZES)
+    rows = pick_some(list(read_zinc(data / "zinc12k_graphs.npz")["test"]()), COUNT)
+    batch = dict(GraphCollator(config)(list(GraphDataset(rows, config))))
+    del batch["labels"]
+    found = {name: measure(model.to(options.device), [batch]) for name, model in models.items()}
+    draw(options, "zinc", depth(found))
+    draw(options, "zinc-gain", gains(found, list(found)))
+    draw(options, "zinc-taylor", taylor(found))
+    draw(options, "zinc-curves", plot_curves(found["with GFSA"].curves))
     return found
 
 
@@ -321,8 +343,9 @@ DATA = {
     "minilm": "film reviews of at most 128 tokens",
     "deit": "test images of CIFAR-10, 65 tokens",
     "language": "windows of 64 tokens of PTB's test part",
+    "zinc": "test graphs of ZINC",
 }
-SECTIONS = {"pretrained": pretrained, "minilm": minilm, "deit": deit, "language": language}
+SECTIONS = {"pretrained": pretrained, "minilm": minilm, "deit": deit, "language": language, "zinc": zinc}
 
 
 def main() -> None:

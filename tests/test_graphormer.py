@@ -19,6 +19,7 @@ from hf_graphfilter import (
     GraphormerModel,
     patch_model,
 )
+from hf_graphfilter.analysis import smoothing
 from hf_graphfilter.graphs import GraphCollator, GraphDataset, from_smiles, prepare_graph
 
 FAMILY = FAMILIES["graphormer"]
@@ -350,6 +351,18 @@ def test_labels_and_inputs_that_do_not_fit():
 def test_bad_configs_are_refused(options, message):
     with pytest.raises(GraphFilterError, match=message):
         GraphormerConfig(**options)
+
+
+def test_analysis_leaves_padding_out():
+    """Also of the virtual node, which is in no mask."""
+    config = FAMILY.config
+    model, collate = build(config), GraphCollator(config)
+    graphs = [random_graph(n, config, n) for n in (4, 7)]
+    together = smoothing(model, [collate(graphs)])
+    alone = smoothing(model, [collate([graph]) for graph in graphs])
+    assert alone.bands.keys() == together.bands.keys()
+    for key, band in alone.bands.items():
+        torch.testing.assert_close(together.bands[key].mean, band.mean)
 
 
 @pytest.mark.parametrize("name", ["agf", "far_field", "hedgehog"])

@@ -121,6 +121,8 @@ class Padding:
         elif isinstance(mask, Tensor) and mask.shape != (batch, tokens) and stack != "decoder":
             frames = getattr(self.model, "_get_feature_vector_attention_mask", None)  # of samples, in models of speech
             mask = mask if frames is None or mask.shape[1] < tokens else frames(tokens, mask)
+            if (first := getattr(self.model, "first_tokens", 0)) and mask.shape == (batch, tokens - first):
+                mask = torch.nn.functional.pad(mask, (first, 0), value=1)
         if isinstance(mask, Tensor) and mask.shape == (batch, tokens):
             self.read.add(stack)
             return mask.to(device).bool()

@@ -30,6 +30,7 @@ class GraphormerPreTrainedModel(PreTrainedModel):
     base_model_prefix = "graphormer"
     main_input_name = "node_features"
     supports_gradient_checkpointing = True
+    first_tokens = 1  # the virtual node, before the nodes that ``attention_mask`` is about
     accepts_loss_kwargs = False  # the loss is a mean, which the Trainer divides by its steps of accumulation
     _supports_sdpa = True
     _no_split_modules = ["MBartEncoderLayer", "PairBias"]  # noqa: RUF012
