@@ -333,6 +333,8 @@ def test_labels_and_inputs_that_do_not_fit():
         model(batch["node_features"])
     with pytest.raises(GraphFilterError, match=r"1 graphs of 3 nodes need pair_kinds of shape \(1, 3, 3\)"):
         model(**{**batch, "pair_kinds": batch["pair_kinds"][:, :2]})
+    with pytest.raises(GraphFilterError, match="prepared with 5 hops, and the model has max_hops=2"):
+        GraphormerModel(GraphormerConfig(**ZINC, max_hops=2))(**batch)
 
 
 @pytest.mark.parametrize(

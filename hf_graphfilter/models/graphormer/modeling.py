@@ -127,6 +127,11 @@ class GraphormerModel(GraphormerPreTrainedModel):
                 f"{batch} graphs of {nodes} nodes need pair_kinds of shape {(batch, nodes, nodes)} and in_degree of "
                 f"shape {(batch, nodes)}, got {tuple(pairs[0].shape)} and {tuple(degrees[0].shape)}"
             )
+        if self.position_bias.hops is not None and pairs[2].shape[2] != self.config.max_hops:
+            raise GraphFilterError(
+                f"these graphs were prepared with {pairs[2].shape[2]} hops, and the model has "
+                f"max_hops={self.config.max_hops}: prepare them with the config of the model"
+            )
         if attention_mask is None:
             attention_mask = torch.ones_like(degrees[0])
         bias = self.position_bias(*pairs, attention_mask.bool())
