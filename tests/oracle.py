@@ -113,9 +113,29 @@ def far_field_matrix(A, c, config, seen):
         weight = seen.weights[f"{name}.weight"].to(x.dtype)
         return x @ weight.repeat_interleave(x.shape[1] // len(weight), 0)
 
-    V = features(seen.key, "map_key")[:, :, None].masked_fill(~far[..., None], -1e30).softmax(3) * far[..., None]
+    key = features(seen.key, "map_key")
+    if config.memory:
+        close = close | exact_tokens(far, key, seen.value, config)
+        far = far & ~close
+    V = key[:, :, None].masked_fill(~far[..., None], -1e30).softmax(3) * far[..., None]
     H = torch.einsum("bhtj,bhtsj->bhts", features(seen.query, "map_query").softmax(-1), V)
     return in_the_place_of(A, H, c, config, seen, close)
+
+
+def exact_tokens(far, key, value, config):
+    """Which tokens each token sees exactly though they are far: block by block, the worst by the means of the rest."""
+    exact = torch.zeros_like(far)
+    for b, h in torch.cartesian_prod(*map(torch.arange, far.shape[:2])).tolist():
+        held, rest = [], []
+        for begin in range(2 * config.window, far.shape[-1], config.window):
+            rows = slice(begin, begin + config.window)
+            candidates = [s for s in far[b, h, rows].any(0).nonzero()[:, 0].tolist() if s not in rest]
+            mean = (key[b, h, rest].softmax(0).mT @ value[b, h, rest]).mean(0) if rest else torch.zeros(1).double()
+            candidates.sort(key=lambda s: -(value[b, h, s] - mean).norm().item())
+            held, left = candidates[: config.memory], candidates[config.memory :]
+            rest += left
+            exact[b, h, rows, held] = True
+    return exact & far
 
 
 def singular_matrix(A, c, config, seen):
@@ -337,6 +357,7 @@ def dense_attention(module, query, key, value, attention_mask, scaling=None, pos
                 weights=module.seen_weights,
                 groups=groups,
                 first=module.seen_first,
+                value=value,
             ),
         )
     out = matrix(value) if callable(matrix) else matrix @ value

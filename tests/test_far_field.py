@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 from models import FAMILIES
+from oracle import dense_twin, far_field_matrix
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_graphfilter import FarFieldConfig, GraphFilterError, patch_model
+from hf_graphfilter import FarFieldConfig, GraphFilterError, load_filter, patch_model, save_filter
 from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
 from hf_graphfilter.ops import block_attention
 from hf_graphfilter.ops.block_attention import FarMeans
@@ -41,9 +42,9 @@ def test_a_text_of_two_blocks_gets_the_original_attention(family):
     assert not torch.allclose(model(ids)[0], plain(ids)[0], atol=1e-6)
 
 
-def build():
+def build(**options):
     torch.manual_seed(0)
-    return patch_model(FAMILIES["llama"].build().eval(), "far_field", window=4, sinks=3)
+    return patch_model(FAMILIES["llama"].build().eval(), "far_field", **{"window": 4, "sinks": 3, **options})
 
 
 def pieces(model, ids, sizes, mask):
@@ -59,10 +60,11 @@ def pieces(model, ids, sizes, mask):
     return torch.cat(outputs, 1), cache
 
 
+@pytest.mark.parametrize("memory", [0, 6])
 @pytest.mark.parametrize("padding", [0, 1, 6])
 @pytest.mark.parametrize("sizes", [[1] * 21, [5, 1, 1, 7, *[1] * 7], [20, 1], [2, 19]], ids=str)
-def test_decoding_by_any_pieces_gives_what_one_pass_gives(sizes, padding):
-    model = build()
+def test_decoding_by_any_pieces_gives_what_one_pass_gives(sizes, padding, memory):
+    model = build(memory=memory)
     torch.manual_seed(0)
     ids, mask = torch.randint(1, 90, (2, 21)), torch.ones(2, 21, dtype=torch.long)
     mask[0, :padding] = 0
@@ -107,6 +109,69 @@ def test_bad_options_raise():
         ({"window": 2, "sinks": 3}, "sinks must be at most window=2"),
         ({"far": "all"}, "far must be 'beyond'"),
         ({"position_bias": "window"}, "use 'drop' or 'refuse'"),
+        ({"memory": -1}, "memory must be"),
     ):
         with pytest.raises(GraphFilterError, match=wanted):
             FarFieldConfig(**options)
+
+
+def test_a_memory_is_refused_where_tokens_do_not_become_far_in_turn():
+    with pytest.raises(GraphFilterError, match="needs a causal module"):
+        patch_model(FAMILIES["bert"].build(), "far_field", memory=4)
+    model = build(memory=4)
+    with pytest.raises(GraphFilterError, match="cannot be exported"):
+        torch.export.export(model, (torch.arange(12)[None],), {"use_cache": False})
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("memory", [0, 1, 4, 7])
+def test_a_memory_holds_the_tokens_that_the_oracle_holds(memory, padding):
+    torch.manual_seed(0)
+    plain = FAMILIES["llama"].build().eval().double()
+    model = patch_model(copy.deepcopy(plain), "far_field", window=4, sinks=3, memory=memory)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "graph_filter" in name:
+                p.add_(0.3 * torch.randn_like(p))
+    twin = dense_twin(plain, model, far_field_matrix)
+    ids, mask = torch.randint(1, 90, (2, 27)), torch.ones(2, 27, dtype=torch.long)
+    mask[0, :padding] = 0
+    given = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0), "use_cache": False}
+    torch.testing.assert_close(model(ids, **given)[0][mask.bool()], twin(ids, **given)[0][mask.bool()])
+
+
+def test_a_memory_of_all_far_tokens_gives_the_original_attention():
+    plain, ids = FAMILIES["llama"].build().eval(), torch.randint(1, 90, (2, 31))
+    model = patch_model(copy.deepcopy(plain), "far_field", window=4, sinks=2, memory=31)
+    torch.testing.assert_close(model(ids)[0], plain(ids)[0])
+
+
+def test_a_memory_has_constant_size_and_follows_the_rows_of_a_cache():
+    model, ids, there = build(memory=6), torch.randint(1, 90, (2, 61)), torch.ones(2, 61)
+    sizes = [sum(x.numel() for x in pieces(model, ids, [n], there)[1].layers[0].kept.values()) for n in (29, 61)]
+    assert sizes[0] == sizes[1]
+    with torch.no_grad():
+        _, cache = pieces(model, ids[:, :29], [29], there[:, :29])
+    copied = copy.deepcopy(cache)
+    copied.reorder_cache(torch.tensor([1, 0]))
+    later = [model(x[:, 29:40], use_cache=True, **{CACHE: c})[0] for x, c in ((ids, cache), (ids.flip(0), copied))]
+    torch.testing.assert_close(later[0], later[1].flip(0))
+    with pytest.raises(GraphFilterError, match="crop"):
+        cache.crop(20)
+
+
+def test_a_filter_file_without_a_memory_loads_into_a_model_with_one(tmp_path):
+    model, ids = build(), torch.randint(1, 90, (1, 30))
+    with torch.no_grad():
+        model.layers[0].self_attn.graph_filter.map_key.weight.mul_(2)
+    save_filter(model, tmp_path)
+    other = load_filter(build(memory=30), tmp_path)
+    assert filter_of(other).config.memory == 30
+    assert torch.equal(filter_of(other).map_key.weight, filter_of(model).map_key.weight)
+    assert not torch.allclose(other(ids)[0], model(ids)[0])
+    with pytest.raises(GraphFilterError, match="unpatch_model first"):
+        load_filter(build(window=5), tmp_path)
+
+
+def filter_of(model):
+    return model.layers[0].self_attn.graph_filter

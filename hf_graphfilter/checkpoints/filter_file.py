@@ -22,7 +22,7 @@ from ..errors import GraphFilterError, shown
 from ..files import digest, replacing, write_tensors
 from ..filters import GraphFilter
 from ..filters.core.attached import filters_of, is_sharded, patched_modules, read_whole
-from ..filters.core.record import describe_record, read_groups
+from ..filters.core.record import describe_record, read_groups, same_filters
 from ..hosts import Host, encoder_of, host_of, unwrapped
 from ..hosts.base import own_record
 from ..logs import log_filters
@@ -88,7 +88,8 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
     The function warns if the attention weights of the base differ from those in the file, as far as bfloat16 can tell.
 
     Args:
-        model: a copy of the base model that the filter was trained on, or one patched in the same way.
+        model: a copy of the base model that the filter was trained on, or one patched in the same way. A patched one
+            keeps its own values of options that no coefficient depends on, such as ``memory`` of ``"far_field"``.
         source: a directory that ``save_filter`` wrote, or the id of a Hub repository that holds its two files.
         **hub_options: ``revision``, ``token``, ``cache_dir`` ... of the download.
 
@@ -114,7 +115,7 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
             f"{type(model).__name__} holds copies of whole attention modules (PEFT's modules_to_save): load the filter "
             "before the adapters"
         )
-    if current is not None and current["filters"] != record["filters"]:
+    if current is not None and not same_filters(current, record):
         raise GraphFilterError(
             f"{type(model).__name__} is patched with {describe_record(current)}, {source} holds "
             f"{describe_record(record)}; call unpatch_model first (hf-graphfilter unpatch)"

@@ -17,6 +17,8 @@ from torch.nn import functional
 from ..errors import GraphFilterError
 from ..ops import block_attention, spectral
 from ..ops.block_attention import FarMeans, group_queries, join_neighbours, pad_tokens, split_blocks
+from ..ops.exact_memory import remember_blocks
+from ..ops.exporting import is_exporting
 from ..ops.heads import repeat_heads
 from ..shift.attention import AttentionShift
 from .core.block_memory import BlockMemory
@@ -27,6 +29,7 @@ from .core.replacing import ReplacingConfig, ReplacingFilter
 from .core.site import AttentionSite
 from .core.window import in_dtype_of
 
+MOST_EXACT = 65_536  # memory
 CITATION = """@inproceedings{zhang2025lolcats,
   title     = {LoLCATs: On Low-Rank Linearizing of Large Language Models},
   author    = {Michael Zhang and Simran Arora and Rahul Chalamala and Alan Wu and Benjamin Spector and Aaryan Singhal
@@ -51,6 +54,8 @@ class FarField(ReplacingFilter):
 
     def __init__(self, config: FarFieldConfig, site: AttentionSite):
         super().__init__(config, site)
+        if config.memory:
+            self._check_order(site.causal)
         self.key_heads = site.key_heads
         self.map_query = HeadMap(site.heads, site.head_dim)
         self.map_key = HeadMap(site.key_heads, site.head_dim)
@@ -113,9 +118,15 @@ class FarField(ReplacingFilter):
         is_far = (is_token & ~(sinks.at[..., None] == at).any(1)).unflatten(1, (-1, block))
         past = FarMeans(state["mass"], state["mean"]) if "mass" in state else None
         logits = split_blocks(self.map_key(keys.flatten(2, 3)), block)
-        logits = logits.masked_fill(~is_far[:, None, ..., None], block_attention.NEVER)
-        means = block_attention.far_of_blocks(block_attention.summarize_blocks(logits, values), past, causal)
-        count = block_attention.count_far(is_far, causal)
+        count, exact = block_attention.count_far(is_far, causal), None
+        if self.config.memory:
+            self._check_order(causal)
+            means, exact = remember_blocks(self.config.memory, keys, values, logits, is_far, past, memory.exact)
+            count = count - exact.there.sum(-1)
+            count = count if memory.exact is None else count + memory.exact.there.sum(-1, keepdim=True)
+        else:
+            logits = logits.masked_fill(~is_far[:, None, ..., None], block_attention.NEVER)
+            means = block_attention.far_of_blocks(block_attention.summarize_blocks(logits, values), past, causal)
         count = count + state["log_count"][..., 0].exp() if "mass" in state else count
 
         by_block = partial(group_queries, groups=key.shape[1], before=begin, after=missing, block=block)
@@ -128,17 +139,34 @@ class FarField(ReplacingFilter):
             estimate = by_block(spectral.to_float32(estimate))[..., 0] + count.log()[:, None, :, None, None]
             estimate = torch.full_like(estimate, -torch.inf) if self.switched_off == "far" else estimate
             there = is_token.unflatten(1, (-1, block))
-            seen = block_attention.see_neighbours(there, sinks.seen(there.shape[1], block, causal), causal)
+            seen_first = [sinks.seen(there.shape[1], block, causal)]
+            first = [[x[:, :, None].expand(-1, -1, there.shape[1], -1, -1)] for x in (sinks.key, sinks.value)]
+            if exact is not None:
+                seen_first.append(exact.there)
+                first = [[*x, y] for x, y in zip(first, (exact.key, exact.value), strict=True)]
+            seen = block_attention.see_neighbours(there, torch.cat(seen_first, -1), causal)
             near_key, near_value = (
-                torch.cat([x[:, :, None].expand(-1, -1, y.shape[2], -1, -1), join_neighbours(y, 2, causal)], 3)
-                for x, y in ((sinks.key, keys), (sinks.value, values))
+                torch.cat([*x, join_neighbours(y, 2, causal)], 3) for x, y in zip(first, (keys, values), strict=True)
             )
             queries = by_block(shift.query)
             out = block_attention.attend_fields(queries, near_key, near_value, seen, shift.scaling, estimate, out)
         if shift.state is not None:
-            memory.keep(key, value, is_token if masked else None, sinks, means, count)
+            memory.keep(key, value, is_token if masked else None, sinks, means, count, exact)
         out = out.permute(0, 2, 4, 1, 3, 5).flatten(1, 2).flatten(2, 3)[:, begin:total]  # as projections read it
         return out.transpose(1, 2).to(value.dtype)
+
+    def _check_order(self, causal: bool) -> None:
+        """Raise where tokens cannot become far one block after the other."""
+        if not causal:
+            raise GraphFilterError(
+                f"{self.site_name}: far_field with memory= needs a causal module, as a memory holds earlier tokens; "
+                "use memory=0"
+            )
+        if is_exporting() or torch.jit.is_tracing():
+            raise GraphFilterError(
+                f"{self.site_name}: far_field with memory= cannot be exported, as its graph would be bound to one "
+                "number of tokens; use memory=0"
+            )
 
     def _step(
         self, shift: AttentionShift, key: Tensor, value: Tensor, memory: BlockMemory, is_token: Tensor | None
@@ -151,7 +179,8 @@ class FarField(ReplacingFilter):
         if is_token is None:
             state.update(key=keys, value=values)
         else:
-            seen = torch.cat([state["sink_there"] & (state["sink_at"] < 0), state["is_token"], is_token], 1)
+            places = [state["exact_there"]] if "exact_there" in state else []
+            seen = torch.cat([state["sink_there"] & (state["sink_at"] < 0), *places, state["is_token"], is_token], 1)
             scores = scores.masked_fill(~seen.repeat_interleave(groups, 0)[:, None], block_attention.NEVER)
             memory.add_token(memory.find_sinks(key, value, is_token), keys, values, is_token)
         values = values.flatten(0, 1)
@@ -189,12 +218,20 @@ class FarFieldConfig(ReplacingConfig):
     - It has sinks, its window moves by whole blocks, and the map of the keys has their number of heads.
     - Encoders work: they see the blocks on both sides.
 
+    With ``memory``, each key head keeps some far tokens exactly: those that the far part reproduces worst. This is the
+    sparse cache of LoLA (McDermott et al., arXiv 2505.23666), which needs no training. When a block becomes far, its
+    tokens and those kept so far are compared with the average of the means. The values that are furthest from it stay,
+    and all other tokens enter the means. LoLA compares a value with the answer to the token's own key, which found
+    fewer needles here, and it moves its window by tokens.
+
     Args:
         window (int, default 64): Number of tokens in a block. A token attends exactly to its own block and the one
             before it, in encoders also to the one after it.
         sinks (int, default 4): Number of first tokens of the text to which all others attend exactly, at most
             ``window``.
         far (str, default "beyond"): Only ``"beyond"``: the filter is responsible for the tokens outside these.
+        memory (int, default 0): Number of far tokens per key head to which later tokens attend exactly, at most 65,536;
+            decoders only. The filter can be fitted without it.
         init, position_bias: Options of every replacement filter, see ``ReplacingConfig``.
 
     Example:
@@ -204,12 +241,14 @@ class FarFieldConfig(ReplacingConfig):
 
     module = FarField
     citation = CITATION
+    untrained = ("memory",)
     formula = "softmax over [near scores, far score] of [V, softmax(a(Q)) M], M = means of V by exp(a(K))"
     cost = "linear in the tokens"
 
     window: int = 64
     sinks: int = 4
     far: Literal["all", "beyond"] = "beyond"
+    memory: int = 0
 
     @classmethod
     def for_conversion(cls, **options: Any) -> Self:
@@ -219,6 +258,7 @@ class FarFieldConfig(ReplacingConfig):
 
     def validate(self) -> None:
         check_limits(self, "window", least=1)
+        check_limits(self, "memory", least=0, most=MOST_EXACT)
         super().validate()
         if self.sinks > self.window:
             raise GraphFilterError(f"FarFieldConfig: sinks must be at most window={self.window}, got {self.sinks}")

@@ -1,4 +1,4 @@
-"""What a filter that works by blocks keeps of past tokens: sinks, the newest blocks, means of the far field."""
+"""What a filter that works by blocks keeps of past tokens: sinks, the newest blocks, means and exact far tokens."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from ...ops.block_attention import FarMeans, Sinks, find_sinks, leading_sinks, past_sinks
+from ...ops.exact_memory import ExactTokens
 
 
 class BlockMemory(NamedTuple):
     """A view of ``AttentionShift.state``, a dict of tensors, batch first.
 
-    ``key`` and ``value`` hold the sinks, once they are out of the newest blocks or there is a mask, and these blocks.
-    ``mass``, ``mean`` and ``log_count`` are those of the far field, once there is one. ``is_token``, ``sink_there`` and
-    ``sink_at`` say of each key whether and where it is, once there is a mask.
+    ``key`` and ``value`` hold the sinks, once they are out of the newest blocks or there is a mask, then the far tokens
+    that stay exact, then the newest blocks. ``mass``, ``mean`` and ``log_count`` are those of the far field, once there
+    is one. ``is_token``, ``sink_there`` and ``sink_at`` say of each key whether and where it is, once there is a mask.
+    ``exact_there`` and ``exact_logits`` belong to the exact tokens.
 
     Attributes:
         state: the dict, which changes.
@@ -28,9 +30,23 @@ class BlockMemory(NamedTuple):
     window: int
 
     @property
-    def front(self) -> int:
+    def first(self) -> int:
         """The number of sinks before the other keys."""
         return self.sinks if "mass" in self.state or "is_token" in self.state else 0
+
+    @property
+    def front(self) -> int:
+        """The number of sinks and of places for exact tokens, before the newest blocks."""
+        return self.first + (self.state["exact_there"].shape[1] if "exact_there" in self.state else 0)
+
+    @property
+    def exact(self) -> ExactTokens | None:
+        """The far tokens that stay exact."""
+        if "exact_there" not in self.state:
+            return None
+        key, value = (self.state[name][:, :, self.first : self.front] for name in ("key", "value"))
+        there = self.state["exact_there"] if "is_token" in self.state else self.state["exact_there"][:1]
+        return ExactTokens(there, key, value, self.state["exact_logits"])
 
     @property
     def newest(self) -> int:
@@ -44,10 +60,10 @@ class BlockMemory(NamedTuple):
             if is_token is None:
                 return leading_sinks(self.sinks, key, value)
             return find_sinks(self.sinks, key, value, is_token, 0)
-        if is_token is None and not self.front:
+        if is_token is None and not self.first:
             key, value = (torch.cat([state[n], x[:, :, : self.sinks]], 2) for n, x in (("key", key), ("value", value)))
             return leading_sinks(self.sinks, key, value)
-        first_key, first_value = (state[name][:, :, : self.front] for name in ("key", "value"))
+        first_key, first_value = (state[name][:, :, : self.first] for name in ("key", "value"))
         if is_token is None:
             return past_sinks(first_key, first_value, self.window)
         earlier = Sinks(state["sink_there"], state["sink_at"], first_key, first_value)
@@ -68,34 +84,53 @@ class BlockMemory(NamedTuple):
             sinks = self.find_sinks(state["key"][:, :, :0], state["value"][:, :, :0], None)
             key, value = (state[name][:, :, self.front :] for name in ("key", "value"))
             state.update(sinks.flags(batch), is_token=sinks.there.new_ones(batch, self.newest))
-            self._write(sinks, key, value)
+            self._write(sinks, self.exact, key, value)
         return state["is_token"].new_ones(batch, tokens)
 
     def add_token(self, sinks: Sinks, keys: Tensor, values: Tensor, is_token: Tensor) -> None:
         """Keep ``keys``, those of the state and one more, of which ``is_token`` says whether it is one."""
         self.state.update(sinks.flags(), is_token=torch.cat([self.state["is_token"], is_token], 1))
-        self._write(sinks, keys[:, :, self.front :], values[:, :, self.front :])
+        self._write(sinks, self.exact, keys[:, :, self.front :], values[:, :, self.front :])
 
     def keep(
-        self, key: Tensor, value: Tensor, is_token: Tensor | None, sinks: Sinks, means: FarMeans, count: Tensor
+        self,
+        key: Tensor,
+        value: Tensor,
+        is_token: Tensor | None,
+        sinks: Sinks,
+        means: FarMeans,
+        count: Tensor,
+        exact: ExactTokens | None = None,
     ) -> None:
-        """Keep the last whole block and what follows it, the sinks, and the means of all earlier blocks.
+        """Keep the last whole block and what follows it, the sinks, and what is left of all earlier blocks.
 
         Args:
             key, value, is_token: of the newest blocks and all tokens of this call.
             sinks: as ``find_sinks`` returns them.
             means, count: of the far field of each block, up to that of the next token.
+            exact: the same, of the far tokens that stay exact, the blocks along the dimension before the tokens.
         """
         batch, _, total, _ = key.shape
         following = total // self.window
         left = max(0, following - 1) * self.window  # so many tokens have become far
+        if left and exact is not None:
+            places = exact.there.shape[2]
+            if is_token is None:  # a step would have to hide free ones
+                places = min(places, self.front - self.first + left - (0 if self.first else self.sinks))
+            there, *rows = (x.select(x.dim() // 2, following) for x in exact)
+            exact = ExactTokens(there[:, :places], *(x[:, :, :places] for x in rows))
+        else:
+            exact = self.exact
         if left:
             self.state.update((n, x[:, :, following : following + 1].clone()) for n, x in means._asdict().items())
             self.state["log_count"] = count[:, following : following + 1].log().expand(batch, 1)[..., None].clone()
         if is_token is not None:
             self.state.update(sinks._replace(at=sinks.at - left).flags(batch), is_token=is_token[:, left:total].clone())
-        self._write(sinks, key[:, :, left:], value[:, :, left:])
+        self._write(sinks, exact, key[:, :, left:], value[:, :, left:])
 
-    def _write(self, sinks: Sinks, key: Tensor, value: Tensor) -> None:
+    def _write(self, sinks: Sinks, exact: ExactTokens | None, key: Tensor, value: Tensor) -> None:
         for name, first, rest in (("key", sinks.key, key), ("value", sinks.value, value)):
-            self.state[name] = torch.cat([first[:, :, : self.front], rest], 2)
+            between = [] if exact is None else [getattr(exact, name)]
+            self.state[name] = torch.cat([first[:, :, : self.first], *between, rest], 2)
+        if exact is not None:
+            self.state.update(exact_there=exact.there.expand(len(key), -1).clone(), exact_logits=exact.logits.clone())

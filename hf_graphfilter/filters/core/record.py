@@ -51,6 +51,24 @@ def describe_record(record: dict[str, Any]) -> str:
     return "; ".join(f"{group['config']} on {len(group['modules'])} layers" for group in record["filters"])
 
 
+def same_filters(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two records put the same filters into the same modules, whatever their options without training.
+
+    Such options (``ReplacingConfig.untrained``) change what a filter computes, and none of its coefficients.
+    """
+    return _trained(one) == _trained(other)
+
+
+def _trained(record: dict[str, Any]) -> dict[str, FilterConfig]:
+    found = {}
+    for group in record["filters"]:
+        config = FilterConfig.from_dict(group["config"])
+        options = getattr(config, "untrained", ())
+        kept = {name: value for name, value in config.to_dict().items() if name not in options}
+        found.update(dict.fromkeys(group["modules"], FilterConfig.from_dict(kept)))
+    return found
+
+
 def read_groups(record: Any, source: str, part: str = "") -> list[tuple[FilterConfig, list[str]]]:
     """Return (config, names of the modules) for each filter of a record.
 

@@ -173,6 +173,8 @@ class ReplacingConfig(FilterConfig):
             it in the window and for the sinks only, in encoders.
     """
 
+    untrained: ClassVar[tuple[str, ...]] = ()  # options that no coefficient depends on
+
     init: Literal["copy", "blend"] = "copy"
     window: int = 0
     sinks: int = 0
