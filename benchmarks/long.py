@@ -1,10 +1,13 @@
 """Measure a model on long texts, beside its original: ``python benchmarks/long.py MODEL``.
 
 MODEL is ``smollm2`` or ``minilm`` (the originals), or the folder of a model, converted or not. --filter patches the
-model first, without training. --without far then leaves only the window and the sinks of a replacement filter:
+model first, without training; --load reads the coefficients of a filter file. --without far then leaves only the window
+and the sinks of a replacement filter:
 
     python benchmarks/long.py smollm2
     python benchmarks/long.py smollm2 --filter hedgehog --set window=64 sinks=4 --without far --name smollm2-window-64
+    python benchmarks/long.py smollm2 --filter far_field --set memory=64 --load model_cards/smollm2-far-field \\
+        --name smollm2-far-field-memory-64
     python benchmarks/long.py runs/conversion/text-agf/model --name smollm2-text-agf
 
 | --what    | decoders                                               | encoders                             |
@@ -47,7 +50,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_graphfilter import filter_parameters, patch_model
+from hf_graphfilter import filter_parameters, load_filter, patch_model
 from hf_graphfilter.analysis.branches import switch_off
 from hf_graphfilter.demo import pretrained_path
 from hf_graphfilter.files import write_text
@@ -377,6 +380,7 @@ def main() -> None:
     parser.add_argument("--original", help="the same, of the original; smollm2 or minilm if not given")
     parser.add_argument("--filter", help="patch the model with this filter, without training")
     parser.add_argument("--set", nargs="+", type=parse, default=[], metavar="NAME=VALUE", help="options of the filter")
+    parser.add_argument("--load", type=Path, help="folder of the filter's coefficients")
     parser.add_argument("--without", help="a part of the filters that is switched off: window, far ...")
     parser.add_argument("--name", help="of the results; the model's if not given")
     parser.add_argument("--what", nargs="+", choices=WHAT, help="all if not given; with --without all but speed")
@@ -418,6 +422,8 @@ def prepare(options: argparse.Namespace) -> tuple[Subject, dict[str, Any]]:
     if options.filter:
         torch.manual_seed(0)
         patch_model(model, options.filter, **dict(options.set))
+    if options.load:
+        load_filter(model, options.load)
     added = sum(p.numel() for p in filter_parameters(model)) if filters_of(model, required=False) else 0
     named = options.original or (options.model if options.filter else usual)
     original = None if not added and not options.original else NAMES[named]() if named in NAMES else Path(named)
