@@ -2,6 +2,7 @@
 # ruff: noqa: I001  # by subject
 from .patching.patch import patch_model as patch_model, unpatch_model as unpatch_model
 from .patching.status import filter_parameters as filter_parameters, filter_status as filter_status
+from .hosts.torch.attend import GraphFilterAttention as GraphFilterAttention
 
 from .filters.gfsa import GFSAConfig as GFSAConfig
 from .filters.agf import AGFConfig as AGFConfig

@@ -88,6 +88,9 @@ def name_mistakes(model: nn.Module, batch: Any) -> Iterator[None]:
 
 def mask_of(batch: Mapping[str, Any], stack: str) -> Tensor | None:
     """Return the mask of a stack: ``"encoder"``, ``"decoder"``, or ``""`` for a model with only one."""
+    for name in ("src_key_padding_mask", "key_padding_mask"):  # of PyTorch: True or -inf for padding
+        if isinstance(padding := batch.get(name), Tensor) and stack != "decoder":
+            return ~padding if padding.dtype == torch.bool else padding == 0
     mask: Tensor | None = batch.get("decoder_attention_mask" if stack == "decoder" else "attention_mask")
     if stack == "decoder" and mask is None and "labels" in batch and "decoder_input_ids" not in batch:
         return cast(Tensor, batch["labels"]) != -100  # of which the model makes its decoder's tokens

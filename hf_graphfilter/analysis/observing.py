@@ -16,6 +16,7 @@ from ..errors import GraphFilterError
 from ..filters import AttentionSite, FilterConfig, GraphFilter
 from ..filters.core.attached import CHILD, active_filter
 from ..hosts import host_of, unwrapped
+from ..hosts.base import is_numbered
 from ..ops.explicit import matrix_of
 from ..ops.spectral import to_float32
 from ..shift.attention import AttentionShift
@@ -140,7 +141,7 @@ def observe(
     The model is left as it was, also after an error.
 
     Args:
-        model: model of transformers or timm, with or without filters, on any device.
+        model: model of transformers, timm or PyTorch, with or without filters, on any device.
         batches: dicts of the model's arguments (the output of a tokenizer), or tensors. They may be an iterator; one is
             held at a time.
         readers: receivers of calls, tokens and outputs.
@@ -164,7 +165,8 @@ def observe(
     watch = _Observer(model, sites, readers)
     plain = [site for site in sites if CHILD not in site.module._modules]
     device = next(model.parameters()).device
-    heads = max(site.heads for site in sites) if any(reader.matrices for reader in readers) else 0
+    whole = not any(reader.matrices for reader in readers) or any(site.tokens_first for site in sites)
+    heads = 0 if whole else max(site.heads for site in sites)
     with contextlib.ExitStack() as undo:
         undo.enter_context(evaluate(model))
         watched: list[nn.Module] = []
@@ -237,6 +239,8 @@ class _Observer:
         tokens = output[0] if isinstance(output, (tuple, list)) else output
         if not isinstance(tokens, Tensor) or tokens.dim() not in (3, 4):
             return
+        if site.tokens_first and tokens.dim() == 3:
+            tokens = tokens.transpose(0, 1)
         tokens = to_float32(tokens.flatten(1, -2))  # images of windows are (batch, height, width, features)
         layer = Layer(self.stacks[site.name], index)
         is_token = self.padding.find_tokens(site, tokens.shape[0], tokens.shape[1], tokens.device)
@@ -266,7 +270,7 @@ def layer_modules(sites: list[AttentionSite]) -> dict[str, AttentionSite]:
     layers = {}
     for site in sites:
         parts = site.name.split(".")
-        around = [".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit()]
+        around = [".".join(parts[: i + 1]) for i, part in enumerate(parts) if is_numbered(part)]
         alone = [name for name in around if sum(other.name.startswith(f"{name}.") for other in sites) == 1]
         layers[alone[0] if alone else site.name] = site
     return layers

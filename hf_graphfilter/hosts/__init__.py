@@ -5,6 +5,8 @@ A host is a file or folder per library that has all the functions of ``Host``.
 
 from __future__ import annotations
 
+from torch import nn
+
 from ..errors import GraphFilterError
 from .base import Host, encoder_of, unwrapped
 
@@ -32,7 +34,14 @@ def host_of(model: object) -> Host:
             f"{type(model).__name__} holds adapters already: patch the base model first, then get_peft_model with "
             'modules_to_save=["graph_filter"], so that the adapter holds the filter'
         )
+    if isinstance(model, nn.Module) and not any(isinstance(part, PreTrainedModel) for part in model.modules()):
+        from . import torch
+        from .torch.finding import is_attention
+
+        if any(map(is_attention, model.modules())):
+            return torch
     raise GraphFilterError(
         f"cannot patch a {type(model).__module__}.{type(model).__qualname__}: patch_model takes a transformers "
-        "PreTrainedModel, a timm model or a SentenceTransformer (pass the inner model if it is wrapped)"
+        "PreTrainedModel, a timm model, a SentenceTransformer or a module with torch.nn.MultiheadAttention (pass the "
+        "inner model if it is wrapped)"
     )

@@ -153,8 +153,13 @@ def locate(name: str, causal: bool) -> tuple[str, str]:
     """
     parts = name.split(".")
     named = next((p for p in parts if p in ("encoder", "decoder")), None)
-    number = next((i for i, p in enumerate(parts) if p.isdigit()), len(parts))
+    number = next((i for i, p in enumerate(parts) if is_numbered(p)), len(parts))
     return named or ("decoder" if causal else "encoder"), ".".join(parts[:number])
+
+
+def is_numbered(part: str) -> bool:
+    """Return whether a part of a path counts layers: ``3``, or ``encoder_layer_3`` as torchvision names them."""
+    return part.isdigit() or re.search(r"layer_\d+$", part) is not None
 
 
 def collect_sites(

@@ -40,8 +40,8 @@ def patch_model(
 
     Args:
         model: a transformers ``PreTrainedModel`` whose attention runs through the attention interface, a
-            ``SentenceTransformer`` around one, or a timm model. Pass the whole model that will be saved, since its
-            config keeps the record; choose parts of it with ``layers`` and ``stack``.
+            ``SentenceTransformer`` around one, a timm model, or any module with ``torch.nn.MultiheadAttention``. Pass
+            the whole model that will be saved, since it keeps the record; choose parts with ``layers`` and ``stack``.
         filter: the name of a registered filter, or its config object. Default: ``"gfsa"``.
         layers: the layers to patch, counted from 0 within each stack: ``None`` or ``"all"``, ``"even"``, ``"odd"``, a
             list of indices (negative ones count from the end), a slice, or a predicate

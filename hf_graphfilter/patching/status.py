@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,12 @@ class FilterStatus(list[FilterRow]):
 
     A coefficient is shown as its mean over the heads, with the spread, and "(fixed)" where training leaves it. "moved"
     is the mean distance of the learned coefficients from their start values.
+
+    Attributes:
+        left_alone: the attention modules that no filter can go into, by name, with the reason (cross-attention ...).
     """
+
+    left_alone: Mapping[str, str] = MappingProxyType({})
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return (header, rows) as text."""
@@ -62,7 +68,15 @@ class FilterStatus(list[FilterRow]):
     def __str__(self) -> str:
         if not self:
             return "no graph filter"
-        return text_table(*self.table())
+        return "\n".join([text_table(*self.table()), *self._describe_others()])
+
+    def _describe_others(self) -> list[str]:
+        """Return a line for each reason why attention has no filter."""
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.left_alone.items():
+            by_reason.setdefault(reason, []).append(name)
+        more = {reason: f" and {len(names) - 1} more" * (len(names) > 1) for reason, names in by_reason.items()}
+        return [f"left alone: {names[0]}{more[reason]} ({reason})" for reason, names in by_reason.items()]
 
 
 def filter_status(model: nn.Module) -> FilterStatus:
@@ -90,7 +104,10 @@ def filter_status(model: nn.Module) -> FilterStatus:
         backend = host.backend(module) if host.leads_to_filter(module) else FORWARD_REPLACED
         moved = _distance_from_start(graph_filter, values)
         rows.append(FilterRow(name, graph_filter.config, values, backend, _names_trained(graph_filter), moved))
-    return FilterStatus(rows)
+    status = FilterStatus(rows)
+    if rows:
+        status.left_alone = host.find(model)[1]
+    return status
 
 
 def _names_trained(graph_filter: GraphFilter) -> frozenset[str]:

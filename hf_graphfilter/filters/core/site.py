@@ -22,6 +22,7 @@ class AttentionSite:
         hidden_size: number of features of the module's input; None if the module does not pass its input on.
         head_dim: number of features of a query head.
         key_heads: number of key and value heads; 0 stands for ``heads``.
+        tokens_first: whether the module and its layer take (tokens, batch, features).
         value_dim: number of features of a value head (fewer in latent attention); 0 stands for ``head_dim``.
         position_bias: whether the module adds a learned bias of positions to its scores (T5).
         sliding_window: number of tokens that a token sees; None for all.
@@ -48,6 +49,7 @@ class AttentionSite:
     stack_module: nn.Module | None = None
     value_dim: int = 0
     key_heads: int = 0
+    tokens_first: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key_heads", self.key_heads or self.heads)
