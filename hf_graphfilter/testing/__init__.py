@@ -1,7 +1,7 @@
 """Check that a filter does all that the package promises of filters: ``check_filter``.
 
 It runs on tiny models with random weights, made here: an encoder, a causal decoder with grouped keys, an
-encoder-decoder and a vision model. Nothing is downloaded.
+encoder-decoder, a vision model and an ``nn.TransformerEncoder``. Nothing is downloaded.
 """
 
 from __future__ import annotations

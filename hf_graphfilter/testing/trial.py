@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
 
 from ..errors import GraphFilterError
 from ..filters import FilterConfig, GraphFilter
@@ -24,7 +25,8 @@ from ..training.blend import set_blend
 # uniform. What the checks look for changes outputs in the first digits.
 TOLERANCE = 1e-5
 TOKENS = 9
-ALL = ("encoder", "decoder", "encoder-decoder", "vision")
+PRETRAINED = ("encoder", "decoder", "encoder-decoder", "vision")  # models of transformers
+ALL = (*PRETRAINED, "module")
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,25 @@ class DoesNotApply(Exception):
     """A check that does not apply; the message says why."""
 
 
+class TorchEncoder(nn.Module):
+    """A model around PyTorch's own attention, with the arguments and outputs of transformers.
+
+    Its layers may take PyTorch's fast path where they have no filter.
+    """
+
+    def __init__(self, config: dict[str, Any]):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(**config, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, inputs_embeds: Tensor, attention_mask: Tensor) -> BaseModelOutput:
+        hidden = self.encoder(inputs_embeds, src_key_padding_mask=~attention_mask.bool())
+        return BaseModelOutput(last_hidden_state=hidden)
+
+
 @dataclass(frozen=True)
 class Family:
-    """A tiny model; its kind is encoder, decoder, encoder-decoder or vision."""
+    """A tiny model; its kind is encoder, decoder, encoder-decoder, vision or module (of PyTorch)."""
 
     name: str
     kind: str
@@ -79,6 +97,9 @@ class Family:
         if self.kind == "vision":
             return {"pixel_values": torch.randn(2, 3, 16, 16, generator=g).to(dtype)}
         ids = torch.randint(5, 99, (2, TOKENS), generator=g)[:, :tokens]
+        if self.kind == "module":
+            embeds = torch.randn(2, TOKENS, self.config["d_model"], generator=g).to(dtype)
+            return {"inputs_embeds": embeds[:, :tokens], "attention_mask": torch.ones_like(ids)}
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         return {**given, "decoder_input_ids": ids.flip(1)} if self.kind == "encoder-decoder" else given
 
@@ -96,6 +117,10 @@ def families() -> list[Family]:
         Family("Llama", "decoder", t.LlamaModel, t.LlamaConfig(vocab_size=99, **sizes, num_key_value_heads=2)),
         Family("BART", "encoder-decoder", t.BartModel, t.BartConfig(**bart)),
         Family("ViT", "vision", t.ViTModel, t.ViTConfig(**sizes, **no_dropout, image_size=16, patch_size=4)),
+        Family(
+            *("TransformerEncoder", "module", TorchEncoder),
+            {"d_model": 32, "nhead": 4, "dim_feedforward": 48, "dropout": 0.0},
+        ),
     ]
 
 

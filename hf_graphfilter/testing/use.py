@@ -25,7 +25,7 @@ from ..patching.patch import unpatch_model
 from ..patching.status import filter_parameters
 from ..shift.attention import AttentionCall, AttentionShift
 from ..shift.operator import DenseShift
-from .trial import ALL, DoesNotApply, Failed, Family, Trial, check, equal, one_line, output, state, turn_on
+from .trial import ALL, PRETRAINED, DoesNotApply, Failed, Family, Trial, check, equal, one_line, output, state, turn_on
 
 DECODERS = ("decoder", "encoder-decoder")
 
@@ -141,7 +141,7 @@ def _causality(trial: Trial, family: Family) -> None:
     equal(earlier, output(model, inputs)[:, :5], "a later token changes the output at an earlier one")
 
 
-@check("padding", "encoder", "decoder", "encoder-decoder")
+@check("padding", "encoder", "decoder", "encoder-decoder", "module")
 def _padding(trial: Trial, family: Family) -> None:
     model, padded, short = trial.patched(family), family.inputs(), family.inputs(tokens=6)
     padded["attention_mask"][:, 6:] = 0
@@ -187,7 +187,7 @@ def _half_precision(trial: Trial, family: Family) -> None:
         raise Failed(f"in bfloat16 its output loses {patched:.3f} of 1, the plain model's {plain:.3f}")
 
 
-@check("save and load", *ALL)
+@check("save and load", *PRETRAINED)
 def _save_and_load(trial: Trial, family: Family) -> None:
     model, inputs = trial.patched(family, torch.float32), family.inputs(torch.float32)
     folder = trial.folder / family.name
