@@ -169,6 +169,8 @@ def observe(
     heads = 0 if whole else max(site.heads for site in sites)
     with contextlib.ExitStack() as undo:
         undo.enter_context(evaluate(model))
+        undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)  # of PyTorch's encoder, whose layers pass no tensors on
         watched: list[nn.Module] = []
         undo.callback(host.detach, model, watched)
         for site in plain:
