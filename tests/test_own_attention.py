@@ -152,6 +152,7 @@ def test_padding_is_left_out_of_an_analysis():
     assert str(padded) == str(apart)
 
 
+@pytest.mark.slow
 def test_a_report(tmp_path):
     model = turn_on(patch_model(FAMILIES["encoder"].build(), "gfsa"))
     page = report(model, [inputs("encoder")]).to_html(tmp_path / "report.html")

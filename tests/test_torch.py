@@ -361,3 +361,43 @@ def test_a_filter_does_not_fit_another_model(tmp_path):
     with pytest.raises(GraphFilterError, match="it was made for a TransformerEncoder"):
         load_filter(other, tmp_path)
     assert not filter_status(other)
+
+
+def both_towers():
+    """CLIP of open_clip, whose towers are one class with a mask and without."""
+    model = pytest.importorskip("open_clip").model.CLIP(
+        embed_dim=32,
+        vision_cfg={"layers": 2, "width": 64, "head_width": 16, "patch_size": 8, "image_size": 32},
+        text_cfg={"context_length": 12, "vocab_size": 99, "width": 32, "heads": 4, "layers": 2},
+    )
+    images, texts = torch.randn(2, 3, 32, 32), torch.randint(1, 98, (2, 12))
+    return model, lambda model: torch.cat([model.encode_image(images), model.encode_text(texts)]), 4
+
+
+def graph_network():
+    """Layers of PyG, which pad the graphs of a batch."""
+    g = pytest.importorskip("torch_geometric").nn
+    convs = [g.GPSConv(32, g.GINConv(nn.Linear(32, 32)), heads=4, dropout=0.0) for _ in range(2)]
+    x, edges, of_graph = torch.randn(11, 32), torch.randint(0, 11, (2, 30)), torch.tensor([0] * 6 + [1] * 5)
+    model = g.Sequential("x, edges, of_graph", [(conv, "x, edges, of_graph -> x") for conv in convs])
+    return model, lambda model: model(x, edges, of_graph), 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("make", [both_towers, graph_network])
+def test_other_libraries(make):
+    torch.manual_seed(0)
+    model, call, patched = make()
+    before = call(model.eval())
+    with torch.no_grad():
+        fast = call(model)
+    patch_model(model, "gfsa")
+    assert (len(filter_status(model)), filter_status(model).left_alone) == (patched, {})
+    torch.testing.assert_close(call(model), before, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(call(model), fast, rtol=1e-5, atol=1e-5)
+    call(turn_on(model)).square().sum().backward()
+    assert all(p.grad.abs().sum() > 0 for p in filter_parameters(model))
+    unpatch_model(model)
+    assert torch.equal(call(model), before)

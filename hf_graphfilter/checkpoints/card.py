@@ -92,7 +92,8 @@ def create_model_card(
         model_name=name if results else None,
     )
     modules = foreign_modules(filters.values())
-    packages = dict.fromkeys(["hf_graphfilter", library, "transformers", "torch"])
+    package = library.removeprefix("py")  # the Hub says pytorch
+    packages = dict.fromkeys(["hf_graphfilter", package, "transformers", "torch"])
     table = [values for row in status for values in row.coefficients.values()]
     # a model whose parts were patched separately has no record of its own
     record = host.read_record(inner) or {"filters": group_by_config(filters.items())}
