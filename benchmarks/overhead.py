@@ -5,7 +5,10 @@ only applies S, so that all of its difference is our way through the attention i
 arithmetic. Memory: what four layers of BERT-base's width with AGF hold on to after a training step of 8 x 512 tokens
 without a callback, gradients aside.
 
+``--torch`` times layers of ``nn.TransformerEncoder`` instead: their fast path, the same layers without it, and patched.
+
     python benchmarks/overhead.py [--rounds 300] [--before FOLDER]    # another checkout, timed in turn
+    python benchmarks/overhead.py --torch
 """
 
 from __future__ import annotations
@@ -73,6 +76,49 @@ def time_layers(rounds: int) -> dict[str, float]:
     return {form: statistics.median(values) for form, values in times.items()}
 
 
+TORCH_FIELDS = ["date", "device", "torch", "case", "form", "microseconds", "overhead", "ratio", "rounds"]
+TORCH_CASES = {
+    "tiny": {"width": 32, "tokens": 4, "batch": 1, "calls": CALLS},
+    "128 tokens": {"width": 256, "tokens": 128, "batch": 8, "calls": 1},
+    "128 tokens, half of them padding": {"width": 256, "tokens": 128, "batch": 8, "calls": 1},
+}
+
+
+def time_torch(case: str, rounds: int) -> list[dict]:
+    """Time a layer of PyTorch's encoder in evaluation; return a row for each form."""
+    width, tokens, batch, calls = TORCH_CASES[case].values()
+    given = {"src": torch.randn(batch, tokens, width)}
+    if "padding" in case:
+        given["src_key_padding_mask"] = (torch.arange(tokens) >= tokens // 2).expand(batch, -1)
+    models = {}
+    for form in ("fast path", "plain", "route", "gfsa"):
+        torch.manual_seed(0)
+        layer = torch.nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True)
+        models[form] = torch.nn.TransformerEncoder(layer, LAYERS).eval()
+        if FORMS.get(form):
+            patch_model(models[form], form)
+    times: dict[str, list[float]] = {form: [] for form in models}
+    with torch.inference_mode():
+        for number in range(rounds + 5):
+            for form, model in models.items():
+                torch.backends.mha.set_fastpath_enabled(form != "plain")
+                begun = time.perf_counter()
+                for _ in range(calls):
+                    model(**given)
+                if number >= 5:
+                    times[form].append((time.perf_counter() - begun) / calls / LAYERS * 1e6)
+    torch.backends.mha.set_fastpath_enabled(True)
+    rows = []
+    for form, values in times.items():
+        pairs = [*zip(values, times["plain"], times["fast path"], strict=True)]
+        overhead = statistics.median(mine - plain for mine, plain, _ in pairs)
+        ratio = statistics.median(mine / fast for mine, _, fast in pairs)
+        row = {"case": case, "form": form, "microseconds": round(statistics.median(values), 1), "rounds": rounds}
+        rows.append(row | {"overhead": round(overhead, 1), "ratio": round(ratio, 2)})
+        print(f"{case:32} {form:9} {row['microseconds']:8.1f} us a layer, {ratio:5.2f} of the fast path")
+    return rows
+
+
 def measure_held() -> float:
     """MB of tensors that are there after a training step and were not before it."""
 
@@ -99,11 +145,17 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--before", type=Path, help="another checkout, timed in turn with this one")
+    parser.add_argument("--torch", action="store_true", help="time layers of PyTorch's encoder")
     parser.add_argument("--inside", action="store_true", help="print the medians of one process")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.inside:
         print(json.dumps({**time_layers(options.rounds), "held": measure_held()}))
+        return
+    if options.torch:
+        stamped = stamp("cpu", "torch")
+        timed = [stamped | row for case in TORCH_CASES for row in time_torch(case, options.rounds)]
+        write(timed, RESULTS / "overhead-torch-cpu.csv", TORCH_FIELDS)
         return
     here = Path(__file__).parent.parent
     folders = [options.before, here] if options.before else [here]

@@ -19,6 +19,7 @@ from pages.layers import single_layers
 from pages.leagues import answers, league_tables
 from pages.lengths import agf_ratios, agf_speed, growth_tables, linear_tables, scan_table
 from pages.long_texts import long_depth, long_encoders, long_quality, long_retrieval, long_speed
+from pages.modules import fast_path_table, training_table
 from pages.overview import demo_table, headlines
 from pages.sources import CARD, ROOT
 from pages.speed import (
@@ -67,6 +68,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "machines": machines_tables,
     },
     "docs/filters.md": {"menu": lambda: markdown_table(MENU, menu()), "steps": menu_steps, "busy": busy_table},
+    "docs/any-model.md": {"fast-path": fast_path_table, "any-model": training_table},
     "docs/agf.md": {"ratios": agf_ratios, "speed": agf_speed, "transfer": agf_transfer},
     "docs/singularformer.md": {
         "linear": linear_tables,

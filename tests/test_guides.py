@@ -38,6 +38,7 @@ NEEDS = {
     "analysis": ["matplotlib"],
     "vision": ["timm"],
     "graphs": ["rdkit"],
+    "any-model": [],
     "settings": [],
     "troubleshooting": [],
 }
