@@ -143,7 +143,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     text = options.task == "text"
-    epochs, lr = options.epochs or (3 if text else 1), options.lr or (1e-3 if text else 5e-4)
+    epochs, lr = options.epochs or (3 if text else 1), options.lr or (1e-3 if text else 1e-4)
     training, held_out = read_text() if text else read_images(options.data)
     if options.rows:
         chosen = torch.randperm(len(training[0]), generator=torch.Generator().manual_seed(0))[: options.rows]
