@@ -16,7 +16,6 @@ if __name__ == "__main__":
     check_extras("recipes")
 
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 from torch.utils.data import SequentialSampler
@@ -100,11 +99,6 @@ def check(args, training):
         raise GraphFilterError("this recipe scores yes/no targets: use problem_type=multi_label_classification")
 
 
-def load_model(folder: Path):
-    """Load a saved run."""
-    return GraphormerForGraphPrediction.from_pretrained(folder)
-
-
 RECIPE = Recipe(
     name="graphs",
     metrics={name: task.metric for name, task in TASKS.items()},
@@ -118,7 +112,6 @@ RECIPE = Recipe(
     },
     description=__doc__,
     arguments=(GraphArguments, Seq2SeqTrainingArguments),
-    load=load_model,
     check=check,
 )
 

@@ -11,15 +11,18 @@ import torch
 from models import FAMILIES, checkpointed, random_graph, turn_on
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModel, Trainer, TrainingArguments
+from typer.testing import CliRunner
 
 from hf_graphfilter import (
     GraphFilterError,
     GraphormerConfig,
     GraphormerForGraphPrediction,
     GraphormerModel,
+    create_model_card,
     patch_model,
 )
 from hf_graphfilter.analysis import smoothing
+from hf_graphfilter.cli import app
 from hf_graphfilter.graphs import GraphCollator, GraphDataset, from_smiles, prepare_graph
 
 FAMILY = FAMILIES["graphormer"]
@@ -166,6 +169,17 @@ def test_it_is_an_ordinary_model_of_transformers(tmp_path):
     assert type(AutoConfig.from_pretrained(tmp_path)) is GraphormerConfig
     model.graphormer.save_pretrained(tmp_path / "base")
     assert type(AutoModel.from_pretrained(tmp_path / "base")) is GraphormerModel
+
+
+def test_the_command_line_keeps_the_head(tmp_path):
+    """No auto class has it, so that the name in the config must lead to it."""
+    model = patch_model(GraphormerForGraphPrediction(FAMILY.config), "gfsa", K=3)
+    model.save_pretrained(tmp_path / "patched")
+    done = CliRunner().invoke(app, ["unpatch", str(tmp_path / "patched"), str(tmp_path / "plain")])
+    assert done.exit_code == 0, done.output
+    loaded = GraphormerForGraphPrediction.from_pretrained(tmp_path / "plain")
+    assert torch.equal(loaded.classifier.weight, model.classifier.weight)
+    assert "from hf_graphfilter import GraphormerForGraphPrediction" in str(create_model_card(model))
 
 
 def test_attention_matrices_gradient_checkpointing_and_bfloat16():

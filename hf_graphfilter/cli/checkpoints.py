@@ -107,11 +107,13 @@ def load(
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
     from transformers.utils import logging
 
+    from ..hosts.transformers.records import model_class as class_of
+
     config = load_config(source, patched)
     if auto_class is None:
         named = config.architectures if isinstance(config.architectures, list) else []
-        auto_class = next((a for a in named if isinstance(a, str) and hasattr(transformers, a)), "AutoModel")
-    model_class: Any = getattr(transformers, auto_class, None)
+        auto_class = next((name for name in named if class_of(name)), "AutoModel")
+    model_class: Any = class_of(auto_class) or getattr(transformers, auto_class, None)
     if not {PreTrainedModel, _BaseAutoModelClass} & {*getattr(model_class, "__mro__", ())}:
         raise GraphFilterError(f"transformers has no model class {auto_class!r}")
     verbosity = logging.get_verbosity()

@@ -8,6 +8,7 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
+from ...models import OWN
 from ...text import quoted
 
 _AUTO_CLASSES = {
@@ -35,6 +36,8 @@ def usage(model: Any, source: str) -> str:
     # a class of one's own is not what AutoModel makes of the checkpoint
     is_custom = auto_class is None and module.partition(".")[0] not in _WITH_AUTO_CLASSES
     package, loader = (module, name) if is_custom else ("transformers", auto_class or "AutoModel")
+    if auto_class is None and name in OWN and not name.endswith("Model"):  # no auto class has this head
+        package, loader = "hf_graphfilter", name
     return f"""import hf_graphfilter  # pip install hf-graphfilter
 from {package} import {loader}
 

@@ -15,6 +15,7 @@ from ...errors import GraphFilterError, shown
 from ...filters import FilterConfig
 from ...filters.core.attached import CHILD, active_filter, filters_of, patched_modules
 from ...filters.core.record import group_by_config
+from ...models import find_class
 from ...wrappers import Function
 from .implementation import CURE, IMPLEMENTATION
 from .sites import relative_name
@@ -41,8 +42,8 @@ def tag(model: PreTrainedModel, filters: Iterable[str]) -> None:
 
 
 def model_class(name: object) -> type[PreTrainedModel] | None:
-    """Return the model class of transformers with this name, which a file gives, or None if there is none."""
-    candidate = getattr(transformers, name, None) if isinstance(name, str) else None
+    """Return the model class of transformers, or our own, with this name, which a file gives, or None."""
+    candidate = getattr(transformers, name, None) or find_class(name) if isinstance(name, str) else None
     return candidate if isinstance(candidate, type) and issubclass(candidate, PreTrainedModel) else None
 
 
