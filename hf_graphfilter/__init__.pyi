@@ -54,6 +54,7 @@ from .training.callbacks import CoefficientCallback as CoefficientCallback
 from .training.smoothing_callback import SmoothingCallback as SmoothingCallback
 
 from .checkpoints.filter_file import load_filter as load_filter, save_filter as save_filter
+from .checkpoints.filter_hub import load_filtered_model as load_filtered_model, push_filter as push_filter
 from .checkpoints.timm import load_timm_model as load_timm_model
 from .checkpoints.card import create_model_card as create_model_card
 from .remote_code import export_remote_code as export_remote_code

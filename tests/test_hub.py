@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 import transformers
 from deaths import Death, dying
+from hub_server import TOKEN, Hub
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, RepoUrl
 from models import FAMILIES, assert_equal_in_float32, output, realigned, turn_on
 from safetensors import SafetensorError
@@ -43,6 +44,7 @@ from hf_graphfilter import (
     filter_parameters,
     filter_status,
     load_filter,
+    load_filtered_model,
     patch_model,
     register_filter,
     save_filter,
@@ -770,3 +772,55 @@ def test_model_tags(tmp_path):
 def test_transformers_is_in_the_tested_range():
     major, minor = map(int, transformers.__version__.split(".")[:2])
     assert (major, minor) >= (5, 17)
+
+
+PUSH = """
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+from hf_graphfilter import GraphFilterError, filter_parameters, load_filtered_model, patch_model, push_filter
+config = BertConfig(vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
+BertForSequenceClassification(config).push_to_hub("me/base")
+model = patch_model(BertForSequenceClassification.from_pretrained("me/base"), "gfsa", K=3)
+for parameter in filter_parameters(model):
+    parameter.data.add_(0.3)
+print(push_filter(model, "me/filter", private=True))
+loaded, ids = load_filtered_model("me/filter"), torch.arange(8)[None]
+assert type(loaded) is BertForSequenceClassification
+assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)
+assert load_filtered_model("me/filter", dtype=torch.bfloat16).dtype == torch.bfloat16
+try:
+    push_filter(model, "me/filter", token="wrong")
+except GraphFilterError as error:
+    print(error)
+"""
+
+
+def test_a_filter_is_pushed_and_fetches_its_base_model(tmp_path):
+    with Hub() as hub:
+        environment = hub.environment(tmp_path, HF_TOKEN=TOKEN)
+        done = subprocess.run([sys.executable, "-c", PUSH], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert set(hub.repos["me/filter"]) - {".gitattributes"} == {
+        "README.md",
+        "graph_filter.json",
+        "graph_filter.safetensors",
+    }
+    card = hub.repos["me/filter"]["README.md"].decode()
+    assert 'model = load_filtered_model("me/filter")' in card
+    assert "base_model_relation: adapter" in card
+    assert json.loads(hub.repos["me/filter"]["graph_filter.json"])["base_model"]["class"] == (
+        "BertForSequenceClassification"
+    )
+    assert "did not take 'me/filter'" in done.stdout
+    assert "wrong" not in done.stdout + done.stderr
+
+
+def test_a_filter_without_a_named_base_asks_for_it(tmp_path):
+    save_filter(patched(), tmp_path)  # a model that came from nowhere
+    with pytest.raises(GraphFilterError, match="does not name its base model: load that yourself"):
+        load_filtered_model(tmp_path)
+    description = json.loads((tmp_path / "graph_filter.json").read_text())
+    description["base_model"] = {"name": "me/base", "revision": None, "class": "NoSuchModel"}
+    (tmp_path / "graph_filter.json").write_text(json.dumps(description))
+    with pytest.raises(GraphFilterError, match="'NoSuchModel', which is no class of transformers"):
+        load_filtered_model(tmp_path)

@@ -44,6 +44,7 @@ def create_model_card(
     training: Mapping[str, Any] | TrainingArguments | None = None,
     report: Seen | None = None,
     coefficients: bool = True,
+    filter_only: bool = False,
 ) -> FilterCard:
     """Return the model card of a patched model, with metadata that the Hub reads.
 
@@ -57,6 +58,7 @@ def create_model_card(
         training: hyper-parameters by name, or the arguments of the Trainer.
         report: a result of ``analysis.report``; the card shows its findings and three of its figures.
         coefficients: whether the card has a table of coefficients. All processes of a sharded model must then call.
+        filter_only: whether the card is for the files of ``save_filter``, which hold no weights of the base.
 
     Returns:
         A ``huggingface_hub.ModelCard``: ``card.save(path)``, ``card.push_to_hub(repo_id)``. ``save`` replaces only a
@@ -76,8 +78,12 @@ def create_model_card(
     base_model = base_model or host.base_model(inner)
     base_model = None if base_model == repo_id else base_model
     library, task, usage = _describe_loading(model, host, repo_id, base_model)
+    if filter_only:
+        usage = _describe_filter_file(host, inner, repo_id, base_model)
     name = repo_id.rstrip("/").rsplit("/", 1)[-1]
-    relation = {"base_model_relation": "adapter" if library == "peft" else "finetune"} if base_model else {}
+    relation = (
+        {"base_model_relation": "adapter" if filter_only or library == "peft" else "finetune"} if base_model else {}
+    )
     data = ModelCardData(
         base_model=base_model,
         **relation,  # type: ignore[arg-type]
@@ -103,6 +109,7 @@ def create_model_card(
         "address": package_address(),
         "filters": "\n".join(f"- `{n}`: {summary(c)}".removesuffix(": ") for n, c in sorted(configs.items())),
         "adapter": library == "peft",
+        "filter_only": filter_only,
         "usage": "\n".join([*(f"import {m}  # registers its filter" for m in modules), usage]),
         "description": "\n\n".join(filter(None, [description.strip(), _describe_report(report)])),
         "training_table": _tabulate_training(training),
@@ -152,6 +159,14 @@ def _describe_loading(model: Any, host: Host, repo_id: str, base_model: str | No
         load = f"{'' if held else lay}model = PeftModel.from_pretrained(model, {quoted(repo_id)})"
         return "peft", host.pipeline_tag(inner), f"from peft import PeftModel\n{base}\n{load}"
     return host.LIBRARY, host.pipeline_tag(inner), host.usage(inner, repo_id)
+
+
+def _describe_filter_file(host: Host, model: Any, repo_id: str, base_model: str | None) -> str:
+    """Return Python that loads a filter into its base model; the base by itself where the file names it."""
+    if base_model is not None and host.base_model(model) == base_model:
+        return f"from hf_graphfilter import load_filtered_model\n\nmodel = load_filtered_model({quoted(repo_id)})"
+    base = host.usage(model, base_model or "path/to/the/base/model")
+    return f"{base}\nhf_graphfilter.load_filter(model, {quoted(repo_id)})"
 
 
 def _tabulate_training(training: Mapping[str, Any] | TrainingArguments | None) -> str:

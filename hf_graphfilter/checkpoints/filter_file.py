@@ -36,6 +36,7 @@ from .values import check_values
 WEIGHTS_FILE = "graph_filter.safetensors"
 CONFIG_FILE = "graph_filter.json"
 WEIGHTS = "weights"  # in that file: some of the base's
+BASE_MODEL = "base_model"  # in that file: where the base came from, if that is the Hub
 MARK = "saved"  # in both files: of one call of `save_filter`
 M = TypeVar("M", bound=nn.Module)
 
@@ -75,6 +76,9 @@ def save_filter(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
         )
     names = [name for group in record["filters"] for name in group["modules"]]
     description = {**record, "base": _base(host, model), WEIGHTS: written_weights(host, model, names)}
+    if (name := host.base_model(model)) is not None:
+        revision = getattr(getattr(model, "config", None), "_commit_hash", None)
+        description[BASE_MODEL] = {"name": name, "revision": revision, "class": type(model).__name__}
     mark = digest(json.dumps(description), tensors)
     with replacing(directory / WEIGHTS_FILE, directory / CONFIG_FILE) as (weights, config):
         write_tensors(weights, tensors, {MARK: mark})
@@ -108,7 +112,7 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
     base, base_here = description.get("base"), _base(host, model)
     if base != base_here:
         raise GraphFilterError(f"{source} does not fit {type(model).__name__}: {_difference(base, base_here)}")
-    record = {key: value for key, value in description.items() if key not in ("base", WEIGHTS, MARK)}
+    record = {key: value for key, value in description.items() if key not in ("base", WEIGHTS, BASE_MODEL, MARK)}
     current = own_record(host, model) if patched_modules(model, required=False) else None
     if current is None and len(base_here["heads"]) < len(host.find(model)[0]):
         raise GraphFilterError(
@@ -144,10 +148,13 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
     return wrapped
 
 
-def _read(
-    source: str | os.PathLike[str], hub_options: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    config_file, weights_file = (_locate(source, name, hub_options) for name in (CONFIG_FILE, WEIGHTS_FILE))
+def read_description(source: str | os.PathLike[str], **hub_options: Any) -> dict[str, Any]:
+    """Return what ``graph_filter.json`` of a saved filter says.
+
+    Raises:
+        GraphFilterError: a missing or corrupted file, or an unknown version.
+    """
+    config_file = _locate(source, CONFIG_FILE, hub_options)
     try:
         description = json.loads(Path(config_file).read_text())
     except (ValueError, OSError, RecursionError) as error:
@@ -155,6 +162,14 @@ def _read(
     if not isinstance(description, dict):
         description = {}
     read_groups(description, config_file)
+    return description
+
+
+def _read(
+    source: str | os.PathLike[str], hub_options: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    config_file, weights_file = (_locate(source, name, hub_options) for name in (CONFIG_FILE, WEIGHTS_FILE))
+    description = read_description(source, **hub_options)
     try:
         with safe_open(weights_file, framework="pt") as opened:
             mark = (opened.metadata() or {}).get(MARK)

@@ -1,0 +1,94 @@
+"""Filter files on the Hub: their card, and a model made of the base that a file names and the filter in it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
+from torch import nn
+
+from ..errors import GraphFilterError, shown
+from ..text import printable
+from .card import create_model_card
+from .filter_file import BASE_MODEL, CONFIG_FILE, WEIGHTS_FILE, load_filter, read_description, save_filter
+
+CARD = "README.md"
+
+
+def push_filter(model: nn.Module, repo_id: str, *, token: str | None = None, **options: Any) -> str:
+    """Upload the filter of a patched model, and nothing else, to a repository of the Hub.
+
+    The repository then holds the two files of ``save_filter`` and a card. ``load_filter(model, repo_id)`` loads the
+    filter into a copy of the base model, and ``load_filtered_model(repo_id)`` fetches that model too.
+
+    Args:
+        model: a patched model.
+        repo_id: ``owner/name``; the repository is made if it does not exist.
+        token: of the Hub; by default that of ``hf auth login``. It is written nowhere.
+        **options: ``private`` for a new repository; ``revision``, ``commit_message`` of the upload.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        GraphFilterError: the model is not patched, or the Hub refuses the name or the token.
+    """
+    api, private = HfApi(token=token), options.pop("private", None)
+    with tempfile.TemporaryDirectory() as folder:
+        save_filter(model, folder)
+        create_model_card(model, repo_id=repo_id, filter_only=True, coefficients=False).save(Path(folder, CARD))
+        try:
+            name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+            files = [CONFIG_FILE, WEIGHTS_FILE, CARD]
+            api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=files, **options)
+        except (HfHubHTTPError, OSError, ValueError) as error:
+            text = " ".join(str(error).split())[:300]
+            raise GraphFilterError(f"the Hub at {api.endpoint} did not take {shown(repo_id)}: {text}") from error
+    return f"{api.endpoint}/{name}"
+
+
+def load_filtered_model(
+    source: str | os.PathLike[str],
+    model_class: Any = None,
+    *,
+    hub_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Return the base model that a filter file names, with the filter in it.
+
+    Args:
+        source: a directory that ``save_filter`` wrote, or the id of a Hub repository with its files.
+        model_class: the class to load the base with, such as ``AutoModelForCausalLM``. Default: the class that was
+            patched.
+        hub_options: ``revision``, ``token``, ``cache_dir`` ... of the download of the filter.
+        **options: of the base's ``from_pretrained``, such as ``dtype``. ``revision`` is by default the one that the
+            filter was made for.
+
+    Returns:
+        The patched model, in evaluation mode.
+
+    Raises:
+        GraphFilterError: the file names no base model or an unknown class, or does not fit the model.
+    """
+    from ..hosts.transformers.records import model_class as class_of
+
+    description = read_description(source, **hub_options or {})
+    base = description.get(BASE_MODEL)
+    if not isinstance(base, dict) or not isinstance(base.get("name"), str):
+        raise GraphFilterError(
+            f"{printable(source)} does not name its base model: load that yourself, and pass it to load_filter"
+        )
+    chosen = model_class or class_of(base.get("class"))
+    if chosen is None:
+        raise GraphFilterError(
+            f"{printable(source)} was made for a {shown(base.get('class'))}, which is no class of transformers: pass "
+            "model_class="
+        )
+    if isinstance(base.get("revision"), str):
+        options.setdefault("revision", base["revision"])
+    model = chosen.from_pretrained(base["name"], **options)
+    return load_filter(model, source, **hub_options or {})
