@@ -195,15 +195,7 @@ CARDS = {
 WITH_FILTER = {"text-far-field-filters"}  # cards beside which the filter lies, in bfloat16
 LOADING = """## The filter alone
 
-This folder holds the filters, {size} in bfloat16. No weight of the base changed, so they go into the base model:
-
-```py
-from hf_graphfilter import load_filter
-from transformers import AutoModelForCausalLM
-
-base = AutoModelForCausalLM.from_pretrained("{base}")
-model = load_filter(base, "model_cards/{name}")
-```
+This folder holds the filters, {size} in bfloat16. No weight of the base changed, so they go into the base model.
 
 They were fitted to weights of this model that had been rounded to four bits, so `load_filter` warns of the difference.
 With the published weights they have not been measured."""
@@ -263,8 +255,10 @@ def write_card(name: str, options: argparse.Namespace) -> None:
     folder = options.cards / CARDS[name]
     if name in WITH_FILTER:
         size = f"{2 * report.parameters / 1e6:.1f} MB"
-        measured.insert(0, LOADING.format(size=size, base=task.base, name=CARDS[name]))
-    save_conversion(model, report, folder, repo_id=CARDS[name], base_model=task.base, description="\n\n".join(measured))
+        measured.insert(0, LOADING.format(size=size))
+    about = {"repo_id": f"model_cards/{CARDS[name]}" if name in WITH_FILTER else CARDS[name], "base_model": task.base}
+    about |= {"description": "\n\n".join(measured), "filter_only": name in WITH_FILTER}
+    save_conversion(model, report, folder, **about)
     (folder / "conversion.json").unlink()  # the results, which lie with the others
     if name in WITH_FILTER:
         save_filter(model.to(torch.bfloat16), folder)

@@ -1,14 +1,16 @@
 """The filter ``far_field``: exact near tokens, block states of far ones, decoding."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from models import FAMILIES
 from oracle import dense_twin, far_field_matrix
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_graphfilter import FarFieldConfig, GraphFilterError, load_filter, patch_model, save_filter
+from hf_graphfilter import FarFieldConfig, GraphFilterError, filter_status, load_filter, patch_model, save_filter
 from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
 from hf_graphfilter.ops import block_attention
 from hf_graphfilter.ops.block_attention import FarMeans
@@ -175,3 +177,14 @@ def test_a_filter_file_without_a_memory_loads_into_a_model_with_one(tmp_path):
 
 def filter_of(model):
     return model.layers[0].self_attn.graph_filter
+
+
+@pytest.mark.slow
+def test_the_filters_of_the_model_card_load():
+    """Into a model of the shape of SmolLM2-135M, whose weights are not here: the file says that they differ."""
+    sizes = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=99, intermediate_size=32, **sizes)).eval()
+    with pytest.warns(UserWarning, match="trained on a base with other weights"):
+        load_filter(model, Path(__file__).parents[1] / "model_cards" / "smollm2-far-field")
+    assert {row.filter.filter for row in filter_status(model)} == {"far_field"}
+    assert model(torch.arange(80)[None] % 99).logits.isfinite().all()
