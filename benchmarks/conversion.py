@@ -261,7 +261,7 @@ def write_card(name: str, options: argparse.Namespace) -> None:
     save_conversion(model, report, folder, **about)
     (folder / "conversion.json").unlink()  # the results, which lie with the others
     if name in WITH_FILTER:
-        save_filter(model.to(torch.bfloat16), folder)
+        save_filter(model.to(torch.bfloat16), folder, base_model=task.base)
 
 
 def main() -> None:

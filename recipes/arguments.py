@@ -18,6 +18,16 @@ DEFAULTS = {
     "restore_callback_states_from_checkpoint": True,  # how long early stopping has waited
     "dataloader_pin_memory": torch.cuda.is_available(),
 }
+# the names that some flags have in the example scripts of transformers
+ALIASES = {
+    "model_name_or_path": "model",
+    "task_name": "task",
+    "max_seq_length": "max_length",
+    "tokenizer_name": "tokenizer",
+    "dataset_dir": "data",
+    "train_batch_size": "per_device_train_batch_size",
+    "eval_batch_size": "per_device_eval_batch_size",
+}
 SMOKE = {
     "max_train_samples": 64,
     "max_eval_samples": 64,

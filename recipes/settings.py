@@ -20,7 +20,7 @@ from hf_graphfilter.console import parse_layers, parse_options
 from hf_graphfilter.errors import nearest
 from hf_graphfilter.filters import get_filter, import_filters
 from hf_graphfilter.filters.core.registry import UnknownFilterError
-from recipes.arguments import DEFAULTS, SMOKE, RecipeArguments
+from recipes.arguments import ALIASES, DEFAULTS, SMOKE, RecipeArguments
 from recipes.errors import is_main_process
 from recipes.models import load_model
 from recipes.records import INCIDENTAL, identity, list_differences, lower_is_better
@@ -77,7 +77,7 @@ class Settings:
     def parse(self, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return (settings, sections of the YAML file that are no settings: ``variants`` and ``sweep``)."""
         try:
-            namespace, unknown = self.parser.parse_known_args(list(argv))
+            namespace, unknown = self.parser.parse_known_args([self._usual_name(word) for word in argv])
         except argparse.ArgumentError as error:
             self.parser.error(str(error))
         if unknown:
@@ -114,6 +114,12 @@ class Settings:
         import_filters(values.get("import", []))
         self.check(values)
         return values, {name: sections[name] for name in ("variants", "sweep")}
+
+    def _usual_name(self, word: str) -> str:
+        """Return a flag under the name that this recipe has for it; anything else as it is."""
+        name, sign, value = word.removeprefix("--").partition("=")
+        known = word.startswith("--") and name not in self.actions and ALIASES.get(name) in self.actions
+        return f"--{ALIASES[name]}{sign}{value}" if known else word
 
     def _own(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return those that are flags of this recipe."""

@@ -481,3 +481,11 @@ def test_help_teaches(cli):
         verb in text for verb in ("patch", "unpatch", "status", "save-filter", "load-filter", "filters", "card", "demo")
     )
     assert "runs/bert-gfsa" in cli("patch", "--help").stdout
+
+
+def test_env_names_what_a_bug_report_needs(cli, monkeypatch):
+    monkeypatch.setenv("HF_GRAPHFILTER_WEIGHTS", "/somewhere")
+    printed = cli("env").stdout
+    for name in ("Python", "processor", "accelerators", "hf-graphfilter", "torch", "transformers"):
+        assert f"- {name}: " in printed
+    assert "- HF_GRAPHFILTER_WEIGHTS: /somewhere" in printed

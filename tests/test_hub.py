@@ -788,6 +788,12 @@ loaded, ids = load_filtered_model("me/filter"), torch.arange(8)[None]
 assert type(loaded) is BertForSequenceClassification
 assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)
 assert load_filtered_model("me/filter", dtype=torch.bfloat16).dtype == torch.bfloat16
+model.save_pretrained("local")
+from typer.testing import CliRunner
+from hf_graphfilter.cli import app
+done = CliRunner().invoke(app, ["push-filter", "local", "me/another", "--base-model", "me/base"])
+assert done.exit_code == 0 and "pushed to" in done.output, done.output
+assert torch.equal(load_filtered_model("me/another")(ids).logits, model(ids).logits)
 try:
     push_filter(model, "me/filter", token="wrong")
 except GraphFilterError as error:
@@ -798,7 +804,8 @@ except GraphFilterError as error:
 def test_a_filter_is_pushed_and_fetches_its_base_model(tmp_path):
     with Hub() as hub:
         environment = hub.environment(tmp_path, HF_TOKEN=TOKEN)
-        done = subprocess.run([sys.executable, "-c", PUSH], capture_output=True, text=True, env=environment)
+        run = {"capture_output": True, "text": True, "env": environment, "cwd": tmp_path}
+        done = subprocess.run([sys.executable, "-c", PUSH], **run)
     assert done.returncode == 0, done.stderr
     assert set(hub.repos["me/filter"]) - {".gitattributes"} == {
         "README.md",

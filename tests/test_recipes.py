@@ -246,6 +246,13 @@ class SameConfig(FilterConfig):
 """
 
 
+def test_flags_have_the_names_of_the_example_scripts_too():
+    argv = ["--model_name_or_path=a", "--task_name", "cola", "--max_seq_length", "64", "--train_batch_size", "7"]
+    values, _ = Settings(glue.RECIPE).parse(argv)
+    chosen = [values[name] for name in ("model", "task", "max_length", "per_device_train_batch_size")]
+    assert chosen == ["a", "cola", 64, 7]
+
+
 def test_filters_of_other_people_are_imported_when_named(asked, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     for name in ("one", "two", "three"):

@@ -163,7 +163,7 @@ def _describe_loading(model: Any, host: Host, repo_id: str, base_model: str | No
 
 def _describe_filter_file(host: Host, model: Any, repo_id: str, base_model: str | None) -> str:
     """Return Python that loads a filter into its base model; the base by itself where the file names it."""
-    if base_model is not None and host.base_model(model) == base_model:
+    if base_model is not None:
         return f"from hf_graphfilter import load_filtered_model\n\nmodel = load_filtered_model({quoted(repo_id)})"
     base = host.usage(model, base_model or "path/to/the/base/model")
     return f"{base}\nhf_graphfilter.load_filter(model, {quoted(repo_id)})"

@@ -41,7 +41,7 @@ MARK = "saved"  # in both files: of one call of `save_filter`
 M = TypeVar("M", bound=nn.Module)
 
 
-def save_filter(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
+def save_filter(model: nn.Module, directory: str | os.PathLike[str], *, base_model: str | None = None) -> Path:
     """Write the filter of a patched model, and nothing else, to ``directory``.
 
     There are two files: ``graph_filter.safetensors`` holds the coefficients, ``graph_filter.json`` the configs and the
@@ -52,6 +52,8 @@ def save_filter(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
     Args:
         model: a patched model, wrapped or not.
         directory: the folder to write to.
+        base_model: the Hub id of the model that was patched, for ``load_filtered_model``. Default: the repository that
+            it was loaded from.
 
     Returns:
         The directory.
@@ -76,8 +78,8 @@ def save_filter(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
         )
     names = [name for group in record["filters"] for name in group["modules"]]
     description = {**record, "base": _base(host, model), WEIGHTS: written_weights(host, model, names)}
-    if (name := host.base_model(model)) is not None:
-        revision = getattr(getattr(model, "config", None), "_commit_hash", None)
+    if (name := base_model or host.base_model(model)) is not None:
+        revision = None if base_model else getattr(getattr(model, "config", None), "_commit_hash", None)
         description[BASE_MODEL] = {"name": name, "revision": revision, "class": type(model).__name__}
     mark = digest(json.dumps(description), tensors)
     with replacing(directory / WEIGHTS_FILE, directory / CONFIG_FILE) as (weights, config):

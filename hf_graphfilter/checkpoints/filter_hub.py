@@ -19,7 +19,9 @@ from .filter_file import BASE_MODEL, CONFIG_FILE, WEIGHTS_FILE, load_filter, rea
 CARD = "README.md"
 
 
-def push_filter(model: nn.Module, repo_id: str, *, token: str | None = None, **options: Any) -> str:
+def push_filter(
+    model: nn.Module, repo_id: str, *, base_model: str | None = None, token: str | None = None, **options: Any
+) -> str:
     """Upload the filter of a patched model, and nothing else, to a repository of the Hub.
 
     The repository then holds the two files of ``save_filter`` and a card. ``load_filter(model, repo_id)`` loads the
@@ -28,6 +30,7 @@ def push_filter(model: nn.Module, repo_id: str, *, token: str | None = None, **o
     Args:
         model: a patched model.
         repo_id: ``owner/name``; the repository is made if it does not exist.
+        base_model: the Hub id of the model that was patched. Default: the repository that it was loaded from.
         token: of the Hub; by default that of ``hf auth login``. It is written nowhere.
         **options: ``private`` for a new repository; ``revision``, ``commit_message`` of the upload.
 
@@ -39,8 +42,9 @@ def push_filter(model: nn.Module, repo_id: str, *, token: str | None = None, **o
     """
     api, private = HfApi(token=token), options.pop("private", None)
     with tempfile.TemporaryDirectory() as folder:
-        save_filter(model, folder)
-        create_model_card(model, repo_id=repo_id, filter_only=True, coefficients=False).save(Path(folder, CARD))
+        save_filter(model, folder, base_model=base_model)
+        card = create_model_card(model, repo_id=repo_id, base_model=base_model, filter_only=True, coefficients=False)
+        card.save(Path(folder, CARD))
         try:
             name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
             files = [CONFIG_FILE, WEIGHTS_FILE, CARD]

@@ -16,8 +16,20 @@ from ..console import Console
 from ..errors import GraphFilterError
 from ..text import printable
 from .checkpoints import check_output, message_of
+from .environment import env
 from .linearize import linearize
-from .verbs import card, export_remote_code, filters, load_filter, patch, save_filter, status, transfer, unpatch
+from .verbs import (
+    card,
+    export_remote_code,
+    filters,
+    load_filter,
+    patch,
+    push_filter,
+    save_filter,
+    status,
+    transfer,
+    unpatch,
+)
 from .write_report import report
 
 app = typer.Typer(
@@ -125,7 +137,10 @@ def run(
     run_program(program, arguments or (), module=module, imports=modules or (), filter_lr=filter_lr)
 
 
-for _verb in (patch, unpatch, linearize, transfer, status, filters, save_filter, load_filter, card, report, demo):
+for _verb in (
+    *(patch, unpatch, linearize, transfer, status, filters),
+    *(save_filter, load_filter, push_filter, card, report, demo, env),
+):
     app.command()(_verb)
 app.command(context_settings={"allow_interspersed_args": False})(run)  # the program's options are not ours
 app.command()(export_remote_code)

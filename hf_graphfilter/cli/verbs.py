@@ -162,6 +162,26 @@ def load_filter(
     save(load(source, auto_class, make=lambda model: load_filter(model, filter)), source, output)
 
 
+def push_filter(
+    source: Source,
+    repo_id: Annotated[str, typer.Argument(help="The repository of the Hub, OWNER/NAME; made if it does not exist.")],
+    auto_class: AutoClass = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="The Hub id of the model that was patched, for load_filtered_model.")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make a private repository.")] = False,
+) -> None:
+    """Upload the filter of a patched checkpoint alone to the Hub, with a card.
+
+    [dim]hf-graphfilter push-filter runs/bert-gfsa you/bert-gfsa-filter --base-model bert-base-uncased[/dim]
+    """
+    from ..checkpoints.filter_hub import push_filter
+
+    model = load(source, auto_class, patched=True)
+    address = push_filter(model, repo_id, base_model=base_model, private=private or None)
+    Console().print(f"pushed to {escape(address)}")
+
+
 def export_remote_code(
     folder: Annotated[
         Path, typer.Argument(help="A patched checkpoint; a file of code and an entry in its config.json are added.")
