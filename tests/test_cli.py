@@ -176,10 +176,12 @@ def test_convert(cli, text, plain, tmp_path, monkeypatch, ctrl_c):
     (tmp_path / "texts").mkdir()
     text.rename(tmp_path / "texts" / "train.txt")
     short = ("--dataset", tmp_path / "texts", *short[2:])
-    done = cli("linearize", plain, tmp_path / "of-a-data-set", *short)
+    done = cli("linearize", plain, tmp_path / "of-a-data-set", *short, "--stream")
     assert done.returncode == 0, done.stderr
     done = cli("linearize", plain, tmp_path / "wrong", *short, "--column", "sentence")
     assert "has no column 'sentence'; it has text" in done.stderr
+    done = cli("linearize", plain, tmp_path / "wrong", "--text", tmp_path / "texts" / "train.txt", "--stream")
+    assert "--stream reads a data set" in done.stderr
     again = cli("linearize", out, tmp_path / "again", *short)
     assert "has graph filters already" in again.stderr
     for wrong, message in (
@@ -205,7 +207,7 @@ def test_the_earlier_name_of_a_verb(cli):
 
 @pytest.mark.parametrize("verb", ["patch", pytest.param("linearize", marks=pytest.mark.slow)])
 def test_a_filter_begins_with_the_values_of_its_seed(verb, cli, text, plain, tmp_path):
-    convert = ("--text", text, "--budget", "64", "--length", "16", "--holdout", "1", "-o", "window=2")
+    convert = ("-f", "agf", "--text", text, "--budget", "64", "--length", "16", "--holdout", "1", "-o", "window=2")
     text.write_text("\n".join(["a b c d e f g h i j a b c d"] * 20))
     made = []
     for name, seed in {"one": (), "two": ("--seed", "0"), "other": ("--seed", "3")}.items():
@@ -224,7 +226,7 @@ def test_a_full_disk_is_one_line(cli, text, plain, agf, tmp_path, monkeypatch):
             raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
         return write(tensors, path, *rest, **options)
 
-    convert = ("--text", text, "--budget", "64", "--length", "16", "--holdout", "1", "-o", "window=2")
+    convert = ("-f", "agf", "--text", text, "--budget", "64", "--length", "16", "--holdout", "1", "-o", "window=2")
     lines = tmp_path / "text.txt"
     lines.write_text(f"{lines.read_text()}\n" * 9)
     commands = {

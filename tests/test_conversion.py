@@ -764,6 +764,21 @@ def test_texts_come_in_batches_of_like_length(tokenizer):
             text_batches(tokenizer, **{"length": 8, "tokens": 32, **bad})
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_stream_of_texts_is_read_as_far_as_the_budget_needs(tokenizer, packed):
+    """A stream without end: each text has five words and two special tokens, or packed an end."""
+    asked = []
+
+    def stream():
+        while True:
+            asked.append("a b c d e")
+            yield asked[-1]
+
+    batches = text_batches(tokenizer, stream(), length=8, packed=packed, at_most=100)
+    assert len(asked) == math.ceil(100 / (6 if packed else 7))
+    assert 100 - 8 < sum(batch["input_ids"].numel() for batch in batches) < 100 + 8
+
+
 def test_a_tokenizer_that_was_made_of_nothing_is_refused(tmp_path, transformers_warnings):
     """transformers makes one of special tokens for a checkpoint that has none: every text would be the same."""
     FAMILIES["bert"].build().save_pretrained(tmp_path)

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import GraphFilterError, needs
 
+SHUFFLED = 1000  # rows of a stream
 IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 
 
@@ -44,17 +45,22 @@ def lines_of(files: list[Path]) -> list[str]:
     return lines
 
 
-def column_of(dataset: str, configuration: str | None, split: str, column: str) -> list[str]:
-    """Return the texts in a column of a data set of the Hub or of a folder."""
+def column_of(dataset: str, configuration: str | None, split: str, column: str, stream: bool = False) -> Iterator[str]:
+    """Yield the texts in a column of a data set of the Hub or of a folder, in random order, as they are asked for.
+
+    A data set that is streamed is read from its beginning, and shuffled within ``SHUFFLED`` rows.
+    """
     with needs("recipes", "a data set"):
         import datasets
     try:
-        rows = datasets.load_dataset(dataset, configuration, split=split)
+        rows = datasets.load_dataset(dataset, configuration, split=split, streaming=stream)
+        names = rows.column_names or list(next(iter(rows)))
     except Exception as error:  # whatever a loader or the network leads to
         raise GraphFilterError(f"--dataset {dataset}: {' '.join(str(error).split())[:300]}") from error
-    if column not in rows.column_names:
-        raise GraphFilterError(f"--dataset {dataset} has no column {column!r}; it has {', '.join(rows.column_names)}")
-    return [text for text in rows[column] if isinstance(text, str) and text.strip()]
+    if column not in names:
+        raise GraphFilterError(f"--dataset {dataset} has no column {column!r}; it has {', '.join(names)}")
+    rows = rows.shuffle(seed=0, **({"buffer_size": SHUFFLED} if stream else {})).select_columns([column])
+    return (row[column] for row in rows if isinstance(row[column], str) and row[column].strip())
 
 
 def texts_of(source: str, files: list[Path], count: int, length: int, batch_size: int) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,6 +31,9 @@ def linearize(
     ] = None,
     split: Annotated[str, typer.Option("--split", help="Split of the data set.")] = "train",
     column: Annotated[str, typer.Option("--column", help="Column of the data set that holds the texts.")] = "text",
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Read only as much of the data set as the budget needs, from its start.")
+    ] = False,
     images: Annotated[Path | None, typer.Option("--images", help="A folder of images; subfolders count, too.")] = None,
     filter: Annotated[
         str, typer.Option("--filter", "-f", help="Name of a replacement filter; hf-graphfilter filters lists them.")
@@ -103,6 +107,8 @@ def linearize(
     from ..fitting import linearize as fit
     from ..fitting.checkpoint import remove
 
+    if stream and not dataset:
+        raise GraphFilterError("--stream reads a data set: give --dataset NAME")
     if sum(map(bool, (text, dataset, images))) != 1:
         raise GraphFilterError("a conversion needs inputs: give one of --text FILE, --dataset NAME and --images DIR")
     if timed and images:
@@ -117,8 +123,8 @@ def linearize(
         )
     check_output(output, source)
     if images is None:
-        texts = column_of(dataset, configuration, split, column) if dataset else lines_of(text or [])
-        batches: Any = _batches(source, texts, length, batch)
+        texts = column_of(dataset, configuration, split, column, stream) if dataset else lines_of(text or [])
+        batches: Any = _batches(source, texts, length, batch, budget + holdout * (batch or length))
     else:
         config = load_config(source)
         size, patch = getattr(config, "image_size", 224), getattr(config, "patch_size", 16)
@@ -159,13 +165,13 @@ def linearize(
     Console().print(f"{report.tokens:,} tokens, {report.seconds:.0f} s{report.crossing and f'; {report.crossing}'}")
 
 
-def _batches(source: str, texts: list[str], length: int, tokens: int | None) -> list[dict[str, Any]]:
+def _batches(source: str, texts: Iterable[str], length: int, tokens: int | None, at_most: int) -> list[dict[str, Any]]:
     from ..fitting.data import text_batches
 
     config = load_config(source)
     causal = any(name.endswith(("CausalLM", "LMHeadModel")) for name in config.architectures or [])
     packed = causal and not config.is_encoder_decoder
-    batches = text_batches(tokenizer_of(source), texts, length=length, tokens=tokens, packed=packed)
+    batches = text_batches(tokenizer_of(source), texts, length=length, tokens=tokens, packed=packed, at_most=at_most)
     return [add_decoder_inputs(batch) for batch in batches] if config.is_encoder_decoder else batches
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,18 +23,21 @@ def text_batches(
     tokens: int | None = None,
     packed: bool = False,
     seed: int = 0,
+    at_most: int | None = None,
 ) -> Batches:
     """Return batches of about as many tokens each, in random order.
 
     Args:
         tokenizer: the tokenizer of the model.
-        texts: any number of texts.
+        texts: any number of texts. With ``at_most`` they may be a stream without end.
         length: maximum number of tokens per text; longer texts are cut.
         tokens: number of tokens per batch, padding included. The default is ``length``: for one budget, many small
             steps fit better than few large ones.
         packed: whether to join all texts, with the tokenizer's end of text between them, and cut windows of exactly
             ``length`` tokens, as decoders are trained. Otherwise texts of similar length form a padded batch.
         seed: determines the order.
+        at_most: number of tokens after which no more texts are read: those that the budget and the held-out batches
+            take. The default reads all texts.
 
     Raises:
         GraphFilterError: there is no text, or not one window of it; the tokenizer knows no words.
@@ -62,18 +65,18 @@ def text_batches(
     draw = random.Random(seed)
     if packed:
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        encoded = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
-        ids = torch.tensor([i for one in encoded for i in [*one, *end]], dtype=torch.long)
-        windows = list(ids[: len(ids) // length * length].view(-1, length))
+        each = (tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] + end for text in texts)
+        joined = torch.tensor([i for one in _read(each, at_most) for i in one], dtype=torch.long)
+        windows = list(joined[: len(joined) // length * length].view(-1, length))
         if not windows:
             raise GraphFilterError(
-                f"the texts have {len(ids)} tokens, and a window has {length}: more text, or shorter"
+                f"the texts have {len(joined)} tokens, and a window has {length}: more text, or shorter"
             )
         draw.shuffle(windows)
         rows = tokens // length
         return [{"input_ids": torch.stack(windows[i : i + rows])} for i in range(0, len(windows), rows)]
-    kept = [tokenizer(text, truncation=True, max_length=length)["input_ids"] for text in texts]
-    kept = [ids for ids in kept if len(ids) > 1]
+    each = (tokenizer(text, truncation=True, max_length=length)["input_ids"] for text in texts)
+    kept = [one for one in _read(each, at_most) if len(one) > 1]
     if not kept:
         raise GraphFilterError("there is no text of two tokens or more")
     draw.shuffle(kept)
@@ -89,6 +92,16 @@ def text_batches(
         made.append(_padded(tokenizer, part))
     draw.shuffle(made)
     return made
+
+
+def _read(texts: Iterable[list[int]], at_most: int | None) -> Iterator[list[int]]:
+    """Yield encoded texts until they have ``at_most`` tokens together; the text after that is never asked for."""
+    read = 0
+    for ids in texts:
+        yield ids
+        read += len(ids)
+        if at_most is not None and read >= at_most:
+            return
 
 
 def _padded(tokenizer: Any, part: list[list[int]]) -> dict[str, torch.Tensor]:
