@@ -23,8 +23,10 @@ from hf_graphfilter.hosts import host_of
 from hf_graphfilter.text import markdown_text
 from recipes import SCRIPTS, records
 from recipes.errors import NETWORK_ERRORS, OtherSettingsError, is_main_process, line, one_line_errors
+from recipes.ranks import check_ranks
 from recipes.records import RECORD, RUN, commit, get_value, lock, name_machine, tell, try_read, write_json
 from recipes.settings import Recipe, Settings
+from recipes.training import last_checkpoint
 
 CONFIG = "config.yaml"
 IDENTITY = "begun.json"  # of an unfinished run, its data as they were
@@ -123,12 +125,14 @@ def train_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Pa
         write_text(folder / CONFIG, yaml.safe_dump({k: v for k, v in run_values.items() if v is not None}))
         write_json(folder / IDENTITY, settings.identity(values))
     arguments = settings.arguments(run_values)
+    identity, checkpoint = settings.identity(values), last_checkpoint(folder)
+    check_ranks(settings=identity, checkpoint=checkpoint and Path(checkpoint).name)
     record = {
         "recipe": settings.recipe.name,
         "task": values["task"],
         "seed": seed,
         **settings.recipe.run(*arguments),
-        "settings": settings.identity(values),
+        "settings": identity,
         "date": date.today().isoformat(),
         "machine": name_machine(arguments[-1]),
         "versions": {n: metadata.version(n) for n in ("torch", "transformers", "hf_graphfilter")},

@@ -71,6 +71,7 @@ def run(args, training):
         rows = data["train"].remove_columns("label")
         denoiser = build(AutoModelForMaskedLM if kind == "converter" else Denoiser)
         record["pretraining"] = pretraining.pretrain(args, training, denoiser, tokenizer, rows, model)
+    training.average_tokens_across_devices = False  # as in glue.py
     compute = metrics.classification(["accuracy"], len(loaded.labels))
     options = {"data_collator": Batches(tokenizer), "compute_metrics": compute}
     return {**fit(args, training, model, tokenizer, data, **options), **record}

@@ -1,0 +1,30 @@
+"""Whether the processes of one run found the same files."""
+
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+from hf_graphfilter import GraphFilterError
+from hf_graphfilter.errors import shown
+
+
+def check_ranks(**facts: Any) -> None:
+    """Raise in all processes unless each has the same ``facts``: of its settings, its data and its checkpoints.
+
+    On several machines the data must be equal and the output folder shared. Otherwise processes would train on other
+    rows, or some would resume while others begin.
+
+    Example:
+        >>> check_ranks(data="12f0")  # one process agrees with itself
+    """
+    if PartialState().num_processes == 1:
+        return
+    found = gather_object([facts])
+    for rank, theirs in enumerate(found):
+        for name, value in theirs.items():
+            if value != found[0][name]:
+                raise GraphFilterError(
+                    f"process {rank} found {name} {shown(value)}, and process 0 {shown(found[0][name])}: give all "
+                    "machines the same files for --data and --model, and one shared folder for --output_dir"
+                )
