@@ -186,6 +186,8 @@ def hash_sizes(data: str) -> str:
 def name_machine(arguments: Any) -> str:
     if torch.cuda.is_available() and not arguments.use_cpu:
         return torch.cuda.get_device_name()
+    if torch.accelerator.is_available() and not arguments.use_cpu:
+        return str(torch.accelerator.current_accelerator())
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 

@@ -7,13 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate.commands.config.config_args import load_config_from_file
+from transformers import BertConfig, BertModel, BertTokenizer
 
-from hf_graphfilter import GraphFilterError
+from hf_graphfilter import GraphFilterError, patch_model
 from recipes import ranks
 
 ROOT = Path(__file__).parents[1]
 KIT = ROOT / "recipes" / "accelerate"
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 TINY = "hidden_size=16 num_attention_heads=2 intermediate_size=16 num_hidden_layers=1"
 NO_DROPOUT = "hidden_dropout_prob=0 attention_probs_dropout_prob=0 initializer_range=0.3"  # attention far from uniform
 QUIET = "--disable_tqdm true --save_strategy no --use_cpu true --max_steps 4 --eval_strategy no --filter gfsa"
@@ -71,3 +74,23 @@ def test_two_processes_train_as_one(command, tmp_path):
     metric = {"glue": "validation/loss", "language_modeling": "test/perplexity"}[recipe]  # per token, not per batch
     assert two[metric] == pytest.approx(one[metric], rel=1e-5)
     assert records[1]["coefficients"]["w_K"] == pytest.approx(records[0]["coefficients"]["w_K"], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_transfer_in_two_processes_is_saved_once(tmp_path):
+    model = patch_model(BertModel(BertConfig(vocab_size=30, **SIZES)), "agf", window=2)
+    model.save_pretrained(tmp_path / "patched")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "patched")
+    (tmp_path / "text.txt").write_text("a b c d e f g h i j " * 200)
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "hf_graphfilter", "transfer"]
+    options = ["--text", "text.txt", "--steps", "4", "--length", "16", "--batch-size", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    run = {"capture_output": True, "text": True, "env": environment, "cwd": tmp_path}
+    done = subprocess.run([*argv, "patched", "fitted", *options], **run)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("saved to") == 1
+    fitted = BertModel.from_pretrained(tmp_path / "fitted")
+    assert any(not torch.equal(a, b) for a, b in zip(fitted.parameters(), model.parameters(), strict=True))
+    assert not (tmp_path / "fitted" / ".transfer").exists()

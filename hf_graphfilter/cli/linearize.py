@@ -103,6 +103,7 @@ def linearize(
     """
     import torch
 
+    from ..devices import place
     from ..fitting import Rates, save_conversion
     from ..fitting import linearize as fit
     from ..fitting.checkpoint import remove
@@ -129,7 +130,7 @@ def linearize(
         config = load_config(source)
         size, patch = getattr(config, "image_size", 224), getattr(config, "patch_size", 16)
         batches = Images(source, images, max(1, (batch or length) // (size // patch) ** 2))
-    model, first = _place(load(source, auto_class, dtype=dtype))
+    model, first = place(load(source, auto_class, dtype=dtype))
     progress = output / PROGRESS
     torch.manual_seed(seed)
     with keep_progress(progress):
@@ -173,11 +174,3 @@ def _batches(source: str, texts: Iterable[str], length: int, tokens: int | None,
     packed = causal and not config.is_encoder_decoder
     batches = text_batches(tokenizer_of(source), texts, length=length, tokens=tokens, packed=packed, at_most=at_most)
     return [add_decoder_inputs(batch) for batch in batches] if config.is_encoder_decoder else batches
-
-
-def _place(model: Any) -> tuple[Any, bool]:
-    """Return the model on the device of this process, and whether this is the first process."""
-    from accelerate import PartialState
-
-    state = PartialState()
-    return model.to(state.device), state.is_main_process

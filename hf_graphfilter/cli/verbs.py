@@ -93,12 +93,13 @@ def transfer(
 ) -> None:
     """Fit the filters of a patched language model to its original attention, on text files.
 
-    After an interruption, run the same command again, and it resumes.
+    The same command resumes after an interruption. Under torchrun the processes share the work.
 
     [dim]hf-graphfilter transfer runs/bert-agf runs/bert-agf-fitted -t wiki.txt --steps 1000[/dim]
     """
     import torch
 
+    from ..devices import place
     from ..fitting import transfer_attention
     from ..fitting.checkpoint import remove
 
@@ -115,9 +116,7 @@ def transfer(
             f"the text gives {len(windows)} windows of {length} tokens, {len(batches)} batches of {batch_size}, and "
             f"{held + 1} are needed ({held} to measure on): give more text, or a smaller --batch-size or --length"
         )
-    model = load(source, auto_class, patched=True)
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
-    progress = output / ".transfer"
+    (model, first), progress = place(load(source, auto_class, patched=True)), output / ".transfer"
     with keep_progress(progress):
         report = transfer_attention(
             model,
@@ -129,6 +128,8 @@ def transfer(
             holdout=held,
             checkpoint=progress,
         )
+    if not first:
+        return
     save(model, source, output, show=False)
     remove(progress)  # none is kept of a fit that became non-finite
     Console().print(escape(str(report)))

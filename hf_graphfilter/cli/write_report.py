@@ -12,6 +12,7 @@ from huggingface_hub.utils import tqdm
 from rich.markup import escape
 
 from ..console import Console
+from ..devices import default_device
 from ..errors import GraphFilterError
 from .checkpoints import AutoClass, Source, check_output, load
 from .inputs import Images, texts_of
@@ -40,8 +41,6 @@ def report(
 
     [dim]hf-graphfilter report facebook/deit-tiny-patch16-224 --images photos --output deit.html[/dim]
     """
-    import torch
-
     from ..analysis.report import report as measured
     from ..fitting import load_conversion
 
@@ -57,7 +56,7 @@ def report(
         batches = texts_of(source, text or [], count, length, batch_size)
     else:
         batches = list(Images(source, images, batch_size, count))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = default_device()
     model = load(source, auto_class).to(device)
     conversion = load_conversion(source)
     reference = load(against, auto_class).to(device) if against else None

@@ -15,9 +15,11 @@ def begin_peak_memory(device: torch.device) -> float | None:
 
     Return None where the peak cannot be forgotten, which on a CPU needs Linux.
     """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device) / 2**20
+    if device.type != "cpu":
+        with suppress(RuntimeError, NotImplementedError):  # of accelerators that keep no such numbers
+            torch.accelerator.reset_peak_memory_stats(device)
+            return torch.accelerator.memory_allocated(device) / 2**20
+        return None
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)  # what the C library keeps would hide what is used next
     with suppress(OSError):
@@ -28,8 +30,9 @@ def begin_peak_memory(device: torch.device) -> float | None:
 
 def peak_memory(device: torch.device) -> float:
     """Return the peak in MB: allocated on the GPU, or else resident in this process, libraries included."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
+    if device.type != "cpu":
+        with suppress(RuntimeError, NotImplementedError):
+            return torch.accelerator.max_memory_allocated(device) / 2**20
     with suppress(OSError):
         fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         return int(fields["VmHWM"].split()[0]) / 2**10

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import distributed, nn
 
+from ..devices import default_device
+
 
 def process() -> tuple[int, int]:
     """Return the number of this process, and how many there are."""
@@ -24,7 +26,7 @@ def total(number: int) -> int:
     """Return the sum of a number over the processes."""
     if process()[1] == 1:
         return int(number)
-    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+    device = default_device() if distributed.get_backend() in ("nccl", "xccl", "hccl") else "cpu"
     summed = torch.tensor(int(number), device=device)
     distributed.all_reduce(summed)
     return int(summed)
@@ -35,7 +37,7 @@ def mean_of(number: float) -> float:
     count = process()[1]
     if count == 1:
         return number
-    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+    device = default_device() if distributed.get_backend() in ("nccl", "xccl", "hccl") else "cpu"
     summed = torch.tensor(number, dtype=torch.float64, device=device)
     distributed.all_reduce(summed)
     return summed.item() / count

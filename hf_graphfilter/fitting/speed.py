@@ -14,6 +14,7 @@ from statistics import median
 import torch
 from torch import nn
 
+from ..devices import wait_for
 from ..errors import GraphFilterError
 from ..hosts.transformers.cache import NAME as CACHE
 from ..patching.patch import unpatch_model
@@ -191,19 +192,14 @@ def time_in_turn(
     mb: dict[str, float | None] = dict.fromkeys(calls)
     for _ in range(rounds):
         for name, call in calls.items():
-            _finish(device)
+            wait_for(device)
             begun = time.perf_counter()
             for _ in range(times):
                 call()
-            _finish(device)
+            wait_for(device)
             taken[name].append(1e3 * (time.perf_counter() - begun) / times)
     for name, call in calls.items():
         if (before := begin_peak_memory(device)) is not None:
             call()
             mb[name] = peak_memory(device) - before
     return taken, mb
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

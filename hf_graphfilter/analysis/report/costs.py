@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...devices import wait_for
 from ...filters.core.attached import filters_of
 from ..model_inputs import evaluate, to_device
 
@@ -41,15 +42,10 @@ def cost_of(model: nn.Module, batch: Any) -> Cost:
     times = []
     with evaluate(model), torch.no_grad():
         for _ in range(RUNS):
-            _wait(device)
+            wait_for(device)
             begun = time.perf_counter()
             model(**batch) if isinstance(batch, Mapping) else model(batch)
-            _wait(device)
+            wait_for(device)
             times.append(time.perf_counter() - begun)
     of_filters = sum(p.numel() for _, graph_filter in filters_of(model) for p in graph_filter.parameters())
     return Cost(sum(p.numel() for p in model.parameters()), of_filters, statistics.median(times), str(device))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
