@@ -150,7 +150,7 @@ def test_public_names():
 CONFIGS = [
     name
     for name in hf_graphfilter.__all__
-    if name.endswith("Config") and name not in ("ConverterConfig", "FilterConfig")
+    if name.endswith("Config") and name not in ("ConverterConfig", "FilterConfig", "GraphormerConfig")
 ]
 
 

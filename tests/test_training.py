@@ -88,7 +88,8 @@ def same_gradients_with_checkpointing(model, inputs, reentrant):
     found = gradients(checkpointed(model, reentrant), inputs)
     # some models normalise in float32 whatever their dtype; what is unused gets zeros from the reentrant kind
     return found.keys() >= expected.keys() and all(
-        (gradient - expected.get(name, 0)).norm() <= 1e-4 * gradient.norm() for name, gradient in found.items()
+        (gradient - expected.get(name, 0)).norm() <= 1e-4 * gradient.norm() + 1e-12  # of biases that softmax ignores
+        for name, gradient in found.items()
     )
 
 
