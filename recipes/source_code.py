@@ -4,8 +4,9 @@
     python recipes/source_code.py --config code/codet5-small.yaml --task defect --seeds 1 2 3
 
 Tasks: defect and clone. Encoder models classify. Encoder-decoder models (CodeT5, PLBART) generate the label of a
-defect, the word true or false, as in the paper; for clones both kinds classify the two functions in one sequence. Data
-comes from the Hub (CodeXGLUE), or with --data from a folder with the official files: train.jsonl, valid.jsonl and
+defect, the word true or false, as in the paper. For clones both kinds classify the two functions in one sequence; the
+paper encodes each function alone and compares the two vectors, so its numbers for clones are not comparable. Data comes
+from the Hub (CodeXGLUE), or with --data from a folder with the official files: train.jsonl, valid.jsonl and
 test.jsonl for defects; data.jsonl with train.txt, valid.txt and test.txt for clones. Where the folder has a test file
 only, it is cut into parts of its own (defects 70/10/20 by row; clones 60/10/30 by function, pairs across parts left
 out), and the record says so: such numbers are not comparable with those of the official split.

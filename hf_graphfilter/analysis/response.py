@@ -148,7 +148,7 @@ def response_curves(model: nn.Module, points: int = 101) -> dict[str, Curve]:
     """Return the response of each filter of the model, by module, with its present coefficients.
 
     A filter that is a function of A responds to an eigenvalue in [-1, 1]. A filter of singular values responds to one
-    in [0, 1] (AGF, Eq. 10). Other filters have no such function and are left out. The gate and the window of a
+    in [0, 1] (AGF, Eq. 9). Other filters have no such function and are left out. The gate and the window of a
     replacement filter are not part of its response.
 
     Args:

@@ -157,7 +157,8 @@ class AGFConfig(ReplacingConfig):
     - ``theta="per_head"`` gives each head its own coefficients.
 
     Args:
-        K (int, default 3): Order of the polynomial of the singular values, 0 to 1000. The paper uses 2 to 5.
+        K (int, default 3): Order of the polynomial of the singular values, 0 to 1000. The paper uses 3 to 10
+            (Tables 10, 11).
         basis (str, default "jacobi"): The polynomials T_k: ``"jacobi"`` (the paper's), ``"chebyshev"``, ``"legendre"``
             or ``"monomial"``.
         a (float, default 1.0): First parameter of the Jacobi basis, > -1 for orthogonal polynomials. The paper searches

@@ -38,8 +38,9 @@ class GFSA(GraphFilter):
 
     With ``approximation="taylor"`` (Eq. 4), ``P = S + (K-1)(S^2 - S)``, so ``H = w_0 I + (w_1 + (2-K) w_K) S + (K-1)
     w_K S^2``: two applications of ``S`` whatever K. With ``"none"``, ``P = S^K``: K applications. Each head has one
-    coefficient of each kind, in float32. The paper learns only ``w_K`` and starts it at 0, so the patched model equals
-    the original.
+    coefficient of each kind, in float32. Only ``w_K`` is learned by default, as the parameter counts of the paper
+    imply (144 for 12 layers of 12 heads). It starts at 0, as in the authors' code, so the patched model equals the
+    original.
 
     Dropout: each application draws its own mask, and E[A_1 A_2] = A^2 holds for independent masks only. The authors'
     BERT and GPT-2 code squares one dropped-out matrix instead.

@@ -1,0 +1,142 @@
+"""The numbers of the configurations against the tables of the papers, typed here from the papers a second time."""
+
+import pytest
+
+from hf_graphfilter.console import parse_options
+from recipes import glue, imagenet, language_modeling, sequences, source_code
+from recipes.settings import Settings
+
+RECIPES = {
+    "glue": glue.RECIPE,
+    "language_modeling": language_modeling.RECIPE,
+    "code": source_code.RECIPE,
+    "imagenet": imagenet.RECIPE,
+    "sequences": sequences.RECIPE,
+}
+
+
+def rows(columns, text):
+    """Return the rows of a table as printed: the first word names the row, the others are numbers."""
+    lines = [line.split() for line in text.strip().splitlines()]
+    return {name: dict(zip(columns.split(), map(float, numbers), strict=True)) for name, *numbers in lines}
+
+
+UEA = """
+EthanolConcentration 6 0.1 1.5 -1.5
+FaceDetection 9 0.1 2.0 0.5
+Handwriting 3 0.01 1.0 0.2
+Heartbeat 6 0.01 -0.5 -0.5
+JapaneseVowels 4 0.01 0.0 0.0
+PEMS-SF 5 0.1 1.5 2.0
+SelfRegulationSCP1 9 0.1 1.5 2.0
+SelfRegulationSCP2 7 0.1 2.0 1.5
+SpokenArabicDigits 4 0.1 1.0 0.0
+UWaveGestureLibrary 10 0.1 2.0 1.5
+"""  # AGF, Table 10
+LRA = """
+imdb 5 0.001 1.0 1.0 5e-5
+image 7 0.01 2.0 -1.0 1e-3
+retrieval 5 0.1 1.0 1.0 5e-4
+listops 5 0.1 1.5 1.0 1e-3
+pathfinder 3 0.0001 1.5 -1.0 1e-4
+"""  # AGF, Table 11
+CONVERTER = """
+listops 32 128 2 0.001 128 0.001 0.001
+imdb 64 256 2 0.001 128 0.001 0.001
+retrieval 64 256 2 0.001 256 0.001 0.001
+image 64 256 2 0.01 128 0.001 0.001
+pathfinder 64 256 2 0.001 256 0.0002 0.0002
+longdoc 128 512 2 0.1 4 0.001 0.001
+ensembl-bs 128 512 2 0.1 32 0.001 0.001
+ensembl-mr 128 512 2 0.1 32 0.001 0.001
+"""  # Converter, Table 8
+SINGULARFORMER = {
+    "hidden_size": 384,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "gamma_orthogonal": 0.01,
+    "gamma_diagonal": 0.01,
+    "residual": True,
+    "per_device_train_batch_size": 64,
+    "learning_rate": 1e-4,
+    "num_train_epochs": 256,
+    "positions": "sinusoidal",
+}  # Table 2, sections 3.1 and 4.2
+BATCH = "per_device_train_batch_size"
+TUNED = {"num_train_epochs": 5, BATCH: 32, "learning_rate": 2e-5, "weight_decay": 0, "lr_scheduler_type": "linear"}
+CODE = {BATCH: 16, "early_stopping_patience": 2, "warmup_steps": 1000}
+DEFECT = CODE | {"num_train_epochs": 10, "learning_rate": 2e-5, "max_length": 512}
+CLONE = CODE | {"num_train_epochs": 1, "learning_rate": 5e-5}
+DEIT = {"epochs": 300, "batch_size": 1024, "learning_rate": 1e-3, "weight_decay": 0.05, "warmup_epochs": 5}
+
+CASES = {
+    **{("sequences", "agf-uea", task): row for task, row in rows("K gamma a b", UEA).items()},
+    **{("sequences", "agf-lra", task): row for task, row in rows("K gamma a b learning_rate", LRA).items()},
+    **{
+        ("sequences", "converter", task): row
+        for task, row in rows(
+            f"hidden_size intermediate_size K eta {BATCH} learning_rate weight_decay", CONVERTER
+        ).items()
+    },
+    ("sequences", "singularformer", "r8"): SINGULARFORMER | {"max_length": 141},
+    ("sequences", "singularformer", "bbc"): SINGULARFORMER | {"max_length": 664},
+    ("sequences", "singularformer", "20newsgroups"): SINGULARFORMER | {"max_length": 700},
+    ("sequences", "singularformer", "imdb"): SINGULARFORMER | {"max_length": 539},
+    **{("glue", name, "rte"): TUNED for name in ("bert", "albert", "roberta")},  # GFSA, E.1
+    ("language_modeling", "gpt2", "ptb"): {"num_train_epochs": 15, BATCH: 4, "learning_rate": 5e-5, "K": 7},
+    ("language_modeling", "gpt2", "wikitext-2"): {"num_train_epochs": 10, BATCH: 4, "learning_rate": 5e-5, "K": 9},
+    ("language_modeling", "gpt2", "wikitext-103"): {"num_train_epochs": 4, BATCH: 4, "learning_rate": 5e-5, "K": 3},
+    **{
+        ("code", name, task): numbers  # GFSA, J.1 and K.1, and the code of Wang et al. that these follow
+        for name in ("codebert", "codet5-base", "codet5-small", "plbart", "roberta")
+        for task, numbers in {"defect": DEFECT, "clone": CLONE}.items()
+    },
+    ("imagenet", "deit-s-12", "imagenet-1k"): DEIT | {"K": 3, "drop": 0, "drop_path": 0.1},  # GFSA, G.1, Table 10
+    ("imagenet", "deit-s-24", "imagenet-1k"): DEIT | {"depth": 24, "drop": 0.2, "drop_path": 0.1},
+    ("imagenet", "deit-s-16", "imagenet-1k"): DEIT | {"depth": 16, "K": 2},  # Table 13
+    ("imagenet", "deit-t", "imagenet-100"): DEIT | {"K": 5},
+    ("imagenet", "cait-s24", "imagenet-1k"): {"epochs": 300, "K": 4},  # Table 11
+    ("imagenet", "swin-s", "imagenet-1k"): {"epochs": 300},
+    ("imagenet", "deit-s-agf", "imagenet-1k"): DEIT | {"gamma": 1e-3, "layers": "-1"},  # AGF, H.3
+}
+GRIDS = {
+    ("sequences", "agf-uea"): {
+        "K": [2, 3, 4, 5],
+        "gamma": [1e-1, 1e-2, 1e-3, 1e-4],
+        "a": [1.0, 1.5, 2.0],
+        "b": [-2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0],
+    },  # AGF, H.1
+    ("sequences", "agf-lra"): {
+        "K": [2, 3, 4, 5],
+        "gamma": [1e-1, 1e-2, 1e-3, 1e-4],
+        "learning_rate": [1e-3, 5e-4, 1e-4, 5e-5],
+    },  # AGF, H.2
+    ("imagenet", "deit-s-agf"): {"K": [3, 4], "gamma": [1e-3, 1e-4]},  # AGF, H.3
+    **{("glue", name): {"K": [*range(2, 11)]} for name in ("bert", "albert", "roberta")},  # GFSA, E.2
+    ("language_modeling", "gpt2"): {"K": [*range(2, 10)]},  # GFSA, Table 8
+    ("imagenet", "deit-s-12"): {"K": [2, 3, 4, 5]},  # GFSA, Table 10
+    ("imagenet", "cait-s24"): {"K": [2, 3, 4]},  # GFSA, Table 11
+}
+
+
+def parse(recipe, config, task):
+    return Settings(RECIPES[recipe]).parse(["--config", f"{recipe}/{config}", "--task", task])
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_a_configuration_has_the_numbers_of_its_paper(case):
+    values, _ = parse(*case)
+    nested = {k: v for name in ("filter_options", "from_scratch", "model_options") for k, v in options(values, name)}
+    found = values | nested
+    assert {name: found.get(name) for name in CASES[case]} == CASES[case]
+
+
+def options(values, name):
+    return parse_options(values.get(name) or []).items()
+
+
+@pytest.mark.parametrize("file", GRIDS, ids="-".join)
+def test_a_sweep_holds_the_grid_of_its_paper(file):
+    task = next(task for recipe, config, task in CASES if (recipe, config) == file)
+    sweep = {axis: [float(x) for x in grid] for axis, grid in parse(*file, task)[1]["sweep"].items()}
+    assert {axis: sweep.get(axis) for axis in GRIDS[file]} == GRIDS[file]
