@@ -129,6 +129,16 @@ FILTERS = {
         agf_matrix,
     ),
     "agf-default": Entry(AGFConfig(position_bias="drop"), agf_matrix, everywhere=False, common="some"),
+    **{
+        f"agf-{name}": Entry(AGFConfig(position_bias="drop", **ablated), agf_matrix, everywhere=False, common="some")
+        for name, ablated in {
+            "sigmoid": {"rho": "sigmoid", "K": 2},
+            "tanh": {"rho": "tanh", "singular_values": "one"},
+            "none": {"rho": "none", "init": "blend"},
+            "uv": {"singular_values": "one"},
+            "svd": {"singular_values": "learned"},
+        }.items()
+    },
     "agf-blend": Entry(
         AGFConfig(
             init="blend", K=2, basis="legendre", theta="per_head", correction=True, window=64, position_bias="drop"

@@ -77,8 +77,27 @@ def agf_matrix(A, c, config, seen):
     u, v = seen.query, seen.key
     if config.correction:
         u, v = u + projected("correct_u"), v + projected("correct_v")
+    if (config.rho, config.singular_values) != ("softmax", "polynomial"):
+        return in_the_place_of(A, ablated_matrix(u, v, c, projected, config, seen), c, config, seen)
     theta = torch.stack([c[f"theta_{k}"] for k in range(config.K + 1)], -1)
     return in_the_place_of(A, spectral_matrix(u, projected("sigma"), v, theta, config, seen.allowed), c, config, seen)
+
+
+def ablated_matrix(u, v, c, projected, config, seen):
+    """AGF's Tables 6 and 18: other activations of U and V, other singular values."""
+    rho = {"sigmoid": torch.sigmoid, "tanh": torch.tanh, "none": lambda x: x}.get(config.rho)
+    U = rho(u) if rho else u.softmax(-1)
+    v, allowed = v[:, :, None], seen.allowed[..., None]
+    V = (rho(v) if rho else v.masked_fill(~allowed, -1e30).softmax(3)) * allowed
+    if config.singular_values == "learned":
+        Sigma = 2 * seen.weights["singular"].sigmoid()
+    elif config.singular_values == "one":
+        Sigma = torch.ones_like(U)
+    else:
+        Sigma = expansion(
+            projected("sigma").sigmoid(), torch.stack([c[f"theta_{k}"] for k in range(config.K + 1)], -1), config
+        )
+    return torch.einsum("bhtj,bhtsj->bhts", U * Sigma, V)
 
 
 def in_the_place_of(A, H, c, config, seen, close=None):

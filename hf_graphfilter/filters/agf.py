@@ -51,17 +51,24 @@ class AGF(ReplacingFilter):
 
     config: AGFConfig
     theta: nn.Parameter | None
+    singular: nn.Parameter | None
 
     def __init__(self, config: AGFConfig, site: AttentionSite):
         super().__init__(config, site)
         assert site.hidden_size is not None
         inner = site.heads * site.head_dim
         self.head_dim = site.head_dim
-        self.steps = recurrence(config.basis, config.K, config.a, config.b)
-        learned = config.K + (not config.constrain_theta)
+        polynomial = config.singular_values == "polynomial"
+        order = config.K if polynomial else 0
+        self.steps = recurrence(config.basis, order, config.a, config.b)
+        learned = order + (not config.constrain_theta) if polynomial else 0
         shape = (learned,) if config.theta == "shared" else (site.heads, learned)
         self.theta = nn.Parameter(torch.empty(shape)) if learned else None
-        self.sigma = nn.Linear(site.hidden_size, inner, bias=False) if config.K else None
+        self.sigma = nn.Linear(site.hidden_size, inner, bias=False) if order else None
+        self.singular = None
+        if config.singular_values == "learned":
+            self.steps = recurrence("monomial", 1, 0.0, 0.0)
+            self.singular = nn.Parameter(torch.empty(site.heads, 1, site.head_dim))
         self.correct_u = nn.Linear(site.hidden_size, inner) if config.correction else None
         # no bias: a softmax over tokens does not see one
         self.correct_v = nn.Linear(site.hidden_size, inner, bias=False) if config.correction else None
@@ -75,6 +82,8 @@ class AGF(ReplacingFilter):
                 nn.init.ones_(self.theta[..., :1])
         if self.sigma is not None:
             nn.init.xavier_uniform_(self.sigma.weight)
+        if self.singular is not None:
+            nn.init.zeros_(self.singular)
         for zero in (self.correct_u, self.correct_v):
             if zero is not None:
                 for parameter in zero.parameters():
@@ -83,22 +92,30 @@ class AGF(ReplacingFilter):
     @property
     def effective_theta(self) -> Tensor:
         """The coefficients of T_0 ... T_K as they enter the formula, (K+1,) or (heads, K+1)."""
-        if not self.config.constrain_theta:
-            assert self.theta is not None
-            return self.theta
+        if self.singular is not None:
+            return torch.tensor([0.0, 2.0])  # times a sigmoid: 1 at the start
         if self.theta is None:
             return torch.ones(1)
+        if not self.config.constrain_theta:
+            return self.theta
         one = self.theta.new_ones(*self.theta.shape[:-1], 1)
         return torch.cat([one, self.theta.tanh()], -1)
 
     def coefficients(self) -> dict[str, Tensor]:
-        """Return ``theta_0`` ... ``theta_K`` as they enter the formula, (1,) or (heads,), and a blend's ``gate``."""
+        """Return ``theta_0`` ... ``theta_K`` as they enter the formula, (1,) or (heads,), and a blend's ``gate``.
+
+        Learned singular values come as ``singular``, their mean per head.
+        """
         theta = self.effective_theta.detach()
         by_order = {f"theta_{k}": theta[..., k].reshape(-1) for k in range(theta.shape[-1])}
+        if self.singular is not None:
+            by_order = {"singular": 2 * self.singular.detach().sigmoid().mean((1, 2))}
         return by_order if self.gate is None else {**by_order, "gate": self.gate}
 
-    def singular_response(self, values: Tensor) -> Tensor:
+    def singular_response(self, values: Tensor) -> Tensor | None:
         """Return ``sum_k theta_k T_k(sigma)`` (Eq. 9)."""
+        if self.singular is not None:
+            return None
         theta = self.effective_theta.detach().to(values.device)
         return expand(values.view(1, 1, -1, 1).expand(1, self.heads, -1, 1), theta, self.steps)[0, :, :, 0]
 
@@ -117,12 +134,16 @@ class AGF(ReplacingFilter):
         if self.correct_u is not None and self.correct_v is not None:
             u, v = u + self._split(self.correct_u(hidden)), v + self._split(self.correct_v(hidden))
         sigma = None if self.sigma is None else self._split(self.sigma(hidden))
+        if self.singular is not None:
+            sigma = repeat_heads(self.singular[None], heads)[0].expand_as(u)
         causal, keys = shift.visible()
         keys = None if keys is None else keys[:, -tokens:]
         left = spectral.Left(u, sigma, self.effective_theta.to(u.device), self.steps)
         state = shift.state
         causal = causal or state is not None
-        if not causal:
+        if self.config.rho != "softmax":
+            out = self._without_softmax(left, v, value, keys, causal, state)
+        elif not causal:
             out = spectral.filter_all(left, v, value, keys)
         else:
             past = spectral.CausalState(state["mass"], state["mean"]) if state else None
@@ -130,8 +151,32 @@ class AGF(ReplacingFilter):
             if state is not None and after is not None:
                 state.update(after._asdict())
         return self.penalised(
-            out, orthogonality=lambda norm="mean_abs": functional.orthogonality_loss(u, v, keys, norm=norm)
+            out,
+            orthogonality=lambda norm="mean_abs": functional.orthogonality_loss(
+                u, v, keys, norm=norm, rho=self.config.rho
+            ),
         )
+
+    def _without_softmax(
+        self,
+        left: spectral.Left,
+        v: Tensor,
+        value: Tensor,
+        keys: Tensor | None,
+        causal: bool,
+        state: dict[str, Tensor] | None,
+    ) -> Tensor:
+        """Return ``rho(U) Sigma rho(V)^T value`` for the activations that normalise nothing (Table 18)."""
+        rho, dtype = self.config.rho, value.dtype
+        rows = spectral.basis(left.u, -1, None, rho) * left.singular_values()
+        v = spectral.basis(v, -2, keys, rho)
+        value = spectral.hide(v, spectral.to_float32(value), keys)[1]
+        if not causal:
+            return spectral.multiply_all(rows, v, value).to(dtype)
+        out, sums = spectral.multiply_causal(rows, v, value, state.get("sums") if state else None)
+        if state is not None:
+            state.update(sums=sums)
+        return out.to(dtype)
 
     def _split(self, x: Tensor) -> Tensor:
         """Reshape (batch, tokens, heads * features) to (batch, heads, tokens, features)."""
@@ -155,6 +200,7 @@ class AGFConfig(ReplacingConfig):
     - Decoders work: the softmax over tokens becomes a running one. The paper has encoders only.
     - ``correction`` adds learned projections to U and V.
     - ``theta="per_head"`` gives each head its own coefficients.
+    - The learned singular values of ``singular_values="learned"`` stay between 0 and 2.
 
     Args:
         K (int, default 3): Order of the polynomial of the singular values, 0 to 1000. The paper uses 3 to 10
@@ -173,6 +219,11 @@ class AGFConfig(ReplacingConfig):
             ``OrthogonalityCallback`` adds in training. The paper uses 1e-1 to 1e-4.
         correction (bool, default False): Add learned projections of the input to U and V. They start at zero and help
             attention transfer.
+        rho (str, default "softmax"): Activation of U and V: ``"softmax"``, or ``"sigmoid"``, ``"tanh"`` or ``"none"``,
+            the ablation of Table 18. These three normalise nothing: the output grows with the number of tokens.
+        singular_values (str, default "polynomial"): What Sigma is: the ``"polynomial"``, or, in the ablation of Table
+            6, ``"one"`` (H_UV) or one ``"learned"`` number per head and feature that starts at 1 (H_SVD). Without the
+            polynomial, ``K``, ``basis``, ``a``, ``b``, ``theta`` and ``constrain_theta`` have no effect.
         init, window, sinks, far, position_bias: Options of every replacement filter, see ``ReplacingConfig``.
 
     Example:
@@ -193,6 +244,8 @@ class AGFConfig(ReplacingConfig):
     constrain_theta: bool = True
     gamma: float = 1e-2
     correction: bool = False
+    rho: spectral.Rho = "softmax"
+    singular_values: Literal["polynomial", "one", "learned"] = "polynomial"
 
     @classmethod
     def for_conversion(cls, **options: Any) -> Self:

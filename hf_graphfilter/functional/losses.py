@@ -14,7 +14,9 @@ from ..ops import spectral
 Norm = Literal["mean_abs", "frobenius", "off_diagonal"]
 
 
-def orthogonality_loss(u: Tensor, v: Tensor, mask: Tensor | None = None, *, norm: Norm = "mean_abs") -> Tensor:
+def orthogonality_loss(
+    u: Tensor, v: Tensor, mask: Tensor | None = None, *, norm: Norm = "mean_abs", rho: spectral.Rho = "softmax"
+) -> Tensor:
     """Return how far the singular vectors are from orthonormal: ``|U^T U - I| + |V^T V - I|``.
 
     Args:
@@ -24,6 +26,7 @@ def orthogonality_loss(u: Tensor, v: Tensor, mask: Tensor | None = None, *, norm
             ``"frobenius"``, the Frobenius norm over n^2, n the tokens that are there (AGF, Eq. 11 as printed), mean
             over batch and heads; or ``"off_diagonal"``, the mean square of the entries off the diagonal, which counts
             as 0 (Singularformer, Eq. 15).
+        rho: the activation of both, see ``AGFConfig``.
 
     Returns:
         A scalar, float32 or wider.
@@ -44,7 +47,7 @@ def orthogonality_loss(u: Tensor, v: Tensor, mask: Tensor | None = None, *, norm
     real("orthogonality_loss", u=u, v=v)
     keys = present(mask, u)
     with torch.autocast(u.device.type, enabled=False):
-        left, right = (spectral.gram_deviation(spectral.basis(x, dim, keys)) for x, dim in ((u, -1), (v, -2)))
+        left, right = (spectral.gram_deviation(spectral.basis(x, dim, keys, rho)) for x, dim in ((u, -1), (v, -2)))
         if norm == "mean_abs":
             return left.abs().mean() + right.abs().mean()
         if norm == "off_diagonal":

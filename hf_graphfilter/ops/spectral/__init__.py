@@ -12,16 +12,20 @@ causal form, all inner arithmetic are float32 or wider, whatever the inputs.
 from .bidirectional import filter_all
 from .blocks import CausalState, hide, to_float32
 from .causal import filter_causal, running_mass
-from .factors import Left, basis, gram_deviation
+from .factors import Left, Rho, basis, gram_deviation
+from .products import multiply_all, multiply_causal
 
 __all__ = [
     "CausalState",
     "Left",
+    "Rho",
     "basis",
     "filter_all",
     "filter_causal",
     "gram_deviation",
     "hide",
+    "multiply_all",
+    "multiply_causal",
     "running_mass",
     "to_float32",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from ..polynomials import Recurrence, expand, expand_with_derivatives
 from .blocks import NEVER, Block, to_float32
 
+Rho = Literal["softmax", "sigmoid", "tanh", "none"]
 ALL: Block = (slice(None), slice(None), slice(None))
 
 
@@ -33,6 +34,13 @@ class Left(NamedTuple):
         """Return the rows, (batch, heads, tokens, features), float32 or wider."""
         U, x, theta = self._at(at)
         return U * (theta[..., :1, None] if x is None else expand(x, theta, self.steps))
+
+    def singular_values(self) -> Tensor:
+        """Return the diagonal of ``Sigma`` for each token, or one number for all where ``theta`` has order 0."""
+        theta = self.theta
+        return (
+            theta[..., :1, None] if self.sigma is None else expand(to_float32(self.sigma).sigmoid(), theta, self.steps)
+        )
 
     def room(self) -> Left:
         """Return empty tensors for the gradients."""
@@ -64,11 +72,16 @@ class Left(NamedTuple):
         return U, x, self.theta[at[1]] if self.theta.dim() == 2 else self.theta
 
 
-def basis(x: Tensor, dim: int, keys: Tensor | None) -> Tensor:
+def basis(x: Tensor, dim: int, keys: Tensor | None, rho: Rho = "softmax") -> Tensor:
     """Return ``U`` or ``V``: the softmax of ``x`` over the features (``dim`` -1) or over the tokens (``dim`` -2).
 
-    ``x`` is (batch, heads, tokens, features). The result is zero at tokens where ``keys`` is False.
+    ``x`` is (batch, heads, tokens, features). The result is zero at tokens where ``keys`` is False. Another activation
+    ``rho`` than the softmax goes by entry.
     """
+    if rho != "softmax":
+        x = to_float32(x)
+        out = x.sigmoid() if rho == "sigmoid" else x.tanh() if rho == "tanh" else x
+        return out if keys is None else out * keys[:, None, :, None]
     if keys is None:
         return to_float32(x).softmax(dim)
     visible = keys[:, None, :, None]
