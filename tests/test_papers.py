@@ -1,11 +1,17 @@
 """The numbers of the configurations against the tables of the papers, typed here from the papers a second time."""
 
+import re
+from pathlib import Path
+
 import pytest
+import torch
 
 from hf_graphfilter.console import parse_options
-from recipes import glue, imagenet, language_modeling, sequences, source_code
+from hf_graphfilter.functional import gfsa
+from recipes import compare, glue, imagenet, language_modeling, sequences, source_code
 from recipes.settings import Settings
 
+ROOT = Path(__file__).parent.parent
 RECIPES = {
     "glue": glue.RECIPE,
     "language_modeling": language_modeling.RECIPE,
@@ -140,3 +146,37 @@ def test_a_sweep_holds_the_grid_of_its_paper(file):
     task = next(task for recipe, config, task in CASES if (recipe, config) == file)
     sweep = {axis: [float(x) for x in grid] for axis, grid in parse(*file, task)[1]["sweep"].items()}
     assert {axis: sweep.get(axis) for axis in GRIDS[file]} == GRIDS[file]
+
+
+@pytest.mark.parametrize(
+    ("K", "coefficients", "matrix"),
+    [
+        (1, (0.0, 1.0, 0.0), lambda A: A),
+        (1, (0.3, 0.5, 0.2), lambda A: 0.3 * torch.eye(5) + 0.7 * A),
+        (2, (0.3, 0.5, -0.2), lambda A: 0.3 * torch.eye(5) + 0.5 * A - 0.2 * A @ A),
+    ],
+    ids=["gcn", "chebnet", "gpr-gnn"],
+)
+def test_graph_networks_are_special_cases_of_gfsa(K, coefficients, matrix):
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 1, 1, 5, 4, generator=draw)
+    A = (query @ key.mT / 2).softmax(-1)
+    found = gfsa(query, key, value, *coefficients, K)
+    torch.testing.assert_close(found, matrix(A) @ value)
+
+
+def test_the_page_of_the_papers_names_files_and_commands_that_exist(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    page = ROOT / "docs" / "papers.md"
+    text = page.read_text()
+    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)]*)\)", text)]
+    local = [target for target in targets if target and not target.startswith("http")]
+    assert len(local) > 40
+    assert [target for target in local if not (page.parent / target).is_file()] == []
+    for line in re.findall(r"`python recipes/compare.py ([^`]*)`", text):
+        options, rest = compare.arguments().parse_known_args(line.split())
+        settings = Settings(RECIPES[options.recipe])
+        values, sections = settings.parse(rest)
+        assert len(compare.choose_variants(settings, values, sections, options.sweep)) > 2
+    for row in re.findall(r"^\| .* \|$", text, re.M):
+        assert all(cell.strip() for cell in row.strip("|").split("|")), row
