@@ -47,6 +47,8 @@ SIZES = [
 ]
 # fields that a config cannot do without but gives no value
 GIVEN = {"prediction_length": 4}
+# architectures whose features of sound are (batch, frames, features); others have Whisper's (batch, features, frames)
+FRAMES_FIRST = r"speech_to_text|wav2vec2-bert|parakeet_.*|lasr_.*|nemotron.*"
 
 
 def shrink(config: PreTrainedConfig) -> dict:
@@ -146,14 +148,18 @@ def inputs(model: torch.nn.Module, batch: int = 2) -> dict[str, torch.Tensor]:
     patch = field("patch_size", default=PATCH)
     per_patch = field("in_channels", "num_channels", default=3) * field("temporal_patch_size", default=1)
     grid = torch.tensor([[1, 4, 4]] * batch)
-    audio = field("num_mel_bins", "feature_size", "n_mels", default=80)
+    names = ("input_feat_per_channel", "feature_projection_input_dim", "num_mel_bins", "feature_size", "n_mels")
+    audio = field(*names, default=80)
+    sound = (audio, 2 * field("max_source_positions", default=20))
+    if re.fullmatch(FRAMES_FIRST, config.model_type):
+        sound = (80, audio)
     images = normal(batch, field("num_channels", "in_channels", default=3), side, side)
     available = {
         "input_ids": ids,
         "decoder_input_ids": ids.flip(1),
         "pixel_values": images,
         "pixel_values_videos": normal(batch, frames, 3, side, side),
-        "input_features": normal(batch, audio, 2 * field("max_source_positions", default=20)),
+        "input_features": normal(batch, *sound),
         "input_values": normal(batch, 800),
         "past_values": normal(batch, field("context_length", default=32), field("num_input_channels", default=1)),
         "hidden_states": normal(16 * batch, per_patch * (patch if isinstance(patch, int) else patch[0]) ** 2),
