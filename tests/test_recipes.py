@@ -29,6 +29,7 @@ from hf_graphfilter.analysis.comparison import paired_comparison
 from recipes import (
     compare,
     glue,
+    graphs,
     imagenet,
     language_modeling,
     metrics,
@@ -49,7 +50,8 @@ from recipes.settings import CONFIGS, Settings
 
 ROOT = Path(__file__).parents[1]
 
-RECIPES = {recipe.RECIPE.name: recipe.RECIPE for recipe in (glue, language_modeling, source_code, sequences, imagenet)}
+SCRIPTS = (glue, language_modeling, source_code, sequences, imagenet, graphs)
+RECIPES = {recipe.RECIPE.name: recipe.RECIPE for recipe in SCRIPTS}
 DATA = ROOT.parent / "shared" / "data"
 ENCODER = ["--model", "roberta", "--from_scratch", "num_hidden_layers=2", "hidden_size=32", "num_attention_heads=2"]
 ENCODER += ["intermediate_size=64", "max_position_embeddings=40", "--train_tokenizer", "280", "--max_length", "32"]
