@@ -138,7 +138,11 @@ def far_field_matrix(A, c, config, seen):
         far = far & ~close
     V = key[:, :, None].masked_fill(~far[..., None], -1e30).softmax(3) * far[..., None]
     H = torch.einsum("bhtj,bhtsj->bhts", features(seen.query, "map_query").softmax(-1), V)
-    return in_the_place_of(A, H, c, config, seen, close)
+    H = in_the_place_of(A, H, c, config, seen, close)
+    if not config.keep:
+        return H
+    kept = torch.isin(torch.arange(seen.groups), torch.tensor(config.keep.get(seen.layer, ())))
+    return torch.where(kept.repeat_interleave(A.shape[1] // seen.groups).view(-1, 1, 1), A, H)
 
 
 def exact_tokens(far, key, value, config):
@@ -377,6 +381,7 @@ def dense_attention(module, query, key, value, attention_mask, scaling=None, pos
                 groups=groups,
                 first=module.seen_first,
                 value=value,
+                layer=getattr(module, "layer_idx", None),
             ),
         )
     out = matrix(value) if callable(matrix) else matrix @ value

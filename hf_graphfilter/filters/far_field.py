@@ -25,7 +25,7 @@ from .core.block_memory import BlockMemory
 from .core.build import register_filter
 from .core.fields import check_limits
 from .core.head_map import HeadMap
-from .core.replacing import ReplacingConfig, ReplacingFilter
+from .core.kept_heads import KeepingConfig, KeepingFilter
 from .core.site import AttentionSite
 from .core.window import in_dtype_of
 
@@ -39,7 +39,7 @@ CITATION = """@inproceedings{zhang2025lolcats,
 }"""
 
 
-class FarField(ReplacingFilter):
+class FarField(KeepingFilter):
     """Softmax attention to near tokens with one more key, which stands for all far ones; O(n d (window + d)) time.
 
     Tokens form blocks of ``window``. A token attends exactly to its own block, the one before it (in encoders also the
@@ -56,7 +56,6 @@ class FarField(ReplacingFilter):
         super().__init__(config, site)
         if config.memory:
             self._check_order(site.causal)
-        self.key_heads = site.key_heads
         self.map_query = HeadMap(site.heads, site.head_dim)
         self.map_key = HeadMap(site.key_heads, site.head_dim)
         self.reset_parameters()
@@ -73,17 +72,17 @@ class FarField(ReplacingFilter):
     def add_window(self, out: Tensor, shift: AttentionShift, hidden: Tensor, value: Tensor) -> Tensor:
         return out
 
-    def filtered(self, shift: AttentionShift, value: Tensor) -> Tensor:
+    def filter_part(self, shift: AttentionShift, value: Tensor) -> Tensor:
         state, tokens = shift.state, shift.query.shape[2]
         if shift.query.shape[-1] != self.map_query.weight.shape[-1]:
             raise GraphFilterError(
                 f"{self.site_name}: far_field was made for {self.map_query.weight.shape[-1]} features per head, but "
                 f"the query has {shift.query.shape[-1]} (shape {tuple(shift.query.shape)})"
             )
-        key = shift.key
+        key, heads = shift.key, len(self.part.chosen)
         if key.shape[2] > tokens:
             key, value = key[:, :, -tokens:], value[:, :, -tokens:]
-        key, value = (repeat_heads(x, max(x.shape[1], self.key_heads)) for x in (key, value))
+        key, value = (repeat_heads(x, max(x.shape[1], heads)) for x in (key, value))
         causal, is_token = shift.visible()
         is_token = None if is_token is None else is_token[:, -tokens:]
         memory = BlockMemory({} if state is None else state, self.config.sinks, self.config.window)
@@ -117,7 +116,7 @@ class FarField(ReplacingFilter):
         at = torch.arange(is_token.shape[1], device=key.device)
         is_far = (is_token & ~(sinks.at[..., None] == at).any(1)).unflatten(1, (-1, block))
         past = FarMeans(state["mass"], state["mean"]) if "mass" in state else None
-        logits = split_blocks(self.map_key(keys.flatten(2, 3)), block)
+        logits = split_blocks(self.map_key(keys.flatten(2, 3), self.part), block)
         count, exact = block_attention.count_far(is_far, causal), None
         if self.config.memory:
             self._check_order(causal)
@@ -130,12 +129,12 @@ class FarField(ReplacingFilter):
         count = count + state["log_count"][..., 0].exp() if "mass" in state else count
 
         by_block = partial(group_queries, groups=key.shape[1], before=begin, after=missing, block=block)
-        left = by_block(self.map_query(shift.query).softmax(-1))
+        left = by_block(self.map_query(shift.query, self.part).softmax(-1))
         out = (left.flatten(3, 4) @ means.mean.to(left.dtype)).unflatten(3, left.shape[3:5])
         if self.switched_off != "window":
             assert shift.hidden is not None
             assert self.outside is not None
-            estimate = self.outside(in_dtype_of(self.outside, shift.hidden)).mT.unsqueeze(-1)
+            estimate = self.part.take(self.outside(in_dtype_of(self.outside, shift.hidden)), 2).mT.unsqueeze(-1)
             estimate = by_block(spectral.to_float32(estimate))[..., 0] + count.log()[:, None, :, None, None]
             estimate = torch.full_like(estimate, -torch.inf) if self.switched_off == "far" else estimate
             there = is_token.unflatten(1, (-1, block))
@@ -186,12 +185,12 @@ class FarField(ReplacingFilter):
         values = values.flatten(0, 1)
         if "mass" not in state or self.switched_off == "far":
             return torch.bmm(scores.softmax(-1).to(values.dtype), values).view(batch, -1, 1, values.shape[-1])
-        left = self.map_query(shift.query).softmax(-1).reshape(*query.shape[:2], -1)
+        left = self.map_query(shift.query, self.part).softmax(-1).reshape(*query.shape[:2], -1)
         out = torch.bmm(left, state["mean"].flatten(0, 2).to(left.dtype))
         if self.switched_off != "window":
             assert shift.hidden is not None
             assert self.outside is not None
-            estimate = self.outside(in_dtype_of(self.outside, shift.hidden)) + state["log_count"]
+            estimate = self.part.take(self.outside(in_dtype_of(self.outside, shift.hidden)), 2) + state["log_count"]
             weights = torch.cat([scores, estimate.view(*query.shape[:2], 1)], -1).softmax(-1)
             near = torch.bmm(weights[..., :-1].to(values.dtype), values)
             out = torch.addcmul(near.to(out.dtype), weights[..., -1:].to(out.dtype), out)
@@ -200,7 +199,7 @@ class FarField(ReplacingFilter):
 
 @register_filter("far_field")
 @dataclass(frozen=True)
-class FarFieldConfig(ReplacingConfig):
+class FarFieldConfig(KeepingConfig):
     """Exact attention to near tokens and linear attention to far ones, made for converting pretrained models.
 
     A token attends exactly to its block of ``window`` tokens, to the neighbouring block and to the first tokens. All
@@ -232,6 +231,7 @@ class FarFieldConfig(ReplacingConfig):
         far (str, default "beyond"): Only ``"beyond"``: the filter is responsible for the tokens outside these.
         memory (int, default 0): Number of far tokens per key head to which later tokens attend exactly, at most 65,536;
             decoders only. The filter can be fitted without it.
+        keep: Heads that keep their attention, see ``KeepingConfig``.
         init, position_bias: Options of every replacement filter, see ``ReplacingConfig``.
 
     Example:
@@ -241,7 +241,7 @@ class FarFieldConfig(ReplacingConfig):
 
     module = FarField
     citation = CITATION
-    untrained = ("memory",)
+    untrained = ("memory", "keep")
     formula = "softmax over [near scores, far score] of [V, softmax(a(Q)) M], M = means of V by exp(a(K))"
     cost = "linear in the tokens"
 

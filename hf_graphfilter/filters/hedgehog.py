@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..ops import spectral
-from ..ops.heads import repeat_heads
+from ..ops.heads import HeadPart, repeat_heads
 from ..ops.polynomials import recurrence
 from ..shift.attention import AttentionShift
 from .core.build import register_filter
@@ -33,9 +33,9 @@ _ONE = recurrence("monomial", 0, 0.0, 0.0)
 class FeatureMap(HeadMap):
     """The logarithm of ``softmax over features [x W, -x W]``, where W starts as the identity."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, part: HeadPart | None = None) -> Tensor:
         """Map ``x`` (batch, heads, tokens, features) to twice as many features, in float32 or wider."""
-        mapped = super().forward(x)
+        mapped = super().forward(x, part)
         return torch.cat([mapped, -mapped], -1).log_softmax(-1)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import UNSEEN, GraphFilterError
 from ..ops.combine import Coefficients
 from ..ops.explicit import matrix_of
-from ..ops.heads import repeat_heads
+from ..ops.heads import HeadPart, repeat_heads
 from ..ops.visibility import average, average_of_seen, seen_by_mask
 from .earlier_layers import EarlierLayers
 from .operator import DenseShift, PastRows, ShiftOperator
@@ -47,6 +47,7 @@ class AttentionCall(NamedTuple):
             ``ShiftOperator.polynomial`` and all powers but the last; it returns None for what it cannot take.
         few_rows: ``few_rows() -> matrix``, (batch, heads, query, key): the rows of ``A`` at the query tokens, formed
             once and applied as often as the filter asks, unless ``exact``. It returns None where calls are faster.
+        part: ``part(heads) -> call``: the same call of some heads, each key head with its query heads.
         weights_again: whether the weights that ``attend`` gives are ``A`` for all applications: none is dropped.
     """
 
@@ -60,6 +61,7 @@ class AttentionCall(NamedTuple):
     visible: Callable[[], tuple[bool, Tensor | None]] | None = None
     polynomial: Callable[[Tensor, Coefficients, bool], tuple[Tensor, list[Tensor]] | None] | None = None
     few_rows: Callable[[], Tensor | None] | None = None
+    part: Callable[[HeadPart], AttentionCall] | None = None
     weights_again: bool = False
 
 
@@ -241,6 +243,14 @@ class AttentionShift(ShiftOperator):
         alone, so that every look finds the same numbers.
         """
         return AttentionShift(self.call._replace(polynomial=None, few_rows=None), earlier=earlier)
+
+    def part(self, heads: HeadPart) -> AttentionShift:
+        """Return the operator of some heads, which computes nothing for the others and shares the state."""
+        if self.call.part is None or self.key.shape[1] % heads.groups:
+            found = f"attention with {self.key.shape[1]} key heads"
+            raise GraphFilterError(f"{found} cannot be computed for some of {heads.groups} heads: leave out keep=")
+        call = self.call.part(heads)._replace(visible=None if self.call.visible is None else self.visible)
+        return AttentionShift(call, state=self.state, earlier=self._earlier)
 
     def dense(self) -> DenseShift:
         """Return the same operator as an explicit matrix, for tests and analysis.

@@ -79,6 +79,8 @@ def describe(hint: Any) -> str:
         return "one of " + ", ".join(map(repr, args))
     if origin is tuple:
         return f"a tuple of {describe(args[0])}"
+    if origin is dict:
+        return f"{describe(args[1])} by {describe(args[0])}"
     if origin in (typing.Union, types.UnionType):
         return " or ".join(describe(a) for a in args)
     return {int: "an integer", float: "a number", str: "a string", bool: "True or False", type(None): "None"}.get(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ...ops.heads import repeat_heads
+from ...ops.heads import HeadPart, repeat_heads
 from ...ops.spectral import to_float32
 from .window import in_dtype_of
 
@@ -21,12 +21,14 @@ class HeadMap(nn.Module):
         with torch.no_grad():
             self.weight.copy_(torch.eye(self.weight.shape[-1]).expand_as(self.weight))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, part: HeadPart | None = None) -> Tensor:
         """Map ``x`` (batch, heads, tokens, features), in float32 or wider.
 
-        A model may have repeated its grouped heads since the map was made.
+        A model may have repeated its grouped heads since the map was made. ``part`` says which heads ``x`` has, if not
+        all.
         """
-        weight = repeat_heads(self.weight[None], x.shape[1])[0] if x.shape[1] != len(self.weight) else self.weight
+        weight = self.weight if part is None else part.take(self.weight, 0)
+        weight = repeat_heads(weight[None], x.shape[1])[0] if x.shape[1] != len(weight) else weight
         x = in_dtype_of(self, x)
         if x.shape[2] > 1:
             return to_float32(x @ weight)

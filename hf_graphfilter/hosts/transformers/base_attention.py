@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ...errors import GraphFilterError
 from ...ops.attention_polynomial import polynomial_form
 from ...ops.combine import Coefficients
 from ...ops.few_rows import can_form_rows, form_rows
+from ...ops.heads import HeadPart
 from ...ops.visibility import visibility
 from ...shift.attention import AttentionCall
 from ..base import describe_site
@@ -62,8 +64,19 @@ class BaseAttention:
             visible=self.read_mask,
             polynomial=self.apply_polynomial if is_sdpa else None,
             few_rows=self.form_few_rows if is_sdpa else None,
+            part=partial(self.to_part, hidden),
             weights_again=self.implementation == "eager" and not self.module.training,
         )
+
+    def to_part(self, hidden: Tensor | None, heads: HeadPart) -> AttentionCall:
+        """Return the call of some heads, with what the mask and a learned bias have of them."""
+
+        def take(x: Any) -> Any:
+            return heads.take(x) if isinstance(x, Tensor) and x.dim() == 4 and x.shape[1] > 1 else x
+
+        options = {name: take(x) if name == "position_bias" else x for name, x in self.options.items()}
+        query, key = heads.take(self.query), heads.take(self.key)
+        return BaseAttention(self.module, query, key, take(self.mask), options).to_call(hidden)
 
     def attend(self, key: Tensor, signal: Tensor) -> tuple[Tensor, Tensor | None]:
         """Call the attention function of the user's choice.
