@@ -1,4 +1,4 @@
-"""Key heads that keep their attention beside ``far_field``: values, caches, files, errors."""
+"""Key heads that keep their attention beside ``far_field``: values, caches, files, errors, and their choice."""
 
 import copy
 import json
@@ -7,9 +7,13 @@ import pytest
 import torch
 from models import FAMILIES
 from oracle import dense_twin, far_field_matrix
-from transformers import LlamaModel
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from hf_graphfilter import FarFieldConfig, FilterConfig, GraphFilterError, load_filter, patch_model, save_filter
+from hf_graphfilter.analysis import attention_maps
+from hf_graphfilter.fitting import choose_heads, linearize
+from hf_graphfilter.fitting.head_choice import score_heads
+from hf_graphfilter.fitting.probes import make_probes
 from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
 from hf_graphfilter.ops.heads import HeadPart, merge_heads
 
@@ -174,3 +178,76 @@ def test_a_config_is_read_from_json():
     assert FilterConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert config.keep == {1: (0, 2)}
     assert FarFieldConfig(keep={}).to_dict() == FarFieldConfig().to_dict()
+
+
+def language_model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=99,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+    )
+    model = LlamaForCausalLM(config).eval()
+    for name, p in model.named_parameters():
+        p.data *= 6 if "q_proj" in name or "k_proj" in name else 1
+    return model
+
+
+def texts(count=6):
+    draw = torch.Generator().manual_seed(1)
+    return [{"input_ids": torch.randint(3, 90, (2, 40), generator=draw)} for _ in range(count)]
+
+
+def test_heads_are_scored_by_what_answers_read_far_away():
+    model, ids = language_model(), texts(1)[0]["input_ids"][:1]
+    labels = torch.full_like(ids, -100)
+    labels[0, [20, 33]] = 5
+    scores = score_heads(model, [{"input_ids": ids, "labels": labels}], reach=7, sinks=2)
+    (maps,) = attention_maps(model, {"input_ids": ids})
+    for layer, matrix in maps.items():
+        far = [matrix[:, row, 2 : row - 7].sum(-1) for row in (19, 32)]
+        expected = torch.stack(far).mean(0).view(2, 2).mean(1)
+        torch.testing.assert_close(torch.tensor(scores[layer.index]), expected)
+
+
+def test_the_heads_that_read_furthest_are_chosen_and_one_is_left_per_layer():
+    model, config = language_model(), FarFieldConfig(window=3, sinks=1)
+    scores = score_heads(model, make_probes(texts(2), 5, 2048), reach=5, sinks=1)
+    best = max((score, layer, head) for layer, row in scores.items() for head, score in enumerate(row))
+    assert choose_heads(model, texts(2), 0.17, config) == {best[1]: (best[2],)}
+    assert sum(map(len, choose_heads(model, texts(2), 0.5, config).values())) == 3
+    assert len(choose_heads(model, texts(2), 0.5, config, layers=[0, 2])) == 2
+    with pytest.raises(GraphFilterError, match="keeps 4 heads, and the filter needs one per layer"):
+        choose_heads(model, texts(2), 0.7, config)
+
+
+def test_linearize_chooses_a_share_of_the_heads():
+    model = language_model()
+    options = {"budget": 200, "holdout": 2, "window": 3, "evaluations": 1, "progress": False}
+    report = linearize(model, texts(), keep="17%", **options)
+    ((layer, heads),) = report.config["keep"].items()
+    assert model.model.layers[int(layer)].self_attn.graph_filter.kept.chosen == tuple(heads)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"keep": "0%"}, "given as '20%'"),
+        ({"keep": "some"}, "given as '20%'"),
+        ({"keep": "20%", "filter": "agf"}, "no option 'keep'"),
+        ({"keep": "20%", "layers": "auto:50%"}, "give one of them"),
+        ({"keep": {0: [0]}, "layers": "auto:50%"}, "give one of them"),
+    ],
+    ids=str,
+)
+def test_shares_that_linearize_cannot_keep_raise(options, wanted):
+    with pytest.raises(GraphFilterError, match=wanted):
+        linearize(language_model(), texts(), budget=200, holdout=2, window=3, progress=False, **options)
+
+
+def test_heads_of_encoders_are_not_chosen():
+    with pytest.raises(GraphFilterError, match="decoders with one stack"):
+        choose_heads(FAMILIES["bert"].build(), texts(2), 0.2)

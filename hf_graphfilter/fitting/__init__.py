@@ -1,6 +1,7 @@
 """Fitting filters to the attention that they replace: attention transfer, and whole models to linear time."""
 
 from .data import text_batches
+from .head_choice import choose_heads
 from .linearization import convert, linearize
 from .report import ConversionReport
 from .run import Rates
@@ -14,6 +15,7 @@ __all__ = [
     "Rates",
     "Speed",
     "TransferReport",
+    "choose_heads",
     "convert",
     "crossover",
     "decoding_speed",

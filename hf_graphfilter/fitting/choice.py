@@ -8,7 +8,12 @@ from collections.abc import Callable, Sequence
 from statistics import pstdev
 from typing import Any, Literal, get_args
 
+from torch import nn
+
 from ..errors import GraphFilterError, shown
+from ..filters import FilterConfig, GraphFilter
+from ..filters.core.attached import filters_of
+from ..patching.patch import patch_model, unpatch_model
 
 Choose = Literal["text", "retrieval", "both"]
 Losses = Sequence[float]  # of text, of retrieval, or of both
@@ -83,3 +88,15 @@ def _gains(before: Losses, losses: list[Losses]) -> list[float]:
         for i, loss in enumerate(column):
             gains[i] += (start - loss) / spread if math.isfinite(loss) else -math.inf
     return gains
+
+
+def keep_attention(
+    model: nn.Module, config: FilterConfig, modules: dict[str, GraphFilter], restored: list[str]
+) -> dict[str, GraphFilter]:
+    """Give the restored modules their attention back, and return the filters of the others."""
+    states = {name: graph_filter.state_dict() for name, graph_filter in modules.items() if name not in restored}
+    patch_model(unpatch_model(model), config, layers=lambda index, name: name in states)
+    remaining = dict(filters_of(model))
+    for name, graph_filter in remaining.items():
+        graph_filter.load_state_dict(states[name])
+    return remaining

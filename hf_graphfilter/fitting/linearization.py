@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any, Literal, get_args
 
 from torch import nn
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..analysis.model_inputs import name_mistakes
 from ..errors import GraphFilterError, is_number, nearest, shown
-from ..filters import FilterConfig, GraphFilter, ReplacingConfig, ReplacingFilter, as_config
+from ..filters import FilterConfig, ReplacingConfig, ReplacingFilter, as_config
 from ..filters.core.attached import filters_of
 from ..filters.core.registry import get_filter
 from ..hosts import encoder_of, host_of
@@ -23,7 +23,8 @@ from ..logs import logger
 from ..patching.layers import Layers
 from ..patching.patch import patch_model, unpatch_model
 from .batches import Batches
-from .choice import Choose, check_choose, parse_share
+from .choice import Choose, check_choose, keep_attention, parse_share
+from .head_choice import check_heads, choose_heads, parse_heads
 from .report import ConversionReport
 from .run import Rates
 from .stages import Linearization
@@ -94,7 +95,8 @@ def linearize(
             best state is kept.
         checkpoint: a directory that keeps the progress at every measurement. The same call resumes from it.
         progress: whether to show a progress bar.
-        **options: options of the filter, if it is given by name.
+        **options: options of the filter, if it is given by name. ``keep="20%"`` of ``far_field`` leaves a fifth of the
+            key heads their attention, chosen by ``choose_heads`` before training.
 
     Returns:
         ``ConversionReport``: the error of each layer and by context length, and measures of the model before, after,
@@ -116,7 +118,9 @@ def linearize(
 
     Source: attention transfer, and low-rank adaptation after it, follow Zhang et al., LoLCATs (2024).
     """
-    config, shares, share = _config(filter, options), _shares(stages, budget), parse_share(layers)
+    heads, shares, share = parse_heads(options.get("keep")), _shares(stages, budget), parse_share(layers)
+    config = _config(filter, options if heads is None else {**options, "keep": None})
+    check_heads(config, heads, share)
     rates = _rates({} if rates is None else rates)
     _check_arguments(evaluations, rank, precision, train)
     check_choose(choose, share)
@@ -126,6 +130,9 @@ def linearize(
     batches = Batches(model, data, holdout, labels="task" in shares)
     _warn_of_short_texts(model)
     batches.stream()  # what it lacks is said before the model changes
+    if heads is not None:
+        keep = choose_heads(model, batches.held, heads, config, layers, stack)  # type: ignore[arg-type]
+        config = replace(config, keep=keep)  # type: ignore[call-arg]
     patch_model(model, config, layers=None if share is not None else layers, stack=stack)  # type: ignore[arg-type]
     settings: dict[str, Any] = {"filter": config.to_dict(), "share": share, "train": train, "rank": rank}
     settings |= {"evaluations": evaluations, "precision": precision}
@@ -152,7 +159,7 @@ def linearize(
                 if share is not None and chosen_by is not None:
                     restored, gains = fit.restore(chosen_by, share, ends_in)
             if share is not None:
-                fit.modules = _keep(model, config, fit.modules, restored)
+                fit.modules = keep_attention(model, config, fit.modules, restored)
             report = _finish(fit, train, rank, gradient_checkpointing, causal)
     except BaseException:
         unpatch_model(model)
@@ -258,18 +265,6 @@ def _warn_of_short_texts(model: Any) -> None:
             type(model).__name__,
             longest,
         )
-
-
-def _keep(
-    model: nn.Module, config: FilterConfig, modules: dict[str, GraphFilter], restored: list[str]
-) -> dict[str, GraphFilter]:
-    """Give the restored modules their attention back, and return the filters of the others."""
-    states = {name: graph_filter.state_dict() for name, graph_filter in modules.items() if name not in restored}
-    patch_model(unpatch_model(model), config, layers=lambda index, name: name in states)
-    remaining = dict(filters_of(model))
-    for name, graph_filter in remaining.items():
-        graph_filter.load_state_dict(states[name])
-    return remaining
 
 
 def convert(*arguments: Any, **options: Any) -> ConversionReport:

@@ -1,0 +1,136 @@
+"""Choose the heads that keep their attention: those that look furthest back where something must be retrieved."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..analysis.observing import Call, Reader, observe
+from ..errors import GraphFilterError, shown
+from ..filters import ReplacingConfig
+from ..filters.core.kept_heads import Keep
+from ..filters.far_field import FarFieldConfig
+from ..hosts import host_of
+from ..ops.spectral import to_float32
+from ..patching.layers import Layers, select_sites
+from .objectives import Batch
+from .probes import make_probes, problem_of
+
+_SHARE = re.compile(r"(\d+(?:\.\d+)?)%")
+
+
+def parse_heads(keep: Any) -> float | None:
+    """Return the share of heads that ``"20%"`` keeps; None for what the filter reads itself."""
+    if not isinstance(keep, str):
+        return None
+    found = _SHARE.fullmatch(keep)
+    if found is None or not 0 < (share := float(found[1]) / 100) < 1:
+        raise GraphFilterError(f"keep={shown(keep)}: the share of heads is given as '20%', above 0 and below 100")
+    return share
+
+
+def check_heads(config: ReplacingConfig, heads: float | None, layers: float | None) -> None:
+    """Raise if both a share of the layers and heads are to keep their attention."""
+    if layers is not None and (heads is not None or getattr(config, "keep", None)):
+        raise GraphFilterError("layers='auto:75%' and keep= both choose what keeps its attention: give one of them")
+
+
+class _FarMass(Reader):
+    """A reader that sums the attention that answers give to far tokens, per key head."""
+
+    def __init__(self, answers: Tensor, reach: int, sinks: int):
+        at = torch.arange(len(answers))
+        self.far = (at[:, None] - at > reach) & (at >= sinks)
+        self.later = at[:, None] < at
+        self.rows = answers.roll(-1) & self.far.any(1)  # a token is predicted by the one before it
+        self.mass: dict[int, Tensor] = {}
+
+    def attention(self, call: Call) -> None:
+        shift, groups = call.shift, call.value.shape[1]
+        query, key = (to_float32(x)[0] for x in (shift.query[:, :, self.rows.to(shift.query.device)], shift.key))
+        scores = query.unflatten(0, (groups, -1)) @ key[:, None].mT * shift.scaling
+        later = self.later[self.rows].to(scores.device)
+        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        self.mass[call.layer.index] = (weights * self.far[self.rows].to(weights)).sum(-1).sum(-1).mean(1).cpu()
+
+
+def score_heads(model: nn.Module, probes: Iterable[Batch], *, reach: int, sinks: int = 4) -> dict[int, list[float]]:
+    """Return how much attention each key head gives to far tokens where a probe asks for an answer.
+
+    Args:
+        model: a decoder, with or without filters, whose self-attention is all in one stack.
+        probes: batches of token ids with labels, which are -100 except for the answers.
+        reach: number of tokens before each token that are near.
+        sinks: number of first tokens that are not far.
+
+    Returns:
+        For each layer, the attention of each of its key heads: the mean over its query heads, answers and probes.
+    """
+    sums: dict[int, Tensor] = {}
+    count = 0
+    for probe in probes:
+        for ids, labels in zip(probe["input_ids"], probe["labels"], strict=True):
+            reader = _FarMass((labels != -100).cpu(), reach, sinks)
+            observe(model, [{"input_ids": ids[None]}], [reader])
+            count += int(reader.rows.sum())
+            for layer, mass in reader.mass.items():
+                sums[layer] = sums.get(layer, 0) + mass
+    return {layer: (mass / max(1, count)).tolist() for layer, mass in sorted(sums.items())}
+
+
+def choose_heads(
+    model: Any,
+    held: list[Batch],
+    share: float,
+    config: ReplacingConfig | None = None,
+    layers: Layers = None,
+    stack: Literal["encoder", "decoder"] | None = None,
+) -> Keep:
+    """Return the key heads of a decoder that ``keep=`` of ``far_field`` should keep, without training.
+
+    The heads are ranked by the attention that they give, in retrieval probes, to tokens beyond the near ones. At least
+    one head per layer is left to the filter.
+
+    Args:
+        model: a decoder, with or without filters. It is left as it was.
+        held: batches of texts, of whose token ids the probes are made.
+        share: how much of all key heads to keep, between 0 and 1.
+        config: of the filter, whose window and sinks say which tokens are far; None for the default of ``far_field``.
+        layers: layers that get the filter, as in ``patch_model``.
+        stack: the same.
+
+    Raises:
+        GraphFilterError: the model is no decoder of one stack, the batches give no probes, or there are fewer heads.
+    """
+    sites, _ = host_of(model).find(model)
+    if not all(site.causal for site in sites) or len({site.group for site in sites}) != 1:
+        raise GraphFilterError(
+            f"keep='{share:.0%}' chooses heads of decoders with one stack: give them as keep={{4: [0, 2]}}"
+        )
+    config = FarFieldConfig.for_conversion() if config is None else config
+    reach, longest = 2 * config.window - 1, getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not (problem := problem_of(held)):
+        probes = make_probes(held, reach, longest or sys.maxsize)
+        problem = "" if probes else "the held-out batches are too short for probes of retrieval"
+    if problem:
+        raise GraphFilterError(f"keep='{share:.0%}': {problem}; give the heads as keep={{4: [0, 2]}}")
+    scores = score_heads(model, probes, reach=reach, sinks=config.sinks)
+    indices = {site.index: number for number, site in enumerate(sites)}
+    chosen = {site.index: scores[indices[site.index]] for site in select_sites(sites, layers, stack)}
+    count = max(1, round(share * sum(map(len, chosen.values()))))
+    if count > sum(len(heads) - 1 for heads in chosen.values()):
+        raise GraphFilterError(
+            f"keep='{share:.0%}' keeps {count} heads, and the filter needs one per layer: keep fewer, or exclude "
+            "layers with layers= instead"
+        )
+    keep: dict[int, list[int]] = {}
+    for _, layer, head in sorted((-score, i, head) for i, row in chosen.items() for head, score in enumerate(row)):
+        taken = keep.get(layer, [])
+        if count and len(taken) < len(chosen[layer]) - 1:
+            keep[layer], count = sorted([*taken, head]), count - 1
+    return {layer: tuple(keep[layer]) for layer in sorted(keep)}
