@@ -1,13 +1,16 @@
 """Measure a model on long texts, beside its original: ``python benchmarks/long.py MODEL``.
 
 MODEL is ``smollm2`` or ``minilm`` (the originals), or the folder of a model, converted or not. --filter patches the
-model first, without training; --load reads the coefficients of a filter file. --without far then leaves only the window
+model first, without training; --load reads the coefficients of a filter file, and --keep chooses key heads that keep
+their attention, by probes made of the validation part of WikiText-2. --without far then leaves only the window
 and the sinks of a replacement filter:
 
     python benchmarks/long.py smollm2
     python benchmarks/long.py smollm2 --filter hedgehog --set window=64 sinks=4 --without far --name smollm2-window-64
     python benchmarks/long.py smollm2 --filter far_field --set memory=64 --load model_cards/smollm2-far-field \\
         --name smollm2-far-field-memory-64
+    python benchmarks/long.py smollm2 --filter far_field --keep 20% --load model_cards/smollm2-far-field \\
+        --name smollm2-far-field-keep-20
     python benchmarks/long.py runs/conversion/text-agf/model --name smollm2-text-agf
 
 | --what    | decoders                                               | encoders                             |
@@ -55,6 +58,9 @@ from hf_graphfilter.analysis.branches import switch_off
 from hf_graphfilter.demo import pretrained_path
 from hf_graphfilter.files import write_text
 from hf_graphfilter.filters.core.attached import filters_of
+from hf_graphfilter.filters.core.registry import get_filter
+from hf_graphfilter.fitting import choose_heads
+from hf_graphfilter.fitting.head_choice import parse_heads
 from hf_graphfilter.fitting.quality import compare_embeddings, compare_logits
 from hf_graphfilter.fitting.speed import last_logits, time_in_turn
 
@@ -67,6 +73,7 @@ ENDS = (128, 512, 2048)  # of the parts of a text, each with its perplexity
 GENERATED, ROWS = 64, 8  # tokens, and texts at a time
 FILLED = 256  # tokens that are run before a context is taken for as long as it is wanted
 STEPS = 8  # of decoding in a round
+PROBED, PROBES = 512, 8  # tokens and texts that heads are chosen by
 COMPARED = 500  # documents whose embeddings are compared with the original's
 
 Measurement = tuple[dict[str, Any], dict[str, Any], Callable[[], dict[str, Any]]]  # what, settings, call
@@ -380,6 +387,7 @@ def main() -> None:
     parser.add_argument("--original", help="the same, of the original; smollm2 or minilm if not given")
     parser.add_argument("--filter", help="patch the model with this filter, without training")
     parser.add_argument("--set", nargs="+", type=parse, default=[], metavar="NAME=VALUE", help="options of the filter")
+    parser.add_argument("--keep", type=parse_heads, metavar="SHARE", help="of the key heads that keep their attention")
     parser.add_argument("--load", type=Path, help="folder of the filter's coefficients")
     parser.add_argument("--without", help="a part of the filters that is switched off: window, far ...")
     parser.add_argument("--name", help="of the results; the model's if not given")
@@ -414,12 +422,23 @@ def main() -> None:
                 results.measure(cell, {**settings, **precision}, call)
 
 
+def kept(model: nn.Module, path: Path, options: argparse.Namespace) -> dict[str, list[int]]:
+    """Return the key heads that keep their attention, as JSON has them."""
+    valid = options.shared / "data" / "wikitext-2" / "valid.txt"
+    held = windows(AutoTokenizer.from_pretrained(path), valid, PROBED)[:PROBES]
+    config = get_filter(options.filter).for_conversion(**dict(options.set))
+    chosen = choose_heads(model, [{"input_ids": row[None]} for row in held], options.keep, config)
+    return {str(layer): list(heads) for layer, heads in chosen.items()}
+
+
 def prepare(options: argparse.Namespace) -> tuple[Subject, dict[str, Any]]:
     """Load the model, and return it with what the results say of it."""
     path = NAMES[options.model]() if options.model in NAMES else Path(options.model)
     model: nn.Module = load(path)
     usual = "smollm2" if is_decoder(model.config) else "minilm"
     if options.filter:
+        if options.keep:
+            options.set = [*options.set, ("keep", kept(model, path, options))]
         torch.manual_seed(0)
         patch_model(model, options.filter, **dict(options.set))
     if options.load:
