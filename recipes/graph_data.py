@@ -90,6 +90,8 @@ TASKS = {
 def load(args: Any, config: Callable[..., GraphormerConfig]) -> tuple[dict[str, GraphDataset], dict[str, Any], str]:
     """Return (parts, fields of the config that the data decide, how they were split)."""
     task = TASKS[args.task]
+    if args.target is None and task.target is None:
+        raise GraphFilterError(f"--task {args.task} needs --target, the column to predict; several by commas")
     settings = (args.task, args.data, args.target or task.target, args.split or task.split, args.bad_graphs)
     fields = dict(task.fields)
     structure = {**fields, **({} if "node_feature_sizes" in fields else _sizes(settings))}

@@ -91,8 +91,6 @@ def check(args, training):
         raise GraphFilterError(f"--model {args.model}: this recipe trains graphormer; --from_scratch sets its sizes")
     if args.split not in (None, *SPLITS):
         raise GraphFilterError(f"--split {args.split}: it is one of {', '.join(SPLITS)}")
-    if args.target is None and TASKS[args.task].target is None:
-        raise GraphFilterError(f"--task {args.task} needs --target, the column to predict; several by commas")
     if args.bad_graphs not in ("skip", "error"):
         raise GraphFilterError(f"--bad_graphs {args.bad_graphs}: it is skip or error")
     if parse_options(args.from_scratch).get("problem_type") == "single_label_classification":
