@@ -109,7 +109,7 @@ def test_identical_at_the_start(family, entry, fused):
     keys = set(model.state_dict())
     assert patch(model, family, entry) is model
     assert all(map(torch.equal, both(), expected)) == entry.config.starts_as_original
-    assert keys < set(model.state_dict())
+    assert keys <= set(model.state_dict())  # equal where a filter learns nothing
     status = filter_status(model)
     assert len(status) == PATCHED.get(family, 3) // (2 if family in PATCHED and entry.config.module.reads_mask else 1)
     assert {row.backend for row in status} == {"sdpa" if fused and family != "cait" else "eager"}

@@ -46,7 +46,7 @@ def test_equals_the_original_at_the_start_and_afterwards(family, entry):
     slow = run(plain, family)
     keys = set(model.state_dict())
     assert patch_model(model, entry.config) is model
-    assert keys < set(model.state_dict())
+    assert keys <= set(model.state_dict())  # equal where a filter learns nothing
     status = filter_status(model)
     assert (len(status), len(status.left_alone)) == (FAMILIES[family].patched, FAMILIES[family].left_alone)
     assert {row.backend for row in status} == {"sdpa"}
