@@ -22,7 +22,10 @@ from hf_graphfilter import (
 )
 
 families = pytest.mark.parametrize("family", FAMILIES)
-pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+]
 
 
 def honours(family, entry):
