@@ -30,13 +30,13 @@ from ..ops.visibility import visibility
 from ..shift.attention import AttentionCall, AttentionShift
 from ..text import quoted
 from .base import collect_sites, looks_like_attention, without_wrappers
-from .stand_ins import ModuleView, derive_class
-from .watching import REPLACED, as_written, note_filter_runs, refuse_script, running_forward, unwatch, watch
+from .stand_ins import ModuleView
+from .subclassing import derive_filtered, original_class, restore_classes, runs_subclass, swap_class
+from .watching import REPLACED, as_written, note_filter_runs
 
 LIBRARY = "timm"
 RECORD = "hf_graphfilter"  # the key in pretrained_cfg: timm refuses it by this name where we are not used to load
 
-_BASE = "_graph_filter_base"  # of the class of a patched module: the one that it had
 
 # what besides query and key makes the scores of the forms that are honoured
 _HONOURED = {
@@ -67,7 +67,7 @@ def _describe(name: str, module: Any) -> dict[str, Any]:
 
 
 def _class_name(module: nn.Module) -> str:
-    cls = getattr(type(module), _BASE, type(module))
+    cls = original_class(module)
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -191,13 +191,10 @@ def _filtered(base: Any) -> Any:
     """Return the subclass that runs the filter; timm's tracer (FX) sees it as one node."""
     from timm.models import register_notrace_module
 
-    def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if CHILD not in self._modules:  # a wrapper has kept this function, and the module is no longer patched
-            return base.forward(self, x, *args, **kwargs)  # type: ignore[no-any-return]
-        return _forward(base.forward, self, x, *args, **kwargs)
+    def run(module: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return _forward(base.forward, module, *args, **kwargs)  # as the class has it now
 
-    body = {"forward": forward, "__prepare_scriptable__": refuse_script, _BASE: base}
-    return register_notrace_module(derive_class(base, _rebuild, body))
+    return register_notrace_module(derive_filtered(base, _rebuild, run))
 
 
 def _rebuild(base: Any) -> Any:
@@ -208,29 +205,17 @@ def _rebuild(base: Any) -> Any:
 def attach(site: AttentionSite, graph_filter: GraphFilter) -> None:
     """Add the filter to a module, and give the module the subclass that runs it."""
     site.module.add_module(CHILD, graph_filter)
-    site.module.__class__ = _filtered(type(site.module))  # type: ignore[arg-type]
-    watch(site.module)
+    swap_class(site.module, _filtered)
 
 
 def detach(model: nn.Module, modules: Iterable[Any]) -> None:
     """Undo ``attach`` of these modules."""
-    modules = list(modules)
-    for module in modules:
-        if (base := getattr(type(module), _BASE, None)) and type(module) is not _filtered(base):
-            raise GraphFilterError(
-                f"{module.graph_filter.site_name} was given the class {type(module).__name__}, which derives from that "
-                "of the patched module: undo that (FSDP2, parametrizations ...) before unpatch_model"
-            )
-    for module in modules:
-        module.__class__ = getattr(type(module), _BASE, type(module))  # where another has replaced ours, that stays
-        unwatch(module)
-        delattr(module, CHILD)
+    restore_classes(modules, _filtered)
 
 
 def leads_to_filter(module: nn.Module) -> bool:
     """Return whether the forward of a patched module, as it is now, is known to run the filter."""
-    base = getattr(type(module), _BASE, None)
-    return base is not None and running_forward(module) is _filtered(base).forward
+    return runs_subclass(module, _filtered)
 
 
 def backend(module: Any) -> str:

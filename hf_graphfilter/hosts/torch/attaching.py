@@ -8,27 +8,18 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import GraphFilterError
 from ...filters import AttentionSite, GraphFilter
 from ...filters.core.attached import CHILD
-from ..stand_ins import derive_class
-from ..watching import refuse_script, running_forward, unwatch, watch
+from ..subclassing import derive_filtered, restore_classes, runs_subclass, swap_class
+from ..watching import running_forward
 from .attend import GraphFilterAttention
-from .multihead import filtered_forward, is_filtered
-
-_BASE = "_graph_filter_base"  # of the class of a patched module: the one that it had
+from .multihead import filtered_forward
 
 
 @functools.cache
 def _filtered(base: Any) -> Any:
     """Return the subclass that runs the filter."""
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not is_filtered(self):  # a wrapper has kept this function, and the module is no longer patched
-            return base.forward(self, *args, **kwargs)
-        return filtered_forward(self, *args, **kwargs)
-
-    return derive_class(base, _rebuild, {"forward": forward, "__prepare_scriptable__": refuse_script, _BASE: base})
+    return derive_filtered(base, _rebuild, filtered_forward)
 
 
 def _rebuild(base: Any) -> Any:
@@ -39,33 +30,20 @@ def _rebuild(base: Any) -> Any:
 def attach(site: AttentionSite, graph_filter: GraphFilter) -> None:
     """Add the filter to a module, and give a ``MultiheadAttention`` the subclass that runs it."""
     site.module.add_module(CHILD, graph_filter)
-    if isinstance(site.module, GraphFilterAttention):
-        return
-    site.module.__class__ = _filtered(type(site.module))  # type: ignore[arg-type]
-    watch(site.module)
+    if not isinstance(site.module, GraphFilterAttention):
+        swap_class(site.module, _filtered)
 
 
 def detach(model: nn.Module, modules: Iterable[Any]) -> None:
     """Undo ``attach`` of these modules; a ``GraphFilterAttention`` then computes plain attention."""
-    modules = list(modules)
-    for module in modules:
-        if (base := getattr(type(module), _BASE, None)) and type(module) is not _filtered(base):
-            raise GraphFilterError(
-                f"{module.graph_filter.site_name} was given the class {type(module).__name__}, which derives from that "
-                "of the patched module: undo that (FSDP2, parametrizations ...) before unpatch_model"
-            )
-    for module in modules:
-        module.__class__ = getattr(type(module), _BASE, type(module))
-        unwatch(module)
-        delattr(module, CHILD)
+    restore_classes(modules, _filtered)
 
 
 def leads_to_filter(module: nn.Module) -> bool:
     """Return whether the forward of a patched module, as it is now, is known to run the filter."""
     if isinstance(module, GraphFilterAttention):
         return running_forward(module) is GraphFilterAttention.forward
-    base = getattr(type(module), _BASE, None)
-    return base is not None and running_forward(module) is _filtered(base).forward
+    return runs_subclass(module, _filtered)
 
 
 def backend(module: Any) -> str:

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...errors import GraphFilterError
-from ...filters.core.attached import CHILD
 from ...shift.attention import AttentionShift
 from ..base import describe_site
 from ..watching import note_filter_runs
@@ -156,8 +155,3 @@ def _unpad(padded: Tensor, padding: Tensor | None) -> Tensor:
     assert padding is not None
     rows = zip(padded, (~padding).sum(1).tolist(), strict=True)
     return torch.nested.as_nested_tensor([row[:length] for row, length in rows])
-
-
-def is_filtered(module: nn.Module) -> bool:
-    """Return whether a module has a filter."""
-    return CHILD in module._modules
