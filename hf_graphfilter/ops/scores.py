@@ -5,19 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .mask_readings import read_once
+
 _EMPTY = "_graph_filter_empty_rows"  # of a mask, which all layers of a model share
 
 
 def has_empty_rows(mask: Tensor) -> bool:
     """Return whether a mask, bool or additive, has rows that attend to nothing; it is read once per mask."""
-    if mask.is_inference():  # no version tells whether it was changed
-        return _read_empty_rows(mask)
-    now = (id(mask), mask._version)
-    before, found = getattr(mask, _EMPTY, (None, False))
-    if before != now:
-        found = _read_empty_rows(mask)
-        setattr(mask, _EMPTY, (now, found))
-    return found  # type: ignore[no-any-return]
+    return bool(read_once(mask, _EMPTY, lambda: _read_empty_rows(mask)))
 
 
 def _read_empty_rows(mask: Tensor) -> bool:

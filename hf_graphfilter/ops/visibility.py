@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GraphFilterError
+from .mask_readings import read_once
 
 _FORBIDDEN = -1e4  # additive masks hold 0 and the lowest number of their dtype, at least -65504
 _FORBIDDEN_BY_BIAS = -50.0  # where a bias was added to the mask: that of shifted windows holds -100
@@ -52,13 +53,7 @@ def visibility(
         return causal, mask.bool()
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return declared_causal, _expect(mask, declared_causal, queries, biased)
-    if mask.is_inference():  # no version tells whether it was changed
-        return _reduce(mask, queries, biased)
-    now = (id(mask), mask._version, biased)  # a copy of the mask has the attribute too
-    before, reading = getattr(mask, _READING, (None, (False, None)))
-    if before != now:
-        reading = _reduce(mask, queries, biased)
-        setattr(mask, _READING, (now, reading))
+    reading: tuple[bool, Tensor | None] = read_once(mask, _READING, lambda: _reduce(mask, queries, biased), biased)
     return reading
 
 

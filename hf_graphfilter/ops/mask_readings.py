@@ -1,0 +1,29 @@
+"""What is read of an attention mask, once for all layers that share it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+
+def read_once(mask: Tensor, name: str, read: Callable[[], Any], *options: object) -> Any:
+    """Return ``read()``, which is kept at the mask under ``name`` until the mask or the ``options`` change.
+
+    Example:
+        >>> import torch
+        >>> mask, calls = torch.ones(2), []
+        >>> for _ in range(3):
+        ...     _ = read_once(mask, "_example", lambda: calls.append(1))
+        >>> len(calls)
+        1
+    """
+    if mask.is_inference():  # no version tells whether it was changed
+        return read()
+    now = (id(mask), mask._version, *options)  # a copy of the mask has the attribute too
+    before, reading = getattr(mask, name, (None, None))
+    if before != now:
+        reading = read()
+        setattr(mask, name, (now, reading))
+    return reading
