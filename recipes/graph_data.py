@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import pandas as pd
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.errors import needs
 from hf_graphfilter.graphs import GraphDataset, from_smiles
+from hf_graphfilter.graphs.molecules import silence_rdkit
+from hf_graphfilter.graphs.reading import NAMES, find
 from hf_graphfilter.models.graphormer.configuration import GraphormerConfig
 from recipes.data import FILES, choose, first_file, load_from_hub, read_rows
 from recipes.errors import note
@@ -23,8 +25,7 @@ STRUCTURE = ("node_feature_sizes", "edge_feature_sizes", "edge_encoding", "max_h
 FORMAT = 1  # of the cached files; raise it where prepare_graph gives other numbers
 SHARES = (0.8, 0.1)  # training and validation part of a table without parts
 ZINC_SIZES = {"node_feature_sizes": [28], "edge_feature_sizes": [4]}
-SPELLINGS = {"edge_index": ("edge_index",), "node_features": ("node_feat", "node_features", "x")}
-SPELLINGS |= {"edge_features": ("edge_attr", "edge_features", "edge_feat"), "labels": ("y", "labels")}
+SPELLINGS = {"edge_index": ("edge_index",), **NAMES}
 
 
 @dataclass(frozen=True)
@@ -52,30 +53,20 @@ class GraphTask:
     standardize: bool = True
 
 
+_PCQM4M = partial(
+    GraphTask,
+    "homolumogap",
+    "validation/mae",
+    ("data.csv.gz", "raw/data.csv.gz"),
+    "given",
+    standardize=False,
+)
 CLASSES = (("problem_type", "multi_label_classification"),)
 TASKS = {
     "zinc": GraphTask("y", hub="graphs-datasets/ZINC", fields=tuple(ZINC_SIZES.items()), standardize=False),
     # OGB's tables: their order is the official split, whose test labels are hidden
-    "pcqm4m": GraphTask(
-        "homolumogap",
-        "validation/mae",
-        ("data.csv.gz", "raw/data.csv.gz"),
-        "given",
-        (3_045_360, 380_670),
-        None,
-        (),
-        False,
-    ),
-    "pcqm4mv2": GraphTask(
-        "homolumogap",
-        "validation/mae",
-        ("data.csv.gz", "raw/data.csv.gz"),
-        "given",
-        (3_378_606, 73_545),
-        None,
-        (),
-        False,
-    ),
+    "pcqm4m": _PCQM4M(ranges=(3_045_360, 380_670)),
+    "pcqm4mv2": _PCQM4M(ranges=(3_378_606, 73_545)),
     "qm9-gap": GraphTask("gap_eV", files=("qm9.csv.gz", "qm9.csv")),
     "esol": GraphTask("y", files=("esol.csv",), split="scaffold"),
     "aqsoldb": GraphTask("y", files=("aqsoldb.csv",), split="scaffold"),
@@ -108,16 +99,12 @@ def _sizes(settings: tuple[str, ...]) -> dict[str, list[int]]:
     sizes = {}
     rows = [row for part in _raw(settings)[0].values() for row in part()]
     for name in ("node_features", "edge_features"):
-        tables = [np.asarray(x) for row in rows if (x := _part(row, name)) is not None and np.size(x)]
+        tables = [np.asarray(x) for row in rows if (x := find(row, name)) is not None and np.size(x)]
         tables = [table[:, None] if table.ndim == 1 else table for table in tables]
         if len({table.shape[1:] for table in tables}) > 1:
             raise GraphFilterError(f"--data {settings[1]}: the graphs have different numbers of {name}")
         sizes[f"{name[:-1]}_sizes"] = (np.max([t.max(0) for t in tables], 0) + 1).astype(int).tolist() if tables else []
     return sizes
-
-
-def _part(row: dict[str, Any], name: str) -> Any:
-    return next((row[spelling] for spelling in SPELLINGS[name] if row.get(spelling) is not None), None)
 
 
 @lru_cache(maxsize=1)
@@ -235,13 +222,12 @@ def split_rows(
 def order_by_scaffold(smiles: list[str]) -> list[int]:
     """Return the rows so that molecules with one Murcko scaffold stand together, the largest groups first."""
     with needs("graphs", "--split scaffold"):
-        from rdkit import Chem, RDLogger
-        from rdkit.Chem.Scaffolds import MurckoScaffold
-    RDLogger.DisableLog("rdApp.*")
+        from rdkit import Chem
+        from rdkit.Chem.Scaffolds.MurckoScaffold import MurckoScaffoldSmiles
     groups: dict[str, list[int]] = {}
-    for row, text in enumerate(smiles):
-        molecule = Chem.MolFromSmiles(text)
-        scaffold = "" if molecule is None else MurckoScaffold.MurckoScaffoldSmiles(mol=molecule, includeChirality=False)
-        groups.setdefault(scaffold, []).append(row)
-    RDLogger.EnableLog("rdApp.*")
+    with silence_rdkit():
+        for row, text in enumerate(smiles):
+            molecule = Chem.MolFromSmiles(text)
+            scaffold = "" if molecule is None else MurckoScaffoldSmiles(mol=molecule, includeChirality=False)
+            groups.setdefault(scaffold, []).append(row)
     return [row for group in sorted(groups.values(), key=lambda g: (-len(g), g[0])) for row in group]

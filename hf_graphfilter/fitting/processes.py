@@ -26,10 +26,15 @@ def total(number: int) -> int:
     """Return the sum of a number over the processes."""
     if process()[1] == 1:
         return int(number)
-    device = default_device() if distributed.get_backend() in ("nccl", "xccl", "hccl") else "cpu"
-    summed = torch.tensor(int(number), device=device)
+    summed = torch.tensor(int(number), device=_device())
     distributed.all_reduce(summed)
     return int(summed)
+
+
+def _device() -> torch.device:
+    """Return the device whose tensors the process group can add."""
+    on_accelerator = distributed.get_backend() in ("nccl", "xccl", "hccl")
+    return default_device() if on_accelerator else torch.device("cpu")
 
 
 def mean_of(number: float) -> float:
@@ -37,8 +42,7 @@ def mean_of(number: float) -> float:
     count = process()[1]
     if count == 1:
         return number
-    device = default_device() if distributed.get_backend() in ("nccl", "xccl", "hccl") else "cpu"
-    summed = torch.tensor(number, dtype=torch.float64, device=device)
+    summed = torch.tensor(number, dtype=torch.float64, device=_device())
     distributed.all_reduce(summed)
     return summed.item() / count
 

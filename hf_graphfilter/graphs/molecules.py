@@ -40,9 +40,9 @@ def from_smiles(smiles: str) -> dict[str, Any]:
         ([5, 5, 7], [[0, 1, 1, 2], [1, 0, 2, 1]])
     """
     with needs("graphs", "from_smiles"):
-        from rdkit import Chem, RDLogger
+        from rdkit import Chem
 
-    with _silenced(RDLogger):
+    with silence_rdkit():
         molecule = Chem.MolFromSmiles(smiles) if isinstance(smiles, str) else None
     if molecule is None or not molecule.GetNumAtoms():
         raise GraphFilterError(f"RDKit reads no molecule from {shown(smiles)}: correct the SMILES or leave it out")
@@ -79,8 +79,11 @@ def _place(value: Any, known: Sequence[Any]) -> int:
 
 
 @contextlib.contextmanager
-def _silenced(logger: Any) -> Iterator[None]:
+def silence_rdkit() -> Iterator[None]:
     """Keep RDKit from printing why it cannot read a molecule, which the error says."""
+    from rdkit import RDLogger
+
+    logger: Any = RDLogger  # has no types
     logger.DisableLog("rdApp.*")
     try:
         yield

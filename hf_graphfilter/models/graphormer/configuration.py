@@ -52,9 +52,10 @@ class GraphormerConfig(PreTrainedConfig):
         directed: Whether edges have a direction. If not, ``edge_index`` holds each edge once or in both directions.
         pooling: ``"virtual"`` predicts from the virtual node, as the paper does; ``"mean"`` from the mean of all nodes.
         problem_type: ``"regression"``, ``"single_label_classification"`` or ``"multi_label_classification"``.
-        loss: Of a regression: ``"l1"`` (mean absolute error, the papers') or ``"mse"``.
-        label_mean, label_std: Added to and multiplied with the output of a regression, per target, so that the network
-            predicts standardised numbers while its logits have the unit of the labels. None means 0 and 1.
+        loss: The loss of a regression: ``"l1"`` (mean absolute error, as in the papers) or ``"mse"``.
+        label_mean, label_std: Per target of a regression, the output is multiplied by ``label_std``, then
+            ``label_mean`` is added. So the network predicts standardised numbers, and its logits have the unit of the
+            labels. None means 0 and 1.
         dropout: Dropout rate of the outputs of attention and feed-forward network.
         attention_dropout, activation_dropout: Dropout rates of the attention matrix and of the hidden features of the
             feed-forward network.

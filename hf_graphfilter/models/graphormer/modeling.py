@@ -134,11 +134,11 @@ class GraphormerModel(GraphormerPreTrainedModel):
             )
         if attention_mask is None:
             attention_mask = torch.ones_like(degrees[0])
-        bias = self.position_bias(*pairs, attention_mask.bool())
         hidden = self.embeddings(node_features, *degrees)
+        bias = self.position_bias(*pairs, attention_mask.bool()).to(hidden.dtype)
         hidden = F.dropout(hidden, self.config.dropout, self.training)
         for layer in self.layers:
-            hidden = layer(hidden, bias.to(hidden.dtype), **kwargs)
+            hidden = layer(hidden, bias, **kwargs)
         return BaseModelOutput(last_hidden_state=self.norm(hidden))
 
 
