@@ -82,6 +82,14 @@ class RecipeArguments(FilterArguments):
 
 
 @dataclass
+class GlueArguments(RecipeArguments):
+    """What the recipe of GLUE and one's own texts takes besides."""
+
+    dataset_name: str | None = HfArg(default=None, help="Data set of the Hub, OWNER/NAME, for texts and ratings.")
+    dataset_config_name: str | None = HfArg(default=None, help="Configuration of --dataset_name.")
+
+
+@dataclass
 class SequenceArguments(RecipeArguments):
     """What the recipe of sequences takes besides."""
 

@@ -141,17 +141,22 @@ def encode_labels(data: Dataset, labels: Sequence[str] | None, source: object) -
     return data.remove_columns("label").add_column("label", numbers)
 
 
-def load_from_hub(
-    name: str, columns: dict[str, Sequence[str]], config: str | None = None, **options: Any
-) -> dict[str, Dataset]:
-    """Return the parts of a data set of the Hub with these columns (as in ``make_table``), or fail in one line."""
+def load_dataset(name: str, config: str | None = None, **options: Any) -> DatasetDict:
+    """Return the parts of a data set of the Hub, or fail in one line."""
     try:
-        data = datasets.load_dataset(name, config, **options)
+        return datasets.load_dataset(name, config, **options)
     except Exception as error:  # whatever the library or the network raises, the way out is the same
         raise GraphFilterError(
             f"the data set {name} cannot be loaded ({type(error).__name__}: {line(error)}); check the connection, or "
             "name a folder of local files with --data"
         ) from error
+
+
+def load_from_hub(
+    name: str, columns: dict[str, Sequence[str]], config: str | None = None, **options: Any
+) -> dict[str, Dataset]:
+    """Return the parts of a data set of the Hub with these columns, as in ``make_table``."""
+    data = load_dataset(name, config, **options)
     chosen = choose(columns, next(iter(data.values())).column_names, name)
     renamed = {official: name for name, official in chosen.items() if official != name}
     return {part: rows.select_columns([*chosen.values()]).rename_columns(renamed) for part, rows in data.items()}

@@ -6,6 +6,10 @@
 Tasks: cola, sst2, mrpc, qqp, stsb, mnli, qnli, rte, and movie-snippets (ratings, shipped with the package). Data comes
 from the Hub (nyu-mll/glue), or with --data from a folder that holds the official TSV files, or JSON files with text_a,
 text_b and label. Scores are those of the validation part, as in the paper: the labels of the test parts are not public.
+
+Data of your own: --task texts (classes) or ratings (numbers), with --data (a CSV, TSV, JSON or JSON-lines file, or a
+folder with train and validation files), or with --dataset_name OWNER/NAME of the Hub. Columns: text, or sentence1 and
+sentence2 and the like; label. Without a validation part, a fifth of the training part is held out, the same always.
 """
 
 if __name__ == "__main__":
@@ -19,11 +23,14 @@ from functools import lru_cache
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict
-from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding
+from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, Seq2SeqTrainingArguments
 
+from hf_graphfilter import GraphFilterError
 from recipes import metrics, runs
+from recipes.arguments import GlueArguments
 from recipes.data import cut, encode, encode_labels, first_file, iterate_texts, load_from_hub, make_table, read_rows
 from recipes.models import build_model, load_tokenizer
+from recipes.own_texts import load_own
 from recipes.settings import Recipe
 from recipes.training import fit
 
@@ -73,8 +80,12 @@ TASKS = {
     "qnli": Task("QNLI", pair("question", "sentence"), ENTAILMENT),
     "rte": Task("RTE", pair("sentence1", "sentence2"), ENTAILMENT),
     "movie-snippets": Task("", {"text_a": ("text",), "label": ("label",)}, None, ("spearmanr", "pearson")),
+    "texts": Task("", {}, (), ("accuracy", "f1_macro")),
+    "ratings": Task("", {}, None, ("spearmanr", "pearson")),
 }
+OWN = "texts", "ratings"
 COMPARED = {"cola": "matthews_correlation", "mrpc": "f1", "qqp": "f1", "stsb": "spearmanr", "movie-snippets": "pearson"}
+COMPARED["ratings"] = "pearson"
 
 
 @lru_cache(maxsize=1)
@@ -110,11 +121,15 @@ def movie_snippets() -> DatasetDict:
 def run(args, training):
     """Do one fine-tuning run."""
     task = TASKS[args.task]
-    data = cut(load(args.task, args.data), args)
+    if args.task in OWN:
+        data, labels = load_own(args.task == "ratings", args.data, args.dataset_name, args.dataset_config_name)
+    else:
+        data, labels = load(args.task, args.data), task.labels
+    data = cut(data, args)
     tokenizer = load_tokenizer(args, lambda: iterate_texts(data["train"]))
     config = {"num_labels": 1}
-    if task.labels:
-        config = label_fields(task.labels)
+    if labels:
+        config = label_fields(labels)
     return classify(args, training, tokenizer, data, task.measures, **config)
 
 
@@ -135,6 +150,18 @@ def classify(args, training, tokenizer, data, measures, num_labels, **config):
     return fit(args, training, model, tokenizer, encoded, data_collator=collator, compute_metrics=compute)
 
 
+def check(args, training):
+    """Refuse data that do not go with the task, before anything is read."""
+    if args.task in OWN and (args.data is None) == (args.dataset_name is None):
+        raise GraphFilterError(
+            f"--task {args.task} needs either --data (a file or a folder), or --dataset_name, a data set of the Hub"
+        )
+    if args.task not in OWN and (args.dataset_name or args.dataset_config_name):
+        raise GraphFilterError(
+            f"--dataset_name goes with --task texts (classes) or ratings (numbers); {args.task} has data of its own"
+        )
+
+
 RECIPE = Recipe(
     name="glue",
     metrics={name: f"validation/{COMPARED.get(name, 'accuracy')}" for name in TASKS},
@@ -147,6 +174,8 @@ RECIPE = Recipe(
         "max_length": 128,
     },
     description=__doc__,
+    arguments=(GlueArguments, Seq2SeqTrainingArguments),
+    check=check,
     folders={name: task.folder for name, task in TASKS.items()},
 )
 

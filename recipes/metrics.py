@@ -34,6 +34,7 @@ LABELS, NUMBERS = ("int64", "references", "predictions"), ("float64", "reference
 METRICS: dict[str, tuple[Callable[..., float], tuple[str, ...]]] = {
     "accuracy": (metrics.accuracy_score, LABELS),
     "f1": (lambda *labels: metrics.f1_score(*labels, zero_division=0), LABELS),  # of class 1
+    "f1_macro": (lambda *labels: metrics.f1_score(*labels, average="macro", zero_division=0), LABELS),
     "matthews_correlation": (metrics.matthews_corrcoef, LABELS),
     "spearmanr": (lambda *numbers: correlation(stats.spearmanr, *numbers), NUMBERS),
     "pearson": (lambda *numbers: correlation(stats.pearsonr, *numbers), NUMBERS),

@@ -6,18 +6,11 @@ from datasets import Dataset, DatasetDict
 
 from hf_graphfilter import GraphFilterError
 from recipes.data import first_file, load_from_hub, make_table, read_rows, read_texts, tsv_rows
+from recipes.own_texts import LABEL, TEXT, find_tables, with_capitals
 from recipes.sequence_tasks.task import Loaded, Task, number_labels
 
 UNLABELLED = "unsup"  # a folder of the official IMDb
-FORMATS = (".csv", ".tsv", ".json", ".jsonl")
-PARTS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
-COLUMNS = {
-    name: (*usual, *map(str.capitalize, usual))
-    for name, usual in {
-        "text_a": ("text", "sentence", "content", "document", "text_a"),
-        "label": ("label", "class", "category", "target"),
-    }.items()
-}
+COLUMNS = {"text_a": with_capitals(TEXT), "label": with_capitals(LABEL)}
 
 
 def hub_texts(task: Task) -> Loaded:
@@ -70,20 +63,9 @@ def ag_news(root: Path | None, task: Task) -> Loaded:
 
 def tables(root: Path, task: Task) -> Loaded:
     """Read a file with columns of texts and labels; a folder with such files for the parts; or folders of documents."""
-    files = {"all": root}
-    if root.is_dir():
-        there = sorted(file for file in root.iterdir() if file.suffix in FORMATS)
-        files = {p: file for p, names in PARTS.items() for file in there if file.stem in names}
-        if not {"train", "test"} <= set(files):
-            if not there:
-                return documents(root, task)
-            if len(there) > 1:
-                raise GraphFilterError(
-                    f"--data: {root} has {len(there)} files and no two that are called train and test"
-                )
-            files = {"all": there[0]}
-    elif root.suffix not in FORMATS:
-        raise GraphFilterError(f"--data: {root} is not one of {', '.join(FORMATS)}")
+    files = find_tables(root)
+    if not files:
+        return documents(root, task)
     return number_classes({part: (file, read_rows(file)) for part, file in files.items()})
 
 

@@ -1,0 +1,108 @@
+"""Texts of one's own, or of any data set of the Hub: one text or two a row, with a class or a number."""
+
+from pathlib import Path
+from typing import Any
+
+from datasets import DatasetDict
+
+from hf_graphfilter import GraphFilterError
+from recipes.data import encode_labels, load_dataset, make_table, read_rows, split_holdout
+
+FORMATS = (".csv", ".tsv", ".json", ".jsonl")
+PARTS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
+TEXT = ("text", "sentence", "content", "document", "text_a")
+PAIRS = (("text_a", "text_b"), ("sentence1", "sentence2"), ("premise", "hypothesis"), ("question", "sentence"))
+PAIRS += (("question1", "question2"), ("question", "answer"), ("query", "passage"))
+LABEL = ("label", "class", "category", "target", "score")
+VALIDATION = 0.2  # of the training part, where there is nothing else to evaluate on
+
+Rows = dict[str, tuple[Any, list[dict[str, Any]]]]  # part to its source, for errors, and its rows
+
+
+def with_capitals(names: tuple[str, ...]) -> tuple[str, ...]:
+    return (*names, *map(str.capitalize, names))
+
+
+def find_tables(root: Path) -> dict[str, Path]:
+    """Return the files of the parts; of a file, or a folder with one, that as "all"; nothing if there is no table."""
+    if not root.is_dir():
+        if root.suffix not in FORMATS:
+            raise GraphFilterError(f"--data: {root} is not one of {', '.join(FORMATS)}")
+        return {"all": root}
+    there = sorted(file for file in root.iterdir() if file.suffix in FORMATS)
+    files = {part: file for part, names in PARTS.items() for file in there if file.stem in names}
+    if "train" in files and len(files) > 1:
+        return files
+    if len(there) > 1:
+        raise GraphFilterError(f"--data: {root} has {len(there)} files and no two that are called train and test")
+    return {"all": there[0]} if there else {}
+
+
+def read_files(root: Path) -> Rows:
+    """Return the rows of a file, or of the files of a folder."""
+    if not root.exists():
+        raise GraphFilterError(f"--data: there is no file or folder {root}")
+    files = find_tables(root)
+    if not files:
+        raise GraphFilterError(f"--data: {root} has no file of {', '.join(FORMATS)}")
+    rows = {part: (file, read_rows(file)) for part, file in files.items()}
+    for file, found in rows.values():
+        if not isinstance(found, list) or not found or not all(isinstance(row, dict) for row in found):
+            raise GraphFilterError(f"{file} is no list of rows with named columns")
+    return rows
+
+
+def read_hub(name: str, config: str | None) -> Rows:
+    """Return the rows of a data set of the Hub, its classes by name; no part without labels."""
+    parts = load_dataset(name, config)
+    rows: Rows = {}
+    for part, data in parts.items():
+        known = next((p for p, names in PARTS.items() if part in names), "all" if len(parts) == 1 else None)
+        label = next((column for column in with_capitals(LABEL) if column in data.column_names), None)
+        if known is None or (label and -1 in data[label]):
+            continue  # of benchmarks, which keep the labels of their test part secret
+        names = getattr(data.features[label], "names", None) if label else None  # of a ClassLabel
+        rows[known] = name, [{**row, label: names[row[label]]} if names else row for row in data]
+    if not {"train", "all"} & {*rows}:
+        raise GraphFilterError(f"the data set {name} has no training part; its parts are {', '.join(parts)}")
+    return rows
+
+
+def load_own(numbers: bool, data: str | None, name: str | None, config: str | None) -> tuple[DatasetDict, list[str]]:
+    """Return the parts with text_a, text_b of pairs, and label; and the names of the classes.
+
+    Args:
+        numbers: whether labels are numbers to predict, not classes.
+        data: a file, or a folder of files for the parts.
+        name: of a data set of the Hub, instead.
+        config: of the data set.
+
+    Raises:
+        GraphFilterError: there is nothing to read, a column is missing, a text is empty, or there is one class.
+    """
+    rows = read_files(Path(data)) if data else read_hub(str(name), config)
+    source, first = rows.get("train") or rows["all"]
+    columns = choose_columns([*first[0]])
+    parts = {part: make_table(found, columns, source) for part, (source, found) in rows.items()}
+    for part, table in parts.items():
+        texts = [table[column] for column in columns if column != "label"]
+        for row, pair in enumerate(zip(*texts, strict=True), 1):
+            if not all(map(str.strip, pair)):
+                raise GraphFilterError(f"{rows[part][0]}: row {row} has an empty text")
+    classes = None if numbers else sorted({str(label) for label in (parts.get("train") or parts["all"])["label"]})
+    if classes is not None and len(classes) < 2:
+        raise GraphFilterError(f"{source} must hold two classes at least")
+    parts = {part: encode_labels(table, classes, rows[part][0]) for part, table in parts.items()}
+    if "validation" not in parts:
+        whole = parts.pop("all", None) or parts["train"]
+        train, validation = split_holdout(len(whole), VALIDATION)
+        parts |= {"train": whole.select(train), "validation": whole.select(validation)}
+    return DatasetDict(parts), classes or []
+
+
+def choose_columns(there: list[str]) -> dict[str, tuple[str, ...]]:
+    """Return the names that the columns of texts and label may have: two texts, where both of a pair are there."""
+    names = {name.lower() for name in there}
+    pair = next((pair for pair in PAIRS if names.issuperset(pair)), None)
+    texts = {"text_a": (pair[0],), "text_b": (pair[1],)} if pair else {"text_a": TEXT}
+    return {name: with_capitals(candidates) for name, candidates in {**texts, "label": LABEL}.items()}
