@@ -20,6 +20,10 @@ class DamagedFileError(GraphFilterError):
     """A file does not hold what was written to it."""
 
 
+class LockedError(GraphFilterError):
+    """Another process is at work on the same files."""
+
+
 @contextlib.contextmanager
 def replacing(*files: Path) -> Iterator[list[Path]]:
     """Give a path beside each file to write to, and put what is there in the files' places at the end.
@@ -135,11 +139,16 @@ def check_content(content: Any, source: object, **needed: Any) -> dict[str, Any]
 
 
 @contextlib.contextmanager
-def locked(*files: Path, work: str) -> Iterator[None]:
+def locked(*files: Path, work: str, wait: float = 0) -> Iterator[None]:
     """Keep other processes out: each of these lock files is held by one at a time.
 
+    Args:
+        files: the lock files.
+        work: what a process that holds one is doing, for the error.
+        wait: so many seconds for each.
+
     Raises:
-        GraphFilterError: another process holds one of them; ``work`` says what it is doing.
+        LockedError: another process holds one of them.
     """
     from filelock import FileLock, Timeout
 
@@ -147,9 +156,9 @@ def locked(*files: Path, work: str) -> Iterator[None]:
         for file in files:
             file.parent.mkdir(parents=True, exist_ok=True)
             try:
-                held.enter_context(FileLock(file, timeout=0))
+                held.enter_context(FileLock(file, timeout=wait))
             except Timeout:
-                raise GraphFilterError(
+                raise LockedError(
                     f"another command is {work}: {file} is locked; wait for its end, or name another folder"
                 ) from None
         yield

@@ -13,6 +13,9 @@ folder --results): the same command goes on at the first missing run, --fresh be
 results that come with the recipes beside your own. A figure is drawn beside the numbers: paired differences with their
 intervals, or the values of a sweep.
 
+Several machines with one shared folder make one comparison: give the same command to each, at any time. With Slurm,
+--jobs 4 --slurm partition=gpu,gres=gpu:1 starts four such jobs (submitit; the names are those of sbatch).
+
 Many filters on many tasks, tuned alike: python recipes/compare.py league --help
 """
 
@@ -24,6 +27,7 @@ if __name__ == "__main__":
 import argparse
 import importlib
 import itertools
+import os
 import statistics
 import sys
 import time
@@ -34,8 +38,8 @@ from hf_graphfilter import GraphFilterError
 from hf_graphfilter.analysis.comparison import PairedComparison
 from hf_graphfilter.console import Console, table
 from hf_graphfilter.errors import require
-from hf_graphfilter.files import check_content
-from recipes import SCRIPTS, check_extras, records, runs
+from hf_graphfilter.files import LockedError, check_content
+from recipes import SCRIPTS, check_extras, jobs, records, runs
 from recipes.errors import is_main_process, one_line_errors
 from recipes.league import play
 from recipes.records import RUN, lock, lower_is_better, move_aside, tell
@@ -111,62 +115,89 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
     other_file, other = read_other_results(options.against, file_name) if options.against else (None, None)
     file = (options.results or records.results_folder(values)) / file_name
     root = records.results_folder(values) / file.stem
-    with lock(Path(f"{root}.lock"), Path(f"{file}.lock"), work="making this comparison"):
-        if options.fresh:
+    if options.fresh:
+        with lock(Path(f"{file}.lock"), *root.rglob(".lock"), work="making this comparison"):
             move_aside([file, file.with_suffix(".png"), root], console)
-        content = records.read_results(file, **NEEDED)
-        tell(console, f"results: {file}, {len(content['runs']) or 'no'} runs at hand")
-        content = {
-            "name": file.stem,
-            **compared,
-            "model": options.model_name or content.get("model") or Path(values["model"]).name,
-            "metric": recipe.metric(values["task"], bool(values.get("held_out"))),
-            "sweep": options.sweep is not None,
-            "variants": content.get("variants", {}) | chosen,  # what earlier commands ran stays in view
-            "runs": content["runs"],
-        }
-        for run in content["runs"]:
-            variant = run["variant"]
-            if variant in resolved and (
-                changed := settings.list_differences(run["settings"], settings.identity(resolved[variant]))
-            ):
-                raise GraphFilterError(
-                    f"{file}: {variant}, seed {run['seed']} was run with other settings ({', '.join(changed)} differ): "
-                    "choose another --name, or begin again with --fresh"
-                )
-        wanted = list(itertools.product(values.get("seeds", [1]), chosen))
-        known = {(run["variant"], run["seed"]) for run in content["runs"]}
-        missing = [(seed, variant) for seed, variant in wanted if (variant, seed) not in known]
-        seeds = runs.count(len(wanted) // len(chosen), "seed")
-        tell(console, f"plan: {len(chosen)} variants x {seeds} = {len(wanted)} runs, {len(missing)} of them to do")
-        seconds: list[float] = []
-        for seed, variant in wanted:
-            if (seed, variant) not in missing:
-                tell(console, f"{variant}, seed {seed}: at hand")
-            else:
-                tell(console, f"{variant}, seed {seed}")
-                folder = root / variant.replace(" ", "-").replace("/", "-").replace(",", "") / f"seed-{seed}"
-                began = time.monotonic()
-                record = runs.run_seed(settings, resolved[variant], seed, folder, console)
-                seconds.append(time.monotonic() - began)
-                content["runs"].append({"variant": variant, **record})
-                tell(console, say_progress(seconds, len(missing) - len(seconds)))
+    about = {
+        "name": file.stem,
+        **compared,
+        "metric": recipe.metric(values["task"], bool(values.get("held_out"))),
+        "sweep": options.sweep is not None,
+    }
+
+    def add(*new: dict[str, Any]) -> dict[str, Any]:
+        """Return the results with new runs, and with what other commands have added; the main process writes them."""
+        with records.updating(file, **NEEDED) as content:
+            content["variants"] = content.get("variants", {}) | chosen  # what earlier commands ran stays in view
+            order = [*content["variants"]]
+            known = {(run["seed"], order.index(run["variant"])): run for run in [*content["runs"], *new]}
+            content["runs"] = [known[run] for run in sorted(known)]
+            check_settings(settings, resolved, content, file)
+            content |= about
+            content["model"] = options.model_name or content.get("model") or Path(values["model"]).name
             content["summary"] = summarise(content)
-            if is_main_process():
-                records.write_json(file, content)
-        if is_main_process():
-            show(content, console)
-            (plot_sweep if content["sweep"] else plot_differences)(content, file.with_suffix(".png"))
-            for what, path in {"results": file, "figure": file.with_suffix(".png"), "runs": root}.items():
-                tell(console, f"{what}: {path}")
-            if other:
-                drawn, differing = compare_results(settings, content, other)
-                old = other["runs"][0]
-                tell(
-                    console, f"other: {other_file} ({old['date']}, {old['machine']}, torch {old['versions']['torch']})"
-                )
-                console.print(drawn)
-                tell(console, f"settings that differ: {', '.join(differing) or 'none'}")
+        return content
+
+    content = add()
+    tell(console, f"results: {file}, {len(content['runs']) or 'no'} runs at hand")
+    wanted = list(itertools.product(values.get("seeds", [1]), chosen))
+    missing = list_missing(wanted, content)
+    seeds = runs.count(len(wanted) // len(chosen), "seed")
+    tell(console, f"plan: {len(chosen)} variants x {seeds} = {len(wanted)} runs, {len(missing)} of them to do")
+    for seed, variant in wanted:
+        if (seed, variant) not in missing:
+            tell(console, f"{variant}, seed {seed}: at hand")
+    seconds: list[float] = []
+    waits = 0
+    while missing:
+        for seed, variant in missing:
+            tell(console, f"{variant}, seed {seed}")
+            folder = root / variant.replace(" ", "-").replace("/", "-").replace(",", "") / f"seed-{seed}"
+            began = time.monotonic()
+            try:
+                record = runs.run_seed(settings, resolved[variant], seed, folder, console)
+            except LockedError:
+                if os.environ.get("WORLD_SIZE", "1") != "1":
+                    raise  # only the first process knows of it
+                continue
+            seconds.append(time.monotonic() - began)
+            content = add({"variant": variant, **record})
+            tell(console, say_progress(seconds, len(list_missing(wanted, content))))
+        if missing := list_missing(wanted, content):
+            records.wait_for_others(len(missing), waits, console)
+            waits += 1
+            content = add()
+            missing = list_missing(wanted, content)
+    if is_main_process():
+        show(content, console)
+        (plot_sweep if content["sweep"] else plot_differences)(content, file.with_suffix(".png"))
+        for what, path in {"results": file, "figure": file.with_suffix(".png"), "runs": root}.items():
+            tell(console, f"{what}: {path}")
+        if other:
+            drawn, differing = compare_results(settings, content, other)
+            old = other["runs"][0]
+            tell(console, f"other: {other_file} ({old['date']}, {old['machine']}, torch {old['versions']['torch']})")
+            console.print(drawn)
+            tell(console, f"settings that differ: {', '.join(differing) or 'none'}")
+
+
+def list_missing(wanted: list[tuple[int, str]], content: dict[str, Any]) -> list[tuple[int, str]]:
+    """Return the runs, (seed, variant), that are not finished."""
+    known = {(run["seed"], run["variant"]) for run in content["runs"]}
+    return [run for run in wanted if run not in known]
+
+
+def check_settings(settings: Settings, resolved: dict[str, Any], content: dict[str, Any], file: Path) -> None:
+    """Raise if a finished run of these variants had other settings than it has now."""
+    for run in content["runs"]:
+        variant = run["variant"]
+        if variant in resolved and (
+            changed := settings.list_differences(run["settings"], settings.identity(resolved[variant]))
+        ):
+            raise GraphFilterError(
+                f"{file}: {variant}, seed {run['seed']} was run with other settings ({', '.join(changed)} differ): "
+                "choose another --name, or begin again with --fresh"
+            )
 
 
 def say_progress(seconds: list[float], left: int) -> str:
@@ -210,6 +241,10 @@ def main(argv: list[str] | None = None) -> None:
     console = Console(quiet=not is_main_process())
     again = "this command without --fresh" if "--fresh" in argv else "the same command"
     with one_line_errors("compare.py", again):
+        count, asked, argv = jobs.split_flags(argv)
+        if count is not None:
+            jobs.submit(count, asked, argv, console)
+            return
         if argv[:1] == ["league"]:
             play.main(argv[1:], console)
             return

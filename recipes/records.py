@@ -9,6 +9,8 @@ import math
 import os
 import platform
 import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from recipes.errors import is_main_process, line, note
 
 RECORD = "record.json"
 RUN = {"settings": dict[str, Any], "metrics": dict[str, float]}  # what is needed of the record of a run
+WAIT = 60  # seconds: for another command to write its results, or to finish the run that is missing
 RESULTS = Path(__file__).parent / "results"  # shipped: what the tables of the documents are written from
 
 
@@ -65,9 +68,31 @@ def read_results(file: Path, **needed: Any) -> dict[str, Any]:
     return content
 
 
-def lock(*locks: Path, work: str) -> contextlib.AbstractContextManager[None]:
+def lock(*locks: Path, work: str, wait: float = 0) -> contextlib.AbstractContextManager[None]:
     """Keep other commands out, as ``locked`` does; of the processes of one command the first does so."""
-    return files.locked(*locks, work=work) if is_main_process() else contextlib.nullcontext()
+    return files.locked(*locks, work=work, wait=wait) if is_main_process() else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def updating(file: Path, **needed: Any) -> Iterator[dict[str, Any]]:
+    """Give the content of a results file to change, and write what it became; other commands wait for their turn.
+
+    Of the processes of one command the first writes.
+    """
+    with lock(Path(f"{file}.lock"), work="writing these results", wait=WAIT):
+        content = read_results(file, **needed)
+        try:
+            yield content
+        finally:
+            if content["runs"] and is_main_process():
+                write_json(file, content)
+
+
+def wait_for_others(count: int, waits: int, console: Console) -> None:
+    """Sleep while other commands train what is missing: longer with each of the ``waits`` before."""
+    if not waits:
+        tell(console, f"waiting for other commands, which train {count} of the missing runs")
+    time.sleep(min(2**waits, WAIT))
 
 
 def try_read(file: Path, **needed: Any) -> dict[str, Any] | None:
@@ -111,7 +136,12 @@ INCIDENTAL = (
     | {"per_device_eval_batch_size", "eval_accumulation_steps", "eval_batch_size", "workers", "import"}
     | {"restore_callback_states_from_checkpoint"}
 )
-OWN_DATA = ("text", "texts", "folder")  # tasks that are what their data are: earlier records have a mark of these alone
+OWN_DATA = (
+    "text",
+    "texts",
+    "ratings",
+    "folder",
+)  # tasks that are what their data are: earlier records have a mark of these alone
 MARKS = "contents"
 MODELS = ("model", "tokenizer", "checkpoint")
 LOADED = {".safetensors", ".bin", ".pt", ".pth", ".json", ".txt", ".model"}  # beside cards, records and checkpoints

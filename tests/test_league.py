@@ -92,9 +92,15 @@ def played(trained, workers=2, **changes):
     return play.play(league(**changes), Path("runs/league/small.json"), Path("runs/league/small"), workers, console)
 
 
+def name_run(training):
+    _, seed, folder = training
+    task, variant, rate = folder.parts[-4:-1]
+    return Run(task, variant.replace("-", " "), seed, float(rate))
+
+
 def test_plain_is_tuned_first_then_filters_then_seeds_and_stages(trained):
-    found = index_runs(played(trained, workers=1))
-    order = [run for run in found if run.task == "ptb"]
+    found = played(trained, workers=1)
+    order = [run for run in map(name_run, trained) if run.task == "ptb"]
     assert order[:2] == [Run("ptb", "plain", TUNING_SEED, rate) for rate in (1, 2)]
     assert {(run.variant, run.rate) for run in order[2:8]} == set(
         itertools.product(("gfsa", "gated", "neutreno"), (1e-3, 1e-2))
@@ -115,16 +121,16 @@ def test_plain_is_tuned_first_then_filters_then_seeds_and_stages(trained):
 
 
 def test_a_refused_filter_is_left_out_of_the_task_and_said(trained, capsys):
-    content = played(trained)
-    refused = [r for r in content["runs"] if "refused" in r]
+    found = played(trained)
+    refused = [r for r in found.values() if "refused" in r]
     assert {(r["task"], r["variant"], r["seed"]) for r in refused} == {("reviews", "neutreno", 0)}
     assert len(refused) <= 2, "both rates can be on their way"
     own = league()
-    header, rows = standings.overview(own, index_runs(content), own.stages[0])
+    header, rows = standings.overview(own, found, own.stages[0])
     assert header == ["", "reviews, matthews correlation ↑", "ptb, perplexity ↓", "mean rank"]
     assert next(row for row in rows if row[0] == "neutreno")[1] == "refused"
     stages = [FILE["stages"][0], {"seeds": [4, 5, 6, 7], "best": 1}]
-    own, found = league(stages=stages), index_runs(played(trained, stages=stages))
+    own, found = league(stages=stages), played(trained, stages=stages)
     rows = standings.overview(own, found, own.stages[1])[1]
     assert {row[0] for row in rows} == {"plain", "gfsa"}, "who does not play a stage is not shown in it"
 
@@ -138,19 +144,21 @@ def test_a_refusal_is_forgotten_when_what_was_refused_changes(trained):
     again = played(trained, **one_task, variants={**FILE["variants"], "neutreno": {"layers": "even"}})
     asked = [v for v, *_ in trained[count:]]
     assert {(v["task"], v["filter"], v["layers"]) for v in asked} == {("cola", "neutreno", "even")}
-    assert [r["settings"]["layers"] for r in again["runs"] if "refused" in r] == ["even"] * len(asked)
+    assert [r["settings"]["layers"] for r in again.values() if "refused" in r] == ["even"] * len(asked)
 
 
 def test_the_same_command_goes_on(trained):
-    whole = played(trained)
+    found = played(trained)
     count, file = len(trained), Path("runs/league/small.json")
-    assert json.loads(file.read_text()) == json.loads(json.dumps(whole))
+    whole = json.loads(file.read_text())
+    assert index_runs(whole) == found
     lost = copy.deepcopy(whole)
     lost["runs"] = [r for r in lost["runs"] if (r["task"], r["variant"], r["seed"]) != ("ptb", "gfsa", 5)]
     file.write_text(json.dumps(lost))
     again = played(trained)
     assert len(trained) == count + 1
-    assert index_runs(again).keys() == index_runs(whole).keys()
+    assert again.keys() == found.keys()
+    assert json.loads(file.read_text())["runs"] == whole["runs"], "in the same order"
 
 
 def test_a_file_that_changed_under_finished_runs_is_refused(trained):
@@ -162,11 +170,11 @@ def test_a_file_that_changed_under_finished_runs_is_refused(trained):
     count = len(trained)
     more = played(trained, variants={**FILE["variants"], "xsa": None})
     assert {v["filter"] for v, *_ in trained[count:]} == {"xsa"}, "a variant more leaves the others as they are"
-    assert len(more["runs"]) > count
+    assert len(more) > count
 
 
 def test_ranks_and_comparisons_are_those_of_the_numbers(trained):
-    own, found = league(), index_runs(played(trained))
+    own, found = league(), played(trained)
     assert own.ranks(found, own.stages[0]) == {"gfsa": 1.0, "plain": 2.0, "neutreno": 3.5, "gated": 3.5}
     made = {(c.task, c.variant): c for c in standings.comparisons(own, found, own.stages[1])}
     assert [*made] == [("ptb", "gfsa")]
@@ -247,7 +255,7 @@ def test_a_run_that_diverged_is_no_number(trained, monkeypatch):
         return record
 
     monkeypatch.setattr(play, "train", train)
-    own, found = league(), index_runs(played(trained))
+    own, found = league(), played(trained)
     stage = own.stages[0]
     gated = [c for c in standings.comparisons(own, found, stage) if c.variant == "gated"]
     assert [(c.task, c.paired, c.diverged, c.is_significant) for c in gated] == [
@@ -261,7 +269,7 @@ def test_a_run_that_diverged_is_no_number(trained, monkeypatch):
 
 
 def test_one_seed_that_diverged_is_never_better(trained):
-    own, found = league(), index_runs(played(trained))
+    own, found = league(), played(trained)
     stage = own.stages[1]
     found[Run("ptb", "gfsa", 4, 1e-2)]["metrics"]["test/loss"] = float("nan")
     (gfsa,) = standings.comparisons(own, found, stage)
@@ -273,7 +281,7 @@ def test_one_seed_that_diverged_is_never_better(trained):
 
 @pytest.mark.parametrize("diverged", [{"test/loss": math.nan}, {"test/loss": 800.0, "test/perplexity": math.inf}])
 def test_nothing_is_claimed_where_plain_diverged(trained, diverged):
-    own, found = league(), index_runs(played(trained))
+    own, found = league(), played(trained)
     found[Run("ptb", "plain", 4, 2.0)]["metrics"] |= diverged
     (gfsa,) = standings.comparisons(own, found, own.stages[1])
     assert (gfsa.paired.pairs, gfsa.diverged, gfsa.unpaired, gfsa.is_significant) == (3, 0, 1, False)
@@ -281,7 +289,7 @@ def test_nothing_is_claimed_where_plain_diverged(trained, diverged):
 
 
 def test_nothing_is_claimed_before_its_seeds_are_there_and_all_planned_comparisons_count(trained):
-    own, found = league(), index_runs(played(trained))
+    own, found = league(), played(trained)
     stage = own.stages[0]
     for seed in stage.seeds:
         found[Run("reviews", "gfsa", seed, 1e-2)]["metrics"]["validation/matthews_correlation"] += 0.001 * seed
@@ -306,7 +314,7 @@ def test_nothing_is_claimed_before_its_seeds_are_there_and_all_planned_compariso
 
 
 def test_runs_at_rates_that_are_no_longer_asked_for_are_not_counted(trained):
-    found = index_runs(played(trained))
+    found = played(trained)
     own = league(rates={"learning_rate": [1, 2], "filter_lr": [1e-3, 3e-3]})
     assert standings.read_values(own, found, "ptb", "gfsa", (1, 2, 3)) == {}
     assert Run("ptb", "gfsa", TUNING_SEED, 3e-3) in [*own.list_runs(found)]
@@ -327,7 +335,7 @@ def test_means_of_the_same_right_answers_are_level():
 
 
 def test_of_equal_rates_the_one_of_the_lower_loss_is_taken(trained):
-    found = index_runs(played(trained))
+    found = played(trained)
     rates = league().rates[league().tune["gfsa"]]
     for rate, loss in zip(rates, (3.0, 2.0, 4.0), strict=False):
         metrics = found[Run("reviews", "gfsa", TUNING_SEED, rate)]["metrics"]
@@ -338,7 +346,7 @@ def test_of_equal_rates_the_one_of_the_lower_loss_is_taken(trained):
 
 def test_what_can_claim_nothing_spares_the_others_no_correction(trained):
     variants = {"gfsa": None, "xsa": None}
-    own, found = league(variants=variants), index_runs(played(trained, variants=variants))
+    own, found = league(variants=variants), played(trained, variants=variants)
     metric = own.metric("reviews")
     for seed in (1, 2, 3):
         plain = found[Run("reviews", "plain", seed, 2.0)]["metrics"][metric]
@@ -354,12 +362,12 @@ def test_what_can_claim_nothing_spares_the_others_no_correction(trained):
 
 def test_plain_trained_longer_is_shown_whatever_the_seeds(trained):
     stages = [{"seeds": [11, 12, 13]}]
-    own, found = league(stages=stages), index_runs(played(trained, stages=stages))
+    own, found = league(stages=stages), played(trained, stages=stages)
     assert {run.seed for run in found if run.variant == LONGER} == {11}
     header, rows = standings.levels(own, found)
     assert header[-1] == "plain, 3 times as long"
     assert all(row[-1] for row in rows)
-    assert standings.levels(league(longer=None), index_runs(played(trained)))[0][-1] == "plain"
+    assert standings.levels(league(longer=None), played(trained))[0][-1] == "plain"
     league(stages=stages, longer=None).check(found)  # they are kept, and not counted
     tasks = {"ptb": {**FILE["tasks"]["ptb"], "settings": {"max_steps": -1, "num_train_epochs": 2}}}
     own = league(tasks=tasks, stages=[{"seeds": [1]}])
@@ -386,7 +394,7 @@ def test_equal_differences_are_no_certainty():
 
 
 def test_a_filter_without_coefficients_has_the_rate_of_the_model_tuned(trained):
-    found = index_runs(played(trained, variants={"gated": {"tune": "learning_rate"}}))
+    found = played(trained, variants={"gated": {"tune": "learning_rate"}})
     gated = {(seed, v["learning_rate"]) for v, seed, _ in trained if v["filter"] == "gated" and v["task"] == "cola"}
     assert {rate for seed, rate in gated if seed == TUNING_SEED} == {2e-4, 4e-4}, "times plain's best"
     assert {run.rate for run in found if run.variant == "gated"} == {1, 2}
@@ -430,9 +438,9 @@ def test_a_league_that_dies_at_a_write_ends_the_same(points, trained, tmp_path, 
     def command(folder):
         played = league(**small, rates={"learning_rate": [1], "filter_lr": [1e-2]}, longer=2)
         file = folder / "small.json"
-        content = play.play(played, file, folder / "small", 1, Console(quiet=True))
-        assert json.loads(file.read_text())["runs"] == json.loads(json.dumps(content["runs"]))
-        return index_runs(content)
+        found = play.play(played, file, folder / "small", 1, Console(quiet=True))
+        assert index_runs(json.loads(file.read_text())) == found
+        return found
 
     for folder, expected in deaths(tmp_path, points, command):
         assert command(folder) == expected, folder
@@ -462,17 +470,39 @@ def test_a_worker_ends_with_its_parent(tmp_path):
     parent.communicate(timeout=20)
 
 
+def test_runs_of_other_commands_are_left_to_them(trained, monkeypatch, capsys):
+    """One is finished elsewhere while this command trains, one is given up there: nothing is trained twice."""
+    whole, file, others = play.train, Path("runs/league/small.json"), {}
+
+    def train(recipe, values, seed, folder):
+        attempts = others[folder] = others.get(folder, 0) + 1
+        if len(others) not in (2, 4) or attempts > 1:
+            return whole(recipe, values, seed, folder)
+        if len(others) == 2:  # the other command finishes it
+            run = name_run((values, seed, folder))
+            with records.updating(file) as content:
+                content["runs"].append({**whole(recipe, values, seed, folder), **run._asdict()})
+        return None
+
+    monkeypatch.setattr(play, "train", train)
+    monkeypatch.setattr(records, "WAIT", 0.1)
+    found = play.play(league(), file, Path("runs/league/small"), 1, Console())
+    folders = [folder for *_, folder in trained]
+    assert len(folders) == len({*folders}) == len(found)
+    assert max(others.values()) == 2
+
+
 def test_two_commands_on_one_league(trained, capsys):
     file, one = Path("tiny.yaml"), ["--workers", "1"]  # of several, some have begun when a filter is refused
     file.write_text(yaml.safe_dump(FILE))
-    Path("runs/league").mkdir(parents=True)
     compare.main(["league", "--config", str(file), *one])
     before = Path("runs/league/tiny.json").read_text()
-    for held in ("tiny.json.lock", "tiny.lock"):  # by results of their own they share the runs
-        with FileLock(f"runs/league/{held}"), pytest.raises(SystemExit):
-            compare.main(["league", "--config", str(file), *one, "--fresh"])
-        assert f"another command is playing this league: runs/league/{held} is locked" in capsys.readouterr().err
-        assert Path("runs/league/tiny.json").read_text() == before, "nothing is moved from under it"
+    run = Path("runs/league/tiny/ptb/gfsa/0.01/seed-1")
+    run.mkdir(parents=True)
+    with FileLock(run / ".lock"), pytest.raises(SystemExit):
+        compare.main(["league", "--config", str(file), *one, "--fresh"])
+    assert f"another command is playing this league: {run}/.lock is locked" in capsys.readouterr().err
+    assert Path("runs/league/tiny.json").read_text() == before, "nothing is moved from under it"
     played = len(trained)
     compare.main(["league", "--config", str(file), "--show"])
     assert len(trained) == played
@@ -619,3 +649,30 @@ def test_a_real_league_is_played_interrupted_and_gone_on_with(tmp_path):
     assert f"{before} runs at hand" in out
     assert "Of 1 comparisons with plain over 2 seeds" in out
     assert "kernelution, rate 0.01, tuning: refused: " in out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (DATA / "ptb").is_dir(), reason="needs the Penn Treebank")
+def test_two_commands_that_share_a_folder_play_one_league(tmp_path):
+    """One of them is killed on its way: the other trains what it leaves, and the file is that of a single command."""
+    league = {**TINY, "stages": [{"seeds": [1, 2, 3]}]}
+    command = [sys.executable, str(ROOT / "recipes" / "compare.py"), "league", "--config", "tiny.yaml"]
+    command += ["--data", str(DATA), "--workers", "1"]
+    read = {}
+    for name, commands in {"one": 1, "two": 2, "jobs": 1}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "tiny.yaml").write_text(yaml.safe_dump(league))
+        file = folder / "runs" / "league" / "tiny.json"
+        shared = [*command, "--jobs", "2"] if name == "jobs" else command
+        started = [subprocess.Popen(shared, cwd=folder, stdout=subprocess.PIPE, text=True) for _ in range(commands)]
+        while commands == 2 and not file.is_file():
+            time.sleep(0.1)
+        for process in started[1:]:
+            process.kill()
+        assert "Of 1 comparisons with plain over 3 seeds" in started[0].communicate()[0]
+        for process in started[1:]:
+            process.communicate()
+        content = json.loads(file.read_text())
+        read[name] = content["league"], [(*index_runs({"runs": [r]}), r.get("metrics")) for r in content["runs"]]
+    assert read["one"] == read["two"] == read["jobs"]

@@ -33,6 +33,7 @@ from recipes import (
     imagenet,
     language_modeling,
     metrics,
+    own_texts,
     records,
     runs,
     sequences,
@@ -129,7 +130,8 @@ def test_every_configuration_is_valid_for_all_its_tasks(file, tmp_path):
         if task == "*" or (converter and sequences.TASKS[task].kind == "series"):
             continue
         settings = Settings(recipe)
-        values, found = settings.parse(["--config", str(file), "--task", task])
+        own = ["--data", "mine"] if recipe is glue.RECIPE and task in glue.OWN else []
+        values, found = settings.parse(["--config", str(file), "--task", task, *own])
         for sweep in (None, []) if "sweep" in sections else (None,):
             for overrides in compare.choose_variants(settings, values, found, sweep).values():
                 settings.check(settings.override(values, overrides))
@@ -616,24 +618,127 @@ def test_a_damaged_results_file_is_refused(text, asked, capsys):
     assert file.read_text() == text
 
 
-def test_one_command_at_a_time_has_a_run_and_a_comparison(asked, capsys):
+def test_one_command_at_a_time_has_a_run(asked, capsys):
     """A second one would write over what the first has found."""
     argv = [*ENCODER, "--task", "cola", "--output_dir", "run", "--save_strategy", "no"]
     runs.main(glue.RECIPE, argv)
     before = record(Path("run"))
-    comparison = "runs/glue/glue-cola"
-    Path(comparison).mkdir(parents=True)
-    commands = {
-        "run/seed-1/.lock": lambda: runs.main(glue.RECIPE, argv),
-        f"{comparison}.json.lock": lambda: compare.main(README_COMPARISON),
-        f"{comparison}.lock": lambda: compare.main([*README_COMPARISON, "--results", "elsewhere"]),
-    }
-    for lock, command in commands.items():
-        with FileLock(lock), pytest.raises(SystemExit):
-            command()
-        assert re.search(rf"another command is .*: {lock} is locked; wait for its end", capsys.readouterr().err)
+    with FileLock("run/seed-1/.lock"), pytest.raises(SystemExit):
+        runs.main(glue.RECIPE, argv)
+    locked = "another command is training this: run/seed-1/.lock is locked; wait for its end"
+    assert locked in capsys.readouterr().err
     assert record(Path("run")) == before
     assert len(asked) == 1
+
+
+def test_two_commands_share_a_comparison(asked, capsys, monkeypatch):
+    """What another command trains is left to it, or trained when that has given it up; nothing is moved under it."""
+    held = Path("runs/glue/glue-cola/even-layers/seed-1/.lock")
+    held.parent.mkdir(parents=True)
+    lock = FileLock(held)
+    lock.acquire()
+    with pytest.raises(SystemExit):
+        compare.main([*README_COMPARISON, "--fresh"])
+    assert f"another command is making this comparison: {held} is locked" in capsys.readouterr().err
+    waited = []
+    monkeypatch.setattr(records.time, "sleep", lambda seconds: (waited.append(seconds), lock.release()))
+    compare.main([*README_COMPARISON, "--seeds", "1", "2", "--variants", "even layers"])
+    assert waited == [1]
+    assert "waiting for other commands, which train 1 of the missing runs" in capsys.readouterr().out
+    found = json.loads(Path("runs/glue/glue-cola.json").read_text())
+    assert [(r["seed"], r["variant"]) for r in found["runs"]] == [
+        *itertools.product((1, 2), ("plain", "even layers"))
+    ], "in this order, whoever finished first"
+    assert len(asked) == 4
+    monkeypatch.setattr(records, "WAIT", 0.1)
+    with FileLock("runs/glue/glue-cola.json.lock"), pytest.raises(SystemExit):
+        compare.main(README_COMPARISON)
+    assert "another command is writing these results: runs/glue/glue-cola.json.lock" in capsys.readouterr().err
+
+
+OWN_CSV = "text,label\n" + "".join(f"a {('good', 'bad')[i % 2]} film {i},{('good', 'bad')[i % 2]}\n" for i in range(20))
+OWN_PAIRS = [{"Sentence1": f"one {i}", "Sentence2": f"two {i}", "score": i / 7} for i in range(20)]
+
+
+def test_texts_of_ones_own(tmp_path, monkeypatch, transformers_warnings):
+    """A file is cut into parts, a folder has them, and a data set of the Hub names classes and keeps some secret."""
+    file = tmp_path / "films.csv"
+    file.write_text(OWN_CSV)
+    runs.main(glue.RECIPE, [*ENCODER, *SHORT, "--task", "texts", "--data", str(file), "--output_dir", str(tmp_path)])
+    assert record(tmp_path)["metrics"].keys() >= {"validation/accuracy", "validation/f1_macro"}
+    parts, classes = own_texts.load_own(False, str(file), None, None)
+    assert classes == ["bad", "good"]
+    assert {part: len(rows) for part, rows in parts.items()} == {"train": 16, "validation": 4}
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    for name in ("train.jsonl", "dev.jsonl"):
+        (folder / name).write_text("\n".join(map(json.dumps, OWN_PAIRS)))
+    parts, classes = own_texts.load_own(True, str(folder), None, None)
+    assert not classes
+    assert parts["validation"][7] == {"text_a": "one 7", "text_b": "two 7", "label": 1.0}
+    labels = Dataset.from_dict({"text": ["a", "b"], "label": ["yes", "no"]}).class_encode_column("label")
+    secret = Dataset.from_dict({"text": ["a", "b"], "label": [-1, -1]})
+    hub = DatasetDict(train=labels, val=labels, test=secret)
+    monkeypatch.setattr(own_texts, "load_dataset", lambda name, config: hub)
+    parts, classes = own_texts.load_own(False, None, "somebody/answers", None)
+    assert classes == ["no", "yes"]
+    assert {part: rows["label"][:] for part, rows in parts.items()} == {"train": [1, 0], "validation": [1, 0]}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--task", "texts"], "--task texts needs either --data"),
+        (["--task", "cola", "--dataset_name", "imdb"], "--dataset_name goes with --task texts"),
+        (["--task", "texts", "--data", "nowhere.csv"], "there is no file or folder nowhere.csv"),
+        (["--task", "texts", "--data", "one.csv"], "one.csv must hold two classes at least"),
+        (["--task", "texts", "--data", "empty.csv"], "empty.csv: row 2 has an empty text"),
+        (["--task", "ratings", "--data", "two.csv"], "two.csv: row 1 has the label 'x', expected a number"),
+        (["--task", "texts", "--data", "columns.csv"], "columns.csv has no column text or sentence"),
+    ],
+)
+def test_texts_of_ones_own_that_cannot_be_used(flags, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("one.csv").write_text("text,label\na,x\nb,x\n")
+    Path("two.csv").write_text("text,label\na,x\nb,y\n")
+    Path("empty.csv").write_text("text,label\na,x\n ,y\n")
+    Path("columns.csv").write_text("words,label\na,x\nb,y\n")
+    with pytest.raises(SystemExit):
+        runs.main(glue.RECIPE, [*ENCODER, *SHORT, *flags, "--output_dir", "run"])
+    assert message in capsys.readouterr().err
+
+
+def test_a_comparison_is_given_to_slurm(tmp_path, monkeypatch, capsys):
+    """A stand-in of sbatch takes the jobs: what it is given has the flags and the command."""
+    (tmp_path / "srun").touch(0o755)
+    (tmp_path / "sbatch").write_text("#!/bin/sh\ncat $1 > job.$$\necho Submitted batch job $$\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    compare.main([*README_COMPARISON, "--jobs", "2", "--slurm", "partition=gpu,gres=gpu:1,time=2:00:00"])
+    given = [file.read_text() for file in tmp_path.glob("job.*")]
+    assert len(given) == 2
+    for flag in ("partition=gpu", "gres=gpu:1", "time=2:00:00"):
+        assert all(f"#SBATCH --{flag}\n" in text for text in given)
+    assert "slurm jobs " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--jobs", "0"], "--jobs 0: at least one job"),
+        (["--slurm", "partition=gpu"], "give their number with --jobs"),
+        (["--jobs", "2", "--slurm", "gpu"], "found 'gpu' without a value"),
+        (["--jobs", "2", "--slurm", "partition=gpu"], "no sbatch is found"),
+        (["--jobs", "2", "--fresh"], "--fresh moves the runs that jobs share"),
+    ],
+)
+def test_jobs_that_cannot_be_started(flags, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        compare.main([*README_COMPARISON, *flags])
+    assert message in capsys.readouterr().err
+    assert not [*tmp_path.rglob("*.json")]
 
 
 def test_a_run_that_goes_on_has_waited_as_long_for_an_improvement(cola, tmp_path, monkeypatch, transformers_warnings):

@@ -17,8 +17,9 @@ training part for it. All runs of a task take the same steps over the same token
 out of it, and the sentence is kept. ``longer: 4`` trains the plain model so many times as long, to see what is left.
 
 The workers share the cores (OMP_NUM_THREADS threads each, if that is set). Each run is kept in the results file when
-it ends: the same command goes on, with other workers too. A league file that changed under finished runs is refused by
-the names of what changed.
+it ends: the same command goes on, with other workers too. Several machines with one shared folder play one league: give
+the same command to each, at any time. A run is trained by the first that locks its folder. A league file that changed
+under finished runs is refused by the names of what changed.
 """
 
 import argparse
@@ -30,6 +31,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -39,17 +41,16 @@ import torch
 
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.console import Console
-from hf_graphfilter.files import locked
+from hf_graphfilter.files import LockedError, locked
 from hf_graphfilter.filters import import_filters
-from recipes import SCRIPTS, runs
+from recipes import SCRIPTS, records, runs
 from recipes.errors import OtherSettingsError, RefusedError, line
 from recipes.league.figures import draw
-from recipes.league.plan import TUNING_SEED, League
-from recipes.league.records import Run, index_runs
+from recipes.league.plan import League
+from recipes.league.records import Records, Run, index_runs
 from recipes.league.standings import show
-from recipes.records import move_aside, read_results, tell, write_json
+from recipes.records import move_aside, read_results, tell
 from recipes.settings import Settings, read_yaml
-from recipes.summary import PLAIN
 
 CONFIGS = Path(__file__).parent / "configs"
 # of glibc: memory is not given back and cleared anew in every step, a sixth of the time of small models
@@ -65,24 +66,28 @@ def begin(threads: int) -> None:
     runs.silence_libraries()
 
 
-def train(recipe: str, values: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
-    """Return the record of one run; of a filter that this model does not take, what it says."""
+def train(recipe: str, values: dict[str, Any], seed: int, folder: Path) -> dict[str, Any] | None:
+    """Return the record of one run; None if another command trains it.
+
+    Of a filter that this model does not take, the record is what it says.
+    """
     settings = Settings(importlib.import_module(f"recipes.{SCRIPTS[recipe]}").RECIPE)
     import_filters(values.get("import", []))
     try:
         return runs.run_seed(settings, values, seed, folder, Console(quiet=True))
+    except LockedError:
+        return None
     except RefusedError as error:
         return {"refused": line(error), "settings": settings.identity(values)}
 
 
-def play(league: League, file: Path, root: Path, workers: int, console: Console) -> dict[str, Any]:
-    """Do every run that is missing; the results file is whole after each."""
-    content = read_results(file, metrics=dict[str, float], train_seconds=float)
-    found = index_runs(content)
-    league.check(found)
+def play(league: League, file: Path, root: Path, workers: int, console: Console) -> Records:
+    """Do every run that is missing, unless another command does; the results file is whole after each."""
+    found = add_runs(league, file, {})
     tell(console, f"results: {file}, {len(found) or 'no'} runs at hand")
-    content = {"name": league.name, "league": league.content, "runs": [*found.values()]}
-    running: dict[Future[dict[str, Any]], Run] = {}
+    running: dict[Future[dict[str, Any] | None], Run] = {}
+    elsewhere: set[Run] = set()  # trained by other commands
+    waits = 0
     threads = os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     for name, value in KEEP_MEMORY.items():
         os.environ.setdefault(name, value)
@@ -91,23 +96,27 @@ def play(league: League, file: Path, root: Path, workers: int, console: Console)
     with ProcessPoolExecutor(workers, context, begin, (int(threads),)) as pool:
         try:
             while True:
-                open_runs = (run for run in league.list_runs(found) if run not in running.values())
+                busy = elsewhere.union(running.values())
+                open_runs = (run for run in league.list_runs(found) if run not in busy)
                 for run in itertools.islice(open_runs, workers - len(running)):
                     folder = root / run.task / run.variant.replace(" ", "-") / f"{run.rate:g}" / f"seed-{run.seed}"
                     recipe = league.settings[run.task].recipe.name
                     running[pool.submit(train, recipe, league.values(run, found), run.seed, folder)] = run
-                if not running:
-                    return content
-                for done in wait(running, return_when=FIRST_COMPLETED).done:
-                    run = running.pop(done)
-                    record = {**done.result(), **run._asdict()}  # the league's name of the task
-                    record.pop("coefficients", None)  # by layer: long, and `moved` says the most of it
-                    found[run] = record
-                    content["runs"].append(record)
-                    write_json(file, content)
-                    tell(console, describe_run(league, run, record, len(found)))
-                    if run.variant == PLAIN and run.seed == TUNING_SEED:
-                        league.check(found)  # finished runs may have had another rate of the model
+                if running:
+                    done = wait(running, return_when=FIRST_COMPLETED).done
+                    ended = {running.pop(one): one.result() for one in done}
+                    elsewhere.update(run for run, record in ended.items() if record is None)
+                    if not (new := {run: record for run, record in ended.items() if record is not None}):
+                        continue
+                elif elsewhere:
+                    records.wait_for_others(len(elsewhere), waits, console)
+                    waits, new = waits + 1, {}
+                else:
+                    return found
+                found = add_runs(league, file, new)
+                elsewhere.clear()  # they may have ended, finished or not
+                for run in new:
+                    tell(console, describe_run(league, run, found[run], len(found)))
         except BaseException as error:
             for child in multiprocessing.active_children():
                 child.terminate()
@@ -118,6 +127,25 @@ def play(league: League, file: Path, root: Path, workers: int, console: Console)
             raise
         finally:
             signal.signal(signal.SIGTERM, before)
+
+
+def add_runs(league: League, file: Path, new: Mapping[Run, dict[str, Any]]) -> Records:
+    """Write new records to the results file, and return all that are there, those of other commands too.
+
+    Raises:
+        OtherSettingsError: finished runs had other settings: of another file, or of another rate of the model.
+    """
+    with records.updating(file, metrics=dict[str, float], train_seconds=float) as content:
+        found = index_runs(content)
+        for run, record in new.items():
+            found[run] = {**record, **run._asdict()}  # the league's name of the task
+            found[run].pop("coefficients", None)  # by layer: long, and `moved` says the most of it
+        content["runs"] = [found[run] for run in sorted(found, key=Run.order)]
+        league.check(found)
+        content.update(
+            name=league.name, league=league.content, runs=[found[run] for run in sorted(found, key=Run.order)]
+        )
+    return found
 
 
 def describe_run(league: League, run: Run, record: dict[str, Any], count: int) -> str:
@@ -164,10 +192,10 @@ def main(argv: list[str], console: Console) -> None:
         except OtherSettingsError as error:
             tell(console, f"the file has changed since: {error}")
     else:
-        with locked(Path(f"{root}.lock"), Path(f"{file}.lock"), work="playing this league"):
-            if options.fresh:
+        if options.fresh:
+            with locked(Path(f"{file}.lock"), *root.rglob(".lock"), work="playing this league"):
                 move_aside([file, root], console)
-            found = index_runs(play(league, file, root, options.workers, console))
+        found = play(league, file, root, options.workers, console)
     show(league, found, console)
     for figure in draw(league, found, options.figures or file.parent):
         tell(console, f"figure: {figure}")

@@ -7,6 +7,7 @@ from scipy.stats import rankdata
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.errors import nearest
 from hf_graphfilter.files import check_content
+from recipes.summary import PLAIN
 
 
 class Run(NamedTuple):
@@ -16,6 +17,10 @@ class Run(NamedTuple):
     variant: str
     seed: int
     rate: float  # of the model a factor, of the filter's coefficients the learning rate
+
+    def order(self) -> tuple[Any, ...]:
+        """Return what runs are sorted by: task by task, seed by seed, the plain model first."""
+        return self.task, self.seed, self.variant != PLAIN, self.variant, self.rate
 
 
 Records = dict[Run, dict[str, Any]]
