@@ -16,7 +16,7 @@ from ...errors import UNSEEN, GraphFilterError
 from ...ops.exporting import is_exporting
 from ...shift.operator import PastRows
 from ..base import describe_site
-from .cache_layers import FILTERED, FilteredStaticLayer, SignalRows
+from .cache_layers import EXPORTED_STEP, FILTERED, FilteredStaticLayer, SignalRows
 from .state_layers import STATEFUL, StateLayer
 
 ARGUMENT = "graph_filter_cache"
@@ -41,6 +41,15 @@ class _Rows:
 
     def newest(self, value: Tensor, tokens: int) -> Tensor:
         return value[:, :, -tokens:]
+
+
+class _ExportedRows(_Rows):
+    """The same in an exported graph, which returns the keys and values of a growing cache alone."""
+
+    def extend(self, application: int, signal: Tensor) -> Tensor:
+        if self.keys != signal.shape[2]:
+            raise GraphFilterError(EXPORTED_STEP)
+        return signal
 
 
 def announce(past: Any, module: Any) -> None:
@@ -102,6 +111,8 @@ def recall(
                 "keeps in a cache: export with use_cache=False"
             )
         return None, layer.kept if layer.asked(*asking) else None  # type: ignore[union-attr]
+    if is_exporting() and isinstance(layer, DynamicLayer):
+        return _ExportedRows(layer, key.shape[2]), None
     if type(layer) in FILTERED:
         layer = layers[module.layer_idx] = _with_memory(layer, FILTERED[type(layer)])
     if isinstance(layer, FilteredStaticLayer):

@@ -28,6 +28,11 @@ REPLACED = (
     "keeps of past tokens no longer belongs to them: leave the cache as the model fills it, or use use_cache=False"
 )
 
+EXPORTED_STEP = (
+    "an exported decoding step holds the keys and values of its cache, and not the rows of S(V) that this graph filter "
+    "keeps too: compile the step with torch.compile, or export with use_cache=False"
+)
+
 if TYPE_CHECKING:
     _Layer = DynamicLayer
 else:
@@ -90,6 +95,7 @@ class LayerMemory(_Layer):
         """Detach the filter's tensors with the keys: ``layer.keys = layer.keys.detach()`` truncates backpropagation."""
         before = self.__dict__.get(name) if name in ("keys", "values") else None
         both = isinstance(before, Tensor) and isinstance(value, Tensor) and value is not before
+        both = both and not torch.compiler.is_compiling()  # no graph has `is_set_to`
         if both and not value.requires_grad and value.is_set_to(before):
             self.known = tuple(value if known is before else known for known in self.known)  # type: ignore[assignment]
             if name == "keys":
@@ -210,10 +216,7 @@ class FilteredStaticLayer(LayerMemory, StaticLayer):
 
     def extend(self, application: int, signal: Tensor) -> Tensor:
         if is_exporting():
-            raise GraphFilterError(
-                "an exported decoding step holds the keys and values of its static cache, and not the rows of S(V) "
-                "that this graph filter keeps too: compile the step with torch.compile, or export with use_cache=False"
-            )
+            raise GraphFilterError(EXPORTED_STEP)
         batch, heads, tokens, features = signal.shape
         if application in self.begun:
             if tokens > 1 and int(self.cumulative_length) == tokens:  # its first pass again
