@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from hf_graphfilter import GraphFilterError
 
-exporters = pytest.importorskip("transformers.exporters", reason="transformers up to 5.22 has no exporters")
+exporters = pytest.importorskip("transformers.exporters", reason="an earlier transformers")
 # what a format runs in, and how far half precision may take it
 FORMATS = {"Dynamo": (None, 1e-5), "Onnx": ("onnxruntime", 1e-5), "OpenVINO": ("openvino", 1e-2)}
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")

@@ -4,6 +4,7 @@ import copy
 import inspect
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -651,6 +652,52 @@ def test_card(tmp_path):
         assert part in again.text
     with pytest.raises(GraphFilterError, match="no graph filter to describe"):
         create_model_card(BERT.build())
+
+
+LM_EVAL = {
+    "results": {
+        "lambada_openai": {"alias": "lambada_openai", "sample_len": 9, "acc,none": 0.5, "acc_stderr,none": 0.1},
+        "gsm8k": {"alias": " - gsm8k", "exact_match,strict-match": 0.25, "exact_match_stderr,strict-match": "N/A"},
+        "niah_single_1": {"512,none": 1.0, "512_stderr,none": 0.0, "4096,none": -1, "4096_stderr,none": "N/A"},
+    },
+    "n-shot": {"lambada_openai": 0, "gsm8k": 5},
+    "lm_eval_version": "0.4.13",
+}
+MTEB = {
+    "dataset_revision": "1",
+    "task_name": "STSBenchmark",
+    "mteb_version": "2.26.24",
+    "scores": {"test": [{"main_score": -0.75, "pearson": 0.7, "hf_subset": "default", "languages": ["eng-Latn"]}]},
+}
+
+
+def test_a_card_has_the_results_of_other_programs(tmp_path):
+    model, folder = patch_model(BERT.build()), tmp_path / "results"
+    folder.mkdir()
+    (folder / "model_meta.json").write_text('{"name": "me/bert"}')
+    with pytest.raises(GraphFilterError, match="holds no results of lm_eval"):
+        create_model_card(model, results=folder)
+    (folder / "results_2026-11-26.json").write_text(json.dumps(LM_EVAL))
+    (folder / "STSBenchmark.json").write_text(json.dumps(MTEB))
+    (folder / "results_2026-11-27.json").write_text(
+        json.dumps({**LM_EVAL, "results": {"lambada_openai": {"acc,none": 0.6}}})
+    )
+    os.utime(folder / "results_2026-11-26.json", (0, 0))
+    card = create_model_card(model, repo_id="me/bert-gfsa", results=str(folder))
+    for part in (
+        "| lambada_openai |  | acc | 0.6000 |",
+        "| gsm8k |  | exact_match (strict-match) | 0.2500 |",
+        "| niah_single_1 |  | 512 | 1.0000 |",
+        "| STSBenchmark | test | main score | -0.7500 |",
+    ):
+        assert part in card.text
+    assert "4096" not in card.text
+    assert "stderr" not in card.text
+    card.save(tmp_path / "README.md")
+    [entry] = ModelCard.load(tmp_path / "README.md").data.to_dict()["model-index"]
+    assert len(entry["results"]) == 4
+    with pytest.raises(GraphFilterError, match=r"nowhere.json holds no results"):
+        create_model_card(model, results="nowhere.json")
 
 
 def test_a_card_of_a_model_whose_part_was_patched_by_itself_shows_its_filter():

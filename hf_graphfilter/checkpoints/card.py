@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
@@ -21,6 +22,7 @@ from ..patching.status import FilterStatus, filter_parameters, filter_status
 from ..tables import markdown_table
 from ..text import markdown_text, quoted
 from .copies import holds_filters
+from .evaluations import read_evaluations
 from .filter_card import FIGURES, SHOWN, FilterCard, Seen
 
 HYPERPARAMETERS = (
@@ -35,7 +37,7 @@ def create_model_card(
     *,
     repo_id: str = "path/to/this/checkpoint",
     base_model: str | None = None,
-    results: Sequence[EvalResult] = (),
+    results: Sequence[EvalResult] | str | os.PathLike[str] = (),
     datasets: str | list[str] | None = None,
     metrics: list[str] | None = None,
     language: str | None = None,
@@ -52,7 +54,8 @@ def create_model_card(
         model: a patched model, also within a PEFT model or a ``SentenceTransformer``.
         repo_id: the Hub id or path that the model will be loaded from.
         base_model: the Hub id of the model that was patched. Default: the repository that it was loaded from.
-        results: evaluation results. Their datasets and metrics appear in the metadata unless these are given.
+        results: evaluation results, or the file or folder to which lm-evaluation-harness or MTEB wrote them (the
+            standard errors stay there). Their datasets and metrics appear in the metadata unless these are given.
         datasets, metrics, language, license: metadata of the Hub.
         description: Markdown text that says how the model was trained.
         training: hyper-parameters by name, or the arguments of the Trainer.
@@ -65,9 +68,10 @@ def create_model_card(
         README that it wrote itself, unless ``force=True``, and keeps the results recorded there.
 
     Raises:
-        GraphFilterError: the model is not patched.
+        GraphFilterError: the model is not patched, or there are no results in the file or folder.
     """
-    inner, results = unwrapped(model), list(results)
+    inner = unwrapped(model)
+    results = read_evaluations(results) if isinstance(results, str | os.PathLike) else list(results)
     if not (filters := {name: graph_filter.config for name, graph_filter in filters_of(inner)}):
         raise GraphFilterError(
             f"{type(model).__name__} has no graph filter to describe; call patch_model first (hf-graphfilter patch)"
