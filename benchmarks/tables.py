@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pages.conversions import conversion_overview, conversion_tables
 from pages.galleries import gallery, gallery_costs, write_references
-from pages.layers import single_layers
+from pages.layers import blocks_table, single_layers
 from pages.leagues import answers, league_tables
 from pages.lengths import agf_ratios, agf_speed, growth_tables, linear_tables, scan_table
 from pages.long_texts import long_depth, long_encoders, long_quality, long_retrieval, long_speed
@@ -84,6 +84,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         **{f"{name}-overview": partial(conversion_overview, name) for name in CONVERTED},
         "finetuned": partial(recipe_tables, "converted-"),
         "single-layers": single_layers,
+        "blocks": blocks_table,
         "long-quality": long_quality,
         "long-retrieval": long_retrieval,
         "long-depth": long_depth,

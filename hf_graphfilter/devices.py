@@ -21,6 +21,26 @@ def default_device() -> torch.device:
     return torch.device("cpu") if found is None else found
 
 
+def device_of(module: torch.nn.Module) -> Any:
+    """Return the device on which a module computes, also if accelerate fetches its weights for that.
+
+    Return None for a module on the meta device, which nothing fetches weights for.
+
+    Example:
+        >>> import torch
+        >>> device_of(torch.nn.Linear(2, 2))
+        device(type='cpu')
+    """
+    import torch
+
+    here = next(module.parameters(), torch.empty(0)).device
+    if here.type != "meta":
+        return here
+    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    return next((device for device in devices if device is not None), None)
+
+
 def wait_for(device: torch.device) -> None:
     """Wait until a device has done what was asked of it, before a time is taken.
 

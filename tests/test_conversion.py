@@ -35,7 +35,16 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from hf_graphfilter import AGFConfig, GraphFilterError, filter_parameters, filter_status, linearize, patch_model
+from hf_graphfilter import (
+    AGFConfig,
+    GraphFilterError,
+    filter_parameters,
+    filter_status,
+    linearize,
+    load_filter,
+    patch_model,
+    save_filter,
+)
 from hf_graphfilter.files import locked, read_state, write_state
 from hf_graphfilter.filters.core.attached import filters_of
 from hf_graphfilter.fitting import (
@@ -330,6 +339,66 @@ def test_an_interrupted_conversion_goes_on(stop, tmp_path, monkeypatch):
         run(llama(), checkpoint=tmp_path / "parts", rates=Rates(attention=1e-3), **options)
 
 
+@pytest.mark.parametrize("model", [llama, pytest.param(bert, marks=SLOW)])
+def test_blocks_of_layers_are_fitted_as_all_layers_at_once(model, tmp_path, monkeypatch):
+    """By other texts than those of the first block, too, and after an interruption within the last block."""
+    options = {"data": texts(12, rows=1), "stages": {"attention": 1}, "budget": 240, "evaluations": 1}
+    expected = run(model(), **options)
+    found = run(model(), blocks=3, checkpoint=tmp_path / "whole", **options)
+    apart = [name for name, error in expected.after.items() if found.after[name] != pytest.approx(error, rel=1e-4)]
+    assert len(apart) <= 1
+    assert all(found.after[name] < expected.after[name] for name in apart), "a block has a best state of its own"
+    assert found.stages["attention"].history == [
+        (used, pytest.approx(error, rel=1e-3)) for used, error in expected.stages["attention"].history
+    ]
+    assert found.tokens == expected.tokens
+    assert not [*(tmp_path / "whole").glob("inputs-*/*.safetensors")]
+    advance, steps = StageRun._advance, []
+    stop = expected.stages["attention"].steps * 5 // 2
+
+    def interrupted(self, *arguments):
+        steps.append(1)
+        if len(steps) == stop:
+            raise KeyboardInterrupt
+        return advance(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StageRun, "_advance", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(model(), blocks=3, checkpoint=tmp_path / "parts", **options)
+    again = run(model(), blocks=3, checkpoint=tmp_path / "parts", **options)
+    assert again.after == pytest.approx(found.after, rel=1e-4)
+    with pytest.raises(GraphFilterError, match=r"progress of another transfer \(blocks differ\)"):
+        run(model(), blocks=2, checkpoint=tmp_path / "parts", **options)
+
+
+def test_weights_on_disk_are_fitted_in_blocks(tmp_path, transformers_warnings):
+    """The filters alone are saved, and fit the model in memory."""
+    llama().save_pretrained(tmp_path / "model")
+    options = {"stages": {"attention": 1}, "filter": "far_field", "window": 8}
+    whole = LlamaForCausalLM.from_pretrained(tmp_path / "model").eval()
+    expected = run(whole, **options)
+    disk = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "weights"}
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "model", **disk).eval()
+    found = run(model, blocks=2, checkpoint=tmp_path / "progress", **options)
+    assert found.after == pytest.approx(expected.after, rel=1e-3)
+    assert all(parameter.is_meta for name, parameter in model.named_parameters() if "graph_filter" not in name)
+    save_filter(model, tmp_path / "filter")
+    loaded = load_filter(LlamaForCausalLM.from_pretrained(tmp_path / "model").eval(), tmp_path / "filter")
+    with torch.no_grad():
+        for batch in texts(2):
+            torch.testing.assert_close(loaded(**batch).logits, whole(**batch).logits, atol=1e-4, rtol=1e-4)
+    transformers_warnings.clear()  # that weights are on the disk
+
+
+def test_blocks_need_one_stack_of_layers():
+    model, ids = BartModel(FAMILIES["bart"].config).eval(), torch.randint(3, 90, (2, 24))
+    data = [{"input_ids": ids, "decoder_input_ids": ids}] * 4
+    with pytest.raises(GraphFilterError, match=r"needs all filters in one stack of layers, .* give stack="):
+        run(model, data, blocks=2)
+    assert not list(filters_of(model))
+
+
 SMALL = {"vocab_size": 99, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
 
@@ -610,6 +679,8 @@ class Poisoned(LlamaForCausalLM):
             "choose='both': probes are drawn from .* 9 different ones; use choose='text'",
         ),
         ({"layers": [9]}, "9 is out of range"),
+        ({"blocks": 0}, "blocks must be a number >= 1"),
+        ({"blocks": 5, "window": 2}, "blocks=5, and the model has 4 layers"),
         ({"train": "everything"}, "use 'filters', 'lora', 'all'"),
         ({"precision": "fp16"}, "use 'bf16' or None"),
         ({"evaluations": 0}, "evaluations and rank must be >= 1"),

@@ -1,4 +1,4 @@
-"""Filters fitted to single layers, from benchmarks/single_layers.py."""
+"""Filters fitted to single layers, and layers fitted block by block, from single_layers.py and blocks.py."""
 
 from statistics import fmean, stdev
 
@@ -25,3 +25,21 @@ def single_layers() -> str:
     steps = rows[0]["steps"] if rows else "0"
     caption = f"Four layers of each model, {steps} texts, one per step. {where(rows)}" if rows else "Not run yet."
     return f"{caption}\n\n{markdown_table(header, body)}"
+
+
+def blocks_table() -> str:
+    """Return the memory of a linearization of all layers at once, and block by block."""
+    rows = read("linearize-blocks-cpu")
+    header = ["model", "blocks", "all layers, MB", "in blocks, MB", "ratio", "time, ratio", "difference"]
+    body = []
+    for row in rows:
+        whole, blocks = float(row["whole mb"]), float(row["blocks mb"])
+        time = float(row["blocks seconds"]) / float(row["whole seconds"])
+        numbers = [f"{whole:.0f}", f"{blocks:.0f}", f"{blocks / whole:.2f}", f"{time:.2f}"]
+        body.append([row["model"], row["blocks"], *numbers, row["difference"]])
+    text = (
+        f"The stage `attention` with {int(rows[0]['budget']):,} tokens in texts of {rows[0]['tokens']}. Memory is the "
+        "peak of the process above what the imported libraries take, measurements of the whole model included; the "
+        "difference is the largest between the errors of a layer."
+    )
+    return f"{text} {where(rows)}\n\n{markdown_table(header, body)}"

@@ -23,6 +23,7 @@ from torch.utils.data import (
 )
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from ..devices import device_of
 from ..errors import GraphFilterError
 from .objectives import Batch
 from .processes import process
@@ -118,7 +119,7 @@ def _rows_of(sampler: Sampler[int] | Any, dataset: Any) -> Sequence[int] | None:
 
 def inputs_of(model: nn.Module, batch: Any, labels: bool) -> Batch:
     """Return what of a batch the model is given, on its device."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     if isinstance(batch, Tensor):
         batch = {model.main_input_name: batch}
     if not isinstance(batch, Mapping):
@@ -142,6 +143,6 @@ def _read_by_decoder(model: nn.Module, inputs: Batch, labels: Any) -> Batch:
     shifted: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if shifted is None:
         raise GraphFilterError(f"the batches of {type(model).__name__} need decoder_input_ids beside input_ids")
-    labels = labels.to(next(model.parameters()).device)
+    labels = labels.to(device_of(model))
     made = {"decoder_input_ids": shifted(labels=labels), "decoder_attention_mask": (labels != -100).long()}
     return {name: x for name, x in made.items() if name in inspect.signature(model.forward).parameters} | inputs

@@ -19,6 +19,7 @@ from .objectives import Batch
 from .processes import is_first_process, total
 
 STATE_FILE, LOCK = "transfer.safetensors", ".lock"
+INPUTS = ("inputs-train", "inputs-held")  # folders of what a fit in blocks reads
 EARLIER_FILE = "transfer.json"  # in which earlier code kept what is not a tensor
 # of what is written beside the tensors
 NEEDED = {"settings": dict[str, Any], "stage": str, "finished": list[str], "step": int, "earlier_steps": int}
@@ -109,7 +110,9 @@ def is_kept(directory: Path) -> bool:
 def remove(directory: Path) -> None:
     """Remove the progress of an interrupted fit, and no other file that lies there."""
     for place in (*directory.glob("*/"), directory):  # a folder for each stage
-        for file in (*place.glob(f".{STATE_FILE}.*"), *(place / name for name in (STATE_FILE, EARLIER_FILE, LOCK))):
+        inputs = place.glob("*") if place.name in INPUTS else ()
+        names = STATE_FILE, EARLIER_FILE, LOCK
+        for file in (*place.glob(f".{STATE_FILE}.*"), *(place / name for name in names), *inputs):
             file.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             place.rmdir()
@@ -120,7 +123,8 @@ def marked(values: Iterable[Any]) -> str:
     found = hashlib.sha256()
     for x in values:
         if isinstance(x, Tensor):
-            found.update(repr((x.dtype, x.shape, x.detach().flatten()[:: max(1, x.numel() // 16)].tolist())).encode())
+            there = () if x.is_meta else x.detach().flatten()[:: max(1, x.numel() // 16)].tolist()  # or offloaded
+            found.update(repr((x.dtype, x.shape, there)).encode())
     return found.hexdigest()
 
 

@@ -25,6 +25,8 @@ from ..patching.patch import patch_model, unpatch_model
 from .batches import Batches
 from .choice import Choose, check_choose, keep_attention, parse_share
 from .head_choice import check_heads, choose_heads, parse_heads
+from .layer_blocks import fit_in_blocks
+from .processes import process
 from .report import ConversionReport
 from .run import Rates
 from .stages import Linearization
@@ -51,6 +53,7 @@ def linearize(
     rank: int = 8,
     precision: Literal["bf16"] | None = None,
     gradient_checkpointing: bool = False,
+    blocks: int = 1,
     evaluations: int = 20,
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool = True,
@@ -91,6 +94,8 @@ def linearize(
         rank: rank of the adapters.
         precision: ``"bf16"`` computes under autocast.
         gradient_checkpointing: whether to compute activations again in the backward pass, to save memory.
+        blocks: in how many parts, one after the other, the stage "attention" fits the layers. The inputs of a part are
+            kept on disk. Of a model that ``from_pretrained(device_map=...)`` offloads, one part is in memory at a time.
         evaluations: number of measurements per stage, fewer if they would read more tokens than the stage itself. The
             best state is kept.
         checkpoint: a directory that keeps the progress at every measurement. The same call resumes from it.
@@ -122,7 +127,7 @@ def linearize(
     config = _config(filter, options if heads is None else {**options, "keep": None})
     check_heads(config, heads, share)
     rates = _rates({} if rates is None else rates)
-    _check_arguments(evaluations, rank, precision, train)
+    _check_arguments(evaluations, rank, precision, train, blocks)
     check_choose(choose, share)
     model = encoder_of(model)
     _check_model(model, train, gradient_checkpointing)
@@ -155,7 +160,7 @@ def linearize(
                 fit.tokens = _tokens(shares or {"attention": 0.7, ends_in: 0.3}, budget)
                 fit.begin(reach)
                 if "attention" in fit.tokens:
-                    fit.fit_attention(fit.tokens["attention"])
+                    fit_in_blocks(fit, fit.tokens["attention"], blocks)
                 if share is not None and chosen_by is not None:
                     restored, gains = fit.restore(chosen_by, share, ends_in)
             if share is not None:
@@ -233,7 +238,9 @@ def _tokens(shares: dict[str, float], budget: int) -> dict[str, int]:
     return {name: max(1, round(budget * share / total)) for name, share in shares.items()}
 
 
-def _check_arguments(evaluations: int, rank: int, precision: str | None, train: str) -> None:
+def _check_arguments(evaluations: int, rank: int, precision: str | None, train: str, blocks: int) -> None:
+    if type(blocks) is not int or blocks < 1 or (blocks > 1 and process()[1] > 1):
+        raise GraphFilterError(f"blocks must be a number >= 1, and 1 in several processes, got {shown(blocks)}")
     if evaluations < 1 or rank < 1:
         raise GraphFilterError(f"evaluations and rank must be >= 1, got {shown(evaluations)} and {shown(rank)}")
     if precision not in (None, "bf16"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ class Squares(NamedTuple):
     context: Tensor
 
 
+Run = Callable[..., Any]  # a model, or a part of one
 Original = Callable[[Batch], Outputs]
 Distance = Callable[[Outputs, Outputs, Batch], Tensor]
 
@@ -74,7 +75,7 @@ def _squares(shift: AttentionShift, approximation: Tensor, wanted: Tensor) -> Sq
     return Squares(error * there, wanted * there, there.cumsum(1) if causal else there.sum(1, keepdim=True) * there)
 
 
-def regress(model: nn.Module, modules: dict[str, GraphFilter], batch: Batch) -> dict[str, float]:
+def regress(model: Run, modules: dict[str, GraphFilter], batch: Batch) -> dict[str, float]:
     """Form the gradients of all filters on one batch, each as soon as its module has run, and return their errors."""
     losses: dict[str, Tensor] = {}
 
@@ -88,7 +89,7 @@ def regress(model: nn.Module, modules: dict[str, GraphFilter], batch: Batch) -> 
     return {name: loss.sqrt().item() for name, loss in losses.items()}
 
 
-def filter_errors(model: nn.Module, modules: dict[str, GraphFilter], batches: list[Batch]) -> dict[str, float]:
+def filter_errors(model: Run, modules: dict[str, GraphFilter], batches: Iterable[Batch]) -> dict[str, float]:
     """Return the error of each filter over all batches: ``|filter - attention| / |attention|``."""
     whole, _ = errors_by_context(model, modules, batches, [])
     return whole
@@ -96,7 +97,7 @@ def filter_errors(model: nn.Module, modules: dict[str, GraphFilter], batches: li
 
 @torch.no_grad()
 def errors_by_context(
-    model: nn.Module, modules: dict[str, GraphFilter], batches: list[Batch], bounds: list[int]
+    model: Run, modules: dict[str, GraphFilter], batches: Iterable[Batch], bounds: list[int]
 ) -> tuple[dict[str, float], list[dict[str, float]]]:
     """Return the errors of the filters, and the same by how many tokens a token sees.
 

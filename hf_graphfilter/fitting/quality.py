@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from ..analysis.model_inputs import mask_of
 from ..errors import GraphFilterError
 from ..filters import GraphFilter
 from .objectives import Batch, Original, Outputs, logits_of, mask_of_logits
+
+AT_ONCE = 2**20  # logits of which copies are made at a time
 
 
 @torch.no_grad()
@@ -37,6 +39,7 @@ def compare(model: nn.Module, original: Original, batches: list[Batch], causal: 
         else:
             for which, outputs in pair.items():
                 embedded[which].append(embeddings(outputs, batch))
+        del pair  # while the next outputs are formed
     if not sums:
         return compare_embeddings(*(torch.cat(parts).double() for parts in embedded.values()))
     rows = sums["rows"]
@@ -45,7 +48,7 @@ def compare(model: nn.Module, original: Original, batches: list[Batch], causal: 
         "divergence": {"original": 0.0, "converted": (sums["divergence"] / rows).item()},
     }
     if "predicted" in sums:
-        means = {which: (sums[which] / sums["predicted"]).item() for which in pair}
+        means = {which: (sums[which] / sums["predicted"]).item() for which in embedded}
         found["perplexity"] = {which: math.exp(min(mean, 700.0)) for which, mean in means.items()}
     return found
 
@@ -65,16 +68,29 @@ def _of_logits(pair: Mapping[str, Outputs], batch: Batch, vocabulary: float) -> 
         shown = there[:, 1:] * there[:, :-1]
         sums["predicted"] = shown.sum()
         for which, logits in (("original", w), ("converted", f)):
-            loss = functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
-            sums[which] = (loss * shown).sum()
+            rows = zip(_rows(logits), ids.roll(-1, 1).flatten().split(_at_once(logits)), strict=True)
+            loss = torch.cat([functional.cross_entropy(part, wanted, reduction="none") for part, wanted in rows])
+            sums[which] = (loss.view_as(ids)[:, :-1] * shown).sum()
     return {name: x.double().cpu() for name, x in sums.items()}
 
 
 def compare_logits(original: Tensor, converted: Tensor) -> tuple[Tensor, Tensor]:
     """Return by row whether the likeliest entry is the same, and the divergence from the original in nats."""
-    likely = original.log_softmax(-1)
-    divergence = (likely.exp() * (likely - converted.log_softmax(-1))).sum(-1)
-    return original.argmax(-1) == converted.argmax(-1), divergence
+    agreement, divergence = [], []
+    for wanted, found in zip(_rows(original), _rows(converted), strict=True):
+        likely = wanted.log_softmax(-1)
+        divergence.append((likely.exp() * (likely - found.log_softmax(-1))).sum(-1))
+        agreement.append(wanted.argmax(-1) == found.argmax(-1))
+    return torch.cat(agreement).view(original.shape[:-1]), torch.cat(divergence).view(original.shape[:-1])
+
+
+def _at_once(logits: Tensor) -> int:
+    return max(1, AT_ONCE // logits.shape[-1])
+
+
+def _rows(logits: Tensor) -> Sequence[Tensor]:
+    """Return the rows in parts, of which copies take little memory."""
+    return logits.flatten(0, -2).split(_at_once(logits))
 
 
 def embeddings(outputs: Outputs, batch: Batch) -> Tensor:

@@ -7,7 +7,7 @@ import inspect
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,6 +16,7 @@ from huggingface_hub.utils import tqdm
 from torch import Tensor
 
 from ..analysis.branches import switch_off
+from ..devices import device_of
 from ..errors import GraphFilterError
 from .batches import inputs_of
 from .checkpoint import Checkpoint
@@ -95,18 +96,22 @@ class Linearization(Fit):
         return {"loss": loss.item()}
 
     def _run(self, stage: Stage) -> None:
+        self.reports[stage.name] = self.run_stage(stage, self.batches.stream(), stage.name)
+
+    def run_stage(self, stage: Stage, batches: Iterator[Batch], folder: str) -> TransferReport:
+        """Run a stage, or a part of one, whose progress has a ``folder`` of its own."""
         stage.step, stage.measure, stage.size = self._cast(stage.step), self._cast(stage.measure), self.size
         stage.unit, stage.betas = "token", (0.9, 0.95)  # 0.999 would remember more steps than short stages have
         stage.clip = None if stage.name == "attention" else 1.0
         report, checkpoint = TransferReport(self.report.before), None
         if self.checkpoint is not None:
             so_far = {name: self.tokens[name] for name in [*self.reports, stage.name]}
-            checkpoint = Checkpoint(self.checkpoint / stage.name, {**self.settings, "tokens": so_far})
+            checkpoint = Checkpoint(self.checkpoint / folder, {**self.settings, "tokens": so_far})
         measured = sum(map(self.size, self.batches.held))  # a small budget is not for measuring
         interval = max(1, stage.budget // self.evaluations, measured)
-        StageRun(stage, report, checkpoint).fit(self.batches.stream(), interval, None, self.progress)
-        self.reports[stage.name] = report
-        self.report.before = report.before  # of the first call, where this one resumes
+        StageRun(stage, report, checkpoint).fit(batches, interval, None, self.progress)
+        self.report.before |= report.before  # of the first call, where this one resumes
+        return report
 
     def prepare_choice(self, choose: Choose | None, reach: int) -> Choose:
         """Return by which losses the layers are chosen, and make the probes of retrieval; call ``check`` before.
@@ -165,7 +170,7 @@ class Linearization(Fit):
         """Return a new context for each step, since it keeps copies of the weights."""
         if self.precision is None:
             return contextlib.nullcontext()
-        return torch.autocast(next(self.model.parameters()).device.type, torch.bfloat16)
+        return torch.autocast(device_of(self.model).type, torch.bfloat16)
 
     def _cast(self, run: Callable[P, R]) -> Callable[P, R]:
         def run_cast(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -257,9 +262,11 @@ class Linearization(Fit):
         if "task" in stages:
             _task_loss(outputs)
         ends_in = "logits" if "logits" in outputs else "hidden"
+        del outputs, last  # of a large vocabulary
         measures = compare(self.model, original, [batch], causal)  # what would end the last stage after all the others
         self.predicts = "perplexity" in measures
-        for stage in {ends_in, *stages} & {*DISTANCES}:
+        fitted = {*stages} or {ends_in}
+        for stage in (fitted | {ends_in} - {"logits"}) & {*DISTANCES}:  # that logits compare was seen
             self.check_outputs(original, stage)
         return ends_in
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..devices import device_of
 from ..errors import GraphFilterError, shown
 from ..filters import AttentionSite, FilterConfig, GraphFilter
 from ..filters.core.attached import CHILD, patched_modules
@@ -123,7 +124,7 @@ def build_at(config: FilterConfig, site: AttentionSite) -> GraphFilter:
     like = next(site.module.parameters(), torch.empty(0))
     dtype = like.dtype if like.is_floating_point() else None
     graph_filter.train(site.module.training)
-    device = _execution_device(site.module) if like.is_meta else like.device
+    device = device_of(site.module)
     # a module of a model on meta may hold tensors that are not
     to_be_loaded = device is None or any(t.is_meta for t in (*graph_filter.parameters(), *graph_filter.buffers()))
     for tensor in graph_filter.coefficient_tensors().values():  # made in the default dtype, which may be half
@@ -162,10 +163,3 @@ def reset_missing(graph_filter: GraphFilter) -> None:
         elif (start := slot.get(name)) is not None and start is not tensor:
             tensor.data = start.detach().to(tensor)
         slot[name] = tensor
-
-
-def _execution_device(module: nn.Module) -> Any:
-    """Return the device on which accelerate runs an offloaded module, or None if the module is not offloaded."""
-    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
-    devices = (getattr(hook, "execution_device", None) for hook in hooks)
-    return next((device for device in devices if device is not None), None)

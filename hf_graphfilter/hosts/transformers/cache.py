@@ -33,7 +33,7 @@ _SHARED = (
 class _Rows:
     """The ``PastRows`` of one forward: ``keys`` rows are visible to this call."""
 
-    def __init__(self, layer: SignalRows, keys: int):
+    def __init__(self, layer: Any, keys: int):
         self.layer, self.keys = layer, keys
 
     def extend(self, application: int, signal: Tensor) -> Tensor:

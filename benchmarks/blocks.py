@@ -1,0 +1,73 @@
+"""Peak memory and errors of a linearization of all layers at once, and block by block from weights on disk.
+
+    python benchmarks/blocks.py --model ~/models/SmolLM2-135M --blocks 6
+
+Each way runs in a process of its own, the stage "attention" on the same random texts. The peak is that of the process
+above what the imported libraries take.
+"""
+
+import argparse
+import multiprocessing
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import RESULTS, stamp, write
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from hf_graphfilter import linearize
+from hf_graphfilter.fitting.memory import begin_peak_memory, peak_memory
+
+CPU = torch.device("cpu")
+
+
+def measure(model: str, blocks: int, budget: int, tokens: int, pipe: Any) -> None:
+    """Send the peak in MB, the seconds and the errors by layer; blocks of 0 are the whole model in memory."""
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        before = begin_peak_memory(CPU) or 0.0
+        where = {"device_map": {"": "disk"}, "offload_folder": f"{folder}/weights"} if blocks else {}
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **where)
+        size = loaded.config.get_text_config().vocab_size
+        data = [{"input_ids": torch.randint(5, size, (1, tokens))} for _ in range(budget // tokens + 4)]
+        if blocks:  # the weights were read once, to be written elsewhere
+            begin_peak_memory(CPU)
+        options: dict[str, Any] = {"blocks": blocks, "checkpoint": f"{folder}/progress"} if blocks else {}
+        began = time.monotonic()
+        report = linearize(
+            loaded, data, budget=budget, stages={"attention": 1}, holdout=2, evaluations=2, progress=False, **options
+        )
+        pipe.send({"mb": peak_memory(CPU) - before, "seconds": time.monotonic() - began, "errors": report.after})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--blocks", type=int, default=6)
+    parser.add_argument("--budget", type=int, default=4096, help="tokens of the stage")
+    parser.add_argument("--tokens", type=int, default=256, help="of each text")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder")
+    options = parser.parse_args()
+    context, found = multiprocessing.get_context("spawn"), {}
+    for name, blocks in {"whole": 0, "blocks": options.blocks}.items():
+        ours, theirs = context.Pipe()
+        process = context.Process(target=measure, args=(options.model, blocks, options.budget, options.tokens, theirs))
+        process.start()
+        theirs.close()
+        found[name] = ours.recv()
+        process.join()
+        print(f"{name}: {found[name]['mb']:.0f} MB, {found[name]['seconds']:.0f} s", flush=True)
+    errors = [found[name].pop("errors") for name in found]
+    difference = max(abs(errors[0][layer] - errors[1][layer]) for layer in errors[0])
+    row = {**stamp("cpu", "torch"), "model": Path(options.model).name, "blocks": options.blocks}
+    row |= {"tokens": options.tokens, "budget": options.budget, "difference": f"{difference:.1e}"}
+    row |= {f"{name} {of}": round(value) for name in found for of, value in found[name].items()}
+    write([row], options.output / "linearize-blocks-cpu.csv", [*row])
+
+
+if __name__ == "__main__":
+    main()

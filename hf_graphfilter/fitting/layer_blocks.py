@@ -1,0 +1,222 @@
+"""Run a few layers of a model at a time, on inputs that are kept on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from accelerate.hooks import AlignDevicesHook
+from torch import Tensor, nn
+
+from ..devices import device_of
+from ..errors import GraphFilterError
+from ..filters import GraphFilter
+from .checkpoint import INPUTS
+from .objectives import Batch, attending, filter_errors, regress
+from .run import Stage
+from .stages import Linearization
+from .stored_inputs import INPUT, Inputs
+from .transfer_report import TransferReport, mean
+
+
+class _End(Exception):
+    """The last layer of a block has run."""
+
+
+def find_stack(model: nn.Module, names: Iterable[str]) -> tuple[list[nn.Module], dict[str, int]]:
+    """Return the layers of which these modules are parts, and the number of the layer of each.
+
+    Raises:
+        GraphFilterError: they are in several stacks, or in none.
+    """
+    stacks, numbers = set(), {}
+    for name in names:
+        parts = name.split(".")
+        for end in range(len(parts) - 1, 0, -1):
+            if isinstance(model.get_submodule(".".join(parts[:end])), nn.ModuleList):
+                stacks.add(".".join(parts[:end]))
+                numbers[name] = int(parts[end])
+                break
+        else:
+            stacks.add("")
+    if len(stacks) != 1 or "" in stacks:
+        raise GraphFilterError(
+            f"blocks= needs all filters in one stack of layers, and {type(model).__name__} has them in "
+            f"{', '.join(sorted(filter(None, stacks))) or 'none'}: give stack=, or leave blocks= out"
+        )
+    layers = model.get_submodule(stacks.pop())
+    return list(layers.children()), numbers
+
+
+class Block:
+    """Consecutive layers of a model, as a function of its inputs and of the hidden states before the first of them.
+
+    The layers before are passed by and those behind are not reached; the model itself makes masks and positions.
+
+    Args:
+        model: the whole model.
+        layers: all of its layers.
+        first, end: the range of this block's layers.
+        in_tuples: of each layer, whether it returns its hidden states within a tuple.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], first: int, end: int, in_tuples: list[bool]):
+        self.model, self.layers, self.in_tuples = model, layers, in_tuples
+        self.first, self.end = first, end
+
+    def __call__(self, **batch: Any) -> Tensor:
+        """Return the hidden states behind the last layer."""
+        hidden: Tensor | None = batch.pop(INPUT, None)
+        found: list[Tensor] = []
+
+        def leave(layer: nn.Module, inputs: Any, output: Any) -> None:
+            found.append(output[0] if isinstance(output, tuple) else output)
+            raise _End
+
+        def enter(layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+            return ((hidden, *inputs[1:]), named) if inputs else (inputs, {**named, "hidden_states": hidden})
+
+        with contextlib.ExitStack() as back:
+            if hidden is not None:
+                for layer, in_tuple in zip(self.layers[: self.first], self.in_tuples, strict=False):
+                    back.enter_context(_replaced(layer, partial(_pass_by, in_tuple)))
+                back.callback(self.layers[self.first].register_forward_pre_hook(enter, with_kwargs=True).remove)
+            back.callback(self.layers[self.end - 1].register_forward_hook(leave).remove)
+            with contextlib.suppress(_End):
+                self.model(**batch)
+        return found[0]
+
+    @contextlib.contextmanager
+    def resident(self) -> Iterator[None]:
+        """Keep the weights of the layers on the device where accelerate would fetch them for each forward pass."""
+        held = []
+        for layer in self.layers[self.first : self.end]:
+            for module in layer.modules():
+                hook = getattr(module, "_hf_hook", None)
+                held += [(module, each) for each in getattr(hook, "hooks", [hook]) if _fetches(each)]
+        try:
+            for module, hook in held:
+                hook.pre_forward(module)
+                hook.offload = False
+            yield
+        finally:
+            for module, hook in held:
+                hook.offload = True
+                hook.post_forward(module, None)
+
+
+def _fetches(hook: Any) -> bool:
+    return isinstance(hook, AlignDevicesHook) and hook.offload
+
+
+def _pass_by(in_tuple: bool, *inputs: Any, **named: Any) -> Any:
+    hidden = inputs[0] if inputs else named["hidden_states"]
+    return (hidden,) if in_tuple else hidden
+
+
+@contextlib.contextmanager
+def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a module compute something else; accelerate, too, sets the forward of the instance."""
+    own = vars(module)
+    before = own.get("forward")
+    own["forward"] = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del own["forward"]
+        else:
+            own["forward"] = before
+
+
+def returns_tuples(model: nn.Module, layers: Sequence[nn.Module], batch: Batch) -> list[bool]:
+    """Return of each layer whether it returns a tuple; runs the model."""
+    found: dict[int, bool] = {}
+
+    def note(number: int, layer: nn.Module, inputs: Any, output: Any) -> None:
+        found[number] = isinstance(output, tuple)
+
+    with contextlib.ExitStack() as back, torch.no_grad():
+        for number, layer in enumerate(layers):
+            back.callback(layer.register_forward_hook(partial(note, number)).remove)
+        model(**batch)
+    return [found.get(number, False) for number in range(len(layers))]
+
+
+def fit_in_blocks(fit: Linearization, budget: int, count: int) -> None:
+    """Run the stage "attention", a block of layers at a time; the measurements in its report are means over all layers.
+
+    Args:
+        fit: the linearization.
+        budget: number of tokens, the same ones for each block.
+        count: number of blocks.
+
+    Raises:
+        GraphFilterError: there are fewer layers than blocks, or the filters are in several stacks of layers.
+    """
+    if count == 1:
+        fit.fit_attention(budget)
+        return
+    fit.settings["blocks"] = count
+    with contextlib.ExitStack() as own:
+        folder = fit.checkpoint or Path(own.enter_context(tempfile.TemporaryDirectory()))
+        fit.reports["attention"] = _fit_blocks(fit, budget, count, folder)
+
+
+def _fit_blocks(fit: Linearization, budget: int, count: int, folder: Path) -> TransferReport:
+    layers, numbers = find_stack(fit.model, fit.modules)
+    if count > len(layers):
+        raise GraphFilterError(f"blocks={count}, and the model has {len(layers)} layers: ask for at most as many")
+    ends = [round(i * len(layers) / count) for i in range(count + 1)]
+    in_tuples = returns_tuples(fit.model, layers, fit.batches.held[0])
+    train, held = (Inputs(folder / name, device_of(fit.model)) for name in INPUTS)
+    train.keep(fit.batches.stream(), budget, fit.size)
+    held.keep(fit.batches.held, math.inf, fit.size)
+    reports: list[tuple[TransferReport, int]] = []
+    for number, (first, end) in enumerate(itertools.pairwise(ends)):
+        block = Block(fit.model, layers, first, end, in_tuples)
+        modules = {name: fit.modules[name] for name, layer in numbers.items() if first <= layer < end}
+        done = min(train.passed, held.passed) > number
+        with contextlib.nullcontext() if done else block.resident():
+            if modules:
+                stage = Stage(
+                    "attention",
+                    budget,
+                    fit.rates.groups(modules, regression=True),
+                    partial(regress, block, modules),
+                    partial(_mean_error, block, modules, held, number),
+                    mean({name: fit.report.before[name] for name in modules}),
+                )
+                report = fit.run_stage(stage, train.read(number), f"attention-{number}")
+                reports.append((report, len(modules)))
+            if number + 1 < count:
+                with torch.no_grad(), fit.autocast(), attending(modules):
+                    train.pass_through(number, block)
+                    held.pass_through(number, block)
+    train.finish(count)
+    held.finish(count)
+    return _join(reports)
+
+
+def _mean_error(block: Block, modules: dict[str, GraphFilter], held: Inputs, number: int) -> float:
+    return mean(filter_errors(block, modules, held.read(number)))
+
+
+def _join(reports: list[tuple[TransferReport, int]]) -> TransferReport:
+    """Return one report of all blocks, each with its number of layers: the measurements that all of them made."""
+    joined = copy.copy(reports[-1][0])
+    joined.steps = max(report.steps for report, _ in reports)
+    joined.stopped = next((r.stopped for r, _ in reports if r.stopped != joined.stopped), joined.stopped)
+    histories, layers = [dict(report.history) for report, _ in reports], [count for _, count in reports]
+    shared = sorted(set.intersection(*map(set, histories)))
+    joined.history = [(used, fmean([history[used] for history in histories], layers)) for used in shared]
+    return joined

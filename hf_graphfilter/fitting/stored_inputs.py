@@ -1,0 +1,77 @@
+"""Keep on disk what the blocks of a model read."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..files import read_json, read_state, write_state, write_text
+from .objectives import Batch
+
+INPUT = "input_of_the_block"  # among the inputs of the model
+STATE = "inputs.json"
+
+
+class Inputs:
+    """Batches on disk, and for each the hidden states before the block that comes next.
+
+    Attributes:
+        count: how many batches there are.
+        passed: how many blocks are fitted and passed.
+    """
+
+    def __init__(self, folder: Path, device: torch.device):
+        self.folder, self.device = folder, device
+        self.count = self.passed = 0
+
+    def keep(self, batches: Iterable[Batch], budget: float, size: Callable[[Batch], int]) -> None:
+        """Write batches until their sizes reach the budget; what an interrupted call has written is taken as it is."""
+        if (self.folder / STATE).is_file():
+            state = read_json(self.folder / STATE, count=int, passed=int)
+            self.count, self.passed = state["count"], state["passed"]
+            return
+        used = 0.0
+        for batch in batches:
+            plain = {name: value for name, value in batch.items() if not isinstance(value, Tensor)}
+            tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+            write_state(self._file(self.count), plain, tensors)
+            self.count, used = self.count + 1, used + size(batch)
+            if used >= budget:
+                break
+        self._note(0)
+
+    def read(self, block: int) -> Iterator[Batch]:
+        """Yield the batches as inputs of a block; none of a block that was passed."""
+        for number in range(self.count if self.passed <= block else 0):
+            plain, tensors = read_state(self._file(number))
+            if block:
+                tensors |= read_state(self._file(number, block))[1]
+            yield {**(plain or {}), **{name: tensor.to(self.device) for name, tensor in tensors.items()}}
+
+    def pass_through(self, number: int, block: Callable[..., Tensor]) -> None:
+        """Write the hidden states behind ``block``, which has this ``number``, in place of those before it."""
+        if self.passed > number:
+            return
+        for i, batch in enumerate(self.read(number)):
+            write_state(self._file(i, number + 1), {}, {INPUT: block(**batch)})
+        self._note(number + 1)
+
+    def finish(self, blocks: int) -> None:
+        """Remove all tensors; later calls find that all ``blocks`` are fitted."""
+        self._note(blocks)
+        for i in range(self.count):
+            self._file(i).unlink(missing_ok=True)
+
+    def _note(self, passed: int) -> None:
+        write_text(self.folder / STATE, json.dumps({"count": self.count, "passed": passed}))
+        self.passed = passed
+        for i, block in itertools.product(range(self.count), range(1, passed)):
+            self._file(i, block).unlink(missing_ok=True)
+
+    def _file(self, number: int, block: int | None = None) -> Path:
+        return self.folder / (f"{number}.safetensors" if block is None else f"{number}-{block}.safetensors")
