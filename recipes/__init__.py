@@ -5,8 +5,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 EXTRAS = {"recipes": ("datasets", "evaluate", "scipy", "sklearn"), "vision": ("timm", "torchvision")}
+EXTRAS["speech"] = ("jiwer", "soundfile")
 # the names of the recipes, which records and results keep, and their files
-SCRIPTS = {name: name for name in ("glue", "language_modeling", "sequences", "imagenet", "graphs")} | {
+SCRIPTS = {name: name for name in ("glue", "language_modeling", "sequences", "imagenet", "graphs", "speech")} | {
     "code": "source_code"
 }
 

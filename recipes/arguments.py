@@ -132,6 +132,40 @@ class GraphArguments(FilterArguments):
 
 
 @dataclass
+class SpeechArguments(FilterArguments):
+    """What the recipe of speech takes besides the flags of the Trainer."""
+
+    tokenizer: str | None = HfArg(
+        default=None,
+        help="characters (of the training part; what a model from scratch has), words, or a Hub id or folder.",
+    )
+    train_tokenizer: int | None = HfArg(
+        default=None, help="Train a byte-level BPE (or --tokenizer words) of so many entries; 261 are the bytes alone."
+    )
+    from_scratch: list[str] = HfArg(
+        default_factory=list, help="No pretrained weights; fields of the model's config as NAME=VALUE."
+    )
+    language: str | None = HfArg(default=None, help="Of the speech, for multilingual Whisper: czech, or cs.")
+    normalize: str = HfArg(
+        default="none", help="Transcripts: none (as they are), lower, or words (lower, without punctuation)."
+    )
+    ctc_weight: float | None = HfArg(
+        default=None, help="Of CTC in the loss of an encoder-decoder; 0.3 from scratch and 0 otherwise if not given."
+    )
+    max_seconds: float = HfArg(default=30.0, help="Longest recording.")
+    too_long: str = HfArg(default="skip", help="skip (and count) longer recordings, or cut them.")
+    bad_audio: str = HfArg(default="skip", help="skip (and count) what cannot be used, or error.")
+    speeds: list[float] = HfArg(
+        default_factory=lambda: [1.0], help="Speeds of the training part; 0.95 1 1.05 are three copies of it."
+    )
+    time_masks: int = HfArg(default=2, help="SpecAugment: stretches of frames that are hidden; 0: none.")
+    time_width: int = HfArg(default=40, help="Frames of such a stretch at most, and a fifth of the recording.")
+    frequency_masks: int = HfArg(default=2, help="SpecAugment: stretches of frequencies that are hidden; 0: none.")
+    frequency_width: int = HfArg(default=27, help="Frequencies of such a stretch at most.")
+    early_stopping_patience: int | None = HfArg(default=None, help="Evaluations without improvement.")
+
+
+@dataclass
 class ImageArguments(FilterArguments):
     """The flags; the defaults are those of DeiT, which GFSA's DeiT models keep."""
 

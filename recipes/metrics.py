@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import datasets
 from scipy import stats
 from sklearn import metrics
+
+from hf_graphfilter.errors import needs
 
 if TYPE_CHECKING:
     import evaluate
@@ -29,7 +32,15 @@ def perplexity(nll: Any, tokens: Any) -> float:
         return math.inf
 
 
+def errors(measure: str, references: Any, predictions: Any) -> float:
+    """Return how many words (wer) or characters (cer) are wrong, as a share of those of the references."""
+    with needs("speech", f"the metric {measure}"):
+        import jiwer
+    return float(getattr(jiwer, measure)(list(references), list(predictions)))
+
+
 LABELS, NUMBERS = ("int64", "references", "predictions"), ("float64", "references", "predictions")
+TEXTS = ("string", "references", "predictions")
 # what each metric computes, and from what
 METRICS: dict[str, tuple[Callable[..., float], tuple[str, ...]]] = {
     "accuracy": (metrics.accuracy_score, LABELS),
@@ -41,6 +52,8 @@ METRICS: dict[str, tuple[Callable[..., float], tuple[str, ...]]] = {
     "mae": (metrics.mean_absolute_error, NUMBERS),
     "rmse": (metrics.root_mean_squared_error, NUMBERS),
     "roc_auc": (metrics.roc_auc_score, NUMBERS),
+    "wer": (partial(errors, "wer"), TEXTS),
+    "cer": (partial(errors, "cer"), TEXTS),
     "perplexity": (perplexity, ("float64", "nll", "tokens")),
 }
 

@@ -34,7 +34,7 @@ def get_value(record: dict[str, Any], metric: str) -> float:
 
 
 def lower_is_better(metric: str) -> bool:
-    return metric.endswith(("perplexity", "mae", "rmse"))
+    return metric.endswith(("perplexity", "mae", "rmse", "wer", "cer"))
 
 
 def results_folder(values: dict[str, Any]) -> Path:

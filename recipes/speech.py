@@ -1,0 +1,200 @@
+"""Train or fine-tune a model that transcribes speech, with a graph filter in its self-attention.
+
+    python recipes/speech.py --config speech/small.yaml --task digits --data DATA/fsdd
+    python recipes/speech.py --config speech/transformer.yaml --task librispeech-100 --data LibriSpeech
+    python recipes/speech.py --config speech/whisper.yaml --task folder --data RECORDINGS --language czech
+
+Tasks: folder (metadata.csv with the columns file, text and split), digits (connected ones from the free spoken digit
+data set), mboshi, fillets-cs, librispeech-100, librispeech-960, common-voice, and any audio data set of the Hub with
+transcripts, as NAME/SET or NAME/SET:CONFIG. Models: encoder-decoders (speech_to_text from scratch, with a CTC head
+beside its decoder; Whisper) and encoders with CTC (parakeet_ctc from scratch, Wav2Vec2 and its relatives). The scores
+are word and character error rates. Recordings of any sampling rate are resampled, several channels averaged; features
+are made once and cached.
+"""
+
+if __name__ == "__main__":
+    from recipes import check_extras
+
+    check_extras("recipes", "speech")
+
+from functools import partial
+
+import numpy as np
+import torch
+from datasets import DatasetDict
+from torch.nn import functional
+from torch.utils.data import SequentialSampler
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+from hf_graphfilter import GraphFilterError
+from recipes import metrics, runs
+from recipes.arguments import SpeechArguments
+from recipes.data import cut
+from recipes.errors import is_main_process
+from recipes.models import model_config
+from recipes.settings import Recipe
+from recipes.speech_data import TASKS, read
+from recipes.speech_inputs import (
+    NORMALIZE,
+    SpeechBatches,
+    drop_long_targets,
+    encode,
+    load_extractor,
+    make_tokenizer,
+    prepare,
+)
+from recipes.speech_inputs import normalize as normal_form
+from recipes.speech_models import HEAD, build, ctc_loss, ctc_weight, input_lengths, is_ctc, output_lengths, read_ctc
+from recipes.training import fit
+
+MEASURES = ("wer", "cer")
+
+
+def run(args, training):
+    """Do one training run."""
+    config = model_config(args)
+    ctc = is_ctc(args, config)
+    extractor = load_extractor(args, config)
+    rows, split = read(args)
+    prepared = {part: prepare(items, extractor, args, part) for part, items in rows.items()}
+    left_out = {part: count for part, (_, count) in prepared.items() if count}
+    data = cut(DatasetDict({part: recordings for part, (recordings, _) in prepared.items()}), args)
+    data = DatasetDict({k: v if k == "train" else v.select(np.argsort(v["length"])) for k, v in data.items()})
+    tokenizer = make_tokenizer(args, lambda: iter(data["train"]["text"]), ctc)
+    if args.language:
+        if not hasattr(tokenizer, "set_prefix_tokens"):
+            raise GraphFilterError(f"--language {args.language}: {args.model} does not take a language")
+        tokenizer.set_prefix_tokens(language=args.language, task="transcribe")
+    trained = bool(args.from_scratch or args.train_tokenizer or args.tokenizer == "characters")
+    model = build(args, training, config, tokenizer, trained)
+    if args.language:
+        model.generation_config.language, model.generation_config.task = args.language, "transcribe"
+        model.generation_config.forced_decoder_ids = None
+    special = {t for t in (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) if t is not None}
+    special |= set() if ctc else {*tokenizer.all_special_ids} - {tokenizer.unk_token_id}
+    data = encode(data, tokenizer, ctc, None if ctc else model.config.decoder_start_token_id)
+    if ctc or hasattr(model, HEAD):
+        data["train"], count = drop_long_targets(data["train"], partial(output_lengths, model), special)
+        left_out |= {"train_targets": count} if count else {}
+    if not ctc:
+        longest = max(map(len, data["train"]["labels"])) * 3 // 2 + 8
+        limit = getattr(model.config, "max_target_positions", longest)
+        training.generation_max_length = training.generation_max_length or min(longest, limit)
+    training.remove_unused_columns, training.label_names = False, ["labels"]
+    masks = {name: getattr(args, name) for name in ("time_masks", "time_width", "frequency_masks", "frequency_width")}
+    options = {"data_collator": SpeechBatches(extractor, **masks)}
+    options["trainer_class"] = partial(SpeechTrainer, speech=args, ctc=ctc, special=special)
+    outcome = fit(args, training, model, tokenizer, DatasetDict(data), **options)
+    if training.save_strategy != "no" and is_main_process():
+        extractor.save_pretrained(training.output_dir)
+    hours = {part: round(sum(recordings["seconds"]) / 3600, 3) for part, recordings in data.items()}
+    counts = {part: len(recordings) for part, recordings in data.items()}
+    extras = {"left_out": left_out, "hours": hours, "task_type": "automatic-speech-recognition"}
+    return {**outcome, "split": split, "rows": counts, **extras}
+
+
+class SpeechTrainer(Seq2SeqTrainer):
+    """A Trainer with the losses of speech, which evaluates what the model writes.
+
+    The loss of an encoder is CTC; that of an encoder-decoder is the cross-entropy of the decoder, and CTC beside it
+    with its weight where the model has a head for it.
+    """
+
+    loss_is_scaled_for_ga = False
+
+    def __init__(self, *args, speech, ctc, special, **options):
+        super().__init__(*args, compute_metrics=self.score, **options)
+        self.speech, self.ctc, self.special = speech, ctc, special
+        self.model_accepts_loss_kwargs = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Return the loss, and the outputs with the logits of CTC if there are any."""
+        plain = self.accelerator.unwrap_model(model)
+        labels = inputs["labels"]
+        outputs = model(**{k: v for k, v in inputs.items() if k != "labels" or not self.ctc})
+        logits, weight = (outputs.logits, 1.0) if self.ctc else (None, ctc_weight(self.speech))
+        if not self.ctc and hasattr(plain, HEAD):
+            logits = getattr(plain, HEAD)(outputs.encoder_last_hidden_state)
+        loss = torch.zeros((), device=labels.device)
+        if logits is not None:
+            lengths = output_lengths(plain, input_lengths(inputs))
+            blank = plain.config.pad_token_id
+            loss = weight * ctc_loss(logits, lengths, labels, self.special, blank)
+            outputs["ctc"] = read_ctc(logits.detach(), lengths, blank) if return_outputs else None
+        if not self.ctc:
+            flat, smoothing = outputs.logits.flatten(0, 1), self.args.label_smoothing_factor
+            written = functional.cross_entropy(flat.float(), labels.flatten(), label_smoothing=smoothing)
+            loss = loss + (1 - (weight if logits is not None else 0.0)) * written
+        return (loss, outputs) if return_outputs else loss
+
+    @torch.no_grad()
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **options):
+        """Return (loss, tokens that the decoder and CTC write, labels)."""
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        written = () if self.ctc else (self.write(inputs),)
+        if outputs.get("ctc") is not None:
+            written += (outputs["ctc"],)
+        return loss.detach(), written, inputs["labels"]
+
+    def write(self, inputs):
+        """Return the tokens that the decoder writes."""
+        beams = self.args.generation_num_beams
+        options = {"max_length": self.args.generation_max_length, **({"num_beams": beams} if beams else {})}
+        inputs = {k: v for k, v in inputs.items() if k != "labels"}
+        return self.accelerator.unwrap_model(self.model).generate(**inputs, **options)
+
+    def evaluate(self, eval_dataset=None, **options):
+        """Return the metrics of a part, whose transcripts are those that were read."""
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        self.references = [normal_form(text, self.speech.normalize) for text in rows["text"]]
+        return super().evaluate(rows, **options)
+
+    def score(self, prediction):
+        """Return the error rates of what the decoder writes, and those of CTC."""
+        written = prediction.predictions
+        scores = {}
+        names = [""] if self.ctc else ["", "ctc_"]
+        for prefix, ids in zip(names, written if isinstance(written, tuple) else (written,), strict=False):
+            ids = np.where(ids < 0, self.processing_class.pad_token_id, ids)
+            texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
+            texts = [normal_form(text, self.speech.normalize) for text in texts]
+            found = metrics.score(MEASURES, texts, self.references)
+            scores |= {f"{prefix}{name}": value for name, value in found.items()}
+        return scores
+
+    def _get_eval_sampler(self, eval_dataset):
+        return SequentialSampler(eval_dataset)
+
+
+def check(args, training):
+    """Raise for what can be known to be wrong before any data is read."""
+    for name, choices in (("normalize", NORMALIZE), ("too_long", ("skip", "cut")), ("bad_audio", ("skip", "error"))):
+        if getattr(args, name) not in choices:
+            raise GraphFilterError(f"--{name} {getattr(args, name)}: it is one of {', '.join(choices)}")
+    if args.ctc_weight is not None and not 0 <= args.ctc_weight <= 1:
+        raise GraphFilterError(f"--ctc_weight {args.ctc_weight:g}: it is from 0 to 1")
+    if not args.max_seconds > 0 or not all(speed > 0 for speed in args.speeds):
+        raise GraphFilterError("--max_seconds and --speeds are above 0")
+
+
+RECIPE = Recipe(
+    name="speech",
+    metrics={**{name: task.metric for name, task in TASKS.items()}, "*": "test/wer"},
+    run=run,
+    defaults={
+        "num_train_epochs": 30,
+        "per_device_train_batch_size": 16,
+        "per_device_eval_batch_size": 32,
+        "learning_rate": 1e-3,
+        "train_sampling_strategy": "group_by_length",
+    },
+    description=__doc__,
+    known=lambda task: "/" in task,
+    arguments=(SpeechArguments, Seq2SeqTrainingArguments),
+    check=check,
+)
+
+if __name__ == "__main__":
+    runs.main(RECIPE)

@@ -1,0 +1,217 @@
+"""The recordings and transcripts of the speech recipe: folders with metadata.csv, LibriSpeech, digits and the Hub."""
+
+import io
+import random
+import re
+import zlib
+from dataclasses import dataclass
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from datasets import Dataset
+from scipy.signal import resample_poly
+
+from hf_graphfilter import GraphFilterError
+from hf_graphfilter.errors import needs
+from recipes.data import choose, first_file, load_from_hub, read_rows, split_holdout
+from recipes.errors import line
+
+SPELLINGS = {"audio": ("file", "file_name", "path", "audio"), "text": ("text", "sentence", "transcription", "raw_text")}
+PARTS = {"train": "train", "dev": "validation", "valid": "validation", "validation": "validation", "test": "test"}
+DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+SEQUENCES = {"train": (2000, range(10, 50)), "validation": (200, range(5, 10)), "test": (200, range(5))}
+
+
+@dataclass(frozen=True)
+class SpeechTask:
+    """Where recordings are read from.
+
+    Args:
+        metric: by which runs are compared.
+        hub: data set of the Hub, ``NAME`` or ``NAME:CONFIG``.
+        parts: the parts of that data set.
+    """
+
+    metric: str = "test/wer"
+    hub: str | None = None
+    parts: tuple[tuple[str, str], ...] = ()
+
+
+TASKS = {
+    "folder": SpeechTask(),
+    "digits": SpeechTask(),
+    "mboshi": SpeechTask("test/cer"),
+    "fillets-cs": SpeechTask(),
+    "librispeech-100": SpeechTask(hub="openslr/librispeech_asr:clean", parts=(("train", "train.100"),)),
+    "librispeech-960": SpeechTask(hub="openslr/librispeech_asr:all"),
+    "common-voice": SpeechTask(hub="mozilla-foundation/common_voice_17_0:en"),
+}
+LIBRISPEECH = {  # the folders of its archives
+    "librispeech-100": {"train": ["train-clean-100"]},
+    "librispeech-960": {"train": ["train-clean-100", "train-clean-360", "train-other-500"]},
+}
+HELD_OUT = {"validation": ["dev-clean"], "test": ["test-clean"], "test_other": ["test-other"]}
+
+
+# ------------------------------------------------------------------------------------------ recordings and transcripts
+
+
+def read(args: Any) -> tuple[dict[str, list[dict[str, Any]]], str]:
+    """Return (rows of each part, with ``audio``, what it is called and the text; how they were split)."""
+    task = TASKS.get(args.task) or SpeechTask(hub=args.task)
+    if args.data is None:
+        if task.hub is None:
+            raise GraphFilterError(f"--task {args.task} needs --data, the folder with its recordings")
+        return _complete(_read_hub(task), "official")
+    root = Path(args.data)
+    if not root.is_dir():
+        raise GraphFilterError(f"--data: there is no folder {root}")
+    if args.task == "digits":
+        return _read_digits(root), "recordings 0 to 4 of each speaker and digit test, 5 to 9 validation"
+    if args.task in LIBRISPEECH and not (root / "metadata.csv").is_file():
+        return _read_librispeech(root, args.task), "official"
+    return _complete(_read_folder(root), "given")
+
+
+def _read_folder(root: Path) -> dict[str, list[dict[str, Any]]]:
+    file = first_file(root, ["metadata.csv", "metadata.jsonl"])
+    rows = read_rows(file)
+    if not rows:
+        raise GraphFilterError(f"{file} holds no rows")
+    names = choose({**SPELLINGS, "split": ("split",)}, list(rows[0]), file)
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for number, row in enumerate(rows, 1):
+        part = PARTS.get(str(row[names["split"]]))
+        if part is None:
+            known = ", ".join(PARTS)
+            raise GraphFilterError(f"{file}: row {number} has the split {row[names['split']]!r}, expected {known}")
+        audio, text = row[names["audio"]], row[names["text"]]
+        parts.setdefault(part, []).append({"audio": [str(root / str(audio))], "name": str(audio), "text": text or ""})
+    return parts
+
+
+def _complete(parts: dict[str, list[dict[str, Any]]], split: str) -> tuple[dict[str, list[dict[str, Any]]], str]:
+    """Return (all parts, how they were split): a missing one is a tenth of the training sentences."""
+    for part in ("validation", "test"):
+        if part not in parts:
+            sentences = sorted({row["text"] for row in parts.get("train", [])})
+            if len(sentences) < 2:
+                raise GraphFilterError(f"the parts are {', '.join(parts)}: train is missing or has one sentence")
+            own = {sentences[i] for i in split_holdout(len(sentences), max(0.1, 1 / len(sentences)))[1]}
+            parts[part] = [row for row in parts["train"] if row["text"] in own]
+            parts["train"] = [row for row in parts["train"] if row["text"] not in own]
+            split = f"{split}, {part} a tenth of the training sentences"
+    return parts, split
+
+
+def _read_digits(root: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return sequences of two to five digits by one speaker, the same ones always."""
+    folder = root / "recordings" if (root / "recordings").is_dir() else root
+    files: dict[str, dict[int, list[Path]]] = {}
+    for file in sorted(folder.glob("*.wav")):
+        if found := re.fullmatch(r"(\d)_(\w+)_(\d+)", file.stem):
+            files.setdefault(found[2], {}).setdefault(int(found[3]), []).append(file)
+    if not files:
+        raise GraphFilterError(f"--data: {folder} has no recordings DIGIT_SPEAKER_NUMBER.wav")
+    draw = random.Random(0)
+    parts = {}
+    for part, (count, numbers) in SEQUENCES.items():
+        own = {k: [f for n, group in v.items() if n in numbers for f in group] for k, v in files.items()}
+        own = {speaker: group for speaker, group in own.items() if group}
+        rows = []
+        for _ in range(count if own else 0):
+            said = draw.choices(own[draw.choice(sorted(own))], k=draw.randint(2, 5))
+            text = " ".join(DIGITS[int(file.stem[0])] for file in said)
+            rows.append({"audio": [*map(str, said)], "name": " ".join(file.name for file in said), "text": text})
+        parts[part] = rows
+    return parts
+
+
+def _read_librispeech(root: Path, task: str) -> dict[str, list[dict[str, Any]]]:
+    parts = {}
+    for part, folders in {**LIBRISPEECH[task], **HELD_OUT}.items():
+        rows = []
+        for file in (f for name in folders for f in sorted((root / name).rglob("*.trans.txt"))):
+            for row in read_rows(file):
+                name, _, text = row["text"].partition(" ")
+                rows.append({"audio": [str(file.parent / f"{name}.flac")], "name": name, "text": text})
+        if not rows:
+            raise GraphFilterError(f"--data: {root} has no transcripts *.trans.txt in {' or '.join(folders)}")
+        parts[part] = rows
+    return parts
+
+
+def _read_hub(task: SpeechTask) -> dict[str, list[dict[str, Any]]]:
+    name, _, config = (task.hub or "").partition(":")
+    columns = {**SPELLINGS, "audio": ("audio", "file", "path")}
+    data = load_from_hub(name, columns, config or None)
+    named = dict(task.parts) or {"train": "train"}
+    if "train.clean.100" in data:  # LibriSpeech has its training part in three
+        named = {"train": "train.clean.100 train.clean.360 train.other.500", "validation": "validation.clean"}
+        named |= {"test": "test.clean", "test_other": "test.other"}
+    for part in ("validation", "test"):
+        named.setdefault(part, part)
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for part, sources in named.items():
+        for rows in (data[source] for source in sources.split() if source in data):
+            rows = rows.cast_column("audio", datasets.Audio(decode=False))
+            items = [{"audio": HubRow(rows, i), "text": text or ""} for i, text in enumerate(rows["text"])]
+            parts.setdefault(part, []).extend({**item, "name": f"row {i} of {part}"} for i, item in enumerate(items))
+    return parts
+
+
+@dataclass
+class HubRow:
+    """A recording in a data set of the Hub, read when it is needed."""
+
+    rows: Dataset
+    number: int
+
+    def read(self) -> io.BytesIO | str:
+        audio = self.rows[self.number]["audio"]
+        return io.BytesIO(audio["bytes"]) if audio["bytes"] else audio["path"]
+
+
+# ------------------------------------------------------------------------------------------------------------- audio
+
+
+def read_audio(source: Any, rate: int, speed: float = 1.0) -> np.ndarray:
+    """Return one channel at ``rate`` samples a second, of a file, or of several with short pauses between them.
+
+    Raises:
+        ValueError: it cannot be used, with the reason.
+    """
+    with needs("speech", "reading audio"):
+        import soundfile
+    files = [source.read()] if isinstance(source, HubRow) else source
+    pieces = []
+    pauses = np.random.default_rng(zlib.crc32(" ".join(map(str, files)).encode()))
+    for file in files:
+        if isinstance(file, str) and not Path(file).is_file():
+            raise ValueError("there is no such file")
+        try:
+            samples, found = soundfile.read(file, dtype="float32", always_2d=True)
+        except (soundfile.SoundFileError, OSError) as error:
+            raise ValueError(f"it cannot be read ({line(error)})") from error
+        if pieces:
+            pieces.append(pauses.normal(0, 1e-3, round(pauses.uniform(0.02, 0.2) * rate)).astype(np.float32))
+        pieces.append(resample(samples.mean(1), round(found * speed), rate))
+    samples = np.concatenate(pieces)
+    if len(samples) < 0.1 * rate:
+        raise ValueError(f"it is {len(samples) / rate:.3f} seconds long, less than a tenth")
+    if not np.isfinite(samples).all():
+        raise ValueError("it has samples that are no numbers")
+    if np.abs(samples).max() < 1e-5:
+        raise ValueError("it is silent")
+    return samples
+
+
+def resample(samples: np.ndarray, found: int, rate: int) -> np.ndarray:
+    """Return ``samples``, of ``found`` a second, as ``rate`` a second."""
+    if found == rate or not len(samples):
+        return samples
+    common = gcd(found, rate)
+    return resample_poly(samples, rate // common, found // common).astype(np.float32)

@@ -1,0 +1,262 @@
+"""What a speech model is given: features kept in a cache, the tokens of transcripts, and batches of both."""
+
+import hashlib
+import json
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset, Features, Value
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    AutoFeatureExtractor,
+    ParakeetTokenizer,
+    Speech2TextFeatureExtractor,
+    Wav2Vec2FeatureExtractor,
+    WhisperFeatureExtractor,
+)
+from transformers.audio_utils import mel_filter_bank, window_function
+
+from hf_graphfilter import GraphFilterError
+from recipes.errors import note
+from recipes.models import SPECIAL, load_tokenizer, loading_errors, with_special_tokens
+from recipes.speech_data import read_audio
+
+FORMAT = 1  # of what is cached; raise it where `prepare` gives other numbers
+COLUMNS = {"audio": Value("binary"), "length": Value("int64"), "seconds": Value("float32"), "problem": Value("string")}
+NORMALIZE = ("none", "lower", "words")
+
+
+# ---------------------------------------------------------------------------------------------------------- features
+
+
+def load_extractor(args: Any, config: Any) -> Any:
+    """Return the feature extractor of the model, or one that fits a model from scratch."""
+    if not args.from_scratch or Path(args.model).is_dir():
+        with loading_errors(args.model):
+            return AutoFeatureExtractor.from_pretrained(args.model)
+    encoder = getattr(config, "encoder_config", config)
+    if config.model_type == "whisper":
+        seconds = config.max_source_positions * 2 // 100
+        return WhisperFeatureExtractor(feature_size=config.num_mel_bins, chunk_length=seconds)
+    if config.model_type in ("speech_to_text", "parakeet_ctc"):
+        mels = getattr(encoder, "num_mel_bins", None) or config.input_feat_per_channel
+        return Speech2TextFeatureExtractor(feature_size=mels, num_mel_bins=mels)
+    if hasattr(config, "conv_stride"):
+        return Wav2Vec2FeatureExtractor(return_attention_mask=True)
+    raise GraphFilterError(
+        f"--model {args.model} from scratch: features are known for speech_to_text, parakeet_ctc, whisper and models "
+        "of waveforms such as wav2vec2; name a folder with a preprocessor_config.json instead"
+    )
+
+
+def keeps_frames(extractor: Any) -> bool:
+    """Return whether features are made once; of the others the waveform is kept and they are made by the batch."""
+    return isinstance(extractor, Speech2TextFeatureExtractor)
+
+
+def make_frames(extractor: Speech2TextFeatureExtractor, samples: np.ndarray) -> np.ndarray:
+    """Return what the extractor does, all windows at once: log-mel filterbanks of mean 0 and variance 1."""
+    frames = np.lib.stride_tricks.sliding_window_view(samples.astype(np.float64) * 2**15, 400)[::160]
+    frames = frames - frames.mean(1, keepdims=True)
+    frames[:, 1:] -= 0.97 * frames[:, :-1].copy()
+    frames[:, 0] *= 1 - 0.97
+    window, filters = _filterbank(extractor.num_mel_bins, extractor.sampling_rate)
+    power = np.abs(np.fft.rfft(frames * window, 512)) ** 2
+    mel = np.log(np.maximum(1.192092955078125e-07, power @ filters)).astype(np.float32)
+    return extractor.utterance_cmvn(mel, len(mel), extractor.normalize_means, extractor.normalize_vars)
+
+
+@lru_cache(maxsize=1)
+def _filterbank(mels: int, rate: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the window and the triangles of Kaldi."""
+    options = {"norm": None, "mel_scale": "kaldi", "triangularize_in_mel_space": True, "sampling_rate": rate}
+    filters = mel_filter_bank(257, mels, min_frequency=20, max_frequency=rate // 2, **options)
+    return window_function(400, "povey", periodic=False), filters
+
+
+def prepare(rows: list[dict[str, Any]], extractor: Any, args: Any, part: str) -> tuple[Dataset, int]:
+    """Return (recordings with their texts, how many were left out); features are made once and cached."""
+    rows = [{**row, "text": normalize(row["text"], args.normalize)} for row in rows]
+    speeds = tuple(args.speeds) if part == "train" else (1.0,)
+    settings = (FORMAT, extractor.to_json_string(), args.max_seconds, args.too_long, speeds, args.data, args.task)
+    marks = [(row["name"], not row["text"], *_marks(row["audio"])) for row in rows]
+    key = hashlib.sha256(json.dumps([settings, marks]).encode()).hexdigest()[:32]
+    make = partial(_make, rows, extractor, args.max_seconds, args.too_long, speeds)
+    data = Dataset.from_generator(make, features=Features(COLUMNS), fingerprint=key)
+    texts = [row["text"] for row in rows for _ in speeds]
+    problems = {i: text for i, text in enumerate(data["problem"]) if text}
+    if problems:
+        first = next(iter(problems))
+        reason = f"{rows[first // len(speeds)]['name']}: {problems[first]}"
+        if args.bad_audio == "error":
+            raise GraphFilterError(f"{args.task}, {part} part: {reason}; --bad_audio skip leaves such recordings out")
+        note(f"{args.task}, {part} part: {len(problems)} of {len(data)} recordings are left out; the first, {reason}")
+    good = [i for i in range(len(data)) if i not in problems]
+    data = data.remove_columns("problem").add_column("text", texts).select(good)
+    return data.add_column("training", [part == "train"] * len(good)), len(problems)
+
+
+def _marks(audio: Any) -> list[Any]:
+    files = [Path(file) for file in audio] if isinstance(audio, list) else []
+    return [(file.stat().st_size, file.stat().st_mtime_ns) if file.is_file() else None for file in files]
+
+
+def _make(
+    rows: list[dict[str, Any]], extractor: Any, seconds: float, too_long: str, speeds: Sequence[float]
+) -> Iterator[dict[str, Any]]:
+    """Yield the recordings as bytes, or what is wrong with them."""
+    rate = extractor.sampling_rate
+    for row in rows:
+        for speed in speeds:
+            found: dict[str, Any] = {"audio": b"", "length": 0, "seconds": 0.0, "problem": ""}
+            try:
+                if not row["text"]:
+                    raise ValueError("its transcript is empty")
+                samples = read_audio(row["audio"], rate, speed)
+                if len(samples) > seconds * rate:
+                    if too_long != "cut":
+                        raise ValueError(f"it is {len(samples) / rate:.1f} seconds long, --max_seconds is {seconds:g}")
+                    samples = samples[: round(seconds * rate)]
+                if keeps_frames(extractor):
+                    values = make_frames(extractor, samples).astype(np.float16)
+                else:
+                    values = np.round(np.clip(samples, -1, 1) * (2**15 - 1)).astype(np.int16)
+                found |= {"audio": values.tobytes(), "length": len(values), "seconds": len(samples) / rate}
+            except ValueError as error:
+                found["problem"] = str(error)
+            yield found
+
+
+# ------------------------------------------------------------------------------------------------------- transcripts
+
+
+def normalize(text: str, how: str) -> str:
+    """Return a transcript with single spaces; ``lower`` in small letters; ``words`` without punctuation too."""
+    if how != "none":
+        text = text.lower()
+    if how == "words":
+        text = "".join(c if c == "'" or unicodedata.category(c)[0] not in "PS" else " " for c in text)
+    return " ".join(text.split())
+
+
+def make_tokenizer(args: Any, texts: Callable[[], Iterator[str]], ctc: bool) -> Any:
+    """Return the model's tokenizer, or one trained on ``texts()``: of characters, words, or byte-level pieces."""
+    if args.tokenizer == "characters" or (args.from_scratch and not args.tokenizer and not args.train_tokenizer):
+        tokenizer = train_characters(texts())
+    elif args.tokenizer == "words" and not args.train_tokenizer:
+        raise GraphFilterError("--tokenizer words needs --train_tokenizer N, the number of words at most")
+    else:
+        tokenizer = load_tokenizer(args, texts)
+        if not args.train_tokenizer:
+            return tokenizer
+    if not ctc:
+        return tokenizer
+    # its decode merges repetitions and drops blanks
+    options = {f"{name}_token": token for name, token in SPECIAL.items()}
+    return ParakeetTokenizer(tokenizer_object=tokenizer._tokenizer, **options)
+
+
+def train_characters(texts: Iterator[str]) -> Any:
+    """Return a tokenizer of the characters that ``texts`` have, spaces too."""
+    symbols = sorted({character for text in texts for character in text})
+    vocabulary = {symbol: number for number, symbol in enumerate([*SPECIAL.values(), *symbols])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=SPECIAL["unk"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return with_special_tokens(tokenizer)
+
+
+def encode(data: dict[str, Dataset], tokenizer: Any, ctc: bool, start: int | None) -> dict[str, Dataset]:
+    """Return the parts with ``labels``; models that write get the end of the text too, but not its beginning."""
+
+    def ids(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        rows = tokenizer(batch["text"], add_special_tokens=not ctc)["input_ids"]
+        skip = (start, tokenizer.bos_token_id)
+        return {"labels": [row[1:] if not ctc and row and row[0] in skip else row for row in rows]}
+
+    encoded = {part: rows.map(ids, batched=True, input_columns=None) for part, rows in data.items()}
+    if (unknown := tokenizer.unk_token_id) is not None and unknown != tokenizer.eos_token_id:
+        for part, rows in encoded.items():
+            if count := sum(unknown in row for row in rows["labels"]):
+                note(f"{part} part: {count} of {len(rows)} transcripts have characters or words outside the vocabulary")
+    return encoded
+
+
+def drop_long_targets(train: Dataset, lengths: Callable[[Tensor], Tensor], special: set[int]) -> tuple[Dataset, int]:
+    """Return (rows whose CTC targets fit into what the encoder gives, how many do not); their loss is infinite."""
+    room = lengths(torch.tensor(train["length"])).tolist()
+    fits = []
+    for i, row in enumerate(train["labels"]):
+        ids = [token for token in row if token not in special]
+        if len(ids) + sum(a == b for a, b in pairwise(ids)) <= room[i]:
+            fits.append(i)
+    if left_out := len(train) - len(fits):
+        note(f"train part: {left_out} of {len(train)} transcripts are longer than the encoder's output: left out")
+    return train.select(fits), left_out
+
+
+# ----------------------------------------------------------------------------------------------------------- batches
+
+
+@dataclass
+class SpeechBatches:
+    """Rows to a batch, padded to the longest; features of the training part with SpecAugment.
+
+    Args:
+        extractor: makes the features that are not kept.
+        time_masks, time_width: how many stretches of frames are hidden, each at most so long and a fifth of the whole.
+        frequency_masks, frequency_width: the same of frequencies.
+    """
+
+    extractor: Any
+    time_masks: int = 2
+    time_width: int = 40
+    frequency_masks: int = 2
+    frequency_width: int = 27
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        labels = [torch.tensor(row["labels"], dtype=torch.long) for row in rows]
+        batch = {"labels": pad_sequence(labels, batch_first=True, padding_value=-100)}
+        training = rows[0]["training"]
+        if keeps_frames(self.extractor):
+            size = self.extractor.num_mel_bins
+            frames = [np.frombuffer(row["audio"], np.float16).reshape(-1, size).astype(np.float32) for row in rows]
+            tensors = [torch.from_numpy(one) for one in frames]
+            if training:
+                tensors = [self.hide(one, one.new_zeros(())) for one in tensors]
+            mask = pad_sequence([torch.ones(len(one), dtype=torch.long) for one in tensors], batch_first=True)
+            return batch | {"input_features": pad_sequence(tensors, batch_first=True), "attention_mask": mask}
+        waves = [np.frombuffer(row["audio"], np.int16).astype(np.float32) / (2**15 - 1) for row in rows]
+        options = {"sampling_rate": self.extractor.sampling_rate, "return_tensors": "pt"}
+        if isinstance(self.extractor, WhisperFeatureExtractor):
+            made = self.extractor(waves, **options)
+            if training:
+                used = [len(wave) // self.extractor.hop_length for wave in waves]
+                for one, n in zip(made["input_features"], used, strict=True):
+                    one[:, :n] = self.hide(one[:, :n].T, one[:, :n].mean()).T
+            return batch | dict(made)
+        return batch | dict(self.extractor(waves, padding=True, return_attention_mask=True, **options))
+
+    def hide(self, frames: Tensor, value: Tensor) -> Tensor:
+        """Return frames (time, frequency) with some stretches of both at ``value``."""
+        frames = frames.clone()
+        time, frequency = frames.shape
+        for count, width, size, axis in (
+            (self.time_masks, min(self.time_width, time // 5), time, 0),
+            (self.frequency_masks, min(self.frequency_width, frequency // 2), frequency, 1),
+        ):
+            for _ in range(count):
+                length = int(torch.randint(width + 1, ()))
+                begin = int(torch.randint(size - length + 1, ()))
+                frames.narrow(axis, begin, length).fill_(value)
+        return frames

@@ -1,0 +1,87 @@
+"""Speech models: made or loaded, with a CTC head where that is asked for, their losses and what they write."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCTC, AutoModelForSpeechSeq2Seq, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CTC_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+)
+
+from hf_graphfilter import GraphFilterError
+from recipes.models import build_model
+
+INPUTS = ("input_features", "input_values")
+HEAD = "ctc_head"
+
+
+def is_ctc(args: Any, config: Any) -> bool:
+    """Return whether the model is an encoder with a CTC head, and not one that writes."""
+    if config.model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
+        return False
+    if config.model_type in MODEL_FOR_CTC_MAPPING_NAMES:
+        if args.ctc_weight not in (None, 1.0):
+            raise GraphFilterError(
+                f"--ctc_weight {args.ctc_weight:g}: {config.model_type} has no decoder to weigh with"
+            )
+        return True
+    raise GraphFilterError(f"--model {args.model}: {config.model_type} has neither a CTC head nor a decoder of text")
+
+
+def build(args: Any, training: Any, config: Any, tokenizer: Any, trained: bool) -> PreTrainedModel:
+    """Return the model, patched; an encoder-decoder with a weight for CTC has a head for it."""
+    ctc = is_ctc(args, config)
+    fields: dict[str, Any] = {}
+    if args.from_scratch and not ctc:
+        fields = {"decoder_start_token_id": tokenizer.bos_token_id}
+    elif trained and ctc and not args.from_scratch:
+        fields = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "ignore_mismatched_sizes": True}
+    elif trained and not args.from_scratch:
+        raise GraphFilterError(f"--model {args.model} writes with its own vocabulary: leave out --train_tokenizer")
+    model = build_model(args, training, AutoModelForCTC if ctc else AutoModelForSpeechSeq2Seq, tokenizer, **fields)
+    if not ctc and ctc_weight(args) > 0:
+        width = model.config.hidden_size
+        setattr(model, HEAD, nn.Linear(width, model.config.vocab_size))
+    return model
+
+
+def ctc_weight(args: Any) -> float:
+    """Return the weight of the CTC loss of an encoder-decoder: that of the paper from scratch, else 0."""
+    return float(args.ctc_weight if args.ctc_weight is not None else 0.3 if args.from_scratch else 0.0)
+
+
+def output_lengths(model: Any, lengths: Tensor) -> Tensor:
+    """Return how many positions the encoder gives for inputs of these lengths."""
+    for name in ("_get_feat_extract_output_lengths", "_get_subsampling_output_length"):
+        if method := getattr(model, name, None):
+            return method(lengths).long()
+    raise GraphFilterError(f"{type(model).__name__} does not say how long its output is: CTC needs that")
+
+
+def ctc_loss(logits: Tensor, lengths: Tensor, labels: Tensor, special: set[int], blank: int) -> Tensor:
+    """Return the mean over the rows of the CTC loss per target; targets that do not fit count as 0."""
+    keep = ~torch.isin(labels, torch.tensor([*special, -100], device=labels.device))
+    targets, counts = labels[keep], keep.sum(1)
+    logits = logits.float().log_softmax(-1).transpose(0, 1)
+    with torch.backends.cudnn.flags(enabled=False):
+        return nn.functional.ctc_loss(logits, targets, lengths, counts, blank=blank, zero_infinity=True)
+
+
+def read_ctc(logits: Tensor, lengths: Tensor, blank: int) -> Tensor:
+    """Return the most likely token of each position, the blank beyond the end; and repetitions as blanks."""
+    ids = logits.argmax(-1)
+    beyond = torch.arange(ids.shape[1], device=ids.device) >= lengths[:, None]
+    same = torch.zeros_like(beyond)
+    same[:, 1:] = ids[:, 1:] == ids[:, :-1]
+    return ids.masked_fill(beyond | same, blank)
+
+
+def input_lengths(inputs: dict[str, Tensor]) -> Tensor:
+    """Return how many frames or samples each row has."""
+    name = next(name for name in INPUTS if name in inputs)
+    if (mask := inputs.get("attention_mask")) is not None:
+        return mask.sum(1)
+    x = inputs[name]
+    return torch.full((len(x),), x.shape[-1], device=x.device)
