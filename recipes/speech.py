@@ -18,10 +18,12 @@ if __name__ == "__main__":
     check_extras("recipes", "speech")
 
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 from datasets import DatasetDict
+from safetensors.torch import save_file
 from torch.nn import functional
 from torch.utils.data import SequentialSampler
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
@@ -86,11 +88,20 @@ def run(args, training):
     options["trainer_class"] = partial(SpeechTrainer, speech=args, ctc=ctc, special=special)
     outcome = fit(args, training, model, tokenizer, DatasetDict(data), **options)
     if training.save_strategy != "no" and is_main_process():
-        extractor.save_pretrained(training.output_dir)
+        save(model, extractor, Path(training.output_dir))
     hours = {part: round(sum(recordings["seconds"]) / 3600, 3) for part, recordings in data.items()}
     counts = {part: len(recordings) for part, recordings in data.items()}
     extras = {"left_out": left_out, "hours": hours, "task_type": "automatic-speech-recognition"}
     return {**outcome, "split": split, "rows": counts, **extras}
+
+
+def save(model, extractor, folder):
+    """Write what a pipeline needs besides the Trainer's files; the head for CTC, which no class has, goes apart."""
+    extractor.save_pretrained(folder)
+    if hasattr(model, HEAD):
+        save_file(getattr(model, HEAD).state_dict(), folder / f"{HEAD}.safetensors")
+        delattr(model, HEAD)
+        model.save_pretrained(folder)
 
 
 class SpeechTrainer(Seq2SeqTrainer):

@@ -15,7 +15,6 @@ from datasets import Dataset
 from scipy.signal import resample_poly
 
 from hf_graphfilter import GraphFilterError
-from hf_graphfilter.errors import needs
 from recipes.data import choose, first_file, load_from_hub, read_rows, split_holdout
 from recipes.errors import line
 
@@ -184,8 +183,8 @@ def read_audio(source: Any, rate: int, speed: float = 1.0) -> np.ndarray:
     Raises:
         ValueError: it cannot be used, with the reason.
     """
-    with needs("speech", "reading audio"):
-        import soundfile
+    import soundfile  # of the extra speech, asked for by `prepare`
+
     files = [source.read()] if isinstance(source, HubRow) else source
     pieces = []
     pauses = np.random.default_rng(zlib.crc32(" ".join(map(str, files)).encode()))

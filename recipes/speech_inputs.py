@@ -27,6 +27,7 @@ from transformers import (
 from transformers.audio_utils import mel_filter_bank, window_function
 
 from hf_graphfilter import GraphFilterError
+from hf_graphfilter.errors import require
 from recipes.errors import note
 from recipes.models import SPECIAL, load_tokenizer, loading_errors, with_special_tokens
 from recipes.speech_data import read_audio
@@ -73,7 +74,11 @@ def make_frames(extractor: Speech2TextFeatureExtractor, samples: np.ndarray) -> 
     window, filters = _filterbank(extractor.num_mel_bins, extractor.sampling_rate)
     power = np.abs(np.fft.rfft(frames * window, 512)) ** 2
     mel = np.log(np.maximum(1.192092955078125e-07, power @ filters)).astype(np.float32)
-    return extractor.utterance_cmvn(mel, len(mel), extractor.normalize_means, extractor.normalize_vars)
+    if extractor.do_ceptral_normalize and extractor.normalize_means:
+        mel = mel - mel.mean(0)
+    if extractor.do_ceptral_normalize and extractor.normalize_vars:
+        mel = mel / np.maximum(mel.std(0), 1e-5)  # a frequency that never changes has none
+    return mel
 
 
 @lru_cache(maxsize=1)
@@ -86,6 +91,7 @@ def _filterbank(mels: int, rate: int) -> tuple[np.ndarray, np.ndarray]:
 
 def prepare(rows: list[dict[str, Any]], extractor: Any, args: Any, part: str) -> tuple[Dataset, int]:
     """Return (recordings with their texts, how many were left out); features are made once and cached."""
+    require("soundfile", "speech", "reading audio")
     rows = [{**row, "text": normalize(row["text"], args.normalize)} for row in rows]
     speeds = tuple(args.speeds) if part == "train" else (1.0,)
     settings = (FORMAT, extractor.to_json_string(), args.max_seconds, args.too_long, speeds, args.data, args.task)

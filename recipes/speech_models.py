@@ -14,7 +14,7 @@ from hf_graphfilter import GraphFilterError
 from recipes.models import build_model
 
 INPUTS = ("input_features", "input_values")
-HEAD = "ctc_head"
+HEAD = "joint_ctc_head"
 
 
 def is_ctc(args: Any, config: Any) -> bool:
@@ -41,6 +41,8 @@ def build(args: Any, training: Any, config: Any, tokenizer: Any, trained: bool) 
     elif trained and not args.from_scratch:
         raise GraphFilterError(f"--model {args.model} writes with its own vocabulary: leave out --train_tokenizer")
     model = build_model(args, training, AutoModelForCTC if ctc else AutoModelForSpeechSeq2Seq, tokenizer, **fields)
+    if not args.from_scratch and hasattr(model, "freeze_feature_encoder"):
+        model.freeze_feature_encoder()  # the convolutions of Wav2Vec2, as its authors do
     if not ctc and ctc_weight(args) > 0:
         width = model.config.hidden_size
         setattr(model, HEAD, nn.Linear(width, model.config.vocab_size))

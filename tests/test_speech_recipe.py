@@ -1,0 +1,339 @@
+"""The recipe of speech: recordings, transcripts, batches, losses and whole runs. Made-up tones, no network."""
+
+import csv
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+from transformers import Speech2TextFeatureExtractor, WhisperFeatureExtractor, pipeline
+
+from hf_graphfilter import GraphFilterError, filter_status
+from recipes import metrics, runs, speech
+from recipes.models import load_model
+from recipes.records import try_read
+from recipes.settings import Settings
+from recipes.speech_data import read, read_audio, resample
+from recipes.speech_inputs import (
+    SpeechBatches,
+    drop_long_targets,
+    encode,
+    make_frames,
+    make_tokenizer,
+    normalize,
+    prepare,
+)
+from recipes.speech_models import ctc_loss, read_ctc
+
+soundfile = pytest.importorskip("soundfile")
+pytest.importorskip("jiwer")
+
+RATE = 16_000
+TONES = {"low": 300, "mid": 900, "high": 2500}
+SEQ2SEQ = ["--model", "speech_to_text", "--from_scratch", "d_model=16", "encoder_layers=2", "decoder_layers=1"]
+SEQ2SEQ += ["encoder_attention_heads=2", "decoder_attention_heads=2", "encoder_ffn_dim=16", "decoder_ffn_dim=16"]
+SEQ2SEQ += ["conv_channels=16"]
+SIZES = '{"hidden_size":16,"num_hidden_layers":2,"num_attention_heads":2,"intermediate_size":16,"conv_kernel_size":3,'
+SIZES += '"subsampling_factor":4,"subsampling_conv_channels":4,"num_mel_bins":80}'
+CTC = ["--model", "parakeet_ctc", "--from_scratch", f"encoder_config={SIZES}"]
+WAVES = ["--model", "wav2vec2-conformer", "--from_scratch", "hidden_size=16", "num_hidden_layers=2"]
+WAVES += ["num_attention_heads=2", "intermediate_size=16", "conv_dim=[8,8]", "conv_stride=[20,16]"]
+WAVES += ["conv_kernel=[40,16]", "num_conv_pos_embeddings=16", "num_conv_pos_embedding_groups=2"]
+WAVES += ["conv_depthwise_kernel_size=3", "feat_extract_norm=layer", "mask_time_length=2", "mask_feature_length=2"]
+WHISPER = ["--model", "whisper", "--from_scratch", "d_model=16", "encoder_layers=2", "decoder_layers=1"]
+WHISPER += ["encoder_attention_heads=2", "decoder_attention_heads=2", "encoder_ffn_dim=16", "decoder_ffn_dim=16"]
+WHISPER += ["max_source_positions=50", "max_target_positions=300"]
+SHORT = ["--max_steps", "2", "--eval_strategy", "no", "--disable_tqdm", "true", "--use_cpu", "--task", "folder"]
+
+
+def tone(names, rate=RATE, seconds=0.3):
+    time = np.arange(round(seconds * rate)) / rate
+    return np.concatenate([0.3 * np.sin(2 * np.pi * TONES[name] * time) for name in names.split()])
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of tones whose transcripts say how high they are."""
+    root = tmp_path / "tones"
+    (root / "audio").mkdir(parents=True)
+    write_tones(root, 20)
+    return root
+
+
+def write_tones(root, count):
+    names, draw = list(TONES), np.random.default_rng(0)
+    rows = []
+    for number in range(count):
+        text = " ".join(draw.choice(names, 2 + number % 2))
+        part = "train" if number < count - 8 else "dev" if number < count - 4 else "test"
+        rows.append((f"audio/{number}.wav", text, part))
+        soundfile.write(root / rows[-1][0], tone(text), RATE)
+    write(root, rows)
+
+
+def write(root, rows):
+    with (root / "metadata.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("file", "text", "split"), *rows])
+
+
+def arguments(folder, *argv):
+    settings = Settings(speech.RECIPE)
+    values, _ = settings.parse([*SEQ2SEQ, *SHORT, "--data", str(folder), *argv])
+    return settings.arguments({**values, "output_dir": str(folder.parent / "run")})
+
+
+def train(tmp_path, folder, model, *argv):
+    runs.main(speech.RECIPE, [*model, *SHORT, "--data", str(folder), "--output_dir", str(tmp_path / "run"), *argv])
+    return try_read(tmp_path / "run" / "seed-1" / "record.json")
+
+
+# ---------------------------------------------------------------------------------------------------------- whole runs
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        pytest.param(SEQ2SEQ, {"wer", "cer", "ctc_wer", "ctc_cer"}, id="speech_to_text"),
+        pytest.param(CTC, {"wer", "cer"}, id="parakeet"),
+        pytest.param(WAVES, {"wer", "cer"}, id="wav2vec2-conformer"),
+        pytest.param([*WHISPER, "--ctc_weight", "0"], {"wer", "cer"}, id="whisper", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_trains_and_its_checkpoint_transcribes(model, names, folder, tmp_path, transformers_warnings):
+    record = train(tmp_path, folder, model, "--speeds", "0.9", "1")
+    assert {f"test/{name}" for name in names} <= set(record["metrics"])
+    assert all(math.isfinite(value) for value in record["metrics"].values())
+    assert record["rows"] == {"train": 24, "validation": 4, "test": 4}
+    assert record["left_out"] == {}
+    saved = tmp_path / "run" / "seed-1"
+    assert len(filter_status(load_model(saved))) > 0
+    assert (saved / "joint_ctc_head.safetensors").is_file() == ("ctc_wer" in names)
+    if model[1] == "whisper":  # a pipeline needs the tokenizer of Whisper
+        transformers_warnings.clear()  # of its own generation
+        return
+    transcribe = pipeline("automatic-speech-recognition", str(saved), device="cpu")
+    assert isinstance(transcribe(tone("low mid").astype(np.float32))["text"], str)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (DIGITS := Path(__file__).parents[2] / "shared/data/fsdd").is_dir(), reason="no digits")
+def test_connected_digits_are_transcribed(tmp_path):
+    argv = ["--config", "speech/small.yaml", "--task", "digits", "--data", str(DIGITS), "--use_cpu"]
+    runs.main(speech.RECIPE, [*argv, "--output_dir", str(tmp_path), "--disable_tqdm", "true", "--save_strategy", "no"])
+    assert try_read(tmp_path / "seed-1" / "record.json")["metrics"]["test/ctc_wer"] < 0.1
+
+
+# ---------------------------------------------------------------------------------------------------------- recordings
+
+
+def test_recordings_are_mono_at_the_rate_of_the_model(tmp_path):
+    file = tmp_path / "stereo.wav"
+    both = np.stack([tone("mid", 8000), tone("mid", 8000) / 3], 1)
+    soundfile.write(file, both, 8000)
+    samples = read_audio([str(file)], RATE)
+    assert samples.dtype == np.float32
+    assert len(samples) == 2 * len(both)
+    inner = slice(200, -200)
+    np.testing.assert_allclose(samples[inner], tone("mid")[inner] * 2 / 3, atol=5e-3)
+    assert len(resample(samples, round(RATE * 1.05), RATE)) == math.ceil(len(samples) / 1.05)
+
+
+def test_features_are_those_of_the_extractor():
+    extractor = Speech2TextFeatureExtractor()
+    samples = (tone("low high") + np.random.default_rng(0).normal(0, 1e-3, 9600)).astype(np.float32)
+    expected = extractor(samples, sampling_rate=RATE, return_tensors="np")["input_features"][0]
+    np.testing.assert_allclose(make_frames(extractor, samples), expected, atol=1e-4)
+
+
+BAD = {
+    "missing.wav": (None, "there is no such file"),
+    "broken.wav": (b"RIFF, and nothing else", "it cannot be read"),
+    "empty.wav": (np.zeros(0), "it is 0.000 seconds long, less than a tenth"),
+    "silent.wav": (np.zeros(RATE), "it is silent"),
+    "nan.wav": (np.full(RATE, np.nan), "it has samples that are no numbers"),
+    "long.wav": (tone("low", seconds=2.0), "it is 2.0 seconds long, --max_seconds is 1.5"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_used_is_counted_and_named(name, folder, capsys):
+    content, reason = BAD[name]
+    if isinstance(content, bytes):
+        (folder / name).write_bytes(content)
+    elif content is not None:
+        soundfile.write(folder / name, content, RATE, subtype="FLOAT")
+    write(folder, [(name, "low", "train"), *(("audio/0.wav", "low", part) for part in ("train", "dev", "test"))])
+    args, _ = arguments(folder, "--max_seconds", "1.5")
+    rows, split = read(args)
+    assert split == "given"
+    data, left_out = prepare(rows["train"], Speech2TextFeatureExtractor(), args, "train")
+    assert len(data) == left_out == 1
+    said = capsys.readouterr().err
+    assert f"folder, train part: 1 of 2 recordings are left out; the first, {name}: {reason}" in said
+    strict, _ = arguments(folder, "--max_seconds", "1.5", "--bad_audio", "error")
+    with pytest.raises(GraphFilterError, match=f"{name}: .*--bad_audio skip leaves such recordings out"):
+        prepare(rows["train"], Speech2TextFeatureExtractor(), strict, "train")
+
+
+def test_long_recordings_are_cut_where_that_is_asked_for(folder):
+    args, _ = arguments(folder, "--max_seconds", "0.2", "--too_long", "cut")
+    data, left_out = prepare(read(args)[0]["test"], Speech2TextFeatureExtractor(), args, "test")
+    assert left_out == 0
+    assert max(data["seconds"]) == pytest.approx(0.2)
+
+
+def test_an_empty_transcript_is_left_out(folder, capsys):
+    write(folder, [("audio/0.wav", text, part) for part in ("train", "dev", "test") for text in ("low", "?!")])
+    args, _ = arguments(folder, "--normalize", "words")
+    data, left_out = prepare(read(args)[0]["test"], Speech2TextFeatureExtractor(), args, "test")
+    assert len(data) == left_out == 1
+    assert "its transcript is empty" in capsys.readouterr().err
+
+
+def test_missing_parts_are_cut_by_sentence(folder):
+    write(folder, [(f"audio/{i}.wav", f"sentence {i // 2}", "train") for i in range(20)])
+    rows, split = read(arguments(folder)[0])
+    assert split == "given, validation a tenth of the training sentences, test a tenth of the training sentences"
+    texts = {part: {row["text"] for row in items} for part, items in rows.items()}
+    assert {part: len(items) for part, items in rows.items()} == {"train": 16, "validation": 2, "test": 2}
+    assert not texts["train"] & (texts["validation"] | texts["test"])
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("file,text\na.wav,low\n", "has no column split; its columns are file, text"),
+        ("file,text,split\na.wav,low,train\na.wav,low,late\n", "row 2 has the split 'late', expected train, dev"),
+        ("file,text,split\na.wav,low,test\n", "the parts are test: train is missing or has one sentence"),
+        ("file,text,split\n", "holds no rows"),
+    ],
+)
+def test_wrong_tables_are_one_clear_error(table, message, folder):
+    (folder / "metadata.csv").write_text(table)
+    with pytest.raises(GraphFilterError, match=message):
+        read(arguments(folder)[0])
+
+
+def test_librispeech_is_read_as_it_is_unpacked(tmp_path):
+    for part in ("train-clean-100", "dev-clean", "test-clean", "test-other"):
+        chapter = tmp_path / part / "19" / "198"
+        chapter.mkdir(parents=True)
+        (chapter / "19-198.trans.txt").write_text("19-198-0000 HE SAID\n19-198-0001 NO\n")
+    rows, split = read(SimpleNamespace(task="librispeech-100", data=str(tmp_path)))
+    assert split == "official"
+    assert [*rows] == ["train", "validation", "test", "test_other"]
+    assert rows["train"][0]["audio"] == [str(tmp_path / "train-clean-100/19/198/19-198-0000.flac")]
+    assert [row["text"] for row in rows["test"]] == ["HE SAID", "NO"]
+
+
+def test_digits_are_sequences_of_one_speaker(tmp_path):
+    for digit in range(3):
+        for number in range(12):
+            soundfile.write(tmp_path / f"{digit}_ann_{number}.wav", tone("low", 8000), 8000)
+    rows, _ = read(SimpleNamespace(task="digits", data=str(tmp_path)))
+    assert len(rows["train"]) == 2000
+    assert len(rows["test"]) == 200
+    assert all(2 <= len(row["audio"]) <= 5 for row in rows["test"])
+    assert set(" ".join(row["text"] for row in rows["test"]).split()) == {"zero", "one", "two"}
+    assert not {f for row in rows["train"] for f in row["audio"]} & {f for row in rows["test"] for f in row["audio"]}
+
+
+# --------------------------------------------------------------------------------------------- transcripts and batches
+
+
+def test_transcripts_come_back_from_every_vocabulary(folder):
+    text = "low mid"
+    for argv in ([], ["--train_tokenizer", "262"], ["--tokenizer", "words", "--train_tokenizer", "9"]):
+        for ctc in (False, True):
+            tokenizer = make_tokenizer(arguments(folder, *argv)[0], lambda: iter([text, text]), ctc)
+            ids = tokenizer(text, add_special_tokens=not ctc)["input_ids"]
+            options = {"group_tokens": False} if ctc else {}
+            assert tokenizer.decode(ids, skip_special_tokens=True, **options) == text
+            if ctc:  # as the network writes it
+                written = [token for one in ids for token in (one, one, tokenizer.pad_token_id)]
+                assert tokenizer.decode(written, skip_special_tokens=True) == text
+
+
+def test_unknown_characters_are_counted(folder, capsys):
+    tokenizer = make_tokenizer(arguments(folder)[0], lambda: iter(["abc"]), False)
+    rows = Dataset.from_dict({"text": ["abc", "xyz"]})
+    encoded = encode(DatasetDict(test=rows), tokenizer, False, tokenizer.bos_token_id)["test"]
+    assert encoded["labels"][1] == [tokenizer.unk_token_id] * 3 + [tokenizer.eos_token_id]
+    assert "test part: 1 of 2 transcripts have characters or words outside the vocabulary" in capsys.readouterr().err
+
+
+def test_normal_forms():
+    assert normalize(" Don't  STOP, now! ", "none") == "Don't STOP, now!"
+    assert normalize(" Don't  STOP, now! ", "lower") == "don't stop, now!"
+    assert normalize(" Don't  STOP, now! ", "words") == "don't stop now"
+
+
+def test_targets_that_do_not_fit_are_left_out(capsys):
+    rows = Dataset.from_dict({"length": [8, 8, 8], "labels": [[5, 6], [5, 5], [5, 6, 2]]})
+    kept, left_out = drop_long_targets(rows, lambda lengths: lengths // 4, special={2})
+    assert kept["labels"] == [[5, 6], [5, 6, 2]]
+    assert left_out == 1
+    assert "1 of 3 transcripts are longer than the encoder's output" in capsys.readouterr().err
+
+
+def test_batches_are_padded_and_only_training_rows_are_hidden():
+    extractor = Speech2TextFeatureExtractor(feature_size=20, num_mel_bins=20)
+    frames = [np.full((n, 20), n, np.float16) for n in (30, 50)]
+    rows = [{"audio": one.tobytes(), "labels": [3] * i, "training": False} for i, one in enumerate(frames, 1)]
+    batch = SpeechBatches(extractor)(rows)
+    assert batch["input_features"].shape == (2, 50, 20)
+    assert batch["attention_mask"].sum(1).tolist() == [30, 50]
+    assert batch["labels"].tolist() == [[3, -100], [3, 3]]
+    assert (batch["input_features"][1] == 50).all()
+    torch.manual_seed(0)
+    hidden = SpeechBatches(extractor)([{**row, "training": True} for row in rows])["input_features"][1] == 0
+    assert 0 < hidden.sum() < hidden.numel()
+    assert hidden.all(0).sum() <= 2 * 10
+    assert hidden.all(1).sum() <= 2 * 10
+
+
+def test_batches_of_waveforms_are_made_by_the_extractor():
+    wave = (tone("low") * 32767).astype(np.int16)
+    row = {"audio": wave.tobytes(), "labels": [3], "training": True}
+    batch = SpeechBatches(WhisperFeatureExtractor(chunk_length=1), time_masks=1)([row])
+    assert batch["input_features"].shape == (1, 80, 100)
+    assert "attention_mask" not in batch
+
+
+def test_greedy_ctc_and_its_loss():
+    ids = torch.tensor([[4, 4, 1, 4, 5, 5], [6, 1, 6, 6, 7, 7]])
+    logits = torch.nn.functional.one_hot(ids, 8).float() * 20
+    lengths = torch.tensor([6, 4])
+    written = read_ctc(logits, lengths, blank=1)
+    assert [[i for i in row if i != 1] for row in written.tolist()] == [[4, 4, 5], [6, 6]]
+    labels = torch.tensor([[4, 4, 5, 2], [6, 6, 2, -100]])
+    assert ctc_loss(logits, lengths, labels, {2}, blank=1) < 1e-3
+    too_many = torch.tensor([[4] * 6, [6, 6, 2, -100, -100, -100]])
+    assert ctc_loss(logits, lengths, too_many, {2}, blank=1).isfinite()
+
+
+def test_error_rates_are_shares_of_the_reference():
+    scores = metrics.score(("wer", "cer"), ["a b c", ""], ["a x c", "d"])
+    assert scores == {"wer": 2 / 4, "cer": 2 / 6}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--normalize", "upper"], "--normalize upper: it is one of none, lower, words"),
+        (["--ctc_weight", "2"], "--ctc_weight 2: it is from 0 to 1"),
+        (["--speeds", "0"], "--max_seconds and --speeds are above 0"),
+        (["--task", "digit"], "did you mean 'digits'"),
+    ],
+)
+def test_wrong_settings_are_one_clear_error(argv, message, folder):
+    with pytest.raises(GraphFilterError, match=message):
+        arguments(folder, *argv)
