@@ -37,6 +37,7 @@ from recipes import (
     records,
     runs,
     sequences,
+    speech,
     source_code,
     summary,
     training,
@@ -51,7 +52,7 @@ from recipes.settings import CONFIGS, Settings
 
 ROOT = Path(__file__).parents[1]
 
-SCRIPTS = (glue, language_modeling, source_code, sequences, imagenet, graphs)
+SCRIPTS = (glue, language_modeling, source_code, sequences, imagenet, graphs, speech)
 RECIPES = {recipe.RECIPE.name: recipe.RECIPE for recipe in SCRIPTS}
 DATA = ROOT.parent / "shared" / "data"
 ENCODER = ["--model", "roberta", "--from_scratch", "num_hidden_layers=2", "hidden_size=32", "num_attention_heads=2"]
@@ -150,6 +151,11 @@ def test_every_configuration_is_valid_for_all_its_tasks(file, tmp_path):
         ("language_modeling", "language_modeling/gpt2", "wikitext-103", {"num_train_epochs": 4, "stride": 512}),
         ("code", "code/codet5-small.yaml", "defect", {"num_train_epochs": 10, "early_stopping_patience": 2}),
         ("code", "code/plbart.yaml", "clone", {"num_train_epochs": 1, "per_device_train_batch_size": 16}),
+        (
+            *("speech", "speech/transformer.yaml", "librispeech-100"),
+            {"num_train_epochs": 100, "per_device_train_batch_size": 32, "learning_rate": 8e-4, "weight_decay": 0.01}
+            | {"ctc_weight": 0.3, "label_smoothing_factor": 0.1, "seeds": [74443], "filter_options": ["K=2"]},
+        ),
     ],
 )
 def test_the_settings_of_the_papers(recipe, config, task, expected):
