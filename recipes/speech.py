@@ -36,18 +36,11 @@ from recipes.errors import is_main_process
 from recipes.models import model_config
 from recipes.settings import Recipe
 from recipes.speech_data import TASKS, read
-from recipes.speech_inputs import (
-    NORMALIZE,
-    SpeechBatches,
-    drop_long_targets,
-    encode,
-    load_extractor,
-    make_tokenizer,
-    prepare,
-)
-from recipes.speech_inputs import normalize as normal_form
+from recipes.speech_inputs import SpeechBatches, load_extractor, prepare
 from recipes.speech_models import HEAD, build, ctc_loss, ctc_weight, input_lengths, is_ctc, output_lengths, read_ctc
 from recipes.training import fit
+from recipes.transcripts import NORMALIZE, drop_long_targets, encode, make_tokenizer
+from recipes.transcripts import normalize as normal_form
 
 MEASURES = ("wer", "cer")
 

@@ -37,8 +37,8 @@ from recipes import (
     records,
     runs,
     sequences,
-    speech,
     source_code,
+    speech,
     summary,
     training,
 )

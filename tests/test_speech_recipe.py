@@ -17,16 +17,9 @@ from recipes.models import load_model
 from recipes.records import try_read
 from recipes.settings import Settings
 from recipes.speech_data import read, read_audio, resample
-from recipes.speech_inputs import (
-    SpeechBatches,
-    drop_long_targets,
-    encode,
-    make_frames,
-    make_tokenizer,
-    normalize,
-    prepare,
-)
+from recipes.speech_inputs import SpeechBatches, make_frames, prepare
 from recipes.speech_models import ctc_loss, read_ctc
+from recipes.transcripts import drop_long_targets, encode, make_tokenizer, normalize
 
 soundfile = pytest.importorskip("soundfile")
 pytest.importorskip("jiwer")
