@@ -140,9 +140,16 @@ def _read_by_decoder(model: nn.Module, inputs: Batch, labels: Any) -> Batch:
     has_inputs = any(name.startswith("decoder_input") for name in inputs)
     if has_inputs or not isinstance(labels, Tensor) or not getattr(config, "is_encoder_decoder", False):
         return {}
-    shifted: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if shifted is None:
-        raise GraphFilterError(f"the batches of {type(model).__name__} need decoder_input_ids beside input_ids")
+    shift: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    start = getattr(config, "decoder_start_token_id", None)
+    if shift is None and start is None:
+        name = model.main_input_name
+        raise GraphFilterError(f"the batches of {type(model).__name__} need decoder_input_ids beside {name}")
     labels = labels.to(device_of(model))
-    made = {"decoder_input_ids": shifted(labels=labels), "decoder_attention_mask": (labels != -100).long()}
+    if shift is not None:
+        tokens = shift(labels=labels)
+    else:  # Whisper and other models of speech, which shift labels in a function of their file
+        tokens = torch.cat([labels.new_full((len(labels), 1), start), labels[:, :-1]], 1)
+        tokens = tokens.masked_fill(tokens == -100, config.pad_token_id)  # type: ignore[union-attr]
+    made = {"decoder_input_ids": tokens, "decoder_attention_mask": (labels != -100).long()}
     return {name: x for name, x in made.items() if name in inspect.signature(model.forward).parameters} | inputs
