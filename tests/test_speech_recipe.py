@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from transformers import Speech2TextFeatureExtractor, WhisperFeatureExtractor, pipeline
+from transformers import (
+    Speech2TextFeatureExtractor,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+    pipeline,
+)
+from transformers.models.whisper.modeling_whisper import shift_tokens_right
 
-from hf_graphfilter import GraphFilterError, filter_status
+from hf_graphfilter import GraphFilterError, filter_status, linearize
+from hf_graphfilter.fitting.batches import inputs_of
 from recipes import metrics, runs, speech
 from recipes.models import load_model
 from recipes.records import try_read
@@ -330,3 +338,25 @@ def test_error_rates_are_shares_of_the_reference():
 def test_wrong_settings_are_one_clear_error(argv, message, folder):
     with pytest.raises(GraphFilterError, match=message):
         arguments(folder, *argv)
+
+
+SIZES_OF_STACKS = {"attention_heads": 2, "ffn_dim": 16}
+
+
+def test_the_encoder_of_whisper_becomes_linear_by_the_batches_of_the_recipe():
+    sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "max_source_positions": 50, "vocab_size": 40}
+    sizes |= {f"{stack}_{name}": n for stack in ("encoder", "decoder") for name, n in SIZES_OF_STACKS.items()}
+    ids = {"pad_token_id": 1, "decoder_start_token_id": 2, "eos_token_id": 2, "bos_token_id": 2}
+    config = WhisperConfig(**sizes, **ids, suppress_tokens=None, begin_suppress_tokens=None)
+    torch.manual_seed(0)
+    model = WhisperForConditionalGeneration(config)
+    draw = np.random.default_rng(0)
+    rows = [{"audio": draw.integers(-9999, 9999, RATE, np.int16).tobytes(), "training": False} for _ in range(6)]
+    collate = SpeechBatches(WhisperFeatureExtractor(chunk_length=1))
+    batches = [collate([{**row, "labels": [5] * (2 + i)} for i, row in enumerate(rows)]) for _ in range(3)]
+    given = inputs_of(model, batches[0], labels=False)
+    expected = shift_tokens_right(batches[0]["labels"], 1, 2)
+    assert given["decoder_input_ids"].tolist() == expected.tolist()
+    report = linearize(model, batches, window=8, budget=2000, holdout=1, stack="encoder", progress=False)
+    assert report.error < 1
+    assert [row.module for row in filter_status(model)] == [f"model.encoder.layers.{i}.self_attn" for i in range(2)]
