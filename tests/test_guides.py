@@ -17,7 +17,15 @@ from types import ModuleType
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+)
 
 ROOT = Path(__file__).parents[1]
 NEEDS = {
@@ -38,10 +46,12 @@ NEEDS = {
     "analysis": ["matplotlib"],
     "vision": ["timm"],
     "graphs": ["rdkit"],
+    "speech": [],
     "any-model": [],
     "settings": [],
     "troubleshooting": [],
 }
+SPEECH = {"layers": 4, "attention_heads": 6, "ffn_dim": 24}
 CHEAPER = {"budget": 2000, "max_steps": 4}
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?")
@@ -92,6 +102,18 @@ def folder(tmp_path, monkeypatch):
     shape |= {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 36}
     decoder = LlamaForCausalLM(LlamaConfig(**shape, **ids, num_hidden_layers=30, max_position_embeddings=64))
     stand_in("HuggingFaceTB/SmolLM2-135M", decoder, tokenizer)
+    stacks = {f"{stack}_{key}": value for stack in ("encoder", "decoder") for key, value in SPEECH.items()}
+    ids = {"bos_token_id": 2, "pad_token_id": 2, "eos_token_id": 2, "decoder_start_token_id": 1}
+    speech = WhisperConfig(
+        d_model=24,
+        vocab_size=300,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+        max_source_positions=300,
+        **ids,
+        **stacks,
+    )
+    stand_in("openai/whisper-tiny.en", WhisperForConditionalGeneration(speech), WhisperFeatureExtractor(chunk_length=6))
     return tmp_path
 
 
