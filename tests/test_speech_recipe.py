@@ -20,7 +20,7 @@ from transformers.models.whisper.modeling_whisper import shift_tokens_right
 
 from hf_graphfilter import GraphFilterError, filter_status, linearize
 from hf_graphfilter.fitting.batches import inputs_of
-from recipes import metrics, runs, speech
+from recipes import metrics, runs, speech, training
 from recipes.models import load_model
 from recipes.records import try_read
 from recipes.settings import Settings
@@ -122,6 +122,26 @@ def test_a_run_trains_and_its_checkpoint_transcribes(model, names, folder, tmp_p
         return
     transcribe = pipeline("automatic-speech-recognition", str(saved), device="cpu")
     assert isinstance(transcribe(tone("low mid").astype(np.float32))["text"], str)
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_goes_on_with_its_ctc_head(folder, tmp_path, monkeypatch, transformers_warnings):
+    options = ["--max_steps", "4", "--save_strategy", "steps", "--save_steps", "2"]
+    whole = train(tmp_path / "whole", folder, SEQ2SEQ, *options)
+
+    class Stop(training.CoefficientCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 3:
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "CoefficientCallback", Stop)
+        with pytest.raises(SystemExit):
+            train(tmp_path / "broken", folder, SEQ2SEQ, *options)
+    assert (tmp_path / "broken" / "run" / "seed-1" / "checkpoint-2").is_dir()
+    broken = train(tmp_path / "broken", folder, SEQ2SEQ, *options)
+    assert broken["metrics"] == pytest.approx(whole["metrics"], abs=1e-6)
+    transformers_warnings.clear()  # of times on this file system, when an old checkpoint is deleted
 
 
 @pytest.mark.slow
