@@ -56,6 +56,7 @@ class Family:
 
     ``whole_windows``: the ``layers`` whose windows are not shifted, as a filter without scores needs them.
     ``causal``: where the names of modules begin whose mask is causal, which they do not declare.
+    ``backends``: the attention implementations that it has; the first stands for those that it does not have.
     """
 
     model_class: type
@@ -64,6 +65,7 @@ class Family:
     patched: int  # self-attention modules
     whole_windows: str | None = None
     causal: str = "none"
+    backends: tuple[str, ...] = ("sdpa", "eager")
 
     def patch(self, model, entry):
         """With a filter of filters.py."""
@@ -78,7 +80,8 @@ class Family:
             layers = lambda index, name: index % step == 0 and name in names  # noqa: E731
         return patch_model(model, entry.config, layers=layers)
 
-    def build(self, implementation="sdpa", **overrides) -> nn.Module:
+    def build(self, implementation=None, **overrides) -> nn.Module:
+        implementation = implementation if implementation in self.backends else self.backends[0]
         config = type(self.config)(**{**self.config.to_dict(), **overrides})
         config._attn_implementation = implementation
         model = self.model_class(config).eval()
@@ -104,6 +107,8 @@ class Family:
             return {"input_values": torch.randn(batch, 400, generator=g)}
         if self.model_class is t.WhisperModel:
             return {"input_features": torch.randn(batch, 8, 40, generator=g), "decoder_input_ids": ids}
+        if self.model_class is t.Speech2TextModel:
+            return {"input_features": torch.randn(batch, 48, 8, generator=g), "decoder_input_ids": ids}
         if self.kind == "composite":
             return {"input_ids": ids, "pixel_values": torch.randn(batch, 3, 16, 16, generator=g)}
         mask = torch.ones_like(ids)
@@ -196,6 +201,19 @@ FAMILIES = {
         t.WhisperConfig(**ENCODER_DECODER, num_mel_bins=8, max_source_positions=20, max_target_positions=32),
         "encoder-decoder",
         5,
+    ),
+    "speech_to_text": Family(
+        t.Speech2TextModel,
+        t.Speech2TextConfig(
+            **ENCODER_DECODER,
+            input_feat_per_channel=8,
+            conv_channels=16,
+            max_source_positions=40,
+            max_target_positions=32,
+        ),
+        "encoder-decoder",
+        5,
+        backends=("eager",),
     ),
     "clip": Family(
         t.CLIPModel,
