@@ -196,12 +196,6 @@ FAMILIES = {
         4,
         whole_windows="even",
     ),
-    "whisper": Family(
-        t.WhisperModel,
-        t.WhisperConfig(**ENCODER_DECODER, num_mel_bins=8, max_source_positions=20, max_target_positions=32),
-        "encoder-decoder",
-        5,
-    ),
     "speech_to_text": Family(
         t.Speech2TextModel,
         t.Speech2TextConfig(
@@ -214,6 +208,12 @@ FAMILIES = {
         "encoder-decoder",
         5,
         backends=("eager",),
+    ),
+    "whisper": Family(
+        t.WhisperModel,
+        t.WhisperConfig(**ENCODER_DECODER, num_mel_bins=8, max_source_positions=20, max_target_positions=32),
+        "encoder-decoder",
+        5,
     ),
     "clip": Family(
         t.CLIPModel,
