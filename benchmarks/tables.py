@@ -30,7 +30,9 @@ from pages.speed import (
     machines_tables,
     menu_steps,
     overhead_table,
+    speech_tables,
     vision_table,
+    whisper_table,
 )
 from pages.trained import listops_table, recipe_tables
 from pages.transfers import agf_transfer, singular_transfer
@@ -103,6 +105,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "series": partial(recipe_tables, "sequences-JapaneseVowels", "sequences-BasicMotions", "sequences-Handwriting"),
     },
     "docs/graphs.md": {"zinc": partial(recipe_tables, "graphs-"), "graph-steps": graph_tables},
+    "docs/speech.md": {"steps": speech_tables, "whisper": whisper_table},
     "docs/vision.md": {"throughput": vision_table},
     "docs/recipes_results.md": {
         name: partial(recipe_tables, name) for name in ("glue", "language_modeling", "code", "imagenet")

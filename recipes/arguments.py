@@ -152,6 +152,7 @@ class SpeechArguments(FilterArguments):
     ctc_weight: float | None = HfArg(
         default=None, help="Of CTC in the loss of an encoder-decoder; 0.3 from scratch and 0 otherwise if not given."
     )
+    ctc_decode_weight: float = HfArg(default=0.0, help="Of CTC in the search of an encoder-decoder with a CTC head.")
     max_seconds: float = HfArg(default=30.0, help="Longest recording.")
     too_long: str = HfArg(default="skip", help="skip (and count) longer recordings, or cut them.")
     bad_audio: str = HfArg(default="skip", help="skip (and count) what cannot be used, or error.")

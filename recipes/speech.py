@@ -26,13 +26,14 @@ from datasets import DatasetDict
 from safetensors.torch import save_file
 from torch.nn import functional
 from torch.utils.data import SequentialSampler
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+from transformers import LogitsProcessorList, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from hf_graphfilter import GraphFilterError
 from recipes import metrics, runs
 from recipes.arguments import SpeechArguments
 from recipes.data import cut
 from recipes.errors import is_main_process
+from recipes.joint_search import JointSearch
 from recipes.models import model_config
 from recipes.settings import Recipe
 from recipes.speech_data import TASKS, read
@@ -124,7 +125,9 @@ class SpeechTrainer(Seq2SeqTrainer):
             lengths = output_lengths(plain, input_lengths(inputs))
             blank = plain.config.pad_token_id
             loss = weight * ctc_loss(logits, lengths, labels, self.special, blank)
-            outputs["ctc"] = read_ctc(logits.detach(), lengths, blank) if return_outputs else None
+            if return_outputs:
+                outputs["ctc"] = read_ctc(logits.detach(), lengths, blank)
+                outputs["search"] = (logits.detach(), lengths, blank)
         if not self.ctc:
             flat, smoothing = outputs.logits.flatten(0, 1), self.args.label_smoothing_factor
             written = functional.cross_entropy(flat.float(), labels.flatten(), label_smoothing=smoothing)
@@ -137,17 +140,19 @@ class SpeechTrainer(Seq2SeqTrainer):
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-        written = () if self.ctc else (self.write(inputs),)
+        written = () if self.ctc else (self.write(inputs, outputs.get("search")),)
         if outputs.get("ctc") is not None:
             written += (outputs["ctc"],)
         return loss.detach(), written, inputs["labels"]
 
-    def write(self, inputs):
-        """Return the tokens that the decoder writes."""
-        beams = self.args.generation_num_beams
+    def write(self, inputs, search):
+        """Return the tokens that the decoder writes, with CTC where it has a weight in the search."""
+        plain, beams, weight = self.accelerator.unwrap_model(self.model), self.args.generation_num_beams, 0.0
         options = {"max_length": self.args.generation_max_length, **({"num_beams": beams} if beams else {})}
-        inputs = {k: v for k, v in inputs.items() if k != "labels"}
-        return self.accelerator.unwrap_model(self.model).generate(**inputs, **options)
+        if search is not None and (weight := self.speech.ctc_decode_weight):
+            joint = JointSearch(*search, end=plain.config.eos_token_id, weight=weight)
+            options["logits_processor"] = LogitsProcessorList([joint])
+        return plain.generate(**{k: v for k, v in inputs.items() if k != "labels"}, **options)
 
     def evaluate(self, eval_dataset=None, **options):
         """Return the metrics of a part, whose transcripts are those that were read."""
@@ -177,8 +182,9 @@ def check(args, training):
     for name, choices in (("normalize", NORMALIZE), ("too_long", ("skip", "cut")), ("bad_audio", ("skip", "error"))):
         if getattr(args, name) not in choices:
             raise GraphFilterError(f"--{name} {getattr(args, name)}: it is one of {', '.join(choices)}")
-    if args.ctc_weight is not None and not 0 <= args.ctc_weight <= 1:
-        raise GraphFilterError(f"--ctc_weight {args.ctc_weight:g}: it is from 0 to 1")
+    for name in ("ctc_weight", "ctc_decode_weight"):
+        if not 0 <= (weight := getattr(args, name) or 0) <= 1:
+            raise GraphFilterError(f"--{name} {weight:g}: it is from 0 to 1")
     if not args.max_seconds > 0 or not all(speed > 0 for speed in args.speeds):
         raise GraphFilterError("--max_seconds and --speeds are above 0")
 

@@ -1,6 +1,7 @@
 """The recipe of speech: recordings, transcripts, batches, losses and whole runs. Made-up tones, no network."""
 
 import csv
+import itertools
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from transformers.models.whisper.modeling_whisper import shift_tokens_right
 from hf_graphfilter import GraphFilterError, filter_status, linearize
 from hf_graphfilter.fitting.batches import inputs_of
 from recipes import metrics, runs, speech, training
+from recipes.joint_search import JointSearch
 from recipes.models import load_model
 from recipes.records import try_read
 from recipes.settings import Settings
@@ -109,7 +111,8 @@ def train(tmp_path, folder, model, *argv):
     ],
 )
 def test_a_run_trains_and_its_checkpoint_transcribes(model, names, folder, tmp_path, transformers_warnings):
-    record = train(tmp_path, folder, model, "--speeds", "0.9", "1")
+    search = ["--ctc_decode_weight", "0.4", "--generation_num_beams", "2"]
+    record = train(tmp_path, folder, model, "--speeds", "0.9", "1", *search)
     assert {f"test/{name}" for name in names} <= set(record["metrics"])
     assert all(math.isfinite(value) for value in record["metrics"].values())
     assert record["rows"] == {"train": 24, "validation": 4, "test": 4}
@@ -380,3 +383,34 @@ def test_the_encoder_of_whisper_becomes_linear_by_the_batches_of_the_recipe():
     report = linearize(model, batches, window=8, budget=2000, holdout=1, stack="encoder", progress=False)
     assert report.error < 1
     assert [row.module for row in filter_status(model)] == [f"model.encoder.layers.{i}.self_attn" for i in range(2)]
+
+
+def test_joint_search_scores_a_beginning_by_all_alignments():
+    """The CTC part, against sums over all paths of four positions and four tokens: blank, end, and two others."""
+    torch.manual_seed(0)
+    blank, end, start = 0, 1, 1
+    logits = torch.randn(2, 4, 4) * 2
+    logits[..., end] = -30.0  # which CTC does not learn
+    lengths, says = torch.tensor([4, 3]), logits.log_softmax(-1)
+
+    def probability(row, text, whole):
+        total = 0.0
+        for path in itertools.product((0, 2, 3), repeat=int(lengths[row])):
+            read = tuple(token for token, _ in itertools.groupby(path) if token != blank)
+            if read == text if whole else read[: len(text)] == text:
+                total += math.exp(sum(says[row, t, token].item() for t, token in enumerate(path)))
+        return total
+
+    search = JointSearch(logits, lengths, blank, end, weight=1.0)
+    scores = torch.zeros(2, 4)
+    for text in ((), (2,), (2, 2), (2, 2, 3)):
+        ids = torch.tensor([[start, *text]] * 2)
+        joint = search(ids, scores)
+        for row in range(2):
+            begun = probability(row, text, whole=False)
+            if text and begun == 0:
+                continue
+            assert joint[row, end].exp().item() == pytest.approx(probability(row, text, True) / begun, abs=1e-5)
+            for token in (2, 3):
+                expected = probability(row, (*text, token), whole=False) / begun
+                assert joint[row, token].exp().item() == pytest.approx(expected, abs=1e-5)

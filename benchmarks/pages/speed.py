@@ -165,18 +165,46 @@ def menu_steps() -> str:
     return f"{where(steps)}\n\n{markdown_table(['filter', *shapes], body)}"
 
 
+def steps_table(head: str, rows: list[dict[str, str]], column: str, unit: str = "") -> str:
+    """Return a row for each form: its time in every case of ``column``, and that over the baseline's."""
+    cases = pivot(rows, column)
+    body = []
+    for name in dict.fromkeys(row["form"] for row in rows):
+        cells = (forms[name] for forms in cases.values())
+        body.append([name, *(f"{float(c['median_ms']):,.0f} ms, **{over_plain(c):.2f}**" for c in cells)])
+    return markdown_table([head, *(f"{case}{unit}" for (case,) in cases)], body)
+
+
+def speech_tables() -> str:
+    """Write the steps of Speech2Text and the encoder of Whisper by filter."""
+    steps, encoder = read("speech-cpu-steps"), read("speech-cpu-encoder")
+    if not steps:
+        return "Not measured yet."
+    tables = [steps_table("training step", steps, "n", " seconds"), steps_table("encoder", encoder, "case")]
+    return "\n\n".join([where(steps), *tables])
+
+
+def whisper_table() -> str:
+    """Write a row for each window and budget: word errors and encoder time, original and linear."""
+    rows = read("speech-cpu-linear")
+    if not rows:
+        return "Not measured yet."
+    head = ["window", "tokens fitted on", "time to fit", "WER", "linear: WER", "encoder, CPU time", "linear: CPU time"]
+    body = []
+    for row in sorted(rows, key=lambda r: (int(r["window"]), int(r["budget"]))):
+        errors = (f"{float(row[f'wer_{name}']):.1%}" for name in ("original", "linear"))
+        times = (f"{float(row[f'encoder_{name}']):.2f} s" for name in ("original", "linear"))
+        fit = f"{int(row['fit_seconds']) / 60:.0f} min"
+        body.append([row["window"], f"{int(row['budget']):,}", fit, *errors, *times])
+    return f"{where(rows)} {rows[0]['model']}, {rows[0]['minutes']} minutes of digits.\n\n{markdown_table(head, body)}"
+
+
 def graph_tables() -> str:
     """Write the steps of Graphormer by filter, and the share of the data in one."""
     steps, data = read("graphs-cpu-steps"), read("graphs-cpu-data")
     if not steps:
         return "Not measured yet."
-    cases = pivot(steps, "n")
-    names = dict.fromkeys(row["form"] for row in steps)
-    body = []
-    for name in names:
-        cells = (forms[name] for forms in cases.values())
-        body.append([name, *(f"{float(c['median_ms']):,.0f} ms, **{over_plain(c):.2f}**" for c in cells)])
-    parts = [where(steps), markdown_table(["step", *(f"{n} graphs" for (n,) in cases)], body)]
+    parts = [where(steps), steps_table("step", steps, "n", " graphs")]
     body = [[row["form"], f"{float(row['median_ms']):,.0f} ms", f"**{over_plain(row):.3f}**"] for row in data[1:]]
     parts += [markdown_table(["data", "time", "over a plain step of 256 graphs"], body)]
     return "\n\n".join(parts)

@@ -1,0 +1,77 @@
+"""What filters cost in models of speech: ``python benchmarks/speech_steps.py``.
+
+steps: forward, backward and AdamW of Speech2Text in the sizes of recipes/configs/speech/small.yaml, with the CTC head
+left out, on batches of three and nine seconds.
+encoder: a forward pass of the encoder of Whisper tiny and base with random weights, 30 seconds, one recording.
+
+All forms are timed in turn within a round, ratios are taken within a round, and medians over the rounds are reported;
+every section writes benchmarks/results/speech-DEVICE-SECTION.csv.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from measure import Benchmark, Call, main
+from shapes import training_step
+from transformers import Speech2TextConfig, Speech2TextForConditionalGeneration, WhisperConfig
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+from hf_graphfilter import patch_model
+
+SMALL = Path(__file__).parents[1] / "recipes" / "configs" / "speech" / "small.yaml"
+FILTERS: dict[str, dict[str, Any]] = {"gfsa": {"K": 2}, "far_field": {}}
+SECONDS = (3, 9)
+ROWS = 16
+WHISPER = {"Whisper tiny": (384, 4, 6), "Whisper base": (512, 6, 8)}  # width, layers, heads
+
+
+def step(device: str, form: str, seconds: int, layers: int | None) -> Call:
+    """Return a training step of the small configuration."""
+    torch.manual_seed(0)
+    sizes = yaml.safe_load(SMALL.read_text())["from_scratch"]
+    config = Speech2TextConfig(vocab_size=40, **(sizes | ({"encoder_layers": layers} if layers else {})))
+    model = Speech2TextForConditionalGeneration(config)
+    if form in FILTERS:
+        patch_model(model, form, **FILTERS[form])
+    features, labels = torch.randn(ROWS, seconds * 100, 80), torch.randint(5, 40, (ROWS, seconds * 12))
+    batch = {"input_features": features.to(device), "labels": labels.to(device)}
+    return training_step(model.to(device).train(), batch)
+
+
+def encode(device: str, form: str, sizes: tuple[int, int, int]) -> Call:
+    """Return a forward pass of an encoder of Whisper."""
+    torch.manual_seed(0)
+    width, layers, heads = sizes
+    config = WhisperConfig(
+        d_model=width, encoder_layers=layers, encoder_attention_heads=heads, encoder_ffn_dim=4 * width
+    )
+    config._attn_implementation = "sdpa"
+    model = WhisperEncoder(config).to(device).eval()
+    if form in FILTERS:
+        patch_model(model, form, **FILTERS[form])
+    features = torch.randn(1, 80, 3000, device=device)
+    return lambda: model(features)
+
+
+def time_steps(benchmark: Benchmark) -> Iterator[list[dict]]:
+    for seconds in benchmark.lengths:
+        layers = 1 if benchmark.smoke else None
+        calls = {form: step(benchmark.device, form, seconds, layers) for form in ("plain", "gfsa")}
+        yield benchmark.time(calls, "Speech2Text", seconds, False, seconds=6)
+
+
+def time_encoder(benchmark: Benchmark) -> Iterator[list[dict]]:
+    for name, sizes in WHISPER.items():
+        shape = (32, 1, 2) if benchmark.smoke else sizes
+        calls = {form: encode(benchmark.device, form, shape) for form in ("plain", *FILTERS)}
+        with torch.no_grad():
+            yield benchmark.time(calls, name, 1500, False, "forward", seconds=6)
+
+
+if __name__ == "__main__":
+    main("speech", __doc__, {"steps": time_steps, "encoder": time_encoder}, SECONDS)

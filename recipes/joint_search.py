@@ -1,0 +1,81 @@
+"""Joint search: what a decoder writes next, weighed with what CTC says of the same beginning of a text."""
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+NEVER = -1e10  # in place of minus infinity, whose differences are no numbers
+
+
+class JointSearch(LogitsProcessor):
+    """Adds the CTC score of a beginning to that of the decoder, for greedy search and beams of ``generate``.
+
+    The score of a beginning is the log-probability that the text of CTC begins so; that of a whole text, with its end,
+    the one that CTC says this and no more. Sums over alignments are kept for every beginning in the beams.
+
+    Args:
+        logits: of the CTC head, (batch, time, tokens).
+        lengths: positions that count, (batch).
+        blank, end: the token of the blank, and of the end of a text.
+        weight: of CTC; the decoder has the rest.
+        candidates: tokens, the likeliest of the decoder, that are considered for each beginning.
+
+    Source: Watanabe et al., Hybrid CTC/Attention Architecture for End-to-End Speech Recognition (2017), section IV-C.
+    """
+
+    def __init__(self, logits: Tensor, lengths: Tensor, blank: int, end: int, weight: float, candidates: int = 40):
+        beyond = torch.arange(logits.shape[1], device=logits.device) >= lengths[:, None]
+        scores = logits.float().log_softmax(-1).masked_fill(beyond[..., None], NEVER)
+        scores[..., blank] = scores[..., blank].masked_fill(beyond, 0.0)
+        self.scores, self.blank, self.end, self.weight, self.candidates = scores, blank, end, weight, candidates
+        self.known: dict[tuple[int, ...], int] = {}  # (recording, *beginning) to a row of ``last``
+        self.last: tuple[Tensor, Tensor, Tensor] | None = None  # ending in a token, in a blank; score of the beginning
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the joint scores; of tokens that are no candidates they are impossible."""
+        beams = len(input_ids) // len(self.scores)
+        of = torch.arange(len(input_ids), device=input_ids.device) // beams
+        says = self.scores[of]
+        token, blank, begun = self._advance(input_ids, of, says)
+        written = scores.log_softmax(-1)
+        count = min(self.candidates, written.shape[1])
+        chosen = written.topk(count).indices
+        last = input_ids[:, -1:] if input_ids.shape[1] > 1 else torch.full_like(input_ids, -1)
+        either = torch.logaddexp(token, blank)
+        before = torch.where((chosen == last)[:, None], blank[..., None], either[..., None])
+        say = says.gather(2, chosen[:, None].expand(-1, says.shape[1], -1))
+        ends = (before[:, :-1] + say[:, 1:]).logsumexp(1)
+        if input_ids.shape[1] == 1:
+            ends = torch.logaddexp(ends, say[:, 0])
+        ends = torch.where(chosen == self.end, either[:, -1:], ends)
+        joint = (1 - self.weight) * written.gather(1, chosen) + self.weight * (ends - begun[:, None])
+        return torch.full_like(scores, NEVER).scatter(1, chosen, joint.to(scores.dtype))
+
+    def _advance(self, input_ids: Tensor, of: Tensor, says: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sums over alignments of each beginning, from those of the beginning without its last token."""
+        beginnings = [(n, *row[1:]) for n, row in zip(of.tolist(), input_ids.tolist(), strict=True)]
+        silence = says[..., self.blank]
+        if input_ids.shape[1] == 1:
+            blank = silence.cumsum(1)
+            state = (torch.full_like(blank, NEVER), blank, blank.new_zeros(len(blank)))
+        else:
+            assert self.last is not None
+            parents = torch.tensor([self.known[beginning[:-1]] for beginning in beginnings], device=of.device)
+            token, blank, _ = (part[parents] for part in self.last)
+            last = input_ids[:, -1]
+            say = says.gather(2, last[:, None, None].expand(-1, says.shape[1], 1)).squeeze(2)
+            either = torch.logaddexp(token, blank)
+            if input_ids.shape[1] == 2:
+                entry, first = either, say[:, 0]
+            else:
+                entry = torch.where((last == input_ids[:, -2])[:, None], blank, either)
+                first = torch.full_like(say[:, 0], NEVER)
+            tokens, blanks = [first], [torch.full_like(first, NEVER)]
+            for t in range(1, says.shape[1]):
+                blanks.append(torch.logaddexp(blanks[-1], tokens[-1]) + silence[:, t])
+                tokens.append(torch.logaddexp(tokens[-1], entry[:, t - 1]) + say[:, t])
+            begun = torch.logaddexp((entry[:, :-1] + say[:, 1:]).logsumexp(1), first)
+            state = (torch.stack(tokens, 1), torch.stack(blanks, 1), begun)
+        self.known = {beginning: row for row, beginning in enumerate(beginnings)}
+        self.last = state
+        return state
