@@ -33,6 +33,7 @@ from recipes.speech_data import DIGITS
 from recipes.speech_inputs import SpeechBatches, prepare
 from recipes.transcripts import encode, normalize
 
+LONGEST = 45  # tokens; at the end of a recording Whisper may repeat a word for ever, which this cuts short
 FILE = RESULTS / "speech-cpu-linear.csv"
 PARTS = {"train": (100, range(10, 50)), "test": (40, range(10))}
 SETTINGS = {"normalize": "words", "speeds": [1.0], "max_seconds": 30.0, "too_long": "skip", "bad_audio": "skip"}
@@ -65,7 +66,7 @@ def transcribe(model: Any, tokenizer: Any, collate: SpeechBatches, rows: Any) ->
     texts: list[str] = []
     for begin in range(0, len(rows), 4):
         batch = collate([rows[i] for i in range(begin, min(begin + 4, len(rows)))])
-        written = model.generate(input_features=batch["input_features"], max_length=200)
+        written = model.generate(input_features=batch["input_features"], max_length=LONGEST)
         texts += map(in_words, tokenizer.batch_decode(written, skip_special_tokens=True))
     return texts
 

@@ -26,7 +26,7 @@ from datasets import DatasetDict
 from safetensors.torch import save_file
 from torch.nn import functional
 from torch.utils.data import SequentialSampler
-from transformers import LogitsProcessorList, Seq2SeqTrainer, Seq2SeqTrainingArguments
+from transformers import LogitsProcessorList, Seq2SeqTrainer, Seq2SeqTrainingArguments, WhisperTokenizer
 
 from hf_graphfilter import GraphFilterError
 from recipes import metrics, runs
@@ -58,8 +58,9 @@ def run(args, training):
     data = DatasetDict({k: v if k == "train" else v.select(np.argsort(v["length"])) for k, v in data.items()})
     tokenizer = make_tokenizer(args, lambda: iter(data["train"]["text"]), ctc)
     if args.language:
-        if not hasattr(tokenizer, "set_prefix_tokens"):
+        if config.model_type != "whisper" or args.from_scratch:
             raise GraphFilterError(f"--language {args.language}: {args.model} does not take a language")
+        tokenizer = WhisperTokenizer.from_pretrained(args.tokenizer or args.model)
         tokenizer.set_prefix_tokens(language=args.language, task="transcribe")
     trained = bool(args.from_scratch or args.train_tokenizer or args.tokenizer == "characters")
     model = build(args, training, config, tokenizer, trained)
