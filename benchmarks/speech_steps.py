@@ -62,7 +62,7 @@ def time_steps(benchmark: Benchmark) -> Iterator[list[dict]]:
     for seconds in benchmark.lengths:
         layers = 1 if benchmark.smoke else None
         calls = {form: step(benchmark.device, form, seconds, layers) for form in ("plain", "gfsa")}
-        yield benchmark.time(calls, "Speech2Text", seconds, False, seconds=6)
+        yield benchmark.time(calls, "Speech2Text", seconds, False, seconds=4)
 
 
 def time_encoder(benchmark: Benchmark) -> Iterator[list[dict]]:
