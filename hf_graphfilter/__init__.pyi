@@ -9,6 +9,8 @@ from .filters.agf import AGFConfig as AGFConfig
 from .filters.singularformer import SingularformerConfig as SingularformerConfig
 from .filters.far_field import FarFieldConfig as FarFieldConfig
 from .filters.hedgehog import HedgehogConfig as HedgehogConfig
+from .filters.linear_transformer import LinearTransformerConfig as LinearTransformerConfig
+from .filters.performer import PerformerConfig as PerformerConfig
 from .filters.kernelution import KernelutionConfig as KernelutionConfig
 from .filters.synvolution import SynvolutionConfig as SynvolutionConfig
 from .filters.polynomial import PolynomialConfig as PolynomialConfig

@@ -20,6 +20,8 @@ from hf_graphfilter import (
     GraphFilter,
     HedgehogConfig,
     KernelutionConfig,
+    LinearTransformerConfig,
+    PerformerConfig,
     ReplacingConfig,
     SingularformerConfig,
     register_filter,
@@ -161,6 +163,15 @@ FILTERS["hedgehog"] = Entry(
     oracle.hedgehog_matrix,
     quick=False,
     common="none",
+)
+FILTERS["linear_transformer"] = Entry(
+    LinearTransformerConfig(position_bias="drop"), oracle.linear_transformer_matrix, everywhere=False, common="some"
+)
+FILTERS["performer"] = Entry(
+    PerformerConfig(features=12, seed=1, position_bias="drop"),
+    oracle.performer_matrix,
+    everywhere=False,
+    common="some",
 )
 FILTERS["far_field"] = Entry(
     FarFieldConfig(window=2, sinks=1, position_bias="drop"), oracle.far_field_matrix, quick=False, common="some"

@@ -239,7 +239,25 @@ def hedgehog_matrix(A, c, config, seen):
         return torch.cat([mapped, -mapped], -1).softmax(-1)
 
     scores = features(seen.query, "map_query") @ features(seen.key, "map_key").mT * seen.allowed
-    return in_the_place_of(A, scores / scores.sum(-1, keepdim=True).clamp(min=1e-30), c, config, seen)
+    return in_the_place_of(A, row_shares(scores), c, config, seen)
+
+
+def linear_transformer_matrix(A, c, config, seen):
+    """``phi(Q) phi(K)^T`` over the visible tokens, rows scaled to sum 1, phi(x) = elu(x) + 1."""
+    q, k = (torch.nn.functional.elu(x) + 1 for x in (seen.query, seen.key))
+    return in_the_place_of(A, row_shares(q @ k.mT * seen.allowed), c, config, seen)
+
+
+def performer_matrix(A, c, config, seen):
+    """The same with phi(x) = exp(x w_i - |x|^2 / 2), in logarithms, since products can vanish."""
+    query, key = (x * seen.scaling**0.5 for x in (seen.query, seen.key))
+    q, k = (x @ seen.weights["directions"].to(x.dtype).T - x.square().sum(-1, keepdim=True) / 2 for x in (query, key))
+    scores = (q.unsqueeze(3) + k.unsqueeze(2)).logsumexp(-1).masked_fill(~seen.allowed, -1e30)
+    return in_the_place_of(A, scores.softmax(-1) * seen.allowed, c, config, seen)
+
+
+def row_shares(scores):
+    return scores / scores.sum(-1, keepdim=True).clamp(min=1e-30)
 
 
 def series_matrix(A, coefficients):
@@ -407,7 +425,7 @@ def dense_twin(plain, patched, formula):
             twin = plain.get_submodule(name)
             twin.oracle = partial(formula, c=f.coefficients(), config=f.config)
             twin.seen_first = partial(first_of, left, f)
-            twin.seen_weights = {k: p.detach() for k, p in f.named_parameters()}
+            twin.seen_weights = {k: w.detach() for k, w in f.state_dict().items()}
             twin.register_forward_pre_hook(_keep_hidden, with_kwargs=True)
     return plain
 
@@ -450,7 +468,7 @@ def scores_of(module, hidden, graph_filter):
     if hasattr(module, "q_norm"):
         query, key = module.q_norm(query), module.k_norm(key)
     scores = query @ key.mT * module.scale
-    weights = {k: p.detach() for k, p in graph_filter.named_parameters()}
+    weights = {k: w.detach() for k, w in graph_filter.state_dict().items()}
     allowed = torch.ones_like(scores, dtype=torch.bool)
     return SimpleNamespace(
         query=query,

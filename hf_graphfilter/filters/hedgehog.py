@@ -12,13 +12,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ..ops import spectral
-from ..ops.heads import HeadPart, repeat_heads
-from ..ops.polynomials import recurrence
-from ..shift.attention import AttentionShift
+from ..ops.heads import HeadPart
 from .core.build import register_filter
+from .core.feature_map import FeatureMapFilter
 from .core.head_map import HeadMap
-from .core.replacing import ReplacingConfig, ReplacingFilter
+from .core.replacing import ReplacingConfig
 from .core.site import AttentionSite
 
 CITATION = """@inproceedings{zhang2024hedgehog,
@@ -27,7 +25,6 @@ CITATION = """@inproceedings{zhang2024hedgehog,
   booktitle = {International Conference on Learning Representations},
   year      = {2024}
 }"""
-_ONE = recurrence("monomial", 0, 0.0, 0.0)
 
 
 class FeatureMap(HeadMap):
@@ -39,13 +36,8 @@ class FeatureMap(HeadMap):
         return torch.cat([mapped, -mapped], -1).log_softmax(-1)
 
 
-class Hedgehog(ReplacingFilter):
-    """Linear attention ``phi(Q) (phi(K)^T value) / (phi(Q) phi(K)^T 1)``, in O(n d^2) time without an n x n matrix.
-
-    It is the filter ``U V^T`` of the singular value domain with another normalisation. ``V`` is the softmax over tokens
-    of ``log phi(K)``. ``U`` is the softmax over features of ``log phi(Q)`` plus the logarithm of the mass of each
-    feature of the keys so far. Hence the same kernels compute it, and decoding keeps the same state.
-    """
+class Hedgehog(FeatureMapFilter):
+    """Linear attention with one learned feature map per head for the query and one for the key."""
 
     def __init__(self, config: HedgehogConfig, site: AttentionSite):
         super().__init__(config, site)
@@ -57,30 +49,11 @@ class Hedgehog(ReplacingFilter):
         self.map_query.reset_parameters()
         self.map_key.reset_parameters()
 
-    def filtered(self, shift: AttentionShift, value: Tensor) -> Tensor:
-        tokens, state = shift.query.shape[2], shift.state
-        key, value = (repeat_heads(x[:, :, -tokens:], self.heads) for x in (shift.key, value))
-        root = shift.scaling**0.5
-        u, v = self.map_query(shift.query * root), self.map_key(key * root)
-        causal, keys = shift.visible()
-        keys = None if keys is None else keys[:, -tokens:]
-        seen, _ = spectral.hide(v, value, keys)
-        if not causal and state is None:
-            mass = seen.logsumexp(2, keepdim=True)
-            return spectral.filter_all(self._left(u + mass), v, value, keys)
-        past = spectral.CausalState(state["mass"], state["mean"]) if state else None
-        if past is not None:
-            seen = torch.cat([past.mass[:, :, None].to(seen.dtype), seen], 2)
-        mass = spectral.running_mass(seen)[:, :, -tokens:]
-        left = self._left(u + mass)
-        out, after = spectral.filter_causal(left, v, value, keys, past, goes_on=state is not None)
-        if state is not None and after is not None:
-            state.update(after._asdict())
-        return out
+    def query_features(self, query: Tensor) -> Tensor:
+        return self.map_query(query)
 
-    @staticmethod
-    def _left(u: Tensor) -> spectral.Left:
-        return spectral.Left(u, None, u.new_ones(1), _ONE)
+    def key_features(self, key: Tensor) -> Tensor:
+        return self.map_key(key)
 
 
 @register_filter("hedgehog")
