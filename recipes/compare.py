@@ -16,7 +16,7 @@ intervals, or the values of a sweep.
 Several machines with one shared folder make one comparison: give the same command to each, at any time. With Slurm,
 --jobs 4 --slurm partition=gpu,gres=gpu:1 starts four such jobs (submitit; the names are those of sbatch).
 
-Many filters on many tasks, tuned alike: python recipes/compare.py league --help
+Many filters on many tasks, tuned alike: python recipes/compare.py league --help. Whole tables of papers: table --help
 """
 
 if __name__ == "__main__":
@@ -39,7 +39,7 @@ from hf_graphfilter.analysis.comparison import PairedComparison
 from hf_graphfilter.console import Console, table
 from hf_graphfilter.errors import require
 from hf_graphfilter.files import LockedError, check_content
-from recipes import SCRIPTS, check_extras, jobs, records, runs
+from recipes import SCRIPTS, check_extras, jobs, paper_table, records, runs
 from recipes.errors import is_main_process, one_line_errors
 from recipes.league import play
 from recipes.records import RUN, lock, lower_is_better, move_aside, tell
@@ -247,11 +247,13 @@ def main(argv: list[str] | None = None) -> None:
             return
         if argv[:1] == ["league"]:
             play.main(argv[1:], console)
-            return
-        options, rest = arguments().parse_known_args(argv)
-        if options.recipe == "imagenet":
-            check_extras("vision")
-        compare(importlib.import_module(f"recipes.{SCRIPTS[options.recipe]}").RECIPE, rest, options, console)
+        elif argv[:1] == ["table"]:
+            paper_table.main(argv[1:], compare, console)
+        else:
+            options, rest = arguments().parse_known_args(argv)
+            if options.recipe == "imagenet":
+                check_extras("vision")
+            compare(importlib.import_module(f"recipes.{SCRIPTS[options.recipe]}").RECIPE, rest, options, console)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch
 
 from hf_graphfilter.console import parse_options
 from hf_graphfilter.functional import gfsa
-from recipes import compare, glue, imagenet, language_modeling, sequences, source_code
+from recipes import compare, glue, imagenet, language_modeling, paper_table, sequences, source_code
 from recipes.settings import Settings
 
 ROOT = Path(__file__).parent.parent
@@ -174,6 +174,9 @@ def test_the_page_of_the_papers_names_files_and_commands_that_exist(monkeypatch)
     assert len(local) > 40
     assert [target for target in local if not (page.parent / target).is_file()] == []
     for line in re.findall(r"`python recipes/compare.py ([^`]*)`", text):
+        if line.startswith("table "):
+            assert not paper_table.arguments().parse_known_args(line.split()[1:])[1]
+            continue
         options, rest = compare.arguments().parse_known_args(line.split())
         settings = Settings(RECIPES[options.recipe])
         values, sections = settings.parse(rest)

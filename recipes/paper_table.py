@@ -1,0 +1,233 @@
+"""A whole table of a paper: its tasks as columns and their average, the variants as rows, the paper's rows below.
+
+    python recipes/compare.py table uea --config sequences/agf-uea.yaml --seeds 1 2 3
+    python recipes/compare.py table lra --variants agf performer --seeds 1
+    python recipes/compare.py table glue --config glue/roberta.yaml --show
+
+Each column is a comparison of compare.py, with its results file and its folders of runs, so finished runs are not done
+again, and the same command resumes. A task that cannot be run (data that are not there, say) does not stop the others.
+--show runs nothing. Either way the table shows what is at hand, and what is missing is listed below it.
+
+Scores are means over seeds, in percent. p is that of the Wilcoxon signed-rank test across the columns, two-sided,
+against the row that the table names. With fewer than six columns it cannot be below 0.05.
+"""
+
+import argparse
+import importlib
+import math
+import statistics
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scipy import stats
+
+from hf_graphfilter import GraphFilterError
+from hf_graphfilter.console import Console, table
+from hf_graphfilter.files import write_text
+from hf_graphfilter.tables import markdown_table
+from recipes import SCRIPTS, records
+from recipes.errors import NETWORK_ERRORS, is_main_process, line
+from recipes.records import RUN, tell
+from recipes.settings import Settings, read_yaml
+from recipes.summary import PLAIN, group_by_seed
+
+PUBLISHED = Path(__file__).parent / "published"
+TABLES = tuple(sorted(file.stem for file in PUBLISHED.glob("*.yaml")))
+NOTHING = "–"
+
+
+@dataclass
+class Row:
+    """What a variant, or a row of a paper, has of each column; None for what is missing."""
+
+    name: str
+    scores: list[float | None]
+    seeds: list[int] = field(default_factory=list)
+
+    @property
+    def average(self) -> float | None:
+        found = [score for score in self.scores if score is not None]
+        return statistics.mean(found) if len(found) == len(self.scores) else None
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table: its title, the task of the recipe, and the metric if it is not the task's own."""
+
+    title: str
+    task: str
+    metric: str | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """The columns of a table, and what papers print in it: rows by paper, and the row that its test is against."""
+
+    recipe: str
+    config: str
+    columns: list[Column]
+    papers: dict[str, dict[str, Any]]
+
+    @classmethod
+    def load(cls, name: str) -> "Table":
+        content = read_yaml(f"{name}.yaml", PUBLISHED)
+        columns = [
+            Column(title, **({"task": task} if isinstance(task, str) else task))
+            for title, task in content["columns"].items()
+        ]
+        return cls(content["recipe"], content["config"], columns, content["papers"])
+
+    @property
+    def tasks(self) -> list[str]:
+        return list(dict.fromkeys(column.task for column in self.columns))
+
+    def printed(self, paper: str) -> list[Row]:
+        """Return the rows of a paper."""
+        return [Row(name, scores) for name, scores in self.papers[paper]["rows"].items()]
+
+
+def signed_rank(first: Row, second: Row) -> tuple[float | None, int]:
+    """Return (p of the Wilcoxon signed-rank test of two rows, number of columns that both have)."""
+    pairs = [(a, b) for a, b in zip(first.scores, second.scores, strict=True) if a is not None and b is not None]
+    differences = [round(a - b, 10) for a, b in pairs]  # equal scores of one decimal make exact ties
+    if not any(differences):
+        return None, len(pairs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of small samples with ties: the p-value is then said to be rough
+        return float(stats.wilcoxon(differences).pvalue), len(pairs)
+
+
+def measured(found: dict[str, dict[str, Any]], columns: Sequence[Column]) -> list[Row]:
+    """Return a row per variant: the mean over the seeds that did not diverge, in percent."""
+    rows: dict[str, Row] = {}
+    for at, column in enumerate(columns):
+        content = found.get(column.task)
+        for variant in dict.fromkeys(run["variant"] for run in content["runs"]) if content else ():
+            row = rows.setdefault(variant, Row(variant, [None] * len(columns)))
+            values = group_by_seed(content, variant, column.metric or content["metric"])
+            finite = [value for value in values.values() if math.isfinite(value)]
+            row.scores[at] = 100 * statistics.mean(finite) if finite else None
+            row.seeds.append(len(finite))
+    return sorted(rows.values(), key=lambda row: row.name != PLAIN)
+
+
+def draw(columns: Sequence[Column], rows: Sequence[Row], against: str | None) -> tuple[list[str], list[list[str]]]:
+    """Return (header, rows) of a table as text."""
+    reference = next((row for row in rows if row.name == against), None)
+    seeds = any(row.seeds for row in rows)
+    header = ["", *(column.title for column in columns), "average"]
+    header += ["seeds"] * seeds + [f"p against {against}"] * (reference is not None)
+    body = []
+    for row in rows:
+        cells = [row.name, *map(as_text, [*row.scores, row.average])]
+        if seeds:
+            least, most = min(row.seeds, default=0), max(row.seeds, default=0)
+            cells.append(f"{least}" if least == most else f"{least} to {most}")
+        if reference is not None:
+            p, pairs = signed_rank(row, reference)
+            part = f" ({pairs} of {len(columns)})" if pairs < len(columns) else ""
+            cells.append("" if row is reference or p is None else f"{p:.3f}{part}")
+        body.append(cells)
+    return header, body
+
+
+def as_text(score: float | None) -> str:
+    return NOTHING if score is None else f"{score:.1f}"
+
+
+def list_missing(
+    rows: Sequence[Row], columns: Sequence[Column], wanted: Sequence[str], reasons: dict[str, str]
+) -> list[str]:
+    """Return a line per column that lacks a variant, with the reason if there is one."""
+    known, lines = {row.name: row for row in rows}, []
+    for at, column in enumerate(columns):
+        absent = [name for name in wanted if name not in known or known[name].scores[at] is None]
+        if absent:
+            why = f": {reasons[column.task]}" if column.task in reasons else ""
+            lines.append(f"{column.title} has no {', '.join(absent)}{why}")
+    return lines
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Return the flags of a table; those of the recipe follow them."""
+    parser = argparse.ArgumentParser(
+        prog="compare.py table",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("table", choices=TABLES)
+    parser.add_argument("--config", help="YAML file of the recipe; each table has one that is used if none is given")
+    parser.add_argument("--show", action="store_true", help="run nothing, show what is at hand")
+    parser.add_argument("--tasks", nargs="+", help="these tasks' runs only; the table keeps its columns")
+    parser.add_argument("--variants", nargs="+", help="these of the YAML file's only, and the plain model")
+    parser.add_argument("--versus", default=PLAIN, help="the variant that the test is against; the plain model")
+    parser.add_argument("--model_name", help="how tables call the model, if not by the last part of its path")
+    parser.add_argument("--results", type=Path, help="folder of the results files; that of the runs if not given")
+    parser.add_argument("--fresh", action="store_true", help="begin again; old results and runs are moved aside")
+    return parser
+
+
+def main(argv: list[str], compare: Callable[..., None], console: Console) -> None:
+    """Do the missing runs of every column by ``compare``, then show the table and write it as Markdown."""
+    options, rest = arguments().parse_known_args(argv)
+    shape = Table.load(options.table)
+    recipe = importlib.import_module(f"recipes.{SCRIPTS[shape.recipe]}").RECIPE
+    if unknown := [task for task in options.tasks or () if task not in shape.tasks]:
+        raise GraphFilterError(f"--tasks {unknown[0]}: the table {options.table} has {', '.join(shape.tasks)}")
+    each = argparse.Namespace(**vars(options), sweep=None, name=None, against=None)
+    reasons: dict[str, str] = {}
+    found: dict[str, dict[str, Any]] = {}
+    wanted: dict[str, None] = {}
+    for task in shape.tasks:
+        flags = ["--config", options.config or shape.config, "--task", task, *rest]
+        values, sections = Settings(recipe).parse(flags)
+        wanted |= dict.fromkeys([PLAIN, *(options.variants or sections["variants"] or [values.get("filter", "gfsa")])])
+        folder = options.results or records.results_folder(values)
+        if not options.show and task in (options.tasks or shape.tasks):
+            tell(console, f"task: {task}")
+            try:
+                compare(recipe, flags, each, console)
+            except (GraphFilterError, *NETWORK_ERRORS) as error:
+                reasons[task] = line(error)
+                tell(console, f"{task} was not finished: {reasons[task]}")
+        content = records.read_results(folder / records.name_results({"recipe": recipe.name, "task": task}), **RUN)
+        if content["runs"]:
+            found[task] = content
+    if is_main_process():
+        show(options, shape, measured(found, shape.columns), [*wanted], reasons, folder, console)
+
+
+def show(
+    options: argparse.Namespace,
+    shape: Table,
+    rows: list[Row],
+    wanted: list[str],
+    reasons: dict[str, str],
+    folder: Path,
+    console: Console,
+) -> None:
+    """Print the table and the paper's, and write both to a Markdown file."""
+    rows += [Row(name, [None] * len(shape.columns)) for name in wanted if name not in {row.name for row in rows}]
+    if options.variants:
+        rows = [row for row in rows if row.name in wanted]
+    if options.versus not in {row.name for row in rows}:
+        raise GraphFilterError(f"--versus {options.versus}: the table has {', '.join(row.name for row in rows)}")
+    parts = {f"Measured, {options.table}": draw(shape.columns, rows, options.versus)}
+    for paper, content in shape.papers.items():
+        parts[f"Printed: {paper}"] = draw(shape.columns, shape.printed(paper), content.get("against"))
+    missing = list_missing(rows, shape.columns, wanted, reasons)
+    written = []
+    for title, (header, body) in parts.items():
+        console.print(table(header, body, title=title))
+        written.append(f"**{title}**\n\n{markdown_table(header, body)}")
+        if title.startswith("Measured") and missing:
+            written.append("Missing:\n\n" + "\n".join(f"- {text}" for text in missing))
+    for text in missing:
+        tell(console, f"missing: {text}")
+    file = folder / f"table-{options.table}.md"
+    write_text(file, "\n\n".join(written) + "\n")
+    tell(console, f"table: {file}")
