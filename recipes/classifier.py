@@ -2,7 +2,7 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, mse_loss
+from torch.nn.functional import gelu, mse_loss, pad
 from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutput
 
@@ -51,6 +51,7 @@ class SequenceModel(PreTrainedModel):
             encoder.pooler = None  # of the first token: without use and gradient here
         self.base_model_prefix = encoder.base_model_prefix
         setattr(self, self.base_model_prefix, encoder)
+        self.width = config.hidden_size * (2 if config.model_type == "reformer" else 1)  # two streams, side by side
         width = encoder.get_input_embeddings().embedding_dim
         if self.channels:
             self.projection = nn.Linear(self.channels, width)
@@ -102,12 +103,27 @@ class SequenceModel(PreTrainedModel):
             if inputs_embeds is None:
                 inputs_embeds, input_ids = self.get_input_embeddings()(input_ids), None
             inputs_embeds = inputs_embeds + self._places(inputs_embeds, mask).to(inputs_embeds.dtype)
-        return self.base_model(input_ids=input_ids, attention_mask=mask, inputs_embeds=inputs_embeds).last_hidden_state
+        tokens = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
+        if (multiple := getattr(self.config, "padded_to", 1)) > 1:
+            input_ids, mask, inputs_embeds = pad_inputs(-tokens % multiple, input_ids, mask, inputs_embeds)
+            if self.config.model_type == "nystromformer":  # whose own mask has a row per token, not per landmark
+                mask = torch.zeros(mask.shape, device=mask.device).masked_fill(mask == 0, -1e4)[:, None, None]
+        out = self.base_model(input_ids=input_ids, attention_mask=mask, inputs_embeds=inputs_embeds)
+        return out.last_hidden_state[:, :tokens]
 
     def _places(self, embeds: Tensor, mask: Tensor | None) -> Tensor:
         if self.positions == "gru":
             return recurrent(self.gru, embeds, None if mask is None else mask.bool())
         return sinusoidal(torch.arange(embeds.shape[1], device=embeds.device).unsqueeze(0), embeds.shape[2])
+
+
+def pad_inputs(missing: int, input_ids: Tensor | None, mask: Tensor | None, inputs_embeds: Tensor | None):
+    """Return the inputs with so many more tokens that the mask hides, for an encoder that takes some lengths only."""
+    given = input_ids if inputs_embeds is None else inputs_embeds
+    mask = torch.ones(given.shape[:2], dtype=torch.long, device=given.device) if mask is None else mask
+    if inputs_embeds is not None:
+        return input_ids, pad(mask, (0, missing)), pad(inputs_embeds, (0, 0, 0, missing))
+    return pad(input_ids, (0, missing)), pad(mask, (0, missing)), None
 
 
 def reads_tokens(encoder: PreTrainedModel) -> bool:
@@ -147,7 +163,7 @@ class PooledClassifier(SequenceModel):
         config.pooling = fields.pop("pooling", None) or getattr(config, "pooling", POOLINGS[0])
         super().__init__(config, **fields)
         self.loss_type = "ForSequenceClassification"
-        width = config.hidden_size
+        width = self.width
         features = {"mean_max": 2 * width, "flatten": width * getattr(config, "flattened", 0)}.get(
             config.pooling, width
         )
@@ -197,7 +213,7 @@ def pool(hidden: Tensor, mask: Tensor, pooling: str, flattened: int | None = Non
     if hidden.shape[1] > flattened:
         raise GraphFilterError(f"a sequence of {hidden.shape[1]} tokens, and the head takes {flattened}")
     vectors = gelu(hidden) * mask.unsqueeze(-1)
-    return nn.functional.pad(vectors, (0, 0, 0, flattened - hidden.shape[1])).flatten(1)
+    return pad(vectors, (0, 0, 0, flattened - hidden.shape[1])).flatten(1)
 
 
 class Denoiser(SequenceModel):
@@ -211,7 +227,7 @@ class Denoiser(SequenceModel):
     def __init__(self, config, **fields):
         super().__init__(config, **fields)
         self.loss_type = "ForMaskedLM"
-        self.restore = nn.Linear(config.hidden_size, self.channels or config.vocab_size)
+        self.restore = nn.Linear(self.width, self.channels or config.vocab_size)
         self.post_init()
 
     def forward(

@@ -17,6 +17,7 @@ if __name__ == "__main__":
 
     check_extras("recipes")
 
+import math
 from pathlib import Path
 
 from transformers import (
@@ -113,6 +114,20 @@ def longest_of(data):
     return longest + -longest % PADDED_TO
 
 
+def landmarks_of(config, longest):
+    """The fields of a Nystromformer, which takes one length: so many segments of equal lengths."""
+    whole = longest + -longest % config.num_landmarks
+    return {"segment_means_seq_len": whole, "padded_to": whole}
+
+
+def chunks_of(config, longest):
+    """The fields of a Reformer, which takes whole chunks of tokens in training."""
+    return {"padded_to": math.lcm(config.lsh_attn_chunk_length, config.local_attn_chunk_length)}
+
+
+LENGTHS = {"nystromformer": landmarks_of, "reformer": chunks_of}
+
+
 def fields(args, tokenizer, data, longest):
     """Of the model's config: what the head and the positions need to know of the data."""
     columns = data["train"].column_names
@@ -127,6 +142,10 @@ def fields(args, tokenizer, data, longest):
         config["channels"] = len(data["train"][0][SERIES][0])
     table = "max_position_embeddings"
     usual = CONFIG_MAPPING[args.model]() if args.from_scratch and args.model in CONFIG_MAPPING else None
+    if usual is not None and args.model in LENGTHS:
+        usual.update(parse_options(args.from_scratch))
+        config |= LENGTHS[args.model](usual, longest)
+        longest += -longest % config["padded_to"]
     known = usual is not None and usual.attribute_map.get(table, table) in usual.to_dict()
     if known and table not in parse_options(args.from_scratch):
         longest += -longest % PADDED_TO

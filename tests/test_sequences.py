@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from datasets import Dataset, DatasetDict
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoModel, BertConfig, BertModel, DistilBertConfig
+from transformers import CONFIG_MAPPING, AutoModel, BertConfig, BertModel, DistilBertConfig
 
 from hf_graphfilter import GraphFilterError, filter_status, patch_model
 from recipes import runs, sequences
@@ -414,3 +415,40 @@ def test_texts_that_are_cut_are_counted(capsys):
     )
     report_truncation(DatasetDict(parts), 5)
     assert not capsys.readouterr().err
+
+
+FIXED = {
+    "nystromformer": {"num_landmarks": 4, "num_hidden_layers": 1, "intermediate_size": 8},
+    "reformer": {
+        "lsh_attn_chunk_length": 4,
+        "local_attn_chunk_length": 4,
+        "attn_layers": ["lsh"],
+        "attention_head_size": 4,
+        "feed_forward_size": 8,
+        "axial_pos_embds": False,
+        "num_buckets": 2,
+        "hash_seed": 0,
+    },
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_models_of_fixed_lengths_are_padded_to_them(name):
+    shape = FIXED[name] | {"hidden_size": 8, "num_attention_heads": 2}
+    texts = [f"{key}={json.dumps(value)}" for key, value in shape.items()]
+    args = SimpleNamespace(model=name, from_scratch=texts, pooling="mean", positions=None)
+    ids = [[7, 8, 9, 3, 4], [5, 6, 7, 8, 9, 5, 4, 3, 4]]
+    data = {"train": Dataset.from_dict({"input_ids": ids, "label": [0, 1]})}
+    found = sequences.fields(args, None, data, longest=10)
+    assert found["padded_to"] == {"nystromformer": 12, "reformer": 4}[name]
+    model = PooledClassifier.from_config(CONFIG_MAPPING[name](**shape | found, vocab_size=10)).train()
+    batch = torch.tensor([row + [0] * (9 - len(row)) for row in ids])
+    mask = (batch != 0).long()
+    model(input_ids=batch, attention_mask=mask, labels=torch.tensor([0, 1])).loss.backward()
+    assert model.get_input_embeddings().weight.grad.isfinite().all()
+    model.eval()
+    hidden = model.encode(batch, mask, None)
+    assert hidden.shape == (2, 9, 16 if name == "reformer" else 8)
+    embeds = model.get_input_embeddings()(batch[1:])
+    padding = 1e-2 if name == "nystromformer" else 0  # is in its landmarks, and is of zeros here
+    torch.testing.assert_close(model.encode(None, None, embeds)[0], hidden[1], atol=1e-5 + padding, rtol=1e-5)
