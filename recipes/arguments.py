@@ -112,6 +112,17 @@ class SequenceArguments(RecipeArguments):
 
 
 @dataclass
+class CodeArguments(RecipeArguments):
+    """What the recipe of code takes besides."""
+
+    pairs: str = HfArg(
+        default="together",
+        help="Of clones: together (both functions in one sequence of --max_length tokens), or apart (each alone, as in "
+        "the paper).",
+    )
+
+
+@dataclass
 class GraphArguments(FilterArguments):
     """What the recipe of graphs takes besides the flags of the Trainer."""
 

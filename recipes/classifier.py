@@ -31,6 +31,7 @@ class SequenceModel(PreTrainedModel):
     """
 
     config_class = AutoConfig
+    reads_both = False  # whether it takes encoder-decoders too
     supports_gradient_checkpointing = True
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
 
@@ -45,7 +46,7 @@ class SequenceModel(PreTrainedModel):
         if not MODEL_MAPPING[type(config)]._supports_sdpa:
             config._attn_implementation = "eager"  # chosen for this class, which does
         encoder = AutoModel.from_config(config)
-        if config.is_encoder_decoder or not reads_tokens(encoder):
+        if (config.is_encoder_decoder and not self.reads_both) or not reads_tokens(encoder):
             raise GraphFilterError(f"{type(encoder).__name__} is no encoder of tokens, which --pooling needs")
         if getattr(encoder, "pooler", None) is not None:
             encoder.pooler = None  # of the first token: without use and gradient here

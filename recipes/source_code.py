@@ -4,8 +4,8 @@
     python recipes/source_code.py --config code/codet5-small.yaml --task defect --seeds 1 2 3
 
 Tasks: defect and clone. Encoder models classify. Encoder-decoder models (CodeT5, PLBART) generate the label of a
-defect, the word true or false, as in the paper. For clones both kinds classify the two functions in one sequence; the
-paper encodes each function alone and compares the two vectors, so its numbers for clones are not comparable. Data comes
+defect, the word true or false, as in the paper. For clones --pairs apart encodes each function alone and classifies the
+two vectors, as in the paper and the code that it follows; --pairs together has both in one sequence. Data comes
 from the Hub (CodeXGLUE), or with --data from a folder with the official files: train.jsonl, valid.jsonl and
 test.jsonl for defects; data.jsonl with train.txt, valid.txt and test.txt for clones. Where the folder has a test file
 only, it is cut into parts of its own (defects 70/10/20 by row; clones 60/10/30 by function, pairs across parts left
@@ -23,10 +23,17 @@ from pathlib import Path
 
 import numpy as np
 from datasets import Dataset, DatasetDict, Value
-from transformers import AutoModelForSeq2SeqLM, DataCollatorForSeq2Seq, Seq2SeqTrainer
+from transformers import (
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    DataCollatorForSeq2Seq,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+)
 
 from hf_graphfilter import GraphFilterError
 from recipes import metrics, runs
+from recipes.arguments import CodeArguments
 from recipes.data import (
     FILES,
     cut,
@@ -38,8 +45,10 @@ from recipes.data import (
     read_rows,
     report_truncation,
 )
-from recipes.glue import classify
-from recipes.models import build_model, load_tokenizer, model_config
+from recipes.glue import classify, label_fields
+from recipes.inputs import Batches, encode_inputs
+from recipes.models import build_model, load_model, load_tokenizer, model_config
+from recipes.pairs import PairClassifier
 from recipes.settings import Recipe
 from recipes.training import fit
 
@@ -53,6 +62,7 @@ COLUMNS = {
 }
 MEASURES = {"defect": ("accuracy", "f1"), "clone": ("f1", "accuracy")}
 WORDS = ("false", "true")
+PAIRS = ("together", "apart")
 
 
 @lru_cache(maxsize=1)
@@ -119,6 +129,8 @@ def run(args, training):
     data = cut(data, args)
     if args.task == "defect" and model_config(args).is_encoder_decoder:
         outcome = write_labels(args, training, tokenizer, data)
+    elif args.task == "clone" and args.pairs == "apart":
+        outcome = compare_functions(args, training, tokenizer, data)
     else:
         outcome = classify(args, training, tokenizer, data, MEASURES[args.task], num_labels=2)
     return {**outcome, "split": split, "rows": {k: len(v) for k, v in data.items()}}
@@ -155,6 +167,27 @@ def read_words(tokenizer, ids) -> list[int]:
     return [int(text.strip().lower() == WORDS[1]) for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
 
 
+def compare_functions(args, training, tokenizer, data):
+    """Train a model that encodes each function of a pair alone."""
+    model = build_model(args, training, PairClassifier, tokenizer, **label_fields(("0", "1")))
+    training.average_tokens_across_devices = False  # as in glue.py
+    encoded = encode_inputs(data, tokenizer, args.max_length, apart=True)
+    options = {"data_collator": Batches(tokenizer), "compute_metrics": metrics.classification(MEASURES["clone"], 2)}
+    return fit(args, training, model, tokenizer, encoded, **options)
+
+
+def check(args, training):
+    """Raise for what can be known to be wrong before any data is read."""
+    if args.pairs not in PAIRS:
+        raise GraphFilterError(f"--pairs {args.pairs}: it is one of {', '.join(PAIRS)}")
+
+
+def load_pairs(folder: Path):
+    """Load a saved run: the model of pairs, or one of transformers."""
+    apart = AutoConfig.from_pretrained(folder).architectures == [PairClassifier.__name__]
+    return PairClassifier.from_pretrained(folder) if apart else load_model(folder)
+
+
 RECIPE = Recipe(
     name="code",
     metrics={"defect": "test/accuracy", "clone": "test/f1"},
@@ -167,6 +200,9 @@ RECIPE = Recipe(
         "max_length": 512,
     },
     description=__doc__,
+    arguments=(CodeArguments, Seq2SeqTrainingArguments),
+    load=load_pairs,
+    check=check,
 )
 
 if __name__ == "__main__":

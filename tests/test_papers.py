@@ -72,7 +72,7 @@ BATCH = "per_device_train_batch_size"
 TUNED = {"num_train_epochs": 5, BATCH: 32, "learning_rate": 2e-5, "weight_decay": 0, "lr_scheduler_type": "linear"}
 CODE = {BATCH: 16, "early_stopping_patience": 2, "warmup_steps": 1000}
 DEFECT = CODE | {"num_train_epochs": 10, "learning_rate": 2e-5, "max_length": 512}
-CLONE = CODE | {"num_train_epochs": 1, "learning_rate": 5e-5}
+CLONE = CODE | {"num_train_epochs": 1, "learning_rate": 5e-5, "max_length": 400, "pairs": "apart"}
 DEIT = {"epochs": 300, "batch_size": 1024, "learning_rate": 1e-3, "weight_decay": 0.05, "warmup_epochs": 5}
 
 CASES = {

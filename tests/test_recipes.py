@@ -932,8 +932,14 @@ T5 = ["--model", "t5", "--from_scratch", "num_layers=2", "d_model=32", "num_head
 
 @pytest.mark.parametrize(
     ("task", "model"),
-    [("defect", ENCODER), ("defect", [*T5, *ENCODER[-4:]]), ("clone", ENCODER)],
-    ids=["defect-encoder", "defect-generated", "clone"],
+    [
+        ("defect", ENCODER),
+        ("defect", [*T5, *ENCODER[-4:]]),
+        ("clone", ENCODER),
+        ("clone", [*ENCODER, "--pairs", "apart"]),
+        pytest.param("clone", [*T5, *ENCODER[-4:], "--pairs", "apart"], marks=pytest.mark.slow),
+    ],
+    ids=["defect-encoder", "defect-generated", "clone", "clone-apart", "clone-apart-t5"],
 )
 def test_recipe_of_code(task, model, tmp_path):
     if task == "defect":
