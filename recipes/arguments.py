@@ -100,6 +100,9 @@ class SequenceArguments(RecipeArguments):
     positions: str | None = HfArg(
         default=None, help="With --pooling: gru, sinusoidal or none, in the place of the encoder's learned positions."
     )
+    embedding_dropout: float | None = HfArg(
+        default=None, help="With --pooling: of the embeddings; as in the layers if not given."
+    )
     validation: str = HfArg(
         default="auto",
         help="fold (a fifth of the training part, the Nth with seed N), none, test (the test part: scores are then the "

@@ -11,7 +11,8 @@ from hf_graphfilter.models.converter.layers import pooled, recurrent, sinusoidal
 
 POOLINGS = ("mean_max", "mean", "first", "flatten")
 POSITIONS = ("gru", "sinusoidal", "none")
-FIELDS = {"pooling", "positions", "channels", "flattened", "num_sequences"}  # of a config, besides its encoder's own
+# fields of a config, besides its encoder's own
+FIELDS = {"pooling", "positions", "channels", "flattened", "num_sequences", "embedding_dropout"}
 CONSTANT = 1e-6  # a channel of a smaller deviation is only centred
 
 
@@ -25,6 +26,8 @@ class SequenceModel(PreTrainedModel):
 
     ``channels``: of a series, (batch, steps, channels) given as ``inputs_embeds``, which a linear layer projects. The
     mean and the deviation of each channel, by which it is normalised, are buffers (``normalise_by``).
+
+    ``embedding_dropout``: of the embeddings, where the encoder has one number for them and its layers.
 
     The encoder has the name that its own checkpoints give it, so that its weights are found in theirs, and in this
     one's by ``AutoModel``.
@@ -50,6 +53,11 @@ class SequenceModel(PreTrainedModel):
             raise GraphFilterError(f"{type(encoder).__name__} is no encoder of tokens, which --pooling needs")
         if getattr(encoder, "pooler", None) is not None:
             encoder.pooler = None  # of the first token: without use and gradient here
+        if (dropout := getattr(config, "embedding_dropout", None)) is not None:
+            embeddings = getattr(encoder, "embeddings", None)
+            if not isinstance(getattr(embeddings, "dropout", None), nn.Dropout):
+                raise GraphFilterError(f"{type(encoder).__name__} has no dropout of its embeddings to set")
+            embeddings.dropout.p = dropout
         self.base_model_prefix = encoder.base_model_prefix
         setattr(self, self.base_model_prefix, encoder)
         self.width = config.hidden_size * (2 if config.model_type == "reformer" else 1)  # two streams, side by side

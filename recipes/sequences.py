@@ -96,6 +96,10 @@ def check(args, training):
             "converter reads tokens and has a head and positions of its own: leave out --pooling and --positions, set "
             "its pooling and position_embedding by --from_scratch; for series take --filter kernelution"
         )
+    if args.embedding_dropout is not None and not (args.pooling and 0 <= args.embedding_dropout < 1):
+        raise GraphFilterError(
+            f"--embedding_dropout {args.embedding_dropout} needs --pooling, and is from 0 to below 1"
+        )
     if not args.pooling and (args.positions or TASKS[args.task].kind == "series"):
         raise GraphFilterError(f"--positions and series need --pooling, one of {', '.join(POOLINGS)}")
     if args.validation == "none" and training.eval_strategy != "no":
@@ -136,6 +140,8 @@ def fields(args, tokenizer, data, longest):
         config["pooling"] = args.pooling
     if args.positions:
         config["positions"] = args.positions
+    if args.embedding_dropout is not None:
+        config["embedding_dropout"] = args.embedding_dropout
     if args.pooling == "flatten":
         config["flattened"] = longest
     if SERIES in columns:

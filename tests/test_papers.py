@@ -67,6 +67,7 @@ SINGULARFORMER = {
     "learning_rate": 1e-4,
     "num_train_epochs": 256,
     "positions": "sinusoidal",
+    "embedding_dropout": 0.2,
 }  # Table 2, sections 3.1 and 4.2
 BATCH = "per_device_train_batch_size"
 TUNED = {"num_train_epochs": 5, BATCH: 32, "learning_rate": 2e-5, "weight_decay": 0, "lr_scheduler_type": "linear"}

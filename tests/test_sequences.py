@@ -436,7 +436,7 @@ FIXED = {
 def test_models_of_fixed_lengths_are_padded_to_them(name):
     shape = FIXED[name] | {"hidden_size": 8, "num_attention_heads": 2}
     texts = [f"{key}={json.dumps(value)}" for key, value in shape.items()]
-    args = SimpleNamespace(model=name, from_scratch=texts, pooling="mean", positions=None)
+    args = SimpleNamespace(model=name, from_scratch=texts, pooling="mean", positions=None, embedding_dropout=None)
     ids = [[7, 8, 9, 3, 4], [5, 6, 7, 8, 9, 5, 4, 3, 4]]
     data = {"train": Dataset.from_dict({"input_ids": ids, "label": [0, 1]})}
     found = sequences.fields(args, None, data, longest=10)
@@ -452,3 +452,13 @@ def test_models_of_fixed_lengths_are_padded_to_them(name):
     embeds = model.get_input_embeddings()(batch[1:])
     padding = 1e-2 if name == "nystromformer" else 0  # is in its landmarks, and is of zeros here
     torch.testing.assert_close(model.encode(None, None, embeds)[0], hidden[1], atol=1e-5 + padding, rtol=1e-5)
+
+
+def test_embeddings_have_a_dropout_of_their_own(tmp_path):
+    model = PooledClassifier.from_config(small(pooling="mean", embedding_dropout=0.25))
+    model.save_pretrained(tmp_path)
+    for found in (model, PooledClassifier.from_pretrained(tmp_path)):
+        assert found.base_model.embeddings.dropout.p == 0.25
+        assert found.base_model.encoder.layer[0].output.dropout.p != 0.25
+    with pytest.raises(GraphFilterError, match="XLNetModel has no dropout of its embeddings"):
+        PooledClassifier.from_config(CONFIG_MAPPING["xlnet"](d_model=8, n_head=2, n_layer=1, embedding_dropout=0.1))
