@@ -42,6 +42,7 @@ from recipes.settings import Recipe
 from recipes.training import fit
 
 SHORTEST = 3  # tokens
+PICTURES = ("cifar100",)  # that are series here
 TASK_TYPES = {"pixels": "image-classification", "series": "time-series-classification"}  # for the Hub
 
 
@@ -67,7 +68,7 @@ def run(args, training):
 
     model = build(PooledClassifier if args.pooling else AutoModelForSequenceClassification)
     record = {"split": loaded.split, "rows": {part: len(rows) for part, rows in data.items()}}
-    record["task_type"] = TASK_TYPES.get(task.kind, "text-classification")
+    record["task_type"] = TASK_TYPES.get("pixels" if args.task in PICTURES else task.kind, "text-classification")
     if args.pretrain:
         rows = data["train"].remove_columns("label")
         denoiser = build(AutoModelForMaskedLM if kind == "converter" else Denoiser)

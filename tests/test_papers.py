@@ -89,6 +89,8 @@ CASES = {
     ("sequences", "singularformer", "bbc"): SINGULARFORMER | {"max_length": 664},
     ("sequences", "singularformer", "20newsgroups"): SINGULARFORMER | {"max_length": 700},
     ("sequences", "singularformer", "imdb"): SINGULARFORMER | {"max_length": 539},
+    ("sequences", "singularformer", "scope40"): SINGULARFORMER | {"max_length": 337},
+    ("sequences", "singularformer", "scope95"): SINGULARFORMER | {"max_length": 328},
     **{("glue", name, "rte"): TUNED for name in ("bert", "albert", "roberta")},  # GFSA, E.1
     ("language_modeling", "gpt2", "ptb"): {"num_train_epochs": 15, BATCH: 4, "learning_rate": 5e-5, "K": 7},
     ("language_modeling", "gpt2", "wikitext-2"): {"num_train_epochs": 10, BATCH: 4, "learning_rate": 5e-5, "K": 9},

@@ -11,7 +11,7 @@ from PIL import Image
 
 from hf_graphfilter import GraphFilterError
 from recipes import data as tables
-from recipes.sequence_tasks import FOLDS, TASKS, fasta, load, read, series
+from recipes.sequence_tasks import FOLDS, TASKS, fasta, load, lra, read, series
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 
@@ -58,7 +58,10 @@ ROWS = ["text,label", *(f'"a, ""{n}""",{"yes" if n % 2 else "no"}' for n in rang
 LISTED = [f"imgs/{n % 2} sample_{n}.png {n} {n % 2} 1.8 14" for n in range(20)]
 PATHS = {f"imgs/{n % 2}/sample_{n}.png": grey(n) for n in range(20)}
 IMAGES = {f"{part}/{name}/0.png": grey(7) for part in ("train", "test") for name in ("cat", "dog")}
+COLOURED = {name: Image.new("RGB", (32, 32), (0, 255, 0)) for name in IMAGES}
 DNA = {"Bos.fa": [">r1 of a cow", "acg", "tR-"] * 10, "Sus.fna.gz": gzip.compress(b">r2\nGATTACA\n" * 10)}
+FOLDED = [(n, fold) for fold in ("a.1", "c.23", "g.3") for n in range(1 if fold == "g.3" else 10)]
+SCOPE = [f">d{n}xxa_ {fold}.2.{n} (A:) Protein {{Homo}}\n{'ga' if fold == 'a.1' else 'mxa'}" for n, fold in FOLDED]
 PAIRS = ["1.0\tid1\tid2\tone paper\tanother", "0.0\tid1\tid3\tone paper\ta third"]
 AAN = {f"tsv_data/new_aan_pairs.{part}.tsv": PAIRS for part in ("train", "eval", "test")}
 NEWS = ['"3","Title","Some ""text"", quoted"', '"4","Title 2","More"', '"1","T","W"', '"2","T","S"']
@@ -89,6 +92,12 @@ SAMPLES = {
         (12, 4, 4),
         {"text_a": "AC", "label": 1},
     ),
+    "proteins": (
+        {"a.fa": [">p1", "mkvJ"] * 10, "b.fa": [">p2", "GG"] * 10},
+        (11, 3, 6),
+        {"text_a": "M K V X", "label": 0},
+    ),
+    "scope40": ({"scop.fa": SCOPE}, (11, 3, 6), {"text_a": "M X A", "label": 1}),
     "listops": (
         {f"listops-1000/basic_{part}.tsv": LISTOPS for part in ("train", "val", "test")},
         (2, 2, 2),
@@ -100,6 +109,7 @@ SAMPLES = {
         None,
     ),
     "image": (IMAGES, (2, 2), {"input_ids": [7] * 1024, "label": 1}),
+    "cifar100": (COLOURED, (2, 2), {"series": [[0.0, 1.0, 0.0] * 4] * 256, "label": 1}),
     "retrieval": (AAN, (2, 2, 2), {"text_a": "one paper", "text_b": "another", "label": 1}),
     "pathfinder": (
         {f"pathfinder32/curv_contour_length_14/{name}": image for name, image in PATHS.items()}
@@ -128,6 +138,17 @@ def test_samples_are_of_all_loaders():
 
 
 LEFT_OUT = {"dashed-paths"}  # read in tests/test_generate.py
+
+
+def test_patches_go_row_by_row_and_folds_of_few_proteins_are_left_out(tmp_path, capsys):
+    image = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    rows = lra.patches([(Image.fromarray(image), "x", 0)], size=2)
+    steps = np.array(rows["series"][0]) * 255
+    assert steps.shape == (256, 12)
+    np.testing.assert_allclose(steps[17], image[2:4, 2:4].ravel(), atol=1e-3)
+    loaded = load("scope40", str(write(tmp_path, {"scop.fa": SCOPE})))
+    assert loaded.labels == ("a.1", "c.23")
+    assert "left out: 1 proteins of 1 folds with less than 10" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["{}.csv", "{}.tsv", "{}.jsonl", "{}.json"])
@@ -281,6 +302,9 @@ BAD = {  # task, files beside those of WHOLE (nothing: a folder that is not ther
     "one file": ("dna", {"a.fa": ">x\nA"}, "must hold a FASTA file for each of two classes, or one and labels.tsv"),
     "no sequence": ("dna", {"a.fa": ">x\n>y\nA", "b.fa": ">z\nA"}, "a.fa: the record 'x' has no sequence"),
     "no name": ("dna", {"a.fa": "A\n>y\nA", "b.fa": ">z\nA"}, "a.fa has no line that begins with > before its first"),
+    "no fold": ("scope95", {"a.fa": ">d1 a.1\nA"}, "the record 'd1 a.1' names no fold, such as a.1.1.1"),
+    "one fold": ("scope95", {"a.fa": [">d1 a.1.1.1", "A"] * 10}, "a.fa has 1 folds with 10 proteins, two are needed"),
+    "two files": ("scope40", {"a.fa": ">x\nA", "b.fa": ">x\nA"}, "has 2 FASTA files, one of SCOPe was expected"),
     "no gzip": ("dna", {"a.fa.gz": b"x", "b.fa": ">z\nA"}, "a.fa.gz cannot be read as gzip"),
     "unlabelled": (
         "dna",

@@ -24,6 +24,8 @@ VALIDATIONS = ("auto", "fold", "test", "none")
 
 DOCUMENTS = "a folder that holds a folder of documents a class"
 FASTA = "a folder with a FASTA file a class, or with one FASTA file and labels.tsv"
+IMAGES = "a folder with train and test, each with a folder of PNG files a class"
+SCOPE = ("scope40", "scope95")
 LONG = (60, 20, 20)
 PATHS = {"kind": "pixels", "labels": ("apart", "joined"), "shares": (80, 10, 10)}
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -44,16 +46,19 @@ TASKS = {
     "dna": Task("dna", FASTA, fasta.fasta, shares=LONG),
     "ensembl-bs": Task("ensembl-bs", FASTA, fasta.fasta, shares=LONG),
     "ensembl-mr": Task("ensembl-mr", FASTA, fasta.fasta, shares=LONG),
+    "proteins": Task("proteins", FASTA, partial(fasta.fasta, alphabet=fasta.AMINO_ACIDS), "symbols"),
+    **{name: Task(name, "a folder with the FASTA file of SCOPe", fasta.scope, "symbols") for name in SCOPE},
     "listops": Task("listops-1000", "a folder with basic_{train,val,test}.tsv", lra.listops, "symbols"),
     "listops-short": Task("listops", "a folder with test_d20s.tsv", lra.listops_short, "symbols", shares=(70, 10, 20)),
     "image": Task(
         "cifar10",
-        "a folder with train and test, each with a folder of PNG files a class",
+        IMAGES,
         lra.image,
         "pixels",
         online="uoft-cs/cifar10",
         labels=CIFAR10,
     ),
+    "cifar100": Task("cifar100", IMAGES, partial(lra.image, patch=2), "series", online="uoft-cs/cifar100"),
     "retrieval": Task(
         "tsv_data", "a folder with new_aan_pairs.{train,eval,test}.tsv", lra.retrieval, labels=("apart", "cited")
     ),

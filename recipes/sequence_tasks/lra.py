@@ -5,6 +5,7 @@ Its text task is imdb with bytes as tokens.
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -80,15 +81,17 @@ def pairs(file: Path) -> Dataset:
     return Dataset.from_dict(columns)
 
 
-def image(root: Path | None, task: Task) -> Loaded:
-    """CIFAR-10 in grey, a token a pixel."""
+def image(root: Path | None, task: Task, patch: int | None = None) -> Loaded:
+    """CIFAR-10 in grey, a token a pixel; or in colour as series, a step per ``patch`` of so many pixels squared."""
+    make = partial(pixels, side=SIDE) if patch is None else partial(patches, size=patch)
     if root is None:
-        data = load_from_hub(task.online, {"image": ("img", "image"), "label": ("label",)})
+        data = load_from_hub(task.online, {"image": ("img", "image"), "label": ("label", "fine_label")})
+        labels = task.labels or tuple(data["train"].features["label"].names)
         parts = {
             part: ((row["image"], f"{task.online}, row {i}", row["label"]) for i, row in enumerate(data[part]))
             for part in ("train", "test")
         }
-        return Loaded(DatasetDict({part: pixels(images, SIDE) for part, images in parts.items()}), task.labels)
+        return Loaded(DatasetDict({part: make(images) for part, images in parts.items()}), labels)
     for part in ("train", "test"):
         if not (root / part).is_dir():
             raise GraphFilterError(f"--data: {root} has no folder {part}")
@@ -99,9 +102,7 @@ def image(root: Path | None, task: Task) -> Loaded:
         )
     if odd := {sub.name for sub in subfolders(root / "test")} ^ set(labels):
         raise GraphFilterError(f"--data: the class {min(odd)} is in one of {root}/train and {root}/test only")
-    return Loaded(
-        DatasetDict({part: pixels(images_in(root / part, labels), SIDE) for part in ("train", "test")}), labels
-    )
+    return Loaded(DatasetDict({part: make(images_in(root / part, labels)) for part in ("train", "test")}), labels)
 
 
 def images_in(folder: Path, labels: tuple[str, ...]) -> Iterator[tuple[Path, Path, int]]:
@@ -139,19 +140,37 @@ def images_of(root: Path, file: Path) -> Iterator[tuple[Path, Path, int]]:
 
 def pixels(images: Iterable[tuple], side: int | None) -> Dataset:
     """Grey images, row by row; of the first one's size if none is given."""
+    values, labels = read_images(images, "L", side)
+    numbers = pa.array(np.concatenate(values).ravel().astype(np.int16))
+    return Dataset(pa.table({"input_ids": in_lists(numbers, values[0].size), "label": labels}))
+
+
+def patches(images: Iterable[tuple], size: int) -> Dataset:
+    """Images in colour as series: a step per patch, row by row, whose channels are its numbers from 0 to 1."""
+    values, labels = read_images(images, "RGB", SIDE)
+    at = np.stack(values).astype(np.float32).reshape(-1, SIDE // size, size, SIDE // size, size, 3) / 255
+    steps = in_lists(pa.array(at.swapaxes(2, 3).ravel()), 3 * size**2)
+    return Dataset(pa.table({"series": in_lists(steps, (SIDE // size) ** 2), "label": labels}))
+
+
+def in_lists(values: pa.Array, length: int) -> pa.Array:
+    """Return the values in lists of one length."""
+    return pa.ListArray.from_arrays(np.arange(0, len(values) + 1, length, dtype=np.int32), values)
+
+
+def read_images(images: Iterable[tuple], mode: str, side: int | None) -> tuple[list[np.ndarray], list[int]]:
+    """Return square images of one size, and their labels."""
     values, labels = [], []
     for source, name, label in images:
         try:
-            grey = np.asarray((source if isinstance(source, Image.Image) else Image.open(source)).convert("L"))
+            read = np.asarray((source if isinstance(source, Image.Image) else Image.open(source)).convert(mode))
         except Exception as error:  # whatever a damaged file leads to
             raise GraphFilterError(f"{name} cannot be read as an image") from error
-        side = side or grey.shape[0]
-        if grey.shape != (side, side):
-            raise GraphFilterError(f"{name} has {grey.shape[1]} x {grey.shape[0]} pixels, not {side} x {side}")
-        values.append(grey.ravel())
+        side = side or read.shape[0]
+        if read.shape[:2] != (side, side):
+            raise GraphFilterError(f"{name} has {read.shape[1]} x {read.shape[0]} pixels, not {side} x {side}")
+        values.append(read)
         labels.append(label)
     if not values:
         raise GraphFilterError("there are no images")
-    flat = np.concatenate(values).astype(np.int16)
-    offsets = np.arange(0, len(flat) + 1, side * side, dtype=np.int32)
-    return Dataset(pa.table({"input_ids": pa.ListArray.from_arrays(offsets, pa.array(flat)), "label": labels}))
+    return values, labels
