@@ -2,7 +2,9 @@
 
 attention: SDPA, AGF (K = 3), Singularformer (r = 64) and Synvolution (complex inside, its real part) alone, what they
 project from the input given; every token sees all, n = 256 ... 65536, one sequence. batch: the same in the shapes that
-fine-tuning has, about 4,096 tokens a batch. memory: the peak of the calls of attention, each in a process of its own.
+fine-tuning has, about 4,096 tokens a batch. short: batches of 64, as in Singularformer's Table 3, around the lengths
+from which its paper finds it faster (144) and smaller (192). memory and short-memory: the peak of the calls of
+attention and short, each in a process of its own.
 
 All forms are timed in turn within a round, ratios are taken within a round, and medians over the rounds are reported;
 every section writes benchmarks/results/linear-DEVICE-SECTION.csv with percentiles and hardware.
@@ -21,6 +23,8 @@ from hf_graphfilter import functional
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 SHORT = (128, 512, 2048)
+THRESHOLDS = (64, 96, 128, 144, 192, 256)
+BATCH = 64
 FORMS = ("plain", "agf", "singularformer", "synvolution")
 
 
@@ -59,10 +63,17 @@ def measure_memory(benchmark: Benchmark) -> Iterator[list[dict]]:
         yield from benchmark.peaks(forms_at(n, benchmark.device), "attention", n, False, PASSES[backward], backward)
 
 
+def measure_short_memory(benchmark: Benchmark) -> Iterator[list[dict]]:
+    for backward, n in itertools.product((False, True), THRESHOLDS):
+        yield from benchmark.peaks(("plain", "singularformer"), "short", n, False, PASSES[backward], backward, BATCH)
+
+
 SECTIONS = {
     "attention": lambda benchmark: time_shapes(benchmark, [(1, n) for n in benchmark.lengths], "one sequence"),
     "batch": lambda benchmark: time_shapes(benchmark, [(4096 // n, n) for n in SHORT], "4,096 tokens"),
+    "short": lambda benchmark: time_shapes(benchmark, [(BATCH, n) for n in THRESHOLDS], "batches of 64"),
     "memory": measure_memory,
+    "short-memory": measure_short_memory,
 }
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pages.conversions import conversion_overview, conversion_tables
 from pages.galleries import gallery, gallery_costs, write_references
 from pages.layers import blocks_table, single_layers
 from pages.leagues import answers, league_tables
-from pages.lengths import agf_ratios, agf_speed, growth_tables, linear_tables, scan_table
+from pages.lengths import agf_ratios, agf_speed, gibbs_table, growth_tables, linear_tables, scan_table, threshold_table
 from pages.long_texts import long_depth, long_encoders, long_quality, long_retrieval, long_speed
 from pages.modules import fast_path_table, training_table
 from pages.overview import demo_table, headlines
@@ -74,6 +74,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/agf.md": {"ratios": agf_ratios, "speed": agf_speed, "transfer": agf_transfer},
     "docs/singularformer.md": {
         "linear": linear_tables,
+        "thresholds": threshold_table,
         "singular": singular_transfer,
         "scratch": partial(recipe_tables, "sequences-bbc", "sequences-20newsgroups"),
     },
@@ -97,7 +98,11 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "answers": answers,
         **{name: partial(league_tables, name) for name in ("depth", "control", "long", "time", "small", "contranorm")},
     },
-    "docs/converter.md": {"scan": scan_table, "imdb": partial(recipe_tables, "sequences-imdb")},
+    "docs/converter.md": {
+        "gibbs": gibbs_table,
+        "scan": scan_table,
+        "imdb": partial(recipe_tables, "sequences-imdb"),
+    },
     "docs/sequences.md": {
         "growth": growth_tables,
         "arena": partial(recipe_tables, "lra-"),

@@ -252,3 +252,15 @@ def test_a_case_of_conversion_is_played_once_and_shown(tmp_path, monkeypatch, ca
     assert "| original | 4 |" in shown
     assert "window 2; train lora" in shown
     assert tables.conversion_tables("nothing") == "Not run yet."
+
+
+def test_a_step_is_approximated_as_the_results_say():
+    from gibbs import ORDERS, measure
+
+    with (BENCHMARKS / "results" / "gibbs.csv").open() as opened:
+        rows = list(csv.DictReader(opened))
+    kept = {(row["kernel"], int(row["K"])): row for row in rows}
+    for kernel in ("dirichlet", "jackson", "lorentz"):
+        found = {name: str(value) for name, value in measure(kernel, ORDERS[0]).items()}
+        assert found == kept[kernel, ORDERS[0]]
+    assert float(kept["dirichlet", 128]["overshoot"]) == pytest.approx(0.17898, abs=2e-4), "Wilbraham's constant"

@@ -187,3 +187,31 @@ def scan_table() -> str:
         body.append([case, which, f"{int(n):,}", *times, f"**{forms['blocks']['ratio_to_plain']}**"])
     header = ["", "pass", "n", "parallel scan of Algorithm 1 ms", "blocks ms", "ratio"]
     return f"One sequence; medians, and of ratios taken side by side. {where(rows)}\n\n{markdown_table(header, body)}"
+
+
+def gibbs_table() -> str:
+    """Return how each kernel approximates a step, by order."""
+    found = {(row["kernel"], row["K"]): row for row in read("gibbs")}
+    kernels, orders = (list(dict.fromkeys(key[i] for key in found)) for i in (0, 1))
+    header = ["kernel", *(f"overshoot, K = {K}" for K in orders), *(f"0.9 from x =, K = {K}" for K in orders)]
+    body = [
+        [f"`{kernel}`"]
+        + [f"{100 * float(found[kernel, K]['overshoot']):.1f} %" for K in orders]
+        + [found[kernel, K]["reaches"] or "nowhere" for K in orders]
+        for kernel in kernels
+    ]
+    return markdown_table(header, body)
+
+
+def threshold_table() -> str:
+    """Return the memory of Singularformer against attention at short lengths, and times where they were measured."""
+    rows = read("linear-cpu-short-memory")
+    timed = pivot(read("linear-cpu-short"), "pass", "n")
+    body = []
+    for (which, n), forms in pivot(rows, "pass", "n").items():
+        plain, linear = (forms[form]["peak_mb"] for form in ("plain", "singularformer"))
+        time = [timed[which, n]["singularformer"]["ratio_to_plain"]] if timed else []
+        body.append([which, n, plain, linear, f"**{float(linear) / float(plain):.2f}**", *time])
+    header = ["pass", "n", "SDPA, peak MB", "Singularformer, peak MB", "memory ratio", *["time ratio"] * bool(timed)]
+    about = "Batches of 64 sequences, 12 heads of 64 features, r = 64, float32; the peak over the inputs."
+    return f"{about} {where(rows)}\n\n{markdown_table(header, body)}"
