@@ -1,12 +1,17 @@
 """The numbers of the configurations against the tables of the papers, typed here from the papers a second time."""
 
+import itertools
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import BertConfig, BertModel
 
+from hf_graphfilter import patch_model
+from hf_graphfilter.analysis import response_curves
 from hf_graphfilter.console import parse_options
+from hf_graphfilter.filters.core.attached import filters_of
 from hf_graphfilter.functional import gfsa
 from recipes import compare, glue, imagenet, language_modeling, paper_table, sequences, source_code
 from recipes.settings import Settings
@@ -186,3 +191,31 @@ def test_the_page_of_the_papers_names_files_and_commands_that_exist(monkeypatch)
         assert len(compare.choose_variants(settings, values, sections, options.sweep)) > 2
     for row in re.findall(r"^\| .* \|$", text, re.M):
         assert all(cell.strip() for cell in row.strip("|").split("|")), row
+
+
+def test_repeated_attention_keeps_the_mean_token_only():
+    """Theorem 1 of AGF: the part off the mean token vanishes beside the mean token, for the softmax of any matrix."""
+    scores, x = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    attention, shares = scores.softmax(-1), []
+    for _ in range(40):
+        x = attention @ x
+        low = x.mean(0, keepdim=True).expand_as(x)
+        shares.append(((x - low).norm() / low.norm()).item())
+    assert shares[0] > 0.1
+    assert shares[-1] < 1e-8
+    assert all(later < earlier for earlier, later in itertools.pairwise(shares[:20]))
+
+
+@pytest.mark.parametrize("coefficients", [[0.1, 0.2, 0.3, 0.4], [(-0.5) ** k for k in range(16)]], ids=["low", "high"])
+def test_the_coefficients_of_agf_pass_low_or_high_singular_values(coefficients):
+    """Theorem 2 of AGF: of sum 1 and not negative, and the powers of a negative number."""
+    config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=9)
+    K = len(coefficients) - 1
+    model = patch_model(BertModel(config), "agf", K=K, basis="monomial", constrain_theta=False)
+    ((_, graph_filter),) = filters_of(model)
+    with torch.no_grad():
+        graph_filter.theta.copy_(torch.tensor(coefficients))
+    (curve,) = response_curves(model).values()
+    assert curve.at[-1] == 1
+    gains = (curve.response / curve.response[:, -1:]).abs()[:, :-1]
+    assert (gains < 1).all() if min(coefficients) > 0 else (gains > 1).all()
