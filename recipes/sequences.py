@@ -58,6 +58,9 @@ def run(args, training):
     data = encode_inputs(data, tokenizer, args.max_length, apart=args.pooling is not None or kind == "converter")
     longest = longest_of(data)
     config = label_fields(loaded.labels) | fields(args, tokenizer, data, longest)
+    several = isinstance(data["train"][0]["label"], list)
+    if several:
+        config["problem_type"] = "multi_label_classification"
 
     def build(model_class):
         model = build_model(args, training, model_class, tokenizer, **config)
@@ -74,7 +77,7 @@ def run(args, training):
         denoiser = build(AutoModelForMaskedLM if kind == "converter" else Denoiser)
         record["pretraining"] = pretraining.pretrain(args, training, denoiser, tokenizer, rows, model)
     training.average_tokens_across_devices = False  # as in glue.py
-    compute = metrics.classification(["accuracy"], len(loaded.labels))
+    compute = metrics.several_labels if several else metrics.classification(["accuracy"], len(loaded.labels))
     options = {"data_collator": Batches(tokenizer), "compute_metrics": compute}
     return {**fit(args, training, model, tokenizer, data, **options), **record}
 

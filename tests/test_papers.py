@@ -94,6 +94,7 @@ CASES = {
     ("sequences", "singularformer", "bbc"): SINGULARFORMER | {"max_length": 664},
     ("sequences", "singularformer", "20newsgroups"): SINGULARFORMER | {"max_length": 700},
     ("sequences", "singularformer", "imdb"): SINGULARFORMER | {"max_length": 539},
+    ("sequences", "singularformer", "mimic-iii-50"): SINGULARFORMER | {"max_length": 1024},
     ("sequences", "singularformer", "scope40"): SINGULARFORMER | {"max_length": 337},
     ("sequences", "singularformer", "scope95"): SINGULARFORMER | {"max_length": 328},
     **{("glue", name, "rte"): TUNED for name in ("bert", "albert", "roberta")},  # GFSA, E.1

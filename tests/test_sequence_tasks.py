@@ -62,6 +62,7 @@ COLOURED = {name: Image.new("RGB", (32, 32), (0, 255, 0)) for name in IMAGES}
 DNA = {"Bos.fa": [">r1 of a cow", "acg", "tR-"] * 10, "Sus.fna.gz": gzip.compress(b">r2\nGATTACA\n" * 10)}
 FOLDED = [(n, fold) for fold in ("a.1", "c.23", "g.3") for n in range(1 if fold == "g.3" else 10)]
 SCOPE = [f">d{n}xxa_ {fold}.2.{n} (A:) Protein {{Homo}}\n{'ga' if fold == 'a.1' else 'mxa'}" for n, fold in FOLDED]
+NOTES = ["SUBJECT_ID,HADM_ID,TEXT,LABELS,length", '1,7,"cough, fever",401.9;038.9,2', "2,8,pain,272.4,1"]
 PAIRS = ["1.0\tid1\tid2\tone paper\tanother", "0.0\tid1\tid3\tone paper\ta third"]
 AAN = {f"tsv_data/new_aan_pairs.{part}.tsv": PAIRS for part in ("train", "eval", "test")}
 NEWS = ['"3","Title","Some ""text"", quoted"', '"4","Title 2","More"', '"1","T","W"', '"2","T","S"']
@@ -74,6 +75,11 @@ SAMPLES = {
         both("imdb/{}/neg/1.txt", "bad") | both("imdb/{}/pos/1.txt", "good") | {"imdb/train/unsup/1.txt": "?"},
         (2, 2),
         {"text_a": "good", "label": 1},
+    ),
+    "mimic-iii-50": (
+        {f"{part}_50.csv": NOTES for part in ("train", "dev", "test")},
+        (2, 2, 2),
+        {"text_a": "cough, fever", "label": [1.0, 0.0, 1.0]},
     ),
     "longdoc": (
         documents(10, ("cs.AI", "cs.CE", "cs.NE", "math.AC", "math.GR")),
@@ -127,7 +133,8 @@ def test_official_formats_are_read(task, tmp_path):
     loaded = load(task, str(write(tmp_path, files)), "auto" if len(sizes) == 3 else "none")
     assert tuple(map(len, loaded.parts.values())) == sizes
     for part in loaded.parts.values():
-        assert {*part["label"]} <= {*range(len(loaded.labels))}
+        if task != "mimic-iii-50":
+            assert {*part["label"]} <= {*range(len(loaded.labels))}
         assert TASKS[task].kind != "pixels" or {*map(len, part["input_ids"])} == {1024}
     assert row is None or row in loaded.parts["train"].to_list()
 
@@ -302,6 +309,11 @@ BAD = {  # task, files beside those of WHOLE (nothing: a folder that is not ther
     "one file": ("dna", {"a.fa": ">x\nA"}, "must hold a FASTA file for each of two classes, or one and labels.tsv"),
     "no sequence": ("dna", {"a.fa": ">x\n>y\nA", "b.fa": ">z\nA"}, "a.fa: the record 'x' has no sequence"),
     "no name": ("dna", {"a.fa": "A\n>y\nA", "b.fa": ">z\nA"}, "a.fa has no line that begins with > before its first"),
+    "code": (
+        "mimic-iii-50",
+        {"train_50.csv": NOTES, "dev_50.csv": NOTES[:2], "test_50.csv": [NOTES[0], "1,2,a,5,1"]},
+        "has the code '5'",
+    ),
     "no fold": ("scope95", {"a.fa": ">d1 a.1\nA"}, "the record 'd1 a.1' names no fold, such as a.1.1.1"),
     "one fold": ("scope95", {"a.fa": [">d1 a.1.1.1", "A"] * 10}, "a.fa has 1 folds with 10 proteins, two are needed"),
     "two files": ("scope40", {"a.fa": ">x\nA", "b.fa": ">x\nA"}, "has 2 FASTA files, one of SCOPe was expected"),
@@ -371,3 +383,9 @@ def test_real_files(task, folder, sizes, classes):
     assert tuple(map(len, loaded.parts.values())) == sizes
     assert len(loaded.labels) == classes
     assert {*loaded.parts["test"]["label"]} == {*range(classes)}
+
+
+def test_texts_with_several_labels_are_not_cut_into_folds(tmp_path):
+    write(tmp_path, {f"{part}_50.csv": NOTES for part in ("train", "dev", "test")})
+    with pytest.raises(GraphFilterError, match="several labels per text"):
+        load("mimic-iii-50", str(tmp_path), "fold")

@@ -16,6 +16,7 @@ from hf_graphfilter import GraphFilterError, filter_status, patch_model
 from recipes import runs, sequences
 from recipes.classifier import POOLINGS, Denoiser, PooledClassifier, pool
 from recipes.inputs import Batches, HiddenBatches, report_truncation, statistics
+from recipes.metrics import several_labels
 from recipes.models import make_symbol_tokenizer, train_bpe, train_symbols, train_words
 
 SMALL = ["--model", "bert", "--from_scratch", "hidden_size=32", "num_hidden_layers=2", "num_attention_heads=2"]
@@ -462,3 +463,22 @@ def test_embeddings_have_a_dropout_of_their_own(tmp_path):
         assert found.base_model.encoder.layer[0].output.dropout.p != 0.25
     with pytest.raises(GraphFilterError, match="XLNetModel has no dropout of its embeddings"):
         PooledClassifier.from_config(CONFIG_MAPPING["xlnet"](d_model=8, n_head=2, n_layer=1, embedding_dropout=0.1))
+
+
+def test_texts_with_several_labels(tmp_path):
+    """MIMIC-III 50, as CAML's code writes it: the loss is of each code, the scores of all codes of a text."""
+    kinds = ('"fever, and more",b;c', '"a cough, too",a;b')
+    rows = [f"{n},{n},{kinds[n % 2]},4" for n in range(12)]
+    for part in ("train", "dev", "test"):
+        (tmp_path / f"{part}_50.csv").write_text("\n".join(["SUBJECT_ID,HADM_ID,TEXT,LABELS,length", *rows]))
+    argv = [*SMALL, "--task", "mimic-iii-50", "--data", tmp_path, "--output_dir", tmp_path / "run", "--pooling", "mean"]
+    runs.main(sequences.RECIPE, [*map(str, argv), "--filter", "singularformer", "--save_strategy", "no"])
+    metrics = json.loads((tmp_path / "run" / "seed-1" / "record.json").read_text())["metrics"]
+    assert 0 <= metrics["test/accuracy"] <= metrics["test/f1"] <= 1
+    assert 0.4 < metrics["test/loss"] < 1, "near log 2 per code"
+
+
+def test_scores_of_several_labels():
+    labels = np.array([[1.0, 0.0], [1.0, 1.0]])
+    prediction = SimpleNamespace(predictions=np.array([[2.0, -1.0], [0.5, -0.1]]), label_ids=labels)
+    assert several_labels(prediction) == {"accuracy": 0.5, "f1": pytest.approx(0.8)}

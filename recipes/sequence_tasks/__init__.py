@@ -42,6 +42,7 @@ TASKS = {
         "ag_news", "a folder with train.csv and test.csv", texts.ag_news, online="fancyzhx/ag_news", labels=AG_NEWS
     ),
     "texts": Task("", "a CSV, TSV or JSON file, or a folder of such files or of documents", texts.tables, file=True),
+    "mimic-iii-50": Task("mimic-iii-50", "a folder with {train,dev,test}_50.csv", texts.mimic),
     "longdoc": Task("longdoc", DOCUMENTS, partial(texts.documents, labels=ARXIV), shares=LONG),
     "dna": Task("dna", FASTA, fasta.fasta, shares=LONG),
     "ensembl-bs": Task("ensembl-bs", FASTA, fasta.fasta, shares=LONG),
@@ -144,6 +145,10 @@ def load(name: str, folder: str | None, validation: str = "auto", fold: int = 0)
         parts["validation"] = parts["test"]
         split += ", the test part validates too: what is chosen by it is chosen on the test part"
     elif validation == "fold" or "validation" not in parts:
+        if isinstance(parts["train"][0]["label"], list):
+            raise GraphFilterError(
+                f"{name} has several labels per text and cannot be cut into folds: --validation auto"
+            )
         if own := parts.pop("validation", None):
             parts["train"] = concatenate_datasets([parts["train"], own])
             split += ", training and validation part together"

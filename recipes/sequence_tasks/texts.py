@@ -9,6 +9,8 @@ from recipes.data import first_file, load_from_hub, make_table, read_rows, read_
 from recipes.own_texts import LABEL, TEXT, find_tables, with_capitals
 from recipes.sequence_tasks.task import Loaded, Task, number_labels
 
+FIFTY = {"train": "train", "validation": "dev", "test": "test"}
+NOTES = {"text_a": ("TEXT",), "label": ("LABELS",)}
 UNLABELLED = "unsup"  # a folder of the official IMDb
 COLUMNS = {"text_a": with_capitals(TEXT), "label": with_capitals(LABEL)}
 
@@ -67,6 +69,24 @@ def tables(root: Path, task: Task) -> Loaded:
     if not files:
         return documents(root, task)
     return number_classes({part: (file, read_rows(file)) for part, file in files.items()})
+
+
+def mimic(root: Path, task: Task) -> Loaded:
+    """Read the three files of MIMIC-III 50 as CAML's code writes them: columns TEXT and LABELS, codes with ; between.
+
+    A text has several labels, so that its ``label`` is a list with a 1 for each of its codes.
+    """
+    files = {part: first_file(root, [f"{name}_50.csv"]) for part, name in FIFTY.items()}
+    rows = {part: make_table(read_rows(file), NOTES, file) for part, file in files.items()}
+    codes = sorted({code for labels in rows["train"]["label"] for code in labels.split(";")})
+    numbers = {code: number for number, code in enumerate(codes)}
+    for part, table in rows.items():
+        found = [{*labels.split(";")} for labels in table["label"]]
+        if unknown := min(set().union(*found) - numbers.keys(), default=None):
+            raise GraphFilterError(f"{files[part]} has the code {unknown!r}, which the training part does not have")
+        several = [[float(code in labels) for code in codes] for labels in found]
+        rows[part] = table.remove_columns("label").add_column("label", several)
+    return Loaded(DatasetDict(rows), tuple(codes))
 
 
 def number_classes(parts: dict[str, tuple[Path, list]], labels: list[str] | None = None) -> Loaded:
