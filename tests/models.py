@@ -81,7 +81,8 @@ class Family:
         return patch_model(model, entry.config, layers=layers)
 
     def build(self, implementation=None, **overrides) -> nn.Module:
-        implementation = implementation if implementation in self.backends else self.backends[0]
+        if implementation is None or {implementation} <= {"sdpa", "eager"} - {*self.backends}:
+            implementation = self.backends[0]
         config = type(self.config)(**{**self.config.to_dict(), **overrides})
         config._attn_implementation = implementation
         model = self.model_class(config).eval()

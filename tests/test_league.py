@@ -591,7 +591,7 @@ def test_shipped_leagues_can_be_played(name):
     own.check({})
     if name == "small":
         own_filters = {n for n in available_filters() if get_filter(n).__module__.startswith("hf_graphfilter.")}
-        later = {"far_field"}  # was written after this league was played
+        later = {"far_field", "linear_transformer", "performer"}  # were written after this league was played
         assert {overrides.get("filter", v) for v, overrides in own.variants.items()} == own_filters - later
         for variant, overrides in own.variants.items():
             model = BertModel(BertConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2))

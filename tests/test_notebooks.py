@@ -75,8 +75,8 @@ def test_links_of_notebooks_lead_to_files(script):
     assert [link for link in found if not (ROOT / link).exists()] == []
 
 
-# training takes more than a quarter of a minute; test_readme.py runs an example of a filter of one's own
-SLOW = {"fine_tune", "linearize", "own_filter"}
+# training and a report take more than a quarter of a minute; test_readme.py runs an example of a filter of one's own
+SLOW = {"analyse", "fine_tune", "linearize", "own_filter"}
 
 
 @pytest.mark.parametrize(

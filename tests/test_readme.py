@@ -12,7 +12,7 @@ import pytest
 from transformers import BertConfig, BertModel
 from typer.main import get_command
 
-from recipes import SCRIPTS, compare, generate
+from recipes import SCRIPTS, compare, generate, paper_table
 from recipes.league import play
 from recipes.league.plan import League
 from recipes.models import train_bpe
@@ -64,7 +64,12 @@ def test_the_commands_of_the_documents_are_valid(monkeypatch):
             options = play.arguments().parse_args(argv[1:])
             League(play.read_league(options.config), "shown", options.data).check({})
             continue
-        if name == "recipes/compare.py":
+        if name == "recipes/compare.py" and argv[0] == "table":
+            options, argv = paper_table.arguments().parse_known_args(argv[1:])
+            table = paper_table.Table.load(options.table)
+            argv = ["--config", options.config or table.config, "--task", next(iter(table.tasks)), *argv]
+            name = SCRIPTS[table.recipe]
+        elif name == "recipes/compare.py":
             options, argv = compare.arguments().parse_known_args(argv)
             name = SCRIPTS[options.recipe]
         recipe = import_module(f"recipes.{Path(name).stem}").RECIPE

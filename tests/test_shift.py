@@ -31,6 +31,7 @@ from hf_graphfilter import (
     patch_model,
     unpatch_model,
 )
+from hf_graphfilter.hosts.transformers.base_attention import BaseAttention
 from hf_graphfilter.ops.attention_pieces import PIECE, ROWS
 from hf_graphfilter.ops.attention_polynomial import KEPT, apply_polynomial, can_apply, polynomial_form
 from hf_graphfilter.ops.combine import combine
@@ -532,3 +533,25 @@ def test_threads_do_not_share_their_scratch_memory():
     with ThreadPoolExecutor(4) as pool:
         found = [*pool.map(gradients, parts)]
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_eager_attention_in_training_is_formed_once_if_nothing_is_dropped(dropout, monkeypatch):
+    """The gradients are those of SDPA, which is called for each application."""
+    family, calls = FAMILIES["bert"], []
+    call = BaseAttention.attend
+    monkeypatch.setattr(BaseAttention, "attend", lambda self, *args: (calls.append(1), call(self, *args))[1])
+    grads = {}
+    for backend in ("sdpa", "eager"):
+        torch.manual_seed(0)
+        model = family.build(num_hidden_layers=2, attention_probs_dropout_prob=dropout, hidden_dropout_prob=0.0)
+        model.set_attn_implementation(backend)
+        model = turn_on(patch_model(model, "gfsa", K=3)).double().train()
+        calls.clear()
+        model(**family.inputs()).last_hidden_state.sin().sum().backward()
+        grads[backend] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert len(calls) == (2 if dropout == 0 else 4)
+    if not dropout:
+        assert grads["sdpa"].keys() == grads["eager"].keys()
+        for name, grad in grads["eager"].items():
+            torch.testing.assert_close(grad, grads["sdpa"][name], atol=1e-5, rtol=1e-4, msg=name)

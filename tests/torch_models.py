@@ -186,7 +186,7 @@ class Explicit(nn.Module):
         scale = (size // heads) ** -0.5
         scores = q @ k.mT * scale
         A = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
-        weights = {name: p.detach() for name, p in f.named_parameters()}
+        weights = {name: p.detach() for name, p in (*f.named_parameters(), *f.named_buffers())}
         seen = SimpleNamespace(
             query=q, key=k, scores=scores, allowed=allowed, hidden=x, scaling=scale, weights=weights, groups=1
         )

@@ -65,8 +65,11 @@ class BaseAttention:
             polynomial=self.apply_polynomial if is_sdpa else None,
             few_rows=self.form_few_rows if is_sdpa else None,
             part=partial(self.to_part, hidden),
-            weights_again=self.implementation == "eager" and not self.module.training,
+            weights_again=self.implementation == "eager" and self._drops_nothing(),
         )
+
+    def _drops_nothing(self) -> bool:
+        return not self.module.training or self.options.get("dropout") == 0  # which a function may leave to its module
 
     def to_part(self, hidden: Tensor | None, heads: HeadPart) -> AttentionCall:
         """Return the call of some heads, with what the mask and a learned bias have of them."""
