@@ -39,7 +39,7 @@ def blocks_table() -> str:
         body.append([row["model"], row["blocks"], *numbers, row["difference"]])
     text = (
         f"The stage `attention` with {int(rows[0]['budget']):,} tokens in texts of {rows[0]['tokens']}. Memory is the "
-        "peak of the process above what the imported libraries take, measurements of the whole model included; the "
+        "peak of the process above what it takes after a small model, measurements of the whole model included; the "
         "difference is the largest between the errors of a layer."
     )
     return f"{text} {where(rows)}\n\n{markdown_table(header, body)}"
