@@ -4,12 +4,35 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .errors import GraphFilterError
+
 if TYPE_CHECKING:
     import torch
 
 
+_chosen: list[str] = []
+
+
+def choose(name: str | None) -> None:
+    """Compute on this device from now on; None leaves the choice to this module.
+
+    Raises:
+        GraphFilterError: PyTorch knows no such device, or does not find it.
+    """
+    _chosen.clear()
+    if name is None:
+        return
+    import torch
+
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # the latter of a PyTorch without CUDA
+        raise GraphFilterError(f"--device {name}: {str(error).splitlines()[0]}") from error
+    _chosen.append(name)
+
+
 def default_device() -> torch.device:
-    """Return the accelerator that PyTorch found (CUDA, MPS, XPU, NPU ...), or the CPU.
+    """Return the device that was chosen, the accelerator that PyTorch found (CUDA, MPS, XPU, NPU ...), or the CPU.
 
     Example:
         >>> default_device().type in ("cpu", "cuda", "mps", "xpu", "npu")
@@ -17,6 +40,8 @@ def default_device() -> torch.device:
     """
     import torch
 
+    if _chosen:
+        return torch.device(_chosen[0])
     found = torch.accelerator.current_accelerator(check_available=True)
     return torch.device("cpu") if found is None else found
 
@@ -61,4 +86,4 @@ def place(model: Any) -> tuple[Any, bool]:
     from accelerate import PartialState
 
     state = PartialState()
-    return model.to(state.device), state.is_main_process
+    return model.to(default_device() if _chosen else state.device), state.is_main_process

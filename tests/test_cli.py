@@ -477,6 +477,41 @@ def test_a_config_written_by_hand_gives_no_traceback(change, cli, tmp_path, tran
     assert done.returncode or "num_attention_heads" not in change
 
 
+def test_a_revision_a_token_and_a_device(cli, plain, tmp_path, monkeypatch):
+    """Before the verb or behind it; the token reaches the environment alone."""
+    monkeypatch.setenv("HF_TOKEN", "")
+    asked = []
+
+    def from_pretrained(source, **options):
+        asked.append((source, options))
+        raise OSError("no such repository")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", from_pretrained)
+    done = cli("--revision", "v2", "patch", "me/base", tmp_path / "out", "--token=hf_secret")
+    assert done.returncode == 1
+    assert done.stderr == "hf-graphfilter: cannot load me/base: no such repository\n"
+    assert asked == [("me/base", {"revision": "v2"})]
+    assert os.environ["HF_TOKEN"] == "hf_secret"
+    assert "hf_secret" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["status", "PLAIN", "--revision", "v2"],
+            "--revision v2 is of a checkpoint on the Hub, and PLAIN is on this disk",
+        ),
+        (["status", "PLAIN", "--device", "nowhere"], "--device nowhere: Expected one of cpu, cuda"),
+        (["filters", "--push-to-hub", "me/filters"], "--push-to-hub: this verb saves no checkpoint"),
+    ],
+)
+def test_flags_of_all_verbs_that_do_not_fit(arguments, message, cli, plain):
+    done = cli(*(str(plain) if word == "PLAIN" else word for word in arguments))
+    assert done.returncode == 1
+    assert message.replace("PLAIN", str(plain)) in done.stderr
+
+
 def test_help_teaches(cli):
     text = cli("--help").stdout
     assert all(

@@ -841,6 +841,10 @@ from hf_graphfilter.cli import app
 done = CliRunner().invoke(app, ["push-filter", "local", "me/another", "--base-model", "me/base"])
 assert done.exit_code == 0 and "pushed to" in done.output, done.output
 assert torch.equal(load_filtered_model("me/another")(ids).logits, model(ids).logits)
+from hf_graphfilter.cli.common import move_to_front
+command = ["patch", "me/base", "out", "--revision", "main", "--push-to-hub", "me/patched", "--device=cpu"]
+done = CliRunner().invoke(app, move_to_front(command))
+assert done.exit_code == 0 and "pushed to me/patched" in done.output, done.output
 try:
     push_filter(model, "me/filter", token="wrong")
 except GraphFilterError as error:
@@ -859,6 +863,7 @@ def test_a_filter_is_pushed_and_fetches_its_base_model(tmp_path):
         "graph_filter.json",
         "graph_filter.safetensors",
     }
+    assert {"config.json", "model.safetensors"} <= {*hub.repos["me/patched"]}
     card = hub.repos["me/filter"]["README.md"].decode()
     assert 'model = load_filtered_model("me/filter")' in card
     assert "base_model_relation: adapter" in card

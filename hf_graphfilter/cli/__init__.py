@@ -11,10 +11,11 @@ from typing import Annotated, Any
 import typer
 from safetensors import SafetensorError  # of transformers, where a disk is full
 
-from .. import __version__
+from .. import __version__, devices
 from ..console import Console
 from ..errors import GraphFilterError
 from ..text import printable
+from . import common
 from .checkpoints import check_output, message_of
 from .environment import env
 from .linearize import linearize
@@ -38,6 +39,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
+    result_callback=lambda result, push_to_hub=None, **options: common.push(push_to_hub),
 )
 
 
@@ -54,10 +56,24 @@ def _import_modules(
         list[str] | None,
         typer.Option("--import", metavar="MODULE", help="A module that registers custom filters; repeatable."),
     ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="The branch, tag or commit of the checkpoint on the Hub; after the verb, too.")
+    ] = None,
+    token: Annotated[str | None, typer.Option(help="A token of the Hub, if HF_TOKEN is not set.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Where to compute: cpu, cuda:1 ...; default: the accelerator that is found.")
+    ] = None,
+    push_to_hub: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="Also upload the checkpoint that the verb saves.")
+    ] = None,
     version: Annotated[
         bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
     ] = False,
 ) -> None:
+    common.begin(revision)
+    devices.choose(device)
+    if token:
+        os.environ["HF_TOKEN"] = token
     if modules and context.invoked_subcommand != "run":  # which passes them on
         from ..filters import import_filters
 
@@ -150,7 +166,7 @@ app.command("convert", hidden=True)(linearize)  # its earlier name
 def main() -> None:
     """Run the command: user mistakes are one line on stderr and exit code 1, wrong usage is exit code 2."""
     try:
-        app(prog_name="hf-graphfilter")
+        app(common.move_to_front(sys.argv[1:]), prog_name="hf-graphfilter")
     except (GraphFilterError, OSError, SafetensorError) as error:
         message = printable(" ".join(message_of(error).split()))
         print(f"hf-graphfilter: {message}", file=sys.stderr)

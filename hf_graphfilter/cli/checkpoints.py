@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from ..console import Console, table
 from ..errors import GraphFilterError, shown
+from .common import from_source, hub_options, note_saved
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -84,7 +85,7 @@ def load_config(source: str, patched: bool = False) -> PreTrainedConfig:
     if folder.is_file():
         raise GraphFilterError(f"{source} is a file: name the directory of a checkpoint, or a Hub id")
     with _name_source(source):
-        config = transformers.AutoConfig.from_pretrained(source)
+        config = from_source(transformers.AutoConfig, source)
     if patched and getattr(config, "graph_filter", None) is None:
         raise GraphFilterError(f"{source} has no graph filter; patch it with: hf-graphfilter patch")
     return config
@@ -128,7 +129,7 @@ def load(
         finally:
             logging.set_verbosity(verbosity)
     with _name_source(source):
-        return make(model_class.from_pretrained(source, **({"dtype": dtype} if dtype else {})))
+        return make(from_source(model_class, source, **({"dtype": dtype} if dtype else {})))
 
 
 @contextlib.contextmanager
@@ -152,7 +153,7 @@ def save(model: Any, source: str, output: Path, show: bool = True) -> None:
     save_modules(source, output)  # first: it may be an error, and what follows writes over whatever it brings
     model.save_pretrained(output)
     try:
-        processor = AutoProcessor.from_pretrained(source)
+        processor = from_source(AutoProcessor, source)
         if isinstance(processor, PreTrainedTokenizerBase) and not knows_words(processor):
             raise ValueError("made of nothing")
         processor.save_pretrained(output)
@@ -160,6 +161,7 @@ def save(model: Any, source: str, output: Path, show: bool = True) -> None:
         Console(stderr=True).print(f"note: no tokenizer or processor found in {escape(source)}", style="dim")
     if show:
         show_status(model)
+    note_saved(output)
     Console().print(f"saved to {escape(str(output))}")
 
 
@@ -175,7 +177,7 @@ def save_modules(source: str, output: Path) -> None:
     from transformers.utils import cached_file
 
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    if (listed := cached_file(source, "modules.json", **quiet)) is None:
+    if (listed := cached_file(source, "modules.json", **quiet, **hub_options(source))) is None:
         return
     try:
         paths = [module["path"] for module in json.loads(Path(listed).read_text())]
@@ -188,7 +190,11 @@ def save_modules(source: str, output: Path) -> None:
         )
     patterns = ["modules.json", "sentence_*_config.json", "config_sentence_transformers.json"]
     patterns += [f"{folder}/*" for folder in folders]
-    root = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=patterns))
+    root = (
+        Path(source)
+        if Path(source).is_dir()
+        else Path(snapshot_download(source, allow_patterns=patterns, **hub_options(source)))
+    )
     for file in [file for pattern in patterns for file in root.glob(pattern) if file.is_file()]:
         place = file.resolve()
         # the cache of the Hub holds links to the files of the same repository

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import GraphFilterError, needs
+from .common import from_source
 
 SHUFFLED = 1000  # rows of a stream
 IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
@@ -27,7 +28,7 @@ def tokenizer_of(source: str) -> Any:
     from ..checkpoints.tokenizer import knows_words
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = from_source(AutoTokenizer, source)
     except (OSError, ValueError) as error:
         raise GraphFilterError(f"{source} has no tokenizer: {error}") from error
     if not knows_words(tokenizer):
@@ -68,7 +69,7 @@ def texts_of(source: str, files: list[Path], count: int, length: int, batch_size
     from transformers import AutoConfig
 
     lines, tokenizer = lines_of(files)[:count], tokenizer_of(source)
-    encoder_decoder = AutoConfig.from_pretrained(source).is_encoder_decoder
+    encoder_decoder = from_source(AutoConfig, source).is_encoder_decoder
     batches = []
     for start in range(0, len(lines), batch_size):
         part = lines[start : start + batch_size]
@@ -98,7 +99,7 @@ class Images:
         random.Random(0).shuffle(self.files)
         self.batch_size = batch_size
         try:
-            self.processor = AutoImageProcessor.from_pretrained(source)
+            self.processor = from_source(AutoImageProcessor, source)
         except (OSError, ValueError, ImportError) as error:
             raise GraphFilterError(f"{source} has no image processor: {error}") from error
 

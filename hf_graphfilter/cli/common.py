@@ -1,0 +1,83 @@
+"""What every verb can be told: the revision of a checkpoint, a token, the device, and where to push what it saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..console import Console
+from ..errors import GraphFilterError
+
+FLAGS = ("--revision", "--token", "--device", "--push-to-hub")
+_revision: list[str] = []
+_saved: list[Path] = []
+
+
+def move_to_front(argv: list[str]) -> list[str]:
+    """Return the command line with these flags before the verb, where the program reads them.
+
+    The arguments of another program, behind ``run``, are left alone.
+
+    Example:
+        >>> move_to_front(["patch", "bert-base-uncased", "out", "--revision", "main"])
+        ['--revision', 'main', 'patch', 'bert-base-uncased', 'out']
+        >>> move_to_front(["run", "train.py", "--device", "cpu"])
+        ['run', 'train.py', '--device', 'cpu']
+    """
+    front, rest, words = [], [], iter(argv)
+    for word in words:
+        if word in ("run", "--"):
+            rest.append(word)
+            break
+        if word in FLAGS:
+            front += [word, *([value] if (value := next(words, None)) is not None else [])]
+        elif word.partition("=")[0] in FLAGS:
+            front.append(word)
+        else:
+            rest.append(word)
+    return [*front, *rest, *words]
+
+
+def begin(revision: str | None) -> None:
+    """Forget what an earlier command was told and has saved."""
+    _revision[:] = filter(None, [revision])
+    _saved.clear()
+
+
+def from_source(kind: Any, source: str, **options: Any) -> Any:
+    """Return ``kind.from_pretrained`` of a directory, or of the revision of a Hub id that was asked for."""
+    return kind.from_pretrained(source, **hub_options(source), **options)
+
+
+def hub_options(source: str) -> dict[str, Any]:
+    """Return the revision that was asked for, unless the source is a directory.
+
+    Raises:
+        GraphFilterError: a revision was asked for of a directory.
+    """
+    if _revision and Path(source).exists():
+        raise GraphFilterError(f"--revision {_revision[0]} is of a checkpoint on the Hub, and {source} is on this disk")
+    return {"revision": _revision[0]} if _revision else {}
+
+
+def note_saved(output: Path) -> None:
+    """Note a directory that a verb has written."""
+    _saved.append(output)
+
+
+def push(repo_id: str | None) -> None:
+    """Upload the directory that the verb has written.
+
+    Raises:
+        GraphFilterError: it has written none.
+    """
+    if repo_id is None:
+        return
+    if not _saved:
+        raise GraphFilterError("--push-to-hub: this verb saves no checkpoint")
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    name = api.create_repo(repo_id, exist_ok=True).repo_id
+    api.upload_folder(repo_id=name, folder_path=_saved[-1], ignore_patterns=[".*"])
+    Console().print(f"pushed to {name}")
