@@ -452,7 +452,8 @@ from concurrent.futures import ProcessPoolExecutor
 from recipes.league.play import begin
 
 if __name__ == "__main__":
-    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), begin, (1,))
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(1, context, begin, (1, context.Value("i", 0)))
     pool.submit(print, "begun", flush=True).result()
     pool.submit(time.sleep, 100)
     time.sleep(100)
@@ -490,6 +491,19 @@ def test_runs_of_other_commands_are_left_to_them(trained, monkeypatch, capsys):
     folders = [folder for *_, folder in trained]
     assert len(folders) == len({*folders}) == len(found)
     assert max(others.values()) == 2
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "chosen"),
+    [(None, 0, [None, None]), (None, 1, [None, None]), (None, 2, ["0", "1", "0"]), ("3,5", 2, ["3", "5", "3"])],
+)
+def test_each_worker_has_a_gpu(visible, count, chosen, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [play.choose_gpu(number) for number in range(len(chosen))] == chosen
 
 
 def test_two_commands_on_one_league(trained, capsys):

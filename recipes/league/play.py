@@ -16,10 +16,10 @@ Tuning has a seed of its own, 0, and looks at the validation part; a task withou
 training part for it. All runs of a task take the same steps over the same tokens. A filter that refuses a task is left
 out of it, and the sentence is kept. ``longer: 4`` trains the plain model so many times as long, to see what is left.
 
-The workers share the cores (OMP_NUM_THREADS threads each, if that is set). Each run is kept in the results file when
-it ends: the same command goes on, with other workers too. Several machines with one shared folder play one league: give
-the same command to each, at any time. A run is trained by the first that locks its folder. A league file that changed
-under finished runs is refused by the names of what changed.
+The workers share the cores (OMP_NUM_THREADS threads each, if that is set), and each has one of the GPUs, in turn. Each
+run is kept in the results file when it ends: the same command goes on, with other workers too. Several machines with
+one shared folder play one league: give the same command to each, at any time. A run is trained by the first that locks
+its folder. A league file that changed under finished runs is refused by the names of what changed.
 """
 
 import argparse
@@ -57,13 +57,29 @@ CONFIGS = Path(__file__).parent / "configs"
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 
-def begin(threads: int) -> None:
-    """Begin a process that trains: an interrupt is its parent's to handle, and it ends when its parent does."""
+def begin(threads: int, begun: Any) -> None:
+    """Begin a process that trains: an interrupt is its parent's to handle, and it ends when its parent does.
+
+    Args:
+        threads: of PyTorch.
+        begun: a shared number, how many processes have begun. Each gets a GPU, in turn.
+    """
+    with begun.get_lock():
+        number, begun.value = begun.value, begun.value + 1
+    if gpu := choose_gpu(number):
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)) if parent else None, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
     runs.silence_libraries()
+
+
+def choose_gpu(number: int) -> str | None:
+    """Return which of several GPUs that this command sees is that of a worker; None where there is no choice."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    return names[number % len(names)] if len(names) > 1 else None
 
 
 def train(recipe: str, values: dict[str, Any], seed: int, folder: Path) -> dict[str, Any] | None:
@@ -93,7 +109,7 @@ def play(league: League, file: Path, root: Path, workers: int, console: Console)
         os.environ.setdefault(name, value)
     context = multiprocessing.get_context("spawn")
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes end too
-    with ProcessPoolExecutor(workers, context, begin, (int(threads),)) as pool:
+    with ProcessPoolExecutor(workers, context, begin, (int(threads), context.Value("i", 0))) as pool:
         try:
             while True:
                 busy = elsewhere.union(running.values())
