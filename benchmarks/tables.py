@@ -71,7 +71,12 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/filters.md": {"menu": lambda: markdown_table(MENU, menu()), "steps": menu_steps, "busy": busy_table},
     "docs/any-model.md": {"fast-path": fast_path_table, "any-model": training_table},
-    "docs/agf.md": {"ratios": agf_ratios, "speed": agf_speed, "transfer": agf_transfer},
+    "docs/agf.md": {
+        "ablations": partial(recipe_tables, "ablations-"),
+        "ratios": agf_ratios,
+        "speed": agf_speed,
+        "transfer": agf_transfer,
+    },
     "docs/singularformer.md": {
         "linear": linear_tables,
         "thresholds": threshold_table,
