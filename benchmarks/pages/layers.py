@@ -30,16 +30,16 @@ def single_layers() -> str:
 def blocks_table() -> str:
     """Return the memory of a linearization of all layers at once, and block by block."""
     rows = read("linearize-blocks-cpu")
-    header = ["model", "blocks", "all layers, MB", "in blocks, MB", "ratio", "time, ratio", "difference"]
+    header = ["model", "blocks", "tokens", "all layers, MB", "in blocks, MB", "ratio", "time, ratio", "difference"]
     body = []
     for row in rows:
         whole, blocks = float(row["whole mb"]), float(row["blocks mb"])
         time = float(row["blocks seconds"]) / float(row["whole seconds"])
         numbers = [f"{whole:.0f}", f"{blocks:.0f}", f"{blocks / whole:.2f}", f"{time:.2f}"]
-        body.append([row["model"], row["blocks"], *numbers, row["difference"]])
+        body.append([row["model"], row["blocks"], row["tokens"], *numbers, row["difference"]])
     text = (
-        f"The stage `attention` with {int(rows[0]['budget']):,} tokens in texts of {rows[0]['tokens']}. Memory is the "
-        "peak of the process above what it takes after a small model, measurements of the whole model included; the "
-        "difference is the largest between the errors of a layer."
+        f"The stage `attention` with {int(rows[0]['budget']):,} tokens in texts of so many. Memory is the peak of the "
+        "process above what it takes after a small model, measurements of the whole model included; the difference is "
+        "the largest between the errors of a layer."
     )
     return f"{text} {where(rows)}\n\n{markdown_table(header, body)}"
