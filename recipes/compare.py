@@ -129,8 +129,9 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
         """Return the results with new runs, and with what other commands have added; the main process writes them."""
         with records.updating(file, **NEEDED) as content:
             content["variants"] = content.get("variants", {}) | chosen  # what earlier commands ran stays in view
-            order = [*content["variants"]]
-            known = {(run["seed"], order.index(run["variant"])): run for run in [*content["runs"], *new]}
+            runs_of_all = [*content["runs"], *new]
+            order = [*dict.fromkeys([*content["variants"], *(run["variant"] for run in runs_of_all)])]
+            known = {(run["seed"], order.index(run["variant"])): run for run in runs_of_all}
             content["runs"] = [known[run] for run in sorted(known)]
             check_settings(settings, resolved, content, file)
             content |= about

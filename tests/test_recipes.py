@@ -659,6 +659,16 @@ def test_two_commands_share_a_comparison(asked, capsys, monkeypatch):
         *itertools.product((1, 2), ("plain", "even layers"))
     ], "in this order, whoever finished first"
     assert len(asked) == 4
+    file = Path("runs/glue/glue-cola.json")
+    del (
+        found["variants"],
+        found["summary"],
+    )  # of an earlier version; one run is of a variant that is no longer asked for
+    earlier = {**found, "runs": [*found["runs"], {**found["runs"][0], "variant": "old"}]}
+    file.write_text(json.dumps(earlier))
+    compare.main([*README_COMPARISON, "--seeds", "1", "2", "--variants", "even layers"])
+    runs_now = json.loads(file.read_text())["runs"]
+    assert sorted(map(str, runs_now)) == sorted(map(str, earlier["runs"])), "none is lost"
     monkeypatch.setattr(records, "WAIT", 0.1)
     with FileLock("runs/glue/glue-cola.json.lock"), pytest.raises(SystemExit):
         compare.main(README_COMPARISON)
