@@ -128,13 +128,13 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
     def add(*new: dict[str, Any]) -> dict[str, Any]:
         """Return the results with new runs, and with what other commands have added; the main process writes them."""
         with records.updating(file, **NEEDED) as content:
-            content["variants"] = content.get("variants", {}) | chosen  # what earlier commands ran stays in view
+            variants = content.get("variants", {}) | chosen  # what earlier commands ran stays in view
             runs_of_all = [*content["runs"], *new]
-            order = [*dict.fromkeys([*content["variants"], *(run["variant"] for run in runs_of_all)])]
+            order = [*dict.fromkeys([*variants, *(run["variant"] for run in runs_of_all)])]
             known = {(run["seed"], order.index(run["variant"])): run for run in runs_of_all}
-            content["runs"] = [known[run] for run in sorted(known)]
+            content["runs"] = [known[run] for run in sorted(known)]  # written also if the next line raises
             check_settings(settings, resolved, content, file)
-            content |= about
+            content |= {**about, "variants": variants}
             content["model"] = options.model_name or content.get("model") or Path(values["model"]).name
             content["summary"] = summarise(content)
         return content

@@ -136,12 +136,8 @@ INCIDENTAL = (
     | {"per_device_eval_batch_size", "eval_accumulation_steps", "eval_batch_size", "workers", "import"}
     | {"restore_callback_states_from_checkpoint"}
 )
-OWN_DATA = (
-    "text",
-    "texts",
-    "ratings",
-    "folder",
-)  # tasks that are what their data are: earlier records have a mark of these alone
+# tasks that are what their data are: earlier records have a mark of these alone
+OWN_DATA = ("text", "texts", "ratings", "folder")
 MARKS = "contents"
 MODELS = ("model", "tokenizer", "checkpoint")
 LOADED = {".safetensors", ".bin", ".pt", ".pth", ".json", ".txt", ".model"}  # beside cards, records and checkpoints

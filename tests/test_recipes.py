@@ -1012,10 +1012,12 @@ def test_compare_pairs_the_seeds_and_goes_on_at_the_first_missing_one(cola, tmp_
     assert (tmp_path / "glue-cola.png").stat().st_size > 10_000
     assert "finished before" in out, "its folder has the record"
     assert len(json.loads(file.read_text())["runs"]) == 4
+    before = file.read_text()
     for seeds in ([], ["--seeds", "3"]):
         with pytest.raises(SystemExit):
             compare.main([*argv, "--learning_rate", "1", *seeds])
         assert "seed 1 was run with other settings (learning_rate differ)" in capsys.readouterr().err
+        assert file.read_text() == before, "what is refused changes nothing"
 
 
 def test_a_run_that_diverged_is_counted_and_not_compared(asked, monkeypatch):
