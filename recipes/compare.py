@@ -42,7 +42,7 @@ from hf_graphfilter.files import LockedError, check_content
 from recipes import SCRIPTS, check_extras, jobs, paper_table, records, runs
 from recipes.errors import is_main_process, one_line_errors
 from recipes.league import play
-from recipes.records import RUN, lock, lower_is_better, move_aside, tell
+from recipes.records import RUN, list_missing, lock, lower_is_better, move_aside, tell
 from recipes.settings import Recipe, Settings
 from recipes.summary import PLAIN, compare_results, plot_differences, plot_sweep, summarise, summary_rows
 
@@ -180,12 +180,6 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
             tell(console, f"other: {other_file} ({old['date']}, {old['machine']}, torch {old['versions']['torch']})")
             console.print(drawn)
             tell(console, f"settings that differ: {', '.join(differing) or 'none'}")
-
-
-def list_missing(wanted: list[tuple[int, str]], content: dict[str, Any]) -> list[tuple[int, str]]:
-    """Return the runs, (seed, variant), that are not finished."""
-    known = {(run["seed"], run["variant"]) for run in content["runs"]}
-    return [run for run in wanted if run not in known]
 
 
 def check_settings(settings: Settings, resolved: dict[str, Any], content: dict[str, Any], file: Path) -> None:

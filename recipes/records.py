@@ -88,6 +88,12 @@ def updating(file: Path, **needed: Any) -> Iterator[dict[str, Any]]:
                 write_json(file, content)
 
 
+def list_missing(wanted: list[tuple[int, str]], content: dict[str, Any]) -> list[tuple[int, str]]:
+    """Return the runs, (seed, variant), that are not finished."""
+    known = {(run["seed"], run["variant"]) for run in content["runs"]}
+    return [run for run in wanted if run not in known]
+
+
 def wait_for_others(count: int, waits: int, console: Console) -> None:
     """Sleep while other commands train what is missing: longer with each of the ``waits`` before."""
     if not waits:
