@@ -204,14 +204,14 @@ def gibbs_table() -> str:
 
 
 def threshold_table() -> str:
-    """Return the memory of Singularformer against attention at short lengths, and times where they were measured."""
-    rows = read("linear-cpu-short-memory")
-    timed = pivot(read("linear-cpu-short"), "pass", "n")
+    """Return memory and time of Singularformer against attention at short lengths."""
+    rows, timed = read("linear-cpu-short-memory"), read("linear-cpu-short")
+    times = pivot(timed, "pass", "n")
     body = []
     for (which, n), forms in pivot(rows, "pass", "n").items():
         plain, linear = (forms[form]["peak_mb"] for form in ("plain", "singularformer"))
-        time = [timed[which, n]["singularformer"]["ratio_to_plain"]] if timed else []
-        body.append([which, n, plain, linear, f"**{float(linear) / float(plain):.2f}**", *time])
-    header = ["pass", "n", "SDPA, peak MB", "Singularformer, peak MB", "memory ratio", *["time ratio"] * bool(timed)]
+        time = times[which, n]["singularformer"]["ratio_to_plain"]
+        body.append([which, n, plain, linear, f"**{float(linear) / float(plain):.2f}**", f"**{float(time):.2f}**"])
+    header = ["pass", "n", "SDPA, peak MB", "Singularformer, peak MB", "memory / SDPA", "time / SDPA"]
     about = "Batches of 64 sequences, 12 heads of 64 features, r = 64, float32; the peak over the inputs."
-    return f"{about} {where(rows)}\n\n{markdown_table(header, body)}"
+    return f"{about} Memory: {where(rows)} Time: {where(timed)}\n\n{markdown_table(header, body)}"
