@@ -34,7 +34,7 @@ from pages.speed import (
     vision_table,
     whisper_table,
 )
-from pages.trained import listops_table, recipe_tables
+from pages.trained import ablations_beside_paper, listops_table, recipe_tables
 from pages.transfers import agf_transfer, singular_transfer
 
 from hf_graphfilter.filters.core.overview import HEADER as MENU
@@ -72,6 +72,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/filters.md": {"menu": lambda: markdown_table(MENU, menu()), "steps": menu_steps, "busy": busy_table},
     "docs/any-model.md": {"fast-path": fast_path_table, "any-model": training_table},
     "docs/agf.md": {
+        "ablations-paper": ablations_beside_paper,
         "ablations": partial(recipe_tables, "ablations-"),
         "ratios": agf_ratios,
         "speed": agf_speed,

@@ -11,6 +11,7 @@ from recipes.paper_table import Row, Table, draw, measured, signed_rank
 
 PRINTED = """
 uea: AGF, Table 1: 71.9 72.4 71.5 72.0 71.9 72.2 71.5 72.2 73.0 73.0 75.1
+uea: AGF, Tables 19 and 20: 72.2 71.7 72.1 75.1
 lra: AGF, Table 2: 58.8 55.1 53.6 49.7 55.6 59.0 59.0 59.2 57.5 60.1
 lra: Converter, Table 1: 54.39 51.24 50.67 53.46 51.36 55.01 50.55 51.29 51.41 52.88 58.95 61.95 55.30 55.23 58.91 75.94
 """

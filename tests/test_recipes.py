@@ -1152,7 +1152,7 @@ def test_shipped_results_have_the_settings_of_the_configurations(monkeypatch):
     names |= {"imdb": "sequences/converter-small", "converted": "glue/converted"}
     names |= dict.fromkeys(("JapaneseVowels", "BasicMotions", "Handwriting"), "sequences/uea-small")
     files = sorted(records.RESULTS.glob("*.json"))
-    assert len(files) == 28
+    assert len(files) == 30
     for file in files:
         content = records.read_results(file)
         settings = Settings(RECIPES[content["recipe"]])

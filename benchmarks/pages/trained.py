@@ -8,6 +8,7 @@ import statistics
 from hf_graphfilter.analysis.comparison import paired_comparison
 from hf_graphfilter.tables import markdown_table
 from pages.sources import RECIPES, read
+from recipes.paper_table import Table, as_text, measured
 from recipes.records import lower_is_better
 from recipes.summary import PLAIN, format_interval, group_by_seed, summary_rows
 
@@ -32,6 +33,22 @@ def recipe_tables(*names: str) -> str:
     plain = [c for c in contents if not c["sweep"]]
     mean = [mean_over_tasks(plain)] if len(plain) > 1 and names == ("glue",) else []
     return "\n\n".join(mean + parts)
+
+
+def ablations_beside_paper() -> str:
+    """Return the best accuracies of AGF's ablations beside its Tables 19 and 20, on the tasks that both have."""
+    contents = [json.loads(file.read_text()) for file in sorted(RECIPES.glob("ablations-*.json"))]
+    found = {content["task"]: {**content, "metric": "validation/best_accuracy"} for content in contents}
+    uea = Table.load("uea")
+    columns = [column for column in uea.columns if column.task in found]
+    places = [uea.columns.index(column) for column in columns]
+    here = {row.name.replace("agf", "AGF"): row.scores for row in measured(found, columns)}
+    header = ["best accuracy, %", *(f"{column.task}, {where}" for column in columns for where in ("paper", "here"))]
+    body = []
+    for row in uea.printed("AGF, Tables 19 and 20"):
+        pairs = zip((row.scores[at] for at in places), here[row.name], strict=True)
+        body.append([row.name, *(as_text(score) for pair in pairs for score in pair)])
+    return markdown_table(header, body)
 
 
 def mean_over_tasks(contents: list[dict]) -> str:
