@@ -1143,10 +1143,11 @@ def test_shipped_results_have_the_settings_of_the_configurations(monkeypatch):
         "lra-imdb-1024": "--max_length 1024 --num_train_epochs 4 --per_device_train_batch_size 8",
         "lra-imdb-4096": "--max_length 4096 --num_train_epochs 2 --per_device_train_batch_size 8",
     }
-    arena["ablations-JapaneseVowels"] = (
+    ablations = (
         "--from_scratch hidden_size=64 num_attention_heads=4 intermediate_size=256 --lr_scheduler_type linear "
         "--warmup_steps 0.1 --eval_steps 0.05 --load_best_model_at_end false"
     )
+    arena |= {f"ablations-{task}": ablations for task in ("JapaneseVowels", "BasicMotions", "Handwriting")}
     names = {"ablations": "sequences/agf-uea", **dict.fromkeys(arena, "sequences/lra-small")}
     names |= {"finetune": "imagenet/deit-t-finetune", "24-layers": "imagenet/small-24", "glue": "glue/minilm"}
     names |= {"imdb": "sequences/converter-small", "converted": "glue/converted"}
