@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from pages.conversions import conversion_overview, conversion_tables
-from pages.galleries import gallery, gallery_costs, write_references
+from pages.galleries import gallery, gallery_costs, likeness_table, write_references
 from pages.layers import blocks_table, single_layers
 from pages.leagues import answers, league_tables
 from pages.lengths import agf_ratios, agf_speed, gibbs_table, growth_tables, linear_tables, scan_table, threshold_table
@@ -82,6 +82,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "linear": linear_tables,
         "thresholds": threshold_table,
         "singular": singular_transfer,
+        "likeness": likeness_table,
         "scratch": partial(recipe_tables, "sequences-bbc", "sequences-20newsgroups"),
     },
     "docs/analysis.md": {

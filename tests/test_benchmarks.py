@@ -145,6 +145,30 @@ def test_the_gallery_draws_and_writes_what_is_measured():
     assert {(row["model"], row["stack"], row["samples"]) for row in responses} == {("gfsa", "encoder", 4)}
 
 
+def test_how_alike_two_classifiers_are(monkeypatch):
+    import likeness
+    from transformers import BertConfig, BertForSequenceClassification
+
+    def build(options, training, kind, seed):
+        torch.manual_seed(seed)
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+        model = BertForSequenceClassification(BertConfig(vocab_size=50, initializer_range=1.0, **sizes))
+        return (model if kind == "softmax" else patch_model(model, kind)), lambda text, **_: {
+            "input_ids": torch.tensor([[int(token) for token in text.split()]])
+        }
+
+    parts = SimpleNamespace(parts={"test": {"text_a": ["1 2 3 4", "5 6 7 8 9", "9 8 7"]}})
+    monkeypatch.setattr(likeness, "load", lambda *_: parts)
+    monkeypatch.setattr(likeness, "classifier", build)
+    options = SimpleNamespace(shared=Path())
+    rows = [likeness.compare(options, "trained", ("softmax", 1), other) for other in (("gfsa", 1), ("softmax", 2))]
+    assert [row["other"] for row in rows] == ["gfsa, seed 1", "softmax, seed 2"]
+    assert {rows[0][name] for name in likeness.QUANTITIES} == {"1.000"}  # gfsa starts as the attention of the same seed
+    assert float(rows[1]["mean"]) < 0.9
+    assert rows[1]["texts"] == 3
+    assert set(rows[0]) <= set(likeness.COLUMNS)
+
+
 @pytest.mark.parametrize(
     ("expression", "known"),
     [

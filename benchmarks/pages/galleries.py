@@ -59,3 +59,14 @@ def write_references() -> None:
         writer.writeheader()
         writer.writerows(last.values())
     print(f"wrote {REFERENCES.name}")
+
+
+def likeness_table() -> str:
+    """Return how alike the attention of Singularformer and of softmax models is, trained and after one step."""
+    rows = read("likeness-cpu")
+    body: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        body.setdefault((row["model"], row["other"]), []).append(f"{row['mean']} ({row['low']} to {row['high']})")
+    header = ["model", "other", *dict.fromkeys(row["training"] for row in rows)]
+    about = f"Mean over {rows[0]['texts']} texts, and the range of the middle eight tenths."
+    return f"{about} {where(rows)}\n\n{markdown_table(header, [[*pair, *cells] for pair, cells in body.items()])}"
