@@ -78,6 +78,11 @@ class Entry:
         return self.replaces and not self.config.module.causal_form
 
     @property
+    def decoders_only(self) -> bool:
+        """Whether it is refused by modules that are not causal: heads that keep their attention are a decoder's."""
+        return bool(getattr(self.config, "keep", None))
+
+    @property
     def exports_causal(self):
         """Whether a graph of its causal form serves all inputs; others choose between two forms."""
         return not self.replaces or self.config.filter == "far_field"
@@ -175,6 +180,12 @@ FILTERS["performer"] = Entry(
 )
 FILTERS["far_field"] = Entry(
     FarFieldConfig(window=2, sinks=1, position_bias="drop"), oracle.far_field_matrix, quick=False, common="some"
+)
+FILTERS["far_field-kept"] = Entry(
+    FarFieldConfig(window=2, sinks=1, keep={0: (0,)}, position_bias="drop"),
+    oracle.far_field_matrix,
+    everywhere=False,
+    common="some",
 )
 FILTERS["linear-attention"] = Entry(
     LinearAttentionConfig(init="blend", sharpness=3.0, position_bias="drop"),

@@ -72,11 +72,11 @@ class Family:
         layers = self.whole_windows if entry.config.module.reads_mask else None
         if entry.reads_first and self.whole_windows:
             pytest.skip("reads values in the order of the first layer")
-        if entry.encoders_only:
+        if entry.encoders_only or entry.decoders_only:
             sites = [site for site in host_of(model).find(model)[0] if not site.name.startswith(self.causal)]
-            step, names = 2 if layers else 1, {site.name for site in sites if not site.causal}
+            step, names = 2 if layers else 1, {site.name for site in sites if site.causal == entry.decoders_only}
             if not names:
-                pytest.skip("a filter without a causal form")
+                pytest.skip("a filter without a causal form, or of decoders only")
             layers = lambda index, name: index % step == 0 and name in names  # noqa: E731
         return patch_model(model, entry.config, layers=layers)
 

@@ -61,7 +61,10 @@ FEW = ("vit", "swin")
 BOTH = Third("fused", {"fused": True, "unfused": False}, lambda fused, *both: fused or each_once(FEW)(*both))
 honoured_fused_or_not, honoured = (
     combinations(
-        FAMILIES, lambda family, entry: family in MATRIX_FREE or not entry.replaces, quick=common(FEW), third=third
+        FAMILIES,
+        lambda family, entry: not entry.decoders_only and (family in MATRIX_FREE or not entry.replaces),
+        quick=common(FEW),
+        third=third,
     )
     for third in (BOTH, NO_THIRD)
 )

@@ -29,7 +29,8 @@ pytestmark = [
 
 
 def honours(family, entry):
-    return not entry.reads_first and not (entry.encoders_only and family in IS_CAUSAL)
+    refused = entry.decoders_only or (entry.encoders_only and family in IS_CAUSAL)
+    return not entry.reads_first and not refused
 
 
 honoured = combinations(FAMILIES, honours, quick=common(("encoder-padded",)))
