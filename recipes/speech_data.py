@@ -1,4 +1,4 @@
-"""The recordings and transcripts of the speech recipe: folders with metadata.csv, LibriSpeech, digits and the Hub."""
+"""The recordings and transcripts of the speech recipe: folders, LibriSpeech, Common Voice, digits and the Hub."""
 
 import io
 import random
@@ -32,11 +32,13 @@ class SpeechTask:
         metric: by which runs are compared.
         hub: data set of the Hub, ``NAME`` or ``NAME:CONFIG``.
         parts: the parts of that data set.
+        page: where its archives are, if the Hub has none.
     """
 
     metric: str = "test/wer"
     hub: str | None = None
     parts: tuple[tuple[str, str], ...] = ()
+    page: str = ""
 
 
 TASKS = {
@@ -46,7 +48,7 @@ TASKS = {
     "fillets-cs": SpeechTask(),
     "librispeech-100": SpeechTask(hub="openslr/librispeech_asr:clean", parts=(("train", "train.100"),)),
     "librispeech-960": SpeechTask(hub="openslr/librispeech_asr:all"),
-    "common-voice": SpeechTask(hub="mozilla-foundation/common_voice_17_0:en"),
+    "common-voice": SpeechTask(page="https://datacollective.mozillafoundation.org"),  # left the Hub in October 2025
 }
 LIBRISPEECH = {  # the folders of its archives
     "librispeech-100": {"train": ["train-clean-100"]},
@@ -63,7 +65,8 @@ def read(args: Any) -> tuple[dict[str, list[dict[str, Any]]], str]:
     task = TASKS.get(args.task) or SpeechTask(hub=args.task)
     if args.data is None:
         if task.hub is None:
-            raise GraphFilterError(f"--task {args.task} needs --data, the folder with its recordings")
+            source = f"; its archives are at {task.page}" * bool(task.page)
+            raise GraphFilterError(f"--task {args.task} needs --data, the folder with its recordings{source}")
         return _complete(_read_hub(task), "official")
     root = Path(args.data)
     if not root.is_dir():
@@ -72,6 +75,8 @@ def read(args: Any) -> tuple[dict[str, list[dict[str, Any]]], str]:
         return _read_digits(root), "recordings 0 to 4 of each speaker and digit test, 5 to 9 validation"
     if args.task in LIBRISPEECH and not (root / "metadata.csv").is_file():
         return _read_librispeech(root, args.task), "official"
+    if args.task == "common-voice" and not (root / "metadata.csv").is_file():
+        return _read_common_voice(root), "official"
     return _complete(_read_folder(root), "given")
 
 
@@ -140,6 +145,25 @@ def _read_librispeech(root: Path, task: str) -> dict[str, list[dict[str, Any]]]:
         if not rows:
             raise GraphFilterError(f"--data: {root} has no transcripts *.trans.txt in {' or '.join(folders)}")
         parts[part] = rows
+    return parts
+
+
+def _read_common_voice(root: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the parts of the folder of a language, as it is unpacked."""
+    parts = {}
+    for part, name in {"train": "train.tsv", "validation": "dev.tsv", "test": "test.tsv"}.items():
+        rows = read_rows(file := first_file(root, [name]))
+        if not rows:
+            raise GraphFilterError(f"{file} holds no rows")
+        names = choose(SPELLINGS, list(rows[0]), file)
+        parts[part] = [
+            {
+                "audio": [str(root / "clips" / row[names["audio"]])],
+                "name": row[names["audio"]],
+                "text": row[names["text"]],
+            }
+            for row in rows
+        ]
     return parts
 
 

@@ -1,6 +1,7 @@
 """The recipe of speech: recordings, transcripts, batches, losses and whole runs. Made-up tones, no network."""
 
 import csv
+import io
 import itertools
 import math
 from pathlib import Path
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, Features, Value
 from transformers import (
     Speech2TextFeatureExtractor,
     WhisperConfig,
@@ -21,7 +22,7 @@ from transformers.models.whisper.modeling_whisper import shift_tokens_right
 
 from hf_graphfilter import GraphFilterError, filter_status, linearize
 from hf_graphfilter.fitting.batches import inputs_of
-from recipes import metrics, runs, speech, training
+from recipes import data, metrics, runs, speech, training
 from recipes.joint_search import JointSearch
 from recipes.models import load_model
 from recipes.records import try_read
@@ -256,6 +257,46 @@ def test_librispeech_is_read_as_it_is_unpacked(tmp_path):
     assert [*rows] == ["train", "validation", "test", "test_other"]
     assert rows["train"][0]["audio"] == [str(tmp_path / "train-clean-100/19/198/19-198-0000.flac")]
     assert [row["text"] for row in rows["test"]] == ["HE SAID", "NO"]
+
+
+def test_common_voice_is_read_as_it_is_unpacked(tmp_path):
+    for part in ("train", "dev", "test"):
+        rows = [f'a\tcommon_voice_en_{i}.mp3\tHe said "{part}".\t2\n' for i in range(2)]
+        (tmp_path / f"{part}.tsv").write_text("client_id\tpath\tsentence\tup_votes\n" + "".join(rows))
+    task = SimpleNamespace(task="common-voice", data=str(tmp_path))
+    rows, split = read(task)
+    assert split == "official"
+    assert {part: len(items) for part, items in rows.items()} == {"train": 2, "validation": 2, "test": 2}
+    expected = {"audio": [str(tmp_path / "clips/common_voice_en_1.mp3")], "name": "common_voice_en_1.mp3"}
+    assert rows["validation"][1] == {**expected, "text": 'He said "dev".'}
+    (tmp_path / "dev.tsv").unlink()
+    with pytest.raises(GraphFilterError, match=r"has no dev.tsv; it holds: test.tsv, train.tsv"):
+        read(task)
+    with pytest.raises(GraphFilterError, match=r"needs --data.*its archives are at https://datacollective"):
+        read(SimpleNamespace(task="common-voice", data=None))
+
+
+def test_a_data_set_of_the_hub_is_read_when_it_is_needed(monkeypatch):
+    def row(name, text):
+        file = io.BytesIO()
+        soundfile.write(file, tone(name, 8000), 8000, format="WAV")
+        return {"audio": {"bytes": file.getvalue(), "path": f"{name}.wav"}, "sentence": text}
+
+    def load(name, config, **options):
+        assert (name, config) == ("some/set", "en")
+        many = [row("low", f"sentence {i}") for i in range(10)]
+        parts = {"train": many, "validation": [row("mid", None)]}
+        columns = Features({"audio": {"bytes": Value("binary"), "path": Value("string")}, "sentence": Value("string")})
+        return DatasetDict({part: Dataset.from_list(rows, features=columns) for part, rows in parts.items()})
+
+    monkeypatch.setattr(data, "load_dataset", load)
+    rows, split = read(SimpleNamespace(task="some/set:en", data=None))
+    assert split == "official, test a tenth of the training sentences"
+    assert {part: len(items) for part, items in rows.items()} == {"train": 9, "validation": 1, "test": 1}
+    assert (rows["validation"][0]["text"], rows["validation"][0]["name"]) == ("", "row 0 of validation")
+    samples = read_audio(rows["validation"][0]["audio"], RATE)
+    frequency = np.abs(np.fft.rfft(samples)).argmax() / (len(samples) / RATE)
+    assert frequency == pytest.approx(TONES["mid"], abs=RATE / len(samples))
 
 
 def test_digits_are_sequences_of_one_speaker(tmp_path):
