@@ -10,13 +10,13 @@ from typing import Any
 import transformers
 from transformers import AutoConfig
 from transformers.modeling_utils import PreTrainedModel
-from transformers.models.auto import auto_factory, modeling_auto
 
 from .errors import GraphFilterError, shown
 from .files import write_text
 from .filters.core.attached import CHILD
 from .filters.core.build import foreign_modules
 from .filters.core.record import read_groups
+from .hosts.transformers.auto_classes import auto_classes
 
 CODE_FILE = "modeling_graph_filter.py"
 # checkpoints keep this: it names nothing but public classes of transformers and `with_filters`
@@ -119,12 +119,9 @@ def _models(folder: Path) -> dict[str, type[PreTrainedModel]]:
         config = AutoConfig.from_pretrained(folder)
     except Exception as error:  # whatever a file that was written by hand leads to
         raise GraphFilterError(f"transformers {transformers.__version__} cannot read {folder}: {error}") from error
-    models = {}
-    for name, auto_class in vars(modeling_auto).items():
-        mapping = getattr(auto_class, "_model_mapping", None)
-        if name.startswith("AutoModel") and mapping is not None and type(config) in mapping:
-            model_class = auto_factory._get_model_class(config, mapping)
-            # others get a part of the config first, which happens for the classes of transformers only
-            if model_class.config_class is type(config) and hasattr(transformers, model_class.__name__):
-                models[name] = model_class
-    return models
+    # others get a part of the config first, which happens for the classes of transformers only
+    return {
+        name: model_class
+        for name, model_class in auto_classes(config).items()
+        if model_class.config_class is type(config) and hasattr(transformers, model_class.__name__)
+    }

@@ -29,7 +29,11 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     BertForSequenceClassification,
+    GPT2Config,
+    GPT2DoubleHeadsModel,
     LlamaForCausalLM,
+    Speech2TextConfig,
+    Speech2TextForConditionalGeneration,
     T5EncoderModel,
     T5ForConditionalGeneration,
     TrainingArguments,
@@ -52,6 +56,8 @@ from hf_graphfilter import (
     unpatch_model,
 )
 from hf_graphfilter.filters.core.attached import filters_of
+from hf_graphfilter.hosts.transformers.auto_classes import auto_class_of
+from hf_graphfilter.hosts.transformers.cards import usage
 
 BERT = FAMILIES["bert"]
 
@@ -652,6 +658,60 @@ def test_card(tmp_path):
         assert part in again.text
     with pytest.raises(GraphFilterError, match="no graph filter to describe"):
         create_model_card(BERT.build())
+
+
+AUTO_CLASSES = {
+    "BertModel": "AutoModel",
+    "BertForSequenceClassification": "AutoModelForSequenceClassification",
+    "BertForPreTraining": "AutoModelForPreTraining",
+    "RobertaForMaskedLM": "AutoModelForMaskedLM",
+    "RobertaForCausalLM": "AutoModelForCausalLM",
+    "GPT2LMHeadModel": "AutoModelForCausalLM",
+    "GPT2DoubleHeadsModel": None,
+    "BartForConditionalGeneration": "AutoModelForSeq2SeqLM",
+    "T5EncoderModel": "AutoModelForTextEncoding",
+    "Speech2TextForConditionalGeneration": "AutoModelForSpeechSeq2Seq",
+    "WhisperForConditionalGeneration": "AutoModelForSpeechSeq2Seq",
+    "Wav2Vec2ForCTC": "AutoModelForCTC",
+    "LlavaForConditionalGeneration": "AutoModelForImageTextToText",
+    "DeiTForImageClassificationWithTeacher": "AutoModelForImageClassification",
+}
+
+
+@pytest.mark.parametrize("name", AUTO_CLASSES)
+def test_the_auto_class_of_a_card_makes_the_class_of_the_model(name):
+    model_class = getattr(transformers, name)
+    assert auto_class_of(model_class, model_class.config_class()) == AUTO_CLASSES[name]
+
+
+class OneOfMyOwn(BertForSequenceClassification):
+    pass
+
+
+@pytest.mark.parametrize("build", ["speech_to_text", "double heads", "one's own", "wrapped"])
+def test_the_code_of_a_card_loads_the_whole_model(build, tmp_path):
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 20, "conv_channels": 8}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    if build == "speech_to_text":
+        model = Speech2TextForConditionalGeneration(Speech2TextConfig(**sizes, **heads))
+    elif build == "double heads":
+        model = GPT2DoubleHeadsModel(
+            GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20, bos_token_id=0, eos_token_id=0, num_labels=1)
+        )
+    else:
+        model = (OneOfMyOwn if build == "one's own" else BertForSequenceClassification)(BERT.config)
+    if build == "wrapped":  # as FSDP2 does, by a class of a module of torch
+        kind = type(model)
+        model.__class__ = type(f"FSDP{kind.__name__}", (kind,), {"__module__": "torch.distributed.fsdp"})
+    code = usage(patch_model(model.eval(), "gfsa"), str(tmp_path))
+    if build == "wrapped":
+        model.__class__ = kind
+    model.save_pretrained(tmp_path)
+    names = {}
+    exec(code, names)
+    assert type(names["model"]) is type(model)
+    expected = model.state_dict()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in names["model"].state_dict().items())
 
 
 LM_EVAL = {

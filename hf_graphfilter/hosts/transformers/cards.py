@@ -5,23 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import transformers
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
 from ...models import OWN
 from ...text import quoted
-
-_AUTO_CLASSES = {
-    "ForSequenceClassification": "AutoModelForSequenceClassification",
-    "ForTokenClassification": "AutoModelForTokenClassification",
-    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
-    "ForMaskedLM": "AutoModelForMaskedLM",
-    "ForCausalLM": "AutoModelForCausalLM",
-    "LMHeadModel": "AutoModelForCausalLM",
-    "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
-    "ForImageClassification": "AutoModelForImageClassification",
-}
-_WITH_AUTO_CLASSES = ("transformers", "transformers_modules", "hf_graphfilter", "__main__")
+from .auto_classes import auto_class_of
 
 
 def model_type(model: Any) -> str | None:
@@ -31,13 +21,17 @@ def model_type(model: Any) -> str | None:
 
 def usage(model: Any, source: str) -> str:
     """Return Python code that loads a patched checkpoint, for its card."""
-    name, module = type(model).__name__, type(model).__module__
-    auto_class = next((a for suffix, a in _AUTO_CLASSES.items() if name.endswith(suffix)), None)
-    # a class of one's own is not what AutoModel makes of the checkpoint
-    is_custom = auto_class is None and module.partition(".")[0] not in _WITH_AUTO_CLASSES
-    package, loader = (module, name) if is_custom else ("transformers", auto_class or "AutoModel")
-    if auto_class is None and name in OWN and not name.endswith("Model"):  # no auto class has this head
-        package, loader = "hf_graphfilter", name
+    # FSDP2 makes a subclass of its own
+    model_class = next(c for c in type(model).__mro__ if not c.__module__.startswith("torch."))
+    package, loader = "transformers", auto_class_of(model_class, model.config)
+    if loader is None:
+        package, loader = model_class.__module__, model_class.__name__
+        if getattr(transformers, loader, None) is model_class:
+            package = "transformers"
+        elif loader in OWN:
+            package = "hf_graphfilter"
+        elif package.partition(".")[0] in ("__main__", "transformers_modules"):  # which cannot be imported from
+            package, loader = "transformers", "AutoModel"
     return f"""import hf_graphfilter  # pip install hf-graphfilter
 from {package} import {loader}
 
