@@ -2,9 +2,10 @@
 
 pretrained: MiniLM-L6, DeiT-Tiny, SmolLM2-135M and Flan-T5-small as they are. minilm: fine-tuned on movie-review
 snippets, plain and with GFSA; and pretrained with AGF in the place of attention, fitted to it. deit: 24 thin layers
-from scratch on CIFAR-10, plain and with GFSA. language: GPT-2 of 12 narrow layers from scratch on PTB, plain and
-with all coefficients of GFSA learned, three seeds each: models of docs/league.md. zinc: Graphormer-slim from scratch,
-plain and with GFSA, as in recipes/configs/graphs/small.yaml. costs: time and peak memory of a report.
+from scratch on CIFAR-10, plain, with GFSA and with AGF. language: GPT-2 of 12 narrow layers from scratch on PTB, plain
+and with all coefficients of GFSA learned, three seeds each: models of docs/league.md. zinc: Graphormer-slim from
+scratch, plain and with GFSA, as in recipes/configs/graphs/small.yaml. speech: Speech2Text from scratch on connected
+digits, plain and with GFSA, and the encoder of Whisper tiny.en. costs: time and peak memory of a report.
 
 Texts are film reviews, cut at 128 tokens, or PTB; images those of Tiny ImageNet or CIFAR-10. Data and weights are read
 from --shared and from HF_GRAPHFILTER_WEIGHTS (see --shared's READMEs). What --runs does not hold yet is trained (an
@@ -31,11 +32,13 @@ from real import reviews, weights, windows
 from torch import nn
 from transfer import AGF, fit_filter
 from transformers import (
+    AutoFeatureExtractor,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
 )
 
@@ -121,7 +124,7 @@ def deit(options: argparse.Namespace) -> Found:
     data = options.shared / "data" / "cifar10"
     common = ["--config", "imagenet/small-24.yaml", "--data", str(data), "--use_cpu"]
     models = {}
-    for name, flags in {"plain": ["--filter", "none"], "with GFSA": []}.items():
+    for name, flags in {"plain": ["--filter", "none"], "with GFSA": [], "with AGF": ["--filter", "agf"]}.items():
         models[name] = load(trained(options, "imagenet", f"deit-24-{name}", [*common, *flags])).to(options.device)
     transform = create_transform(**resolve_data_config({"input_size": (3, 32, 32), "crop_pct": 1.0}))
     files = pick_some(sorted((data / "test").rglob("*.png")), COUNT)
@@ -129,7 +132,8 @@ def deit(options: argparse.Namespace) -> Found:
     found = {name: measure(model, batches) for name, model in models.items()}
     draw(options, "deit-24", depth(found))
     draw(options, "deit-24-gain", gains(found, list(found)))
-    draw(options, "deit-24-curves", plot_curves(found["with GFSA"].curves))
+    for file, name in {"deit-24": "with GFSA", "deit-24-agf": "with AGF"}.items():
+        draw(options, f"{file}-curves", plot_curves(found[name].curves))
     return found
 
 
@@ -172,6 +176,31 @@ def zinc(options: argparse.Namespace) -> Found:
     draw(options, "zinc-gain", gains(found, list(found)))
     draw(options, "zinc-taylor", taylor(found))
     draw(options, "zinc-curves", plot_curves(found["with GFSA"].curves))
+    return found
+
+
+def speech(options: argparse.Namespace) -> Found:
+    from recipes.speech_data import read
+    from recipes.speech_inputs import SpeechBatches, prepare
+
+    data = options.shared / "data" / "fsdd"
+    common = ["--config", "speech/small.yaml", "--task", "digits", "--data", str(data), "--use_cpu"]
+    kinds = {"plain": ["--filter", "none"], "with GFSA": []}
+    folders = {name: trained(options, "speech", f"digits-{name}", [*common, *flags]) for name, flags in kinds.items()}
+    folders["Whisper tiny.en"] = weights("whisper-tiny.en")
+    asked = {"normalize": "words", "max_seconds": 30.0, "too_long": "skip", "bad_audio": "error"}
+    settings = argparse.Namespace(task="digits", data=str(data), **asked)
+    rows = pick_some(read(settings)[0]["test"], COUNT)
+    found = {}
+    for name, folder in folders.items():
+        extractor = AutoFeatureExtractor.from_pretrained(folder)
+        collate = SpeechBatches(extractor)
+        recordings = prepare(rows, extractor, settings, "test")[0].add_column("labels", [[0]] * len(rows))
+        batches = [{"input_features": collate([row])["input_features"]} for row in recordings]  # alone: no padding
+        encoder = AutoModelForSpeechSeq2Seq.from_pretrained(folder, dtype=torch.float32).get_encoder()
+        found[name] = measure(encoder.to(options.device), batches if name in kinds else batches[:8])
+    draw(options, "speech", depth(found))
+    draw(options, "speech-gain", gains({name: found[name] for name in kinds}, list(kinds)))
     return found
 
 
@@ -344,8 +373,16 @@ DATA = {
     "deit": "test images of CIFAR-10, 65 tokens",
     "language": "windows of 64 tokens of PTB's test part",
     "zinc": "test graphs of ZINC",
+    "speech": "test recordings of digits (of Whisper 8, each padded to 30 seconds)",
 }
-SECTIONS = {"pretrained": pretrained, "minilm": minilm, "deit": deit, "language": language, "zinc": zinc}
+SECTIONS = {
+    "pretrained": pretrained,
+    "minilm": minilm,
+    "deit": deit,
+    "language": language,
+    "zinc": zinc,
+    "speech": speech,
+}
 
 
 def main() -> None:

@@ -117,7 +117,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "series": partial(recipe_tables, "sequences-JapaneseVowels", "sequences-BasicMotions", "sequences-Handwriting"),
     },
     "docs/graphs.md": {"zinc": partial(recipe_tables, "graphs-"), "graph-steps": graph_tables},
-    "docs/speech.md": {"steps": speech_tables, "whisper": whisper_table},
+    "docs/speech.md": {"speech": partial(gallery, "speech"), "steps": speech_tables, "whisper": whisper_table},
     "docs/vision.md": {"throughput": vision_table},
     "docs/recipes_results.md": {
         name: partial(recipe_tables, name) for name in ("glue", "language_modeling", "code", "imagenet")
