@@ -82,19 +82,25 @@ def read(args: Any) -> tuple[dict[str, list[dict[str, Any]]], str]:
 
 def _read_folder(root: Path) -> dict[str, list[dict[str, Any]]]:
     file = first_file(root, ["metadata.csv", "metadata.jsonl"])
-    rows = read_rows(file)
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for number, (split, item) in enumerate(_read_table(file, root, "split"), 1):
+        if (part := PARTS.get(str(split))) is None:
+            raise GraphFilterError(f"{file}: row {number} has the split {split!r}, expected {', '.join(PARTS)}")
+        parts.setdefault(part, []).append(item)
+    return parts
+
+
+def _read_table(file: Path, clips: Path, split: str = "") -> list[tuple[Any, dict[str, Any]]]:
+    """Return (what the column ``split`` holds, the recording with its text) of each row."""
+    rows, found = read_rows(file), []
     if not rows:
         raise GraphFilterError(f"{file} holds no rows")
-    names = choose({**SPELLINGS, "split": ("split",)}, list(rows[0]), file)
-    parts: dict[str, list[dict[str, Any]]] = {}
-    for number, row in enumerate(rows, 1):
-        part = PARTS.get(str(row[names["split"]]))
-        if part is None:
-            known = ", ".join(PARTS)
-            raise GraphFilterError(f"{file}: row {number} has the split {row[names['split']]!r}, expected {known}")
-        audio, text = row[names["audio"]], row[names["text"]]
-        parts.setdefault(part, []).append({"audio": [str(root / str(audio))], "name": str(audio), "text": text or ""})
-    return parts
+    names = choose(SPELLINGS | ({"split": (split,)} if split else {}), list(rows[0]), file)
+    for row in rows:
+        audio, text = str(row[names["audio"]]), row[names["text"]]
+        item = {"audio": [str(clips / audio)], "name": audio, "text": text or ""}
+        found.append((row[names["split"]] if split else None, item))
+    return found
 
 
 def _complete(parts: dict[str, list[dict[str, Any]]], split: str) -> tuple[dict[str, list[dict[str, Any]]], str]:
@@ -150,21 +156,11 @@ def _read_librispeech(root: Path, task: str) -> dict[str, list[dict[str, Any]]]:
 
 def _read_common_voice(root: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the parts of the folder of a language, as it is unpacked."""
-    parts = {}
-    for part, name in {"train": "train.tsv", "validation": "dev.tsv", "test": "test.tsv"}.items():
-        rows = read_rows(file := first_file(root, [name]))
-        if not rows:
-            raise GraphFilterError(f"{file} holds no rows")
-        names = choose(SPELLINGS, list(rows[0]), file)
-        parts[part] = [
-            {
-                "audio": [str(root / "clips" / row[names["audio"]])],
-                "name": row[names["audio"]],
-                "text": row[names["text"]],
-            }
-            for row in rows
-        ]
-    return parts
+    files = {"train": "train.tsv", "validation": "dev.tsv", "test": "test.tsv"}
+    return {
+        part: [item for _, item in _read_table(first_file(root, [name]), root / "clips")]
+        for part, name in files.items()
+    }
 
 
 def _read_hub(task: SpeechTask) -> dict[str, list[dict[str, Any]]]:
