@@ -33,8 +33,8 @@ from hf_graphfilter import (
     patch_model,
     unpatch_model,
 )
-from hf_graphfilter.ops.attention_polynomial import polynomial_form
 from hf_graphfilter.ops.combine import Coefficients
+from hf_graphfilter.ops.polynomial_form import polynomial_form
 from hf_graphfilter.ops.triton.enabled import SWITCH
 
 LENGTHS = (128, 197, 512, 1024, 2048, 4096)

@@ -119,7 +119,7 @@ def test_gradients_equal_the_dense_form(family, entry, padding):
 )
 def test_gradients_of_the_joint_form_equal_the_dense_form(family, entry, padding, monkeypatch):
     """Whatever the size; by itself it begins at sizes that these models do not have."""
-    monkeypatch.setattr("hf_graphfilter.ops.attention_polynomial.FEWEST_ENTRIES", 1)
+    monkeypatch.setattr("hf_graphfilter.ops.polynomial_form.FEWEST_ENTRIES", 1)
     check_gradients(family, entry, padding)
 
 

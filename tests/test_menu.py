@@ -417,7 +417,7 @@ def test_contranorm_takes_the_joint_form_where_it_is_faster(causal, monkeypatch)
         nn.init.constant_(graph_filter.s, 0.5)
     ids = torch.randint(0, 50, (2, 10))
     expected = model(ids)[0]
-    monkeypatch.setattr("hf_graphfilter.ops.attention_polynomial.FEWEST_ENTRIES", 1)
+    monkeypatch.setattr("hf_graphfilter.ops.polynomial_form.FEWEST_ENTRIES", 1)
     found = model(ids)[0]
     assert not torch.equal(found, expected), "the joint form was not used"
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

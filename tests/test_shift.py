@@ -33,8 +33,9 @@ from hf_graphfilter import (
 )
 from hf_graphfilter.hosts.transformers.base_attention import BaseAttention
 from hf_graphfilter.ops.attention_pieces import PIECE, ROWS
-from hf_graphfilter.ops.attention_polynomial import KEPT, apply_polynomial, can_apply, polynomial_form
+from hf_graphfilter.ops.attention_polynomial import KEPT, apply_polynomial
 from hf_graphfilter.ops.combine import combine
+from hf_graphfilter.ops.polynomial_form import can_apply, polynomial_form
 
 B, H, N, D = 2, 4, 7, 5
 

@@ -388,7 +388,7 @@ def test_nothing_imports_timm_unless_a_timm_model_comes():
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_the_joint_kernel_is_used_in_training_and_agrees(dropout, monkeypatch):
     """With gradients: where query and key alone make the scores, both applications are one call on the CPU."""
-    from hf_graphfilter.ops import attention_polynomial as attention
+    from hf_graphfilter.ops import polynomial_form as attention
 
     monkeypatch.setattr(attention, "FEWEST_ENTRIES", 1)
     calls = []

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..functional.matrix_polynomial import known_zero
-from ..ops.attention_polynomial import polynomial_form
 from ..ops.combine import combine
 from ..ops.eager_cpu import on_plain_cpu
+from ..ops.polynomial_form import polynomial_form
 from ..shift.attention import AttentionShift
 from .core.base import FilterConfig
 from .core.build import register_filter

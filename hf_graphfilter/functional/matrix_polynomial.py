@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..errors import GraphFilterError
-from ..ops.attention_polynomial import polynomial_form
 from ..ops.combine import Coefficients
 from ..ops.eager_cpu import on_plain_cpu
 from ..ops.heads import repeat_heads
+from ..ops.polynomial_form import polynomial_form
 from ..shift.attention import AttentionCall, AttentionShift
 from ..shift.operator import ShiftOperator
 from .losses import present

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from ..errors import GraphFilterError
 from ..filters import AttentionSite, GraphFilter
 from ..filters.core.attached import CHILD
-from ..ops.attention_polynomial import polynomial_form
 from ..ops.combine import Coefficients
+from ..ops.polynomial_form import polynomial_form
 from ..ops.visibility import visibility
 from ..shift.attention import AttentionCall, AttentionShift
 from ..text import quoted

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import triton
 from .attention_pieces import (
     Piece,
     Workspace,
@@ -27,83 +26,12 @@ from .attention_pieces import (
     write_product,
     write_sum,
 )
-from .combine import Coefficients, combine, per_head
-from .eager_cpu import on_plain_cpu
-from .heads import repeat_heads
+from .combine import Coefficients, per_head
 from .random_masks import draw_masks, drop, scale_of_kept
 from .scores import has_empty_rows
 
-# Where K = 2 calls of scaled_dot_product_attention are slower, forward and with backward, by whether A is causal: up to
-# so many tokens, and from so many entries of A per block on, which repay the calls that a block takes. Measured with 2,
-# 32 and 384 matrices, 16 and 64 features, 2 to 4,096 tokens, with the code for AVX-512, for AVX2 and for neither.
-MOST_TOKENS = {False: 1024, True: 4096}
-FEWEST_ENTRIES = 1 << 16
 KEPT = 1 << 23  # entries of A that one call may keep for its backward pass; with more, A is formed again
 AS_NUMBERS = 1 << 22  # entries up to which a dropout mask is of numbers: faster to multiply, four times the memory
-
-
-def polynomial_form(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    coefficients: Coefficients,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    dropout: float = 0.0,
-    exact: bool,
-) -> tuple[Tensor, list[Tensor]] | None:
-    """Return ``apply_polynomial`` from a GPU kernel or the CPU, or None if the caller must apply attention K times.
-
-    Keys and values may have fewer heads than queries.
-    """
-    heads = query.shape[1]
-    options: dict[str, Any] = {"scale": scale, "causal": causal, "dropout": dropout}
-    if len(coefficients) == 3 and (both := triton.apply_twice(query, key, value, mask, **options)):
-        constant, *others = coefficients
-        terms = [] if constant is None else [(constant, repeat_heads(value, heads))]
-        return combine([*terms, *((c, x) for c, x in zip(others, both, strict=True) if c is not None)]), [both[0]]
-    if not can_apply(query, key, value, mask, coefficients, causal, dropout, exact):
-        return None
-    return apply_polynomial(query, repeat_heads(key, heads), repeat_heads(value, heads), coefficients, mask, **options)
-
-
-def can_apply(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    coefficients: Coefficients,
-    causal: bool,
-    dropout: float,
-    exact: bool,
-) -> bool:
-    """Return whether ``apply_polynomial`` is the faster form: on the CPU.
-
-    It equals calls of attention up to rounding, and draws other dropout masks. So where results are to be ``exact``, it
-    is for several applications with dropout only, which no single call of the model draws.
-
-    The answer is the same with and without gradients: checkpointing runs the forward pass in both ways, and must find
-    the same numbers and draw the same masks.
-    """
-    tensors, dtype, tokens = (query, key, value), query.dtype, query.shape[2]
-    return (
-        all(type(t) is Tensor and on_plain_cpu(t) and t.dtype == dtype for t in tensors)
-        and dtype in (torch.float32, torch.float64)
-        and all(c is None or torch.promote_types(c.dtype, dtype) == dtype for c in coefficients)
-        and not torch.is_autocast_enabled("cpu")
-        and query.shape[0] == key.shape[0] == value.shape[0]
-        and tokens == key.shape[2] == value.shape[2]
-        and not (exact and (dropout == 0 or len(coefficients) == 2))
-        and (0 < dropout < 1 or (dropout == 0 and _is_faster(query, causal)))
-    )
-
-
-def _is_faster(query: Tensor, causal: bool) -> bool:
-    batch, heads, tokens, _ = query.shape
-    few = batch * heads * tokens**2 < FEWEST_ENTRIES * len(split_rows(tokens, causal))
-    return not few and tokens <= MOST_TOKENS[causal]
 
 
 def apply_polynomial(

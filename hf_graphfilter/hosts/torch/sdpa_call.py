@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ops.attention_polynomial import polynomial_form
 from ...ops.combine import Coefficients
 from ...ops.heads import repeat_heads
+from ...ops.polynomial_form import polynomial_form
 from ...ops.scores import additive
 from ...ops.visibility import visibility
 from ...shift.attention import AttentionCall

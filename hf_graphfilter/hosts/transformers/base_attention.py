@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...errors import GraphFilterError
-from ...ops.attention_polynomial import polynomial_form
 from ...ops.combine import Coefficients
 from ...ops.few_rows import can_form_rows, form_rows
 from ...ops.heads import HeadPart
+from ...ops.polynomial_form import polynomial_form
 from ...ops.visibility import visibility
 from ...shift.attention import AttentionCall
 from ..base import describe_site

@@ -1,0 +1,50 @@
+"""A polynomial of softmax attention with A written out, which a compiler fuses: for graphs of ``torch.compile``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .combine import Coefficients, combine
+from .exporting import is_exporting
+from .scores import additive
+
+# Entries of A up to which a step that Inductor compiled is faster than with calls of scaled_dot_product_attention, each
+# of which forms A anew, twice. Measured with 2 threads, 40 to 256 tokens; at 3.7 million both take as long.
+MOST_ENTRIES = 1 << 21
+
+
+def can_write_out(query: Tensor) -> bool:
+    """Return whether a graph that is being compiled for the CPU holds A as a tensor; an exported one never does."""
+    if not torch.compiler.is_compiling() or is_exporting():
+        return False
+    return query.device.type == "cpu" and query.shape[:3].numel() * query.shape[2] <= MOST_ENTRIES
+
+
+def write_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    coefficients: Coefficients,
+    mask: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    dropout: float = 0.0,
+) -> tuple[Tensor, list[Tensor]]:
+    """Return what ``apply_polynomial`` returns, in operations that a compiler fuses."""
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    bias = additive(mask, scores.dtype)
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    if bias is None:
+        matrix = scores.softmax(-1)
+    else:  # rows that attend to nothing become zero, as in PyTorch
+        empty = bias.amax(-1, keepdim=True) == -torch.inf
+        matrix = (scores + bias).masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    powers = [value]
+    for _ in coefficients[1:]:
+        powers.append(torch.dropout(matrix, dropout, train=dropout > 0) @ powers[-1])
+    terms = [(c, x) for c, x in zip(coefficients, powers, strict=True) if c is not None]
+    return combine(terms), powers[1:-1]
