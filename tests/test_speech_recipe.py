@@ -3,14 +3,19 @@
 import csv
 import io
 import itertools
+import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from datasets import Dataset, DatasetDict, Features, Value
+from hub_server import TOKEN, Hub
 from transformers import (
     Speech2TextFeatureExtractor,
     WhisperConfig,
@@ -22,7 +27,7 @@ from transformers.models.whisper.modeling_whisper import shift_tokens_right
 
 from hf_graphfilter import GraphFilterError, filter_status, linearize
 from hf_graphfilter.fitting.batches import inputs_of
-from recipes import data, metrics, runs, speech, training
+from recipes import compare, data, metrics, runs, speech, training
 from recipes.joint_search import JointSearch
 from recipes.models import load_model
 from recipes.records import try_read
@@ -35,6 +40,7 @@ from recipes.transcripts import drop_long_targets, encode, make_tokenizer, norma
 soundfile = pytest.importorskip("soundfile")
 pytest.importorskip("jiwer")
 
+ROOT = Path(__file__).parents[1]
 RATE = 16_000
 TONES = {"low": 300, "mid": 900, "high": 2500}
 SEQ2SEQ = ["--model", "speech_to_text", "--from_scratch", "d_model=16", "encoder_layers=2", "decoder_layers=1"]
@@ -128,6 +134,50 @@ def test_a_run_trains_and_its_checkpoint_transcribes(model, names, folder, tmp_p
     assert isinstance(transcribe(tone("low mid").astype(np.float32))["text"], str)
 
 
+PUSH = """
+import sys
+import numpy as np
+sys.path[:0] = [{root!r}, {tests!r}]
+from transformers import pipeline
+from hub_server import TOKEN
+from hf_graphfilter import filter_status
+from recipes import runs, speech
+runs.main(speech.RECIPE, [*{argv!r}, "--hub_token", TOKEN])
+transcribe = pipeline("automatic-speech-recognition", "me/speech_to_text-folder-gfsa", token=TOKEN, device="cpu")
+text = transcribe(np.zeros(8000, dtype="float32"))["text"]
+print("loaded", len(filter_status(transcribe.model)), type(text).__name__)
+"""
+
+
+def test_a_pushed_model_transcribes_from_the_hub(folder, tmp_path):
+    argv = [*SEQ2SEQ, *SHORT, "--data", str(folder), "--output_dir", str(tmp_path / "run"), "--push_to_hub"]
+    program = PUSH.format(root=str(ROOT), tests=str(ROOT / "tests"), argv=argv)
+    with Hub() as hub:
+        environment = hub.environment(tmp_path / "home")
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "loaded 3 str" in done.stdout
+    files = hub.repos["me/speech_to_text-folder-gfsa"]
+    assert {"joint_ctc_head.safetensors", "model.safetensors", "preprocessor_config.json", "README.md"} <= set(files)
+    about = yaml.safe_load(files["README.md"].decode().split("---")[1])
+    assert about["pipeline_tag"] == "automatic-speech-recognition"
+    assert {m["type"] for m in about["model-index"][0]["results"][0]["metrics"]} >= {"wer", "cer"}
+    assert TOKEN not in done.stderr + done.stdout
+    assert not any(TOKEN.encode() in content for content in files.values())
+
+
+@pytest.mark.slow
+def test_a_sweep_compares_transcripts(folder, tmp_path, transformers_warnings):
+    argv = [*SEQ2SEQ, *SHORT, "--data", folder, "--output_dir", tmp_path / "run", "--results", tmp_path]
+    compare.main(["speech", *map(str, argv), "--seeds", "1", "2", "--sweep", "K=2,3"])
+    found = json.loads((tmp_path / "speech-folder-sweep.json").read_text())
+    assert found["metric"] == "test/wer"
+    played = {(run["variant"], run["seed"]) for run in found["runs"]}
+    assert played == {(variant, seed) for variant in ("plain", "K=2", "K=3") for seed in (1, 2)}
+    transformers_warnings.clear()  # of times on this file system, when an old checkpoint is deleted
+
+
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on_with_its_ctc_head(folder, tmp_path, monkeypatch, transformers_warnings):
     options = ["--max_steps", "4", "--save_strategy", "steps", "--save_steps", "2"]
@@ -149,7 +199,7 @@ def test_an_interrupted_run_goes_on_with_its_ctc_head(folder, tmp_path, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (DIGITS := Path(__file__).parents[2] / "shared/data/fsdd").is_dir(), reason="no digits")
+@pytest.mark.skipif(not (DIGITS := ROOT.parent / "shared/data/fsdd").is_dir(), reason="no digits")
 def test_connected_digits_are_transcribed(tmp_path):
     argv = ["--config", "speech/small.yaml", "--task", "digits", "--data", str(DIGITS), "--use_cpu"]
     runs.main(speech.RECIPE, [*argv, "--output_dir", str(tmp_path), "--disable_tqdm", "true", "--save_strategy", "no"])
