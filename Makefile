@@ -62,6 +62,7 @@ bench: $(VENV)/installed-test
 	$(BIN)/python benchmarks/agf.py
 	$(BIN)/python benchmarks/decoding.py
 	$(BIN)/python benchmarks/busy.py
+	$(BIN)/python benchmarks/busy.py --compiled
 
 # the figures of docs/concepts.md, and of docs/analysis.md; the latter need the data and weights that gallery.py names
 figures: $(VENV)/installed-test

@@ -5,7 +5,10 @@ a core busy each. ``AGF, 32 x 256`` is attention alone, forward and with backwar
 operations. How memory happens to lie makes one process differ from another by some per cent, so the rounds of several
 processes are put together. The rows have the peak memory of a step, too.
 
-Writes benchmarks/results/busy-cpu.csv; ``--only SHAPE`` measures one and keeps the rows of the others.
+With ``--compiled`` all models are compiled by ``torch.compile``, and the baseline that is not stands beside them.
+
+Writes benchmarks/results/busy-cpu.csv, or compiled-cpu.csv; ``--only SHAPE`` measures one and keeps the rows of the
+others.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ MODELS: dict[str, tuple[Callable[..., tuple], tuple[str, ...]]] = {
     "GPT-2, 1 x 1,024": (gpt2, ("gfsa",)),
 }
 BATCHED = "AGF, 32 x 256"
+NOT_COMPILED = "plain, not compiled"
 
 
 def filter_batch() -> dict[str, Call]:
@@ -67,16 +71,19 @@ def filter_batch() -> dict[str, Call]:
     return {form: make_pass(forward, inputs, True) for form, forward in forms.items()}
 
 
-def build_step(shape: str, form: str) -> Call:
+def build_step(shape: str, form: str, compiled: bool) -> Call:
     if shape == BATCHED:
         return filter_batch()[form]
     build, batch, *_ = MODELS[shape][0](False, "cpu")
-    model = build() if form == "plain" else patch_filter(build(), form)
+    model = build() if form in ("plain", NOT_COMPILED) else patch_filter(build(), form)
+    if compiled and form != NOT_COMPILED:
+        model.compile()
     return training_step(model.train(), batch)
 
 
-def list_forms(shape: str) -> tuple[str, ...]:
-    return ("plain", *(("agf",) if shape == BATCHED else MODELS[shape][1]))
+def list_forms(shape: str, compiled: bool) -> tuple[str, ...]:
+    forms = ("plain", *(("agf",) if shape == BATCHED else MODELS[shape][1]))
+    return (*forms, NOT_COMPILED) if compiled else forms
 
 
 @contextmanager
@@ -91,16 +98,16 @@ def keep_busy(count: int) -> Iterator[None]:
             other.wait()
 
 
-def measure_here(shape: str, form: str | None, seconds: float, loads: list[int]) -> object:
+def measure_here(shape: str, form: str | None, compiled: bool, seconds: float, loads: list[int]) -> object:
     """Return the times of all forms under each load, or the peak memory of a step of one ``form`` in MB."""
     torch.manual_seed(0)
     if form is None:
-        calls, times = {form: build_step(shape, form) for form in list_forms(shape)}, []
+        calls, times = {form: build_step(shape, form, compiled) for form in list_forms(shape, compiled)}, []
         for load in loads:
             with keep_busy(load):
                 times.append(rounds(calls, "cpu", seconds))
         return times
-    step, device = build_step(shape, form), torch.device("cpu")
+    step, device = build_step(shape, form, compiled), torch.device("cpu")
     step()
     base = begin_peak_memory(device)
     step()
@@ -108,14 +115,14 @@ def measure_here(shape: str, form: str | None, seconds: float, loads: list[int])
     return peak_memory(device) - base
 
 
-def measure(shape: str, processes: int, seconds: float, loads: list[int]) -> Iterator[dict]:
+def measure(shape: str, compiled: bool, processes: int, seconds: float, loads: list[int]) -> Iterator[dict]:
     def run(form: str | None) -> object:
-        command = [sys.executable, __file__, "--here", json.dumps([shape, form, seconds, loads])]
+        command = [sys.executable, __file__, "--here", json.dumps([shape, form, compiled, seconds, loads])]
         output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
         return json.loads(output.splitlines()[-1])
 
     runs = [run(None) for _ in range(processes)]
-    peaks = {form: round(run(form), 1) for form in list_forms(shape)}  # type: ignore[call-overload]
+    peaks = {form: round(run(form), 1) for form in list_forms(shape, compiled)}  # type: ignore[call-overload]
     for number, load in enumerate(loads):
         times = {form: [t for times in runs for t in times[number][form]] for form in peaks}  # type: ignore[index]
         which = f"{PASSES[True] if shape == BATCHED else STEP}, {load} busy"
@@ -130,14 +137,17 @@ def main() -> None:
         return
     shapes = (*MODELS, BATCHED)
     parser = make_parser(__doc__, shapes)
+    parser.add_argument("--compiled", action="store_true", help="by torch.compile")
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=6.0, help="of rounds for each process and load")
     parser.add_argument("--loads", type=int, nargs="+", default=[0, 1, 2], help="numbers of busy processes")
     options = parser.parse_args()
-    file = options.output / "busy-cpu.csv"
+    file = options.output / ("compiled-cpu.csv" if options.compiled else "busy-cpu.csv")
+    if options.compiled:
+        shapes, options.loads = tuple(MODELS), [0]
     table = read_others(file, options.only)
     for shape in [options.only] if options.only else shapes:
-        table += show([*measure(shape, options.processes, options.seconds, options.loads)])
+        table += show([*measure(shape, options.compiled, options.processes, options.seconds, options.loads)])
         write(table, file, FIELDS)
 
 

@@ -25,6 +25,7 @@ from pages.sources import CARD, ROOT
 from pages.speed import (
     bench_tables,
     busy_table,
+    compiled_table,
     decoding_table,
     graph_tables,
     machines_tables,
@@ -70,6 +71,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "machines": machines_tables,
     },
     "docs/filters.md": {"menu": lambda: markdown_table(MENU, menu()), "steps": menu_steps, "busy": busy_table},
+    "docs/export.md": {"compiled": compiled_table},
     "docs/any-model.md": {"fast-path": fast_path_table, "any-model": training_table},
     "docs/agf.md": {
         "ablations-paper": ablations_beside_paper,

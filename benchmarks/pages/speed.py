@@ -229,3 +229,20 @@ def busy_table() -> str:
         body.append([case, f"`{form}`", spread, *beside, memory])
     header = ["model, batch x tokens", "filter", "quiet [p10, p90]", "1 busy (over quiet)", "2 busy (over quiet)"]
     return f"{where(rows)}\n\n{markdown_table([*header, 'peak memory'], body)}"
+
+
+def compiled_table() -> str:
+    """Write a row for each shape and filter: a compiled step over that of the compiled baseline, and memory."""
+    rows = read("compiled-cpu")
+    baseline = {row["case"]: row for row in rows if row["form"] == "plain"}
+    eager = {row["case"]: over_plain(row) for row in rows if row["form"].endswith("not compiled")}
+    body = []
+    for row in rows:
+        case, form = row["case"], row["form"]
+        if form.startswith("plain"):
+            continue
+        spread = f"**{over_plain(row):.2f}** [{float(row['ratio_p10']):.2f}, {float(row['ratio_p90']):.2f}]"
+        memory = f"{float(row['peak_mb']) / float(baseline[case]['peak_mb']):.2f}"
+        body.append([case, f"`{form}`", spread, memory, f"{1 / eager[case]:.2f}"])
+    header = ["model, batch x tokens", "filter", "time [p10, p90]", "peak memory", "the baseline, compiled over not"]
+    return f"{where(rows)}\n\n{markdown_table(header, body)}"
