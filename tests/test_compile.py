@@ -16,6 +16,7 @@ from hf_graphfilter.ops.visibility import visibility
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute",  # dynamo's own, where a graph breaks
     "ignore:Dynamo detected a call to a .functools.lru_cache.-wrapped function at 'fsdp.py",  # of transformers
+    "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning",  # of torch 2.11 in itself
     "ignore:Torchinductor does not support code generation for complex operators",  # which run as they are
 )
 

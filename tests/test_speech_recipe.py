@@ -149,6 +149,7 @@ print("loaded", len(filter_status(transcribe.model)), type(text).__name__)
 """
 
 
+@pytest.mark.slow
 def test_a_pushed_model_transcribes_from_the_hub(folder, tmp_path):
     argv = [*SEQ2SEQ, *SHORT, "--data", str(folder), "--output_dir", str(tmp_path / "run"), "--push_to_hub"]
     program = PUSH.format(root=str(ROOT), tests=str(ROOT / "tests"), argv=argv)
