@@ -65,9 +65,9 @@ def narrow(
     return lambda: GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}, tokens, True
 
 
-def patch_filter(model: torch.nn.Module, name: str) -> torch.nn.Module:
+def patch_filter(model: torch.nn.Module, name: str, **options: object) -> torch.nn.Module:
     """Patch a model, and move the coefficients off their start, where some filters are quicker."""
-    patch_model(model, name)
+    patch_model(model, name, **options)
     with torch.no_grad():
         for _, graph_filter in filters_of(model):
             for coefficient in graph_filter.coefficient_tensors().values():
