@@ -42,6 +42,8 @@ from hf_graphfilter.filters.core.overview import HEADER as MENU
 from hf_graphfilter.filters.core.overview import overview as menu
 from hf_graphfilter.tables import markdown_table
 
+LEAGUES = ("depth", "control", "long", "time", "cheap", "small", "contranorm")
+
 
 def keep_demo(output: Path) -> None:
     """Keep card, plot and results of a demo run that really happened."""
@@ -105,7 +107,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/league.md": {
         "answers": answers,
-        **{name: partial(league_tables, name) for name in ("depth", "control", "long", "time", "small", "contranorm")},
+        **{name: partial(league_tables, name) for name in LEAGUES},
     },
     "docs/converter.md": {
         "gibbs": gibbs_table,

@@ -9,7 +9,7 @@ from recipes.league.plan import League
 from recipes.league.records import Records, index_runs
 from recipes.league.standings import compare_filters, comparisons, details, levels, overview, tuning, verdict
 
-FEW = 4  # filters, which are shown two by two
+FEW = 5  # filters, which are shown two by two
 FIGURES = {  # by compare.py league --figures docs/figures
     "ranks": "the rank of each filter on each task, and the mean",
     "critical-difference": "mean ranks; those that a bar joins cannot be told apart",
@@ -20,6 +20,7 @@ QUESTIONS = {  # the leagues whose significant differences open the page, and th
     "depth": "[deep language models](#gfsa-in-deep-language-models)",
     "long": "[four times the steps](#does-it-last)",
     "time": "[the same time](#is-it-worth-its-time)",
+    "cheap": "[half of the layers](#half-of-the-layers)",
     "contranorm": "[deep vision transformers](#contranorm-in-deep-vision-transformers)",
     "small": "[all filters, small tasks](#all-filters-on-small-tasks)",
 }
