@@ -167,3 +167,25 @@ def test_a_large_or_exact_matrix_is_left_to_calls_of_attention_when_compiled(mon
     assert polynomial_form(*inputs, None, c, exact=False) is None, "so few entries do not repay the calls of a block"
     monkeypatch.setattr(compiled_polynomial, "MOST_ENTRIES", 49)
     assert not is_written_out()
+
+
+def test_lengths_on_both_sides_of_the_largest_matrix_take_one_graph_more(monkeypatch):
+    torch.compiler.reset()
+    monkeypatch.setattr(compiled_polynomial, "MOST_ENTRIES", 2 * 8**2)
+    counter, c = CompileCounterWithBackend("aot_eager"), [None, torch.ones(2), torch.ones(2)]
+
+    def twice(*tensors):
+        joint = polynomial_form(*tensors, None, c, exact=False)
+        if joint is not None:
+            return joint[0]
+        once = torch.nn.functional.scaled_dot_product_attention(*tensors)
+        return once + torch.nn.functional.scaled_dot_product_attention(*tensors[:2], once)
+
+    form = torch.compile(twice, backend=counter, fullgraph=True, dynamic=True)
+    counts = []
+    for tokens in (6, 7, 8, 9, 10, 6):
+        query, key, value = torch.randn(3, 1, 2, tokens, 4)
+        A = (query @ key.mT / 2).softmax(-1)
+        torch.testing.assert_close(form(query, key, value), A @ value + A @ (A @ value))
+        counts.append(counter.frame_count - counts[0] if counts else counter.frame_count)
+    assert counts[1:] == [0, 0, 1, 1, 1]

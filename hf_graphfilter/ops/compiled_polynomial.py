@@ -9,13 +9,14 @@ from .combine import Coefficients, combine
 from .exporting import is_exporting
 from .scores import additive
 
-# Entries of A up to which a step that Inductor compiled is faster than with calls of scaled_dot_product_attention, each
-# of which forms A anew, twice. Measured with 2 threads, 40 to 256 tokens; at 3.7 million both take as long.
+# Entries of A up to which what Inductor compiled is faster than with calls of scaled_dot_product_attention, each of
+# which forms A anew. Measured on one processor with 2 threads: steps of 40 to 256 tokens, and forward passes of 40 and
+# 64. At 3.7 million entries both take as long.
 MOST_ENTRIES = 1 << 21
 
 
 def can_write_out(query: Tensor) -> bool:
-    """Return whether a graph that is being compiled for the CPU holds A as a tensor; an exported one never does."""
+    """Return whether the graph that is being compiled is to hold A as a tensor: for the CPU, not when exporting."""
     if not torch.compiler.is_compiling() or is_exporting():
         return False
     return query.device.type == "cpu" and query.shape[:3].numel() * query.shape[2] <= MOST_ENTRIES
@@ -45,6 +46,7 @@ def write_out(
         matrix = (scores + bias).masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
     powers = [value]
     for _ in coefficients[1:]:
-        powers.append(torch.dropout(matrix, dropout, train=dropout > 0) @ powers[-1])
+        applied = torch.dropout(matrix, dropout, train=True) if dropout > 0 else matrix
+        powers.append(applied @ powers[-1])
     terms = [(c, x) for c, x in zip(coefficients, powers, strict=True) if c is not None]
     return combine(terms), powers[1:-1]
