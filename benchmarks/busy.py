@@ -142,13 +142,15 @@ def main() -> None:
         return
     shapes = (*MODELS, BATCHED)
     parser = make_parser(__doc__, shapes)
-    parser.add_argument("--compiled", action="store_true", help="by torch.compile")
+    parser.add_argument("--compiled", action="store_true", help="by torch.compile, beside no busy process")
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=6.0, help="of rounds for each process and load")
     parser.add_argument("--loads", type=int, nargs="+", default=[0, 1, 2], help="numbers of busy processes")
     options = parser.parse_args()
     file = options.output / ("compiled-cpu.csv" if options.compiled else "busy-cpu.csv")
     if options.compiled:
+        if options.only == BATCHED:
+            parser.error(f"--compiled times models, and {BATCHED} is a filter alone")
         shapes, options.loads = tuple(MODELS), [0]
     table = read_others(file, options.only)
     for shape in [options.only] if options.only else shapes:
