@@ -571,6 +571,13 @@ class EncodersOnly(SeesAll):
         super().__init__(config, site)
 
 
+def test_a_window_that_spans_the_texts_leaves_nothing_to_learn():
+    row = check_filter("far_field", only=["gradients"])[-1]
+    assert row.outcome == "does not apply"
+    assert row.detail.endswith("act beyond 128 tokens, and the models here read 9: choose a smaller window")
+    assert check_filter("far_field", window=2, sinks=1, only=["gradients"])[-1].outcome == "passed"
+
+
 def test_a_model_that_the_filter_refuses_is_left_out():
     report = check_filter(config_of(EncodersOnly), only=["causality", "starts as the original"], raise_on_failure=False)
     rows = {row.check: row for row in report}

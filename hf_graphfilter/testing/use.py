@@ -19,13 +19,28 @@ from ..errors import GraphFilterError
 from ..filters import AttentionSite, GraphFilter
 from ..filters.core.attached import filters_of
 from ..filters.core.build import build_filter
+from ..filters.core.replacing import ReplacingFilter
 from ..hosts.transformers.cache import NAME as CACHE
 from ..ops.heads import repeat_heads
 from ..patching.patch import unpatch_model
 from ..patching.status import filter_parameters
 from ..shift.attention import AttentionCall, AttentionShift
 from ..shift.operator import DenseShift
-from .trial import ALL, PRETRAINED, DoesNotApply, Failed, Family, Trial, check, equal, one_line, output, state, turn_on
+from .trial import (
+    ALL,
+    PRETRAINED,
+    TOKENS,
+    DoesNotApply,
+    Failed,
+    Family,
+    Trial,
+    check,
+    equal,
+    one_line,
+    output,
+    state,
+    turn_on,
+)
 
 DECODERS = ("decoder", "encoder-decoder")
 
@@ -100,8 +115,13 @@ def _gradients(trial: Trial, family: Family) -> None:
                 raise Failed(f"the gradient of {name} is not finite")
             if p.requires_grad:
                 learns[name] = learns.get(name, False) or (p.grad is not None and bool(p.grad.any()))
-    if not all(learns.values()):
-        raise Failed(f"{', '.join(name for name, learned in learns.items() if not learned)} gets no gradient")
+    if idle := ", ".join(name for name, learned in learns.items() if not learned):
+        spans = [f.span for _, f in filters_of(model) if isinstance(f, ReplacingFilter) and f.config.far == "beyond"]
+        if max(spans, default=0) >= TOKENS:
+            raise DoesNotApply(
+                f"{idle} act beyond {max(spans)} tokens, and the models here read {TOKENS}: choose a smaller window"
+            )
+        raise Failed(f"{idle} gets no gradient")
 
 
 @check("finite differences")
