@@ -89,6 +89,7 @@ def count_calls(model, cache, ids):
     return calls.count, cache
 
 
+@pytest.mark.feature("Generation: state of constant size", filter="far_field", family="llama")
 def test_a_step_of_decoding_takes_few_calls_and_the_state_has_constant_size():
     model, sizes = build(), set()
     plain = FAMILIES["llama"].build().eval()
