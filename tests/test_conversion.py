@@ -58,6 +58,7 @@ from hf_graphfilter.fitting import (
     speed,
     text_batches,
 )
+from hf_graphfilter.fitting.checkpoint import fitted_to
 from hf_graphfilter.fitting.choice import restore
 from hf_graphfilter.fitting.objectives import DISTANCES, attending, errors_by_context, filter_errors
 from hf_graphfilter.fitting.probes import make_probes, problem_of
@@ -385,6 +386,10 @@ def test_weights_on_disk_are_fitted_in_blocks(tmp_path, transformers_warnings):
     assert found.after == pytest.approx(expected.after, rel=1e-3)
     weights = [p for name, p in model.model.layers.named_parameters() if "graph_filter" not in name]
     assert all(parameter.is_meta for parameter in weights)
+    assert fitted_to(model, []) == fitted_to(whole, [])  # by their numbers, so that progress of others is refused
+    other = copy.deepcopy(whole)
+    other.model.layers[1].mlp.up_proj.weight.data += 1
+    assert fitted_to(model, []) != fitted_to(other, [])
     save_filter(model, tmp_path / "filter")
     loaded = load_filter(LlamaForCausalLM.from_pretrained(tmp_path / "model").eval(), tmp_path / "filter")
     with torch.no_grad():

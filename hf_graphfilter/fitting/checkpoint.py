@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import align_module_device
 from torch import Tensor, nn
 
 from ..errors import GraphFilterError, is_number, shown
@@ -123,12 +124,21 @@ def marked(values: Iterable[Any]) -> str:
     found = hashlib.sha256()
     for x in values:
         if isinstance(x, Tensor):
-            there = () if x.is_meta else x.detach().flatten()[:: max(1, x.numel() // 16)].tolist()  # or offloaded
+            there = () if x.is_meta else x.detach().flatten()[:: max(1, x.numel() // 16)].tolist()
             found.update(repr((x.dtype, x.shape, there)).encode())
     return found.hexdigest()
 
 
 def fitted_to(model: nn.Module, held: list[Batch]) -> dict[str, str]:
     """Return settings that identify the weights besides the filters', and the batches that are measured on."""
-    weights = (x for name, x in model.state_dict().items() if f".{CHILD}." not in name)
+    weights = (
+        _fetch(model, name) if x.is_meta else x for name, x in model.state_dict().items() if f".{CHILD}." not in name
+    )
     return {"model": marked(weights), "held out": marked(x for batch in held for x in batch.values())}
+
+
+def _fetch(model: nn.Module, name: str) -> Tensor:
+    """Return a weight that accelerate has offloaded."""
+    owner, _, own_name = name.rpartition(".")
+    with align_module_device(module := model.get_submodule(owner), "cpu"):
+        return getattr(module, own_name)
