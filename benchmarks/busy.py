@@ -43,10 +43,14 @@ from hf_graphfilter.ops import spectral
 from hf_graphfilter.ops.polynomials import expand, recurrence
 
 WIDE = {"width": 128, "batch": 32, "tokens": 64, "heads": 4}
-HALF = "gfsa, every second layer"
+SOME_LAYERS: dict[str, str | list[int]] = {
+    "gfsa, every second layer": "even",
+    "gfsa, layers 0, 2 and 4": [0, 2, 4],
+    "gfsa, first layer": [0],
+}
 LONG = {"width": 128, "batch": 8, "tokens": 256, "heads": 2}
 MODELS: dict[str, tuple[Callable[..., tuple], tuple[str, ...]]] = {
-    "GPT-2 12 x 32, 32 x 64": (narrow, ("gfsa", HALF, "contranorm", "agf", "hedgehog")),
+    "GPT-2 12 x 32, 32 x 64": (narrow, ("gfsa", *SOME_LAYERS, "contranorm", "agf", "hedgehog")),
     "GPT-2 12 x 128, 32 x 64": (partial(narrow, **WIDE), ("gfsa",)),
     "GPT-2 12 x 128, 8 x 256": (partial(narrow, **LONG), ("gfsa",)),
     "MiniLM, 32 x 40 padded": (minilm, ("gfsa",)),
@@ -77,8 +81,8 @@ def build_step(shape: str, form: str, compiled: bool) -> Call:
         return filter_batch()[form]
     build, batch, *_ = MODELS[shape][0](False, "cpu")
     model = build()
-    if form == HALF:
-        patch_filter(model, "gfsa", layers="even")
+    if form in SOME_LAYERS:
+        patch_filter(model, "gfsa", layers=SOME_LAYERS[form])
     elif form not in ("plain", NOT_COMPILED):
         patch_filter(model, form)
     if compiled and form != NOT_COMPILED:

@@ -198,6 +198,10 @@ def test_ranks_and_comparisons_are_those_of_the_numbers(trained):
     rates = {tuple(row[:2]): row[2:] for row in standings.tuning(own, found)[1]}
     assert rates["reviews", "`plain`"][1].startswith("0.0002: **0.01")
     assert ("reviews", "`neutreno`") not in rates
+    fewer = league(variants={name: value for name, value in FILE["variants"].items() if name != "gfsa"})
+    left = [row for row in standings.tuning(fewer, found)[1] if row[0] == "reviews"]
+    assert left[-1][1] == "`gfsa`", "tuned, and not in the league: last, and no rate is marked"
+    assert left[-1][2:] == [cell.replace("**", "") for cell in rates["reviews", "`gfsa`"]]
     assert standings.verdict(own, {}) == "Nothing can be said yet."
     del found[Run("ptb", LONGER, 1, 2.0)]
     assert standings.verdict(own, found) == f"Not finished yet, but these comparisons are. {text}"

@@ -206,19 +206,22 @@ def compare_filters(league: League, found: Records, stage: Stage) -> tuple[list[
 def tuning(league: League, found: Records) -> tuple[list[str], list[list[str]]]:
     """Return (header, rows): the validation score of each learning rate, bold where it was chosen.
 
-    The rate is that of the filter's coefficients or, of plain and of filters without them, the model's.
+    The rate is that of the filter's coefficients or, of plain and of filters without them, the model's. Variants that
+    were tuned and not chosen for the league come last.
     """
     rows = []
     for task in league.tasks:
-        for variant in (PLAIN, *league.variants):
-            best, cells = league.choose_rate(found, task, variant), []
-            for rate in league.rates[league.tune[variant]]:
+        tuned = [run for run in found if run.task == task and run.seed == TUNING_SEED]
+        others = dict.fromkeys(run.variant for run in tuned if run.variant not in league.tune)
+        for variant in (PLAIN, *league.variants, *others):
+            key = league.tune.get(variant, "filter_lr")
+            best, cells = league.choose_rate(found, task, variant) if variant in league.tune else None, []
+            for rate in league.rates[key]:
                 run = Run(task, variant, TUNING_SEED, rate)
                 if "metrics" in (record := found.get(run, {})):
-                    rate_of_run = record["settings"][league.tune[variant]]
                     score = mean_and_sd([get_value(record, league.tuning_metric(task))], ".4g")
                     mark = "**" if rate == best else ""
-                    cells.append(f"{rate_of_run:g}: {mark}{score}{mark}")
+                    cells.append(f"{record['settings'][key]:g}: {mark}{score}{mark}")
             if cells:
                 rows.append([task, f"`{variant}`", *cells, *[""] * (len(league.rates["filter_lr"]) - len(cells))])
     return ["task", "filter", *(f"rate {i}" for i, _ in enumerate(league.rates["filter_lr"], 1))], rows
