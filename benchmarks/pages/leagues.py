@@ -21,6 +21,7 @@ QUESTIONS = {  # the leagues whose significant differences open the page, and th
     "long": "[four times the steps](#does-it-last)",
     "time": "[the same time](#is-it-worth-its-time)",
     "cheap": "[half of the layers](#half-of-the-layers)",
+    "few": "[few layers](#few-layers)",
     "contranorm": "[deep vision transformers](#contranorm-in-deep-vision-transformers)",
     "small": "[all filters, small tasks](#all-filters-on-small-tasks)",
 }

@@ -6,7 +6,7 @@ from hf_graphfilter.demo import result_rows
 from hf_graphfilter.tables import markdown_table
 from pages.leagues import read_league
 from pages.sources import CARD, over_plain, read, where
-from recipes.league.standings import overview
+from recipes.league.standings import compare_filters, overview
 
 
 def headlines() -> str:
@@ -15,6 +15,10 @@ def headlines() -> str:
     header, body = overview(league, runs, league.stages[-1])
     gain = dict(zip(header, next(row for row in body if row[0] == "gfsa, w_0 and w_1 too"), strict=True))
     task = next(name for name in header if name.startswith("ptb, 12 layers"))
+    league, runs = read_league("few")
+    _, body = compare_filters(league, runs, league.stages[-1])
+    pair = next(row for row in body if row[0] == "`layers 0, 2 and 4` - `plain, 1.08 times the steps`")
+    difference, _, pairs = pair[1].rpartition(", ")
     steps = [row for row in read("busy-cpu") if row["form"] == "gfsa" and row["pass"].endswith("0 busy")]
     shapes = [f"**{over_plain(row):.2f}** ({row['case'].replace(' x ', 'x')})" for row in sorted(steps, key=over_plain)]
     compared = [row for row in read("agf-cpu-attention") if row["form"] == "agf" and row["ratio_to_plain"]]
@@ -30,6 +34,11 @@ def headlines() -> str:
             "GFSA - baseline: perplexity of GPT-2 with 12 layers of 32 features on PTB, same number of steps",
             f"{gain[task]}, 95 % interval, 8 seeds",
             "league.md#gfsa-in-deep-language-models",
+        ],
+        [
+            "GFSA in three of the layers - baseline: the same in equal time",
+            f"**{difference}**, 95 % interval, {pairs} seeds",
+            "league.md#few-layers",
         ],
         [
             "GFSA - baseline: Pearson's r with human ratings, MiniLM fine-tuned on film reviews",
