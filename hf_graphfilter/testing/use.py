@@ -26,21 +26,7 @@ from ..patching.patch import unpatch_model
 from ..patching.status import filter_parameters
 from ..shift.attention import AttentionCall, AttentionShift
 from ..shift.operator import DenseShift
-from .trial import (
-    ALL,
-    PRETRAINED,
-    TOKENS,
-    DoesNotApply,
-    Failed,
-    Family,
-    Trial,
-    check,
-    equal,
-    one_line,
-    output,
-    state,
-    turn_on,
-)
+from .trial import ALL, PRETRAINED, DoesNotApply, Failed, Family, Trial, check, equal, one_line, output, state, turn_on
 
 DECODERS = ("decoder", "encoder-decoder")
 
@@ -117,9 +103,9 @@ def _gradients(trial: Trial, family: Family) -> None:
                 learns[name] = learns.get(name, False) or (p.grad is not None and bool(p.grad.any()))
     if idle := ", ".join(name for name, learned in learns.items() if not learned):
         spans = [f.span for _, f in filters_of(model) if isinstance(f, ReplacingFilter) and f.config.far == "beyond"]
-        if max(spans, default=0) >= TOKENS:
+        if max(spans, default=0) >= (tokens := out.shape[1]):
             raise DoesNotApply(
-                f"{idle} act beyond {max(spans)} tokens, and the models here read {TOKENS}: choose a smaller window"
+                f"{idle} act beyond {max(spans)} tokens, and the models here read {tokens}: choose a smaller window"
             )
         raise Failed(f"{idle} gets no gradient")
 
