@@ -10,7 +10,7 @@ from recipes.league.standings import compare_filters, overview
 
 
 def headlines() -> str:
-    """Write a row for what GFSA gains, one for what it costs, and one for what AGF saves."""
+    """Write rows for what GFSA gains and costs, and one for what AGF saves."""
     league, runs = read_league("depth")
     header, body = overview(league, runs, league.stages[-1])
     gain = dict(zip(header, next(row for row in body if row[0] == "gfsa, w_0 and w_1 too"), strict=True))
