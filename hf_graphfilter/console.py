@@ -73,17 +73,3 @@ def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
         except (ValueError, RecursionError):
             options[name] = text
     return options
-
-
-def parse_layers(text: str | None) -> Any:
-    """Parse the ``layers`` of ``patch_model``: all, even, odd, indices ``0,2,-1`` or a slice ``2:8``."""
-    if text is None or text == "all":
-        return None
-    if text in ("even", "odd"):
-        return text
-    try:
-        if ":" in text:
-            return slice(*(int(part) if part else None for part in text.split(":")))
-        return [int(part) for part in text.split(",")]
-    except (ValueError, TypeError) as error:
-        raise GraphFilterError(f"--layers {text!r}: use all, even, odd, indices 0,2,-1 or a slice 2:8") from error

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel, PreTrainedTokenizerFas
 
 from hf_graphfilter import GraphFilterError, patch_model
 from hf_graphfilter.checkpoints.tokenizer import knows_words
-from hf_graphfilter.console import parse_layers, parse_options
+from hf_graphfilter.console import parse_options
 from hf_graphfilter.errors import nearest, shown
 from hf_graphfilter.hosts.transformers.records import model_class
 from recipes.arguments import FilterArguments, RecipeArguments
@@ -161,9 +161,9 @@ def build_model(
 def patch(args: FilterArguments, model: Any) -> None:
     """Patch the model with the filter that was asked for."""
     if args.filter != "none":
-        layers, options = parse_layers(args.layers), parse_options(args.filter_options)
+        options = parse_options(args.filter_options)
         with mark_refusals():
-            patch_model(model, args.filter, layers=layers, **options)
+            patch_model(model, args.filter, layers=args.layers, **options)
 
 
 def load_model(folder: Path) -> Any:

@@ -16,10 +16,11 @@ from transformers import HfArgumentParser, Seq2SeqTrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from hf_graphfilter import GraphFilterError
-from hf_graphfilter.console import parse_layers, parse_options
+from hf_graphfilter.console import parse_options
 from hf_graphfilter.errors import nearest
 from hf_graphfilter.filters import get_filter, import_filters
 from hf_graphfilter.filters.core.registry import UnknownFilterError
+from hf_graphfilter.patching.layers import parse_layers
 from recipes.arguments import ALIASES, DEFAULTS, SMOKE, RecipeArguments
 from recipes.errors import is_main_process
 from recipes.models import load_model

@@ -414,7 +414,7 @@ def test_auto_class(cli, plain, tmp_path, transformers_warnings):
         (["patch", "PLAIN", "OUT", "-o", "k=3"], 1, "did you mean 'K'?"),
         (["patch", "PLAIN", "OUT", "-o", "K"], 1, "write NAME=VALUE"),
         (["patch", "PLAIN", "OUT", "-o", "K=0"], 1, "K must be an integer >= 1"),
-        (["patch", "PLAIN", "OUT", "--layers", "x"], 1, "use all, even, odd, indices"),
+        (["patch", "PLAIN", "OUT", "--layers", "x"], 1, "a text is 'all', 'even', 'odd'"),
         (["patch", "PLAIN", "OUT", "--layers", "9"], 1, "9 is out of range"),
         (["patch", "PLAIN", "OUT", "--auto-class", "Nope"], 1, "no model class 'Nope'"),
         (["patch", "PLAIN", "OUT", "--auto-class", "AutoTokenizer"], 1, "no model class 'AutoTokenizer'"),

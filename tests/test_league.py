@@ -563,7 +563,7 @@ def test_two_commands_on_one_league(trained, capsys):
         ),
         ({"variants": {"plain": {"filter": "gfsa"}}}, "the league small plays 'plain' by itself: give the variant an"),
         ({"variants": {"gfsa": 3}}, "variants are given as NAME: VALUE, rates as numbers"),
-        ({"variants": {"gfsa": {"layers": "evn"}}}, "--layers 'evn': use all, even"),
+        ({"variants": {"gfsa": {"layers": "evn"}}}, "layers='evn': a text is 'all'"),
         ({"rates": {"learning_rate": ["a"], "filter_lr": [1]}}, "variants are given as NAME: VALUE, rates as numbers"),
         ({"stages": [{"seeds": [1], "tasks": 3}]}, "a stage has a list of `tasks` and a number, `best`"),
         ({"variants": {"gfsb": None}}, "unknown filter 'gfsb' .did you mean 'gfsa'"),

@@ -184,7 +184,7 @@ def test_the_settings_of_the_papers(recipe, config, task, expected):
         (["--task", "cola", "--push_to_hub", "--save_strategy", "no"], "needs a saved checkpoint"),
         (["--task", "cola", "--early_stopping_patience", "2", "--eval_strategy", "no"], "needs --eval_strategy"),
         (["--task", "cola", "--early_stopping_patience", "2"], "needs --metric_for_best_model, loss or another"),
-        (["--task", "cola", "--layers", "evn"], "--layers 'evn': use all, even"),
+        (["--task", "cola", "--layers", "evn"], "layers='evn': a text is 'all'"),
         ([], "no task given"),
     ],
 )
@@ -913,7 +913,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_record(cola, tmp_path, monkeypatc
         ),
         (["--filter_options", "k=3"], "GFSAConfig has no option 'k'"),
         (["--layers", "7"], "7 is out of range"),
-        (["--layers", "some"], "use all, even, odd"),
+        (["--layers", "some"], "layers='some': a text is 'all'"),
         (["--model", "nowhere/nothing", "--train_tokenizer", "280"], "nowhere/nothing"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..console import Console, parse_layers, parse_options, table
+from ..console import Console, parse_options, table
 from ..errors import GraphFilterError
 from .checkpoints import AutoClass, Output, Seed, Source, check_output, keep_progress, load, load_config, save
 from .inputs import Images, add_decoder_inputs, check_rate, column_of, lines_of, tokenizer_of
@@ -107,6 +107,7 @@ def linearize(
     from ..fitting import Rates, save_conversion
     from ..fitting import linearize as fit
     from ..fitting.checkpoint import remove
+    from ..fitting.choice import parse_share
 
     if stream and not dataset:
         raise GraphFilterError("--stream reads a data set: give --dataset NAME")
@@ -114,7 +115,7 @@ def linearize(
         raise GraphFilterError("a conversion needs inputs: give one of --text FILE, --dataset NAME and --images DIR")
     if timed and images:
         raise GraphFilterError("--speed measures models of text, by length: omit it with --images")
-    chosen = layers if layers and layers.startswith("auto") else parse_layers(layers)
+    parse_share(layers)
     shares, of_filter = parse_options(stages or []), parse_options(options or [])
     if wrong := [f"{k}={v}" for k, v in shares.items() if not isinstance(v, (int, float))]:
         raise GraphFilterError(f"--stage {wrong[0]}: the share is a number, for instance attention=0.7")
@@ -141,7 +142,7 @@ def linearize(
             budget=budget,
             stages=shares or None,
             train=train,
-            layers=chosen,
+            layers=layers,
             choose=choose,
             stack=stack,
             holdout=holdout,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.markup import escape
 
-from ..console import Console, parse_layers, parse_options, table
+from ..console import Console, parse_options, table
 from ..errors import GraphFilterError
 from .checkpoints import (
     AutoClass,
@@ -37,9 +37,8 @@ def patch(
         list[str] | None, typer.Option("--option", "-o", help="An option of the filter as NAME=VALUE; repeatable.")
     ] = None,
     layers: Annotated[
-        str | None,
-        typer.Option("--layers", "-l", help="Layers to patch: even, odd, indices 0,2,-1 or a slice 2:8; default: all."),
-    ] = None,
+        str, typer.Option("--layers", "-l", help="Layers to patch: all, even, odd, indices 0,2,-1 or a slice 2:8.")
+    ] = "all",
     stack: Annotated[
         Literal["encoder", "decoder"] | None, typer.Option("--stack", help="Patch only this stack; default: both.")
     ] = None,
@@ -55,6 +54,7 @@ def patch(
     import torch
 
     from ..filters import as_config
+    from ..patching.layers import parse_layers
     from ..patching.patch import patch_model
 
     torch.manual_seed(seed)

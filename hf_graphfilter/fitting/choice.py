@@ -13,6 +13,7 @@ from torch import nn
 from ..errors import GraphFilterError, shown
 from ..filters import FilterConfig, GraphFilter
 from ..filters.core.attached import filters_of
+from ..patching.layers import parse_layers
 from ..patching.patch import patch_model, unpatch_model
 
 Choose = Literal["text", "retrieval", "both"]
@@ -24,7 +25,10 @@ _AUTO = re.compile(r"auto:(\d+(?:\.\d+)?)%")
 
 def parse_share(layers: Any) -> float | None:
     """Return the share of layers that ``"auto:75%"`` linearizes; None for what ``patch_model`` reads itself."""
-    if not isinstance(layers, str) or not layers.startswith("auto"):
+    if not isinstance(layers, str):
+        return None
+    if not layers.startswith("auto"):
+        parse_layers(layers)  # before anything is read or trained
         return None
     found = _AUTO.fullmatch(layers)
     if found is None or not 0 < (share := float(found[1]) / 100) <= 1:

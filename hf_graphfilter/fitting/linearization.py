@@ -45,7 +45,7 @@ def linearize(
     budget: int = 1_000_000,
     stages: Mapping[str, float] | None = None,
     train: Train = "filters",
-    layers: Layers | str = None,
+    layers: Layers = None,
     choose: Choose | None = None,
     stack: Literal["encoder", "decoder"] | None = None,
     holdout: int | Iterable[Any] = 8,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal
+from typing import Any
 
-from ..errors import GraphFilterError, shown
+from ..errors import GraphFilterError, nearest, shown
 from ..filters import AttentionSite
 
-Layers = None | Literal["all", "even", "odd"] | Collection[int] | slice | Callable[[int, str], bool]
+WAYS = "'all', 'even', 'odd', a list of indices, a slice or a predicate that takes (index, module name)"
+Layers = None | str | Collection[int] | slice | Callable[[int, str], bool]
 
 
 def select_sites(sites: list[AttentionSite], layers: Layers, stack: str | None) -> list[AttentionSite]:
@@ -29,27 +30,40 @@ def select_sites(sites: list[AttentionSite], layers: Layers, stack: str | None) 
     return chosen
 
 
+def parse_layers(text: str) -> list[int] | slice | None:
+    """Return the layers that a text names: all, even, odd, indices ``0,2,-1`` or a slice ``2:8``."""
+    named = {"all": None, "even": slice(0, None, 2), "odd": slice(1, None, 2)}
+    if text in named:
+        return named[text]
+    try:
+        if ":" in text:
+            return slice(*(int(part) if part.strip() else None for part in text.split(":")))
+        return [int(part) for part in text.split(",")]
+    except (ValueError, TypeError):
+        raise GraphFilterError(
+            f"layers={shown(text)}: a text is 'all', 'even', 'odd', indices such as '0,2,-1' or a slice such as "
+            f"'2:8'{nearest(text, named)}"
+        ) from None
+
+
 def _select(group: str, sites: list[AttentionSite], layers: Layers) -> list[AttentionSite]:
-    if layers is None or (isinstance(layers, str) and layers == "all"):
-        return sites
-    if isinstance(layers, str) and layers in ("even", "odd"):
-        return sites[layers == "odd" :: 2]
     where = f"layers={shown(layers)}"
+    if isinstance(layers, str):
+        layers = parse_layers(layers)
+    if layers is None:
+        return sites
     try:
         if isinstance(layers, slice):
             return sites[layers]
         if callable(layers):
             return [site for site in sites if layers(site.index, site.name)]
-        if not isinstance(layers, Collection) or isinstance(layers, (str, bytes, bytearray, memoryview, Mapping)):
-            raise TypeError(f"{type(layers).__name__} is no list of indices")
+        if not isinstance(layers, Collection) or isinstance(layers, (bytes, bytearray, memoryview, Mapping)):
+            raise GraphFilterError(f"{where}: use {WAYS}")
         indices = {_index(i, where, group, len(sites)) for i in layers}  # stops at the first mistake
     except GraphFilterError:
         raise
     except Exception as error:  # a predicate may raise anything
-        raise GraphFilterError(
-            f"{where}: use None, 'even', 'odd', a list of indices, a slice, 'all' or a predicate that "
-            f"takes (index, module name); it raised {shown(error)}"
-        ) from error
+        raise GraphFilterError(f"{where}: use {WAYS}; it raised {shown(error)}") from error
     return [site for site in sites if site.index in indices]
 
 

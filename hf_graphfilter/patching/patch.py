@@ -43,9 +43,9 @@ def patch_model(
             ``SentenceTransformer`` around one, a timm model, or any module with ``torch.nn.MultiheadAttention``. Pass
             the whole model that will be saved, since it keeps the record; choose parts with ``layers`` and ``stack``.
         filter: the name of a registered filter, or its config object. Default: ``"gfsa"``.
-        layers: the layers to patch, counted from 0 within each stack: ``None`` or ``"all"``, ``"even"``, ``"odd"``, a
-            list of indices (negative ones count from the end), a slice, or a predicate
-            ``(index, module name) -> bool``. Default: all layers.
+        layers: the layers to patch, counted from 0 within each stack: ``"all"``, ``"even"``, ``"odd"``, a list of
+            indices (negative ones count from the end), a slice, or a predicate ``(index, module name) -> bool``. A
+            text names indices or a slice too: ``"0,2,-1"``, ``"2:8"``. Default: all layers.
         stack: ``"encoder"`` or ``"decoder"`` to patch only that stack. Default: both.
         **options: options of the filter, if ``filter`` is a name.
 
