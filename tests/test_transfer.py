@@ -150,6 +150,8 @@ def test_kinds_of_batches():
         ([torch.ones(1, 4, dtype=torch.long)] * 2, "yields no batch that is not held out"),
         ([{"labels": torch.zeros(2)}] * 6, r"a batch holds \['labels'\] and no input of the model"),
         ([["text"]] * 6, "a batch must be a mapping of model inputs or a tensor, got list"),
+        (["text"] * 6, "got str; hf_graphfilter.fitting.text_batches makes"),
+        ([{"x": 1}] * 6, "BertModel does not run on a batch without tensors: "),
     ],
 )
 def test_bad_data(data, message):

@@ -83,7 +83,9 @@ def name_mistakes(model: nn.Module, batch: Any) -> Iterator[None]:
         named = batch if isinstance(batch, Mapping) else {"a tensor": batch}
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items() if isinstance(x, Tensor))
         text = " ".join(str(error).split())[:200]
-        raise GraphFilterError(f"{type(model).__name__} does not run on {shapes}: {text}") from error
+        raise GraphFilterError(
+            f"{type(model).__name__} does not run on {shapes or 'a batch without tensors'}: {text}"
+        ) from error
 
 
 def mask_of(batch: Mapping[str, Any], stack: str) -> Tensor | None:

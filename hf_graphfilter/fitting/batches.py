@@ -123,7 +123,10 @@ def inputs_of(model: nn.Module, batch: Any, labels: bool) -> Batch:
     if isinstance(batch, Tensor):
         batch = {model.main_input_name: batch}
     if not isinstance(batch, Mapping):
-        raise GraphFilterError(f"a batch must be a mapping of model inputs or a tensor, got {type(batch).__name__}")
+        hint = "; hf_graphfilter.fitting.text_batches makes such batches of texts" if isinstance(batch, str) else ""
+        raise GraphFilterError(
+            f"a batch must be a mapping of model inputs or a tensor, got {type(batch).__name__}{hint}"
+        )
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items() if labels or k not in LABELS}
     if "labels" in batch and "labels" not in inputs:
         inputs |= _read_by_decoder(model, inputs, batch["labels"])
