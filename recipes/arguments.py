@@ -98,7 +98,7 @@ class SequenceArguments(RecipeArguments):
         help="Head over all tokens, mean_max, mean, first or flatten (all side by side), instead of the model's own.",
     )
     positions: str | None = HfArg(
-        default=None, help="With --pooling: gru, sinusoidal or none, in the place of the encoder's learned positions."
+        default=None, help="With --pooling: gru, sinusoidal or none, instead of the encoder's learned positions."
     )
     embedding_dropout: float | None = HfArg(
         default=None, help="With --pooling: of the embeddings; as in the layers if not given."

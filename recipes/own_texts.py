@@ -1,4 +1,4 @@
-"""Texts of one's own, or of any data set of the Hub: one text or two a row, with a class or a number."""
+"""Your own texts, or those of any data set of the Hub: one text or two a row, with a class or a number."""
 
 from pathlib import Path
 from typing import Any

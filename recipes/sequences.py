@@ -1,4 +1,4 @@
-"""Train an encoder from scratch on the classification of sequences, with a graph filter in the place of its attention.
+"""Train an encoder from scratch on the classification of sequences, with a graph filter that replaces its attention.
 
     python recipes/sequences.py --config sequences/singularformer.yaml --task bbc --data DATA/bbc-news --seeds 1 2 3 4 5
     python recipes/sequences.py --config sequences/agf-uea.yaml --task JapaneseVowels --smoke

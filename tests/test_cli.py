@@ -192,7 +192,7 @@ def test_convert(cli, text, plain, tmp_path, monkeypatch, ctrl_c):
         (("-o", "budget=3"), "--option budget: --option is for options of the filter"),
         (("--dtype", "bfloat16", "--train", "all"), "load the model in float32"),
         (("--lr", "nan"), "--lr must be a positive number"),
-        (("-f", "gfsa"), "is a function of the attention matrix"),
+        (("-f", "gfsa"), "computes softmax attention"),
         (("--choose", "both"), "choose='both' says how layers='auto:75%' chooses"),
     ):
         done = cli("linearize", plain, tmp_path / "wrong", *short, *wrong)

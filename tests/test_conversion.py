@@ -665,7 +665,7 @@ class Poisoned(LlamaForCausalLM):
     [
         ({"budget": 0}, "budget must be a number of tokens, at least 1, got 0"),
         ({"budget": 1e6}, "budget must be a number of tokens, at least 1, got 1000000.0"),
-        ({"filter": "gfsa"}, "'gfsa' is a function of the attention matrix"),
+        ({"filter": "gfsa"}, "'gfsa' computes softmax attention"),
         ({"filter": "afg"}, "did you mean 'agf'"),
         ({"filter": AGFConfig(init="blend")}, "linearize with init='copy'"),
         ({"filter": AGFConfig(), "window": 3}, "go into the AGFConfig object"),

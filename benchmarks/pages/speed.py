@@ -107,7 +107,7 @@ SIDE_BY_SIDE = {
     "gfsa-*-steps": "Whole training steps",
     "gfsa-*-attention": "Attention alone",
     "decoding-*": "One token",
-    "agf-*-attention": "AGF in the place of attention",
+    "agf-*-attention": "AGF instead of attention",
 }
 
 

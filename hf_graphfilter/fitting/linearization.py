@@ -192,8 +192,8 @@ def _config(filter: str | FilterConfig, options: dict[str, Any]) -> ReplacingCon
     kind = get_filter(filter) if isinstance(filter, str) else type(as_config(filter, **options))
     if not issubclass(kind, ReplacingConfig):
         raise GraphFilterError(
-            f"{kind.filter!r} is a function of the attention matrix, with its cost: linearize with a filter in the "
-            "place of attention, such as agf or singularformer"
+            f"{kind.filter!r} computes softmax attention, which costs O(n^2): linearize with a replacement filter, "
+            "such as 'far_field' or 'agf'"
         )
     config = kind.for_conversion(**options) if isinstance(filter, str) else filter
     assert isinstance(config, ReplacingConfig)
