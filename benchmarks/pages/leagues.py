@@ -22,6 +22,7 @@ QUESTIONS = {  # the leagues whose significant differences open the page, and th
     "time": "[the same time](#is-it-worth-its-time)",
     "cheap": "[half of the layers](#half-of-the-layers)",
     "few": "[few layers](#few-layers)",
+    "replicated": "[a second corpus](#on-a-second-corpus)",
     "contranorm": "[deep vision transformers](#contranorm-in-deep-vision-transformers)",
     "small": "[all filters, small tasks](#all-filters-on-small-tasks)",
 }
