@@ -24,11 +24,15 @@ _AUTO = re.compile(r"auto:(\d+(?:\.\d+)?)%")
 
 
 def parse_share(layers: Any) -> float | None:
-    """Return the share of layers that ``"auto:75%"`` linearizes; None for what ``patch_model`` reads itself."""
+    """Return the share of layers that ``"auto:75%"`` linearizes; None for what ``patch_model`` reads itself.
+
+    Raises:
+        GraphFilterError: a text that is neither a share nor one of ``patch_model``'s.
+    """
     if not isinstance(layers, str):
         return None
     if not layers.startswith("auto"):
-        parse_layers(layers)  # before anything is read or trained
+        parse_layers(layers)  # so that a mistake is found before anything is read
         return None
     found = _AUTO.fullmatch(layers)
     if found is None or not 0 < (share := float(found[1]) / 100) <= 1:
