@@ -268,7 +268,9 @@ def broken(model):
         (lambda m: m, torch.ones(2, 4).long(), "got one batch: put it into a list"),
         (lambda m: m, [{"input_ids": torch.ones(1, 600).long()}], r"BertModel does not run on input_ids \(1, 600\): "),
         (lambda m: m, [texts() | {"attention_mask": torch.eye(3, 7).long()}], r"BertModel does not run on"),
-        (lambda m: m, [["text"]], "a batch is a dict of the model's arguments or a tensor, got list"),
+        (lambda m: m, [["text"]], "got list: hf_graphfilter.fitting.text_batches makes batches of texts"),
+        (lambda m: m, ["text"], "got str: hf_graphfilter.fitting.text_batches makes batches of texts"),
+        (lambda m: m, [[3]], "a batch is a dict of the model's arguments or a tensor, got list$"),
         (broken, [texts()], "output of layer encoder 0 has numbers that are not finite"),
     ],
 )

@@ -149,8 +149,9 @@ def test_kinds_of_batches():
         ([], r"yields 0 batches, holdout=2 asks for more"),
         ([torch.ones(1, 4, dtype=torch.long)] * 2, "yields no batch that is not held out"),
         ([{"labels": torch.zeros(2)}] * 6, r"a batch holds \['labels'\] and no input of the model"),
-        ([["text"]] * 6, "a batch must be a mapping of model inputs or a tensor, got list"),
-        (["text"] * 6, "got str; hf_graphfilter.fitting.text_batches makes"),
+        ([["text"]] * 6, "got list: hf_graphfilter.fitting.text_batches makes"),
+        (["text"] * 6, "got str: hf_graphfilter.fitting.text_batches makes"),
+        ([3] * 6, "a batch is a dict of the model's arguments or a tensor, got int$"),
         ([{"x": 1}] * 6, "BertModel does not run on a batch without tensors: "),
     ],
 )

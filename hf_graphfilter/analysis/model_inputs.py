@@ -26,7 +26,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
         return batch.to(device)
     if isinstance(batch, Mapping):
         return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
-    raise GraphFilterError(f"a batch is a dict of the model's arguments or a tensor, got {type(batch).__name__}")
+    texts = isinstance(batch, str) or (isinstance(batch, list | tuple) and any(isinstance(x, str) for x in batch))
+    hint = ": hf_graphfilter.fitting.text_batches makes batches of texts" if texts else ""
+    raise GraphFilterError(f"a batch is a dict of the model's arguments or a tensor, got {type(batch).__name__}{hint}")
 
 
 def cut_batch(batch: Any, heads: int, seen: Callable[[], int]) -> Iterator[Any]:

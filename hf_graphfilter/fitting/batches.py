@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -23,6 +23,7 @@ from torch.utils.data import (
 )
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from ..analysis.model_inputs import to_device
 from ..devices import device_of
 from ..errors import GraphFilterError
 from .objectives import Batch
@@ -119,15 +120,10 @@ def _rows_of(sampler: Sampler[int] | Any, dataset: Any) -> Sequence[int] | None:
 
 def inputs_of(model: nn.Module, batch: Any, labels: bool) -> Batch:
     """Return what of a batch the model is given, on its device."""
-    device = device_of(model)
+    batch = to_device(batch, device_of(model))
     if isinstance(batch, Tensor):
         batch = {model.main_input_name: batch}
-    if not isinstance(batch, Mapping):
-        hint = "; hf_graphfilter.fitting.text_batches makes such batches of texts" if isinstance(batch, str) else ""
-        raise GraphFilterError(
-            f"a batch must be a mapping of model inputs or a tensor, got {type(batch).__name__}{hint}"
-        )
-    inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items() if labels or k not in LABELS}
+    inputs = {name: x for name, x in batch.items() if labels or name not in LABELS}
     if "labels" in batch and "labels" not in inputs:
         inputs |= _read_by_decoder(model, inputs, batch["labels"])
     if not inputs:
