@@ -3,7 +3,7 @@
 WEIGHTS is a folder with an English Whisper and its tokenizer, DIGITS the free spoken digit data set. Sequences of 20 to
 32 digits by one speaker are its speech: 100 to fit on, 40 of other recordings, nine minutes, to transcribe before and
 after. A row with the word error rates, greedy, and the seconds of CPU for one encoder pass goes to
-benchmarks/results/speech-cpu-linear.csv, in place of an earlier one of the same window and budget.
+benchmarks/results/speech-cpu-linear.csv, in place of an earlier one with the same options.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from recipes.transcripts import encode, normalize
 
 LONGEST = 45  # tokens; at the end of a recording Whisper may repeat a word for ever, which this cuts short
 FILE = RESULTS / "speech-cpu-linear.csv"
+OPTIONS = ("window", "budget", "layers", "train")
 PARTS = {"train": (100, range(10, 50)), "test": (40, range(10))}
 SETTINGS = {"normalize": "words", "speeds": [1.0], "max_seconds": 30.0, "too_long": "skip", "bad_audio": "skip"}
 
@@ -88,6 +89,8 @@ def main() -> None:
     parser.add_argument("digits", type=Path)
     parser.add_argument("--window", type=int, default=64)
     parser.add_argument("--budget", type=int, default=240_000)
+    parser.add_argument("--layers", default="all", help="which are linearized: all, 0,2 or auto:50%%")
+    parser.add_argument("--train", default="filters", choices=("filters", "lora", "all"))
     options = parser.parse_args()
     disable_progress_bars()
     torch.manual_seed(0)
@@ -107,6 +110,8 @@ def main() -> None:
         batches,
         window=options.window,
         budget=options.budget,
+        train=options.train,
+        layers=None if options.layers == "all" else options.layers,
         stack="encoder",
         holdout=4,
         stages={"attention": 0.5, "logits": 0.5},
@@ -118,9 +123,9 @@ def main() -> None:
         "original": metrics.errors("wer", test["text"], before),
         "linear": metrics.errors("wer", test["text"], after),
     }
-    row = {**stamp("cpu", "torch", "transformers"), "model": options.weights.name, "window": options.window}
+    row = {**stamp("cpu", "torch", "transformers"), "model": options.weights.name}
+    row |= {name: getattr(options, name) for name in OPTIONS}
     row |= {
-        "budget": options.budget,
         "fit_seconds": round(report.seconds),
         "minutes": round(sum(test["seconds"]) / 60, 1),
     }
@@ -130,8 +135,8 @@ def main() -> None:
 
 
 def keep_row(row: dict[str, Any]) -> None:
-    """Write the row beside those of other windows and budgets."""
-    case = ("model", "window", "budget")
+    """Write the row beside those of other options."""
+    case = ("model", *OPTIONS)
     rows = list(csv.DictReader(FILE.open())) if FILE.is_file() else []
     rows = [old for old in rows if [old[k] for k in case] != [str(row[k]) for k in case]]
     with FILE.open("w", newline="") as file:

@@ -185,17 +185,27 @@ def speech_tables() -> str:
 
 
 def whisper_table() -> str:
-    """Write a row for each window and budget: word errors and encoder time, original and linear."""
+    """Write a row for each set of options: word errors and encoder time, original and linear."""
     rows = read("speech-cpu-linear")
     if not rows:
         return "Not measured yet."
-    head = ["window", "tokens fitted on", "time to fit", "WER", "linear: WER", "encoder, CPU time", "linear: CPU time"]
+    head = [
+        "layers",
+        "window",
+        "tokens fitted on",
+        "trained",
+        "time to fit",
+        "WER",
+        "linear: WER",
+        "encoder, CPU time",
+        "linear: CPU time",
+    ]
     body = []
-    for row in sorted(rows, key=lambda r: (int(r["window"]), int(r["budget"]))):
+    for row in sorted(rows, key=lambda r: (r["layers"], int(r["window"]), int(r["budget"]))):
         errors = (f"{float(row[f'wer_{name}']):.1%}" for name in ("original", "linear"))
         times = (f"{float(row[f'encoder_{name}']):.2f} s" for name in ("original", "linear"))
         fit = f"{int(row['fit_seconds']) / 60:.0f} min"
-        body.append([row["window"], f"{int(row['budget']):,}", fit, *errors, *times])
+        body.append([row["layers"], row["window"], f"{int(row['budget']):,}", row["train"], fit, *errors, *times])
     return f"{where(rows)} {rows[0]['model']}, {rows[0]['minutes']} minutes of digits.\n\n{markdown_table(head, body)}"
 
 
