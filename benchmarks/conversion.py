@@ -5,9 +5,10 @@ film reviews of 256 to 512 tokens by filter and window, DeiT-Tiny on 20 classes 
 WikiText-2 with its perplexity, copying and retrieval from a long context, Flan-T5-small's encoder; LoLCATs' recipe (the
 Hedgehog feature map, a window of 64, adapters trained on the next token) beside ours.
 
-Data and weights are read from --shared (see its READMEs). A case that was interrupted goes on; one that is finished,
-with its model in --runs and its results in benchmarks/results/conversion/NAME.json, is left alone. --list shows them;
---cards times the finished ones that have a card, and writes model_cards/.
+Data and weights are read from --shared (see its READMEs). Fits compute in bf16 where the processor has it, else in
+float32. A case that was interrupted goes on; one that is finished, with its model in --runs and its results in
+benchmarks/results/conversion/NAME.json, is left alone. --list shows them; --cards times the finished ones that have a
+card, and writes model_cards/.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -40,6 +42,9 @@ from hf_graphfilter import linearize, save_filter
 from hf_graphfilter.demo import pretrained_path
 from hf_graphfilter.fitting import ConversionReport, Rates, save_conversion, text_batches
 from hf_graphfilter.tables import markdown_table
+
+sys.path.append(str(Path(__file__).parents[1]))
+from recipes.settings import bf16_pays
 
 ROOT = Path(__file__).parents[1]
 
@@ -191,14 +196,16 @@ CARDS = {
     "images-12": "deit-tiny-images",
     "text-agf": "smollm2-wikitext-2",
     "text-far-field-filters": "smollm2-far-field",
+    "reviews-far-field": "minilm-far-field",
 }
-WITH_FILTER = {"text-far-field-filters"}  # cards beside which the filter lies, in bfloat16
 LOADING = """## The filter alone
 
-This folder holds the filters, {size} in bfloat16. No weight of the base changed, so they go into the base model.
+This folder holds the filters, {size} in bfloat16. No weight of the base changed, so they go into the base model."""
+ROUNDED = """
 
 They were fitted to weights of this model that had been rounded to four bits, so `load_filter` warns of the difference.
 With the published weights they have not been measured."""
+WITH_FILTER = {"text-far-field-filters": LOADING + ROUNDED, "reviews-far-field": LOADING}  # cards beside their filter
 
 
 def play(name: str, options: argparse.Namespace) -> None:
@@ -215,7 +222,8 @@ def play(name: str, options: argparse.Namespace) -> None:
     if case.task == "text":  # takes long, so that its steps are few
         usual = {"holdout": 8, "evaluations": 10, "rates": Rates(attention=2e-2)}
     begun = time.process_time()
-    settings = {"filter": "agf", "precision": "bf16", "checkpoint": folder / "progress", **usual, **case.options}
+    precision = "bf16" if bf16_pays(use_cpu=True) else None
+    settings = {"filter": "agf", "precision": precision, "checkpoint": folder / "progress", **usual, **case.options}
     report = linearize(model, data, budget=budget, progress=options.progress, **settings)
     model.save_pretrained(folder / "model")
     if task.tokenizer is not None:
@@ -229,6 +237,7 @@ def play(name: str, options: argparse.Namespace) -> None:
         "date": date.today().isoformat(),
         "device": hardware("cpu"),
         "torch": torch.__version__,
+        "precision": precision or "float32",
         "cpu_seconds": round(time.process_time() - begun),  # of the last process, where it was interrupted
         "before": before,
         "after": task.measure(model),
@@ -255,7 +264,7 @@ def write_card(name: str, options: argparse.Namespace) -> None:
     folder = options.cards / CARDS[name]
     if name in WITH_FILTER:
         size = f"{2 * report.parameters / 1e6:.1f} MB"
-        measured.insert(0, LOADING.format(size=size))
+        measured.insert(0, WITH_FILTER[name].format(size=size))
     about = {"repo_id": f"model_cards/{CARDS[name]}" if name in WITH_FILTER else CARDS[name], "base_model": task.base}
     about |= {"description": "\n\n".join(measured), "filter_only": name in WITH_FILTER}
     save_conversion(model, report, folder, **about)

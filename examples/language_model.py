@@ -1,6 +1,6 @@
 """Fine-tune a language model with a graph filter and TRL's SFTTrainer to write film reviews of a given rating.
 
-    pip install 'hf-graphfilter[demo]' trl
+    pip install '.[demo]' trl
     python examples/language_model.py                             # a small GPT-2 from scratch: half a minute
     python examples/language_model.py HuggingFaceTB/SmolLM2-135M --steps 200
 

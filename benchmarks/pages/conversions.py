@@ -22,6 +22,7 @@ def conversion_overview(task: str) -> str:
     for case in cases:
         report = case["report"]
         values = {m["name"]: f"{m['original']:.4g} → {m['converted']:.4g}" for m in report["measures"]}
+        values |= {name: f"{case['before'][name]:.4g} → {after:.4g}" for name, after in case["after"].items()}
         counts = [f"{n:,}" for n in (report["parameters"], report["tokens"])]
         body.append([f"`{case['name']}`", *counts, f"{report['error']:.3f}", *(values.get(name, "") for name in names)])
     return markdown_table(["case", "parameters added", "tokens", "error of the layers", *names], body)
