@@ -74,7 +74,7 @@ def league_tables(name: str) -> str:
         file = f"figures/league-{name}-{kind}.png"
         made += [f"![{title}]({file})"] if (ROOT / "docs" / file).is_file() else []
     header, rows = levels(league, found)
-    made += ["*How far plain was trained*", markdown_table(header, rows)] if rows else []
+    made += ["*How far plain was trained (the seeds of all stages)*", markdown_table(header, rows)] if rows else []
     made += fold("tuning, on validation, one seed", *tuning(league, found))
     made += [f"{'; '.join(dict.fromkeys(machines))}. {days(dates)}."]
     return "\n\n".join(filter(None, made))
