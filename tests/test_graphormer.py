@@ -276,6 +276,10 @@ def test_all_layouts_and_prepared_graphs_give_the_same_batch(tmp_path):
     loader = DataLoader(kept, batch_size=2, collate_fn=collate)
     assert all(torch.equal(next(iter(loader))[name], x) for name, x in expected.items())
     assert kept.sizes.tolist() == [3, 3]
+    yes_no = GraphCollator(GraphormerConfig(**ZINC, num_labels=2, problem_type="multi_label_classification"))
+    assert yes_no([CHAIN | {"labels": [1, None]}])["labels"].isnan().tolist() == [[False, True]]
+    with pytest.raises(GraphFilterError, match=r"graph 0 of the batch has the labels \[5.0, nan\]: yes is 1, no is 0"):
+        yes_no([CHAIN | {"labels": [5, math.nan]}])
 
 
 def test_small_and_unconnected_graphs():
@@ -295,7 +299,9 @@ BAD = {
     "unknown bond": (CHAIN | {"edge_features": [1, -1]}, r"feature 0 of edge 1 is -1"),
     "fractions": (CHAIN | {"node_features": [6, 6.5, 8]}, "must hold integers"),
     "features": (CHAIN | {"node_features": [[6, 1]] * 3}, r"shape \(nodes, 1\)"),
-    "words": (CHAIN | {"node_features": ["C", "C", "O"]}, "table of integers"),
+    "words": (CHAIN | {"node_features": ["C", "C", "O"]}, "table of numbers"),
+    "ragged": (CHAIN | {"node_features": [[6], [6, 1], [8]]}, "node_features must be a rectangular table"),
+    "label": (CHAIN | {"labels": "toxic"}, "labels must be a rectangular table of numbers: could not convert"),
     "edge shape": (CHAIN | {"edge_index": [[0, 1, 2]]}, r"shape \(2, edges\)"),
     "edge rows": (CHAIN | {"edge_features": [1]}, "has 2 edges, and edge_features has 1"),
     "no such node": (CHAIN | {"edge_index": [[0, 1], [1, 3]]}, "names node 3"),
@@ -311,7 +317,7 @@ BAD = {
     "differ": (CHAIN | {"edge_index": [[0, 1], [1, 0]], "edge_features": [1, 2]}, "two directions .* directed=True"),
     "nan": (CHAIN | {"labels": math.nan}, r"has the label \[nan\]"),
     "infinite": (CHAIN | {"labels": math.inf}, "has the label"),
-    "labels": (CHAIN | {"labels": [1.0, 2.0]}, "has 2 labels, and the model predicts 1"),
+    "labels": (CHAIN | {"labels": [1.0, 2.0]}, "has 2 labels, and the model takes 1"),
 }
 
 
@@ -321,9 +327,25 @@ def test_bad_graphs_are_refused_in_one_sentence(graph, message):
         GraphCollator(GraphormerConfig(**ZINC, max_nodes=8))([CHAIN, graph])
 
 
+@pytest.mark.parametrize(
+    "other",
+    [{"node_feature_sizes": [28, 30]}, {"edge_feature_sizes": [2]}, {"node_feature_sizes": [7]}, {"max_hops": 2}],
+)
+def test_graphs_prepared_with_another_config_are_refused(other):
+    prepared = prepare_graph(CHAIN, GraphormerConfig(**ZINC))
+    config = GraphormerConfig(**{**ZINC, **other})
+    fitting = {"node_features": [[1] * len(config.node_feature_sizes)], "edge_index": []}
+    with pytest.raises(GraphFilterError, match=r"^graph 1 of the batch was prepared with another config"):
+        GraphCollator(config)([prepare_graph(fitting, config), prepared])
+    with pytest.raises(GraphFilterError, match="a batch needs one graph or more"):
+        GraphCollator(config)([])
+
+
 def test_bad_graphs_can_be_left_out():
     config = GraphormerConfig(**ZINC)
     bad = [CHAIN | {"labels": math.nan}, CHAIN | {"node_features": [6, 28, 8]}]
+    with pytest.raises(GraphFilterError, match="on_error='Skip': use 'raise' or 'skip'"):
+        GraphDataset(bad, config, on_error="Skip")
     kept = GraphDataset([*bad, CHAIN], config, on_error="skip")
     assert (len(kept), [number for number, _ in kept.skipped]) == (1, [0, 1])
     assert "2 left out (0: it has no label (NaN); 1: feature 0" in kept.describe_skipped()
@@ -362,6 +384,7 @@ def test_labels_and_inputs_that_do_not_fit():
         ({"attention_dropout": 1.0}, r"must be in \[0, 1\)"),
         ({"label_std": [0.0]}, "above 0"),
         ({"label_mean": [0.0, 1.0]}, "1 finite numbers"),
+        ({"label_mean": 0.5}, "1 finite numbers"),
     ],
 )
 def test_bad_configs_are_refused(options, message):

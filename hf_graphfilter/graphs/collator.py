@@ -13,7 +13,7 @@ from transformers import BatchFeature
 
 from ..errors import GraphFilterError
 from ..models.graphormer.configuration import GraphormerConfig
-from .paths import prepare_graph
+from .paths import count_hops, prepare_graph
 
 PADDING = {
     "node_features": 0,
@@ -23,6 +23,10 @@ PADDING = {
     "kind_distances": -1,
     "kind_edges": -1,
 }
+OTHER_CONFIG = (
+    "was prepared with another config than the model's (node_feature_sizes, edge_feature_sizes, max_hops or "
+    "edge_encoding differ): prepare it again"
+)
 
 
 @dataclass
@@ -51,7 +55,10 @@ class GraphCollator:
     def __call__(self, graphs: Sequence[Any]) -> BatchFeature:
         """Return the arguments of ``GraphormerModel.forward``; ``to(device)`` moves them all."""
         ready = [self._prepare(graph, place) for place, graph in enumerate(graphs)]
+        if not ready:
+            raise GraphFilterError("a batch needs one graph or more")
         batch = {name: _pad([graph[name] for graph in ready], fill) for name, fill in PADDING.items()}
+        self._check_sizes(ready, batch)
         sizes = torch.tensor([len(graph["in_degree"]) for graph in ready])
         batch["attention_mask"] = (torch.arange(int(sizes.max())) < sizes[:, None]).long()
         labels = [graph.get("labels") for graph in ready]
@@ -67,6 +74,20 @@ class GraphCollator:
         except GraphFilterError as error:
             raise GraphFilterError(f"graph {place} of the batch: {error}") from error
 
+    def _check_sizes(self, ready: list[Mapping[str, Any]], batch: Mapping[str, Tensor]) -> None:
+        """Raise for graphs that were prepared with features that the model has no embedding for."""
+        hops, sizes = count_hops(self.config), {"node_features": self.config.node_feature_sizes}
+        if hops:
+            sizes["kind_edges"] = self.config.edge_feature_sizes
+        for name, most in sizes.items():
+            shape = (hops, len(most)) if name == "kind_edges" else (len(most),)
+            for place, graph in enumerate(ready):
+                if graph[name].shape[1:] != shape:
+                    raise GraphFilterError(f"graph {place} of the batch {OTHER_CONFIG}")
+            beyond = (batch[name] >= torch.tensor(most)).flatten(1).any(1)
+            if beyond.any():
+                raise GraphFilterError(f"graph {int(beyond.int().argmax())} of the batch {OTHER_CONFIG}")
+
     def _stack_labels(self, labels: list[Any]) -> Tensor:
         targets = int(self.config.num_labels or 1)
         classes = self.config.problem_type == "single_label_classification"
@@ -74,11 +95,19 @@ class GraphCollator:
         for place, label in enumerate(labels):
             values = np.asarray([] if label is None else label, dtype=float).reshape(-1)
             if len(values) != expected:
+                of_classes = ", the number of its class" if classes else ""
                 raise GraphFilterError(
-                    f"graph {place} of the batch has {len(values)} labels, and the model predicts {targets} targets"
+                    f"graph {place} of the batch has {len(values)} labels, and the model takes {expected}{of_classes}"
                 )
             if np.isinf(values).any() or np.isnan(values).all():
                 raise GraphFilterError(f"graph {place} of the batch has the label {values.tolist()}: leave it out")
+            if (
+                self.config.problem_type == "multi_label_classification"
+                and not np.isin(values[~np.isnan(values)], (0, 1)).all()
+            ):
+                raise GraphFilterError(
+                    f"graph {place} of the batch has the labels {values.tolist()}: yes is 1, no is 0"
+                )
             if classes and not (values[0].is_integer() and 0 <= values[0] < targets):
                 raise GraphFilterError(
                     f"graph {place} of the batch has the class {values[0]:g}, and the model has 0 to {targets - 1}"

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from ..errors import GraphFilterError
+from ..errors import GraphFilterError, shown
 from ..files import read_state, write_state
 from ..models.graphormer.configuration import GraphormerConfig
 from .paths import prepare_graph
@@ -49,6 +49,8 @@ class GraphDataset(Dataset[dict[str, Any]]):
     def __init__(
         self, graphs: Iterable[Any], config: GraphormerConfig, *, on_error: Literal["raise", "skip"] = "raise"
     ):
+        if on_error not in ("raise", "skip"):
+            raise GraphFilterError(f"on_error={shown(on_error)}: use 'raise' or 'skip'")
         self.skipped: list[tuple[int, str]] = []
         ready: list[dict[str, Any]] = []
         for number, graph in enumerate(graphs):

@@ -8,9 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..models.graphormer.configuration import GraphormerConfig
-from .reading import Graph, find, read_graph
+from .reading import Graph, find, read_graph, read_table
 
 HOPS = {"direct": 1, "none": 0}  # edges of a path that are read; "path" reads max_hops
+
+
+def count_hops(config: GraphormerConfig) -> int:
+    """Return the number of first edges of a path that the model reads."""
+    return HOPS.get(config.edge_encoding, config.max_hops) if config.edge_feature_sizes else 0
 
 
 def prepare_graph(graph: Any, config: GraphormerConfig) -> dict[str, Any]:
@@ -43,16 +48,15 @@ def prepare_graph(graph: Any, config: GraphormerConfig) -> dict[str, Any]:
     """
     checked = read_graph(graph, config)
     count = len(checked.nodes)
-    hops = HOPS.get(config.edge_encoding, config.max_hops) if config.edge_feature_sizes else 0
     ready = {
         "node_features": checked.nodes,
         "in_degree": np.bincount(checked.target, minlength=count),
         "out_degree": np.bincount(checked.source, minlength=count),
-        **find_paths(checked, hops),
+        **find_paths(checked, count_hops(config)),
     }
     labels = find(graph, "labels")
     if labels is not None:
-        ready["labels"] = np.asarray(labels).reshape(-1)
+        ready["labels"] = read_table(labels, "labels", float).reshape(-1)  # None becomes NaN
     return ready
 
 

@@ -69,7 +69,8 @@ def read_graph(graph: Any, config: GraphormerConfig) -> Graph:
             f"the graph has {len(nodes)} nodes, and max_nodes is {config.max_nodes}: raise max_nodes"
         )
     index = graph.get("edge_index") if isinstance(graph, Mapping) else getattr(graph, "edge_index", None)
-    ends = _integers(index, "edge_index").reshape(2, -1) if _size(index) == 0 else _integers(index, "edge_index")
+    ends = _integers(index, "edge_index")
+    ends = ends if ends.size else ends.reshape(2, -1)
     if ends.ndim != 2 or len(ends) != 2:
         raise GraphFilterError(f"edge_index must have the shape (2, edges), got {ends.shape}")
     if ends.size and not (ends.min() >= 0 and ends.max() < len(nodes)):
@@ -82,17 +83,27 @@ def read_graph(graph: Any, config: GraphormerConfig) -> Graph:
     return _check_directions(nodes, ends[:, keep], edges[keep], config.directed)
 
 
-def _size(value: Any) -> int:
-    return 0 if value is None else np.size(np.asarray(value))
+def read_table(value: Any, name: str, dtype: type | None = None) -> NDArray[Any]:
+    """Return numbers in any container as an array; None gives an empty one.
+
+    Raises:
+        GraphFilterError: they are no numbers, or rows of different lengths.
+    """
+    try:
+        array = np.asarray([] if value is None else value, dtype=dtype)
+    except (RuntimeError, TypeError, ValueError) as error:  # of tensors with gradients, sparse ones, ragged lists
+        raise GraphFilterError(
+            f"{name} must be a rectangular table of numbers: {' '.join(str(error).split())}"
+        ) from error
+    if array.dtype.kind not in "iufb":
+        raise GraphFilterError(f"{name} must be a rectangular table of numbers, got {shown(value)}")
+    return array
 
 
 def _integers(value: Any, name: str) -> Integers:
-    array = np.asarray([] if value is None else value)
-    if array.dtype.kind in "fb" and array.size:
-        if not np.isfinite(array).all() or (array != array.round()).any():
-            raise GraphFilterError(f"{name} must hold integers, found {shown(array.flat[0].item())} among them")
-    elif array.dtype.kind not in "iufb":
-        raise GraphFilterError(f"{name} must be a rectangular table of integers, got {shown(value)}")
+    array = read_table(value, name)
+    if array.size and array.dtype.kind in "fb" and not (np.isfinite(array).all() and (array == array.round()).all()):
+        raise GraphFilterError(f"{name} must hold integers, found {shown(array.flat[0].item())} among them")
     return array.astype(np.int64)
 
 
@@ -121,7 +132,7 @@ def _edge_features(graph: Any, config: GraphormerConfig, edges: int) -> Integers
     if not config.edge_feature_sizes or config.edge_encoding == "none":
         return np.zeros((edges, 0), np.int64)
     value = find(graph, "edge_features")
-    if not edges and _size(value) == 0:
+    if not edges and not read_table(value, "edge_features").size:
         return np.zeros((0, len(config.edge_feature_sizes)), np.int64)
     table = _features(value, "edge", config.edge_feature_sizes)
     if len(table) != edges:

@@ -135,7 +135,11 @@ class GraphormerConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         for name, above in (("label_mean", -math.inf), ("label_std", 0.0)):
             values = getattr(self, name)
-            if values is not None and (len(values) != self.num_labels or not all(above < x < math.inf for x in values)):
+            if values is not None and (
+                not has_type(values, list[float])
+                or len(values) != self.num_labels
+                or not all(above < x < math.inf for x in values)
+            ):
                 raise GraphFilterError(
                     f"GraphormerConfig: {name} must hold {self.num_labels} finite numbers, one per target"
                     f"{', above 0' * (name == 'label_std')}; got {shown(values)}"
