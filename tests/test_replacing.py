@@ -107,6 +107,23 @@ def test_decoding_keeps_a_state(name, init):
     torch.testing.assert_close(torch.cat([first.last_hidden_state, rest], 1), whole)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["linear-attention", "far_field", "agf", "hedgehog"])
+def test_a_decoder_that_sees_all_tokens_keeps_no_cache(name):
+    """A state holds past tokens alone, so that it would make attention causal in silence."""
+    torch.manual_seed(0)
+    options = {} if name == "linear-attention" else {"window": 2, "sinks": 1}
+    model, ids = FAMILIES["llama"].build().eval(), FAMILIES["llama"].inputs()["input_ids"]
+    everything = torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool)
+    plain = model(ids, attention_mask=everything)[0]
+    patch_model(model, name, **options)
+    with pytest.raises(GraphFilterError, match=r"mask is not causal, and the state that .* pass use_cache=False"):
+        model(ids, attention_mask=everything)
+    found = model(ids, attention_mask=everything, use_cache=False)[0]
+    assert found.shape == plain.shape
+    assert not torch.equal(found, model(ids, use_cache=False)[0])
+
+
 def test_what_it_cannot_honour_is_refused():
     with pytest.raises(GraphFilterError, match=r"learned bias of positions.*LINEAR-ATTENTION has no scores"):
         patch_model(FAMILIES["t5"].build(), "linear-attention")

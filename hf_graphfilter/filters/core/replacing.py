@@ -114,6 +114,11 @@ class ReplacingFilter(GraphFilter):
             raise GraphFilterError(f"{self.site_name}: the attention mask is causal, and {name} {_NO_CAUSAL_FORM}")
         if not self.causal_form and shift.state is not None:
             raise GraphFilterError(f"{self.site_name} got a cache of past tokens, and {name} {_NO_CAUSAL_FORM}")
+        if shift.state is not None and shift.query.shape[2] > 1 and not shift.visible()[0]:
+            raise GraphFilterError(
+                f"{self.site_name}: the attention mask is not causal, and the state that {name} keeps in a cache is: "
+                "pass use_cache=False"
+            )
         if self._spans_all(shift):
             return self.penalised(self._add_zero_gradients(shift(value)))
         out = self.filtered(shift, value)
