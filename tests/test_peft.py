@@ -218,6 +218,8 @@ def test_nothing_is_silently_unfiltered(base, tmp_path):
     without = peft.get_peft_model(copy.deepcopy(base), lora(modules_to_save=None))
     with pytest.raises(GraphFilterError, match=r"patch the base model first, .*modules_to_save"):
         patch_model(without)
+    with pytest.raises(GraphFilterError, match="has no filter: call patch_model before get_peft_model"):
+        peft.get_peft_model(copy.deepcopy(base), lora())
     frozen = peft.get_peft_model(patch_model(copy.deepcopy(base)), lora(modules_to_save=None))
     with pytest.raises(GraphFilterError, match=r"is frozen: with PEFT, use modules_to_save"):
         parameter_groups(frozen, lr=1e-3)

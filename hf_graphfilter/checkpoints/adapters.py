@@ -41,6 +41,7 @@ def install() -> None:
     from peft.tuners.tuners_utils import BaseTuner
     from peft.utils import hotswap, save_and_load
 
+    wrap(PeftModel, "__init__", _create_with_filter)
     wrap(PeftModel, "from_pretrained", load_with_filter)
     wrap(PeftModel, "load_adapter", load_with_filter)
     wrap(PeftModel, "delete_adapter", _delete_with_filter)
@@ -56,6 +57,19 @@ def install() -> None:
     wrap(hotswap, "hotswap_adapter_from_state_dict", _swap_with_copies)
     wrap(save_and_load, "get_peft_model_state_dict", _add_record)
     wrap(save_and_load, "set_peft_model_state_dict", _check_weights)
+
+
+def _create_with_filter(
+    original: Function, self: Any, model: nn.Module, peft_config: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Raise where a new adapter is to train a filter that the model does not have; PEFT ignores such names."""
+    asked = CHILD in (getattr(peft_config, "modules_to_save", None) or ())
+    if asked and not getattr(peft_config, "inference_mode", False) and not filters_of(model):
+        raise GraphFilterError(
+            f"modules_to_save names {CHILD}, and {type(model).__name__} has no filter: call patch_model before "
+            "get_peft_model"
+        )
+    original(self, model, peft_config, *args, **kwargs)
 
 
 # ------------------------------------------------------------------------------------------------------------- saving

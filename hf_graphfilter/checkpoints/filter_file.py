@@ -208,7 +208,10 @@ def _locate(source: str | os.PathLike[str], name: str, hub_options: dict[str, An
     if os.path.isdir(source):
         path = Path(source) / name
         if not path.is_file():
-            raise GraphFilterError(f"{source} holds no {name}; a saved filter is {CONFIG_FILE} and {WEIGHTS_FILE}")
+            hint = "; a whole model is loaded by from_pretrained" * (Path(source) / "config.json").is_file()
+            raise GraphFilterError(
+                f"{source} holds no {name}; a saved filter is {CONFIG_FILE} and {WEIGHTS_FILE}{hint}"
+            )
         return str(path)
     from transformers.utils import cached_file
 

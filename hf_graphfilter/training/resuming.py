@@ -39,7 +39,7 @@ def _resume_with_filter(original: Function, self: Any, checkpoint: str, *args: A
 
 
 def check_same_filter(model: Any, checkpoint: str) -> None:
-    """Raise if a checkpoint of a whole model has other filters than ``model`` in the same modules."""
+    """Raise if a checkpoint of a whole model has other filters than ``model`` in the same modules, or none."""
     if not isinstance(model, nn.Module) or not filters_of(model):
         return
     try:
@@ -47,6 +47,11 @@ def check_same_filter(model: Any, checkpoint: str) -> None:
     except (OSError, ValueError, AttributeError):
         return  # of adapters, say, which have a record of their own
     if record is None:
+        if Path(checkpoint, "optimizer.pt").is_file():
+            raise GraphFilterError(
+                f"{checkpoint} was trained without a filter, so its optimizer knows no coefficients: load it with "
+                "from_pretrained, patch it, and begin a new run"
+            )
         return
     saved = {name: config for config, names in read_groups(record, checkpoint) for name in names}
     inner = unwrapped(model)
