@@ -270,6 +270,8 @@ def broken(model):
         (lambda m: m, [texts() | {"attention_mask": torch.eye(3, 7).long()}], r"BertModel does not run on"),
         (lambda m: m, [["text"]], "got list: hf_graphfilter.fitting.text_batches makes batches of texts"),
         (lambda m: m, ["text"], "got str: hf_graphfilter.fitting.text_batches makes batches of texts"),
+        (lambda m: m, None, "batches must be a list or an iterator of batches, got None"),
+        (lambda m: m, [{"input_ids": [[1, 2]]}], "input_ids of a batch is a list and no tensor"),
         (lambda m: m, [[3]], "a batch is a dict of the model's arguments or a tensor, got list$"),
         (broken, [texts()], "output of layer encoder 0 has numbers that are not finite"),
     ],
@@ -389,6 +391,8 @@ def test_maps_rollout_and_correlation():
     model, other, batch = build("bert"), build("bert", seed=5), texts()
     maps = attention_maps(model, batch)
     assert [m[Layer("encoder", 0)].shape for m in maps] == [(4, 9, 9), (4, 6, 6), (4, 9, 9)]
+    with pytest.raises(GraphFilterError, match="pass one element of what attention_maps returns"):
+        rollout(maps)
     torch.testing.assert_close(rollout(maps[1]).sum(-1), torch.ones(6, dtype=torch.float64))
     assert attention_correlation(model, model, [batch]).band.mean == pytest.approx(1)
     between = attention_correlation(model, other, [batch])

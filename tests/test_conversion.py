@@ -694,8 +694,15 @@ class Poisoned(LlamaForCausalLM):
         ({"rates": {"atention": 1e-3}}, "rates are numbers >= 0 by the names of Rates, attention, end_to_end"),
         ({"rates": {"attention": "1e-2"}}, "rates are numbers >= 0 by the names of Rates"),
         ({"rates": 1e-2}, "rates are numbers >= 0 by the names of Rates"),
-        ({"data": []}, "yields 0 batches, holdout=2 asks for more"),
-        ({"data": texts(2), "window": 2}, "yields no batch that is not held out"),
+        ({"data": []}, "there are 0 batches, and holdout=2 asks for more"),
+        ({"data": texts(2), "window": 2}, "no batch is left that is not held out"),
+        ({"data": texts(1)[0]}, "got one batch: put it into a list"),
+        ({"holdout": []}, "holdout holds no batches"),
+        ({"data": [{"input_ids": [[1, 2, 3]]}] * 4}, "input_ids of a batch is a list .* return_tensors='pt'"),
+        (
+            {"data": [*texts(), torch.full((1, 20), 10**6)], "window": 2},
+            r"does not run on input_ids \(1, 20\): .* \(an id beyond the vocabulary",
+        ),
     ],
 )
 def test_bad_arguments(options, message):
@@ -837,9 +844,14 @@ def test_texts_come_in_batches_of_like_length(tokenizer):
         ({"texts": ["a b"], "packed": True}, "the texts have 3 tokens, and a window has 8"),
         ({"texts": []}, "no text of two tokens"),
         ({"texts": ["a"], "tokens": 4}, "got length 8 and 4 tokens"),
+        ({"texts": None}, "texts are a list of strings, got None"),
+        ({"texts": ["a b", {"text": "a"}]}, r'text 1 is no string .*: give a column, such as dataset\["text"\]'),
+        ({"texts": [["a", "b"]]}, "text 0 is no string but"),
     ):
         with pytest.raises(GraphFilterError, match=message):
             text_batches(tokenizer, **{"length": 8, "tokens": 32, **bad})
+    with pytest.raises(GraphFilterError, match="the first argument is the tokenizer itself"):
+        text_batches("bert-base-uncased", written)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -864,5 +876,5 @@ def test_a_tokenizer_that_was_made_of_nothing_is_refused(tmp_path, transformers_
     transformers_warnings.clear()
     with pytest.raises(GraphFilterError, match=r"knows 5 special tokens and no words.* load that of the original"):
         text_batches(tokenizer, ["a text"] * 9)
-    with pytest.raises(GraphFilterError, match="texts are a list of them, got one text, 'a text'"):
+    with pytest.raises(GraphFilterError, match="texts are a list of strings, got 'a text'"):
         text_batches(tokenizer, "a text")

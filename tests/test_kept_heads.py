@@ -219,6 +219,9 @@ def test_the_heads_that_read_furthest_are_chosen_and_one_is_left_per_layer():
     best = max((score, layer, head) for layer, row in scores.items() for head, score in enumerate(row))
     assert choose_heads(model, texts(2), 0.17, config) == {best[1]: (best[2],)}
     assert sum(map(len, choose_heads(model, texts(2), 0.5, config).values())) == 3
+    assert choose_heads(model, iter(texts(2)), "50%", config) == choose_heads(model, texts(2), 0.5, config)
+    with pytest.raises(GraphFilterError, match=r"keep='2000.*%'.* above 0 and below 100"):
+        choose_heads(model, texts(2), 20, config)
     assert len(choose_heads(model, texts(2), 0.5, config, layers=[0, 2])) == 2
     with pytest.raises(GraphFilterError, match="keeps 4 heads, and the filter needs one per layer"):
         choose_heads(model, texts(2), 0.7, config)

@@ -21,6 +21,7 @@ from hf_graphfilter import (
     CoefficientCallback,
     GraphFilterError,
     OrthogonalityCallback,
+    RegularizerCallback,
     SmoothingCallback,
     filter_optimizer,
     filter_parameters,
@@ -28,6 +29,7 @@ from hf_graphfilter import (
     parameter_groups,
     patch_model,
     set_blend,
+    unpatch_model,
 )
 
 
@@ -143,6 +145,10 @@ def test_a_rate_that_is_none_is_said_at_once(rate, tmp_path):
         (lambda: BlendSchedule(end=rate), "0 <= start < end <= 1"),
         (lambda: OrthogonalityCallback("x" if rate is None else rate), "gamma must be >= 0"),
         (lambda: SmoothingCallback([], every=rate), "every is a number of steps"),
+        (lambda: SmoothingCallback(["text"]), "got str: hf_graphfilter.fitting.text_batches makes"),
+        (lambda: SmoothingCallback({"input_ids": torch.ones(1, 3)}), "got one batch: put it into a list"),
+        (lambda: RegularizerCallback(0.1), "weights are numbers by the name of a loss, got 0.1"),
+        (lambda: filter_optimizer(model()), "takes the arguments of the Trainer, got"),
     ):
         with pytest.raises(GraphFilterError, match=name):
             call()
@@ -170,6 +176,17 @@ def test_a_run_does_not_resume_with_another_filter(tmp_path):
     with pytest.raises(GraphFilterError, match=r"checkpoint-3 was trained with .*K=3.* the model has .*K=5"):
         resumed.train(resume_from_checkpoint=checkpoint)
     assert all(torch.equal(tensor, before[name]) for name, tensor in state(other).items())
+
+
+def test_a_run_without_a_filter_does_not_resume_with_one(tmp_path):
+    quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False}
+    args = TrainingArguments(tmp_path / "a", max_steps=3, save_steps=3, **quiet)
+    Trainer(unpatch_model(model()), args, train_dataset=Toy()).train()
+    patched = model()
+    before = state(patched)
+    with pytest.raises(GraphFilterError, match=r"checkpoint-3 was trained without a filter, .* begin a new run"):
+        trainer(tmp_path / "b", patched).train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state(patched).items())
 
 
 @pytest.mark.feature("Training: load_best_model_at_end", filter="gfsa", family="bert")

@@ -146,8 +146,8 @@ def test_kinds_of_batches():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ([], r"yields 0 batches, holdout=2 asks for more"),
-        ([torch.ones(1, 4, dtype=torch.long)] * 2, "yields no batch that is not held out"),
+        ([], r"there are 0 batches, and holdout=2 asks for more"),
+        ([torch.ones(1, 4, dtype=torch.long)] * 2, "no batch is left that is not held out"),
         ([{"labels": torch.zeros(2)}] * 6, r"a batch holds \['labels'\] and no input of the model"),
         ([["text"]] * 6, "got list: hf_graphfilter.fitting.text_batches makes"),
         (["text"] * 6, "got str: hf_graphfilter.fitting.text_batches makes"),
@@ -186,7 +186,7 @@ def test_bad_arguments():
         run(patched(), batches(), end_to_end="logits")
     exhausted = iter(batches())
     list(exhausted)
-    with pytest.raises(GraphFilterError, match="yields no batch"):
+    with pytest.raises(GraphFilterError, match="no batch is left"):
         run(patched(), exhausted, holdout=batches())
     with pytest.raises(GraphFilterError, match="no parameters that could be fitted"):
         run(patched("bert", AGFConfig(K=0)), batches())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,15 +72,19 @@ def rollout(maps: dict[Layer, Tensor], stack: str | None = None) -> Tensor:
     This is the product over the layers of ``(I + mean over heads) / 2``. A filter may make entries negative.
 
     Args:
-        maps: the maps of one sequence, from ``attention_maps``.
+        maps: the maps of one sequence: an element of the list that ``attention_maps`` returns.
         stack: the stack to follow, such as ``"encoder"``. It is needed only if there are several.
 
     Returns:
         A matrix, (tokens, tokens).
 
     Raises:
-        GraphFilterError: the maps have several stacks and ``stack`` names none of them.
+        GraphFilterError: the maps are those of several sequences, or have several stacks and ``stack`` names none.
     """
+    if not isinstance(maps, Mapping):
+        raise GraphFilterError(
+            "rollout follows the maps of one sequence: pass one element of what attention_maps returns"
+        )
     layers = [layer for layer in maps if stack in (None, layer.stack)]
     if len({layer.stack for layer in layers}) != 1:
         stacks = ", ".join(repr(name) for name in dict.fromkeys(layer.stack for layer in maps))

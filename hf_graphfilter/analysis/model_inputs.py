@@ -9,22 +9,42 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..errors import GraphFilterError
+from ..errors import GraphFilterError, shown
 from ..filters import AttentionSite
 
 ENTRIES = 1 << 24  # of attention matrices held at a time: 64 MB in float32
 _FORBIDDEN = -1e4  # additive masks hold 0 and the lowest number of their dtype
 
 
+def check_batches(batches: Any) -> Any:
+    """Return batches as they are.
+
+    Raises:
+        GraphFilterError: they are one batch, or none.
+    """
+    if isinstance(batches, (Tensor, Mapping)):
+        raise GraphFilterError("batches must be a list or an iterator of batches, got one batch: put it into a list")
+    if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
+        raise GraphFilterError(f"batches must be a list or an iterator of batches, got {shown(batches)}")
+    return batches
+
+
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return the batch with its tensors on the device.
 
     Raises:
-        GraphFilterError: the batch is neither a dict nor a tensor.
+        GraphFilterError: the batch is neither a dict nor a tensor, or its numbers are no tensors.
     """
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, Mapping):
+        if not any(isinstance(x, Tensor) for x in batch.values()):
+            for name, x in batch.items():
+                if isinstance(x, list | tuple) or hasattr(x, "__array__"):
+                    raise GraphFilterError(
+                        f"{name} of a batch is a {type(x).__name__} and no tensor: call the tokenizer with "
+                        "return_tensors='pt'"
+                    )
         return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
     texts = isinstance(batch, str) or (isinstance(batch, list | tuple) and any(isinstance(x, str) for x in batch))
     hint = ": hf_graphfilter.fitting.text_batches makes batches of texts" if texts else ""
@@ -71,23 +91,38 @@ def evaluate(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def name_mistakes(model: nn.Module, batch: Any) -> Iterator[None]:
-    """Turn an error of the model inside the ``with`` block into one that names the shapes of the batch.
+def name_mistakes(model: nn.Module) -> Iterator[None]:
+    """Turn an error of the model's forward pass inside the ``with`` block into one that names the shapes of its batch.
 
     Raises:
         GraphFilterError: the model raised an error of Python's or PyTorch's; out of memory stays what it is.
     """
+    running: list[Mapping[str, Any]] = []  # the arguments of a forward pass that has not ended
+
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        running.append({"a tensor": args[0] if args else None, **kwargs})
+
+    hooks = [
+        model.register_forward_pre_hook(begin, with_kwargs=True),
+        model.register_forward_hook(lambda *_: running.clear()),
+    ]
     try:
         yield
     except (GraphFilterError, torch.OutOfMemoryError):
         raise
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        named = batch if isinstance(batch, Mapping) else {"a tensor": batch}
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items() if isinstance(x, Tensor))
+        if not running:
+            raise
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in running[-1].items() if isinstance(x, Tensor))
         text = " ".join(str(error).split())[:200]
+        if "index out of range" in text:
+            text += " (an id beyond the vocabulary, or more tokens than the model has positions)"
         raise GraphFilterError(
             f"{type(model).__name__} does not run on {shapes or 'a batch without tensors'}: {text}"
         ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def mask_of(batch: Mapping[str, Any], stack: str) -> Tensor | None:

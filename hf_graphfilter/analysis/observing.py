@@ -22,7 +22,7 @@ from ..ops.spectral import to_float32
 from ..shift.attention import AttentionShift
 from ..shift.earlier_layers import EarlierLayers
 from ..shift.operator import ShiftOperator
-from .model_inputs import Padding, cut_batch, evaluate, name_mistakes, to_device
+from .model_inputs import Padding, check_batches, cut_batch, evaluate, name_mistakes, to_device
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,7 @@ def observe(
         raise GraphFilterError(
             f"{type(model).__name__} has no self-attention that can be read; attention found: {names}"
         )
-    if isinstance(batches, (Tensor, Mapping)):
-        raise GraphFilterError("batches must be a list or an iterator of batches, got one batch: put it into a list")
+    check_batches(batches)
     watch = _Observer(model, sites, readers)
     plain = [site for site in sites if CHILD not in site.module._modules]
     device = next(model.parameters()).device
@@ -181,7 +180,7 @@ def observe(
         for batch in progress(batches):
             for part in cut_batch(to_device(batch, device), heads, lambda: watch.tokens):
                 watch.begin(part)
-                with name_mistakes(model, part):
+                with name_mistakes(model):
                     outputs = model(**part) if isinstance(part, Mapping) else model(part)
                 watch.padding.check()
                 for reader in readers:

@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from ..analysis.model_inputs import to_device
+from ..analysis.model_inputs import check_batches, to_device
 from ..devices import device_of
 from ..errors import GraphFilterError
 from .objectives import Batch
@@ -49,12 +49,17 @@ class Batches:
     """
 
     def __init__(self, model: nn.Module, data: Iterable[Any], holdout: int | Iterable[Any], labels: bool = False):
-        data, holdout = split_holdout(data, holdout)
+        data, holdout = split_holdout(check_batches(data), holdout)
         to_inputs = partial(inputs_of, model, labels=labels)
         count = holdout if isinstance(holdout, int) else 0
-        self.held = [*map(to_inputs, islice(data, count) if isinstance(holdout, int) else holdout)]
+        self.held = [*map(to_inputs, islice(data, count) if isinstance(holdout, int) else check_batches(holdout))]
+        if not isinstance(holdout, int) and not self.held:
+            raise GraphFilterError("holdout holds no batches to measure on")
         if isinstance(holdout, int) and (len(self.held) < holdout or holdout < 1):
-            raise GraphFilterError(f"the dataloader yields {len(self.held)} batches, holdout={holdout} asks for more")
+            raise GraphFilterError(
+                f"there are {len(self.held)} batches, and holdout={holdout} asks for more: give more batches, or a "
+                "smaller holdout"
+            )
         self._data, self._to_inputs = data, to_inputs
         self._once = iter(data) is data  # an iterator gives each batch once: later stages go on where it is
         self._skip = 0 if self._once else count
@@ -79,7 +84,7 @@ class Batches:
                 empty = False
                 yield self._to_inputs(batch)
             if empty:
-                raise GraphFilterError("the dataloader yields no batch that is not held out (or is exhausted)")
+                raise GraphFilterError("no batch is left that is not held out: give more batches, or a smaller holdout")
 
 
 def split_holdout(data: Iterable[Any], holdout: int | Iterable[Any]) -> tuple[Iterable[Any], int | Iterable[Any]]:

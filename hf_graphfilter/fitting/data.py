@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ def text_batches(
             take. The default reads all texts.
 
     Raises:
-        GraphFilterError: there is no text, or not one window of it; the tokenizer knows no words.
+        GraphFilterError: there is no text, or not one window of it; a text is no string; the tokenizer knows no words.
 
     Example:
         >>> from hf_graphfilter.demo import load_snippets, pretrained_path
@@ -50,8 +50,11 @@ def text_batches(
         >>> max(batch["input_ids"].numel() for batch in batches) <= 1024
         True
     """
-    if isinstance(texts, str):
-        raise GraphFilterError(f"texts are a list of them, got one text, {shown(texts)}")
+    if isinstance(texts, str) or not hasattr(texts, "__iter__"):
+        raise GraphFilterError(f"texts are a list of strings, got {shown(texts)}")
+    if not hasattr(tokenizer, "all_special_ids"):
+        raise GraphFilterError(f"the first argument is the tokenizer itself (AutoTokenizer...), got {shown(tokenizer)}")
+    texts = _checked(texts)
     tokens = length if tokens is None else tokens
     if length < 2 or tokens < length:
         raise GraphFilterError(
@@ -94,6 +97,14 @@ def text_batches(
     return made
 
 
+def _checked(texts: Iterable[Any]) -> Iterator[str]:
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            hint = ': give a column, such as dataset["text"]' if isinstance(text, Mapping) else ""
+            raise GraphFilterError(f"text {number} is no string but {shown(text)}{hint}")
+        yield text
+
+
 def _read(texts: Iterable[list[int]], at_most: int | None) -> Iterator[list[int]]:
     """Yield encoded texts until they have ``at_most`` tokens together; the text after that is never asked for."""
     read = 0
@@ -106,6 +117,8 @@ def _read(texts: Iterable[list[int]], at_most: int | None) -> Iterator[list[int]
 
 def _padded(tokenizer: Any, part: list[list[int]]) -> dict[str, torch.Tensor]:
     if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise GraphFilterError("the tokenizer has no pad_token: set one, or use packed=True")
         tokenizer.pad_token = tokenizer.eos_token
     batch = tokenizer.pad({"input_ids": part}, return_tensors="pt")
     return {name: batch[name] for name in ("input_ids", "attention_mask")}

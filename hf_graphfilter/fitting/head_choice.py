@@ -86,7 +86,7 @@ def score_heads(model: nn.Module, probes: Iterable[Batch], *, reach: int, sinks:
 def choose_heads(
     model: Any,
     held: list[Batch],
-    share: float,
+    share: float | str,
     config: ReplacingConfig | None = None,
     layers: Layers = None,
     stack: Literal["encoder", "decoder"] | None = None,
@@ -99,7 +99,7 @@ def choose_heads(
     Args:
         model: a decoder, with or without filters. It is left as it was.
         held: batches of texts, of whose token ids the probes are made.
-        share: how much of all key heads to keep, between 0 and 1.
+        share: how much of all key heads to keep, such as 0.2 or ``"20%"``.
         config: of the filter, whose window and sinks say which tokens are far; None for the default of ``far_field``.
         layers: layers that get the filter, as in ``patch_model``.
         stack: the same.
@@ -107,6 +107,8 @@ def choose_heads(
     Raises:
         GraphFilterError: the model is no decoder of one stack, the batches give no probes, or there are fewer heads.
     """
+    share = parse_heads(share if isinstance(share, str) else f"{share * 100:f}%") or 0.0
+    held = [*held]
     sites, _ = host_of(model).find(model)
     if not all(site.causal for site in sites) or len({site.group for site in sites}) != 1:
         raise GraphFilterError(

@@ -151,12 +151,11 @@ def linearize(
             model, batches, rates, settings, checkpoint, progress, evaluations=evaluations, precision=precision
         )
         reach = max(0, *(f.span - 1 for f in fit.modules.values() if isinstance(f, ReplacingFilter)))
-        with fit.exclusive():
+        with fit.exclusive(), name_mistakes(model):
             with fit.only_filters():
-                with name_mistakes(model, batches.held[0]):
-                    ends_in = fit.check(shares, causal)
-                    if share is not None:
-                        fit.settings["choose"] = chosen_by = fit.prepare_choice(choose, reach)
+                ends_in = fit.check(shares, causal)
+                if share is not None:
+                    fit.settings["choose"] = chosen_by = fit.prepare_choice(choose, reach)
                 fit.tokens = _tokens(shares or {"attention": 0.7, ends_in: 0.3}, budget)
                 fit.begin(reach)
                 if "attention" in fit.tokens:

@@ -109,9 +109,8 @@ def transfer_attention(
     batches = Batches(model, dataloader, holdout)
     fit = Fit(model, batches, rates, settings, checkpoint, progress, eval_every, patience)
     report = fit.report
-    with fit.only_filters():
-        with name_mistakes(model, batches.held[0]):
-            report.before = fit.errors()
+    with fit.only_filters(), name_mistakes(model):
+        report.before = fit.errors()
         _refuse_equal(fit)
         original = fit.original()
         if end_to_end is not None:

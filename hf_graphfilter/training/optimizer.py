@@ -100,6 +100,8 @@ def filter_optimizer(args: TrainingArguments, filter_lr: float = _FROM_ARGUMENTS
     Example:
         ``Trainer(model, args, optimizer_cls_and_kwargs=filter_optimizer(args, filter_lr=1e-2))``
     """
+    if not hasattr(args, "optim"):
+        raise GraphFilterError(f"filter_optimizer takes the arguments of the Trainer, got {type(args).__name__}")
     has_rate = filter_lr is not _FROM_ARGUMENTS
     if has_rate:
         check_rates(filter_lr=filter_lr)

@@ -9,7 +9,7 @@ under DDP. Without callback or ``collect_penalties`` no loss is computed, and no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -225,6 +225,8 @@ def penalised_filters(model: nn.Module, weights: Weights, options: Options) -> l
 
 
 def _check_weights(where: str, weights: Weights | None) -> Weights:
+    if not isinstance(weights, Mapping | None):
+        raise GraphFilterError(f"{where}: weights are numbers by the name of a loss, got {shown(weights)}")
     for name, weight in (weights or {}).items():
         if not is_number(weight):
             raise GraphFilterError(f"{where}: the weight of {name} must be a number >= 0, got {shown(weight)}")

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
+from ..analysis.model_inputs import check_batches, to_device
 from ..analysis.observing import observe
 from ..analysis.smoothing import SmoothingReader
 from ..analysis.spectrum import SpectrumReader
@@ -31,7 +33,7 @@ class SmoothingCallback(LoggingCallback):
         every: number of steps between two measurements. Default: 500.
 
     Raises:
-        GraphFilterError: ``every`` is not a whole number of 1 or more.
+        GraphFilterError: ``every`` is not a whole number of 1 or more, or the batches are none.
 
     Example:
         ``Trainer(model, args, callbacks=[SmoothingCallback(batches, every=500)])``
@@ -42,7 +44,9 @@ class SmoothingCallback(LoggingCallback):
     def __init__(self, batches: Iterable[Any], every: int = 500):
         if not is_number(every, whole=True) or not every:
             raise GraphFilterError(f"SmoothingCallback: every is a number of steps, 1 or more, got {shown(every)}")
-        self.batches, self.every = list(batches), every
+        self.batches, self.every = list(check_batches(batches)), every
+        for batch in self.batches:
+            to_device(batch, torch.device("cpu"))  # a mistake is said before any training
         self.due = 0  # the step from which on the next log measures
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
