@@ -19,9 +19,9 @@ from transformers import AutoModel, BertForSequenceClassification, BertTokenizer
 from transformers.utils import logging
 
 import hf_graphfilter
-from hf_graphfilter import filter_status, patch_model
+from hf_graphfilter import GraphFilterError, filter_status, patch_model
 from hf_graphfilter.cli import main
-from hf_graphfilter.cli.inputs import Images
+from hf_graphfilter.cli.inputs import Images, lines_of
 from hf_graphfilter.files import read_state
 from hf_graphfilter.fitting import fit as call
 from hf_graphfilter.fitting import run
@@ -463,6 +463,13 @@ def test_mistakes_are_one_line(arguments, code, message, cli, plain, tmp_path, m
     if code == 1:
         assert len([line for line in done.stderr.splitlines() if line.startswith("hf-graphfilter:")]) == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("name", "content"), [("texts.jsonl", b'{"text": "a"}'), ("texts", b"PK\x03\0")])
+def test_tables_and_archives_are_no_texts(name, content, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(GraphFilterError, match=f"{name} is no text file: write its texts into one"):
+        lines_of([tmp_path / name])
 
 
 @pytest.mark.parametrize("change", [{"num_attention_heads": 0}, {"architectures": 5}, {"architectures": [5]}])

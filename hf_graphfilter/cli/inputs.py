@@ -11,6 +11,7 @@ from ..errors import GraphFilterError, needs
 from .common import from_source
 
 SHUFFLED = 1000  # rows of a stream
+TABLES = {".csv", ".json", ".jsonl", ".tsv"}
 IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 
 
@@ -39,7 +40,14 @@ def tokenizer_of(source: str) -> Any:
 
 
 def lines_of(files: list[Path]) -> list[str]:
-    """Return the lines of files that hold text."""
+    """Return the lines of files that hold text.
+
+    Raises:
+        GraphFilterError: a file is a table or binary, or there are no lines.
+    """
+    for file in files:
+        if file.suffix.lower() in TABLES or b"\0" in file.read_bytes()[:8192]:
+            raise GraphFilterError(f"{file} is no text file: write its texts into one, each on a line")
     lines = [line for file in files for line in file.read_text(errors="replace").splitlines() if line.strip()]
     if not lines:
         raise GraphFilterError(f"{', '.join(map(str, files))} holds no texts: give a file with one text per line")
