@@ -271,7 +271,7 @@ def broken(model):
         (lambda m: m, [["text"]], "got list: hf_graphfilter.fitting.text_batches makes batches of texts"),
         (lambda m: m, ["text"], "got str: hf_graphfilter.fitting.text_batches makes batches of texts"),
         (lambda m: m, None, "batches must be a list or an iterator of batches, got None"),
-        (lambda m: m, [{"input_ids": [[1, 2]]}], "input_ids of a batch is a list and no tensor"),
+        (lambda m: m, [{"input_ids": [[1, 2]]}], "input_ids of a batch holds no tensor"),
         (lambda m: m, [[3]], "a batch is a dict of the model's arguments or a tensor, got list$"),
         (broken, [texts()], "output of layer encoder 0 has numbers that are not finite"),
     ],

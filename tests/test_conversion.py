@@ -698,7 +698,7 @@ class Poisoned(LlamaForCausalLM):
         ({"data": texts(2), "window": 2}, "no batch is left that is not held out"),
         ({"data": texts(1)[0]}, "got one batch: put it into a list"),
         ({"holdout": []}, "holdout holds no batches"),
-        ({"data": [{"input_ids": [[1, 2, 3]]}] * 4}, "input_ids of a batch is a list .* return_tensors='pt'"),
+        ({"data": [{"input_ids": [[1, 2, 3]]}] * 4}, "input_ids of a batch holds no tensor: .* return_tensors='pt'"),
         (
             {"data": [*texts(), torch.full((1, 20), 10**6)], "window": 2},
             r"does not run on input_ids \(1, 20\): .* \(an id beyond the vocabulary",

@@ -38,17 +38,19 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, Mapping):
-        if not any(isinstance(x, Tensor) for x in batch.values()):
-            for name, x in batch.items():
-                if isinstance(x, list | tuple) or hasattr(x, "__array__"):
-                    raise GraphFilterError(
-                        f"{name} of a batch is a {type(x).__name__} and no tensor: call the tokenizer with "
-                        "return_tensors='pt'"
-                    )
+        untensored = [name for name, x in batch.items() if isinstance(x, list | tuple) or hasattr(x, "__array__")]
+        if untensored and not any(isinstance(y, Tensor) for x in batch.values() for y in (x, *_first(x))):
+            raise GraphFilterError(
+                f"{untensored[0]} of a batch holds no tensor: call the tokenizer with return_tensors='pt'"
+            )
         return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
     texts = isinstance(batch, str) or (isinstance(batch, list | tuple) and any(isinstance(x, str) for x in batch))
     hint = ": hf_graphfilter.fitting.text_batches makes batches of texts" if texts else ""
     raise GraphFilterError(f"a batch is a dict of the model's arguments or a tensor, got {type(batch).__name__}{hint}")
+
+
+def _first(x: Any) -> list[Any]:
+    return list(x[:1]) if isinstance(x, list | tuple) else []
 
 
 def cut_batch(batch: Any, heads: int, seen: Callable[[], int]) -> Iterator[Any]:
