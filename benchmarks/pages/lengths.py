@@ -67,7 +67,7 @@ def agf_speed(device: str = "cpu") -> str:
     )
     decoding = pivot(read(f"agf-{device}-decoding"), "n")
     decoding_table = markdown_table(
-        ["context", "plain ms a token", "AGF ms a token"],
+        ["context", "plain, ms per token", "AGF, ms per token"],
         [[f"{int(n):,}", f["plain"]["median_ms"], f["agf"]["median_ms"]] for (n,), f in decoding.items()],
     )
     batches = read(f"agf-{device}-batch")
@@ -155,9 +155,9 @@ def growth_tables() -> str:
     exponents = {form: f"n^{fit_growth(timed, False, steps[0]['pass'], form):.2f}" for form in SYSTEMS}
     return "\n\n".join(
         [
-            f"One sequence a step: seconds, peak MB, **time over plain's**. {where(steps)}",
+            f"One sequence per step: seconds, peak MB, **time over plain's**. {where(steps)}",
             by_length(steps, {"time from 4k on": exponents}),
-            f"16,384 tokens a step: seconds, **time over plain's**. {where(batches)}",
+            f"16,384 tokens per step: seconds, **time over plain's**. {where(batches)}",
             by_length(batches, {}),
         ]
     )

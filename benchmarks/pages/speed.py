@@ -64,7 +64,10 @@ def attention_table(rows: list[dict]) -> str:
 
 
 SECTIONS = {
-    "steps": ("Whole training steps (forward, backward, AdamW), patched over plain.", step_table),
+    "steps": (
+        "Whole training steps (forward, backward, AdamW), patched over plain. Ratios are medians of pairs.",
+        step_table,
+    ),
     "attention": (
         "Attention alone, 12 heads of 64 features, about 4,096 tokens a batch, K = 3. Times are medians in ms; ratios "
         "are medians of ratios taken side by side; memory is the peak over the inputs, in MB.",
@@ -95,7 +98,7 @@ def overhead_table() -> str:
     rows = read("overhead-cpu")
     packages = list(dict.fromkeys(row["package"] for row in rows))
     cells = {(row["package"], row["form"]): row for row in rows}
-    header = ["microseconds a layer beyond the plain model", *packages]
+    header = ["microseconds per layer beyond the plain model", *packages]
     forms = {"route": "a filter that only applies S", "gfsa": "GFSA", "agf": "AGF"}
     body = [[text, *(cells[package, form]["overhead"] for package in packages)] for form, text in forms.items()]
     held = [cells[package, "agf, after a training step"]["held_mb"] for package in packages]
@@ -150,7 +153,7 @@ def vision_table() -> str:
         for a, b in pairs
     ]
     first = rows[0]
-    where = f"{first['device']}, {first['date']}; torch {first['torch']}, timm {first['timm']}."
+    where = f"{first['device']}, {first['date']}; torch {first['torch']}, timm {first['timm']}. Ratios are medians of pairs."
     return f"{where}\n\n{markdown_table(header, body)}"
 
 

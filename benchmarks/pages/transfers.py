@@ -41,7 +41,7 @@ def agf_transfer(device: str = "cpu") -> str:
         ]
     for section, caption in (
         ("gpt2", "**A GPT-2 shape trained from scratch on WikiText-2**"),
-        ("smollm2", "**SmolLM2-135M, its real weights, on WikiText-2**"),
+        ("smollm2", "**SmolLM2-135M-Instruct, weights dequantised from four bits, on WikiText-2**"),
         ("deit", "**DeiT-Tiny, its real weights, on 20 classes of Tiny ImageNet** (of these 20, 500 images)"),
     ):
         if rows := read(f"transfer-{device}-{section}"):

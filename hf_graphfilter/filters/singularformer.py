@@ -121,7 +121,7 @@ class SingularformerConfig(ReplacingConfig):
 
     module = Singularformer
     citation = CITATION
-    formula = "alpha softmax((alpha^ Q)(alpha^ K)^T) alpha^ V"
+    formula = "alpha softmax((alpha^ Q)(alpha^ K)^T / sqrt(d)) alpha^ V"
     cost = "linear in the tokens"
 
     r: int | None = None

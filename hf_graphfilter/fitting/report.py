@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 KEPT = {
     "agreement": "Its likeliest class or token is the original's in {0:.1%} of all cases",
     "cosine": "Its embeddings have a cosine of {0:.3f} with the original's",
-    "perplexity": "Its perplexity is {0:.4g}, and the original's is {1:.4g}",
+    "perplexity": "On held-out texts its perplexity is {0:.4g}, and the original's is {1:.4g}",
 }
 
 
