@@ -153,8 +153,8 @@ def vision_table() -> str:
         for a, b in pairs
     ]
     first = rows[0]
-    where = f"{first['device']}, {first['date']}; torch {first['torch']}, timm {first['timm']}. Ratios are medians of pairs."
-    return f"{where}\n\n{markdown_table(header, body)}"
+    where = f"{first['device']}, {first['date']}; torch {first['torch']}, timm {first['timm']}."
+    return f"{where} Ratios are medians of pairs.\n\n{markdown_table(header, body)}"
 
 
 def menu_steps() -> str:
