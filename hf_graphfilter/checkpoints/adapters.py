@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import warnings
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,13 @@ def install() -> None:
 def _create_with_filter(
     original: Function, self: Any, model: nn.Module, peft_config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Raise where a new adapter is to train a filter that the model does not have; PEFT ignores such names."""
+    """Warn where a new adapter is to train a filter that the model does not have; PEFT ignores such names."""
     asked = CHILD in (getattr(peft_config, "modules_to_save", None) or ())
     if asked and not getattr(peft_config, "inference_mode", False) and not filters_of(model):
-        raise GraphFilterError(
-            f"modules_to_save names {CHILD}, and {type(model).__name__} has no filter: call patch_model before "
-            "get_peft_model"
+        warnings.warn(
+            f"modules_to_save names {CHILD}, and {type(model).__name__} has no filter, so that the adapter trains "
+            "none: call patch_model before get_peft_model",
+            stacklevel=5,  # whoever called get_peft_model
         )
     original(self, model, peft_config, *args, **kwargs)
 
