@@ -176,12 +176,12 @@ def observe(
             host.attach(site, _Watch(_WatchConfig(), site))
             watched.append(site.module)
         watch.look(undo)
+        undo.enter_context(name_mistakes(model))
         undo.enter_context(torch.no_grad())
         for batch in progress(batches):
             for part in cut_batch(to_device(batch, device), heads, lambda: watch.tokens):
                 watch.begin(part)
-                with name_mistakes(model):
-                    outputs = model(**part) if isinstance(part, Mapping) else model(part)
+                outputs = model(**part) if isinstance(part, Mapping) else model(part)
                 watch.padding.check()
                 for reader in readers:
                     reader.outputs(outputs, part)
