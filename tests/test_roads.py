@@ -18,7 +18,10 @@ from hf_graphfilter.tables import markdown_table
 peft = pytest.importorskip("peft")
 from peft.utils.hotswap import hotswap_adapter  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # asked for by peft
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),  # asked for by peft
+    pytest.mark.filterwarnings("ignore:modules_to_save names graph_filter:UserWarning"),  # a base without a filter
+]
 PAGE = Path(__file__).parents[1] / "docs" / "peft.md"
 MARKS = "<!-- roads -->", "<!-- /roads -->"
 IDS = FAMILIES["llama"].inputs()["input_ids"]

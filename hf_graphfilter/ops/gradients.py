@@ -39,6 +39,8 @@ def one_by_one(function: Any, size: int, in_dims: tuple[Any, ...], inputs: tuple
 
 def under_vmap() -> bool:
     """Return whether ``torch.func.vmap`` is active, under which code cannot branch on the values of a tensor."""
+    if torch._C._functorch.maybe_current_level() is None:  # which Dynamo can trace, unlike the stack
+        return False
     levels = torch._C._functorch.get_interpreter_stack() or ()
     return any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
 
