@@ -508,8 +508,25 @@ def test_results_are_rows_json_and_figures(tmp_path):
         results[0][-100, "cosine"]
     with pytest.raises(GraphFilterError, match="has no 'cosines'; it has cosine"):
         results[0].plot(quantities=["cosine", "cosines"])
-    with pytest.raises(GraphFilterError, match="most must be 1 or more, got 0"):
-        taylor_error(build("bert"), [texts()], most=0)
+
+
+@pytest.mark.parametrize(
+    ("analyse", "options", "message"),
+    [
+        (taylor_error, {"most": 0}, "most must be 1 or more, got 0"),
+        (taylor_error, {"orders": 3}, "orders must be a list of one or more integers from 2 on, got 3"),
+        (taylor_error, {"orders": [1, 2]}, r"from 2 on, got \[1, 2\]"),
+        (spectrum, {"attention": -1}, "attention must be a number of texts, 0 for none, got -1"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(analyse, options, message):
+    with pytest.raises(GraphFilterError, match=message):
+        analyse(build("bert"), [texts()], **options)
+
+
+def test_a_curve_has_two_points():
+    with pytest.raises(GraphFilterError, match="points from 2 on, got points=0"):
+        response_curves(patch_model(build("bert"), "gfsa"), points=0)
 
 
 def test_a_number_is_a_layer_of_the_encoder_where_there_are_both():

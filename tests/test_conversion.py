@@ -787,6 +787,14 @@ def test_speed_of_decoding():
     assert model.training
 
 
+@pytest.mark.parametrize("lengths", [16, [0, 8], ["8"]])
+def test_lengths_to_time_are_lists_of_integers(lengths):
+    model = patch_model(llama(), "agf", window=2, sinks=1)
+    for measure in (speed, decoding_speed):
+        with pytest.raises(GraphFilterError, match="must be a list of integers from 1 on, got"):
+            measure(model, lengths)
+
+
 def test_decoding_is_timed_up_to_the_last_position():
     places = {"n_positions": 16, "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 90}
     model = patch_model(GPT2LMHeadModel(GPT2Config(**places, bos_token_id=0, eos_token_id=0)), "agf", window=2)

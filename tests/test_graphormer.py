@@ -378,6 +378,7 @@ def test_labels_and_inputs_that_do_not_fit():
     [
         ({"edge_encoding": "paths"}, "did you mean 'path'"),
         ({"pooling": "max"}, "use one of 'virtual', 'mean'"),
+        ({"hidden_act": "gellu"}, "did you mean 'gelu'"),
         ({"max_hops": 0}, "max_hops must be an integer >= 1"),
         ({"node_feature_sizes": []}, "node_feature_sizes must list"),
         ({"hidden_size": 81}, "no multiple of num_attention_heads"),

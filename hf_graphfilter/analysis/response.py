@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..errors import GraphFilterError, shown
 from ..filters.core.attached import filters_of
 from ..shift.operator import ShiftOperator
 from ..text import figure_text
@@ -156,7 +157,7 @@ def response_curves(model: nn.Module, points: int = 101) -> dict[str, Curve]:
         points: number of points of a curve. Default: 101.
 
     Raises:
-        GraphFilterError: the model is not patched.
+        GraphFilterError: the model is not patched, or ``points`` is below 2.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -166,6 +167,8 @@ def response_curves(model: nn.Module, points: int = 101) -> dict[str, Curve]:
         >>> curve.shape, domain
         (torch.Size([12, 101]), 'eigenvalue of A')
     """
+    if type(points) is not int or points < 2:
+        raise GraphFilterError(f"a curve has an integer number of points from 2 on, got points={shown(points)}")
     curves = {}
     for name, graph_filter in filters_of(model, required=True):
         device = next((t.device for t in (*graph_filter.parameters(), *graph_filter.buffers())), torch.device("cpu"))

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..errors import GraphFilterError, shown
 from .observing import Call, Layer, observe
 from .results import BandReader, Measured
 
@@ -42,6 +43,8 @@ class SpectrumReader(BandReader[Spectrum]):
     lacking = "no text has a token, so that there is nothing to decompose: check the inputs and their mask"
 
     def __init__(self, attention: int = 64) -> None:
+        if type(attention) is not int or attention < 0:
+            raise GraphFilterError(f"attention must be a number of texts, 0 for none, got {shown(attention)}")
         self.matrices, self.left = attention > 0, attention
         self.seen: dict[Layer, int] = defaultdict(int)
         super().__init__()
@@ -89,7 +92,7 @@ def spectrum(model: nn.Module, batches: Iterable[Any], *, attention: int = 64, *
         options: ``progress``, a function that wraps the batches, as a progress bar does.
 
     Raises:
-        GraphFilterError: one of the errors of ``smoothing``.
+        GraphFilterError: one of the errors of ``smoothing``, or ``attention`` below 0.
 
     Example:
         >>> import torch

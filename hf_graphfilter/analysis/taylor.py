@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..errors import GraphFilterError
+from ..errors import GraphFilterError, has_type, shown
 from .observing import Call, observe
 from .results import BandReader, Measured
 
@@ -34,8 +34,9 @@ class TaylorReader(BandReader[TaylorError]):
     matrices = True
 
     def __init__(self, orders: Sequence[int] = (2, 3, 4, 5, 10), most: int = 64) -> None:
-        if not orders or min(orders) < 2:
-            raise GraphFilterError(f"orders must be one or more numbers from 2 on, got {list(orders)}")
+        orders = list(orders) if isinstance(orders, Iterable) else orders
+        if not has_type(orders, list[int]) or not orders or min(orders) < 2:
+            raise GraphFilterError(f"orders must be a list of one or more integers from 2 on, got {shown(orders)}")
         if most < 1:
             raise GraphFilterError(f"most must be 1 or more, got {most}")
         self.orders, self.most = sorted(set(orders)), most

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..devices import wait_for
-from ..errors import GraphFilterError
+from ..errors import GraphFilterError, has_type, shown
 from ..hosts.transformers.cache import NAME as CACHE
 from ..patching.patch import unpatch_model
 from .memory import begin_peak_memory, peak_memory
@@ -126,6 +126,9 @@ def _possible(
     vocabulary, most = getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
     if most is None and lengths is None:  # no positions (T5): what the original makes of 16,384 tokens is no use
         most = UNBOUNDED
+    lengths = list(lengths) if isinstance(lengths, Iterable) else lengths
+    if lengths is not None and not (has_type(lengths, list[int]) and all(n >= 1 for n in lengths)):
+        raise GraphFilterError(f"numbers of tokens must be a list of integers from 1 on, got {shown(lengths)}")
     chosen = [n for n in (usual if lengths is None else lengths) if most is None or n + more <= most]
     if lengths is None and not chosen and most is not None and most > more:
         chosen = [most - more]

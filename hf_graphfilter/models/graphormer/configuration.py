@@ -6,6 +6,7 @@ import math
 from typing import Any, ClassVar, Literal, get_args
 
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.activations import ACT2FN
 
 from ...errors import GraphFilterError, has_type, nearest, shown
 
@@ -15,6 +16,7 @@ CHOICES = {
     "pooling": ("virtual", "mean"),
     "problem_type": get_args(ProblemType),
     "loss": ("l1", "mse"),
+    "hidden_act": tuple(ACT2FN),
 }
 SIZES = (
     "hidden_size",
