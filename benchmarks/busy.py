@@ -5,15 +5,18 @@ a core busy each. ``AGF, 32 x 256`` is attention alone, forward and with backwar
 operations. How memory happens to lie makes one process differ from another by some per cent, so the rounds of several
 processes are put together. The rows have the peak memory of a step, too.
 
-With ``--compiled`` all models are compiled by ``torch.compile``, and the baseline that is not stands beside them.
+With ``--compiled`` all models are compiled by ``torch.compile``, and the baseline that is not stands beside them. With
+``--waiting`` the baseline and GFSA are measured in two ways of waiting: PyTorch's threads keep their cores while they
+wait for each other, or leave them to other processes (``OMP_WAIT_POLICY=PASSIVE``).
 
-Writes benchmarks/results/busy-cpu.csv, or compiled-cpu.csv; ``--only SHAPE`` measures one and keeps the rows of the
-others.
+Writes benchmarks/results/busy-cpu.csv, compiled-cpu.csv or waiting-cpu.csv; ``--only SHAPE`` measures one and keeps the
+rows of the others.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -58,8 +61,10 @@ MODELS: dict[str, tuple[Callable[..., tuple], tuple[str, ...]]] = {
     "DeiT-S, 16 x 197": (deit_s, ("gfsa",)),
     "GPT-2, 1 x 1,024": (gpt2, ("gfsa",)),
 }
+WAITING = ("GPT-2 12 x 32, 32 x 64", "GPT-2 12 x 128, 8 x 256", "MiniLM, 32 x 40 padded", "GPT-2, 1 x 1,024")
 BATCHED = "AGF, 32 x 256"
 NOT_COMPILED = "plain, not compiled"
+PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def filter_batch() -> dict[str, Call]:
@@ -90,9 +95,9 @@ def build_step(shape: str, form: str, compiled: bool) -> Call:
     return training_step(model.train(), batch)
 
 
-def list_forms(shape: str, compiled: bool) -> tuple[str, ...]:
-    forms = ("plain", *(("agf",) if shape == BATCHED else MODELS[shape][1]))
-    return (*forms, NOT_COMPILED) if compiled else forms
+def list_forms(shape: str, compiled: bool) -> list[str]:
+    forms = ["plain", *(("agf",) if shape == BATCHED else MODELS[shape][1])]
+    return [*forms, NOT_COMPILED] if compiled else forms
 
 
 @contextmanager
@@ -107,16 +112,16 @@ def keep_busy(count: int) -> Iterator[None]:
             other.wait()
 
 
-def measure_here(shape: str, form: str | None, compiled: bool, seconds: float, loads: list[int]) -> object:
-    """Return the times of all forms under each load, or the peak memory of a step of one ``form`` in MB."""
+def measure_here(shape: str, forms: str | list[str], compiled: bool, seconds: float, loads: list[int]) -> object:
+    """Return the times of a list of forms under each load, or the peak memory of a step of one form in MB."""
     torch.manual_seed(0)
-    if form is None:
-        calls, times = {form: build_step(shape, form, compiled) for form in list_forms(shape, compiled)}, []
+    if isinstance(forms, list):
+        calls, times = {form: build_step(shape, form, compiled) for form in forms}, []
         for load in loads:
             with keep_busy(load):
                 times.append(rounds(calls, "cpu", seconds))
         return times
-    step, device = build_step(shape, form, compiled), torch.device("cpu")
+    step, device = build_step(shape, forms, compiled), torch.device("cpu")
     step()
     base = begin_peak_memory(device)
     step()
@@ -124,20 +129,39 @@ def measure_here(shape: str, form: str | None, compiled: bool, seconds: float, l
     return peak_memory(device) - base
 
 
-def measure(shape: str, compiled: bool, processes: int, seconds: float, loads: list[int]) -> Iterator[dict]:
-    def run(form: str | None) -> object:
-        command = [sys.executable, __file__, "--here", json.dumps([shape, form, compiled, seconds, loads])]
-        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-        return json.loads(output.splitlines()[-1])
+def run(*arguments: object, **environment: str) -> object:
+    """Return what ``measure_here`` returns in another process."""
+    command = [sys.executable, __file__, "--here", json.dumps(arguments)]
+    env = {**os.environ, **environment}
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env).stdout
+    return json.loads(output.splitlines()[-1])
 
-    runs = [run(None) for _ in range(processes)]
-    peaks = {form: round(run(form), 1) for form in list_forms(shape, compiled)}  # type: ignore[call-overload]
+
+def measure(shape: str, compiled: bool, processes: int, seconds: float, loads: list[int]) -> Iterator[dict]:
+    forms = list_forms(shape, compiled)
+    runs = [run(shape, forms, compiled, seconds, loads) for _ in range(processes)]
+    peaks = {form: round(run(shape, form, compiled, seconds, loads), 1) for form in forms}  # type: ignore[call-overload]
     for number, load in enumerate(loads):
         times = {form: [t for times in runs for t in times[number][form]] for form in peaks}  # type: ignore[index]
-        which = f"{PASSES[True] if shape == BATCHED else STEP}, {load} busy"
-        fields = {**stamp("cpu", "torch", "transformers"), "case": shape, "n": "", "causal": "", "pass": which}
         for form, values in times.items():
-            yield {**fields, "form": form, "peak_mb": peaks[form], **percentiles(values, times["plain"])}
+            yield {**about(shape, load), "form": form, "peak_mb": peaks[form], **percentiles(values, times["plain"])}
+
+
+def measure_waiting(shape: str, processes: int, seconds: float, loads: list[int]) -> Iterator[dict]:
+    """Measure both ways of waiting in turn; the ratios are to the baseline of the same process."""
+    ways: list[dict[str, str]] = [{}, PASSIVE]
+    forms = ["plain", "gfsa"]
+    runs = [[run(shape, forms, False, seconds, loads, **way) for way in ways] for _ in range(processes)]
+    for way, name in enumerate(("", ", passive")):
+        for number, load in enumerate(loads):
+            times = {form: [t for pair in runs for t in pair[way][number][form]] for form in forms}  # type: ignore[index]
+            for form, values in times.items():
+                yield {**about(shape, load), "form": form + name, **percentiles(values, times["plain"])}
+
+
+def about(shape: str, load: int) -> dict:
+    which = f"{PASSES[True] if shape == BATCHED else STEP}, {load} busy"
+    return {**stamp("cpu", "torch", "transformers"), "case": shape, "n": "", "causal": "", "pass": which}
 
 
 def main() -> None:
@@ -147,18 +171,26 @@ def main() -> None:
     shapes = (*MODELS, BATCHED)
     parser = make_parser(__doc__, shapes)
     parser.add_argument("--compiled", action="store_true", help="by torch.compile, beside no busy process")
+    parser.add_argument("--waiting", action="store_true", help="with waiting threads that keep and that leave a core")
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=6.0, help="of rounds for each process and load")
     parser.add_argument("--loads", type=int, nargs="+", default=[0, 1, 2], help="numbers of busy processes")
     options = parser.parse_args()
-    file = options.output / ("compiled-cpu.csv" if options.compiled else "busy-cpu.csv")
+    what = "compiled" if options.compiled else "waiting" if options.waiting else "busy"
+    file = options.output / f"{what}-cpu.csv"
+    if options.waiting and (options.compiled or options.only == BATCHED):
+        parser.error("--waiting times training steps that are not compiled")
     if options.compiled:
         if options.only == BATCHED:
             parser.error(f"--compiled times models, and {BATCHED} is a filter alone")
         shapes, options.loads = tuple(MODELS), [0]
+    if options.waiting:
+        shapes = WAITING
     table = read_others(file, options.only)
     for shape in [options.only] if options.only else shapes:
-        table += show([*measure(shape, options.compiled, options.processes, options.seconds, options.loads)])
+        shared = (options.processes, options.seconds, options.loads)
+        measured = measure_waiting(shape, *shared) if options.waiting else measure(shape, options.compiled, *shared)
+        table += show([*measured])
         write(table, file, FIELDS)
 
 

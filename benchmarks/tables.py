@@ -33,6 +33,7 @@ from pages.speed import (
     overhead_table,
     speech_tables,
     vision_table,
+    waiting_table,
     whisper_table,
 )
 from pages.trained import ablations_beside_paper, listops_table, recipe_tables
@@ -72,7 +73,12 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "overhead": overhead_table,
         "machines": machines_tables,
     },
-    "docs/filters.md": {"menu": lambda: markdown_table(MENU, menu()), "steps": menu_steps, "busy": busy_table},
+    "docs/filters.md": {
+        "menu": lambda: markdown_table(MENU, menu()),
+        "steps": menu_steps,
+        "busy": busy_table,
+        "waiting": waiting_table,
+    },
     "docs/export.md": {"compiled": compiled_table},
     "docs/any-model.md": {"fast-path": fast_path_table, "any-model": training_table},
     "docs/agf.md": {

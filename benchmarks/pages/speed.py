@@ -244,6 +244,23 @@ def busy_table() -> str:
     return f"{where(rows)}\n\n{markdown_table([*header, 'peak memory'], body)}"
 
 
+def waiting_table() -> str:
+    """Write a row for each shape and load: the baseline's step and GFSA's ratio, by how PyTorch's threads wait."""
+    rows = read("waiting-cpu")
+    found = {(row["case"], row["pass"], row["form"]): row for row in rows}
+    body = []
+    for (case, which, form), row in found.items():
+        if form != "plain":
+            continue
+        passive = found[case, which, "plain, passive"]
+        seconds = [f"{float(x['median_ms']) / 1000:.2f} s" for x in (row, passive)]
+        faster = f"**{float(passive['median_ms']) / float(row['median_ms']):.2f}**"
+        gfsa = [f"{over_plain(found[case, which, name]):.2f}" for name in ("gfsa", "gfsa, passive")]
+        body.append([case, which.split(", ")[1].replace("0 busy", "quiet"), *seconds, faster, *gfsa])
+    header = ["model, batch x tokens", "beside", "baseline", "baseline, passive", "passive over default"]
+    return f"{where(rows)}\n\n{markdown_table([*header, 'GFSA over baseline', 'the same, passive'], body)}"
+
+
 def compiled_table() -> str:
     """Write a row for each shape and filter: a compiled step over that of the compiled baseline, and memory."""
     rows = read("compiled-cpu")
