@@ -149,17 +149,18 @@ def measure(shape: str, compiled: bool, processes: int, seconds: float, loads: l
 
 def measure_waiting(shape: str, processes: int, seconds: float, loads: list[int]) -> Iterator[dict]:
     """Measure both ways of waiting in turn; the ratios are to the baseline of the same process."""
-    ways: list[dict[str, str]] = [{}, PASSIVE]
+    ways: dict[str, dict[str, str]] = {"": {}, ", passive": PASSIVE}
     forms = ["plain", list_forms(shape, False)[1]]
-    runs = [[run(shape, forms, False, seconds, loads, **way) for way in ways] for _ in range(processes)]
-    for way, name in enumerate(("", ", passive")):
+    runs = [{way: run(shape, forms, False, seconds, loads, **ways[way]) for way in ways} for _ in range(processes)]
+    for way in ways:
         for number, load in enumerate(loads):
             times = {form: [t for pair in runs for t in pair[way][number][form]] for form in forms}  # type: ignore[index]
             for form, values in times.items():
-                yield {**about(shape, load), "form": form + name, **percentiles(values, times["plain"])}
+                yield {**about(shape, load), "form": form + way, **percentiles(values, times["plain"])}
 
 
 def about(shape: str, load: int) -> dict:
+    """Return the fields of a row that say where and what was measured."""
     which = f"{PASSES[True] if shape == BATCHED else STEP}, {load} busy"
     return {**stamp("cpu", "torch", "transformers"), "case": shape, "n": "", "causal": "", "pass": which}
 
