@@ -1,5 +1,7 @@
 """The ordinary Trainer on a patched model."""
 
+from functools import partial
+
 import pytest
 import torch
 from models import FAMILIES, checkpointed, turn_on
@@ -19,6 +21,7 @@ from transformers import (
 from hf_graphfilter import (
     BlendSchedule,
     CoefficientCallback,
+    FilterTrainingArguments,
     GraphFilterError,
     OrthogonalityCallback,
     RegularizerCallback,
@@ -187,6 +190,23 @@ def test_a_run_without_a_filter_does_not_resume_with_one(tmp_path):
     with pytest.raises(GraphFilterError, match=r"checkpoint-3 was trained without a filter, .* begin a new run"):
         trainer(tmp_path / "b", patched).train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
     assert all(torch.equal(tensor, before[name]) for name, tensor in state(patched).items())
+
+
+@pytest.mark.parametrize("forgotten", [True, False])
+def test_a_run_does_not_resume_with_other_groups_of_the_optimizer(tmp_path, forgotten):
+    quiet = {
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+        "save_steps": 3,
+    }
+    kinds = {"with": FilterTrainingArguments, "without": partial(TrainingArguments, learning_rate=1e-2)}
+    began, resumed = (kinds["with"], kinds["without"]) if forgotten else (kinds["without"], kinds["with"])
+    Trainer(model(), began(tmp_path / "a", max_steps=3, **quiet), train_dataset=Toy()).train()
+    again = Trainer(model(), resumed(tmp_path / "b", max_steps=6, **quiet), train_dataset=Toy())
+    with pytest.raises(GraphFilterError, match=r"checkpoint-3 was trained with other parameter groups .* filter_lr"):
+        again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
 
 
 @pytest.mark.feature("Training: load_best_model_at_end", filter="gfsa", family="bert")

@@ -1,6 +1,7 @@
-"""The check that a run resumes with the filter that it began with.
+"""The check that a run resumes with the filter, and with the optimizer's groups, that it began with.
 
-Another filter may have tensors of the same names and shapes, so that loading would not fail.
+Another filter may have tensors of the same names and shapes, so that loading would not fail. Without ``filter_lr`` the
+optimizer has fewer groups than with it.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from ..wrappers import Function, wrap
 
 
 def check_when_resuming(trainer_class: type) -> None:
-    """Make Trainers of this class compare the filter with that of a checkpoint before they load it.
+    """Make Trainers of this class compare filter and optimizer with those of a checkpoint when they load it.
 
     A second call changes nothing.
     """
-    name = "_load_from_checkpoint"
-    owner = next(c for c in trainer_class.__mro__ if name in vars(c))  # sentence-transformers' has one of its own
-    wrap(owner, name, _resume_with_filter)
+    for name, hook in {
+        "_load_from_checkpoint": _resume_with_filter,
+        "_load_optimizer_and_scheduler": _resume_with_optimizer,
+    }.items():
+        owner = next(c for c in trainer_class.__mro__ if name in vars(c))  # sentence-transformers' loads by itself
+        wrap(owner, name, hook)
 
 
 def _resume_with_filter(original: Function, self: Any, checkpoint: str, *args: Any, **kwargs: Any) -> Any:
@@ -36,6 +40,18 @@ def _resume_with_filter(original: Function, self: Any, checkpoint: str, *args: A
         model = unwrapped(self.model)
         log_filters("resumed", model, filters_of(model), checkpoint)
     return result
+
+
+def _resume_with_optimizer(original: Function, self: Any, checkpoint: str | None, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return original(self, checkpoint, *args, **kwargs)
+    except ValueError as error:  # PyTorch's, which counts groups and does not say whose they are
+        if "parameter group" not in str(error) or not isinstance(self.model, nn.Module) or not filters_of(self.model):
+            raise
+        raise GraphFilterError(
+            f"{checkpoint} was trained with other parameter groups of the optimizer than this run has: resume it with "
+            "the training arguments that it began with, such as filter_lr of FilterTrainingArguments"
+        ) from error
 
 
 def check_same_filter(model: Any, checkpoint: str) -> None:
