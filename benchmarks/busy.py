@@ -51,9 +51,11 @@ SOME_LAYERS: dict[str, str | list[int]] = {
     "gfsa, layers 0, 2 and 4": [0, 2, 4],
     "gfsa, first layer": [0],
 }
+MIDDLE = {"width": 64, "batch": 16, "tokens": 128, "heads": 4}
 LONG = {"width": 128, "batch": 8, "tokens": 256, "heads": 2}
 MODELS: dict[str, tuple[Callable[..., tuple], tuple[str, ...]]] = {
     "GPT-2 12 x 32, 32 x 64": (narrow, ("gfsa", *SOME_LAYERS, "contranorm", "agf", "hedgehog")),
+    "GPT-2 12 x 64, 16 x 128": (partial(narrow, **MIDDLE), ("gfsa", "gfsa, layers 0, 2 and 4")),
     "GPT-2 12 x 128, 32 x 64": (partial(narrow, **WIDE), ("gfsa",)),
     "GPT-2 12 x 128, 8 x 256": (partial(narrow, **LONG), ("gfsa",)),
     "MiniLM, 32 x 40 padded": (minilm, ("gfsa",)),

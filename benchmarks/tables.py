@@ -43,7 +43,7 @@ from hf_graphfilter.filters.core.overview import HEADER as MENU
 from hf_graphfilter.filters.core.overview import overview as menu
 from hf_graphfilter.tables import markdown_table
 
-LEAGUES = ("depth", "control", "long", "time", "cheap", "few", "replicated", "small", "contranorm")
+LEAGUES = ("depth", "control", "long", "time", "cheap", "few", "replicated", "wide", "small", "contranorm")
 
 
 def keep_demo(output: Path) -> None:
