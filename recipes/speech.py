@@ -118,9 +118,9 @@ class SpeechTrainer(Seq2SeqTrainer):
         plain = self.accelerator.unwrap_model(model)
         labels = inputs["labels"]
         outputs = model(**{k: v for k, v in inputs.items() if k != "labels" or not self.ctc})
-        logits, weight = (outputs.logits, 1.0) if self.ctc else (None, ctc_weight(self.speech))
-        if not self.ctc and hasattr(plain, HEAD):
-            logits = getattr(plain, HEAD)(outputs.encoder_last_hidden_state)
+        logits, weight = outputs.get("ctc_logits"), ctc_weight(self.speech)
+        if self.ctc:
+            logits, weight = outputs.logits, 1.0
         loss = torch.zeros((), device=labels.device)
         if logits is not None:
             lengths = output_lengths(plain, input_lengths(inputs))
@@ -169,7 +169,8 @@ class SpeechTrainer(Seq2SeqTrainer):
         for prefix, ids in zip(names, written if isinstance(written, tuple) else (written,), strict=False):
             ids = np.where(ids < 0, self.processing_class.pad_token_id, ids)
             texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
-            texts = [normal_form(text, self.speech.normalize) for text in texts]
+            # several processes repeat rows at the end, which Seq2SeqTrainer leaves in
+            texts = [normal_form(text, self.speech.normalize) for text in texts[: len(self.references)]]
             found = metrics.score(MEASURES, texts, self.references)
             scores |= {f"{prefix}{name}": value for name, value in found.items()}
         return scores

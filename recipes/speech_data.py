@@ -105,11 +105,13 @@ def _read_table(file: Path, clips: Path, split: str = "") -> list[tuple[Any, dic
 
 def _complete(parts: dict[str, list[dict[str, Any]]], split: str) -> tuple[dict[str, list[dict[str, Any]]], str]:
     """Return (all parts, how they were split): a missing one is a tenth of the training sentences."""
+    if "train" not in parts:
+        raise GraphFilterError(f"the parts are {', '.join(parts)}: train is missing")
     for part in ("validation", "test"):
         if part not in parts:
-            sentences = sorted({row["text"] for row in parts.get("train", [])})
+            sentences = sorted({row["text"] for row in parts["train"]})
             if len(sentences) < 2:
-                raise GraphFilterError(f"the parts are {', '.join(parts)}: train is missing or has one sentence")
+                raise GraphFilterError(f"the parts are {', '.join(parts)}: train has one sentence")
             own = {sentences[i] for i in split_holdout(len(sentences), max(0.1, 1 / len(sentences)))[1]}
             parts[part] = [row for row in parts["train"] if row["text"] in own]
             parts["train"] = [row for row in parts["train"] if row["text"] not in own]
@@ -191,6 +193,8 @@ class HubRow:
 
     def read(self) -> io.BytesIO | str:
         audio = self.rows[self.number]["audio"]
+        if not audio or not (audio["bytes"] or audio["path"]):
+            raise ValueError("it has no recording")
         return io.BytesIO(audio["bytes"]) if audio["bytes"] else audio["path"]
 
 

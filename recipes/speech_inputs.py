@@ -25,7 +25,7 @@ from hf_graphfilter import GraphFilterError
 from hf_graphfilter.errors import require
 from recipes.errors import note
 from recipes.models import loading_errors
-from recipes.speech_data import read_audio
+from recipes.speech_data import HubRow, read_audio
 from recipes.transcripts import normalize
 
 FORMAT = 1  # of what is cached; raise it where `prepare` gives other numbers
@@ -89,10 +89,12 @@ def prepare(rows: list[dict[str, Any]], extractor: Any, args: Any, part: str) ->
     require("soundfile", "speech", "reading audio")
     rows = [{**row, "text": normalize(row["text"], args.normalize)} for row in rows]
     speeds = tuple(args.speeds) if part == "train" else (1.0,)
-    settings = (FORMAT, extractor.to_json_string(), args.max_seconds, args.too_long, speeds, args.data, args.task)
+    whisper = isinstance(extractor, WhisperFeatureExtractor)  # which cuts what is longer, and says nothing
+    seconds = min(args.max_seconds, extractor.chunk_length) if whisper else args.max_seconds
+    settings = (FORMAT, extractor.to_json_string(), seconds, args.too_long, speeds, args.data, args.task)
     marks = [(row["name"], not row["text"], *_marks(row["audio"])) for row in rows]
     key = hashlib.sha256(json.dumps([settings, marks]).encode()).hexdigest()[:32]
-    make = partial(_make, rows, extractor, args.max_seconds, args.too_long, speeds)
+    make = partial(_make, rows, extractor, seconds, args.too_long, speeds)
     data = Dataset.from_generator(make, features=Features(COLUMNS), fingerprint=key)
     texts = [row["text"] for row in rows for _ in speeds]
     problems = {i: text for i, text in enumerate(data["problem"]) if text}
@@ -108,6 +110,8 @@ def prepare(rows: list[dict[str, Any]], extractor: Any, args: Any, part: str) ->
 
 
 def _marks(audio: Any) -> list[Any]:
+    if isinstance(audio, HubRow):
+        return [audio.rows._fingerprint, audio.number]
     files = [Path(file) for file in audio] if isinstance(audio, list) else []
     return [(file.stat().st_size, file.stat().st_mtime_ns) if file.is_file() else None for file in files]
 
@@ -126,7 +130,10 @@ def _make(
                 samples = read_audio(row["audio"], rate, speed)
                 if len(samples) > seconds * rate:
                     if too_long != "cut":
-                        raise ValueError(f"it is {len(samples) / rate:.1f} seconds long, --max_seconds is {seconds:g}")
+                        raise ValueError(
+                            f"it is {len(samples) / rate:.1f} seconds long, and {seconds:g} are the most that "
+                            "--max_seconds and the model take"
+                        )
                     samples = samples[: round(seconds * rate)]
                 if keeps_frames(extractor):
                     values = make_frames(extractor, samples).astype(np.float16)

@@ -1,10 +1,12 @@
 """Speech models: made or loaded, with a CTC head where that is asked for, their losses and what they write."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCTC, AutoModelForSpeechSeq2Seq, PreTrainedModel
+from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CTC_MAPPING_NAMES,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
@@ -46,7 +48,22 @@ def build(args: Any, training: Any, config: Any, tokenizer: Any, trained: bool) 
     if not ctc and ctc_weight(args) > 0:
         width = model.config.hidden_size
         setattr(model, HEAD, nn.Linear(width, model.config.vocab_size))
+        model.register_forward_hook(_add_ctc_logits, with_kwargs=True)
     return model
+
+
+@dataclass
+class JointOutput(Seq2SeqLMOutput):
+    """The outputs of an encoder-decoder with a CTC head, whose logits are (batch, positions, vocabulary)."""
+
+    ctc_logits: Tensor | None = None
+
+
+def _add_ctc_logits(model: nn.Module, args: Any, inputs: dict[str, Any], outputs: Any) -> JointOutput | None:
+    """Put what the CTC head says among the outputs, where DDP sees that its parameters are in use."""
+    if "labels" not in inputs or not hasattr(model, HEAD):
+        return None
+    return JointOutput(**outputs, ctc_logits=getattr(model, HEAD)(outputs.encoder_last_hidden_state))
 
 
 def ctc_weight(args: Any) -> float:

@@ -16,6 +16,7 @@ import torch
 import yaml
 from datasets import Dataset, DatasetDict, Features, Value
 from hub_server import TOKEN, Hub
+from processes import run_two
 from transformers import (
     Speech2TextFeatureExtractor,
     WhisperConfig,
@@ -32,8 +33,8 @@ from recipes.joint_search import JointSearch
 from recipes.models import load_model
 from recipes.records import try_read
 from recipes.settings import Settings
-from recipes.speech_data import read, read_audio, resample
-from recipes.speech_inputs import SpeechBatches, make_frames, prepare
+from recipes.speech_data import HubRow, read, read_audio, resample
+from recipes.speech_inputs import SpeechBatches, _marks, make_frames, prepare
 from recipes.speech_models import ctc_loss, read_ctc
 from recipes.transcripts import drop_long_targets, encode, make_tokenizer, normalize
 
@@ -200,6 +201,13 @@ def test_an_interrupted_run_goes_on_with_its_ctc_head(folder, tmp_path, monkeypa
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_two_processes_train_the_ctc_head_too(folder, tmp_path):
+    argv = [*SEQ2SEQ, *SHORT, "--data", folder, "--tokenizer", "characters", "--output_dir", tmp_path / "runs"]
+    run_two(ROOT / "recipes" / "speech.py", *argv, PYTHONPATH=str(ROOT))
+    assert (tmp_path / "runs" / "seed-1" / "joint_ctc_head.safetensors").is_file()
+
+
 @pytest.mark.skipif(not (DIGITS := ROOT.parent / "shared/data/fsdd").is_dir(), reason="no digits")
 def test_connected_digits_are_transcribed(tmp_path):
     argv = ["--config", "speech/small.yaml", "--task", "digits", "--data", str(DIGITS), "--use_cpu"]
@@ -235,7 +243,7 @@ BAD = {
     "empty.wav": (np.zeros(0), "it is 0.000 seconds long, less than a tenth"),
     "silent.wav": (np.zeros(RATE), "it is silent"),
     "nan.wav": (np.full(RATE, np.nan), "it has samples that are no numbers"),
-    "long.wav": (tone("low", seconds=2.0), "it is 2.0 seconds long, --max_seconds is 1.5"),
+    "long.wav": (tone("low", seconds=2.0), "it is 2.0 seconds long, and 1.5 are the most that --max_seconds"),
 }
 
 
@@ -266,6 +274,16 @@ def test_long_recordings_are_cut_where_that_is_asked_for(folder):
     assert max(data["seconds"]) == pytest.approx(0.2)
 
 
+def test_whisper_never_cuts_a_recording_without_a_word(folder, capsys):
+    soundfile.write(folder / "long.wav", tone("low", seconds=2.0), RATE)
+    write(folder, [(name, "low", "train") for name in ("long.wav", "audio/0.wav")])
+    args, _ = arguments(folder)
+    rows = [{"audio": [str(folder / name)], "name": name, "text": "low"} for name in ("long.wav", "audio/0.wav")]
+    data, left_out = prepare(rows, WhisperFeatureExtractor(chunk_length=1), args, "train")
+    assert len(data) == left_out == 1
+    assert "long.wav: it is 2.0 seconds long, and 1 are the most" in capsys.readouterr().err
+
+
 def test_an_empty_transcript_is_left_out(folder, capsys):
     write(folder, [("audio/0.wav", text, part) for part in ("train", "dev", "test") for text in ("low", "?!")])
     args, _ = arguments(folder, "--normalize", "words")
@@ -288,7 +306,9 @@ def test_missing_parts_are_cut_by_sentence(folder):
     [
         ("file,text\na.wav,low\n", "has no column split; its columns are file, text"),
         ("file,text,split\na.wav,low,train\na.wav,low,late\n", "row 2 has the split 'late', expected train, dev"),
-        ("file,text,split\na.wav,low,test\n", "the parts are test: train is missing or has one sentence"),
+        ("file,text,split\na.wav,low,test\n", "the parts are test: train is missing"),
+        ("file,text,split\na.wav,low,dev\na.wav,low,test\n", "the parts are validation, test: train is missing"),
+        ("file,text,split\na.wav,low,train\n", "the parts are train: train has one sentence"),
         ("file,text,split\n", "holds no rows"),
     ],
 )
@@ -348,6 +368,11 @@ def test_a_data_set_of_the_hub_is_read_when_it_is_needed(monkeypatch):
     samples = read_audio(rows["validation"][0]["audio"], RATE)
     frequency = np.abs(np.fft.rfft(samples)).argmax() / (len(samples) / RATE)
     assert frequency == pytest.approx(TONES["mid"], abs=RATE / len(samples))
+    first, second = (rows["train"][i]["audio"] for i in (0, 1))
+    assert _marks(first) != _marks(second)  # so that other recordings are no cached ones
+    assert _marks(first) != _marks(HubRow(second.rows.select(range(5)), 0))
+    with pytest.raises(ValueError, match="it has no recording"):
+        HubRow(Dataset.from_list([{"audio": None}]), 0).read()
 
 
 def test_digits_are_sequences_of_one_speaker(tmp_path):
