@@ -16,7 +16,7 @@ from hf_graphfilter import GraphFilterError
 from hf_graphfilter.errors import needs
 from hf_graphfilter.graphs import GraphDataset, from_smiles
 from hf_graphfilter.graphs.molecules import silence_rdkit
-from hf_graphfilter.graphs.reading import NAMES, find
+from hf_graphfilter.graphs.reading import NAMES, find, read_table
 from hf_graphfilter.models.graphormer.configuration import GraphormerConfig
 from recipes.data import FILES, choose, first_file, load_from_hub, read_rows
 from recipes.errors import note
@@ -99,12 +99,20 @@ def _sizes(settings: tuple[str, ...]) -> dict[str, list[int]]:
     sizes = {}
     rows = [row for part in _raw(settings)[0].values() for row in part()]
     for name in ("node_features", "edge_features"):
-        tables = [np.asarray(x) for row in rows if (x := find(row, name)) is not None and np.size(x)]
+        tables = [table for row in rows if (table := _read_features(row, name)).size]
         tables = [table[:, None] if table.ndim == 1 else table for table in tables]
         if len({table.shape[1:] for table in tables}) > 1:
             raise GraphFilterError(f"--data {settings[1]}: the graphs have different numbers of {name}")
         sizes[f"{name[:-1]}_sizes"] = (np.max([t.max(0) for t in tables], 0) + 1).astype(int).tolist() if tables else []
     return sizes
+
+
+def _read_features(row: Any, name: str) -> np.ndarray:
+    """Return the features of a graph; none of one that cannot be read, which ``GraphDataset`` raises or counts."""
+    try:
+        return read_table(find(row, name), name)
+    except GraphFilterError:
+        return np.zeros(0)
 
 
 @lru_cache(maxsize=1)

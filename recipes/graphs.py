@@ -43,6 +43,10 @@ def run(args, training):
     parts, fields, split = load(args, partial(model_config, args))
     data = cut(parts, args)
     targets = data["train"].labels
+    if (without := np.isnan(targets).all(0)).any():
+        names, first = (args.target or "").split(","), int(without.argmax())
+        name = names[first] if len(names) == len(without) and args.target else f"target {first + 1}"
+        raise GraphFilterError(f"{name} has no number in the training part")
     fields["num_labels"] = targets.shape[1]
     config = model_config(args, **fields)
     standardize = TASKS[args.task].standardize if args.standardize is None else args.standardize
@@ -76,13 +80,17 @@ class GraphTrainer(Trainer):
 
 
 def score(names, prediction):
-    """Return the metrics, each the mean over the targets; graphs without a target do not count for it."""
+    """Return the metrics, each the mean over the targets; graphs without a target do not count for it.
+
+    A target that cannot be scored in this part (one class, or no number) is left out.
+    """
     columns = list(zip(np.atleast_2d(prediction.predictions).T, np.atleast_2d(prediction.label_ids).T, strict=True))
     scores = []
     for predicted, labels in columns:
         known = np.isfinite(labels)
-        scores.append(metrics.score(names, predicted[known], labels[known]))
-    return {name: float(np.mean([of_target[name] for of_target in scores])) for name in names}
+        if len(np.unique(labels[known])) >= (2 if "roc_auc" in names else 1):
+            scores.append(metrics.score(names, predicted[known], labels[known]))
+    return {name: float(np.mean([of_target[name] for of_target in scores])) if scores else np.nan for name in names}
 
 
 def check(args, training):

@@ -3,7 +3,9 @@
 import itertools
 import json
 import math
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -302,6 +304,7 @@ BAD = {
     "words": (CHAIN | {"node_features": ["C", "C", "O"]}, "table of numbers"),
     "ragged": (CHAIN | {"node_features": [[6], [6, 1], [8]]}, "node_features must be a rectangular table"),
     "label": (CHAIN | {"labels": "toxic"}, "labels must be a rectangular table of numbers: could not convert"),
+    "no edges": ({"node_features": [6, 8], "edges": [[0], [1]]}, "has no edge_index: give"),
     "edge shape": (CHAIN | {"edge_index": [[0, 1, 2]]}, r"shape \(2, edges\)"),
     "edge rows": (CHAIN | {"edge_features": [1]}, "has 2 edges, and edge_features has 1"),
     "no such node": (CHAIN | {"edge_index": [[0, 1], [1, 3]]}, "names node 3"),
@@ -355,6 +358,14 @@ def test_bad_graphs_can_be_left_out():
         GraphDataset(bad, config, on_error="skip")
 
 
+def test_graphs_are_selected_by_place_or_by_a_mask():
+    config = GraphormerConfig(**ZINC)
+    graphs = GraphDataset([{"node_features": [6] * n, "edge_index": [[], []]} for n in (1, 2, 3)], config)
+    assert graphs.select(graphs.sizes > 1).sizes.tolist() == [2, 3]
+    assert graphs.select([2, 0]).sizes.tolist() == [3, 1]
+    assert len(graphs.select([])) == 0
+
+
 def test_labels_and_inputs_that_do_not_fit():
     config = GraphormerConfig(**ZINC)
     unlabelled = {k: v for k, v in CHAIN.items() if k != "labels"}
@@ -364,6 +375,8 @@ def test_labels_and_inputs_that_do_not_fit():
         GraphDataset([CHAIN, unlabelled], config)
     batch = GraphCollator(config)([unlabelled])
     assert "labels" not in batch
+    from_table = {**prepare_graph(unlabelled, config), "labels": None}  # as datasets.map writes it
+    assert "labels" not in GraphCollator(config)([from_table])
     model = GraphormerForGraphPrediction(config)
     with pytest.raises(GraphFilterError, match=r"make them with .*GraphCollator"):
         model(batch["node_features"])
@@ -465,6 +478,35 @@ def test_recipe_of_graphs_in_json_lines(recipe, tmp_path):
     assert {"test/mae", "test/rmse", "validation/mae"} <= record["metrics"].keys()
     assert record["moved"]
     assert len(list((tmp_path / "cache" / "hf_graphfilter").iterdir())) == 3
+
+
+def test_recipe_of_graphs_leaves_out_what_cannot_be_read(recipe, tmp_path, capsys):
+    def write(folder, rows):
+        folder.mkdir()
+        for part in ("train", "valid", "test"):
+            (folder / f"{part}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    good = {"node_features": [1, 2, 1], "edge_index": [[0, 1], [1, 2]], "labels": [0.5, math.nan]}
+    write(tmp_path / "ragged", [{**good, "labels": 0.5}] * 3 + [{**good, "node_features": [[1], [1, 2]]}])
+    record = recipe("--task", "graphs", "--data", tmp_path / "ragged")
+    assert (record["rows"]["train"], record["left_out"]["train"]) == (3, 1)
+    write(tmp_path / "unlabelled", [good] * 3)
+    shutil.rmtree(tmp_path / "out")
+    with pytest.raises(SystemExit):
+        recipe("--task", "graphs", "--data", tmp_path / "unlabelled")
+    assert "target 2 has no number in the training part" in capsys.readouterr().err
+
+
+def test_a_target_that_cannot_be_scored_is_left_out():
+    from recipes.graphs import score
+
+    labels = np.array([[1, 1], [0, 1], [np.nan, 1]])
+    predictions = np.array([[2.0, 1.0], [-1.0, 2.0], [0.0, 3.0]])
+    found = SimpleNamespace(predictions=predictions, label_ids=labels)
+    assert score(("roc_auc",), found) == {"roc_auc": 1.0}
+    assert math.isnan(
+        score(("roc_auc",), SimpleNamespace(predictions=predictions, label_ids=labels * 0 + 1))["roc_auc"]
+    )
 
 
 @pytest.mark.parametrize("split", ["random", "scaffold"])

@@ -69,7 +69,8 @@ class GraphCollator:
     def _prepare(self, graph: Any, place: int) -> Mapping[str, Any]:
         try:
             if isinstance(graph, Mapping) and "pair_kinds" in graph:
-                return {name: np.asarray(value) for name, value in graph.items() if name in PADDING or name == "labels"}
+                ready = {name: np.asarray(value) for name, value in graph.items() if name in PADDING}
+                return ready if graph.get("labels") is None else ready | {"labels": np.asarray(graph["labels"])}
             return prepare_graph(graph, self.config)
         except GraphFilterError as error:
             raise GraphFilterError(f"graph {place} of the batch: {error}") from error

@@ -115,11 +115,11 @@ class GraphDataset(Dataset[dict[str, Any]]):
             raise GraphFilterError("these graphs have no labels")
         return self._arrays["labels"][self._rows]
 
-    def select(self, places: Sequence[int]) -> GraphDataset:
-        """Return these graphs, without a copy of their arrays."""
-        chosen = object.__new__(type(self))
+    def select(self, places: Sequence[int] | NDArray[np.bool_]) -> GraphDataset:
+        """Return these graphs, without a copy of their arrays: by their places, or by True or False for each graph."""
+        chosen, wanted = object.__new__(type(self)), np.asarray(places)
         chosen.__dict__ |= self.__dict__
-        chosen._rows = self._rows[np.asarray(places, dtype=np.int64)]
+        chosen._rows = self._rows[wanted if wanted.dtype == bool else wanted.astype(np.int64)]
         return chosen
 
     def shuffle(self, seed: int) -> GraphDataset:

@@ -69,6 +69,8 @@ def read_graph(graph: Any, config: GraphormerConfig) -> Graph:
             f"the graph has {len(nodes)} nodes, and max_nodes is {config.max_nodes}: raise max_nodes"
         )
     index = graph.get("edge_index") if isinstance(graph, Mapping) else getattr(graph, "edge_index", None)
+    if index is None:
+        raise GraphFilterError("the graph has no edge_index: give [[], []] where it has no edges")
     ends = _integers(index, "edge_index")
     ends = ends if ends.size else ends.reshape(2, -1)
     if ends.ndim != 2 or len(ends) != 2:
