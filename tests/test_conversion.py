@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import sys
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -45,6 +46,7 @@ from hf_graphfilter import (
     patch_model,
     save_filter,
 )
+from hf_graphfilter.analysis.model_inputs import name_mistakes
 from hf_graphfilter.files import locked, read_state, write_state
 from hf_graphfilter.filters.core.attached import filters_of
 from hf_graphfilter.fitting import (
@@ -60,6 +62,7 @@ from hf_graphfilter.fitting import (
 )
 from hf_graphfilter.fitting.checkpoint import fitted_to
 from hf_graphfilter.fitting.choice import restore
+from hf_graphfilter.fitting.layer_blocks import Block
 from hf_graphfilter.fitting.objectives import DISTANCES, attending, errors_by_context, filter_errors
 from hf_graphfilter.fitting.probes import make_probes, problem_of
 from hf_graphfilter.fitting.quality import compare
@@ -373,6 +376,43 @@ def test_blocks_of_layers_are_fitted_as_all_layers_at_once(model, tmp_path, monk
         run(model(), blocks=2, checkpoint=tmp_path / "parts", **options)
 
 
+def test_inputs_of_blocks_are_those_of_the_call(tmp_path, monkeypatch):
+    """A call that died before it fitted anything leaves no batches to others."""
+    options = {"stages": {"attention": 1}, "budget": 240, "evaluations": 1, "blocks": 2}
+
+    def run_out(*arguments):
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StageRun, "_advance", run_out)
+        with pytest.raises(torch.OutOfMemoryError):
+            run(llama(), texts(12, rows=1), checkpoint=tmp_path, **options)
+    assert list(tmp_path.glob("inputs-*/*.safetensors"))
+    smaller = [{"input_ids": ids[:, :12]} for batch in texts(24, rows=1) for ids in [batch["input_ids"]]]
+    found = run(llama(), smaller, checkpoint=tmp_path, **options)
+    assert found.after == run(llama(), smaller, **options).after
+
+
+def test_one_batch_is_held_while_blocks_are_left(transformers_warnings):
+    """A block leaves the forward pass by an exception, which is no mistake of the model."""
+    model, batch = llama(), texts(1)[0]
+    layers = list(model.model.layers)
+    block = Block(model, layers, 0, 1, [False] * len(layers))
+    with name_mistakes(model):
+        kept = weakref.ref(x := batch["input_ids"].clone())
+        block(input_ids=x)
+        del x
+        assert kept() is None
+
+    def fail_after_a_block():
+        with name_mistakes(model):
+            block(**batch)
+            raise ValueError("not of the model")
+
+    with pytest.raises(ValueError, match=r"^not of the model$"):
+        fail_after_a_block()
+
+
 def test_weights_on_disk_are_fitted_in_blocks(tmp_path, transformers_warnings):
     """The filters alone are saved, and fit the model in memory."""
     llama().save_pretrained(tmp_path / "model")
@@ -528,6 +568,9 @@ def test_rows_to_measure_on_are_never_trained_on(kind):
     with pytest.raises(GraphFilterError, match=r"may show the first 3 batches again later \(list\).*give holdout="):
         run(bert(), batched, holdout=3)
     run(bert(), batched, holdout=texts(2))
+    if kind == "shuffling":
+        with pytest.raises(GraphFilterError, match="no batch is left that is not held out"):
+            run(bert(), loader, holdout=20)
 
 
 def test_progress_is_of_one_model_and_one_set_of_texts(tmp_path):
@@ -690,7 +733,9 @@ class Poisoned(LlamaForCausalLM):
         ({"blocks": 5, "window": 2}, "blocks=5, and the model has 4 layers"),
         ({"train": "everything"}, "use 'filters', 'lora', 'all'"),
         ({"precision": "fp16"}, "use 'bf16' or None"),
-        ({"evaluations": 0}, "evaluations and rank must be >= 1"),
+        ({"evaluations": 0}, "evaluations and rank must be integers >= 1"),
+        ({"rank": 8.5, "train": "lora"}, "evaluations and rank must be integers >= 1, got 20 and 8.5"),
+        ({"holdout": -1}, "holdout must be a number of batches, at least 1, got -1"),
         ({"rates": {"atention": 1e-3}}, "rates are numbers >= 0 by the names of Rates, attention, end_to_end"),
         ({"rates": {"attention": "1e-2"}}, "rates are numbers >= 0 by the names of Rates"),
         ({"rates": 1e-2}, "rates are numbers >= 0 by the names of Rates"),
@@ -860,6 +905,21 @@ def test_texts_come_in_batches_of_like_length(tokenizer):
             text_batches(tokenizer, **{"length": 8, "tokens": 32, **bad})
     with pytest.raises(GraphFilterError, match="the first argument is the tokenizer itself"):
         text_batches("bert-base-uncased", written)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_tokenizer_stays_as_it_was(tokenizer, side):
+    """Padding is that of the tokenizer where it has some, else by its last token."""
+    tokenizer.padding_side = side
+    written = ["a b c", "a b c d e"]
+    (batch,) = text_batches(tokenizer, written, length=8, tokens=32)
+    padded = tokenizer(sorted(written, key=len), padding=True, return_tensors="pt")
+    assert all(torch.equal(batch[name], padded[name]) for name in ("input_ids", "attention_mask"))
+    tokenizer.pad_token = None
+    (batch,) = text_batches(tokenizer, written, length=8, tokens=32)
+    assert torch.equal(batch["attention_mask"], padded["attention_mask"])
+    assert (batch["input_ids"][batch["attention_mask"] == 0] == tokenizer.eos_token_id).all()
+    assert tokenizer.pad_token is None
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -175,7 +175,10 @@ def test_a_sentence_transformer_is_patched_as_it_is(tmp_path, transformers_warni
     assert abs(turned - before).max() > 1e-3
     batches = [dict(tokenizer()(TEXTS, padding=True, return_tensors="pt"))] * 3
     converted = encoder()
-    assert "cosine" in str(linearize(converted, batches, budget=20, holdout=1, window=2, progress=False))
+    report = linearize(converted, batches, budget=20, holdout=1, window=2, progress=False)
+    assert "cosine" in str(report)
+    report.time(converted, lengths=[8], rounds=1)
+    assert [row.tokens for row in report.speed] == [8]
     assert len(filter_status(converted)) == 3
     save_filter(model, tmp_path / "filter")
     assert (load_filter(encoder(), tmp_path / "filter").encode(TEXTS) == turned).all()

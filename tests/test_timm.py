@@ -27,6 +27,7 @@ from hf_graphfilter import (
     load_timm_model,
     patch_model,
     save_filter,
+    transfer_attention,
     unpatch_model,
 )
 
@@ -97,6 +98,14 @@ def build(family, fused=True):
 def images(family, dtype=torch.float32, batch=2):
     g = torch.Generator().manual_seed(1)
     return torch.randn(batch, 3, *SIZES.get(family, (32, 32)), generator=g, dtype=dtype)
+
+
+def test_transfer_takes_images_as_tensors():
+    model = patch_model(build("vit"), "agf", correction=True)
+    draw = torch.Generator().manual_seed(1)
+    batches = [torch.randn(2, 3, 32, 32, generator=draw) for _ in range(4)]
+    report = transfer_attention(model, batches, steps=4, holdout=1, progress=False)
+    assert report.mean_after < report.mean_before
 
 
 @honoured_fused_or_not

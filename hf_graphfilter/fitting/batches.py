@@ -25,10 +25,11 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from ..analysis.model_inputs import check_batches, to_device
 from ..devices import device_of
-from ..errors import GraphFilterError
+from ..errors import GraphFilterError, shown
 from .objectives import Batch
 from .processes import process
 
+NONE_LEFT = "no batch is left that is not held out: give more batches, or a smaller holdout"
 LABELS = ("labels", "label", "label_ids", "start_positions", "end_positions", "next_sentence_label")
 
 
@@ -49,13 +50,15 @@ class Batches:
     """
 
     def __init__(self, model: nn.Module, data: Iterable[Any], holdout: int | Iterable[Any], labels: bool = False):
+        if isinstance(holdout, int) and (holdout < 1 or isinstance(holdout, bool)):
+            raise GraphFilterError(f"holdout must be a number of batches, at least 1, got {shown(holdout)}")
         data, holdout = split_holdout(check_batches(data), holdout)
         to_inputs = partial(inputs_of, model, labels=labels)
         count = holdout if isinstance(holdout, int) else 0
         self.held = [*map(to_inputs, islice(data, count) if isinstance(holdout, int) else check_batches(holdout))]
         if not isinstance(holdout, int) and not self.held:
             raise GraphFilterError("holdout holds no batches to measure on")
-        if isinstance(holdout, int) and (len(self.held) < holdout or holdout < 1):
+        if isinstance(holdout, int) and len(self.held) < holdout:
             raise GraphFilterError(
                 f"there are {len(self.held)} batches, and holdout={holdout} asks for more: give more batches, or a "
                 "smaller holdout"
@@ -84,7 +87,7 @@ class Batches:
                 empty = False
                 yield self._to_inputs(batch)
             if empty:
-                raise GraphFilterError("no batch is left that is not held out: give more batches, or a smaller holdout")
+                raise GraphFilterError(NONE_LEFT)
 
 
 def split_holdout(data: Iterable[Any], holdout: int | Iterable[Any]) -> tuple[Iterable[Any], int | Iterable[Any]]:
@@ -93,7 +96,7 @@ def split_holdout(data: Iterable[Any], holdout: int | Iterable[Any]) -> tuple[It
     The first batches of one pass of such a loader would come again, among all others, in the next.
 
     Raises:
-        GraphFilterError: its sampler does not say which rows it draws from.
+        GraphFilterError: its sampler does not say which rows it draws from, or there are too few rows.
     """
     if not isinstance(holdout, int) or not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset):
         return data, holdout
@@ -111,6 +114,8 @@ def split_holdout(data: Iterable[Any], holdout: int | Iterable[Any]) -> tuple[It
     order = torch.Generator().manual_seed(0)  # the same in all processes, which share the batches
     rows = [shown[i] for i in torch.randperm(len(shown), generator=order).tolist()]
     options: dict[str, Any] = {"batch_size": size, "collate_fn": data.collate_fn, "num_workers": data.num_workers}
+    if len(rows) <= holdout * size:
+        raise GraphFilterError(NONE_LEFT)
     held, rest = (Subset(data.dataset, part) for part in (rows[: holdout * size], rows[holdout * size :]))
     return DataLoader(rest, shuffle=True, generator=order, **options), list(DataLoader(held, **options))
 
@@ -127,7 +132,8 @@ def inputs_of(model: nn.Module, batch: Any, labels: bool) -> Batch:
     """Return what of a batch the model is given, on its device."""
     batch = to_device(batch, device_of(model))
     if isinstance(batch, Tensor):
-        batch = {model.main_input_name: batch}
+        first = next(iter(inspect.signature(model.forward).parameters))  # of timm and PyTorch
+        batch = {getattr(model, "main_input_name", first): batch}
     inputs = {name: x for name, x in batch.items() if labels or name not in LABELS}
     if "labels" in batch and "labels" not in inputs:
         inputs |= _read_by_decoder(model, inputs, batch["labels"])

@@ -54,13 +54,7 @@ class Checkpoint:
             return None
         if found is None:
             return None
-        settings = found[0]["settings"]
-        changed = [k for k, v in settings.items() if v != self.settings.get(k)]  # earlier code has less
-        if changed:
-            raise GraphFilterError(
-                f"{self.directory} holds the progress of another transfer ({', '.join(changed)} differ): "
-                "use its settings to go on with it, or another directory"
-            )
+        check_same(found[0]["settings"], self.settings, self.directory)
         self.finished = found[0]["finished"]
         return found
 
@@ -82,6 +76,15 @@ class Checkpoint:
         if max((t.max().item() for t in moments), default=0) != progress["step"]:
             raise DamagedFileError(f"{file} is damaged: it is not of the step of its tensors")
         return progress, tensors
+
+
+def check_same(earlier: dict[str, Any], now: dict[str, Any], directory: Path) -> None:
+    """Raise if the settings of earlier progress, of which older code wrote less, are not those of this fit."""
+    if changed := [name for name, value in earlier.items() if value != now.get(name)]:
+        raise GraphFilterError(
+            f"{directory} holds the progress of another transfer ({', '.join(changed)} differ): "
+            "use its settings to go on with it, or another directory"
+        )
 
 
 @contextlib.contextmanager

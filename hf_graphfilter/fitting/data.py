@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..checkpoints.tokenizer import knows_words
 from ..errors import GraphFilterError, shown
@@ -116,9 +117,13 @@ def _read(texts: Iterable[list[int]], at_most: int | None) -> Iterator[list[int]
 
 
 def _padded(tokenizer: Any, part: list[list[int]]) -> dict[str, torch.Tensor]:
-    if tokenizer.pad_token is None:
-        if tokenizer.eos_token is None:
-            raise GraphFilterError("the tokenizer has no pad_token: set one, or use packed=True")
-        tokenizer.pad_token = tokenizer.eos_token
-    batch = tokenizer.pad({"input_ids": part}, return_tensors="pt")
-    return {name: batch[name] for name in ("input_ids", "attention_mask")}
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    if pad is None:
+        raise GraphFilterError("the tokenizer has no pad_token: set one, or use packed=True")
+    sides = {"batch_first": True, "padding_side": tokenizer.padding_side}
+    texts = [torch.tensor(ids) for ids in part]
+    masks = [torch.ones_like(ids) for ids in texts]
+    return {
+        "input_ids": pad_sequence(texts, padding_value=pad, **sides),
+        "attention_mask": pad_sequence(masks, **sides),
+    }

@@ -178,7 +178,8 @@ def _fit_blocks(fit: Linearization, budget: int, count: int, folder: Path) -> Tr
         raise GraphFilterError(f"blocks={count}, and the model has {len(layers)} layers: ask for at most as many")
     ends = [round(i * len(layers) / count) for i in range(count + 1)]
     in_tuples = returns_tuples(fit.model, layers, fit.batches.held[0])
-    train, held = (Inputs(folder / name, device_of(fit.model)) for name in INPUTS)
+    settings = {**fit.settings, "tokens": budget}
+    train, held = (Inputs(folder / name, device_of(fit.model), settings) for name in INPUTS)
     train.keep(fit.batches.stream(), budget, fit.size)
     held.keep(fit.batches.held, math.inf, fit.size)
     reports: list[tuple[TransferReport, int]] = []

@@ -240,8 +240,10 @@ def _tokens(shares: dict[str, float], budget: int) -> dict[str, int]:
 def _check_arguments(evaluations: int, rank: int, precision: str | None, train: str, blocks: int) -> None:
     if type(blocks) is not int or blocks < 1 or (blocks > 1 and process()[1] > 1):
         raise GraphFilterError(f"blocks must be a number >= 1, and 1 in several processes, got {shown(blocks)}")
-    if evaluations < 1 or rank < 1:
-        raise GraphFilterError(f"evaluations and rank must be >= 1, got {shown(evaluations)} and {shown(rank)}")
+    if not all(type(x) is int and x >= 1 for x in (evaluations, rank)):
+        raise GraphFilterError(
+            f"evaluations and rank must be integers >= 1, got {shown(evaluations)} and {shown(rank)}"
+        )
     if precision not in (None, "bf16"):
         raise GraphFilterError(f"precision={shown(precision)}: use 'bf16' or None")
     if train not in get_args(Train):

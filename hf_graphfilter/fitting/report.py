@@ -13,6 +13,7 @@ from torch import nn
 from ..analysis.plots import make_figure, save_figure
 from ..errors import has_type
 from ..files import DamagedFileError
+from ..hosts import encoder_of
 from ..tables import markdown_table, text_table
 from ..text import figure_text, printable
 from .speed import Speed, crossover, decoding_speed, speed
@@ -110,6 +111,7 @@ class ConversionReport:
     def time(self, model: nn.Module, lengths: Iterable[int] | None = None, rounds: int = 5) -> None:
         """Fill in ``speed`` and, for a decoder, ``decoding``; the arguments are those of ``speed``."""
         self.speed = speed(model, lengths, rounds)
+        model = encoder_of(model)
         if model.can_generate() and not model.config.is_encoder_decoder:  # type: ignore[operator, union-attr]
             self.decoding = decoding_speed(model)
 

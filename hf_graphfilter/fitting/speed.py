@@ -14,8 +14,9 @@ from statistics import median
 import torch
 from torch import nn
 
-from ..devices import wait_for
+from ..devices import device_of, wait_for
 from ..errors import GraphFilterError, has_type, shown
+from ..hosts import encoder_of
 from ..hosts.transformers.cache import NAME as CACHE
 from ..patching.patch import unpatch_model
 from .memory import begin_peak_memory, peak_memory
@@ -63,6 +64,7 @@ def speed(model: nn.Module, lengths: Iterable[int] | None = None, rounds: int = 
         >>> [row.tokens for row in speed(patch_model(BertModel(BertConfig(num_hidden_layers=1)), "agf"), [64, 1024])]
         [64]
     """
+    model = encoder_of(model)
     chosen, vocabulary = _possible(model, lengths, LENGTHS)
     with _forms(model) as (forms, device):
         return [_row(forms, n, torch.randint(0, vocabulary, (1, n), device=device), rounds) for n in chosen]
@@ -146,7 +148,7 @@ def _forms(model: nn.Module) -> Iterator[tuple[dict[str, nn.Module], torch.devic
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        yield forms, next(model.parameters()).device
+        yield forms, device_of(model)
     finally:
         for module in training:
             module.training = True

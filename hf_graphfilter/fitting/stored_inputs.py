@@ -6,11 +6,13 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..files import read_json, read_state, write_state, write_text
+from .checkpoint import check_same
 from .objectives import Batch
 
 INPUT = "input_of_the_block"  # among the inputs of the model
@@ -20,21 +22,34 @@ STATE = "inputs.json"
 class Inputs:
     """Batches on disk, and for each the hidden states before the block that comes next.
 
+    Args:
+        folder: where they lie.
+        device: where they are read to.
+        settings: what decides the batches, beside the data.
+
     Attributes:
         count: how many batches there are.
         passed: how many blocks are fitted and passed.
     """
 
-    def __init__(self, folder: Path, device: torch.device):
-        self.folder, self.device = folder, device
+    def __init__(self, folder: Path, device: torch.device, settings: dict[str, Any]):
+        self.folder, self.device, self.settings = folder, device, settings
         self.count = self.passed = 0
 
     def keep(self, batches: Iterable[Batch], budget: float, size: Callable[[Batch], int]) -> None:
-        """Write batches until their sizes reach the budget; what an interrupted call has written is taken as it is."""
+        """Write batches until their sizes reach the budget; what an interrupted call has written is taken as it is.
+
+        Raises:
+            GraphFilterError: they are another call's, which has fitted a block.
+        """
         if (self.folder / STATE).is_file():
             state = read_json(self.folder / STATE, count=int, passed=int)
-            self.count, self.passed = state["count"], state["passed"]
-            return
+            settings = state.get("settings", self.settings)  # earlier code wrote none
+            if state["passed"]:
+                check_same(settings, self.settings, self.folder)
+            if settings == self.settings:
+                self.count, self.passed = state["count"], state["passed"]
+                return
         used = 0.0
         for batch in batches:
             plain = {name: value for name, value in batch.items() if not isinstance(value, Tensor)}
@@ -68,7 +83,8 @@ class Inputs:
             self._file(i).unlink(missing_ok=True)
 
     def _note(self, passed: int) -> None:
-        write_text(self.folder / STATE, json.dumps({"count": self.count, "passed": passed}))
+        state = {"count": self.count, "passed": passed, "settings": self.settings}
+        write_text(self.folder / STATE, json.dumps(state))
         self.passed = passed
         for i, block in itertools.product(range(self.count), range(1, passed)):
             self._file(i, block).unlink(missing_ok=True)
