@@ -387,6 +387,17 @@ def test_timm_models_are_read(filter):
     assert [(layer.index, measured[layer, "gain"].samples) for layer in measured.layers()] == [(0, 3), (1, 3)]
 
 
+def test_weights_on_the_disk_are_fetched(tmp_path, transformers_warnings):
+    model = build("bert").eval()
+    model.save_pretrained(tmp_path / "model")
+    disk = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "weights"}
+    away = type(model).from_pretrained(tmp_path / "model", **disk).eval()
+    assert next(away.parameters()).is_meta
+    found, expected = (smoothing(one, [texts()]).rows() for one in (away, model))
+    assert [row["mean"] for row in found] == pytest.approx([row["mean"] for row in expected])
+    transformers_warnings.clear()  # that weights are on the disk
+
+
 def test_maps_rollout_and_correlation():
     model, other, batch = build("bert"), build("bert", seed=5), texts()
     maps = attention_maps(model, batch)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..devices import device_of
 from ..errors import GraphFilterError
 from ..filters import GraphFilter
 from ..filters.core.attached import filters_of
@@ -84,7 +85,7 @@ def switch_off(name: str, filters: Iterable[GraphFilter]) -> Iterator[None]:
 def _mean_loss(batches: list[Any]) -> Measure:
     def measure(model: nn.Module) -> float:
         total, count = 0.0, 0
-        device = next(model.parameters()).device
+        device = device_of(model)
         with torch.no_grad():
             for batch in batches:
                 arguments = to_device(batch, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from ..errors import GraphFilterError, shown
 from ..filters import AttentionSite
 
 ENTRIES = 1 << 24  # of attention matrices held at a time: 64 MB in float32
+MISTAKES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # of a forward pass
 _FORBIDDEN = -1e4  # additive masks hold 0 and the lowest number of their dtype
 
 
@@ -99,20 +101,24 @@ def name_mistakes(model: nn.Module) -> Iterator[None]:
     Raises:
         GraphFilterError: the model raised an error of Python's or PyTorch's; out of memory stays what it is.
     """
-    running: list[Mapping[str, Any]] = []  # the arguments of a forward pass that has not ended
+    running: list[Mapping[str, Any]] = []  # the arguments of a forward pass that has not ended, or ended in a mistake
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        running.append({"a tensor": args[0] if args else None, **kwargs})
+        running[:] = [{"a tensor": args[0] if args else None, **kwargs}]
+
+    def end(*_: Any) -> None:
+        if not isinstance(sys.exception(), MISTAKES):  # blocks of layers leave the forward pass by one of their own
+            running.clear()
 
     hooks = [
         model.register_forward_pre_hook(begin, with_kwargs=True),
-        model.register_forward_hook(lambda *_: running.clear()),
+        model.register_forward_hook(end, always_call=True),
     ]
     try:
         yield
     except (GraphFilterError, torch.OutOfMemoryError):
         raise
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except MISTAKES as error:
         if not running:
             raise
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in running[-1].items() if isinstance(x, Tensor))

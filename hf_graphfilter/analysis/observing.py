@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..devices import device_of
 from ..errors import GraphFilterError
 from ..filters import AttentionSite, FilterConfig, GraphFilter
 from ..filters.core.attached import CHILD, active_filter
@@ -163,7 +164,7 @@ def observe(
     check_batches(batches)
     watch = _Observer(model, sites, readers)
     plain = [site for site in sites if CHILD not in site.module._modules]
-    device = next(model.parameters()).device
+    device = device_of(model)
     whole = not any(reader.matrices for reader in readers) or any(site.tokens_first for site in sites)
     heads = 0 if whole else max(site.heads for site in sites)
     with contextlib.ExitStack() as undo:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...devices import wait_for
+from ...devices import device_of, wait_for
 from ...filters.core.attached import filters_of
 from ..model_inputs import evaluate, to_device
 
@@ -37,7 +37,7 @@ class Cost:
 
 def cost_of(model: nn.Module, batch: Any) -> Cost:
     """Count the parameters of a model, and time its forward pass on one batch."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     batch = to_device(batch, device)
     times = []
     with evaluate(model), torch.no_grad():
