@@ -66,7 +66,8 @@ def save_filter(model: nn.Module, directory: str | os.PathLike[str], *, base_mod
     host = host_of(model)
     record = own_record(host, model) if patched_modules(model) else {}
     tensors = _coefficients(host, model, lambda f: read_whole(f, nn.Module.state_dict))
-    if torch.distributed.is_initialized() and torch.distributed.get_rank():
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_rank():
         return directory
     directory.mkdir(parents=True, exist_ok=True)
     if changed := changed_weights(host, model):
