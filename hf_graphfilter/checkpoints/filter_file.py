@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import nn
+from torch import distributed, nn
 
 from ..errors import GraphFilterError, shown
 from ..files import digest, replacing, write_tensors
@@ -66,7 +66,6 @@ def save_filter(model: nn.Module, directory: str | os.PathLike[str], *, base_mod
     host = host_of(model)
     record = own_record(host, model) if patched_modules(model) else {}
     tensors = _coefficients(host, model, lambda f: read_whole(f, nn.Module.state_dict))
-    distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_rank():
         return directory
     directory.mkdir(parents=True, exist_ok=True)

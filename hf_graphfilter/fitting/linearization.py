@@ -241,9 +241,7 @@ def _check_arguments(evaluations: int, rank: int, precision: str | None, train: 
     if type(blocks) is not int or blocks < 1 or (blocks > 1 and process()[1] > 1):
         raise GraphFilterError(f"blocks must be a number >= 1, and 1 in several processes, got {shown(blocks)}")
     if not all(type(x) is int and x >= 1 for x in (evaluations, rank)):
-        raise GraphFilterError(
-            f"evaluations and rank must be integers >= 1, got {shown(evaluations)} and {shown(rank)}"
-        )
+        raise GraphFilterError(f"evaluations and rank are integers >= 1, got {shown(evaluations)} and {shown(rank)}")
     if precision not in (None, "bf16"):
         raise GraphFilterError(f"precision={shown(precision)}: use 'bf16' or None")
     if train not in get_args(Train):
