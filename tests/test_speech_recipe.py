@@ -201,13 +201,13 @@ def test_an_interrupted_run_goes_on_with_its_ctc_head(folder, tmp_path, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_two_processes_train_the_ctc_head_too(folder, tmp_path):
     argv = [*SEQ2SEQ, *SHORT, "--data", folder, "--tokenizer", "characters", "--output_dir", tmp_path / "runs"]
     run_two(ROOT / "recipes" / "speech.py", *argv, PYTHONPATH=str(ROOT))
     assert (tmp_path / "runs" / "seed-1" / "joint_ctc_head.safetensors").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (DIGITS := ROOT.parent / "shared/data/fsdd").is_dir(), reason="no digits")
 def test_connected_digits_are_transcribed(tmp_path):
     argv = ["--config", "speech/small.yaml", "--task", "digits", "--data", str(DIGITS), "--use_cpu"]
