@@ -45,7 +45,7 @@ class _Smooth(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, k, function):
         ctx.save_for_backward(x)
-        ctx.call = lambda y: torch.as_tensor(function(k, y.detach().numpy()), dtype=x.dtype)
+        ctx.call = lambda y: torch.as_tensor(function(k, y.detach().cpu().numpy()), dtype=x.dtype, device=x.device)
         return ctx.call(x)
 
     @staticmethod

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_graphfilter.ops import triton as kernels
+from hf_graphfilter.ops.combine import combine
 from hf_graphfilter.ops.spectral import causal as plain
 from hf_graphfilter.ops.spectral.blocks import CausalState, hide, no_past
 from hf_graphfilter.ops.triton import enabled as choice
@@ -64,25 +65,26 @@ def assert_near(found, expected, dtype):
         assert error < TOLERANCE[dtype]
 
 
-def gradients(outputs, inputs):
+def gradients(outputs, inputs, retain=False):
     torch.manual_seed(1)
     toward = [torch.randn(x.shape, device=DEVICE).to(inputs[0].dtype).to(x.dtype) for x in outputs]
-    return torch.autograd.grad(outputs, inputs, toward)
+    return torch.autograd.grad(outputs, inputs, toward, retain_graph=retain)
 
 
 # ------------------------------------------------------------------------------------------------------- apply_twice
 
 
 def masked(kind, batch, heads, tokens):
-    if kind == "padding":  # a sequence that sees nothing at all, as its rows are
+    """In the interpreter some rows see nothing; what a GPU's own attention returns for them depends on its kernel."""
+    if kind == "padding":
         mask = torch.rand(batch, 1, 1, tokens, device=DEVICE) > 0.3
-        mask[-1] = False
+        mask[-1] = mask[-1] & (not INTERPRETED)
         return mask
-    if kind == "additive":  # with a row of the lowest number
+    if kind == "additive":
         lowest = torch.finfo(torch.float32).min
         mask = torch.randn(1, heads, tokens, tokens, device=DEVICE)
         mask.masked_fill_(torch.rand(tokens, tokens, device=DEVICE) > 0.6, lowest)
-        mask[:, :, 2] = lowest
+        mask[:, :, 2] = lowest if INTERPRETED else 0.0
         return mask
     return None
 
@@ -163,6 +165,67 @@ def test_gradients_summed_in_any_order_are_left_out_where_the_order_counts():
         assert kernels.apply_twice(*inputs) is None
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+# ------------------------------------------------------------------------------------------------------------ combine
+
+# heads, tokens, features, dtype of the signals and of the coefficients, how many, which need a gradient
+COMBINED = [
+    (3, 70, 5, torch.float32, torch.float32, 3, "all"),
+    *(
+        pytest.param(*case, marks=slow_here)
+        for case in [
+            (2, 300, 64, torch.bfloat16, torch.float32, 2, "all"),
+            (2, 9, 96, torch.float16, torch.float32, 4, "coefficients"),
+            (1, 1, 1, torch.bfloat16, torch.bfloat16, 1, "signals"),
+        ]
+    ),
+]
+
+
+@on_the_device
+@pytest.mark.parametrize(("heads", "tokens", "features", "dtype", "of_numbers", "count", "needed"), COMBINED)
+def test_combine(heads, tokens, features, dtype, of_numbers, count, needed):
+    numbers = [torch.randn(heads, device=DEVICE).to(of_numbers) for _ in range(count)]
+    numbers = [c.requires_grad_(needed != "signals") for c in numbers]
+    signals = [random((2, heads, tokens, features), dtype).requires_grad_(needed != "coefficients") for _ in numbers]
+    assert kernels.combine(numbers, signals) is not None
+    terms = [*zip(numbers, signals, strict=True)]
+    found = combine(terms)
+    assert (found.dtype, found.stride()) == (dtype, signals[0].stride())
+    wide = [x.detach().double().requires_grad_(x.requires_grad) for x in (*numbers, *signals)]
+    expected = sum(c.view(-1, 1, 1) * x for c, x in zip(wide[:count], wide[count:], strict=True))
+    assert_near([found], [expected], dtype)
+    inputs, wide = ([x for x in given if x.requires_grad] for given in ((*numbers, *signals), wide))
+    assert_near(gradients([found], inputs), gradients([expected], wide), dtype)
+    sums = (
+        combine(terms).sum(),
+        sum(c.view(-1, 1, 1) * x for c, x in zip(numbers, signals, strict=True)).sum(),
+    )  # strides 0
+    assert_near(*(torch.autograd.grad(x, inputs) for x in sums), dtype)
+
+
+@on_the_device
+def test_one_signal_keeps_its_bits_in_a_combination():
+    signals = [random((2, 3, 10, 8), torch.float32) for _ in range(3)]
+    numbers = [torch.full((3,), c, device=DEVICE) for c in (0.0, 1.0, 0.0)]
+    assert torch.equal(kernels.combine(numbers, signals), signals[1])
+
+
+@on_the_device
+def test_what_combine_leaves_to_the_plain_form():
+    one, x = torch.ones(2, device=DEVICE), random((1, 2, 5, 8), torch.float32)
+    assert kernels.combine([one], [x]) is not None
+    assert kernels.combine([one], [x.double()]) is None
+    assert kernels.combine([one, one], [x, x[:, :, :1]]) is None
+    assert kernels.combine([one[:1]], [x]) is None
+    assert kernels.combine([one], [x.mT]) is None
+    assert kernels.combine([one], [x[:, :, :0]]) is None
+    assert torch.vmap(lambda y: combine([(one, y)]))(x[None]).shape == (1, *x.shape)
+    number = one.clone().requires_grad_()
+    (first,) = torch.autograd.grad(combine([(number, x)]).square().sum(), number, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), number)
+    torch.testing.assert_close(second, 2 * x.square().sum((0, 2, 3)))
 
 
 # ------------------------------------------------------------------------------------------------------ filter_causal
@@ -266,25 +329,59 @@ class OnGPU:
     is_cuda, device = True, torch.device("cuda", 0)
 
     def __init__(self, tokens):
-        self.shape = (1, 1, tokens, 8)
+        self.shape, self.numel = (1, 1, tokens, 8), lambda: tokens * 8
 
 
-def test_a_kernel_is_chosen_where_it_was_measured_to_win_or_asked_for(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setitem(choice.FASTER, ("gfsa", "a GPU"), 512)
+@pytest.fixture
+def newest(monkeypatch):
+    """A GPU of compute capability 9.0, on which kernels are chosen by what was measured."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(choice, "_launches", lambda device: True)
+    monkeypatch.setattr(choice, "FASTER", {"agf": {(9, 0): 512, (8, 0): 1024}, "combine": {(8, 0): 800}})
+    monkeypatch.setenv(choice.SWITCH, "")
+
+
+def test_a_kernel_is_chosen_where_it_was_measured_to_win_or_asked_for(newest, monkeypatch):
     chosen = {
         switch: [
-            choice.chosen(kernel, OnGPU(tokens)) for kernel, tokens in (("gfsa", 511), ("gfsa", 512), ("agf", 9999))
+            choice.chosen(kernel, OnGPU(tokens)) for kernel, tokens in (("agf", 511), ("agf", 512), ("gfsa", 9999))
         ]
         for switch in ("0", "1", "")
         if not monkeypatch.setenv(choice.SWITCH, switch)
     }
     assert chosen == {"0": [False] * 3, "1": [True] * 3, "": [False, True, False]}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert [choice.chosen("agf", OnGPU(tokens)) for tokens in (512, 1024)] == [False, True]
+    assert [choice.chosen("combine", OnGPU(tokens)) for tokens in (99, 100)] == [False, True]
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert not choice.chosen("agf", OnGPU(1024))
     monkeypatch.setenv(choice.SWITCH, "1")
-    assert choice.chosen("gfsa", torch.zeros(1, 1, 1, 1)) == INTERPRETED
+    assert choice.chosen("agf", torch.zeros(1, 1, 1, 1)) == INTERPRETED
+    monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert not choice.chosen("gfsa", OnGPU(512))
+    assert not choice.chosen("agf", OnGPU(512))
+
+
+def test_without_a_c_compiler_no_kernel_is_chosen(newest, monkeypatch, caplog):
+    from hf_graphfilter.logs import logger
+    from hf_graphfilter.ops.triton import combine_kernel
+
+    def fail(*_):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify one")
+
+    monkeypatch.undo()
+    choice._launches.cache_clear()
+    monkeypatch.setattr(combine_kernel, "combine", fail)
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: torch.zeros(shape))
+    said = []
+    monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
+    assert not choice._launches(0)
+    assert not choice._launches(0)
+    assert said == [
+        "No kernel of Triton can be launched, so filters take longer on this GPU: Failed to find C compiler."
+    ]
+    choice._launches.cache_clear()
 
 
 # ---------------------------------------------------------------------------------------------- compiled, without a GPU
@@ -328,6 +425,7 @@ TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", t
 )
 def test_every_launch_compiles_and_fits(architecture, dtype, features, mask, monkeypatch, tmp_path):
     from hf_graphfilter.ops.triton import causal_kernel as causal
+    from hf_graphfilter.ops.triton import combine_kernel as combination
     from hf_graphfilter.ops.triton import twice_kernel as attention
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -341,8 +439,11 @@ def test_every_launch_compiles_and_fits(architecture, dtype, features, mask, mon
     query, key, value = (random((2, heads, 200, features), dtype) for heads in (4, 2, 2))
     both = attention.apply_twice(query, key, value, masked(mask, 2, 4, 200), 0.1, mask is None)
     gradients(both, (query, key, value))
+    numbers, signals = [torch.ones(4, requires_grad=True)] * 3, [random((2, 4, 200, features), dtype) for _ in range(3)]
+    combination.combine(numbers, signals)
+    combination.differentiate(signals[0].detach(), numbers, signals, [True] * 6)
     if features <= 64:
         inputs = [random((2, 2, 200, features), dtype) for _ in range(3)]
         gradients(causal.filter_causal(*inputs, *no_past(*inputs[1:]), 1e-30)[:1], inputs)
-    assert len(shared) >= 3
+    assert len(shared) >= 5
     assert max(shared) <= 99 * 1024  # what sm_86, sm_89 and sm_120 have

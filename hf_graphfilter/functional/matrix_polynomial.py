@@ -116,7 +116,7 @@ def apply_gfsa(
         return shift.polynomial(value, [w_0, w_1 + w_K])
     if approximation == "none":
         return shift.polynomial(value, [w_0, w_1, *[None] * (K - 2), w_K])
-    return shift.polynomial(value, [w_0, w_1 + (2 - K) * w_K, (K - 1) * w_K])
+    return shift.polynomial(value, [w_0, torch.add(w_1, w_K, alpha=2 - K), (K - 1) * w_K])
 
 
 def known_zero(coefficient: Tensor) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import triton
+
 Coefficients = Sequence[Tensor | None]  # one per term, (heads,), or None where the term is left out
 
 
@@ -22,8 +24,11 @@ def combine(terms: list[tuple[Tensor, Tensor]]) -> Tensor:
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # a compiler fuses them itself, a trace keeps no others
         out = sum(per_head(c, x) * x for c, x in terms)
         return out.to(signals[0].dtype)  # type: ignore[union-attr]
-    apply = _Combine.apply if torch.is_grad_enabled() else _Combine.forward  # the latter without autograd's overhead
-    return apply(len(terms), *coefficients, *signals)
+    if not torch.is_grad_enabled():
+        return _add_up(coefficients, signals)
+    transformed = torch._C._are_functorch_transforms_active()
+    function = _CombineInTransforms if transformed else _Combine
+    return function.apply(len(terms), *coefficients, *signals)  # type: ignore[no-any-return]
 
 
 def per_head(coefficient: Tensor, signal: Tensor) -> Tensor:
@@ -45,20 +50,20 @@ def _spread(coefficient: Tensor, signal: Tensor) -> Tensor:
     return c.expand(-1, 1, signal.shape[-1]).contiguous() if _by_tokens(signal) else c
 
 
+def _add_up(coefficients: Sequence[Tensor], signals: Sequence[Tensor]) -> Tensor:
+    if (combined := triton.combine(coefficients, signals)) is not None:
+        return combined
+    out = _spread(coefficients[0], signals[0]) * signals[0]
+    for c, x in zip(coefficients[1:], signals[1:], strict=True):
+        out.addcmul_(x, _spread(c, x))
+    return out.to(signals[0].dtype)
+
+
 class _Combine(torch.autograd.Function):
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(count: int, *tensors: Tensor) -> Tensor:
-        coefficients, signals = tensors[:count], tensors[count:]
-        out = _spread(coefficients[0], signals[0]) * signals[0]
-        for c, x in zip(coefficients[1:], signals[1:], strict=True):
-            out.addcmul_(x, _spread(c, x))
-        return out.to(signals[0].dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return _add_up(tensors[:count], tensors[count:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -66,6 +71,8 @@ class _Combine(torch.autograd.Function):
         count = len(saved) // 2
         coefficients, signals = saved[:count], saved[count:]
         needs = ctx.needs_input_grad[1:]
+        if (found := triton.differentiate_combination(grad, coefficients, signals, needs)) is not None:
+            return None, *found
         grads: list[Tensor | None] = [None] * (2 * count)
         for k, (c, x) in enumerate(zip(coefficients, signals, strict=True)):
             if needs[k]:
@@ -74,3 +81,18 @@ class _Combine(torch.autograd.Function):
             if needs[count + k]:
                 grads[count + k] = (_spread(c, grad) * grad).to(x.dtype)
         return None, *grads
+
+
+class _CombineInTransforms(torch.autograd.Function):
+    """The same for ``torch.func``; the look at its signature takes longer than a small combination."""
+
+    generate_vmap_rule = True
+    backward = _Combine.backward
+
+    @staticmethod
+    def forward(count: int, *tensors: Tensor) -> Tensor:
+        return _add_up(tensors[:count], tensors[count:])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])

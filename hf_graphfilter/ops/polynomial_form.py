@@ -53,6 +53,12 @@ def polynomial_form(
     return form(query, repeat_heads(key, heads), repeat_heads(value, heads), coefficients, mask, **options)
 
 
+def can_have_form(query: Tensor) -> bool:
+    """Return False where ``polynomial_form`` would return None whatever else it is given."""
+    on_cpu = query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64)
+    return on_cpu or triton.chosen("gfsa", query)
+
+
 def can_apply(
     query: Tensor,
     key: Tensor,

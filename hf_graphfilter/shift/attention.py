@@ -139,7 +139,7 @@ class AttentionShift(ShiftOperator):
             signal = self._all_rows(signal)
         elif call.few_rows is not None and not self.exact and (matrix := call.few_rows()) is not None:
             self._formed = DenseShift(matrix)
-        elif not self.exact and (joint := self._joint(signal, [None, signal.new_ones(self.rows[0])])) is not None:
+        elif not self.exact and (joint := self._joint(signal, None)) is not None:
             return joint
         self.applications += 1
         if self._formed is not None:
@@ -155,10 +155,11 @@ class AttentionShift(ShiftOperator):
         joint = self._joint(value, coefficients)
         return super().polynomial(value, coefficients) if joint is None else joint
 
-    def _joint(self, value: Tensor, coefficients: Coefficients) -> Tensor | None:
-        joint = None if self.applications else self.call.polynomial
-        result = None if joint is None else joint(value, coefficients, self.exact)
-        if result is None:
+    def _joint(self, value: Tensor, coefficients: Coefficients | None) -> Tensor | None:
+        if self.applications or self.call.polynomial is None:
+            return None
+        coefficients = coefficients or [None, value.new_ones(self.rows[0])]
+        if (result := self.call.polynomial(value, coefficients, self.exact)) is None:
             return None
         total, powers = result
         if self.past_rows is not None:
@@ -264,10 +265,8 @@ class AttentionShift(ShiftOperator):
             signal = self.past_rows.extend(self.applications, signal)
         if signal.shape[2] != self.key.shape[2]:
             self._check_past(self.key.shape[2])
-            raise GraphFilterError(
-                f"the key/value cache holds {self.key.shape[2]} tokens but the filter has seen {signal.shape[2]} of "
-                f"them: {UNSEEN}"
-            )
+            held = f"the key/value cache holds {self.key.shape[2]} tokens but the filter has seen"
+            raise GraphFilterError(f"{held} {signal.shape[2]} of them: {UNSEEN}")
         return signal
 
     def _check_past(self, keys: int) -> PastRows:

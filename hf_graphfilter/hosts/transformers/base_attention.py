@@ -13,7 +13,7 @@ from ...errors import GraphFilterError
 from ...ops.combine import Coefficients
 from ...ops.few_rows import can_form_rows, form_rows
 from ...ops.heads import HeadPart
-from ...ops.polynomial_form import polynomial_form
+from ...ops.polynomial_form import can_have_form, polynomial_form
 from ...ops.visibility import visibility
 from ...shift.attention import AttentionCall
 from ..base import describe_site
@@ -62,7 +62,7 @@ class BaseAttention:
             mask=self.mask if isinstance(self.mask, Tensor) else None,
             bias=self.options.get("position_bias"),
             visible=self.read_mask,
-            polynomial=self.apply_polynomial if is_sdpa else None,
+            polynomial=self.apply_polynomial if is_sdpa and can_have_form(self.query) else None,
             few_rows=self.form_few_rows if is_sdpa else None,
             part=partial(self.to_part, hidden),
             weights_again=self.implementation == "eager" and self._drops_nothing(),

@@ -1,14 +1,14 @@
 """Triton kernels for GPUs: other forms of what ``ops`` computes anyway, never required.
 
-A kernel is used on a CUDA device where it was measured to be the faster form (``enabled.FASTER``; ``make bench-gpu``
-says what belongs there). ``HF_GRAPHFILTER_KERNELS=1`` in the environment uses kernels wherever they apply, ``0``
+A kernel is used on a CUDA device where it is the faster form (``enabled.FASTER``; ``make bench-gpu`` says what belongs
+there) and can be launched. ``HF_GRAPHFILTER_KERNELS=1`` in the environment uses kernels wherever they apply, ``0``
 nowhere. With ``TRITON_INTERPRET=1`` the first of these holds for tensors on the CPU too: Triton's interpreter then runs
 the kernels, slowly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -42,6 +42,34 @@ def apply_twice(
     if not attention.can_apply(query, key, value, mask):
         return None
     return attention.apply_twice(query, key, value, mask, query.shape[-1] ** -0.5 if scale is None else scale, causal)
+
+
+def combine(coefficients: Sequence[Tensor], signals: Sequence[Tensor]) -> Tensor | None:
+    """Return ``sum_k c_k x_k``, or None where no kernel is used; see ``ops.combine``."""
+    if not chosen("combine", signals[0]):
+        return None
+    from . import combine_kernel as kernel
+
+    return kernel.combine(coefficients, signals) if kernel.can_combine(coefficients, signals) else None
+
+
+def differentiate_combination(
+    grad: Tensor, coefficients: Sequence[Tensor], signals: Sequence[Tensor], needs: Sequence[bool]
+) -> list[Tensor | None] | None:
+    """Return the gradients of the coefficients and of the signals, or None where no kernel is used.
+
+    Args:
+        grad: of what ``combine`` returned.
+        coefficients, signals: what it was given.
+        needs: which of the coefficients, then of the signals, need a gradient.
+    """
+    if torch.is_grad_enabled() or not chosen("combine", grad):  # these gradients have none themselves
+        return None
+    from . import combine_kernel as kernel
+
+    return (
+        kernel.differentiate(grad, coefficients, signals, needs) if kernel.can_combine(coefficients, signals) else None
+    )
 
 
 def filter_causal(

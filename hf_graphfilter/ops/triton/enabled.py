@@ -10,10 +10,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Kernel = Literal["gfsa", "agf"]
+from ...logs import logger
+from .interpreter import interpreted
+
+Kernel = Literal["combine", "gfsa", "agf"]
 SWITCH = "HF_GRAPHFILTER_KERNELS"
-# (kernel, device as torch.cuda.get_device_name says it): the fewest tokens from which it won, forward and backward
-FASTER: dict[tuple[Kernel, str], int] = {}
+OLDEST = (8, 0)  # compute capability that the kernels are compiled for
+# The size from which a kernel won, forward and backward, by the least compute capability of the GPU: tokens, for
+# combinations numbers of a signal. These read and write a tenth as much as PyTorch's operations do, which is faster on
+# any GPU unless it waits for launches. AGF's was measured on one of 9.0 (H200).
+FASTER: dict[Kernel, dict[tuple[int, int], int]] = {"combine": {OLDEST: 1 << 21}, "agf": {(9, 0): 512}}
 
 
 def chosen(kernel: Kernel, x: Tensor) -> bool:
@@ -21,13 +27,19 @@ def chosen(kernel: Kernel, x: Tensor) -> bool:
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or not (x.is_cuda or interpreted()):
         return False
     switch = os.environ.get(SWITCH, "")
-    if switch not in ("", "1") or not _installed() or torch._C._are_functorch_transforms_active():
+    if switch != "1" and (switch or kernel not in FASTER):
+        return False
+    if not _installed() or torch._C._are_functorch_transforms_active():
         return False
     if not x.is_cuda:
         return switch == "1"
-    if torch.cuda.get_device_capability(x.device) < (8, 0):
+    capability = torch.cuda.get_device_capability(x.device)
+    if capability < OLDEST or torch.version.hip:
         return False
-    return switch == "1" or x.shape[2] >= FASTER.get((kernel, torch.cuda.get_device_name(x.device)), 1 << 62)
+    if switch == "1":
+        return True
+    fewest = min((size for least, size in FASTER.get(kernel, {}).items() if capability >= least), default=1 << 62)
+    return (x.numel() if kernel == "combine" else x.shape[2]) >= fewest and _launches(x.device.index)
 
 
 @functools.cache
@@ -36,6 +48,15 @@ def _installed() -> bool:
 
 
 @functools.cache
-def interpreted() -> bool:
-    """Return whether Triton interprets kernels; it is read once, as Triton does."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+def _launches(device: int) -> bool:
+    """Return whether a kernel can be launched. Triton needs a C compiler, which some images of PyTorch do not have."""
+    from . import combine_kernel
+
+    one = torch.ones(1, 1, 1, 1, device=f"cuda:{device}")
+    try:
+        combine_kernel.combine([one.view(1)], [one])
+    except Exception as error:  # of many kinds, of Triton's
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        logger.warning("No kernel of Triton can be launched, so filters take longer on this GPU: %s", reason)
+        return False
+    return True

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .enabled import interpreted
+from .interpreter import interpreted
 
 # A tensor is handed to a kernel as (pointer, strides of all dimensions but the last, which is 1).
 
