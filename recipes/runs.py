@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from hf_graphfilter.analysis.comparison import PairedComparison, mean_and_sd
 from hf_graphfilter.console import Console, table
 from hf_graphfilter.files import check_content, write_text
 from hf_graphfilter.hosts import host_of
+from hf_graphfilter.packages import version_of
 from hf_graphfilter.text import markdown_text
 from recipes import SCRIPTS, records
 from recipes.errors import NETWORK_ERRORS, OtherSettingsError, is_main_process, line, one_line_errors
@@ -135,7 +135,7 @@ def train_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Pa
         "settings": identity,
         "date": date.today().isoformat(),
         "machine": name_machine(arguments[-1]),
-        "versions": {n: metadata.version(n) for n in ("torch", "transformers", "hf_graphfilter")},
+        "versions": {n: version_of(n) for n in ("torch", "transformers", "hf_graphfilter")},
         "commit": commit(),
     }
     if is_main_process():

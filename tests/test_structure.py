@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hf_graphfilter"
 # from the ground up: a module imports what is on a lower floor, or on its own
 FLOORS = [
-    {"errors", "devices", "files", "logs", "tables", "text", "wrappers", "_on_import"},
+    {"errors", "devices", "files", "logs", "packages", "tables", "text", "wrappers", "_on_import"},
     {"ops"},
     {"shift"},
     {"functional"},

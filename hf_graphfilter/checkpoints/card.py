@@ -18,6 +18,7 @@ from ..filters.core.build import foreign_modules
 from ..filters.core.overview import summary
 from ..filters.core.record import group_by_config
 from ..hosts import Host, encoder_of, host_of, unwrapped
+from ..packages import version_of
 from ..patching.status import FilterStatus, filter_parameters, filter_status
 from ..tables import markdown_table
 from ..text import markdown_text, quoted
@@ -121,7 +122,7 @@ def create_model_card(
         "per_head": any(values.numel() > 1 for values in table),
         "added_parameters": sum(p.numel() for p in filter_parameters(inner)),
         "configuration": json.dumps(record, indent=2),
-        "versions": ", ".join(f"{package} {metadata.version(package)}" for package in packages),
+        "versions": ", ".join(f"{package} {version_of(package)}" for package in packages),
         "citation": "\n\n".join(dict.fromkeys(c.citation for c in configs.values() if c.citation)),
     }
     card = FilterCard.of(data, fields)

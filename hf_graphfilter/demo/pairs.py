@@ -9,7 +9,6 @@ import json
 import platform
 import time
 from datetime import date
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from ..analysis.comparison import mean_and_sd, paired_comparison
 from ..analysis.plots import plot_coefficients
 from ..console import Console, table
 from ..errors import GraphFilterError, require
+from ..packages import version_of
 from ..patching.status import filter_parameters, filter_status
 from ..training.optimizer import filter_optimizer
 from .fine_tuning import LR, StepCallback, build_model, count_batches, fine_tune, quiet_arguments, save_checkpoint
@@ -105,7 +105,7 @@ def _summary(runs: list[dict[str, Any]], model: nn.Module, rows: int, K: int, fi
     return {
         "date": date.today().isoformat(),
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
-        "versions": {name: metadata.version(name) for name in ("torch", "transformers", "hf_graphfilter")},
+        "versions": {name: version_of(name) for name in ("torch", "transformers", "hf_graphfilter")},
         "settings": {"train_rows": rows, "test_rows": TEST_ROWS, "K": K, "filter_lr": filter_lr, "lr": LR, "epochs": 1},
         "runs": runs,
         "added_parameters": {"plain": 0, "gfsa": sum(p.numel() for p in filter_parameters(model))},

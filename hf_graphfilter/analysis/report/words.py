@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import date
-from importlib import metadata
 
+from ...packages import version_of
 from ..observing import Layer
 from ..response import measure_change
 from ..results import Measured
@@ -116,7 +116,7 @@ def facts(measured: Measurements, reference: Measurements | None) -> dict[str, s
         "Inputs": str(measured.inputs),
         "Time": f"{measured.seconds + (reference.seconds if reference else 0):.3g} s on {measured.cost.device}",
         "Date": date.today().isoformat(),
-        "Versions": ", ".join(f"{name} {metadata.version(name)}" for name in names),
+        "Versions": ", ".join(f"{name} {version_of(name)}" for name in names),
     }
 
 
