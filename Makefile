@@ -69,7 +69,7 @@ figures: $(VENV)/installed-test
 	$(BIN)/python benchmarks/concepts.py
 	$(BIN)/python benchmarks/gallery.py
 
-# all that a GPU can answer, in eight minutes; run again, it goes on where it was stopped
+# all that a GPU can answer, in ten minutes; run again, it goes on where it was stopped
 bench-gpu: $(VENV)/installed-test
 	$(BIN)/python benchmarks/gpu.py
 

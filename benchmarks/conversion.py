@@ -55,6 +55,7 @@ class Task:
 
     name: str
     shared: Path
+    windows: int = 1  # of text in a batch
     base: ClassVar[str] = ""  # id on the Hub
     tokenizer: Any = None  # of texts, once data() was called
 
@@ -113,12 +114,12 @@ class Text(Task):
         self.tokenizer = AutoTokenizer.from_pretrained(weights("smollm2"))
         path, tokens = argparse.Namespace(shared=self.shared), 512
         self.test = wikitext(path, self.tokenizer, "test", tokens, 2)[:40]
-        train = wikitext(path, self.tokenizer, "train", tokens, 1)
+        train = wikitext(path, self.tokenizer, "train", tokens, self.windows)
         random.Random(0).shuffle(train)
         return [{"input_ids": ids, "labels": ids} for ids in train]
 
     def measure(self, model: nn.Module) -> dict[str, float]:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(model.device.type, torch.bfloat16):
             found = {"perplexity": perplexity(model, self.test)}
             for tokens in (32, 128, 512):
                 found[f"copying, {tokens} tokens"] = copying(model, tokens)
@@ -147,12 +148,14 @@ class Case:
     task: str
     budget: int
     options: dict[str, Any] = field(default_factory=dict)
+    windows: int = 1  # of text in a step
 
 
 TASKS = {"reviews": Reviews, "images": Images, "text": Text, "translation": Translation}
 BRIEF, SHORT, LONG = 150_000, 1_000_000, 4_000_000
 HALF_HOUR = 2_300_000  # of MiniLM's first stage, on two cores
 ADAPTED = {"train": "lora", "stages": {"attention": 0.5, "logits": 0.5}}
+GPU = {"budget": 3_000_000, "windows": 4}  # steps that keep it busy
 LATE = {"train": "lora", "stages": {"attention": 0.3, "logits": 0.7}}
 NEXT_TOKEN = {"train": "lora", "stages": {"attention": 0.5, "task": 0.5}}  # as LoLCATs has it
 CASES = {
@@ -183,6 +186,11 @@ CASES = {
     "text-agf-no-sinks": Case("text", BRIEF, {"sinks": 0, **ADAPTED}),
     "text-hedgehog-sinks": Case("text", BRIEF, {"filter": "hedgehog", "sinks": 4, **ADAPTED}),
     "text-lolcats": Case("text", BRIEF, {"filter": "hedgehog", **NEXT_TOKEN}),
+    "text-agf-long": Case("text", options=ADAPTED, **GPU),
+    "text-far-field-long": Case("text", options={"filter": "far_field", **ADAPTED}, **GPU),
+    "text-far-field-filters-long": Case("text", options={"filter": "far_field"}, **GPU),
+    "text-far-field-auto-long": Case("text", options={"filter": "far_field", "layers": "auto:80%", **ADAPTED}, **GPU),
+    "text-lolcats-long": Case("text", options={"filter": "hedgehog", **NEXT_TOKEN}, **GPU),
     "text-agf-next-token": Case("text", BRIEF, NEXT_TOKEN),
     **{
         f"translation-{bias}": Case("translation", BRIEF, {"stack": "encoder", "position_bias": bias, "window": 64})
@@ -210,19 +218,20 @@ WITH_FILTER = {"text-far-field-filters": LOADING + ROUNDED, "reviews-far-field":
 
 def play(name: str, options: argparse.Namespace) -> None:
     case = CASES[name]
-    file, folder = options.output / f"{name}.json", options.runs / name
+    known = f"{name}-seed-{options.seed}" if options.seed else name
+    file, folder = options.output / f"{known}.json", options.runs / known
     if file.is_file():
         return
-    task = TASKS[case.task](case.task, options.shared)
-    set_seed(0)
-    model, data = task.model(), task.data()
+    task = TASKS[case.task](case.task, options.shared, case.windows)
+    set_seed(options.seed)
+    model, data = task.model().to(options.device), task.data()
     before = task.measure(model)
     budget = options.budget or case.budget
     usual: dict[str, Any] = {"holdout": 32, "rates": Rates(attention=5e-3)}
     if case.task == "text":  # takes long, so that its steps are few
         usual = {"holdout": 8, "evaluations": 10, "rates": Rates(attention=2e-2)}
     begun = time.process_time()
-    precision = "bf16" if bf16_pays(use_cpu=True) else None
+    precision = "bf16" if options.device != "cpu" or bf16_pays(use_cpu=True) else None
     settings = {"filter": "agf", "precision": precision, "checkpoint": folder / "progress", **usual, **case.options}
     report = linearize(model, data, budget=budget, progress=options.progress, **settings)
     model.save_pretrained(folder / "model")
@@ -230,12 +239,13 @@ def play(name: str, options: argparse.Namespace) -> None:
         task.tokenizer.save_pretrained(folder / "model")
     file.parent.mkdir(parents=True, exist_ok=True)
     content = {
-        "name": name,
+        "name": known,
         "task": case.task,
+        "seed": options.seed,
         "about": (type(task).__doc__ or "").strip(),
         "options": {key: str(value) for key, value in case.options.items()},
         "date": date.today().isoformat(),
-        "device": hardware("cpu"),
+        "device": hardware(options.device),
         "torch": torch.__version__,
         "precision": precision or "float32",
         "cpu_seconds": round(time.process_time() - begun),  # of the last process, where it was interrupted
@@ -286,6 +296,10 @@ def main() -> None:
         "--runs", type=Path, default=ROOT / "runs" / "conversion", help="folder for models and progress"
     )
     parser.add_argument("--output", type=Path, default=RESULTS / "conversion", help="folder for the results")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the filters' start values; others have their own results"
+    )
     parser.add_argument("--budget", type=int, help="instead of each case's own, to try it out")
     parser.add_argument("--progress", action="store_true", help="show bars")
     options = parser.parse_args()

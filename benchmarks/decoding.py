@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from measure import Benchmark, main
+from measure import Benchmark, half, main
 from transformers import DynamicCache, GPT2Config, GPT2Model, PreTrainedModel, StaticCache
 
 from hf_graphfilter import filter_parameters, patch_model
@@ -24,7 +24,7 @@ MOST = 96  # decoded tokens that a static cache has room for
 
 def build(form: str, device: str) -> GPT2Model:
     torch.manual_seed(0)
-    model = GPT2Model(GPT2Config(n_positions=CONTEXTS[-1] + 256, vocab_size=1000)).to(device).eval()
+    model = GPT2Model(GPT2Config(n_positions=CONTEXTS[-1] + 256, vocab_size=1000)).to(device, half(device)).eval()
     if form == "gfsa":
         patch_model(model, "gfsa", K=3)
         for parameter in filter_parameters(model):

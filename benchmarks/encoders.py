@@ -29,7 +29,7 @@ def embed(model: nn.Module, tokenizer: Any, texts: Sequence[str], length: int, b
         chosen = [texts[i] for i in order[begin : begin + batch]]
         inputs = tokenizer(chosen, truncation=True, max_length=length, padding=True, return_tensors="pt")
         inputs = dict(inputs.to(model.device))
-        parts.append(embeddings(model(**inputs), inputs))
+        parts.append(embeddings(model(**inputs), inputs).cpu())
     back = torch.tensor(order).argsort()
     return functional.normalize(torch.cat(parts)[back], dim=-1)
 

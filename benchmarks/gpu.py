@@ -1,7 +1,8 @@
-"""All that a GPU can answer, in eight minutes: ``make bench-gpu``, or ``python benchmarks/gpu.py``.
+"""All that a GPU can answer, in ten minutes: ``make bench-gpu``, or ``python benchmarks/gpu.py``.
 
-Correctness of the kernels on the device, attention, AGF up to 131,072 tokens, training steps, decoding with and without
-CUDA graphs, DeiT throughput, classifiers by length, and the tests marked gpu; each a process with a time limit of its
+Correctness of the kernels on the device, training steps, attention, AGF up to 131,072 tokens, decoding with and without
+CUDA graphs, DeiT throughput, every filter in BERT-base, compiled steps, classifiers by length, and the tests marked
+gpu; each a process with a time limit of its
 own, the most wanted first. Whatever a section measured is in benchmarks/results as soon as it ends;
 gpu-DEVICE-sections.csv says how the sections ended, and a second run goes on with those that have not been done at this
 commit on this device.
@@ -41,31 +42,30 @@ def sections(smoke: bool) -> dict[str, tuple[int, list[str]]]:
 
     return {
         "kernels": (90, [*PYTEST, "gpu", *collect, str(TESTS / "test_triton.py")]),
+        "steps": (60, program("gfsa.py", "--only", "steps")),
         "attention": (80, program("gfsa.py", "--only", "attention", "--lengths", *lengths)),
         "agf": (80, program("agf.py", "--only", "attention", "--lengths", *long)),
-        "steps": (60, program("gfsa.py", "--only", "steps")),
         "decoding": (60, program("decoding.py", "--lengths", *contexts)),
         "vision": (50, program("vision.py", "--only", "DeiT-S, 12 layers", "--lengths", "1" if smoke else "128")),
+        "menu": (60, program("menu.py", "--only", "BERT-base, 8 x 128")),
+        "compiled": (120, program("gfsa.py", "--only", "compiled")),
         "sequences": (40, program("sequences.py", "--only", "steps", "--lengths", *contexts)),
         "tests": (90, [*PYTEST, "gpu and not slow", *collect, str(TESTS), "--ignore", str(TESTS / "test_triton.py")]),
     }
 
 
-def find_winners(rows: Iterable[dict], kernel: str) -> str | None:
-    """Return the line of the table for a kernel, timed as "kernel" beside the plain form, which has the kernel's name.
+def find_winners(rows: Iterable[dict], kernel: str) -> int | None:
+    """Return the fewest tokens from which a kernel won in training, whatever the mask.
 
-    It holds the fewest tokens from which the kernel won in training, whatever the mask.
+    It is timed as "kernel" beside the form without it, which has the kernel's name.
     """
     times: dict[tuple[int, str], dict[str, float]] = {}
-    device = ""
     for row in rows:
         if row["pass"] == "fwd+bwd":
-            device = row["device"]
             times.setdefault((int(row["n"]), row["causal"]), {})[row["form"]] = float(row["median_ms"])
     pairs = [(n, forms["kernel"] <= WON * forms[kernel]) for (n, _), forms in times.items() if "kernel" in forms]
     lost = max((n for n, won in pairs if not won), default=0)
-    fewest = min((n for n, _ in pairs if n > lost), default=None)
-    return None if fewest is None else f'("{kernel}", "{device}"): {fewest},'
+    return min((n for n, _ in pairs if n > lost), default=None)
 
 
 def commit() -> str:
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--smoke", action="store_true", help="whether every section runs, not how fast")
     parser.add_argument("--only", nargs="+", choices=sections(False), help="sections")
-    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -110,8 +110,8 @@ def main() -> None:
         write(done, file, FIELDS)
     for kernel in ("gfsa", "agf"):
         measured = options.output / f"{kernel}-{options.device}-attention.csv"
-        line = find_winners(csv.DictReader(measured.read_text().splitlines()), kernel) if measured.is_file() else None
-        print(f"FASTER: {line or f'no length from which the kernel of {kernel} won'}")
+        fewest = find_winners(csv.DictReader(measured.read_text().splitlines()), kernel) if measured.is_file() else None
+        print(f"FASTER, {common['device']}: the kernel of {kernel} from {fewest or 'no number of'} tokens on")
     if any(row["outcome"] != "done" for row in done):
         sys.exit(1)
 

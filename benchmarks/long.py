@@ -92,7 +92,7 @@ class Subject:
     def original(self) -> PreTrainedModel:
         if self.original_path is None:
             return self.model
-        original = load(self.original_path)
+        original = load(self.original_path).to(self.options.device)
         ours, theirs = (
             [getattr(m.config, n) for n in ("vocab_size", "hidden_size", "num_hidden_layers")]
             for m in (self.model, original)
@@ -119,7 +119,10 @@ class Subject:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=self.options.precision == "bf16"):
+        with (
+            torch.no_grad(),
+            torch.autocast(self.options.device, torch.bfloat16, enabled=self.options.precision == "bf16"),
+        ):
             yield
 
 
@@ -153,7 +156,7 @@ def texts(subject: Subject, tokens: int) -> Tensor:
     """Return windows of the test part of WikiText-2, spread over it."""
     found = windows(subject.tokenizer, subject.options.shared / "data" / "wikitext-2" / "test.txt", tokens)
     step = max(1, len(found) // subject.options.samples)
-    return found[::step][: subject.options.samples]
+    return found[::step][: subject.options.samples].to(subject.model.device)
 
 
 def by_position(subject: Subject, tokens: int) -> dict[str, Any]:
@@ -168,7 +171,7 @@ def by_position(subject: Subject, tokens: int) -> dict[str, Any]:
                 rows["original"] = functional.cross_entropy(wanted[0], ids[0, 1:], reduction="none")
                 rows["agreement"], rows["divergence"] = (x[0] for x in compare_logits(wanted, logits))
         for name, row in rows.items():
-            sums[name] = sums.get(name, 0) + row.double()
+            sums[name] = sums.get(name, 0) + row.double().cpu()
     count, values = len(texts(subject, tokens)), {}
     begin = 0
     for end in ENDS:
@@ -301,7 +304,7 @@ def forms(subject: Subject) -> dict[str, PreTrainedModel]:
 def prefill(subject: Subject, tokens: int, cached: bool) -> dict[str, Any]:
     """Time the logits of the last token of a text, with a cache for those that follow or without."""
     ids = torch.randint(0, subject.model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
-    calls = {}
+    ids, calls = ids.to(subject.model.device), {}
     for name, model in forms(subject).items():
         more = {"use_cache": cached} if "use_cache" in inspect.signature(model.forward).parameters else {}
         calls[name] = partial(model, input_ids=ids, **more, **last_logits(model))
@@ -312,9 +315,10 @@ def decoding(subject: Subject, tokens: int, batch: int) -> dict[str, Any]:
     """Time a step after contexts, of the original with both kinds of cache."""
     kinds = [(name, model, "dynamic") for name, model in forms(subject).items()]
     kinds.insert(1, (STATIC, subject.original, "static"))
+    device = subject.options.device
     with torch.no_grad():
         calls = {
-            name: one_token(model, fill_cache(model, tokens, kind, "cpu", batch, min(FILLED, tokens)), "cpu", batch)
+            name: one_token(model, fill_cache(model, tokens, kind, device, batch, min(FILLED, tokens)), device, batch)
             for name, model, kind in kinds
         }
     return timed(calls, subject, STEPS)
@@ -324,7 +328,7 @@ def timed(calls: dict[str, Callable[[], object]], subject: Subject, times: int =
     with torch.no_grad():
         for call in calls.values():
             call()
-        taken, mb = time_in_turn(calls, torch.device("cpu"), subject.options.rounds, times)
+        taken, mb = time_in_turn(calls, subject.model.device, subject.options.rounds, times)
     rows = {name: {**percentiles(ms, taken["plain"]), "peak_mb": mb[name]} for name, ms in taken.items()}
     if "converted" in taken and STATIC in taken:
         ratios = [ours / theirs for ours, theirs in zip(taken["converted"], taken[STATIC], strict=True)]
@@ -352,8 +356,8 @@ SECTIONS = {"quality": measure_quality, "retrieval": measure_retrieval, "speed":
 class Results:
     """A file of measurements, written after each of them."""
 
-    def __init__(self, file: Path, about: dict[str, Any]):
-        self.file = file
+    def __init__(self, file: Path, about: dict[str, Any], device: str = "cpu"):
+        self.file, self.device = file, device
         self.content = json.loads(file.read_text()) if file.is_file() else {**about, "measurements": []}
         if any(self.content[name] != value for name, value in about.items()):
             raise SystemExit(f"{file.name} holds results of another model: choose another --name")
@@ -367,7 +371,7 @@ class Results:
         values = call()
         self.content["measurements"] = [
             *others,
-            {**what, "settings": settings, "values": values, **stamp("cpu", "torch", "transformers")},
+            {**what, "settings": settings, "values": values, **stamp(self.device, "torch", "transformers")},
         ]
         write_text(self.file, json.dumps(self.content, indent=1) + "\n")
         print(*what.values(), json.dumps(values), flush=True)
@@ -399,6 +403,7 @@ def main() -> None:
     parser.add_argument("--needles", type=int, help="of each depth and length, if not as --samples")
     parser.add_argument("--rounds", type=int, default=5, help="of each time")
     parser.add_argument("--precision", choices=("float32", "bf16"), default="float32", help="of quality and retrieval")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, help="of PyTorch")
     parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared", help="folder of data/")
     parser.add_argument("--output", type=Path, default=RESULTS / "long", help="folder for the results")
@@ -414,7 +419,7 @@ def main() -> None:
     filters = [graph_filter for _, graph_filter in filters_of(subject.model, required=False)]
     if options.without and not (filters and all(options.without in f.branches() for f in filters)):
         parser.error(f"--without: the filters of the model, if it has any, have no part {options.without}")
-    results = Results(options.output / f"{about['name']}.json", about)
+    results = Results(options.output / f"{about['name']}.json", about, options.device)
     with switch_off(options.without, filters) if options.without else contextlib.nullcontext():
         for what in options.what:
             for cell, settings, call in SECTIONS[what](subject):
@@ -456,6 +461,7 @@ def prepare(options: argparse.Namespace) -> tuple[Subject, dict[str, Any]]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "added": added,
     }
+    model.to(options.device)
     return Subject(model, original, AutoTokenizer.from_pretrained(path), options), about
 
 

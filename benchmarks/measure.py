@@ -104,13 +104,17 @@ def main(
         device, form, n, *arguments = json.loads(sys.argv[2])
         print_peak(device, *(inside(device, form, tokens, *arguments) for tokens in (32, n)))
         return
-    benchmark, rows = Benchmark(description, sections, lengths), []
+    benchmark = Benchmark(description, sections, lengths)
+    rows: list[dict] = []
     for section, measure in sections.items():
         if benchmark.only in (None, section):
-            measured = [row for part in measure(benchmark) for row in part]
-            rows = [*rows, *measured] if file else measured
             target = file.format(device=benchmark.device) if file else f"{name}-{benchmark.device}-{section}"
-            write(rows, benchmark.output / f"{target}.csv", fields)
+            before, measured = rows if file else [], []
+            for part in measure(benchmark):
+                measured += part
+                write([*before, *measured], benchmark.output / f"{target}.csv", fields, quiet=True)
+            rows = [*before, *measured]
+            print(f"wrote {benchmark.output / f'{target}.csv'}")
             show_growth(measured)
 
 
@@ -146,14 +150,15 @@ def hardware(device: str) -> str:
     return f"{name or platform.processor()}, {torch.get_num_threads()} threads"
 
 
-def write(rows: list[dict], output: Path, fields: list[str] = FIELDS) -> None:
+def write(rows: list[dict], output: Path, fields: list[str] = FIELDS, *, quiet: bool = False) -> None:
     """Write a CSV file."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("w", newline="") as file:
         writer = csv.DictWriter(file, fields)
         writer.writeheader()
         writer.writerows(rows)
-    print(f"wrote {output}")
+    if not quiet:
+        print(f"wrote {output}")
 
 
 def read_others(file: Path, only: str | None) -> list[dict]:

@@ -12,6 +12,7 @@ times one of them, and keeps the rows of the others.
 
 from __future__ import annotations
 
+import torch
 from measure import Benchmark, read_others, write
 from shapes import bert, gpt2, narrow, patch_filter, training_step
 
@@ -29,15 +30,17 @@ def main() -> None:
     table = read_others(file, only)
     for case in [only] if only in SHAPES else SHAPES:
         build, batch, n, causal = SHAPES[case](False, device, **size)
-        plain = training_step(build().to(device).train(), batch)
+        with torch.device(device):
+            plain = training_step(build().train(), batch)
         for name in [only] if only in filters else filters:
             try:
-                step = training_step(patch_filter(build(), name).to(device).train(), batch)
+                with torch.device(device):
+                    step = training_step(patch_filter(build(), name).train(), batch)
             except GraphFilterError as error:
                 print(f"{case}: {name} is refused ({error})")
                 continue
             table += benchmark.time({"plain": plain, name: step}, case, n, causal)[1:]
-            write(table, file)
+            write(table, file, quiet=True)
 
 
 if __name__ == "__main__":

@@ -353,7 +353,7 @@ def copying(model: nn.Module, tokens: int, count: int = 8) -> float:
     """Share of random tokens that are predicted right where they come a second time."""
     once = copied_ids(tokens, count, 0, 20000)
     right = []
-    for ids in torch.cat([once, once], 1).split(2):
+    for ids in torch.cat([once, once], 1).to(model.device).split(2):
         predicted = model(ids, use_cache=False).logits[:, tokens:-1].argmax(-1)
         right.append((predicted == ids[:, tokens + 1 :]).float().mean())
     return torch.stack(right).mean().item()

@@ -27,6 +27,7 @@ from pages.speed import (
     busy_table,
     compiled_table,
     decoding_table,
+    gpu_tables,
     graph_tables,
     machines_tables,
     menu_steps,
@@ -69,6 +70,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/benchmarks.md": {
         "demo": demo_table,
         "bench": bench_tables,
+        "gpu": gpu_tables,
         "decoding": decoding_table,
         "overhead": overhead_table,
         "machines": machines_tables,

@@ -10,7 +10,7 @@ from pages.sources import MASKS, over_plain, pivot, read, where, with_memory
 
 def bench_tables() -> str:
     parts = []
-    for file in sorted(sources.RESULTS.glob("gfsa-*.csv"), reverse=True):
+    for file in sorted(sources.RESULTS.glob("gfsa-cpu-*.csv"), reverse=True):
         section = file.stem.split("-")[2]
         if section == "memory":
             continue  # a column of the attention table
@@ -75,6 +75,43 @@ SECTIONS = {
     ),
     "start": ("The import in a fresh process, and patching.", start_table),
 }
+
+
+FORMS = {"gfsa": "GFSA", "no kernel": "without kernels", "kernel": "with all kernels"}  # on a GPU
+
+
+def gpu_tables() -> str:
+    """Write steps and attention alone on a GPU, by which kernels are used, and the steps of the menu."""
+    steps, attention, agf, menu = (read(f"{name}-cuda-{what}") for name, what in GPU)
+    rows = [
+        [case, n, f"{float(forms['plain']['median_ms']):,.0f}", *(f"**{over_plain(forms[f]):.2f}**" for f in FORMS)]
+        for (case, n), forms in pivot(steps, "case", "n").items()
+    ]
+    alone = [
+        [which, MASKS[causal], f"{int(n):,}", f"{float(forms['plain']['median_ms']):,.2f}"]
+        + [f"{over_plain(forms[f]):.2f}" for f in FORMS]
+        for (which, causal, n), forms in pivot(attention, "pass", "causal", "n").items()
+    ]
+    linear = [
+        [which, f"{int(n):,}", f"{float(forms['plain']['median_ms']):,.2f}"]
+        + [f"{over_plain(forms[f]):.2f}" for f in ("kernel", "agf")]
+        for (which, causal, n), forms in pivot(agf, "pass", "causal", "n").items()
+        if causal == "True"
+    ]
+    costs = sorted((over_plain(row), row["form"]) for row in menu)
+    parts = [
+        f"Training steps in bfloat16 (autocast), 16 times the batches of the table above. {where(steps)}",
+        markdown_table(["step", "n", "plain ms", *FORMS.values()], rows),
+        f"BERT-base with 128 texts of 128 tokens, by filter: {', '.join(f'`{n}` {r:.2f}' for r, n in costs)}.",
+        "Attention alone, 65,536 tokens a batch, bfloat16:",
+        markdown_table(["pass", "mask", "n", "SDPA ms", *(f"{name} / SDPA" for name in FORMS.values())], alone),
+        f"Causal AGF in place of attention, one sequence, bfloat16. {where(agf)}",
+        markdown_table(["pass", "n", "SDPA ms", "AGF / SDPA", "without its kernel"], linear),
+    ]
+    return "\n\n".join(parts)
+
+
+GPU = (("gfsa", "steps"), ("gfsa", "attention"), ("agf", "attention"), ("menu", "steps"))
 
 
 def decoding_table() -> str:
