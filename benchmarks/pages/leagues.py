@@ -23,6 +23,7 @@ QUESTIONS = {  # the leagues whose significant differences open the page, and th
     "cheap": "[half of the layers](#half-of-the-layers)",
     "few": "[few layers](#few-layers)",
     "replicated": "[a second corpus](#on-a-second-corpus)",
+    "wide": "[a wider model](#in-a-wider-model)",
     "contranorm": "[deep vision transformers](#contranorm-in-deep-vision-transformers)",
     "small": "[all filters, small tasks](#all-filters-on-small-tasks)",
 }

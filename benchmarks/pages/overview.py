@@ -19,6 +19,7 @@ def headlines() -> str:
     equal_time = {"PTB": compare_in_time("few"), "WikiText-2": compare_in_time("replicated")}
     steps = [row for row in read("busy-cpu") if row["form"] == "gfsa" and row["pass"].endswith("0 busy")]
     slowest = max(steps, key=over_plain)
+    gpu = sorted((row for row in read("gfsa-cuda-steps") if row["form"] == "gfsa"), key=over_plain)
     compared = [row for row in read("agf-cpu-attention") if row["form"] == "agf" and row["ratio_to_plain"]]
     lengths = []
     for causal, kind in (("False", "encoders"), ("True", "decoders")):
@@ -29,14 +30,15 @@ def headlines() -> str:
         lengths.append(f"{kind}: faster from {faster:,} tokens on, **{rows[max(rows)]:.3f}** at {max(rows):,}")
     table = [
         [
-            "GFSA - baseline: perplexity of GPT-2 with 12 layers of 32 features on PTB, same number of steps",
+            "GFSA - baseline, same steps: perplexity of GPT-2 with 12 layers of 32 features on PTB",
             f"{gain[task]}, 95 % interval, 8 seeds",
             "league.md#gfsa-in-deep-language-models",
         ],
         [
             "the same with GFSA in three layers, in equal time",
             "; ".join(f"{corpus} {difference}" for corpus, difference in equal_time.items())
-            + "; 8 seeds each, uncorrected",
+            + "; 8 seeds each, uncorrected; with 64 features, PTB "
+            f"**{compare_in_time('wide')}**, 5 seeds",
             "league.md#few-layers",
         ],
         [
@@ -45,10 +47,16 @@ def headlines() -> str:
             "benchmarks.md#the-demo",
         ],
         [
-            "GFSA / baseline: time of a training step",
+            "GFSA / baseline: time of a training step, CPU",
             f"**{median(map(over_plain, steps)):.2f}**, median of {len(steps)} shapes; "
             f"**{over_plain(slowest):.2f}** at most ({slowest['case'].replace(' x ', 'x')})",
             "filters.md#beside-other-processes",
+        ],
+        [
+            f"the same, on a GPU ({gpu[0]['device'].removeprefix('NVIDIA ')})",
+            f"**{over_plain(gpu[0]):.2f}** ({gpu[0]['case'].partition(' step')[0]}) to **{over_plain(gpu[-1]):.2f}** "
+            f"({gpu[-1]['case'].partition(' step')[0]})",
+            "benchmarks.md#on-a-gpu",
         ],
         [
             "AGF / softmax attention (SDPA): time of the attention alone, forward and backward",
