@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from hf_graphfilter.ops import triton as kernels
 from hf_graphfilter.ops.combine import combine
@@ -222,6 +223,8 @@ def test_what_combine_leaves_to_the_plain_form():
     assert kernels.combine([one], [x.mT]) is None
     assert kernels.combine([one], [x[:, :, :0]]) is None
     assert torch.vmap(lambda y: combine([(one, y)]))(x[None]).shape == (1, *x.shape)
+    with FlopCounterMode(display=False):  # and any other that sees the operations of PyTorch alone
+        assert kernels.combine([one], [x]) is None
     number = one.clone().requires_grad_()
     (first,) = torch.autograd.grad(combine([(number, x)]).square().sum(), number, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), number)
