@@ -9,6 +9,8 @@ from torch import nn
 from transformers import (
     AlbertConfig,
     AlbertModel,
+    BartConfig,
+    BartModel,
     BertConfig,
     BertForSequenceClassification,
     BertModel,
@@ -45,6 +47,7 @@ from hf_graphfilter.analysis import (
     spectrum,
     taylor_error,
 )
+from hf_graphfilter.analysis.model_inputs import cut_batch
 from hf_graphfilter.analysis.observing import Layer, Reader, observe
 from hf_graphfilter.analysis.plots import plot_coefficients
 from hf_graphfilter.analysis.report import report
@@ -347,6 +350,12 @@ def test_masks_of_other_shapes():
     labels = torch.tensor([[5, 6, 7, -100], [5, 6, 7, 8], [5, -100, -100, -100]])
     found = counted(encoder_decoder, texts() | {"labels": labels})
     assert (found["encoder 1"], found["decoder 1"]) == (expected["encoder 1"], [3, 4, 1])
+    collated = texts() | {"labels": labels, "decoder_input_ids": labels.clamp_min(0)}  # as DataCollatorForSeq2Seq does
+    assert counted(encoder_decoder, collated)["decoder 1"] == [3, 4, 1]
+    sizes = {"encoder_layers": 2, "decoder_layers": 2, "d_model": 32, "encoder_attention_heads": 4}
+    sizes |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": 50}
+    bart = BartModel(BartConfig(**sizes)).eval()
+    assert counted(bart, texts())["decoder 1"] == expected["encoder 1"], "of what the encoder is given"
     vit = ViTModel(ViTConfig(**VISION))
     vit.forward, plain = lambda pixel_values, attention_mask: plain(pixel_values), vit.forward
     with pytest.raises(GraphFilterError, match=r"mask \(2, 9\) hides tokens, and no layer of ViTModel has as many"):
@@ -457,6 +466,18 @@ def test_batches_are_cut_by_the_tokens_of_their_own(images, monkeypatch):
         long, short = torch.ones(1, 18, dtype=torch.long), torch.ones(4, 9, dtype=torch.long)
         observe(build("bert"), [{"input_ids": long}, {"input_ids": short}], [Rows()])
         assert rows == [1, 2, 2]
+
+
+def test_a_batch_of_other_numbers_of_texts_and_images_stays_whole():
+    batch = {"input_ids": torch.ones(3, 5, dtype=torch.long), "pixel_values": torch.randn(1, 3, 8, 8)}
+    assert [*cut_batch(batch, 4, lambda: 0)] == [batch]
+
+
+def test_a_stack_whose_filter_has_no_matrix_has_no_chart_of_its_rank():
+    model = patch_model(build("t5"), "featscale", stack="decoder")  # not linear
+    found = spectrum(model, [texts(family="t5")])
+    stacks = [axes.get_label().rpartition(", ")[2] for axes in found.plot().axes]
+    assert (stacks.count("encoder"), stacks.count("decoder")) == (5, 3)
 
 
 def test_branches_are_switched_off_one_at_a_time():

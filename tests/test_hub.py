@@ -133,6 +133,13 @@ def test_disk_offload(checkpoint, tmp_path):
     assert_equal_in_float32(output(model, BERT.inputs()), output(patched(), BERT.inputs()), patched(), BERT.inputs())
 
 
+def test_a_filter_is_not_loaded_into_a_model_on_disk(checkpoint, tmp_path):
+    save_filter(patched(), tmp_path / "filter")
+    model = AutoModel.from_pretrained(checkpoint, device_map={"": "disk"}, offload_folder=tmp_path / "offload")
+    with pytest.raises(GraphFilterError, match="into a model on disk: load it before the model is offloaded"):
+        load_filter(model, tmp_path / "filter")
+
+
 def test_backend_can_be_chosen_at_load(checkpoint):
     model = AutoModel.from_pretrained(checkpoint, attn_implementation="eager")
     assert {row.backend for row in filter_status(model)} == {"eager"}

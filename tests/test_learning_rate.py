@@ -329,6 +329,22 @@ def test_accelerate(apart, monkeypatch, transformers_warnings):
     assert "share the learning rate" in transformers_warnings.pop()
 
 
+def test_two_optimizers_train_a_part_each(monkeypatch, transformers_warnings):
+    trained, another = model(), torch.nn.Linear(2, 2)
+    head = [p for name, p in trained.named_parameters() if "classifier" in name]
+    body = [p for name, p in trained.named_parameters() if "classifier" not in name]
+
+    def prepare():
+        optimizers = [torch.optim.AdamW(part, lr=2e-2) for part in (body, head, another.parameters())]
+        Accelerator(cpu=True).prepare(trained, *optimizers)
+        return optimizers[0]
+
+    prepare()
+    assert not transformers_warnings
+    monkeypatch.setenv(VARIABLE, "0.03")
+    assert rates(prepare(), trained) == ({0.03}, {2e-2})
+
+
 PROGRAM = """
 import sys
 from transformers import BertForSequenceClassification, Trainer, TrainingArguments

@@ -452,6 +452,7 @@ def test_paired_comparison_is_the_t_interval_and_the_exact_sign_flip_test():
     interval = stats.ttest_rel(b, a).confidence_interval(0.95)
     assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
     assert "no claim" in str(paired_comparison([1.0], [2.0]))
+    assert paired_comparison([10] * 10, [10, *[11] * 9]).p == pytest.approx(2 / 2**9), "whole numbers"
     for wrong in (([], []), ([1.0], [1.0, 2.0]), ([1.0], [math.nan])):
         with pytest.raises(GraphFilterError, match="a paired comparison needs"):
             paired_comparison(*wrong)

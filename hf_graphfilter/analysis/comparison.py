@@ -65,7 +65,7 @@ def paired_comparison(baseline: Sequence[float], treated: Sequence[float]) -> Pa
             "a paired comparison needs the same number of results of both kinds, at least one, got "
             f"{len(baseline)} and {len(treated)}"
         )
-    differences = [b - a for a, b in zip(baseline, treated, strict=True)]
+    differences = [float(b - a) for a, b in zip(baseline, treated, strict=True)]  # the mean of numpy's integers is cut
     if not all(map(math.isfinite, differences)):
         raise GraphFilterError(f"a paired comparison needs finite results, got the differences {differences}")
     mean, n = statistics.mean(differences), len(differences)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,9 @@ def cut_batch(batch: Any, heads: int, seen: Callable[[], int]) -> Iterator[Any]:
     if not tensors or not tensors[0].numel():
         raise GraphFilterError("a batch holds no tokens: remove it, or check what makes it")
     rows, start = len(tensors[0]), 0
+    if any(len(x) != rows for x in tensors):  # texts and images that do not belong together one by one
+        yield batch
+        return
     longest = max((max(x.shape[1:]) for x in tensors if x.dim() in (2, 3) and not x.is_floating_point()), default=0)
     others = any(x.dim() > 1 and x.is_floating_point() for x in tensors)
     while start < rows:
@@ -139,9 +142,14 @@ def mask_of(batch: Mapping[str, Any], stack: str) -> Tensor | None:
         if isinstance(padding := batch.get(name), Tensor) and stack != "decoder":
             return ~padding if padding.dtype == torch.bool else padding == 0
     mask: Tensor | None = batch.get("decoder_attention_mask" if stack == "decoder" else "attention_mask")
-    if stack == "decoder" and mask is None and "labels" in batch and "decoder_input_ids" not in batch:
-        return cast(Tensor, batch["labels"]) != -100  # of which the model makes its decoder's tokens
-    return mask
+    if stack != "decoder" or mask is not None:
+        return mask
+    labels, ids = batch.get("labels"), batch.get("decoder_input_ids")
+    if isinstance(labels, Tensor) and labels.dim() == 2 and (ids is None or ids.shape == labels.shape):
+        return labels != -100  # the decoder's tokens are made of them, by the model or by a collator
+    if ids is None and batch.get("decoder_inputs_embeds") is None and "input_ids" in batch:
+        return batch.get("attention_mask")  # BART makes its decoder's tokens of these
+    return None
 
 
 class Padding:

@@ -129,6 +129,9 @@ class Measured:
         figure = make_figure(4.2 * len(names), 3.1 * len(stacks))
         grid = figure.subplots(len(stacks), len(names), squeeze=False)
         for axes, (stack, name) in zip(grid.flat, product(stacks, names), strict=True):
+            if not any((layer, name) in self.bands for layer in self.layers(stack)):
+                axes.remove()  # a stack whose filter is not linear has no response
+                continue
             axes.set_label(self.caption(stack, name))
             self._draw(axes, stack, name, against)
         figure.suptitle(self.title, fontsize=9, wrap=True)

@@ -274,6 +274,8 @@ def _copy(target: dict[str, torch.Tensor], source: dict[str, torch.Tensor], path
             raise GraphFilterError(f"{path}: {name} should hold {wanted}, it holds {held}")
     if any(map(is_sharded, target.values())):
         raise GraphFilterError(f"{path} cannot be loaded into a sharded model: load it before the model is sharded")
+    if any(tensor.is_meta and not source[name].is_meta for name, tensor in target.items()):
+        raise GraphFilterError(f"{path} cannot be loaded into a model on disk: load it before the model is offloaded")
     check_values(source, target, path)
     with torch.no_grad():
         for name, tensor in target.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,16 @@ def begin(revision: str | None) -> None:
     """Forget what an earlier command was told and has saved."""
     _revision[:] = filter(None, [revision])
     _saved.clear()
+
+
+@contextmanager
+def no_revision() -> Iterator[None]:
+    """Load from the Hub what is newest there inside the ``with`` block: the revision is of another checkpoint."""
+    asked, _revision[:] = [*_revision], []
+    try:
+        yield
+    finally:
+        _revision[:] = asked
 
 
 def from_source(kind: Any, source: str, **options: Any) -> Any:

@@ -154,7 +154,7 @@ def linearize(
             **of_filter,
         )
     if not first:
-        return
+        raise typer.Exit  # what comes after a verb, as --push-to-hub, is for the first process too
     save(model, source, output, show=False)
     base = None if Path(source).is_dir() else source
     save_conversion(model, report, output, base_model=base)

@@ -129,7 +129,7 @@ def transfer(
             checkpoint=progress,
         )
     if not first:
-        return
+        raise typer.Exit
     save(model, source, output, show=False)
     remove(progress)  # none is kept of a fit that became non-finite
     Console().print(escape(str(report)))

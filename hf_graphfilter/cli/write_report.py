@@ -15,6 +15,7 @@ from ..console import Console
 from ..devices import default_device
 from ..errors import GraphFilterError
 from .checkpoints import AutoClass, Source, check_output, load
+from .common import hub_options, no_revision
 from .inputs import Images, texts_of
 
 
@@ -58,8 +59,9 @@ def report(
         batches = list(Images(source, images, batch_size, count))
     device = default_device()
     model = load(source, auto_class).to(device)
-    conversion = load_conversion(source)
-    reference = load(against, auto_class).to(device) if against else None
+    conversion = load_conversion(source, **hub_options(source))
+    with no_revision():  # which is that of the checkpoint
+        reference = load(against, auto_class).to(device) if against else None
     progress = partial(tqdm, desc="measuring", leave=False, disable=None)
     cut = length if images is None else None
     title = Path(source).name

@@ -18,8 +18,12 @@ from .report import ConversionReport
 CONVERSION_FILE = "conversion.json"
 
 
-def load_conversion(source: str | Path) -> ConversionReport | None:
+def load_conversion(source: str | Path, **hub_options: Any) -> ConversionReport | None:
     """Return what ``save_conversion`` wrote beside a checkpoint, in a folder or on the Hub; None if it wrote nothing.
+
+    Args:
+        source: the folder, or the id of the repository.
+        hub_options: ``revision``, ``token``, ``cache_dir`` ... of the download.
 
     Raises:
         GraphFilterError: the file is damaged.
@@ -27,7 +31,7 @@ def load_conversion(source: str | Path) -> ConversionReport | None:
     from transformers.utils import cached_file
 
     missing_is_none = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
-    file = cached_file(str(source), CONVERSION_FILE, **missing_is_none)  # type: ignore[arg-type]
+    file = cached_file(str(source), CONVERSION_FILE, **missing_is_none, **hub_options)  # type: ignore[arg-type]
     if file is None:
         return None
     try:

@@ -12,6 +12,8 @@ import inspect
 import math
 import os
 import sys
+from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -73,16 +75,20 @@ def split_by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     return [*meshes.values()]
 
 
-def split_filter_groups(optimizer: torch.optim.Optimizer, model: nn.Module, filter_lr: float) -> None:
+def split_filter_groups(
+    optimizer: torch.optim.Optimizer, model: nn.Module, filter_lr: float, others: Iterable[Any] = ()
+) -> None:
     """Move the filter's coefficients into optimizer groups of their own, in place, before the first step.
 
     The new groups keep the other options of the group that the coefficients came from, and have no weight decay.
+    ``others`` are optimizers that may train the rest.
 
     Raises:
         GraphFilterError: a coefficient that is trained is in no group.
     """
     of_filter = coefficient_ids(model)
     wanted = {id(p) for p in filter_parameters(model) if p.requires_grad} & of_filter
+    wanted -= {number for other in others if other is not optimizer for number in _held_by(other)}
     of_weights: list[dict[str, Any]] = []
     of_filters: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
@@ -164,11 +170,22 @@ def prepare_with_rate(original: Function, self: Any, *args: Any, **kwargs: Any) 
     models = [arg for arg in args if isinstance(arg, nn.Module)] or self._models
     if optimizers and not _is_called_by_trainer():  # whose callback reports more exactly
         rate = rate_from_environment()
-        for model, optimizer in ((m, o) for m in models for o in optimizers if coefficient_ids(m)):
-            if rate is not None and not any("initial_lr" in group for group in optimizer.param_groups):
-                split_filter_groups(optimizer, model, rate)
-            report_problem(find_rate_problem(model, optimizer), self.is_main_process)
+        for model in filter(coefficient_ids, models):
+            own = {id(p) for p in model.parameters()}
+            of_model = [optimizer for optimizer in optimizers if own & _held_by(optimizer)]
+            if not of_model:  # they train another model, or copies
+                continue
+            together = [*of_model, *self._optimizers]  # each may train a part, as Muon and AdamW do
+            for optimizer in of_model:
+                if rate is not None and not any("initial_lr" in group for group in optimizer.param_groups):
+                    split_filter_groups(optimizer, model, rate, together)
+            groups = [group for optimizer in together for group in optimizer.param_groups]
+            report_problem(find_rate_problem(model, SimpleNamespace(param_groups=groups)), self.is_main_process)
     return original(self, *args, **kwargs)
+
+
+def _held_by(optimizer: Any) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _is_called_by_trainer() -> bool:

@@ -73,11 +73,11 @@ def headings(
     measured: Measurements, reference: Measurements | None, conversion: ConversionCost | None
 ) -> dict[str, str]:
     """Return for each figure, by its name, a sentence that says what it shows."""
-    layers = measured.smoothing.layers()
+    where, layers = [*_stacks(measured)][-1]
     ranks = [measured.spectrum.bands[layer, "effective_rank"].mean.item() for layer in (layers[0], layers[-1])]
     found = {
         "smoothing": verdict(measured, reference)[-1].partition(":")[0],
-        "spectrum": f"Tokens use {ranks[1]:.0f} dimensions after the last layer, {ranks[0]:.0f} before the first",
+        "spectrum": f"Tokens{where} use {ranks[1]:.0f} dimensions after all layers, {ranks[0]:.0f} before the first",
         "response": "Attention passes the mean of all tokens, and of other frequencies this share",
     }
     gains = [band.mean.item() for (_, name), band in measured.response.bands.items() if name == "high_to_low"]
