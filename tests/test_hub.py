@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -908,6 +909,14 @@ from hf_graphfilter.cli import app
 done = CliRunner().invoke(app, ["push-filter", "local", "me/another", "--base-model", "me/base"])
 assert done.exit_code == 0 and "pushed to" in done.output, done.output
 assert torch.equal(load_filtered_model("me/another")(ids).logits, model(ids).logits)
+from huggingface_hub import HfApi, hf_hub_download
+HfApi().upload_file(path_or_fileobj=b"---\\nlicense: mit\\n---\\nMine.", path_in_repo="README.md", repo_id="me/another")
+command = ["push-filter", "local", "me/another", "--base-model", "me/base"]
+done = CliRunner().invoke(app, command)
+assert "was not written by hf_graphfilter" in str(done.exception), done.output
+assert CliRunner().invoke(app, [*command, "--force"]).exit_code == 0
+text = open(hf_hub_download("me/another", "README.md")).read()
+assert "license: mit" in text and "Mine." not in text and "load_filtered_model" in text, text
 from hf_graphfilter.cli.common import move_to_front
 command = ["patch", "me/base", "out", "--revision", "main", "--push-to-hub", "me/patched", "--device=cpu"]
 done = CliRunner().invoke(app, move_to_front(command))
@@ -917,6 +926,28 @@ try:
 except GraphFilterError as error:
     print(error)
 """
+
+
+def test_a_card_and_its_figures_are_one_pull_request(monkeypatch):
+    class Figures:
+        def summary(self):
+            return ["Tokens do not grow alike."]
+
+        def save_figures(self, folder, names=None):
+            folder.mkdir()
+            (folder / "smoothing.png").write_bytes(b"")
+
+    sent = {}
+
+    def upload(api, repo_id, folder_path, **options):
+        files = {str(f.relative_to(folder_path)) for f in Path(folder_path).rglob("*") if f.is_file()}
+        return sent.update(options, repo_id=repo_id, files=files) or "https://hub/pr/1"
+
+    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", upload)
+    monkeypatch.setattr("huggingface_hub.ModelCard.validate", lambda card, repo_type: None)
+    assert create_model_card(patched(), report=Figures()).push_to_hub("me/x", None, "model", create_pr=True)
+    assert sent["files"] == {"README.md", "figures/smoothing.png"}
+    assert (sent["create_pr"], sent["repo_type"]) == (True, "model")
 
 
 def test_a_filter_is_pushed_and_fetches_its_base_model(tmp_path):

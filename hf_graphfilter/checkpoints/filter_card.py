@@ -19,7 +19,8 @@ from ..tables import markdown_table
 from ..text import markdown_text
 
 TEMPLATE = Path(__file__).parents[1] / "data" / "model_card.md"
-FIGURES, SHOWN = "figures", ("smoothing", "response", "spectrum")
+CARD, FIGURES, SHOWN = "README.md", "figures", ("smoothing", "response", "spectrum")
+PUSHED = ("repo_type", "commit_message", "commit_description", "revision", "create_pr", "parent_commit")
 _SIGNATURE = re.compile(r"\n*<!-- written by hf_graphfilter, (\w+) -->\s*$")
 
 
@@ -79,13 +80,16 @@ class FilterCard(ModelCard):
             self.report.save_figures(Path(filepath).parent / FIGURES, SHOWN)
 
     def push_to_hub(self, repo_id: str, token: str | None = None, *args: Any, **options: Any) -> str:
-        """Upload the card, after the figures of its report, to the same revision."""
-        if self.report is not None:
-            place = {name: options[name] for name in ("repo_type", "revision") if name in options}
-            with tempfile.TemporaryDirectory() as folder:
-                self.report.save_figures(folder, SHOWN)
-                HfApi(token=token).upload_folder(repo_id=repo_id, folder_path=folder, path_in_repo=FIGURES, **place)
-        return super().push_to_hub(repo_id, token, *args, **options)  # type: ignore[no-any-return]
+        """Upload the card and the figures of its report, in one commit or one pull request."""
+        if self.report is None:
+            return super().push_to_hub(repo_id, token, *args, **options)  # type: ignore[no-any-return]
+        options |= dict(zip(PUSHED, args, strict=False))
+        options["repo_type"] = options.get("repo_type") or self.repo_type
+        self.validate(repo_type=options["repo_type"])
+        with tempfile.TemporaryDirectory() as folder:
+            write_text(Path(folder, CARD), str(self))
+            self.report.save_figures(Path(folder, FIGURES), SHOWN)
+            return str(HfApi(token=token).upload_folder(repo_id=repo_id, folder_path=folder, **options))
 
 
 def check_card(path: Path, force: bool = False) -> ModelCard | None:

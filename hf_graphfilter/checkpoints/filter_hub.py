@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from torch import nn
 
 from ..errors import GraphFilterError, shown
 from ..text import printable
 from .card import create_model_card
+from .filter_card import CARD
 from .filter_file import BASE_MODEL, CONFIG_FILE, WEIGHTS_FILE, load_filter, read_description, save_filter
-
-CARD = "README.md"
 
 
 def push_filter(
-    model: nn.Module, repo_id: str, *, base_model: str | None = None, token: str | None = None, **options: Any
+    model: nn.Module,
+    repo_id: str,
+    *,
+    base_model: str | None = None,
+    token: str | None = None,
+    force: bool = False,
+    **options: Any,
 ) -> str:
     """Upload the filter of a patched model, and nothing else, to a repository of the Hub.
 
@@ -32,23 +38,29 @@ def push_filter(
         repo_id: ``owner/name``; the repository is made if it does not exist.
         base_model: the Hub id of the model that was patched. Default: the repository that it was loaded from.
         token: of the Hub; by default that of ``hf auth login``. It is written nowhere.
+        force: write over the text of a card there that this package has not written, or that was edited since. Its
+            metadata and results are kept in any case.
         **options: ``private`` for a new repository; ``revision``, ``commit_message`` of the upload.
 
     Returns:
         The address of the repository.
 
     Raises:
-        GraphFilterError: the model is not patched, or the Hub refuses the name or the token.
+        GraphFilterError: the model is not patched, the Hub refuses the name or the token, or such a card is there.
     """
     api, private = HfApi(token=token), options.pop("private", None)
     with tempfile.TemporaryDirectory() as folder:
         save_filter(model, folder, base_model=base_model)
         card = create_model_card(model, repo_id=repo_id, base_model=base_model, filter_only=True, coefficients=False)
-        card.save(Path(folder, CARD))
         try:
             name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+            with contextlib.suppress(EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError):
+                api.hf_hub_download(name, CARD, revision=options.get("revision"), local_dir=folder)
+            card.save(Path(folder, CARD), force=force)
             files = [CONFIG_FILE, WEIGHTS_FILE, CARD]
             api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=files, **options)
+        except GraphFilterError:
+            raise
         except (HfHubHTTPError, OSError, ValueError) as error:
             text = " ".join(str(error).split())[:300]
             raise GraphFilterError(f"the Hub at {api.endpoint} did not take {shown(repo_id)}: {text}") from error

@@ -171,6 +171,9 @@ def push_filter(
         str | None, typer.Option(help="The Hub id of the model that was patched, for load_filtered_model.")
     ] = None,
     private: Annotated[bool, typer.Option("--private", help="Make a private repository.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the text of a card there that this command did not write.")
+    ] = False,
 ) -> None:
     """Upload the filter of a patched checkpoint alone to the Hub, with a card.
 
@@ -179,7 +182,7 @@ def push_filter(
     from ..checkpoints.filter_hub import push_filter
 
     model = load(source, auto_class, patched=True)
-    address = push_filter(model, repo_id, base_model=base_model, private=private or None)
+    address = push_filter(model, repo_id, base_model=base_model, private=private or None, force=force)
     Console().print(f"pushed to {escape(address)}")
 
 
