@@ -8,7 +8,7 @@ import torch
 from models import FAMILIES
 from oracle import dense_twin, far_field_matrix
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertModel, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_graphfilter import FarFieldConfig, GraphFilterError, filter_status, load_filter, patch_model, save_filter
 from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
@@ -199,3 +199,14 @@ def test_the_filters_of_the_model_cards_load(card, kind, config):
         load_filter(model, Path(__file__).parents[1] / "model_cards" / card)
     assert {row.filter.filter for row in filter_status(model)} == {"far_field"}
     assert model(torch.arange(200)[None] % 99)[0].isfinite().all()
+
+
+def test_of_capped_scores_one_line_says_that_the_window_has_none(transformers_warnings):
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "head_dim": 8}
+    config = Gemma2Config(**sizes, num_key_value_heads=2, intermediate_size=16, attn_implementation="eager")
+    patch_model(Gemma2ForCausalLM(config), "far_field", layers=[1, 3])  # the others see a sliding window
+    (line,) = transformers_warnings
+    assert line.startswith(
+        "Gemma2Attention caps its attention scores (attn_logit_softcapping), which the window of FAR"
+    )
+    transformers_warnings.clear()

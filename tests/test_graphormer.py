@@ -46,6 +46,12 @@ def build(config, model_class=GraphormerModel):
     return model
 
 
+def test_a_large_number_of_kinds_of_edges():
+    config = GraphormerConfig(node_feature_sizes=[3], edge_feature_sizes=[50_000])
+    graph = {"node_features": [0, 1], "edge_index": [[0], [1]], "edge_features": [40_000]}
+    assert np.asarray(prepare_graph(graph, config)["kind_edges"]).max() >= 40_000
+
+
 # ----------------------------------------------------------------------------------- the equations, written out
 
 

@@ -31,6 +31,7 @@ from hf_graphfilter import (
     patch_model,
     unpatch_model,
 )
+from hf_graphfilter.functional import gfsa
 from hf_graphfilter.hosts.transformers.base_attention import BaseAttention
 from hf_graphfilter.ops.attention_pieces import PIECE, ROWS
 from hf_graphfilter.ops.attention_polynomial import KEPT, apply_polynomial
@@ -556,3 +557,9 @@ def test_eager_attention_in_training_is_formed_once_if_nothing_is_dropped(dropou
         assert grads["sdpa"].keys() == grads["eager"].keys()
         for name, grad in grads["eager"].items():
             torch.testing.assert_close(grad, grads["sdpa"][name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gfsa_of_no_token(causal):
+    nothing = torch.randn(1, 2, 0, 4)
+    assert gfsa(nothing, nothing, nothing, 0.0, 1.0, 0.1, 3, causal=causal).shape == (1, 2, 0, 4)

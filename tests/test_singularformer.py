@@ -102,6 +102,14 @@ def test_hardly_any_tokens(tokens):
         torch.testing.assert_close(out, v)
 
 
+def test_rotary_positions_may_make_query_and_key_wider():
+    query, key, value = (torch.randn(2, 3, 5, 4) for _ in range(3))
+    scores = torch.randn(2, 5, 3)
+    out, _ = singularformer(query, key, value.bfloat16(), scores)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), singularformer(query, key, value, scores)[0], atol=0.03, rtol=0.03)
+
+
 def test_no_token_and_no_sequence():
     q, k, v, scores = tensors()
     nowhere = torch.zeros(B, N, dtype=torch.bool)

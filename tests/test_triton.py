@@ -8,6 +8,7 @@ import inspect
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -225,6 +226,11 @@ def test_what_combine_leaves_to_the_plain_form():
     assert torch.vmap(lambda y: combine([(one, y)]))(x[None]).shape == (1, *x.shape)
     with FlopCounterMode(display=False):  # and any other that sees the operations of PyTorch alone
         assert kernels.combine([one], [x]) is None
+    ignored = warnings.catch_warnings(action="ignore", category=FutureWarning)  # of PyTorch, about its own code
+    with torch.no_grad(), ignored, torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x))
+        assert torch.autograd.forward_ad.unpack_dual(combine([(one, dual)])).tangent is not None
+    assert kernels.combine([one] * 9, [x] * 9) is None
     number = one.clone().requires_grad_()
     (first,) = torch.autograd.grad(combine([(number, x)]).square().sum(), number, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), number)

@@ -218,9 +218,8 @@ def _locate(source: str | os.PathLike[str], name: str, hub_options: dict[str, An
     try:
         return cached_file(source, name, **hub_options)  # type: ignore[return-value]
     except (OSError, ValueError) as error:
-        raise GraphFilterError(
-            f"no directory and no reachable Hub repository {shown(source)} with {name}: {error}"
-        ) from error
+        text = f"no directory and no reachable Hub repository {shown(source)} with {name}: {error}"
+        raise GraphFilterError(text) from error
 
 
 def _path(value: Any) -> str:
@@ -246,8 +245,7 @@ def _coefficients(
 
 def _base(host: Host, model: nn.Module) -> dict[str, Any]:
     """Return the facts that a model must share with the one the filter was trained on."""
-    sites, _ = host.find(model)
-    heads = {host.relative_name(model, site.name): site.heads for site in sites}
+    heads = {host.relative_name(model, site.name): site.heads for site in host.find(model)[0]}
     return {"model_type": host.model_type(model), "heads": heads}
 
 
@@ -274,7 +272,7 @@ def _copy(target: dict[str, torch.Tensor], source: dict[str, torch.Tensor], path
             raise GraphFilterError(f"{path}: {name} should hold {wanted}, it holds {held}")
     if any(map(is_sharded, target.values())):
         raise GraphFilterError(f"{path} cannot be loaded into a sharded model: load it before the model is sharded")
-    if any(tensor.is_meta and not source[name].is_meta for name, tensor in target.items()):
+    if any(tensor.is_meta for tensor in target.values()) and not any(tensor.is_meta for tensor in source.values()):
         raise GraphFilterError(f"{path} cannot be loaded into a model on disk: load it before the model is offloaded")
     check_values(source, target, path)
     with torch.no_grad():

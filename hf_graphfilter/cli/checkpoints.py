@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Source = Annotated[str, typer.Argument(help="A checkpoint: a directory or a Hub id.")]
 Output = Annotated[Path, typer.Argument(help="The directory to write to.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace the text of a card that this command did not write.")]
 AutoClass = Annotated[
     str | None,
     typer.Option(

@@ -14,6 +14,7 @@ from ..console import Console, parse_options, table
 from ..errors import GraphFilterError
 from .checkpoints import (
     AutoClass,
+    Force,
     Output,
     Seed,
     Source,
@@ -171,9 +172,7 @@ def push_filter(
         str | None, typer.Option(help="The Hub id of the model that was patched, for load_filtered_model.")
     ] = None,
     private: Annotated[bool, typer.Option("--private", help="Make a private repository.")] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace the text of a card there that this command did not write.")
-    ] = False,
+    force: Force = False,
 ) -> None:
     """Upload the filter of a patched checkpoint alone to the Hub, with a card.
 
@@ -248,9 +247,7 @@ def card(
     output: Annotated[
         Path | None, typer.Option(help="The file to write; default: README.md of the checkpoint directory.")
     ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace the text of a card that this command did not write.")
-    ] = False,
+    force: Force = False,
     auto_class: AutoClass = None,
 ) -> None:
     """Write the model card of a patched checkpoint. Results in an existing card are kept.

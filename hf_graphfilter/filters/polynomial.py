@@ -74,8 +74,9 @@ class Polynomial(PowerSeries):
         learned = self.learned
         shift.exact = known_zero(learned)
         attended = shift(value)
-        terms = zip(learned.unbind(1), applied(shift, attended, shift.identity(value), self.steps), strict=True)
-        return combine([(torch.ones_like(learned[:, 0]), attended), *terms])
+        theta = learned.t().contiguous().unbind()
+        terms = zip(theta, applied(shift, attended, shift.identity(value), self.steps), strict=True)
+        return combine([(torch.ones_like(theta[0]), attended), *terms])
 
 
 @register_filter("polynomial")

@@ -73,7 +73,7 @@ class Singularformer(ReplacingFilter):
         _, keys = shift.visible()
         scores = self.alpha(in_dtype_of(self.alpha, shift.hidden)) / self.config.temperature
         earlier = shift.earlier.left_before(self.site_name) if self.config.residual else []
-        previous = earlier[-1] if earlier else None
+        previous = earlier[-1].to(value.device) if earlier else None
         out, core = functional.singularformer(
             shift.query, shift.key, value, scores, mask=keys, previous=previous, scale=shift.scaling
         )

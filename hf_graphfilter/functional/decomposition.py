@@ -129,11 +129,11 @@ def singularformer(
         mask = mask.expand(batch, -1)
     keys = present(mask, query)
     spread = spectral.to_float32(scores).softmax(-1).to(value.dtype)
-    gather = spectral.basis(scores.unsqueeze(1), -2, keys).squeeze(1).mT.to(value.dtype)  # (batch, r, tokens)
+    gather = spectral.basis(scores.unsqueeze(1), -2, keys).squeeze(1).mT  # (batch, r, tokens)
 
     def pooled(x: Tensor) -> Tensor:
         """One product for all heads: (batch, heads, tokens, features) to (batch, heads, r, features)."""
-        together = gather @ x.transpose(1, 2).flatten(2)
+        together = gather.to(x.dtype) @ x.transpose(1, 2).flatten(2)  # rotary positions may make the query wider
         return repeat_heads(together.unflatten(-1, (x.shape[1], -1)).transpose(1, 2), heads)
 
     with torch.autocast(query.device.type, enabled=False):  # half precision may not hold the scores

@@ -102,5 +102,5 @@ def find_paths(graph: Graph, hops: int) -> dict[str, NDArray[np.int16]]:
     return {
         "pair_kinds": kinds.astype(np.int16 if described.shape[0] < 2**15 else np.int32),
         "kind_distances": np.concatenate(lengths).astype(np.int16),
-        "kind_edges": described.astype(np.int16),
+        "kind_edges": described.astype(np.int16 if described.max(initial=0) < 1 << 15 else np.int32),
     }

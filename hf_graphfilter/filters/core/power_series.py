@@ -55,7 +55,7 @@ class PowerSeries(PerHead):
         """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         c = self.series(torch.promote_types(torch.float32, value.dtype))
         shift.exact = known_zero(c)
-        constant, once, *higher = c.unbind(1)
+        constant, once, *higher = c.t().contiguous().unbind()  # columns would not do for a kernel
         return shift.polynomial(value, [constant, once + 1, *higher])
 
 
@@ -88,7 +88,7 @@ class FromFirstLayer(PerHead):
                 f"{self.site_name}: {self.config.filter!r} reads the values of the first layer, which did not run "
                 "before it; train without dropping layers (layerdrop=0), or choose another filter"
             )
-        first = left[0] if left else values
+        first = left[0].to(values.device) if left else values  # of a model over several GPUs
         if self.is_first:  # each time, where layers share their weights: checkpointing then finds its several places
             shift.earlier.leave(self.site_name, first)
         if first.shape[2] != values.shape[2]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import GraphFilterError, shown
+from ...logs import logger
 from ...ops.combine import combine
 from ...ops.filled import filled
 from ...shift.attention import AttentionShift
@@ -212,6 +214,15 @@ def _name(config: FilterConfig) -> str:
     return config.filter.upper()
 
 
+@functools.cache  # once for all layers
+def _warn_of_caps(module: str, name: str) -> None:
+    logger.warning(
+        "%s caps its attention scores (attn_logit_softcapping), which the window of %s does not: near attention "
+        "differs from the original's where scores are near the cap",
+        *(module, name),
+    )
+
+
 def _refuse(config: ReplacingConfig, site: AttentionSite, causal_form: bool) -> None:
     where, name = f"{site.name} ({type(site.module).__name__})", _name(config)
     if site.causal and not causal_form:
@@ -231,6 +242,8 @@ def _refuse(config: ReplacingConfig, site: AttentionSite, causal_form: bool) -> 
             f"{where} makes its attention scores from more than query and key ({site.other_scores}), but {name} has no "
             "scores; choose other layers with layers=, or an attention filter such as 'gfsa'"
         )
+    if config.window and getattr(site.module, "attn_logit_softcapping", None) is not None:
+        _warn_of_caps(type(site.module).__name__, name)
     if site.position_bias and config.position_bias == "refuse":
         raise GraphFilterError(
             f"{where} adds a learned bias of positions to its attention scores, but {name} has no scores to add it to. "

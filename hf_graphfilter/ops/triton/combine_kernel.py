@@ -19,6 +19,7 @@ from .tiles import load, options, store, strided
 
 ENTRIES = 4096  # of a tile
 WIDEST = 512  # features
+MOST = 8  # signals, which a kernel is written out for
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -75,6 +76,7 @@ def can_combine(coefficients: Sequence[Tensor], signals: Sequence[Tensor]) -> bo
         and all(x.device == device for x in (*coefficients, *signals))
         and 0 < first.numel() < 1 << 40
         and shape[3] <= WIDEST
+        and len(signals) <= MOST
     )
 
 

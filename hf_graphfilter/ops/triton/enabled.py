@@ -29,8 +29,8 @@ def chosen(kernel: Kernel, x: Tensor) -> bool:
     switch = os.environ.get(SWITCH, "")
     if switch != "1" and (switch or kernel not in FASTER):
         return False
-    if not _installed() or torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
-        return False  # what looks at the operations of PyTorch would miss a kernel
+    if not _installed() or _is_watched():
+        return False
     if not x.is_cuda:
         return switch == "1"
     capability = torch.cuda.get_device_capability(x.device)
@@ -40,6 +40,15 @@ def chosen(kernel: Kernel, x: Tensor) -> bool:
         return True
     fewest = min((size for least, size in FASTER.get(kernel, {}).items() if capability >= least), default=1 << 62)
     return (x.numel() if kernel == "combine" else x.shape[2]) >= fewest and _launches(x.device.index)
+
+
+def _is_watched() -> bool:
+    """Return whether something looks at the operations of PyTorch, which would miss a kernel."""
+    return bool(
+        torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch.autograd.forward_ad._current_level >= 0
+    )
 
 
 @functools.cache
