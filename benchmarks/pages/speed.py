@@ -100,7 +100,8 @@ def gpu_tables() -> str:
     ]
     costs = sorted((over_plain(row), row["form"]) for row in menu)
     parts = [
-        f"Training steps in bfloat16 (autocast), 16 times the batches of the table above. {where(steps)}",
+        "Training steps in bfloat16 (autocast), 16 times the batches of the CPU's table; MiniLM with 512 texts, the "
+        f"narrow GPT-2 with 16. {where(steps)}",
         markdown_table(["step", "n", "plain ms", *FORMS.values()], rows),
         f"BERT-base with 128 texts of 128 tokens, by filter: {', '.join(f'`{n}` {r:.2f}' for r, n in costs)}.",
         "Attention alone, 65,536 tokens a batch, bfloat16:",
@@ -155,7 +156,8 @@ def machines_tables() -> str:
     """Ratios to the plain form on every machine: results stand in RESULTS, or in a folder below it for another one."""
     parts = []
     for name, caption in SIDE_BY_SIDE.items():
-        files = [*sorted(sources.RESULTS.glob(f"{name}.csv")), *sorted(sources.RESULTS.glob(f"*/{name}.csv"))]
+        here = sources.RESULTS.glob(f"{name.replace('*', 'cpu')}.csv")  # a GPU has a section of its own
+        files = [*here, *sorted(sources.RESULTS.glob(f"*/{name}.csv"))]
         by_machine = {}
         for file in files:
             rows = list(csv.DictReader(file.read_text().splitlines()))
