@@ -142,12 +142,12 @@ def label_fields(labels) -> dict:
 def classify(args, training, tokenizer, data, measures, num_labels, **config):
     """Fine-tune a classifier of the texts in all columns but ``label``; a regression where there is one label."""
     model = build_model(args, training, AutoModelForSequenceClassification, tokenizer, num_labels=num_labels, **config)
-    # the loss of a classifier is a mean already, which the Trainer would multiply by the number of processes
     training.average_tokens_across_devices = False
     encoded = encode(data, tokenizer, args.max_length)
     collator = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
     compute = metrics.classification(measures, num_labels)
-    return fit(args, training, model, tokenizer, encoded, data_collator=collator, compute_metrics=compute)
+    options = {"data_collator": collator, "compute_metrics": compute, "mean_loss": True}
+    return fit(args, training, model, tokenizer, encoded, **options)
 
 
 def check(args, training):

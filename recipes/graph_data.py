@@ -222,13 +222,20 @@ def split_rows(
         return parts, f"{column} of the table"
     if split == "given":
         raise GraphFilterError(f"{file} has no column split: use --split random or scaffold")
-    order = np.random.default_rng(0).permutation(order) if split == "random" else np.array(order_by_scaffold(smiles))
     a, b = (round(share * len(order)) for share in (SHARES[0], sum(SHARES)))
-    return {"train": order[:a], "validation": order[a:b], "test": order[b:]}, f"80/10/10, {split}"
+    groups = [[row] for row in np.random.default_rng(0).permutation(order)] if split == "random" else scaffolds(smiles)
+    parts: dict[str, list[int]] = {"train": [], "validation": [], "test": []}
+    for group in groups:  # whole, into the first part that has room
+        taken = len(parts["train"]) + len(parts["validation"])
+        part = "train" if len(parts["train"]) + len(group) <= a else "validation" if taken + len(group) <= b else "test"
+        parts[part] += group
+    if empty := [part for part, rows in parts.items() if not rows]:
+        raise GraphFilterError(f"{file}: --split {split} leaves no row for the {empty[0]} part: use --split random")
+    return {part: np.array(rows) for part, rows in parts.items()}, f"80/10/10, {split}"
 
 
-def order_by_scaffold(smiles: list[str]) -> list[int]:
-    """Return the rows so that molecules with one Murcko scaffold stand together, the largest groups first."""
+def scaffolds(smiles: list[str]) -> list[list[int]]:
+    """Return the rows of the molecules with one Murcko scaffold together, the largest groups first."""
     with needs("graphs", "--split scaffold"):
         from rdkit import Chem
         from rdkit.Chem.Scaffolds.MurckoScaffold import MurckoScaffoldSmiles
@@ -238,4 +245,4 @@ def order_by_scaffold(smiles: list[str]) -> list[int]:
             molecule = Chem.MolFromSmiles(text)
             scaffold = "" if molecule is None else MurckoScaffoldSmiles(mol=molecule, includeChirality=False)
             groups.setdefault(scaffold, []).append(row)
-    return [row for group in sorted(groups.values(), key=lambda g: (-len(g), g[0])) for row in group]
+    return sorted(groups.values(), key=lambda group: (-len(group), group[0]))

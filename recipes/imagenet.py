@@ -185,7 +185,7 @@ def run(args: ImageArguments) -> dict[str, Any]:
     with tqdm(total=total, initial=step, disable=args.disable_tqdm or not accelerator.is_main_process) as bar:
         for epoch in range(step // per_epoch, epochs):
             if hasattr(train.sampler, "set_epoch"):
-                train.sampler.set_epoch(epoch)
+                train.sampler.set_epoch(100_000 * args.seed + epoch)  # of several processes: the seed of their order
             set_seed(args.seed + 1000 * epoch + accelerator.process_index)
             model.train()
             schedule.step_update(step)

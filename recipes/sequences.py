@@ -79,7 +79,7 @@ def run(args, training):
     training.average_tokens_across_devices = False  # as in glue.py
     compute = metrics.several_labels if several else metrics.classification(["accuracy"], len(loaded.labels))
     options = {"data_collator": Batches(tokenizer), "compute_metrics": compute}
-    return {**fit(args, training, model, tokenizer, data, **options), **record}
+    return {**fit(args, training, model, tokenizer, data, mean_loss=True, **options), **record}
 
 
 def model_type(args):

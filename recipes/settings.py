@@ -184,6 +184,8 @@ class Settings:
             raise GraphFilterError(f"--seeds {seeds}: name each seed once, at least one")
         if not all(0 <= seed < 2**32 for seed in seeds):
             raise GraphFilterError(f"--seeds {seeds}: a seed is from 0 to {2**32 - 1}")
+        if values.get("seed") is not None and seeds != [values["seed"]]:
+            raise GraphFilterError(f"--seed {values['seed']}: name seeds with --seeds {values['seed']}, a run for each")
         if values.get("push_to_hub") and len(seeds) > 1:
             raise GraphFilterError("--push_to_hub pushes one checkpoint: name one seed with --seeds")
         if values.get("push_to_hub") and values.get("save_strategy") == "no":

@@ -157,7 +157,7 @@ def write_labels(args, training, tokenizer, data):
     training.predict_with_generate = True
     training.generation_max_length = training.generation_max_length or max(map(len, words)) + 2
     collator = DataCollatorForSeq2Seq(tokenizer, model, pad_to_multiple_of=8)
-    options = {"data_collator": collator, "trainer_class": Seq2SeqTrainer}
+    options = {"data_collator": collator, "trainer_class": Seq2SeqTrainer, "mean_loss": True}
     return fit(args, training, model, tokenizer, encoded, compute_metrics=compute, **options)
 
 
@@ -173,7 +173,7 @@ def compare_functions(args, training, tokenizer, data):
     training.average_tokens_across_devices = False  # as in glue.py
     encoded = encode_inputs(data, tokenizer, args.max_length, apart=True)
     options = {"data_collator": Batches(tokenizer), "compute_metrics": metrics.classification(MEASURES["clone"], 2)}
-    return fit(args, training, model, tokenizer, encoded, **options)
+    return fit(args, training, model, tokenizer, encoded, mean_loss=True, **options)
 
 
 def check(args, training):

@@ -63,12 +63,19 @@ def fit(
     tokenizer: Any,
     data: DatasetDict,
     trainer_class: type[Trainer] = Trainer,
+    mean_loss: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train, going on from the last checkpoint in the folder, evaluate the other parts of ``data``, and save."""
+    """Train, going on from the last checkpoint in the folder, evaluate the other parts of ``data``, and save.
+
+    ``mean_loss``: the model returns the mean over the rows of a batch, and does not ask how many a whole step has. The
+    Trainer takes the loss of any model with ``**kwargs`` for one that does, and would multiply it.
+    """
     start = filter_status(model)
     options |= {"train_dataset": data["train"], "eval_dataset": data.get("validation"), "processing_class": tokenizer}
     trainer = make_trainer(args, training, model, trainer_class, **options)
+    if mean_loss:
+        trainer.model_accepts_loss_kwargs = False
     if args.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
     clock = Clock()

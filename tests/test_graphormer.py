@@ -515,10 +515,26 @@ def test_a_target_that_cannot_be_scored_is_left_out():
     )
 
 
+def test_molecules_of_one_scaffold_stay_in_one_part(tmp_path):
+    pytest.importorskip("rdkit")
+    pd = pytest.importorskip("pandas")
+    from recipes.graph_data import split_rows
+
+    rings = [f"C1{'C' * n}{end}" for n in range(1, 6) for end in ("C1", "N1")]
+    smiles = [chain + ring for chain in ("", "C", "CC") for ring in rings]
+    for split in ("random", "scaffold"):
+        parts, _ = split_rows(pd.DataFrame({"smiles": smiles}), smiles, split, (), tmp_path)
+        assert {part: len(rows) for part, rows in parts.items()} == {"train": 24, "validation": 3, "test": 3}
+    assert all(len({row % len(rings) for row in rows}) == len(rows) / 3 for rows in parts.values())
+    with pytest.raises(GraphFilterError, match="--split scaffold leaves no row for the train part"):
+        split_rows(pd.DataFrame({"smiles": smiles[::10]}), smiles[::10], "scaffold", (), tmp_path)
+
+
 @pytest.mark.parametrize("split", ["random", "scaffold"])
 def test_recipe_of_a_table_of_molecules(recipe, tmp_path, split, capsys):
     pytest.importorskip("rdkit")
-    rows = [f"{'C' * n}{end},{n % 2}" for n in range(1, 11) for end in ("O", "N", "c1ccccc1")]
+    rings = ("c1ccccc1", "C1CCCCC1", "c1ccncc1", "C1CCCC1", "c1ccoc1")
+    rows = [f"{'C' * n}{end},{n % 2}" for n in range(1, 11) for end in ("O", "N", rings[n % 5])]
     (tmp_path / "mine.csv").write_text("\n".join(["smiles,active", *rows, "no molecule,1", "CCF,"]))
     arguments = ("--task", "molecule-classes", "--data", tmp_path / "mine.csv", "--split", split)
     for wrong, message in (

@@ -107,6 +107,7 @@ def play(league: League, file: Path, root: Path, workers: int, console: Console)
     threads = os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     for name, value in KEEP_MEMORY.items():
         os.environ.setdefault(name, value)
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else an import fixes which GPUs a worker sees
     context = multiprocessing.get_context("spawn")
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes end too
     with ProcessPoolExecutor(workers, context, begin, (int(threads), context.Value("i", 0))) as pool:

@@ -68,6 +68,8 @@ def tables(root: Path, task: Task) -> Loaded:
     files = find_tables(root)
     if not files:
         return documents(root, task)
+    if not {"all", "test"} & {*files}:
+        raise GraphFilterError(f"--data: {root} has no file called test, on which this recipe scores")
     return number_classes({part: (file, read_rows(file)) for part, file in files.items()})
 
 
