@@ -137,7 +137,7 @@ def test_disk_offload(checkpoint, tmp_path):
 def test_a_filter_is_not_loaded_into_a_model_on_disk(checkpoint, tmp_path):
     save_filter(patched(), tmp_path / "filter")
     model = AutoModel.from_pretrained(checkpoint, device_map={"": "disk"}, offload_folder=tmp_path / "offload")
-    with pytest.raises(GraphFilterError, match="into a model on disk: load it before the model is offloaded"):
+    with pytest.raises(GraphFilterError, match="into a model on disk: load it before that is offloaded"):
         load_filter(model, tmp_path / "filter")
 
 

@@ -519,3 +519,16 @@ def test_a_forward_replaced_before_compiling_is_noticed():
     torch.compiler.reset()
     with pytest.raises(GraphFilterError, match="ran without its graph filter"):
         output(torch.compile(model, backend="eager"), inputs)
+
+
+def test_a_module_whose_config_was_replaced_is_unpatched():
+    model = patch_model(FAMILIES["bert"].build())
+    module = next(m for m in model.modules() if "graph_filter" in m._modules)
+    module.config = copy.deepcopy(module.config._graph_filter_base_config)
+    unpatch_model(model)
+    assert not any("graph_filter" in m._modules for m in model.modules())
+
+
+def test_a_mask_of_layers_is_no_list_of_them():
+    with pytest.raises(GraphFilterError, match="is no index"):
+        patch_model(FAMILIES["bert"].build(), layers=torch.tensor([True, False, True]))

@@ -12,6 +12,8 @@ from torch.autograd import gradcheck
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    DeepseekV32Config,
+    DeepseekV32Model,
     Gemma2Config,
     Gemma2Model,
     GptOssConfig,
@@ -563,3 +565,33 @@ def test_eager_attention_in_training_is_formed_once_if_nothing_is_dropped(dropou
 def test_gfsa_of_no_token(causal):
     nothing = torch.randn(1, 2, 0, 4)
     assert gfsa(nothing, nothing, nothing, 0.0, 1.0, 0.1, 3, causal=causal).shape == (1, 2, 0, 4)
+
+
+def test_flash_attention_is_asked_for_by_its_own_name(monkeypatch):
+    from transformers.integrations import flash_attention
+
+    asked = []
+
+    def flash(query, key, value, mask, softmax_scale, attn_implementation, **_):
+        asked.append(attn_implementation)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return F.scaled_dot_product_attention(q, k, v, scale=softmax_scale).transpose(1, 2)
+
+    monkeypatch.setattr(flash_attention, "_flash_attention_forward", flash)
+    model, ids = FAMILIES["bert"].build().eval(), torch.arange(8)[None]
+    expected = model(input_ids=ids).last_hidden_state
+    patch_model(model, "gfsa").config._attn_implementation_internal = "flash_attention_2"  # where that is installed
+    torch.testing.assert_close(model(input_ids=ids).last_hidden_state, expected)
+    assert set(asked) == {"flash_attention_2"}
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_keys_that_a_module_selects_stay_selected(backend):
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "q_lora_rank": 16}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+    sizes |= {"qk_nope_head_dim": 8, "v_head_dim": 8, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 4}
+    config = DeepseekV32Config(**sizes, first_k_dense_replace=1, attn_implementation=backend)
+    torch.manual_seed(0)
+    model, ids = DeepseekV32Model(config).eval(), torch.arange(16)[None]
+    before = model(ids, use_cache=False).last_hidden_state
+    assert torch.equal(patch_model(model, "gfsa")(ids, use_cache=False).last_hidden_state, before)

@@ -500,3 +500,12 @@ def test_scripting_is_refused_and_tracing_works():
     with pytest.raises(GraphFilterError, match=r"blocks.0.attn: torch.jit.script cannot compile a graph filter"):
         torch.jit.script(model)
     torch.testing.assert_close(torch.jit.trace(model, image)(image), model(image))
+
+
+def test_a_mask_with_two_dimensions_is_of_queries_by_keys():
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=16).eval()
+    images, whole = torch.randn(5, 3, 32, 32), torch.ones(5, 5, dtype=torch.bool)  # as many images as tokens
+    turn_on(patch_model(model, "contranorm"))
+    causal = whole.tril()
+    expected = model(images[:1], attn_mask=causal)
+    torch.testing.assert_close(model(images, attn_mask=causal)[:1], expected, atol=1e-5, rtol=1e-5)

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from filters import FILTERS, combinations, common
 from models import turn_on
 from torch import nn
@@ -405,3 +406,13 @@ def test_other_libraries(make):
     assert all(p.grad.abs().sum() > 0 for p in filter_parameters(model))
     unpatch_model(model)
     assert torch.equal(call(model), before)
+
+
+def test_what_accelerate_has_dispatched_is_refused_and_lazy_parameters_are_no_harm():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, batch_first=True), 2, enable_nested_tensor=False)
+    model = patch_model(nn.Sequential(encoder, nn.LazyLinear(3)).eval(), "gfsa")
+    assert model(torch.randn(1, 5, 32)).shape == (1, 5, 3)
+    unpatch_model(model)
+    dispatch_model(encoder, {"": "cpu"}, force_hooks=True)
+    with pytest.raises(GraphFilterError, match="undo that before patch_model"):
+        patch_model(encoder, "gfsa")

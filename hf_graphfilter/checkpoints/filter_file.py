@@ -21,7 +21,7 @@ from torch import distributed, nn
 from ..errors import GraphFilterError, shown
 from ..files import digest, replacing, write_tensors
 from ..filters import GraphFilter
-from ..filters.core.attached import filters_of, is_sharded, patched_modules, read_whole
+from ..filters.core.attached import filters_of, is_offloaded, is_sharded, patched_modules, read_whole
 from ..filters.core.record import describe_record, read_groups, same_filters
 from ..hosts import Host, encoder_of, host_of, unwrapped
 from ..hosts.base import own_record
@@ -131,6 +131,8 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
     try:
         if current is None:
             apply_record(model, complete=True)
+        if any(is_offloaded(f) for _, f in filters_of(model, required=True)):
+            raise GraphFilterError(f"{source} cannot be loaded into a model on disk: load it before that is offloaded")
         # not detached: what shards parameters marks them
         _copy(_coefficients(host, model, lambda f: f.state_dict(keep_vars=True)), tensors, source)
         vars(model).pop(STARTS, None)
@@ -272,8 +274,6 @@ def _copy(target: dict[str, torch.Tensor], source: dict[str, torch.Tensor], path
             raise GraphFilterError(f"{path}: {name} should hold {wanted}, it holds {held}")
     if any(map(is_sharded, target.values())):
         raise GraphFilterError(f"{path} cannot be loaded into a sharded model: load it before the model is sharded")
-    if any(tensor.is_meta for tensor in target.values()) and not any(tensor.is_meta for tensor in source.values()):
-        raise GraphFilterError(f"{path} cannot be loaded into a model on disk: load it before the model is offloaded")
     check_values(source, target, path)
     with torch.no_grad():
         for name, tensor in target.items():

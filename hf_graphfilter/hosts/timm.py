@@ -133,6 +133,8 @@ class _BaseAttention:
         code = inspect.unwrap(original).__code__  # type: ignore[attr-defined]
         named = dict(zip(code.co_varnames[2 : code.co_argcount], args, strict=False)) | kwargs
         self.mask, self.causal = named.get("attn_mask", named.get("mask")), bool(named.get("is_causal", False))
+        if self.mask is not None and self.mask.dim() == 2:  # queries by keys, as SDPA has it
+            self.mask = self.mask[None, None]
 
     def to_call(self) -> AttentionCall:
         """Return the call as the shift operator takes it."""

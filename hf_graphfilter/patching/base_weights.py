@@ -71,6 +71,8 @@ def _sample(host: Host, model: nn.Module) -> dict[str, Tensor]:
 
 def is_whole(tensor: Tensor) -> bool:
     """Return whether the values of a tensor are in it: not sharded, offloaded or quantized."""
+    if nn.parameter.is_lazy(tensor):
+        return False
     return not (tensor.is_meta or type(tensor.data) is not Tensor or hasattr(tensor, "ds_id")) and tensor.numel() > 0
 
 

@@ -57,7 +57,7 @@ def attach(
             f"the parameters of {type(model).__name__} are sharded already (FSDP2, tensor parallelism): patch the "
             "model before fully_shard or accelerator.prepare; for tensor parallelism load a patched checkpoint"
         )
-    attached = []
+    attached, before = [], host.read_record(model)
     try:
         for site, graph_filter in filters:
             host.attach(site, graph_filter)
@@ -67,6 +67,7 @@ def attach(
             remember_weights(host, model)
     except BaseException:
         host.detach(model, attached)
+        host.write_record(model, before)
         raise
 
 

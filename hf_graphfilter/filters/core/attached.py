@@ -104,6 +104,15 @@ def read_whole(graph_filter: GraphFilter, read: Callable[[GraphFilter], dict[str
         return {name: t.to("cpu", copy=True) for name, t in gathered.items()}
 
 
+def is_offloaded(module: nn.Module) -> bool:
+    """Return whether accelerate holds parameters of a module elsewhere, to which nothing can be copied."""
+    return any(
+        hasattr(part, "_hf_hook") and parameter.is_meta
+        for part in module.modules()
+        for parameter in part.parameters(recurse=False)
+    )
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether FSDP2 or ZeRO-3 keeps a part of a tensor in each process."""
     return hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id")

@@ -52,7 +52,7 @@ def _find_refusal(model: nn.Module, sharded: bool, name: str, module: Any) -> st
         return None
     if any(cls.__module__.startswith("torch.ao.") for cls in type(module).__mro__):
         return "quantized: patch the model before quantization"
-    if running_forward(module) is not nn.MultiheadAttention.forward:
+    if "forward" in vars(module) or running_forward(module) is not nn.MultiheadAttention.forward:
         if "forward" in vars(module) or CHILD in module._modules:
             return f"{REPLACED}: undo that before patch_model"
         return "a subclass with a forward of its own"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...errors import GraphFilterError
@@ -23,6 +24,7 @@ from .interface import attention_function, honours_softcap
 
 _UNFILTERED = (*ENGINES, IMPLEMENTATION)
 _MASKED = ("sdpa", "eager")  # whose masks say all that there is to say
+_SELECTED = {"indices", "block_indices"}  # of keys, by which a module shows each query a few
 _UNHONOURED = {"s_aux", "sinks", "softcap", "cache"}
 
 
@@ -49,6 +51,8 @@ class BaseAttention:
             self._refuse_implementation()
         if not _UNHONOURED.isdisjoint(options):
             self._refuse_options()
+        if self.implementation in _MASKED and not _SELECTED.isdisjoint(options):
+            self.mask = self._mask_selected()
 
     def to_call(self, hidden: Tensor | None) -> AttentionCall:
         """Return the call as the shift operator takes it, ``hidden`` being the input of the module."""
@@ -87,8 +91,30 @@ class BaseAttention:
         Keys with another number of heads than the module's have been repeated to one group per head.
         """
         repeated = key is not self.key and key.shape[1] != self.key.shape[1]
-        module = _SingleGroup(self.module) if repeated else self.module
+        module: Any = _SingleGroup(self.module) if repeated else self.module
+        if self.function is flash_attention_forward:  # which reads its own name from the config
+            module = _OwnConfig(module)
         return self.function(module, self.query, key, signal, self.mask, **self.options)  # type: ignore[no-any-return]
+
+    def _mask_selected(self) -> Any:
+        """Return the mask with the keys hidden that the module has not selected.
+
+        The module does so itself if its backend is called "sdpa" or "eager"; ours has another name.
+        """
+        mask, keys = self.mask, self.key.shape[2]
+        if (indices := self.options.pop("indices", None)) is not None:  # (batch, query tokens, selected)
+            shape = (*indices.shape[:2], keys)
+            hidden = indices.new_ones(shape, dtype=torch.bool).scatter(-1, indices.long(), False).unsqueeze(1)
+            lowest = torch.finfo(self.query.dtype).min
+            mask = mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, lowest)
+        if (blocks := self.options.pop("block_indices", None)) is not None:
+            tokens, places = self.query.shape[2], self.options.get("position_ids")
+            if places is None:
+                places = torch.arange(keys - tokens, keys, device=self.query.device)
+            places = (places if places.ndim > 1 else places.unsqueeze(0)).expand(len(self.query), -1)
+            of_query = self.query.dtype, self.query.device
+            mask = self.module.indexer.build_block_mask(blocks, mask, keys, *of_query, places)  # type: ignore[union-attr, operator]
+        return mask
 
     def read_mask(self) -> tuple[bool, Tensor | None]:
         """Return (causal, keys): which tokens the mask leaves, see ``ops.visibility``."""
@@ -177,6 +203,14 @@ class _SingleGroup(ModuleView):
     """An attention module whose keys have been repeated to one group per head."""
 
     num_key_value_groups = 1
+
+
+class _OwnConfig(ModuleView):
+    """An attention module with the config that names the backend which the user chose."""
+
+    @property
+    def config(self) -> Any:
+        return getattr(self._module.config, BASE_CONFIG)
 
 
 def declares_causal(module: nn.Module) -> bool:

@@ -232,6 +232,7 @@ class FilteredStaticLayer(LayerMemory, StaticLayer):
             self.kept[application] = signal.new_zeros(batch, heads, self.max_cache_len, features)
             if not torch.compiler.is_compiling():
                 torch._dynamo.mark_static_address(self.kept[application])  # as transformers does for keys and values
+        self.kept[application] = self.kept[application].to(signal.device)  # an offloaded cache has moved it
         return self.kept[application].index_copy_(2, self._newest(tokens), signal)
 
     def newest(self, value: Tensor, tokens: int) -> Tensor:

@@ -131,7 +131,7 @@ def detach(model: nn.Module, modules: Iterable[Any]) -> None:
     for module in modules:
         unwatch(module)
         _remove_hooks(module, _PassOn)
-        module.config = getattr(module.config, BASE_CONFIG)
+        module.config = getattr(module.config, BASE_CONFIG, module.config)  # unless it was replaced since
         delattr(module, CHILD)
     for stack in model.modules():
         if _hooks(stack, _BeginPass) and not any(f.reads_earlier for _, f in filters_of(stack, copies=True)):
