@@ -55,7 +55,7 @@ def headlines() -> str:
         ],
         [
             f"the same, on a GPU ({gpu[0]['device'].removeprefix('NVIDIA ')})",
-            f"**{over_plain(gpu[0]):.2f}** (GPT-2 at 1,024 tokens) to **{over_plain(gpu[-1]):.2f}** (a small GPT-2)",
+            f"**{over_plain(gpu[0]):.2f}** (GPT-2, 1,024 tokens) to **{over_plain(gpu[-1]):.2f}** (small GPT-2)",
             "benchmarks.md#on-a-gpu",
         ],
         [
