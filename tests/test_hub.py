@@ -16,6 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from accelerate import disk_offload
 from deaths import Death, dying
 from hub_server import TOKEN, Hub
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, RepoUrl
@@ -136,7 +137,7 @@ def test_disk_offload(checkpoint, tmp_path):
 
 def test_a_filter_is_not_loaded_into_a_model_on_disk(checkpoint, tmp_path):
     save_filter(patched(), tmp_path / "filter")
-    model = AutoModel.from_pretrained(checkpoint, device_map={"": "disk"}, offload_folder=tmp_path / "offload")
+    model = disk_offload(AutoModel.from_pretrained(checkpoint), tmp_path / "offload")
     with pytest.raises(GraphFilterError, match="into a model on disk: load it before that is offloaded"):
         load_filter(model, tmp_path / "filter")
 

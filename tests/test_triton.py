@@ -226,7 +226,7 @@ def test_what_combine_leaves_to_the_plain_form():
     assert torch.vmap(lambda y: combine([(one, y)]))(x[None]).shape == (1, *x.shape)
     with FlopCounterMode(display=False):  # and any other that sees the operations of PyTorch alone
         assert kernels.combine([one], [x]) is None
-    ignored = warnings.catch_warnings(action="ignore", category=FutureWarning)  # of PyTorch, about its own code
+    ignored = warnings.catch_warnings(action="ignore")  # of PyTorch, about its own code
     with torch.no_grad(), ignored, torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x))
         assert torch.autograd.forward_ad.unpack_dual(combine([(one, dual)])).tangent is not None
