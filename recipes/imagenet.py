@@ -221,13 +221,14 @@ def run(args: ImageArguments) -> dict[str, Any]:
                 save_state(accelerator, folder, average, step)
 
     seconds = time.perf_counter() - begun
-    for trained in (plain, average.module if average is not None else plain) if blend is not None else ():
+    saved, measured = (plain, model) if average is None else (average.module, average.module)
+    for trained in (plain, saved) if blend is not None else ():
         set_blend(trained, blend.gate_at(step / total))  # an average of the gates lags behind
-    metrics = {f"validation/{k}": v for k, v in evaluate(accelerator, model, val).items()}
+    metrics = {f"validation/{k}": v for k, v in evaluate(accelerator, measured, val).items()}
     if average is not None:
-        metrics |= {f"validation/ema_{k}": v for k, v in evaluate(accelerator, average.module, val).items()}
+        metrics |= {f"validation/last_{k}": v for k, v in evaluate(accelerator, model, val).items()}
     if args.save_strategy != "no" and accelerator.is_main_process:
-        image_models.save(args, average.module if average is not None else plain, folder)
+        image_models.save(args, saved, folder)
     accelerator.end_training()
     bad = [getattr(getattr(d, "dataset", d), "bad", None) for d in (train_data, val_data)]
     skipped = {id(n): int(n.sum()) for n in bad if n is not None}  # held out images are counted with the others

@@ -161,7 +161,7 @@ def test_colours_are_learned_with_averaged_weights_and_accumulation(data, tmp_pa
     found = run(data, tmp_path / "run", *more, "--layer_decay", "0.9", "--max_grad_norm", "1", "--save_strategy", "no")
     assert found["steps"] == 32
     assert found["metrics"]["validation/accuracy"] == 1.0
-    assert "validation/ema_accuracy" in found["metrics"]
+    assert "validation/last_accuracy" in found["metrics"]
 
 
 def test_steps_are_of_as_many_images_as_asked_for(data, tmp_path):
