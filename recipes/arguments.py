@@ -215,7 +215,7 @@ class ImageArguments(FilterArguments):
     repeated_augmentation: int = HfArg(default=3, help="Times an image is seen, on several devices; 0: off.")
     crop_scale: float = HfArg(default=0.08, help="Smallest part of an image that a crop keeps; 1: no augmentation.")
     interpolation: str = "bicubic"
-    ema_decay: float = HfArg(default=0.0, help="Of an average of the weights, which is then evaluated and saved; 0: none.")
+    ema_decay: float = HfArg(default=0.0, help="Of an average of the weights, then evaluated and saved; 0: none.")
     precision: str = HfArg(default="no", help="no, bf16 or fp16.")
     compile: bool = False
     workers: int = 8

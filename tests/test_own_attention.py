@@ -111,6 +111,11 @@ def test_it_is_patched_saved_and_unpatched_as_any_other(tmp_path):
     assert "load_filter(model" in str(create_model_card(built, repo_id="me/net"))
 
 
+def test_its_filter_has_the_dtype_of_the_model():
+    """It has no weights itself that would tell."""
+    assert {p.dtype for p in filter_parameters(patch_model(network().double(), "gfsa"))} == {torch.float64}
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -80,7 +80,7 @@ def patch_model(
             )
     patched = (site for site in sites if (f := site.module._modules.get(CHILD)) and type(f.config) is type(config))
     config.check_sites([*patched, *selected])
-    filters = [build_at(config, site) for site in selected]  # all before the first change: failing leaves no trace
+    filters = [build_at(config, site, model) for site in selected]  # all before the first change: no trace of failures
     names = [*dict.fromkeys(host.relative_name(model, site.name) for site in selected)]  # once for PEFT's copies
     record = extend_record(host.read_record(model), type(model).__name__, config, names)
     attach(host, model, list(zip(selected, filters, strict=True)), record)

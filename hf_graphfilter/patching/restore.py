@@ -44,7 +44,7 @@ def apply_record(model: nn.Module, complete: bool = False) -> None:
     sites = resolve(host, model, named)
     check_resolved(host, model, named, sites, complete or record.get("model") == type(model).__name__)
     chosen = [(config, sites[name]) for config, names in groups for name in names if name in sites]
-    filters = [(site, build_at(config, site)) for config, site in chosen if not hasattr(site.module, CHILD)]
+    filters = [(site, build_at(config, site, model)) for config, site in chosen if not hasattr(site.module, CHILD)]
     attach(host, model, filters, record)
 
 
@@ -119,13 +119,19 @@ def check_resolved(
         )
 
 
-def build_at(config: FilterConfig, site: AttentionSite) -> GraphFilter:
-    """Build the filter of a site, with the device, dtype and training mode of its module."""
+def build_at(config: FilterConfig, site: AttentionSite, model: nn.Module) -> GraphFilter:
+    """Build the filter of a site, with the training mode of its module, and the device and dtype of its weights.
+
+    A module without weights (``GraphFilterAttention``) has those of the module around it.
+    """
     graph_filter = build_filter(config, site)
-    like = next(site.module.parameters(), torch.empty(0))
+    path = site.name.split(".")
+    around = (model.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1))
+    owner = next((module for module in around if next(module.parameters(), None) is not None), site.module)
+    like = next(owner.parameters(), torch.empty(0))
     dtype = like.dtype if like.is_floating_point() else None
     graph_filter.train(site.module.training)
-    device = device_of(site.module)
+    device = device_of(owner)
     # a module of a model on meta may hold tensors that are not
     to_be_loaded = device is None or any(t.is_meta for t in (*graph_filter.parameters(), *graph_filter.buffers()))
     for tensor in graph_filter.coefficient_tensors().values():  # made in the default dtype, which may be half
