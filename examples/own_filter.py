@@ -39,7 +39,11 @@ class LazyWalk(GraphFilter):
 @dataclass(frozen=True)
 class LazyWalkConfig(FilterConfig):
     module = LazyWalk
-    start: float = 0.0  # the original attention
+    start: float = 0.0
+
+    @property
+    def starts_as_original(self) -> bool:
+        return self.start == 0
 
 
 if __name__ == "__main__":

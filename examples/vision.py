@@ -1,6 +1,6 @@
 """Train an image classifier with a graph filter to distinguish vertical stripes from horizontal ones.
 
-    pip install hf-graphfilter
+    pip install .
     python examples/vision.py                                     # a small ViT from scratch: seconds
     python examples/vision.py facebook/deit-tiny-patch16-224
 

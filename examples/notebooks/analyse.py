@@ -54,8 +54,9 @@ frequency_response(baseline, batches).plot(quantities=["gain"])
 # %% [markdown]
 # ## What does a filter change?
 #
-# GFSA computes w_0 I + w_1 A + w_K A^K. With w_K below 0 it subtracts a part that is smoothed K times, so it
-# smooths less than attention. Training usually finds w_K. Here we set it by hand.
+# GFSA computes w_0 I + w_1 A + w_K (A + (K-1)(A^2 - A)), whose last bracket approximates A^K. With w_K below 0
+# it subtracts a part that is smoothed about K times, so it smooths less than attention. Training usually finds
+# w_K. Here we set it by hand.
 
 # %%
 model = patch_model(AutoModel.from_pretrained(source).eval(), "gfsa", K=3, w_K=-0.2)

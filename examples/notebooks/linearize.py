@@ -22,7 +22,7 @@ set_seed(0)
 # %% [markdown]
 # ## The model and the text
 #
-# The model is MiniLM, a sentence encoder that comes with the package. The fit needs text, but no labels. Here
+# The model is MiniLM, a sentence encoder that the extra `demo` installs. The fit needs text, but no labels. Here
 # each text consists of eight snippets of film reviews.
 
 # %%
@@ -64,7 +64,7 @@ original = similarities(model)
 # `linearize` replaces each attention module by the filter AGF and fits it in stages. First, each layer learns
 # the output of its original attention. Then all layers together learn the hidden states of the original model.
 # `budget` is the number of tokens for all stages. `window=4` keeps softmax attention over the 4 nearest tokens
-# on each side; the filter AGF sees the rest.
+# on each side, and over the first 4 tokens of the text (the sinks). The filter AGF is responsible for the rest.
 
 # %%
 batches = text_batches(tokenizer, texts, length=128, tokens=512)
@@ -74,8 +74,9 @@ Markdown(report.to_markdown())
 # %% [markdown]
 # Read the first table as follows. *Cosine* compares the outputs of the converted model with those of the
 # original; 1 means that they are equal. *Without window* and *without far* show what each of the two parts of
-# the filter contributes: softmax attention to the nearest tokens, and AGF for all others. The budget of this
-# notebook is small, so the filter is not fully fitted: more tokens and a wider window lower the error.
+# the filter contributes: softmax attention to the nearest and the first tokens, and AGF for all others. The
+# budget of this notebook is small, so the filter is not fully fitted: more tokens and a wider window lower the
+# error.
 
 # %%
 report.plot()

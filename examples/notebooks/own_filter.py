@@ -156,6 +156,7 @@ print(f"largest difference of the outputs: {difference:.1e}")
 # %% [markdown]
 # ## What to read next
 #
-# - [Write a filter](../docs/filters.md): losses, filters that replace attention, packages with filters of their own.
+# - [Write a filter](../docs/write_filter.md): losses, filters that replace attention, packages with filters of
+#   their own.
 # - The source of GFSA: [gfsa.py](../hf_graphfilter/filters/gfsa.py), a filter of the package in one file.
 # - [Fine-tune with GFSA](fine_tune.ipynb): the same steps for training apply to your filter.
