@@ -4,10 +4,11 @@
     python recipes/graphs.py --config graphs/small.yaml --task esol --data DATA/moleculenet --seeds 1 2 3
     python recipes/graphs.py --config graphs/small.yaml --task molecules --data mine.csv --target solubility
 
-Tasks: zinc; pcqm4m and pcqm4mv2 (OGB's data.csv.gz); qm9-gap, esol, aqsoldb and hiv; molecules and molecule-classes for
-any table with a column smiles and a --target; graphs and graph-classes for a folder with train.jsonl, valid.jsonl and
-test.jsonl, whose lines hold node_features, edge_index, edge_features and labels. Regressions report mean absolute error
-and root mean squared error, classes ROC-AUC. Shortest paths are found once and cached.
+Tasks: zinc (12,000 graphs) and zinc-full (of the Hub); pcqm4m and pcqm4mv2 (OGB's data.csv.gz); qm9-gap, esol, aqsoldb
+and hiv; molecules and molecule-classes for any table with a column smiles and a --target; graphs and graph-classes for
+a folder with train.jsonl, valid.jsonl and test.jsonl, whose lines hold node_features, edge_index, edge_features and
+labels. Regressions report mean absolute error and root mean squared error, classes ROC-AUC. Shortest paths are found
+once and cached.
 """
 
 if __name__ == "__main__":
@@ -40,7 +41,8 @@ MEASURES = {"regression": ("mae", "rmse")}
 
 def run(args, training):
     """Do one training run."""
-    parts, fields, split = load(args, partial(model_config, args))
+    make_config = partial(model_config, args, scratch=True)
+    parts, fields, split = load(args, make_config)
     data = cut(parts, args)
     targets = data["train"].labels
     if (without := np.isnan(targets).all(0)).any():
@@ -48,7 +50,7 @@ def run(args, training):
         name = names[first] if len(names) == len(without) and args.target else f"target {first + 1}"
         raise GraphFilterError(f"{name} has no number in the training part")
     fields["num_labels"] = targets.shape[1]
-    config = model_config(args, **fields)
+    config = make_config(**fields)
     standardize = TASKS[args.task].standardize if args.standardize is None else args.standardize
     if config.problem_type == "regression" and standardize:
         config.label_mean, spread = np.nanmean(targets, 0).tolist(), np.nanstd(targets, 0)
@@ -82,12 +84,15 @@ class GraphTrainer(Trainer):
 def score(names, prediction):
     """Return the metrics, each the mean over the targets; graphs without a target do not count for it.
 
-    A target that cannot be scored in this part (one class, or no number) is left out.
+    A target that cannot be scored in this part (one class, or no number) is left out. Those of a diverged model, which
+    predicts no numbers, have no score.
     """
     columns = list(zip(np.atleast_2d(prediction.predictions).T, np.atleast_2d(prediction.label_ids).T, strict=True))
     scores = []
     for predicted, labels in columns:
         known = np.isfinite(labels)
+        if not np.isfinite(predicted[known]).all():
+            return dict.fromkeys(names, np.nan)
         if len(np.unique(labels[known])) >= (2 if "roc_auc" in names else 1):
             scores.append(metrics.score(names, predicted[known], labels[known]))
     return {name: float(np.mean([of_target[name] for of_target in scores])) if scores else np.nan for name in names}
@@ -99,6 +104,11 @@ def check(args, training):
         raise GraphFilterError(f"--model {args.model}: this recipe trains graphormer; --from_scratch sets its sizes")
     if args.split not in (None, *SPLITS):
         raise GraphFilterError(f"--split {args.split}: it is one of {', '.join(SPLITS)}")
+    kind = TASKS[args.task]
+    if args.split is not None and not (kind.files or args.task.startswith("molecule")):
+        raise GraphFilterError(f"--split {args.split}: the parts of {args.task} are given")
+    if args.target is not None and kind.target is not None and not kind.files:
+        raise GraphFilterError(f"--target {args.target}: {args.task} has one target, {kind.target}")
     if args.bad_graphs not in ("skip", "error"):
         raise GraphFilterError(f"--bad_graphs {args.bad_graphs}: it is skip or error")
     if parse_options(args.from_scratch).get("problem_type") == "single_label_classification":

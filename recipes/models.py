@@ -21,16 +21,23 @@ from hf_graphfilter.hosts.transformers.records import model_class
 from recipes.arguments import FilterArguments, RecipeArguments
 from recipes.errors import line, mark_refusals
 
+MARKS = pre_tokenizers.BertPreTokenizer()  # punctuation marks are words
+SPACES = pre_tokenizers.WhitespaceSplit()
 
-def load_tokenizer(args: RecipeArguments, texts: Callable[[], Iterator[str]]) -> Any:
-    """Return the model's tokenizer, another one, or a byte-level BPE or one of words trained on ``texts()``."""
+
+def load_tokenizer(args: RecipeArguments, texts: Callable[[], Iterator[str]], split: Any = MARKS) -> Any:
+    """Return the model's tokenizer, another one, or a byte-level BPE or one of words trained on ``texts()``.
+
+    ``split`` says where a word ends.
+    """
     if args.train_tokenizer:
         if args.train_tokenizer <= len(SPECIAL):
             raise GraphFilterError(
                 f"--train_tokenizer {args.train_tokenizer}: a vocabulary has {len(SPECIAL)} special tokens and others"
             )
-        train = train_words if args.tokenizer == "words" else train_bpe
-        return train(texts(), args.train_tokenizer)
+        if args.tokenizer == "words":
+            return train_words(texts(), args.train_tokenizer, split)
+        return train_bpe(texts(), args.train_tokenizer)
     source, kind = args.tokenizer or args.model, transformers.AutoTokenizer
     with loading_errors(source):
         if Path(source, "vocab.json").is_file() and not Path(source, "tokenizer_config.json").is_file():
@@ -56,11 +63,11 @@ def train_bpe(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenizerFast:
     return with_special_tokens(bpe._tokenizer)
 
 
-def train_words(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """Train a tokenizer of the most frequent lower-case words and punctuation marks; special tokens as above."""
+def train_words(texts: Iterator[str], vocabulary: int, split: Any = MARKS) -> PreTrainedTokenizerFast:
+    """Train a tokenizer of the most frequent lower-case words; special tokens as above."""
     words = Tokenizer(WordLevel(unk_token=SPECIAL["unk"]))
     words.normalizer = normalizers.Lowercase()
-    words.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    words.pre_tokenizer = split
     options = {"special_tokens": [*SPECIAL.values()], "show_progress": False}
     words.train_from_iterator(texts, WordLevelTrainer(vocab_size=vocabulary, min_frequency=2, **options))
     return with_special_tokens(words)
@@ -90,12 +97,12 @@ def with_special_tokens(tokenizer: Tokenizer, ends: bool = True) -> PreTrainedTo
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
 
 
-def model_config(args: RecipeArguments, **config: Any) -> Any:
-    """Return the configuration of the model; of one from scratch, with the fields that were asked for."""
+def model_config(args: RecipeArguments, *, scratch: bool = False, **config: Any) -> Any:
+    """Return the configuration of the model; of one from ``scratch``, with the fields that were asked for, if any."""
     asked = parse_options(args.from_scratch)
     if own := sorted(asked.keys() & config.keys()):
         raise GraphFilterError(f"--from_scratch: {own[0]} is that of the data, leave it out")
-    if asked and args.model in CONFIG_MAPPING:
+    if (asked or scratch) and args.model in CONFIG_MAPPING:
         with loading_errors(args.model, "made"):
             made = transformers.AutoConfig.for_model(args.model, **config, **asked)
         fields = CONFIG_MAPPING[args.model]().to_dict()

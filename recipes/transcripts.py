@@ -1,11 +1,11 @@
 """The transcripts of the speech recipe: normal forms, vocabularies and targets."""
 
+import inspect
 import unicodedata
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
-import torch
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
@@ -14,7 +14,7 @@ from transformers import ParakeetTokenizer
 
 from hf_graphfilter import GraphFilterError
 from recipes.errors import note
-from recipes.models import SPECIAL, load_tokenizer, with_special_tokens
+from recipes.models import SPACES, SPECIAL, load_tokenizer, with_special_tokens
 
 NORMALIZE = ("none", "lower", "words")
 
@@ -35,7 +35,7 @@ def make_tokenizer(args: Any, texts: Callable[[], Iterator[str]], ctc: bool) -> 
     elif args.tokenizer == "words" and not args.train_tokenizer:
         raise GraphFilterError("--tokenizer words needs --train_tokenizer N, the number of words at most")
     else:
-        tokenizer = load_tokenizer(args, texts)
+        tokenizer = load_tokenizer(args, texts, SPACES)  # "don't" must come back as it was
         if not args.train_tokenizer:
             return tokenizer
     if not ctc:
@@ -71,9 +71,17 @@ def encode(data: dict[str, Dataset], tokenizer: Any, ctc: bool, start: int | Non
     return encoded
 
 
-def drop_long_targets(train: Dataset, lengths: Callable[[Tensor], Tensor], special: set[int]) -> tuple[Dataset, int]:
-    """Return (rows whose CTC targets fit into what the encoder gives, how many do not); their loss is infinite."""
-    room = lengths(torch.tensor(train["length"])).tolist()
+def decode(tokenizer: Any, ids: Any) -> list[str]:
+    """Return the texts of rows of tokens. In those of CTC, repetitions are merged already."""
+    # a tokenizer for CTC would merge what is equal once more, after it has dropped the blanks between
+    groups = "group_tokens" in inspect.signature(tokenizer._decode).parameters
+    options = {"group_tokens": False} if groups else {}
+    return tokenizer.batch_decode(ids, skip_special_tokens=True, **options)  # type: ignore[no-any-return]
+
+
+def drop_long_targets(train: Dataset, positions: Tensor, special: set[int]) -> tuple[Dataset, int]:
+    """Return (rows whose CTC targets fit into the encoder's ``positions``, how many do not); their loss is infinite."""
+    room = positions.tolist()
     fits = []
     for i, row in enumerate(train["labels"]):
         ids = [token for token in row if token not in special]

@@ -21,6 +21,7 @@ from hf_graphfilter import (
     GraphormerForGraphPrediction,
     GraphormerModel,
     create_model_card,
+    filter_status,
     patch_model,
 )
 from hf_graphfilter.analysis import smoothing
@@ -452,6 +453,8 @@ def test_molecules_from_smiles():
 # --------------------------------------------------------------------------------------------------------- the recipe
 
 TINY = "--from_scratch hidden_size=16 num_attention_heads=2 intermediate_size=16 num_hidden_layers=1 --max_steps 2"
+BEST = "--eval_strategy steps --eval_steps 1 --save_strategy steps --save_steps 1 --load_best_model_at_end true "
+BEST += "--metric_for_best_model mae --disable_tqdm true --use_cpu true --filter gfsa"
 QUIET = "--eval_strategy no --save_strategy no --load_best_model_at_end false --disable_tqdm true --use_cpu true"
 
 
@@ -486,6 +489,25 @@ def test_recipe_of_graphs_in_json_lines(recipe, tmp_path):
     assert len(list((tmp_path / "cache" / "hf_graphfilter").iterdir())) == 3
 
 
+def test_a_graph_run_keeps_its_best_checkpoint(recipe, tmp_path, transformers_warnings):
+    from recipes import graphs, runs
+    from recipes.models import model_config
+
+    assert model_config(SimpleNamespace(model="graphormer", from_scratch=[]), scratch=True).num_hidden_layers > 1
+    config = config_with(num_labels=1)
+    for part in ("train", "valid", "test"):
+        lines = [{k: v.tolist() for k, v in random_graph(n, config, n).items()} for n in (3, 4, 5)]
+        (tmp_path / f"{part}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    argv = ["--task", "graphs", "--data", str(tmp_path), *TINY.split(), "--output_dir", str(tmp_path / "out")]
+    runs.main(graphs.RECIPE, [*argv, *BEST.split()])
+    transformers_warnings.clear()  # of checkpoints within one second
+    folder = tmp_path / "out" / "seed-1"
+    assert len(filter_status(GraphormerForGraphPrediction.from_pretrained(folder))) == 1
+    card = (folder / "README.md").read_text()
+    assert "graph-ml" in card
+    assert "mae" in card
+
+
 def test_recipe_of_graphs_leaves_out_what_cannot_be_read(recipe, tmp_path, capsys):
     def write(folder, rows):
         folder.mkdir()
@@ -510,9 +532,11 @@ def test_a_target_that_cannot_be_scored_is_left_out():
     predictions = np.array([[2.0, 1.0], [-1.0, 2.0], [0.0, 3.0]])
     found = SimpleNamespace(predictions=predictions, label_ids=labels)
     assert score(("roc_auc",), found) == {"roc_auc": 1.0}
-    assert math.isnan(
-        score(("roc_auc",), SimpleNamespace(predictions=predictions, label_ids=labels * 0 + 1))["roc_auc"]
-    )
+    for without in (
+        SimpleNamespace(predictions=predictions, label_ids=labels * 0 + 1),
+        SimpleNamespace(predictions=predictions * np.nan, label_ids=labels),  # of a model that diverged
+    ):
+        assert math.isnan(score(("roc_auc",), without)["roc_auc"])
 
 
 def test_molecules_of_one_scaffold_stay_in_one_part(tmp_path):
@@ -526,6 +550,9 @@ def test_molecules_of_one_scaffold_stay_in_one_part(tmp_path):
         parts, _ = split_rows(pd.DataFrame({"smiles": smiles}), smiles, split, (), tmp_path)
         assert {part: len(rows) for part, rows in parts.items()} == {"train": 24, "validation": 3, "test": 3}
     assert all(len({row % len(rings) for row in rows}) == len(rows) / 3 for rows in parts.values())
+    table = pd.DataFrame({"smiles": smiles, "split": ["train"] * 10 + ["valid"] * 10 + ["test"] * 9 + ["Test"]})
+    with pytest.raises(GraphFilterError, match="split is 'Test' in a row, expected train, validation"):
+        split_rows(table, smiles, "given", (), tmp_path)
     with pytest.raises(GraphFilterError, match="--split scaffold leaves no row for the train part"):
         split_rows(pd.DataFrame({"smiles": smiles[::10]}), smiles[::10], "scaffold", (), tmp_path)
 
@@ -535,7 +562,7 @@ def test_recipe_of_a_table_of_molecules(recipe, tmp_path, split, capsys):
     pytest.importorskip("rdkit")
     rings = ("c1ccccc1", "C1CCCCC1", "c1ccncc1", "C1CCCC1", "c1ccoc1")
     rows = [f"{'C' * n}{end},{n % 2}" for n in range(1, 11) for end in ("O", "N", rings[n % 5])]
-    (tmp_path / "mine.csv").write_text("\n".join(["smiles,active", *rows, "no molecule,1", "CCF,"]))
+    (tmp_path / "mine.csv").write_text("\n".join(["smiles,active", *rows, "no molecule,1", ",0", "CCF,"]))
     arguments = ("--task", "molecule-classes", "--data", tmp_path / "mine.csv", "--split", split)
     for wrong, message in (
         ([], "needs --target"),
@@ -567,6 +594,10 @@ def test_zinc_is_read_from_its_folder(recipe):
         (("--model", "bert"), "this recipe trains graphormer"),
         (("--split", "half"), "it is one of given, random, scaffold"),
         (("--bad_graphs", "drop"), "it is skip or error"),
+        (("--split", "random"), "the parts of zinc are given"),
+        (("--target", "gap"), "zinc has one target, y"),
+        ((), "--task zinc needs --data, the folder of zinc12k_graphs.npz"),
+        (("--task", "zinc-full", "--data", "here"), "read from the Hub: leave out --data"),
         (("--from_scratch", "problem_type=single_label_classification"), "multi_label_classification"),
     ],
 )
