@@ -173,7 +173,9 @@ class SpeechArguments(FilterArguments):
     speeds: list[float] = HfArg(
         default_factory=lambda: [1.0], help="Speeds of the training part; 0.95 1 1.05 are three copies of it."
     )
-    time_masks: int = HfArg(default=2, help="SpecAugment: stretches of frames that are hidden; 0: none.")
+    time_masks: int = HfArg(
+        default=2, help="SpecAugment: stretches of frames hidden; 0: none. Models of waveforms hide by their config."
+    )
     time_width: int = HfArg(default=40, help="Frames of such a stretch at most, and a fifth of the recording.")
     frequency_masks: int = HfArg(default=2, help="SpecAugment: stretches of frequencies that are hidden; 0: none.")
     frequency_width: int = HfArg(default=27, help="Frequencies of such a stretch at most.")

@@ -29,11 +29,14 @@ class JointSearch(LogitsProcessor):
         scores[..., blank] = scores[..., blank].masked_fill(beyond, 0.0)
         self.scores, self.blank, self.end, self.weight, self.candidates = scores, blank, end, weight, candidates
         self.known: dict[tuple[int, ...], int] = {}  # (recording, *beginning) to a row of ``last``
+        self.prompt = 0  # tokens that the decoder is given
         self.last: tuple[Tensor, Tensor, Tensor] | None = None  # ending in a token, in a blank; score of the beginning
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return the joint scores; of tokens that are no candidates they are impossible."""
-        beams = len(input_ids) // len(self.scores)
+        if self.last is None:
+            self.prompt = input_ids.shape[1]
+        input_ids, beams = input_ids[:, self.prompt - 1 :], len(input_ids) // len(self.scores)
         of = torch.arange(len(input_ids), device=input_ids.device) // beams
         says = self.scores[of]
         token, blank, begun = self._advance(input_ids, of, says)
@@ -47,7 +50,8 @@ class JointSearch(LogitsProcessor):
         ends = (before[:, :-1] + say[:, 1:]).logsumexp(1)
         if input_ids.shape[1] == 1:
             ends = torch.logaddexp(ends, say[:, 0])
-        ends = torch.where(chosen == self.end, either[:, -1:], ends)
+        ends = ends.masked_fill(chosen == self.blank, NEVER)  # no text has it
+        ends = torch.where(chosen == self.end, either[:, -1:], ends)  # which is the same token in Whisper
         joint = (1 - self.weight) * written.gather(1, chosen) + self.weight * (ends - begun[:, None])
         return torch.full_like(scores, NEVER).scatter(1, chosen, joint.to(scores.dtype))
 

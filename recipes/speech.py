@@ -17,6 +17,7 @@ if __name__ == "__main__":
 
     check_extras("recipes", "speech")
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,8 +28,10 @@ from safetensors.torch import save_file
 from torch.nn import functional
 from torch.utils.data import SequentialSampler
 from transformers import LogitsProcessorList, Seq2SeqTrainer, Seq2SeqTrainingArguments, WhisperTokenizer
+from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from hf_graphfilter import GraphFilterError
+from hf_graphfilter.errors import nearest
 from recipes import metrics, runs
 from recipes.arguments import SpeechArguments
 from recipes.data import cut
@@ -36,30 +39,32 @@ from recipes.errors import is_main_process
 from recipes.joint_search import JointSearch
 from recipes.models import model_config
 from recipes.settings import Recipe
-from recipes.speech_data import TASKS, read
-from recipes.speech_inputs import SpeechBatches, load_extractor, prepare
+from recipes.speech_data import TASKS, hold_out, read
+from recipes.speech_inputs import SpeechBatches, count_frames, load_extractor, prepare
 from recipes.speech_models import HEAD, build, ctc_loss, ctc_weight, input_lengths, is_ctc, output_lengths, read_ctc
 from recipes.training import fit
-from recipes.transcripts import NORMALIZE, drop_long_targets, encode, make_tokenizer
+from recipes.transcripts import NORMALIZE, decode, drop_long_targets, encode, make_tokenizer
 from recipes.transcripts import normalize as normal_form
 
 MEASURES = ("wer", "cer")
+MULTILINGUAL = 51865  # entries of Whisper's vocabulary, at least; models that know English alone have one less
 
 
 def run(args, training):
     """Do one training run."""
     config = model_config(args)
     ctc = is_ctc(args, config)
+    check_model(args, config, ctc)
     extractor = load_extractor(args, config)
     rows, split = read(args)
+    rows = hold_out(rows["train"], args.held_out) if args.held_out else rows
     prepared = {part: prepare(items, extractor, args, part) for part, items in rows.items()}
     left_out = {part: count for part, (_, count) in prepared.items() if count}
-    data = cut(DatasetDict({part: recordings for part, (recordings, _) in prepared.items()}), args)
+    data = DatasetDict({part: recordings for part, (recordings, _) in prepared.items()})
+    data = cut(data, replace(args, held_out=0.0))
     data = DatasetDict({k: v if k == "train" else v.select(np.argsort(v["length"])) for k, v in data.items()})
     tokenizer = make_tokenizer(args, lambda: iter(data["train"]["text"]), ctc)
     if args.language:
-        if config.model_type != "whisper" or args.from_scratch:
-            raise GraphFilterError(f"--language {args.language}: {args.model} does not take a language")
         tokenizer = WhisperTokenizer.from_pretrained(args.tokenizer or args.model)
         tokenizer.set_prefix_tokens(language=args.language, task="transcribe")
     trained = bool(args.from_scratch or args.train_tokenizer or args.tokenizer == "characters")
@@ -71,7 +76,8 @@ def run(args, training):
     special |= set() if ctc else {*tokenizer.all_special_ids} - {tokenizer.unk_token_id}
     data = encode(data, tokenizer, ctc, None if ctc else model.config.decoder_start_token_id)
     if ctc or hasattr(model, HEAD):
-        data["train"], count = drop_long_targets(data["train"], partial(output_lengths, model), special)
+        room = output_lengths(model, count_frames(extractor, torch.tensor(data["train"]["length"])))
+        data["train"], count = drop_long_targets(data["train"], room, special)
         left_out |= {"train_targets": count} if count else {}
     if not ctc:
         longest = max(map(len, data["train"]["labels"])) * 3 // 2 + 8
@@ -88,6 +94,24 @@ def run(args, training):
     counts = {part: len(recordings) for part, recordings in data.items()}
     extras = {"left_out": left_out, "hours": hours, "task_type": "automatic-speech-recognition"}
     return {**outcome, "split": split, "rows": counts, **extras}
+
+
+def check_model(args, config, ctc):
+    """Raise for what this model cannot do, before features are made."""
+    if args.ctc_decode_weight and (ctc or not ctc_weight(args)):
+        raise GraphFilterError(
+            f"--ctc_decode_weight {args.ctc_decode_weight:g} needs a decoder with a CTC head beside it: leave it out, "
+            "or give the decoder that head by --ctc_weight"
+        )
+    if not args.language:
+        return
+    if config.model_type != "whisper" or args.from_scratch:
+        raise GraphFilterError(f"--language {args.language}: {args.model} does not take a language")
+    if args.language.lower() not in {*TO_LANGUAGE_CODE, *TO_LANGUAGE_CODE.values()}:
+        hint = nearest(args.language, TO_LANGUAGE_CODE)
+        raise GraphFilterError(f"--language {args.language}: Whisper knows no such language{hint}")
+    if config.vocab_size < MULTILINGUAL:
+        raise GraphFilterError(f"--language {args.language}: {args.model} knows English alone, leave it out")
 
 
 def save(model, extractor, folder):
@@ -117,7 +141,10 @@ class SpeechTrainer(Seq2SeqTrainer):
         """Return the loss, and the outputs with the logits of CTC if there are any."""
         plain = self.accelerator.unwrap_model(model)
         labels = inputs["labels"]
-        outputs = model(**{k: v for k, v in inputs.items() if k != "labels" or not self.ctc})
+        hidden = {"labels"} if self.ctc else set()
+        if getattr(plain.config, "feat_extract_norm", "") == "group":  # which was pretrained without a mask
+            hidden.add("attention_mask")
+        outputs = model(**{k: v for k, v in inputs.items() if k not in hidden})
         logits, weight = outputs.get("ctc_logits"), ctc_weight(self.speech)
         if self.ctc:
             logits, weight = outputs.logits, 1.0
@@ -168,7 +195,7 @@ class SpeechTrainer(Seq2SeqTrainer):
         names = [""] if self.ctc else ["", "ctc_"]
         for prefix, ids in zip(names, written if isinstance(written, tuple) else (written,), strict=False):
             ids = np.where(ids < 0, self.processing_class.pad_token_id, ids)
-            texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
+            texts = decode(self.processing_class, ids)
             # several processes repeat rows at the end, which Seq2SeqTrainer leaves in
             texts = [normal_form(text, self.speech.normalize) for text in texts[: len(self.references)]]
             found = metrics.score(MEASURES, texts, self.references)

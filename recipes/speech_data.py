@@ -80,6 +80,12 @@ def read(args: Any) -> tuple[dict[str, list[dict[str, Any]]], str]:
     return _complete(_read_folder(root), "given")
 
 
+def hold_out(rows: list[dict[str, Any]], share: float) -> dict[str, list[dict[str, Any]]]:
+    """Return a training and a validation part of the training rows, before there are copies of them."""
+    train, validation = split_holdout(len(rows), share)
+    return {"train": [rows[i] for i in train], "validation": [rows[i] for i in validation]}
+
+
 def _read_folder(root: Path) -> dict[str, list[dict[str, Any]]]:
     file = first_file(root, ["metadata.csv", "metadata.jsonl"])
     parts: dict[str, list[dict[str, Any]]] = {}
@@ -211,7 +217,9 @@ def read_audio(source: Any, rate: int, speed: float = 1.0) -> np.ndarray:
 
     files = [source.read()] if isinstance(source, HubRow) else source
     pieces = []
-    pauses = np.random.default_rng(zlib.crc32(" ".join(map(str, files)).encode()))
+    pauses = np.random.default_rng(
+        zlib.crc32(" ".join(Path(file).name for file in files if isinstance(file, str)).encode())
+    )
     for file in files:
         if isinstance(file, str) and not Path(file).is_file():
             raise ValueError("there is no such file")

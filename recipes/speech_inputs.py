@@ -28,7 +28,7 @@ from recipes.models import loading_errors
 from recipes.speech_data import HubRow, read_audio
 from recipes.transcripts import normalize
 
-FORMAT = 1  # of what is cached; raise it where `prepare` gives other numbers
+FORMAT = 2  # of what is cached; raise it where `prepare` gives other numbers
 COLUMNS = {"audio": Value("binary"), "length": Value("int64"), "seconds": Value("float32"), "problem": Value("string")}
 
 
@@ -48,7 +48,7 @@ def load_extractor(args: Any, config: Any) -> Any:
         mels = getattr(encoder, "num_mel_bins", None) or config.input_feat_per_channel
         return Speech2TextFeatureExtractor(feature_size=mels, num_mel_bins=mels)
     if hasattr(config, "conv_stride"):
-        return Wav2Vec2FeatureExtractor(return_attention_mask=True)
+        return Wav2Vec2FeatureExtractor(return_attention_mask=config.feat_extract_norm != "group")
     raise GraphFilterError(
         f"--model {args.model} from scratch: features are known for speech_to_text, parakeet_ctc, whisper and models "
         "of waveforms such as wav2vec2; name a folder with a preprocessor_config.json instead"
@@ -58,6 +58,19 @@ def load_extractor(args: Any, config: Any) -> Any:
 def keeps_frames(extractor: Any) -> bool:
     """Return whether features are made once; of the others the waveform is kept and they are made by the batch."""
     return isinstance(extractor, Speech2TextFeatureExtractor)
+
+
+def count_frames(extractor: Any, lengths: Tensor) -> Tensor:
+    """Return how many frames or samples the model gets of recordings with these ``length`` entries."""
+    if keeps_frames(extractor) or extractor.model_input_names[0] == "input_values":
+        return lengths
+    if isinstance(extractor, WhisperFeatureExtractor):
+        return torch.full_like(lengths, extractor.nb_max_frames)
+    rate = extractor.sampling_rate
+    noise = np.random.default_rng(0).normal(0, 0.1, 3 * rate).astype(np.float32)
+    options = {"sampling_rate": rate, "return_attention_mask": True, "return_tensors": "np"}
+    short, long = (int(extractor(noise[:n], **options)["attention_mask"].sum()) for n in (rate, 3 * rate))
+    return lengths * (long - short) // (2 * rate)
 
 
 def make_frames(extractor: Speech2TextFeatureExtractor, samples: np.ndarray) -> np.ndarray:
@@ -87,6 +100,8 @@ def _filterbank(mels: int, rate: int) -> tuple[np.ndarray, np.ndarray]:
 def prepare(rows: list[dict[str, Any]], extractor: Any, args: Any, part: str) -> tuple[Dataset, int]:
     """Return (recordings with their texts, how many were left out); features are made once and cached."""
     require("soundfile", "speech", "reading audio")
+    if not rows:
+        raise GraphFilterError(f"the part {part!r} of {args.task} is empty")
     rows = [{**row, "text": normalize(row["text"], args.normalize)} for row in rows]
     speeds = tuple(args.speeds) if part == "train" else (1.0,)
     whisper = isinstance(extractor, WhisperFeatureExtractor)  # which cuts what is longer, and says nothing

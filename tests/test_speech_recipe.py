@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,11 @@ from datasets import Dataset, DatasetDict, Features, Value
 from hub_server import TOKEN, Hub
 from processes import run_two
 from transformers import (
+    ParakeetFeatureExtractor,
+    SeamlessM4TFeatureExtractor,
     Speech2TextFeatureExtractor,
+    Wav2Vec2CTCTokenizer,
+    Wav2Vec2FeatureExtractor,
     WhisperConfig,
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
@@ -33,10 +38,11 @@ from recipes.joint_search import JointSearch
 from recipes.models import load_model
 from recipes.records import try_read
 from recipes.settings import Settings
-from recipes.speech_data import HubRow, read, read_audio, resample
-from recipes.speech_inputs import SpeechBatches, _marks, make_frames, prepare
+from recipes.speech import check_model
+from recipes.speech_data import HubRow, hold_out, read, read_audio, resample
+from recipes.speech_inputs import SpeechBatches, _marks, count_frames, make_frames, prepare
 from recipes.speech_models import ctc_loss, read_ctc
-from recipes.transcripts import drop_long_targets, encode, make_tokenizer, normalize
+from recipes.transcripts import decode, drop_long_targets, encode, make_tokenizer, normalize
 
 soundfile = pytest.importorskip("soundfile")
 pytest.importorskip("jiwer")
@@ -119,7 +125,7 @@ def train(tmp_path, folder, model, *argv):
     ],
 )
 def test_a_run_trains_and_its_checkpoint_transcribes(model, names, folder, tmp_path, transformers_warnings):
-    search = ["--ctc_decode_weight", "0.4", "--generation_num_beams", "2"]
+    search = ["--ctc_decode_weight", "0.4", "--generation_num_beams", "2"] if model is SEQ2SEQ else []
     record = train(tmp_path, folder, model, "--speeds", "0.9", "1", *search)
     assert {f"test/{name}" for name in names} <= set(record["metrics"])
     assert all(math.isfinite(value) for value in record["metrics"].values())
@@ -380,6 +386,11 @@ def test_digits_are_sequences_of_one_speaker(tmp_path):
         for number in range(12):
             soundfile.write(tmp_path / f"{digit}_ann_{number}.wav", tone("low", 8000), 8000)
     rows, _ = read(SimpleNamespace(task="digits", data=str(tmp_path)))
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    audio = [Path(file) for file in rows["test"][0]["audio"]]
+    copies = [str(shutil.copy(file, other)) for file in audio]
+    np.testing.assert_array_equal(read_audio(copies, RATE), read_audio([*map(str, audio)], RATE))
     assert len(rows["train"]) == 2000
     assert len(rows["test"]) == 200
     assert all(2 <= len(row["audio"]) <= 5 for row in rows["test"])
@@ -391,7 +402,7 @@ def test_digits_are_sequences_of_one_speaker(tmp_path):
 
 
 def test_transcripts_come_back_from_every_vocabulary(folder):
-    text = "low mid"
+    text = "don't hello"
     for argv in ([], ["--train_tokenizer", "262"], ["--tokenizer", "words", "--train_tokenizer", "9"]):
         for ctc in (False, True):
             tokenizer = make_tokenizer(arguments(folder, *argv)[0], lambda: iter([text, text]), ctc)
@@ -401,6 +412,52 @@ def test_transcripts_come_back_from_every_vocabulary(folder):
             if ctc:  # as the network writes it
                 written = [token for one in ids for token in (one, one, tokenizer.pad_token_id)]
                 assert tokenizer.decode(written, skip_special_tokens=True) == text
+
+
+def test_letters_said_twice_stay_two(tmp_path):
+    """Also by the tokenizer of Wav2Vec2, which drops the blanks before it merges."""
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "|": 4, "h": 5, "e": 6, "l": 7, "o": 8}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    said = torch.tensor([[5, 5, 6, 7, 7, 0, 7, 8, 4, 8]])
+    written = read_ctc(torch.nn.functional.one_hot(said, 9).float(), torch.tensor([10]), blank=0)
+    assert decode(Wav2Vec2CTCTokenizer(tmp_path / "vocab.json"), written) == ["hello o"]
+
+
+@pytest.mark.parametrize("kind", [ParakeetFeatureExtractor, SeamlessM4TFeatureExtractor, Wav2Vec2FeatureExtractor])
+def test_frames_are_counted_as_the_model_gets_them(kind):
+    extractor = kind()
+    noise = np.random.default_rng(0).normal(0, 0.1, (2, 2 * RATE)).astype(np.float32)
+    waves = [noise[0], noise[1, :-4321]]
+    options = {"sampling_rate": RATE, "padding": True, "return_attention_mask": True, "return_tensors": "np"}
+    found = extractor(waves, **options)["attention_mask"].sum(1)
+    counted = count_frames(extractor, torch.tensor([len(wave) for wave in waves]))
+    np.testing.assert_allclose(counted.numpy(), found, atol=2)  # what a window holds more than its hop
+
+
+def test_rows_held_out_are_no_copies_and_not_hidden(folder, tmp_path):
+    record = train(tmp_path, folder, CTC, "--held_out", "0.25", "--speeds", "0.9", "1", "1.1")
+    assert record["rows"] == {"train": 27, "validation": 3}
+    kept = hold_out([{"text": str(i)} for i in range(12)], 0.25)
+    assert not {row["text"] for row in kept["train"]} & {row["text"] for row in kept["validation"]}
+
+
+def test_what_a_model_cannot_do_is_said_before_features_are_made():
+    def check(model_type="whisper", vocab_size=51865, ctc=False, **given):
+        args = SimpleNamespace(**{"ctc_decode_weight": 0.0, "ctc_weight": None, "language": None, "model": "m"} | given)
+        args.from_scratch = []
+        check_model(args, SimpleNamespace(model_type=model_type, vocab_size=vocab_size), ctc)
+
+    check(language="cs")
+    check(ctc_decode_weight=0.4, ctc_weight=0.3)
+    for wrong, message in (
+        ({"language": "chzech"}, "knows no such language.*czech"),
+        ({"language": "english", "vocab_size": 51864}, "knows English alone"),
+        ({"language": "czech", "model_type": "wav2vec2"}, "does not take a language"),
+        ({"ctc_decode_weight": 0.4}, "needs a decoder with a CTC head"),
+        ({"ctc_decode_weight": 0.4, "ctc": True, "model_type": "parakeet_ctc"}, "needs a decoder with a CTC head"),
+    ):
+        with pytest.raises(GraphFilterError, match=message):
+            check(**wrong)
 
 
 def test_unknown_characters_are_counted(folder, capsys):
@@ -419,7 +476,7 @@ def test_normal_forms():
 
 def test_targets_that_do_not_fit_are_left_out(capsys):
     rows = Dataset.from_dict({"length": [8, 8, 8], "labels": [[5, 6], [5, 5], [5, 6, 2]]})
-    kept, left_out = drop_long_targets(rows, lambda lengths: lengths // 4, special={2})
+    kept, left_out = drop_long_targets(rows, torch.tensor(rows["length"]) // 4, special={2})
     assert kept["labels"] == [[5, 6], [5, 6, 2]]
     assert left_out == 1
     assert "1 of 3 transcripts are longer than the encoder's output" in capsys.readouterr().err
@@ -502,10 +559,11 @@ def test_the_encoder_of_whisper_becomes_linear_by_the_batches_of_the_recipe():
     assert [row.module for row in filter_status(model)] == [f"model.encoder.layers.{i}.self_attn" for i in range(2)]
 
 
-def test_joint_search_scores_a_beginning_by_all_alignments():
+@pytest.mark.parametrize("prompt", [(1,), (1, 3, 3, 2)], ids=["start", "prompt"])
+def test_joint_search_scores_a_beginning_by_all_alignments(prompt):
     """The CTC part, against sums over all paths of four positions and four tokens: blank, end, and two others."""
     torch.manual_seed(0)
-    blank, end, start = 0, 1, 1
+    blank, end = 0, 1
     logits = torch.randn(2, 4, 4) * 2
     logits[..., end] = -30.0  # which CTC does not learn
     lengths, says = torch.tensor([4, 3]), logits.log_softmax(-1)
@@ -521,12 +579,13 @@ def test_joint_search_scores_a_beginning_by_all_alignments():
     search = JointSearch(logits, lengths, blank, end, weight=1.0)
     scores = torch.zeros(2, 4)
     for text in ((), (2,), (2, 2), (2, 2, 3)):
-        ids = torch.tensor([[start, *text]] * 2)
+        ids = torch.tensor([[*prompt, *text]] * 2)
         joint = search(ids, scores)
         for row in range(2):
             begun = probability(row, text, whole=False)
             if text and begun == 0:
                 continue
+            assert joint[row, blank] < -1e5, "no text has a blank"
             assert joint[row, end].exp().item() == pytest.approx(probability(row, text, True) / begun, abs=1e-5)
             for token in (2, 3):
                 expected = probability(row, (*text, token), whole=False) / begun
