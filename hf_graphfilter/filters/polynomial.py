@@ -14,7 +14,14 @@ from torch import Tensor
 from ..errors import GraphFilterError
 from ..functional.matrix_polynomial import known_zero
 from ..ops.combine import combine
-from ..ops.polynomials import applied, highest_order, identity_coefficients, monomials, recurrence
+from ..ops.polynomials import (
+    applied,
+    bernstein_in_chebyshev,
+    highest_order,
+    identity_coefficients,
+    monomials,
+    recurrence,
+)
 from ..shift.operator import ShiftOperator
 from .core.base import LARGEST_ORDER, FilterConfig
 from .core.build import register_filter
@@ -43,11 +50,12 @@ class Polynomial(PowerSeries):
 
     def __init__(self, config: PolynomialConfig, site: AttentionSite):
         super().__init__(config, site)
-        of_powers = config.basis in ("monomial", "bernstein")
-        self.steps = () if of_powers else recurrence(config.basis, *config.parameters)
+        self.steps = () if config.basis == "monomial" else recurrence(config.basis, *config.parameters)
         self.rows = monomials(config.basis, *config.parameters)
         # float32 loses less than six of its 24 bits in powers of A, which are the faster form
-        self.in_powers = max(sum(map(abs, row)) for row in self.rows) <= 2**5
+        self.in_powers = config.basis == "bernstein" or max(sum(map(abs, row)) for row in self.rows) <= 2**5
+        # the Bernstein polynomials have no recurrence of three terms: half precision sums them in another basis
+        self.expansion = bernstein_in_chebyshev(config.K) if config.basis == "bernstein" else None
 
     def shape(self, name: str, site: AttentionSite) -> tuple[int, ...]:
         return (self.config.K + 1,)
@@ -58,20 +66,22 @@ class Polynomial(PowerSeries):
 
     def coefficients(self) -> dict[str, Tensor]:
         """Return ``theta_0`` ... ``theta_K`` as they enter the formula, each (heads,)."""
-        theta = self.learned.detach() + self.theta.new_tensor(self.config.start())
-        return {f"theta_{k}": column for k, column in enumerate(theta.unbind(1))}
+        columns = zip(self.learned.detach().unbind(1), self.config.start(), strict=True)
+        return {f"theta_{k}": column + start for k, (column, start) in enumerate(columns)}  # numbers add to shards too
 
     def series(self, dtype: torch.dtype) -> Tensor:
-        if self.config.basis == "monomial":
-            return self.learned.to(dtype)
-        rows = torch.tensor(self.rows, dtype=dtype, device=self.theta.device)
-        return (self.learned.to(dtype)[..., None] * rows).sum(-2)  # autocast would round a product of matrices
+        return self.learned.to(dtype) if self.config.basis == "monomial" else self._expanded(self.rows, dtype)
+
+    def _expanded(self, rows: list[list[float]], dtype: torch.dtype) -> Tensor:
+        """Return the learned coefficients in the basis in which these rows are the T_k, (heads, K+1)."""
+        of_other = torch.tensor(rows, dtype=dtype, device=self.theta.device)
+        return (self.learned.to(dtype)[..., None] * of_other).sum(-2)  # autocast would round a product of matrices
 
     def forward(self, shift: ShiftOperator, value: Tensor) -> Tensor:
         """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         if not self.steps or (self.in_powers and value.dtype in (torch.float32, torch.float64)):
             return super().forward(shift, value)
-        learned = self.learned
+        learned = self.learned if self.expansion is None else self._expanded(self.expansion, torch.float32)
         shift.exact = known_zero(learned)
         attended = shift(value)
         theta = learned.t().contiguous().unbind()

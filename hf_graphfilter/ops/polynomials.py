@@ -26,7 +26,8 @@ def recurrence(basis: str, K: int, a: float = 1.0, b: float = 1.0) -> Recurrence
     """Return the steps ``(alpha_k, beta_k, gamma_k)`` for k = 1 ... K; the first is ``(c_1, c_0, 0)``.
 
     Args:
-        basis: ``"jacobi"`` (with a and b), ``"chebyshev"`` (first kind), ``"legendre"`` or ``"monomial"``.
+        basis: ``"jacobi"`` (with a and b), ``"chebyshev"`` (first kind), ``"legendre"``, ``"monomial"``, or
+            ``"bernstein"``, which gives the recurrence of the basis in which ``bernstein_in_chebyshev`` expands it.
         K: highest order, >= 0.
         a, b: parameters of the Jacobi polynomials. They are orthogonal on [-1, 1] for a, b > -1; the recurrence also
             runs outside, where no denominator vanishes.
@@ -48,6 +49,8 @@ def recurrence(basis: str, K: int, a: float = 1.0, b: float = 1.0) -> Recurrence
         return ((1.0, 0.0, 0.0),) * K
     if basis == "chebyshev":
         return tuple((1.0, 0.0, 0.0) if k == 1 else (2.0, 0.0, 1.0) for k in range(1, K + 1))
+    if basis == "bernstein":  # those of Chebyshev on [0, 1], in which ``bernstein_in_chebyshev`` expands them
+        return tuple((2.0, -1.0, 0.0) if k == 1 else (4.0, -2.0, 1.0) for k in range(1, K + 1))
     if basis == "legendre":
         return tuple(((2 * k - 1) / k, 0.0, (k - 1) / k) for k in range(1, K + 1))
     if basis != "jacobi":
@@ -107,6 +110,25 @@ def monomials(basis: str, K: int, a: float = 1.0, b: float = 1.0) -> list[list[f
         following = [alpha * r + beta * c - gamma * e for r, c, e in zip(raised, current, before, strict=True)]
         before, current = current, following
         rows.append(current)
+    return rows
+
+
+@lru_cache
+def bernstein_in_chebyshev(K: int) -> list[list[float]]:
+    """Return the coefficients of ``T_0(2x - 1) ... T_K(2x - 1)``, Chebyshev on [0, 1], in the Bernstein polynomials.
+
+    They are at most 1, while those of the powers of x grow as 3^K: half precision resolves sums in this basis.
+
+    Example:
+        >>> [[round(c, 3) for c in row] for row in bernstein_in_chebyshev(1)]
+        [[0.5, -0.5], [0.5, 0.5]]
+    """
+    angles = [math.pi * (i + 0.5) / (K + 1) for i in range(K + 1)]  # of the nodes, where sums are integrals
+    rows = []
+    for k in range(K + 1):
+        values = [math.comb(K, k) * math.cos(a / 2) ** (2 * k) * math.sin(a / 2) ** (2 * (K - k)) for a in angles]
+        sums = [sum(v * math.cos(j * a) for v, a in zip(values, angles, strict=True)) for j in range(K + 1)]
+        rows.append([(1 if j == 0 else 2) * s / (K + 1) for j, s in enumerate(sums)])
     return rows
 
 
