@@ -12,6 +12,7 @@ from ..errors import GraphFilterError
 
 class _Left(NamedTuple):
     name: str  # of the layer
+    kind: str
     call: int  # of its attention
     tensor: Tensor
     with_gradient: bool
@@ -39,19 +40,19 @@ class EarlierLayers:
         layer = name, _backward_pass()
         self._call = self._calls[layer] = self._calls.get(layer, 0) + 1
 
-    def leave(self, name: str, tensor: Tensor) -> None:
-        """Leave a tensor for the layers that follow the layer ``name`` (``GraphFilter.site_name``)."""
+    def leave(self, name: str, tensor: Tensor, kind: str) -> None:
+        """Leave a tensor of layer ``name`` (``GraphFilter.site_name``) for later layers with this kind of filter."""
         if not self._runs_again(name):
-            self._left.append(_Left(name, self._call, tensor, torch.is_grad_enabled()))
+            self._left.append(_Left(name, kind, self._call, tensor, torch.is_grad_enabled()))
 
-    def left_before(self, name: str) -> list[Tensor]:
-        """Return what the layers before ``name`` left; the nearest layer's tensor comes last.
+    def left_before(self, name: str, kind: str) -> list[Tensor]:
+        """Return what the layers before ``name`` with this kind of filter left; the nearest layer's tensor comes last.
 
         Raises:
             GraphFilterError: a gradient would be lost, of this layer or of one before, that first ran without; or the
                 layer is run again, and has several places.
         """
-        left = [entry for entry in self._left if entry.call == self._call]
+        left = [entry for entry in self._left if (entry.call, entry.kind) == (self._call, kind)]
         end = len(left)
         if self._runs_again(name):
             places = [i for i, entry in enumerate(left) if entry.name == name]

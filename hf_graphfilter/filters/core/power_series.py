@@ -82,7 +82,7 @@ class FromFirstLayer(PerHead):
 
     def first(self, shift: AttentionShift, values: Tensor) -> Tensor:
         """Return the first layer's ``values``; the first layer itself leaves them for the others."""
-        left = shift.earlier.left_before(self.site_name)
+        left = shift.earlier.left_before(self.site_name, self.config.filter)
         if not left and not self.is_first:
             raise GraphFilterError(
                 f"{self.site_name}: {self.config.filter!r} reads the values of the first layer, which did not run "
@@ -90,7 +90,7 @@ class FromFirstLayer(PerHead):
             )
         first = left[0].to(values.device) if left else values  # of a model over several GPUs
         if self.is_first:  # each time, where layers share their weights: checkpointing then finds its several places
-            shift.earlier.leave(self.site_name, first)
+            shift.earlier.leave(self.site_name, first, self.config.filter)
         if first.shape[2] != values.shape[2]:
             raise GraphFilterError(
                 f"{self.site_name}: {self.config.filter!r} reads the values of the first layer, which have "
