@@ -100,6 +100,13 @@ def gradients(name, folder, rank):
             patch_model(sharded(FAMILIES[family].build()))
 
 
+def coefficients(name, folder, rank):
+    """Those that are made of a parameter and numbers are read whole, too."""
+    for kind, options in (("polynomial", {}), ("arma", {"order": 2}), ("agf", {"theta": "per_head"})):
+        reference = patch_model(FAMILIES["bert"].build(), kind, **options)
+        assert str(filter_status(sharded(copy.deepcopy(reference)))) == str(filter_status(reference))
+
+
 def tensor_parallel(name, folder, rank):
     """The coefficients follow the heads: same outputs, gradients and decoding; a filter that cannot is refused."""
     reference, inputs = patched("llama", name).double(), FAMILIES["llama"].inputs(batch=4)
@@ -239,7 +246,7 @@ def main():
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    if mode in ("gradients", "tensor_parallel", "converter"):
+    if mode in ("gradients", "coefficients", "tensor_parallel", "converter"):
         dist.init_process_group("gloo")
         globals()[mode](name, folder, dist.get_rank())
     else:

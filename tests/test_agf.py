@@ -636,6 +636,7 @@ def test_parameters_are_where_the_issue_puts_them():
         ("theta_0", torch.ones(1)),
         *((f"theta_{k}", torch.zeros(1)) for k in (1, 2, 3)),
     ]
+    assert filter_status(model)[0].trained == {"theta_1", "theta_2", "theta_3"}, "theta_0 is 1 always"
     heads = patch_model(FAMILIES["bert"].build(), "agf", K=0, theta="per_head", constrain_theta=False)
     names = {n.split("graph_filter.")[1]: tuple(p.shape) for n, p in heads.named_parameters() if "graph_filter" in n}
     assert names == {"theta": (4, 1)}

@@ -37,6 +37,10 @@ def test_two_processes(mode, name, tmp_path, record_property):
         record_property("refused", refused.read_text())
 
 
+def test_two_processes_read_what_coefficients_are_made_of(tmp_path):
+    run_two(SCRIPT, "coefficients", "", tmp_path)
+
+
 @pytest.mark.slow
 def test_two_processes_of_the_converter_model(tmp_path):
     run_two(SCRIPT, "converter", "", tmp_path)

@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel, Qwen2VLVisionConfig
 
-from hf_graphfilter import AttentionSite, GraphFilterError, patch_model, unpatch_model
+from hf_graphfilter import AttentionSite, GraphFilterAttention, GraphFilterError, patch_model, unpatch_model
 from hf_graphfilter.analysis import attention_maps, response_curves
 from hf_graphfilter.analysis.report import report
 from hf_graphfilter.filters.arma import ARMAConfig
@@ -41,6 +41,7 @@ from hf_graphfilter.filters.hedgehog import HedgehogConfig
 from hf_graphfilter.filters.polynomial import PolynomialConfig
 from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
 from hf_graphfilter.shift.attention import AttentionCall, AttentionShift
+from hf_graphfilter.shift.earlier_layers import EarlierLayers
 from hf_graphfilter.testing import check_filter
 
 SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
@@ -64,6 +65,16 @@ def test_each_passes_the_checks_of_a_filter(name):
 def test_each_equals_its_dense_form(family, name):
     """Of all families among the slow tests of the common tester."""
     test_common.test_equals_the_dense_form(FAMILIES[family], FILTERS[name], "sdpa")
+
+
+def test_filters_read_what_their_own_kind_left():
+    left = EarlierLayers()
+    for name, kind in (("0", "value-residual"), ("1", "singularformer"), ("2", "value-residual")):
+        left.begin_call(name)
+        left.leave(name, torch.tensor(float(name)), kind)
+    left.begin_call("3")
+    assert left.left_before("3", "singularformer") == [torch.tensor(1.0)]
+    assert left.left_before("3", "value-residual") == [torch.tensor(0.0), torch.tensor(2.0)]
 
 
 @pytest.mark.parametrize("name", MENU)
@@ -181,6 +192,22 @@ def test_coefficients_of_a_basis_are_not_rounded_by_autocast():
     expected = graph_filter.series(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(graph_filter.series(torch.float32), expected)
+
+
+@pytest.mark.parametrize("order", [3, 8, 12])
+def test_half_precision_resolves_each_bernstein_polynomial(order):
+    """Powers of A would be off by two thirds at order 12; here errors grow with the order, from 2^-8 an application."""
+    g = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 1, 4, 32, 8, generator=g, dtype=torch.float64).bfloat16()
+    attend = GraphFilterAttention("polynomial", 4, 8, K=order, basis="bernstein")
+    theta = torch.eye(order + 1)[order // 2].expand(4, -1)
+    attend.graph_filter.theta.data.copy_(theta)
+    A = (query.double() @ key.double().mT * 8**-0.5).softmax(-1)
+    eye, rest, k = torch.eye(32, dtype=torch.float64), order - order // 2, order // 2
+    T = math.comb(order, k) * torch.linalg.matrix_power(A, k) @ torch.linalg.matrix_power(eye - A, rest)
+    expected = (A + T) @ value.double()
+    error = (attend(query, key, value).double() - expected).norm() / expected.norm()
+    assert error < order * 2**-8
 
 
 @pytest.mark.parametrize("name", MENU)

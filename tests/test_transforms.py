@@ -10,6 +10,7 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.parallel import comm, replicate
 
 from hf_graphfilter import filter_parameters, filter_status
+from hf_graphfilter.functional import gfsa
 
 families = pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5", "deit"])
 
@@ -54,6 +55,13 @@ def test_vmap(family, entry):
     found = vmap(lambda p: functional_call(model, p, (), inputs).last_hidden_state)(parameters)
     for result, member in zip(found, (model, other), strict=True):
         torch.testing.assert_close(result, output(member, inputs), atol=1e-9, rtol=1e-9)
+
+
+def test_vmap_over_a_coefficient_alone():
+    query, key, value = torch.randn(3, 1, 2, 5, 4, dtype=torch.float64)
+    found = vmap(lambda w: gfsa(query, key, value, -0.1, 1.0, w, 3))(strengths := torch.linspace(0, 1, 3).double())
+    for result, strength in zip(found, strengths, strict=True):
+        torch.testing.assert_close(result, gfsa(query, key, value, -0.1, 1.0, strength, 3))
 
 
 @pytest.mark.feature("Transforms of PyTorch: torch.func.vmap over gradients, one for each example")

@@ -171,7 +171,8 @@ def _has_sample(tensor: Tensor) -> bool:
 
 
 def _sample(tensor: Tensor) -> list[float]:
-    return round_values(torch.cat([sample_evenly(tensor).double(), tensor.detach().double().norm().view(1)]))
+    tensor = tensor.detach().cpu().double()  # some devices have no float64
+    return round_values(torch.cat([sample_evenly(tensor), tensor.norm().view(1)]))
 
 
 def _is_same(values: Any, tensor: Tensor, tolerance: float) -> bool:

@@ -112,6 +112,12 @@ class AGF(ReplacingFilter):
             by_order = {"singular": 2 * self.singular.detach().sigmoid().mean((1, 2))}
         return by_order if self.gate is None else {**by_order, "gate": self.gate}
 
+    def learned_coefficients(self) -> dict[str, Tensor]:
+        learned = super().learned_coefficients()
+        if self.config.constrain_theta:
+            learned.pop("theta_0", None)  # 1 always
+        return learned
+
     def singular_response(self, values: Tensor) -> Tensor | None:
         """Return ``sum_k theta_k T_k(sigma)`` (Eq. 9)."""
         if self.singular is not None:
@@ -171,9 +177,10 @@ class AGF(ReplacingFilter):
         rows = spectral.basis(left.u, -1, None, rho) * left.singular_values()
         v = spectral.basis(v, -2, keys, rho)
         value = spectral.hide(v, spectral.to_float32(value), keys)[1]
-        if not causal:
-            return spectral.multiply_all(rows, v, value).to(dtype)
-        out, sums = spectral.multiply_causal(rows, v, value, state.get("sums") if state else None)
+        with torch.autocast(value.device.type, enabled=False):  # sums over all tokens
+            if not causal:
+                return spectral.multiply_all(rows, v, value).to(dtype)
+            out, sums = spectral.multiply_causal(rows, v, value, state.get("sums") if state else None)
         if state is not None:
             state.update(sums=sums)
         return out.to(dtype)

@@ -50,8 +50,10 @@ class ARMA(PowerSeries):
     @property
     def poles(self) -> Tensor:
         """The poles b_p, (heads, order)."""
-        starts = [math.atanh(x) for x in self.config.spread()]
-        return self.config.bound * (self.shift_of_pole + torch.tensor(starts, device=self.residue.device)).tanh()
+        starts = map(math.atanh, self.config.spread())
+        # column by column: numbers add to the shards of FSDP2 too
+        moved = [shift + start for shift, start in zip(self.shift_of_pole.unbind(1), starts, strict=True)]
+        return self.config.bound * torch.stack(moved, 1).tanh()
 
     def coefficients(self) -> dict[str, Tensor]:
         """Return ``r_1``, ``b_1`` and so on, each (heads,)."""

@@ -57,7 +57,8 @@ class Performer(FeatureMapFilter):
 
     def _project(self, x: Tensor) -> Tensor:
         x = to_float32(x)
-        return x @ self.directions.to(x.dtype).mT
+        with torch.autocast(x.device.type, enabled=False):
+            return x @ self.directions.to(x.dtype).mT
 
 
 def orthogonal_directions(count: int, features: int, seed: int) -> Tensor:
@@ -88,7 +89,7 @@ class PerformerConfig(ReplacingConfig):
 
     Args:
         features (int, default 256): Number of random features per head, at most 4096.
-        seed (int, default 0): Seed of the directions. Each layer draws its own.
+        seed (int, default 0): Seed of the directions. Each layer of a stack draws its own.
         init, window, sinks, far, position_bias: Options of every replacement filter, see ``ReplacingConfig``.
 
     Example:

@@ -110,7 +110,7 @@ def errors_by_context(
     def observe(name: str, squares: Squares) -> None:
         at = torch.bucketize(squares.context.cpu().flatten(), edges)
         for sum_, square in zip(sums[name], squares, strict=False):
-            flat = square.double().cpu().flatten()
+            flat = square.cpu().double().flatten()
             sum_.index_add_(0, at, flat)
             sum_[-1] += flat.sum()
 

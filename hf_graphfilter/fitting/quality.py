@@ -71,7 +71,7 @@ def _of_logits(pair: Mapping[str, Outputs], batch: Batch, vocabulary: float) -> 
             rows = zip(_rows(logits), ids.roll(-1, 1).flatten().split(_at_once(logits)), strict=True)
             loss = torch.cat([functional.cross_entropy(part, wanted, reduction="none") for part, wanted in rows])
             sums[which] = (loss.view_as(ids)[:, :-1] * shown).sum()
-    return {name: x.double().cpu() for name, x in sums.items()}
+    return {name: x.cpu().double() for name, x in sums.items()}
 
 
 def compare_logits(original: Tensor, converted: Tensor) -> tuple[Tensor, Tensor]:

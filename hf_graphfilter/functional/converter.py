@@ -103,7 +103,7 @@ def kernelution(
         kernel, M, xi, a, b: the damping g_k, see ``gibbs_damping``.
 
     Returns:
-        Shape of ``value``, dtype as in ``unitary``.
+        Shape of ``value``, dtype as in ``unitary``, whatever that of the coefficients.
 
     Raises:
         GraphFilterError: as ``unitary`` and ``gibbs_damping``, coefficients of another shape.

@@ -110,7 +110,7 @@ class Workspace:
     def _block(self, rows: slice, seen: slice, causal: bool, dtype: torch.dtype) -> Block:
         shape = (len(self.q), rows.stop - rows.start, seen.stop)
         matrix, change, more = (scratch(name, shape, dtype) for name in ("matrix", "change", "more change"))
-        hidden = torch.full(shape[1:], -torch.inf, dtype=dtype).triu_(1 + rows.start) if causal else None
+        hidden = torch.full(shape[1:], -torch.inf, dtype=dtype, device="cpu").triu_(1 + rows.start) if causal else None
         outputs, passed = ([x[:, rows] for x in signals] for signals in (self.outputs, self.passed))
         return Block(
             rows=rows,

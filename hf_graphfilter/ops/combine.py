@@ -54,8 +54,9 @@ def _add_up(coefficients: Sequence[Tensor], signals: Sequence[Tensor]) -> Tensor
     if (combined := triton.combine(coefficients, signals)) is not None:
         return combined
     out = _spread(coefficients[0], signals[0]) * signals[0]
+    add = torch.addcmul if torch._C._are_functorch_transforms_active() else Tensor.addcmul_  # vmap may have one of them
     for c, x in zip(coefficients[1:], signals[1:], strict=True):
-        out.addcmul_(x, _spread(c, x))
+        out = add(out, x, _spread(c, x))
     return out.to(signals[0].dtype)
 
 

@@ -29,10 +29,10 @@ def lower_factor(angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns:
         The blocks of R_H, (batch, blocks, m+1, m+1), each ``R_m ... R_1`` of m rotations; and the phases before and
-        after it, (batch, n+1), float64, as they are sums over all tokens.
+        after it, (batch, n+1), float64, as they are sums over all tokens; on the CPU where the device has no float64.
     """
     alpha, beta, gamma = (angles / 2).unbind(1)
-    alpha, beta = alpha.double(), beta.double()
+    alpha, beta = _in_double(alpha), _in_double(beta)
     common = (beta - alpha).cumsum(1) - beta  # phase of both tokens of a rotation
     last = (beta - alpha).sum(1, keepdim=True)
     return _products(_rotations(gamma)), pad(alpha - common, (1, 0)), torch.cat([common - beta, last], 1)
@@ -41,10 +41,14 @@ def lower_factor(angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def upper_factor(angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``H_u = G_1 ... G_n`` in the form of ``lower_factor``; a block is ``R_1 ... R_m``."""
     alpha, beta, gamma = (angles / 2).unbind(1)
-    alpha, beta = alpha.double(), beta.double()
+    alpha, beta = _in_double(alpha), _in_double(beta)
     common = (alpha - beta).flip(1).cumsum(1).flip(1) + beta
     first = (alpha - beta).sum(1, keepdim=True)
     return _products(_rotations(gamma).mT).mT, pad(-alpha - common, (0, 1)), torch.cat([first, common + beta], 1)
+
+
+def _in_double(phase: Tensor) -> Tensor:
+    return (phase.cpu() if phase.device.type == "mps" else phase).double()
 
 
 def _rotations(gamma: Tensor) -> Tensor:

@@ -15,7 +15,9 @@ from .scratch import scratch
 def draw_masks(shape: tuple[int, ...], dropout: float) -> Tensor:
     """Draw which entries stay (bool), with 16 random bits each from the default generator."""
     count = torch.Size(shape).numel()
-    bits = torch.empty((count + 3) // 4, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)[:count]
+    bits = (
+        torch.empty((count + 3) // 4, dtype=torch.int64, device="cpu").random_(-(2**63), None).view(torch.int16)[:count]
+    )
     return (bits >= _of_bits(dropout) - 2**15).view(shape)
 
 

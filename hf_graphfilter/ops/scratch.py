@@ -36,11 +36,11 @@ def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """
     count = prod(shape)
     if count > LARGEST:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     buffer = _held.buffers.get((name, dtype))
     if buffer is None or buffer.shape[0] < count:
         with torch.inference_mode(False):  # a tensor made in that mode cannot be written to outside of it
-            _held.buffers[name, dtype] = buffer = torch.empty(count, dtype=dtype)
+            _held.buffers[name, dtype] = buffer = torch.empty(count, dtype=dtype, device="cpu")
         _held.made.clear()  # or smaller buffers would stay
     return buffer[:count].view(shape)
 
