@@ -63,7 +63,7 @@ def device_of(module: torch.nn.Module) -> Any:
         return here
     hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
     devices = (getattr(hook, "execution_device", None) for hook in hooks)
-    return next((device for device in devices if device is not None), None)
+    return next((torch.device(device) for device in devices if device is not None), None)
 
 
 def wait_for(device: torch.device) -> None:

@@ -23,11 +23,14 @@ from transformers import (
     BertForQuestionAnswering,
     BertModel,
     BertTokenizer,
+    CLIPVisionConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForTokenClassification,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MistralConfig,
     MistralModel,
     OPTConfig,
@@ -47,6 +50,7 @@ from hf_graphfilter import (
     save_filter,
 )
 from hf_graphfilter.analysis.model_inputs import name_mistakes
+from hf_graphfilter.devices import device_of
 from hf_graphfilter.files import locked, read_state, write_state
 from hf_graphfilter.filters.core.attached import filters_of
 from hf_graphfilter.fitting import (
@@ -68,6 +72,7 @@ from hf_graphfilter.fitting.probes import make_probes, problem_of
 from hf_graphfilter.fitting.quality import compare
 from hf_graphfilter.fitting.run import StageRun
 from hf_graphfilter.fitting.speed import taken_in_turn
+from hf_graphfilter.fitting.stored_inputs import Inputs
 
 LLAMA = LlamaConfig(
     vocab_size=90,
@@ -424,6 +429,8 @@ def test_weights_on_disk_are_fitted_in_blocks(tmp_path, transformers_warnings):
     expected = run(whole, **options)
     places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
     disk = {"device_map": {**places, "model.layers": "disk"}, "offload_folder": tmp_path / "weights"}
+    all_on_disk = LlamaForCausalLM.from_pretrained(tmp_path / "model", **{**disk, "device_map": {"": "disk"}})
+    assert device_of(all_on_disk) == torch.device("cpu")
     model = LlamaForCausalLM.from_pretrained(tmp_path / "model", **disk).eval()
     found = run(model, blocks=2, checkpoint=tmp_path / "progress", **options)
     assert found.after == pytest.approx(expected.after, rel=1e-3)
@@ -439,6 +446,33 @@ def test_weights_on_disk_are_fitted_in_blocks(tmp_path, transformers_warnings):
         for batch in texts(2):
             torch.testing.assert_close(loaded(**batch).logits, whole(**batch).logits, atol=1e-4, rtol=1e-4)
     transformers_warnings.clear()  # that weights are on the disk
+
+
+def test_progress_that_blocks_have_lost_is_said(tmp_path, monkeypatch):
+    options = {"stages": {"attention": 1}, "budget": 240, "evaluations": 1, "checkpoint": tmp_path}
+    both = {**options, "stages": {"attention": 1, "logits": 1}, "checkpoint": tmp_path / "whole"}
+    run(llama(), texts(12, rows=1), **both)
+    with pytest.raises(GraphFilterError, match=r"progress of another transfer \(blocks differ\)"):
+        run(llama(), texts(12, rows=1), blocks=2, **both)
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_graphfilter.fitting.stored_inputs.Inputs.finish", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(llama(), texts(12, rows=1), blocks=2, **options)
+    for file in (tmp_path / "attention-0").iterdir():
+        file.unlink()
+    with pytest.raises(GraphFilterError, match="lost the progress of block 0"):
+        run(llama(), texts(12, rows=1), blocks=2, **options)
+
+
+def test_batches_of_an_iterator_that_blocks_have_read_do_not_come_again(tmp_path):
+    def keep(batches, folder):
+        inputs = Inputs(folder, torch.device("cpu"), {})
+        inputs.keep(batches, 2, lambda batch: 1)
+        return next(batches)["input_ids"]
+
+    first, again = (keep(iter(texts(4)), tmp_path) for _ in range(2))
+    assert torch.equal(first, again)
+    assert torch.equal(first, texts(4)[2]["input_ids"])
 
 
 def test_blocks_need_one_stack_of_layers():
@@ -542,6 +576,46 @@ def test_gradient_checkpointing_lets_no_layer_drop_out():
     assert all(layer.gradient_checkpointing for layer in model.model.decoder.layers), "as it was"
 
 
+def llava():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    vision = CLIPVisionConfig(**sizes, image_size=8, patch_size=4)
+    torch.manual_seed(0)
+    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=copy.deepcopy(LLAMA))).eval()
+
+
+def test_filters_that_no_batch_reaches_are_said_and_those_of_the_text_converted():
+    model = llava()
+    before = weights(model)
+    with pytest.raises(GraphFilterError, match=r"reaches 2 of 6 filters, the first model.vision_tower.* with stack="):
+        run(model, filter="far_field")
+    assert weights(model).keys() == before.keys(), "as it was"
+    report = run(model, filter="far_field", stack="decoder", layers="auto:50%", budget=300, evaluations=1)
+    assert "perplexity" in {measure.name for measure in report.measures}
+    assert report.choose == "both"
+    assert {row.module.split(".")[1] for row in filter_status(model)} == {"language_model"}
+
+
+def test_adapters_are_measured_as_their_weights_are_saved():
+    """Merging rounds them to the dtype of the model, and the original is still the one before."""
+    pytest.importorskip("peft")
+    model = llama().bfloat16()
+    for name, parameter in model.named_parameters():
+        parameter.data *= 20 if "lm_head" in name or "o_proj" in name else 1  # so that attention matters
+    untouched = copy.deepcopy(model)
+    options = {"rates": Rates(weights=1e-3), "train": "lora", "rank": 2, "budget": 4000}
+    report = run(model, texts(1) * 10, **options)
+    changed = [n for n, p in untouched.named_parameters() if not torch.equal(p, model.get_parameter(n))]
+    assert len(changed) == 4 * 4
+    modules, held = dict(filters_of(model)), [{**batch, "use_cache": False} for batch in texts(1) * 2]
+    with torch.no_grad():
+        assert filter_errors(model, modules, held) == pytest.approx(report.after, rel=1e-6)
+        found = compare(model, lambda batch: untouched(**batch), held, True)
+    by_name = {measure.name: measure for measure in report.measures}
+    for name in ("divergence", "perplexity"):
+        assert found[name]["converted"] == pytest.approx(by_name[name].converted, rel=1e-6)
+    assert found["perplexity"]["original"] == pytest.approx(by_name["perplexity"].original, rel=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["shuffling", "prepared", "subset"])
 def test_rows_to_measure_on_are_never_trained_on(kind):
     rows = [{"input_ids": ids} for batch in texts(20) for ids in batch["input_ids"]]
@@ -571,6 +645,8 @@ def test_rows_to_measure_on_are_never_trained_on(kind):
     with pytest.raises(GraphFilterError, match=r"may show the first 3 batches again later \(list\).*give holdout="):
         run(bert(), batched, holdout=3)
     run(bert(), batched, holdout=texts(2))
+    made_already = torch.utils.data.DataLoader(texts(8), batch_size=None)  # in its order, batch by batch
+    run(bert(), made_already, holdout=2, budget=300, evaluations=1)
     if kind == "shuffling":
         with pytest.raises(GraphFilterError, match="no batch is left that is not held out"):
             run(bert(), loader, holdout=20)
@@ -667,8 +743,6 @@ def test_half_precision_is_measured_as_it_is_saved(K):
     modules = dict(filters_of(model))
     assert {p.dtype for f in modules.values() for n, p in f.named_parameters() if "theta" not in n} == {torch.bfloat16}
     with torch.no_grad():
-        for graph_filter in modules.values():
-            graph_filter.float()
         held = [{**batch, "use_cache": False} for batch in texts()[:2]]
         assert filter_errors(model, modules, held) == pytest.approx(report.after, rel=1e-6)
 

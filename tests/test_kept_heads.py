@@ -219,6 +219,8 @@ def test_the_heads_that_read_furthest_are_chosen_and_one_is_left_per_layer():
     best = max((score, layer, head) for layer, row in scores.items() for head, score in enumerate(row))
     assert choose_heads(model, texts(2), 0.17, config) == {best[1]: (best[2],)}
     assert sum(map(len, choose_heads(model, texts(2), 0.5, config).values())) == 3
+    tensors = [batch["input_ids"] for batch in texts(2)]
+    assert choose_heads(model, tensors, 0.5, config) == choose_heads(model, texts(2), 0.5, config)
     assert choose_heads(model, iter(texts(2)), "50%", config) == choose_heads(model, texts(2), 0.5, config)
     with pytest.raises(GraphFilterError, match=r"keep='2000.*%'.* above 0 and below 100"):
         choose_heads(model, texts(2), 20, config)

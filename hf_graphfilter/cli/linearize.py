@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -130,7 +131,9 @@ def linearize(
     else:
         config = load_config(source)
         size, patch = getattr(config, "image_size", 224), getattr(config, "patch_size", 16)
-        batches = Images(source, images, max(1, (batch or length) // (size // patch) ** 2))
+        sides = zip(*(x if isinstance(x, (list, tuple)) else (x, x) for x in (size, patch)), strict=True)
+        patches = math.prod(max(1, side // of_patch) for side, of_patch in sides)
+        batches = Images(source, images, max(1, (batch or length) // patches))
     model, first = place(load(source, auto_class, dtype=dtype))
     progress = output / PROGRESS
     torch.manual_seed(seed)

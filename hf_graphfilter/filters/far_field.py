@@ -205,7 +205,8 @@ class FarFieldConfig(KeepingConfig):
     A token attends exactly to its block of ``window`` tokens, to the neighbouring block and to the first tokens. All
     tokens beyond are summarised by means of their values, one per learned feature, and enter the same softmax as one
     more key. Time and memory are linear in the number of tokens. A text of at most two blocks gets exactly the original
-    attention.
+    attention. Blocks count padding too: with padding on the left, a text sees up to a block fewer tokens exactly than
+    by itself.
 
     Right after patching, a longer text is far from the original, except with ``init="blend"``; ``linearize`` or
     ``transfer_attention`` fits it.

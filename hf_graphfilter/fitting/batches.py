@@ -101,7 +101,8 @@ def split_holdout(data: Iterable[Any], holdout: int | Iterable[Any]) -> tuple[It
     if not isinstance(holdout, int) or not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset):
         return data, holdout
     batched = data.batch_sampler  # accelerate's loaders tell no other sampler
-    if type(batched) is BatchSampler and isinstance(batched.sampler, SequentialSampler):
+    plain = data if batched is None else batched if type(batched) is BatchSampler else None
+    if plain is not None and isinstance(plain.sampler, SequentialSampler):
         return data, holdout
     size, of_all = getattr(batched, "batch_size", None), getattr(batched, "batch_sampler", batched)
     sampler = getattr(of_all, "sampler", of_all)
@@ -121,10 +122,10 @@ def split_holdout(data: Iterable[Any], holdout: int | Iterable[Any]) -> tuple[It
 
 
 def _rows_of(sampler: Sampler[int] | Any, dataset: Any) -> Sequence[int] | None:
-    """Return what a sampler that shuffles draws from; None for one that goes by weights, or by another rule."""
+    """Return what a sampler draws from; None for one that goes by weights, or by another rule."""
     if isinstance(sampler, SubsetRandomSampler):
         return sampler.indices
-    whole = isinstance(sampler, (RandomSampler, DistributedSampler, LengthGroupedSampler))
+    whole = isinstance(sampler, (SequentialSampler, RandomSampler, DistributedSampler, LengthGroupedSampler))
     return range(len(dataset)) if whole and hasattr(dataset, "__len__") else None
 
 

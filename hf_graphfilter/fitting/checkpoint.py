@@ -80,7 +80,8 @@ class Checkpoint:
 
 def check_same(earlier: dict[str, Any], now: dict[str, Any], directory: Path) -> None:
     """Raise if the settings of earlier progress, of which older code wrote less, are not those of this fit."""
-    if changed := [name for name, value in earlier.items() if value != now.get(name)]:
+    before, now = ({"blocks": 1, **settings} for settings in (earlier, now))  # which only several are written as
+    if changed := [name for name, value in before.items() if value != now.get(name)]:
         raise GraphFilterError(
             f"{directory} holds the progress of another transfer ({', '.join(changed)} differ): "
             "use its settings to go on with it, or another directory"

@@ -18,6 +18,7 @@ from ..filters.far_field import FarFieldConfig
 from ..hosts import host_of
 from ..ops.spectral import to_float32
 from ..patching.layers import Layers, select_sites
+from .batches import inputs_of
 from .objectives import Batch
 from .probes import make_probes, problem_of
 
@@ -108,7 +109,7 @@ def choose_heads(
         GraphFilterError: the model is no decoder of one stack, the batches give no probes, or there are fewer heads.
     """
     share = parse_heads(share if isinstance(share, str) else f"{share * 100:f}%") or 0.0
-    held = [*held]
+    held = [inputs_of(model, batch, labels=False) for batch in held]
     sites, _ = host_of(model).find(model)
     if not all(site.causal for site in sites) or len({site.group for site in sites}) != 1:
         raise GraphFilterError(

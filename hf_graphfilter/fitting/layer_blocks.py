@@ -209,6 +209,11 @@ def _fit_blocks(fit: Linearization, budget: int, count: int, folder: Path) -> Tr
 
 
 def _mean_error(block: Block, modules: dict[str, GraphFilter], held: Inputs, number: int) -> float:
+    if held.passed > number:
+        raise GraphFilterError(
+            f"{held.folder.parent} has lost the progress of block {number}, whose inputs are gone: remove this "
+            "directory, and start again"
+        )
     return mean(filter_errors(block, modules, held.read(number)))
 
 

@@ -18,7 +18,7 @@ from ..errors import GraphFilterError, is_number, nearest, shown
 from ..filters import FilterConfig, ReplacingConfig, ReplacingFilter, as_config
 from ..filters.core.attached import filters_of
 from ..filters.core.registry import get_filter
-from ..hosts import encoder_of, host_of
+from ..hosts import encoder_of
 from ..logs import logger
 from ..patching.layers import Layers
 from ..patching.patch import patch_model, unpatch_model
@@ -131,7 +131,7 @@ def linearize(
     check_choose(choose, share)
     model = encoder_of(model)
     _check_model(model, train, gradient_checkpointing)
-    started, causal = time.monotonic(), all(site.causal for site in host_of(model).find(model)[0])
+    started = time.monotonic()
     batches = Batches(model, data, holdout, labels="task" in shares)
     _warn_of_short_texts(model)
     batches.stream()  # what it lacks is said before the model changes
@@ -153,7 +153,7 @@ def linearize(
         reach = max(0, *(f.span - 1 for f in fit.modules.values() if isinstance(f, ReplacingFilter)))
         with fit.exclusive(), name_mistakes(model):
             with fit.only_filters():
-                ends_in = fit.check(shares, causal)
+                ends_in = fit.check(shares)
                 if share is not None:
                     fit.settings["choose"] = chosen_by = fit.prepare_choice(choose, reach)
                 fit.tokens = _tokens(shares or {"attention": 0.7, ends_in: 0.3}, budget)
@@ -164,7 +164,7 @@ def linearize(
                     restored, gains = fit.restore(chosen_by, share, ends_in)
             if share is not None:
                 fit.modules = keep_attention(model, config, fit.modules, restored)
-            report = _finish(fit, train, rank, gradient_checkpointing, causal)
+            report = _finish(fit, train, rank, gradient_checkpointing)
     except BaseException:
         unpatch_model(model)
         raise
@@ -175,16 +175,17 @@ def linearize(
     return report
 
 
-def _finish(fit: Linearization, train: Train, rank: int, recompute: bool, causal: bool) -> ConversionReport:
+def _finish(fit: Linearization, train: Train, rank: int, recompute: bool) -> ConversionReport:
     """Run the stages after "attention", and measure the model as it will be saved."""
     dtypes = [(p, p.dtype) for graph_filter in fit.modules.values() for p in graph_filter.parameters()]
     with fit.only_filters(), trained(fit.model, fit.modules, train, rank) as weights:
         fit.weights = weights.parameters
         with recomputed(fit.model, recompute):
             fit.finish(weights.original)
+        weights.merge()
         for parameter, dtype in dtypes:  # half precision rounds what was fitted in float32
-            parameter.data.copy_(parameter.data.to(dtype))
-        return fit.measured(weights.original, causal)
+            parameter.data = parameter.data.to(dtype)
+        return fit.measured(weights.original)
 
 
 def _config(filter: str | FilterConfig, options: dict[str, Any]) -> ReplacingConfig:

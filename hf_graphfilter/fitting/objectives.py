@@ -27,11 +27,13 @@ class Squares(NamedTuple):
         error: of the filter.
         wanted: of the attention.
         context: how many tokens the token sees.
+        scale: by which a loss is multiplied so that float16 holds its gradient.
     """
 
     error: Tensor
     wanted: Tensor
     context: Tensor
+    scale: float
 
 
 Run = Callable[..., Any]  # a model, or a part of one
@@ -72,7 +74,9 @@ def _squares(shift: AttentionShift, approximation: Tensor, wanted: Tensor) -> Sq
     causal, keys = shift.visible()
     there = torch.ones_like(wanted) if keys is None else keys[:, -wanted.shape[1] :].to(wanted.dtype)
     there = there.expand_as(wanted)
-    return Squares(error * there, wanted * there, there.cumsum(1) if causal else there.sum(1, keepdim=True) * there)
+    context = there.cumsum(1) if causal else there.sum(1, keepdim=True) * there
+    scale = float(there.numel()) if approximation.dtype == torch.float16 else 1.0
+    return Squares(error * there, wanted * there, context, scale)
 
 
 def regress(model: Run, modules: dict[str, GraphFilter], batch: Batch) -> dict[str, float]:
@@ -81,7 +85,7 @@ def regress(model: Run, modules: dict[str, GraphFilter], batch: Batch) -> dict[s
 
     def observe(name: str, squares: Squares) -> None:
         loss = squares.error.sum() / squares.wanted.sum().clamp(min=1e-12)
-        backward(loss)
+        backward(loss * squares.scale)  # AdamW divides by the size of gradients, and this loss is not clipped
         losses[name] = loss.detach()
 
     with torch.no_grad(), attending(modules, observe, fit=True):
@@ -102,6 +106,9 @@ def errors_by_context(
     """Return the errors of the filters, and the same by how many tokens a token sees.
 
     The parts end at the bounds; the last part is what lies beyond the last bound.
+
+    Raises:
+        GraphFilterError: no batch reaches one of the filters.
     """
     edges = torch.tensor(bounds)
     # the last entry is the sum of all, not of the entries before it: the same, bit for bit, whatever the bounds
@@ -109,7 +116,7 @@ def errors_by_context(
 
     def observe(name: str, squares: Squares) -> None:
         at = torch.bucketize(squares.context.cpu().flatten(), edges)
-        for sum_, square in zip(sums[name], squares, strict=False):
+        for sum_, square in zip(sums[name], squares[:2], strict=True):
             flat = square.cpu().double().flatten()
             sum_.index_add_(0, at, flat)
             sum_[-1] += flat.sum()
@@ -117,6 +124,11 @@ def errors_by_context(
     with attending(modules, observe):
         for batch in batches:
             model(**batch)
+    if missed := [name for name, (_, norm) in sums.items() if not norm[-1]]:
+        raise GraphFilterError(
+            f"no held-out batch reaches {len(missed)} of {len(sums)} filters, the first {missed[0]}: give batches that "
+            "use all parts of the model, or leave these out with stack= or layers="
+        )
     ratios = {name: (error / norm).sqrt().tolist() for name, (error, norm) in sums.items()}
     *parts, whole = [{name: of[i] for name, of in ratios.items()} for i in range(len(bounds) + 2)]
     return whole, parts

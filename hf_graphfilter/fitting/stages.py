@@ -18,6 +18,8 @@ from torch import Tensor
 from ..analysis.branches import switch_off
 from ..devices import device_of
 from ..errors import GraphFilterError
+from ..filters.core.attached import CHILD
+from ..hosts import host_of
 from .batches import inputs_of
 from .checkpoint import Checkpoint
 from .choice import GREEDY, Choose, Losses, count_kept, restore
@@ -55,6 +57,7 @@ class Linearization(Fit):
         evaluations: how often a stage is measured, at most.
         precision: None or ``"bf16"``.
         reports: what each stage did.
+        causal: whether all filters see earlier tokens only, in a model of one stack.
         predicts: whether the model's logits are those of the next token.
         probes: batches of retrieval probes, if layers are chosen by them.
     """
@@ -65,6 +68,9 @@ class Linearization(Fit):
         self.tokens: dict[str, int] = {}
         self.reports: dict[str, TransferReport] = {}
         self.predicts, self.probes = False, list[Batch]()
+        fitted = [site for site in host_of(self.model).find(self.model)[0] if hasattr(site.module, CHILD)]
+        config: Any = self.model.config
+        self.causal = all(site.causal for site in fitted) and not config.is_encoder_decoder
 
     def begin(self, reach: int) -> None:
         """Measure the filters before the first step; ``reach`` is how many tokens back the window goes.
@@ -218,17 +224,17 @@ class Linearization(Fit):
         return max(seen)
 
     @torch.no_grad()
-    def measured(self, original: Original, causal: bool) -> ConversionReport:
+    def measured(self, original: Original) -> ConversionReport:
         """Return the errors of the layers and the measures of the model, whole and without each part of the filters."""
         held = self.batches.held
         with self.autocast():
             after, by_context = errors_by_context(self.model, self.modules, held, BOUNDS)
-            quality = compare(self.model, original, held, causal)
+            quality = compare(self.model, original, held, self.causal)
             errors: dict[str, float] = {}
             switched: dict[str, dict[str, dict[str, float]]] = {}
             for part in parts_of(self.modules):
                 with switch_off(part, [f for f in self.modules.values() if part in f.branches()]):
-                    switched[part] = compare(self.model, original, held, causal)
+                    switched[part] = compare(self.model, original, held, self.causal)
                     errors[part] = mean(self.errors())
         measures = [
             Measure(name, **values, without={part: measured[name]["converted"] for part, measured in switched.items()})
@@ -243,7 +249,7 @@ class Linearization(Fit):
             stages=self.reports,
         )
 
-    def check(self, stages: Iterable[str], causal: bool) -> str:
+    def check(self, stages: Iterable[str]) -> str:
         """Return by what the model's outputs are compared, ``"logits"`` or ``"hidden"``; before any long work.
 
         Raises:
@@ -263,7 +269,9 @@ class Linearization(Fit):
             _task_loss(outputs)
         ends_in = "logits" if "logits" in outputs else "hidden"
         del outputs, last  # of a large vocabulary
-        measures = compare(self.model, original, [batch], causal)  # what would end the last stage after all the others
+        measures = compare(
+            self.model, original, [batch], self.causal
+        )  # what would end the last stage after all the others
         self.predicts = "perplexity" in measures
         fitted = {*stages} or {ends_in}
         for stage in (fitted | {ends_in} - {"logits"}) & {*DISTANCES}:  # that logits compare was seen

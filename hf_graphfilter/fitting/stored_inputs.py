@@ -49,6 +49,7 @@ class Inputs:
                 check_same(settings, self.settings, self.folder)
             if settings == self.settings:
                 self.count, self.passed = state["count"], state["passed"]
+                next(itertools.islice(batches, self.count, self.count), None)  # later stages go on behind them
                 return
         used = 0.0
         for batch in batches:

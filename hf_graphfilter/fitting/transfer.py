@@ -51,7 +51,8 @@ def transfer_attention(
             fitted and the gate stays. AGF needs ``correction=True`` to fit well, since query and key do not change.
         dataloader: batches: mappings of model inputs, or tensors, the model's main input. Labels are left out. The
             batches are read again when they end, except those of an iterator.
-        steps: number of batches of the regression; 0 skips it and runs the second stage alone.
+        steps: number of batches of the regression, of all processes together; 0 skips it and runs the second stage
+            alone.
         lr: peak learning rate of AdamW, with a linear warm-up and a cosine decay to zero.
         filter_lr: peak learning rate of the filter coefficients (``theta`` ...).
         end_to_end: what the second stage compares: ``"hidden"`` (relative squared error, mean over the hidden states of
@@ -60,7 +61,7 @@ def transfer_attention(
         end_to_end_lr: peak learning rate of the second stage.
         holdout: batches to measure on: how many to take from the start of ``dataloader``, or the batches themselves.
             From a ``DataLoader`` that shuffles, as many rows are taken.
-        eval_every: steps between two measurements.
+        eval_every: batches between two measurements.
         patience: number of measurements without an improvement of 0.1 % after which a stage ends; ``None`` for no
             limit.
         checkpoint: a directory that keeps the progress at every measurement. The same call resumes from it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,10 +23,17 @@ Train = Literal["filters", "lora", "all"]
 
 
 class Trained(NamedTuple):
-    """The weights that are trained, by name, and the model as it was before."""
+    """The weights that are trained.
+
+    Attributes:
+        parameters: the weights by name.
+        original: runs the model as it was before.
+        merge: rounds what was trained to what will be saved.
+    """
 
     parameters: dict[str, nn.Parameter]
     original: Original
+    merge: Callable[[], None] = lambda: None
 
 
 def check_trainable(model: nn.Module, kind: Train) -> None:
@@ -57,6 +64,7 @@ def trained(model: nn.Module, modules: dict[str, GraphFilter], kind: Train, rank
 @contextlib.contextmanager
 def _adapters(model: Any, modules: dict[str, GraphFilter], rank: int) -> Iterator[Trained]:
     from peft import LoraConfig, get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=_projections(model, modules))
     with warnings.catch_warnings():  # PEFT asks transformers by names that are to go
@@ -65,18 +73,47 @@ def _adapters(model: Any, modules: dict[str, GraphFilter], rank: int) -> Iterato
     for graph_filter in modules.values():
         graph_filter.requires_grad_(True)
     inside = original_of(model, modules)
+    earlier: list[tuple[Any, nn.Parameter]] = []  # the layers with adapters, once they are merged, and their weights
 
     def original(batch: Batch) -> Outputs:
-        with adapted.disable_adapter():
+        with _holding(earlier) if earlier else adapted.disable_adapter():
             return inside(batch)
 
-    end = adapted.unload
+    def merge() -> None:
+        layers: list[Any] = [part.get_base_layer() for part in model.modules() if isinstance(part, BaseTunerLayer)]
+        before = [(layer, layer.weight, layer.weight.data.clone()) for layer in layers]
+        adapted.merge_and_unload()
+        for layer, weight, data in before:  # quantized layers get another parameter
+            earlier.append((layer, nn.Parameter(data, requires_grad=False) if layer.weight is weight else weight))
+
     try:
-        yield Trained({name: p for name, p in model.named_parameters() if ".lora_" in name}, original)
-        end = adapted.merge_and_unload
+        yield Trained({n: p for n, p in model.named_parameters() if ".lora_" in n}, original, merge)
+        if not earlier:
+            merge()
+    except BaseException:
+        if not earlier:
+            adapted.unload()
+        for layer, weight in earlier:
+            if type(weight) is nn.Parameter:
+                layer.weight.data = weight.data
+            else:
+                layer.weight = weight
+        raise
     finally:
-        end()
         vars(model).pop("peft_config", None)
+
+
+@contextlib.contextmanager
+def _holding(weights: list[tuple[Any, nn.Parameter]]) -> Iterator[None]:
+    """Let layers hold other weights."""
+    held = [layer.weight for layer, _ in weights]
+    try:
+        for layer, weight in weights:
+            layer.weight = weight
+        yield
+    finally:
+        for (layer, _), weight in zip(weights, held, strict=True):
+            layer.weight = weight
 
 
 def _projections(model: nn.Module, modules: dict[str, GraphFilter]) -> list[str]:
