@@ -128,7 +128,11 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "listops": listops_table,
         "series": partial(recipe_tables, "sequences-JapaneseVowels", "sequences-BasicMotions", "sequences-Handwriting"),
     },
-    "docs/graphs.md": {"zinc": partial(recipe_tables, "graphs-"), "graph-steps": graph_tables},
+    "docs/graphs.md": {
+        "zinc": partial(recipe_tables, "graphs-"),
+        "smoothing": partial(gallery, "zinc"),
+        "graph-steps": graph_tables,
+    },
     "docs/speech.md": {"speech": partial(gallery, "speech"), "steps": speech_tables, "whisper": whisper_table},
     "docs/vision.md": {"throughput": vision_table},
     "docs/recipes_results.md": {
