@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from hf_graphfilter import GraphFilterError
-from hf_graphfilter.errors import needs
+from hf_graphfilter.errors import needs, require
 from hf_graphfilter.graphs import GraphDataset, from_smiles
 from hf_graphfilter.graphs.molecules import silence_rdkit
 from hf_graphfilter.graphs.reading import NAMES, find, read_table
@@ -41,6 +41,7 @@ class GraphTask:
         hub: the data set of the Hub with the same graphs.
         fields: of the model's config, where the data decide them.
         standardize: whether the network predicts standardised targets.
+        page: where the table is.
     """
 
     target: str | None = None
@@ -51,10 +52,11 @@ class GraphTask:
     hub: str | None = None
     fields: tuple[tuple[str, Any], ...] = ()
     standardize: bool = True
+    page: str = ""
 
 
-OGB_FILES = ("data.csv.gz", "raw/data.csv.gz")
-_PCQM4M = partial(GraphTask, "homolumogap", "validation/mae", OGB_FILES, "given", standardize=False)
+OGB = {"files": ("data.csv.gz", "raw/data.csv.gz"), "page": "https://ogb.stanford.edu/docs/lsc"}
+_PCQM4M = partial(GraphTask, "homolumogap", "validation/mae", split="given", standardize=False, **OGB)
 CLASSES = (("problem_type", "multi_label_classification"),)
 TASKS = {
     "zinc": GraphTask("y", fields=tuple(ZINC_SIZES.items()), standardize=False),  # the 12,000 graphs of the papers
@@ -146,7 +148,8 @@ def _raw(settings: tuple[str, ...]) -> tuple[dict[str, Rows], str, list[Path]]:
     if data is None:
         if task.hub is None:
             what = "the folder of zinc12k_graphs.npz" if name == "zinc" else "a table or a folder of graphs"
-            raise GraphFilterError(f"--task {name} needs --data, {what}")
+            source = f"; it is at {task.page}" * bool(task.page)
+            raise GraphFilterError(f"--task {name} needs --data, {what}{source}")
         parts = load_from_hub(task.hub, SPELLINGS)
         return {k: parts[v].__iter__ for k, v in _names(parts).items()}, "official", []
     if task.hub is not None:
@@ -188,6 +191,7 @@ def read_zinc(file: Path) -> dict[str, Rows]:
 
 def _molecules(file: Path, target: str, split: str, ranges: tuple[int, ...]) -> tuple[dict[str, Rows], str]:
     """Return the parts of a table with a column of SMILES."""
+    require("rdkit", "graphs", "reading molecules")
     try:
         table = pd.read_csv(file)
     except (ValueError, OSError, UnicodeDecodeError) as error:

@@ -277,7 +277,12 @@ def test_convert_images(cli, tmp_path, monkeypatch):
     from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
     config = ViTConfig(
-        image_size=[16, 16], patch_size=4, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
+        image_size=[16, 16],
+        patch_size=4,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
     )
     ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
     ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "vit")

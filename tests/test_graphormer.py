@@ -1,9 +1,11 @@
 """Graphormer: the model against a slow computation of its equations, its graphs, and its recipe."""
 
+import copy
 import itertools
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -289,6 +291,32 @@ def test_all_layouts_and_prepared_graphs_give_the_same_batch(tmp_path):
     assert yes_no([CHAIN | {"labels": [1, None]}])["labels"].isnan().tolist() == [[False, True]]
     with pytest.raises(GraphFilterError, match=r"graph 0 of the batch has the labels \[5.0, nan\]: yes is 1, no is 0"):
         yes_no([CHAIN | {"labels": [5, math.nan]}])
+
+
+def test_graphs_are_prepared_by_datasets(tmp_path):
+    """As ``datasets.map`` does it, with its cache."""
+    datasets = pytest.importorskip("datasets")
+    config = GraphormerConfig(**ZINC)
+    other = {"node_features": [7, 8], "edge_index": [[0], [1]], "edge_features": [2], "labels": 1.0}
+    rows = datasets.Dataset.from_list([CHAIN, other])
+    made = rows.map(prepare_graph, fn_kwargs={"config": config}, remove_columns=rows.column_names)
+    expected, found = (GraphCollator(config)(graphs) for graphs in ([CHAIN, other], list(made)))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks by it
+def test_adapters_hold_the_filter(tmp_path):
+    peft = pytest.importorskip("peft")
+    config = GraphormerConfig(**ZINC, num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16)
+    base, batch = GraphormerForGraphPrediction(config).eval(), GraphCollator(config)([CHAIN])
+    lora = peft.LoraConfig(r=2, target_modules="all-linear", modules_to_save=["graph_filter"])
+    model = peft.get_peft_model(patch_model(copy.deepcopy(base), "gfsa"), lora)
+    turn_on(model)
+    model(**batch).loss.backward()
+    assert all(p.grad is not None for n, p in model.named_parameters() if "lora_B" in n)
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(patch_model(base, "gfsa"), tmp_path)
+    torch.testing.assert_close(again.eval()(**batch).logits, model.eval()(**batch).logits)
 
 
 def test_small_and_unconnected_graphs():
@@ -579,6 +607,14 @@ def test_recipe_of_a_table_of_molecules(recipe, tmp_path, split, capsys):
     assert "reads no molecule from 'no molecule'" in capsys.readouterr().err
 
 
+def test_molecules_without_rdkit_say_what_to_install(recipe, tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.csv").write_text("smiles,y\nC,1\n")
+    monkeypatch.setitem(sys.modules, "rdkit", None)
+    with pytest.raises(SystemExit):
+        recipe("--task", "molecules", "--data", tmp_path / "mine.csv", "--target", "y")
+    assert "pip install 'hf-graphfilter[graphs]'" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_zinc_is_read_from_its_folder(recipe):
     folder = SHARED / "data" / "zinc12k"
@@ -597,6 +633,7 @@ def test_zinc_is_read_from_its_folder(recipe):
         (("--split", "random"), "the parts of zinc are given"),
         (("--target", "gap"), "zinc has one target, y"),
         ((), "--task zinc needs --data, the folder of zinc12k_graphs.npz"),
+        (("--task", "pcqm4mv2"), "it is at https://ogb.stanford.edu"),
         (("--task", "zinc-full", "--data", "here"), "read from the Hub: leave out --data"),
         (("--from_scratch", "problem_type=single_label_classification"), "multi_label_classification"),
     ],
