@@ -47,7 +47,7 @@ from recipes.transcripts import NORMALIZE, decode, drop_long_targets, encode, ma
 from recipes.transcripts import normalize as normal_form
 
 MEASURES = ("wer", "cer")
-MULTILINGUAL = 51865  # entries of Whisper's vocabulary, at least; models that know English alone have one less
+ENGLISH = 51864  # entries of the vocabulary of Whisper's models that know English alone; others have more
 
 
 def run(args, training):
@@ -110,7 +110,7 @@ def check_model(args, config, ctc):
     if args.language.lower() not in {*TO_LANGUAGE_CODE, *TO_LANGUAGE_CODE.values()}:
         hint = nearest(args.language, TO_LANGUAGE_CODE)
         raise GraphFilterError(f"--language {args.language}: Whisper knows no such language{hint}")
-    if config.vocab_size < MULTILINGUAL:
+    if config.vocab_size == ENGLISH:
         raise GraphFilterError(f"--language {args.language}: {args.model} knows English alone, leave it out")
 
 

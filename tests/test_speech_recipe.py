@@ -18,18 +18,23 @@ import yaml
 from datasets import Dataset, DatasetDict, Features, Value
 from hub_server import TOKEN, Hub
 from processes import run_two
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     ParakeetFeatureExtractor,
     SeamlessM4TFeatureExtractor,
     Speech2TextFeatureExtractor,
+    Wav2Vec2Config,
     Wav2Vec2CTCTokenizer,
     Wav2Vec2FeatureExtractor,
+    Wav2Vec2ForCTC,
     WhisperConfig,
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
+    WhisperTokenizer,
     pipeline,
 )
 from transformers.models.whisper.modeling_whisper import shift_tokens_right
+from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
 from hf_graphfilter import GraphFilterError, filter_status, linearize
 from hf_graphfilter.fitting.batches import inputs_of
@@ -138,6 +143,60 @@ def test_a_run_trains_and_its_checkpoint_transcribes(model, names, folder, tmp_p
         transformers_warnings.clear()  # of its own generation
         return
     transcribe = pipeline("automatic-speech-recognition", str(saved), device="cpu")
+    assert isinstance(transcribe(tone("low mid").astype(np.float32))["text"], str)
+
+
+def make_whisper(folder):
+    """Write a small Whisper with the special tokens of the multilingual ones; return its vocabulary."""
+    special = ["<|endoftext|>", "<|startoftranscript|>", *(f"<|{code}|>" for code in LANGUAGES), "<|translate|>"]
+    special += ["<|transcribe|>", "<|startofprev|>", "<|nospeech|>", "<|notimestamps|>"]
+    vocabulary = {symbol: number for number, symbol in enumerate([*sorted(ByteLevel.alphabet()), *special])}
+    ends = {f"{name}_token": special[0] for name in ("unk", "bos", "eos", "pad")}
+    WhisperTokenizer(vocab=vocabulary, merges=[], extra_special_tokens=special[1:], **ends).save_pretrained(folder)
+    WhisperFeatureExtractor(chunk_length=1).save_pretrained(folder)
+    end, start = (vocabulary[token] for token in special[:2])
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "max_source_positions": 50}
+    sizes |= {f"{stack}_{name}": n for stack in ("encoder", "decoder") for name, n in SIZES_OF_STACKS.items()}
+    ids = {"decoder_start_token_id": start, "bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+    ids |= {"suppress_tokens": None, "begin_suppress_tokens": None, "vocab_size": len(vocabulary)}
+    model = WhisperForConditionalGeneration(WhisperConfig(**sizes, **ids))
+    model.generation_config.is_multilingual, model.generation_config.max_length = True, 40
+    model.generation_config.no_timestamps_token_id = vocabulary["<|notimestamps|>"]
+    model.generation_config.lang_to_id = {f"<|{code}|>": vocabulary[f"<|{code}|>"] for code in LANGUAGES}
+    model.generation_config.task_to_id = {task: vocabulary[f"<|{task}|>"] for task in ("translate", "transcribe")}
+    model.generation_config._from_model_config = False  # or it would be read without these
+    model.save_pretrained(folder)
+    return vocabulary
+
+
+def test_a_whisper_of_many_languages_is_fine_tuned(folder, tmp_path, transformers_warnings):
+    of = make_whisper(tmp_path / "whisper")
+    searched = ["--ctc_weight", "0.3", "--ctc_decode_weight", "0.4"]  # with a prompt of four tokens
+    record = train(tmp_path, folder, ["--model", str(tmp_path / "whisper"), "--language", "czech", *searched])
+    transformers_warnings.clear()
+    assert math.isfinite(record["metrics"]["test/wer"])
+    model = load_model(tmp_path / "run" / "seed-1")
+    assert (model.generation_config.language, model.generation_config.task) == ("czech", "transcribe")
+    tokenizer = WhisperTokenizer.from_pretrained(tmp_path / "run" / "seed-1")
+    assert tokenizer("low")["input_ids"][:3] == [of["<|startoftranscript|>"], of["<|cs|>"], of["<|transcribe|>"]]
+
+
+@pytest.mark.parametrize("argv", [[], ["--tokenizer", "characters"]], ids=["own", "characters"])
+def test_a_wav2vec2_is_fine_tuned(argv, folder, tmp_path, transformers_warnings):
+    """With its own vocabulary, or one of the training part; pretrained without a mask, it gets none."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    convolutions = {"conv_dim": [8, 8], "conv_stride": [20, 16], "conv_kernel": [40, 16], "num_conv_pos_embeddings": 16}
+    masks = {"mask_time_length": 2, "mask_feature_length": 2, "num_conv_pos_embedding_groups": 2}
+    symbols = ["<pad>", "<s>", "</s>", "<unk>", "|", *"dghilmow"]
+    source = tmp_path / "wav2vec2"
+    Wav2Vec2ForCTC(Wav2Vec2Config(**sizes, **convolutions, **masks, vocab_size=len(symbols))).save_pretrained(source)
+    (tmp_path / "vocab.json").write_text(json.dumps({symbol: number for number, symbol in enumerate(symbols)}))
+    Wav2Vec2CTCTokenizer(tmp_path / "vocab.json").save_pretrained(source)
+    Wav2Vec2FeatureExtractor(return_attention_mask=False).save_pretrained(source)
+    record = train(tmp_path, folder, ["--model", str(source)], *argv)
+    transformers_warnings.clear()  # of a head of another size
+    assert math.isfinite(record["metrics"]["test/wer"])
+    transcribe = pipeline("automatic-speech-recognition", str(tmp_path / "run" / "seed-1"), device="cpu")
     assert isinstance(transcribe(tone("low mid").astype(np.float32))["text"], str)
 
 
