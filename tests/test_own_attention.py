@@ -124,6 +124,7 @@ def test_its_filter_has_the_dtype_of_the_model():
         (lambda a, q, k, v: a(q[:, :, -1:], k, v), "a cache of keys have no square matrix"),
         (lambda a, q, k, v: a(q, k[:, :2], v[:, :2]), "takes keys"),
         (lambda a, q, k, v: a(q, k, v, CAUSAL.double(), is_causal=True), "got both"),
+        (lambda a, q, k, v: a(q, k, v, None, 0.1), "got 0.1: pass what follows the value by name"),
         (lambda a, q, k, v: GraphFilterAttention("gfsa", 4, 8, key_heads=3), "cannot share"),
         (lambda a, q, k, v: GraphFilterAttention("gfsa", 4, 0), "head_dim must be a positive integer"),
         (lambda a, q, k, v: GraphFilterAttention("gfsaa", 4, 8), "gfsaa"),

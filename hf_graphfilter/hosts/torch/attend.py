@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...errors import GraphFilterError
+from ...errors import GraphFilterError, shown
 from ...filters import AttentionSite, FilterConfig, as_config
 from ...filters.core.attached import CHILD
 from ...filters.core.build import build_filter
@@ -120,6 +120,11 @@ class GraphFilterAttention(nn.Module):
                     f"same {tokens} tokens as the queries, got {tuple(x.shape)}: cross-attention and a cache of keys "
                     "have no square matrix to filter"
                 )
+        if not isinstance(causal, bool):  # PyTorch has the dropout at this place
+            raise GraphFilterError(
+                f"GraphFilterAttention takes is_causal=True or False, got {shown(causal)}: pass what follows the value "
+                "by name, as the order is not PyTorch's"
+            )
         if causal and mask is not None:
             raise GraphFilterError("GraphFilterAttention takes is_causal=True or an attn_mask, and got both")
 
