@@ -166,6 +166,15 @@ def test_static_cache(entry):
         torch.testing.assert_close(steps(model, ids, cache), expected, atol=1e-9, rtol=1e-9)
 
 
+def test_a_static_cache_that_is_cropped_to_nothing_begins_again():
+    model, ids = turn_on(patch_model(FAMILIES["llama"].build(), "gfsa")), torch.randint(5, 99, (2, 6))
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    with torch.no_grad():
+        expected = model(ids, **{CACHE: cache}).last_hidden_state
+        cache.crop(-6)
+        torch.testing.assert_close(model(ids, **{CACHE: cache}).last_hidden_state, expected)
+
+
 @pytest.mark.feature("Generation: compiled step with a static cache", family="llama")
 @WITH_ROWS
 def test_a_step_with_a_static_cache_is_compiled_once(entry):

@@ -13,11 +13,15 @@ from types import MethodType
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+import transformers
 from accelerate import cpu_offload
 from models import FAMILIES, TORCH_2_11, assert_equal_in_float32, output, realigned, turn_on
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import (
     AutoConfig,
     AutoModel,
+    BertModel,
     BloomConfig,
     BloomModel,
     CLIPConfig,
@@ -272,6 +276,43 @@ def test_a_model_that_accelerate_has_offloaded(name):
     assert {p.device.type for p in found.parameters()} == {"cpu"}
     assert {p.dtype for n, p in found.named_parameters() if n not in coefficients} <= {torch.bfloat16}
     assert output(model, FAMILIES["bert"].inputs()).isfinite().all()
+
+
+def test_wrappers_of_pytorch_are_in_no_record(tmp_path):
+    """Those of activation checkpointing, which accelerate puts into a model under FSDP2."""
+    model = patch_model(BertModel(FAMILIES["bert"].config), "gfsa").eval()
+    turn_on(model)
+    ids = torch.arange(3, 11).view(1, 8)
+    expected = model(ids).last_hidden_state
+    for number, layer in enumerate(model.encoder.layer):
+        model.set_submodule(f"encoder.layer.{number}", checkpoint_wrapper(layer))
+    assert filter_status(model)[0].module.endswith("attention.self")
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(BertModel.from_pretrained(tmp_path).eval()(ids).last_hidden_state, expected)
+
+
+def test_context_parallelism_is_refused_where_a_filter_reads_the_whole_text(monkeypatch):
+    """It replaces PyTorch's function, so that a process computes on a part of the text."""
+    original, ids = F.scaled_dot_product_attention, torch.arange(3, 11).view(1, 8)
+
+    def split(*args, **kwargs):
+        return original(*args, **kwargs)
+
+    split.__module__ = "torch.distributed.tensor.experimental._context_parallel._attention"
+    gfsa, agf = (patch_model(FAMILIES["llama"].build(), name) for name in ("gfsa", "agf"))
+    expected = gfsa(ids).last_hidden_state
+    monkeypatch.setattr(F, "scaled_dot_product_attention", split)
+    torch.testing.assert_close(gfsa(ids).last_hidden_state, expected)
+    with pytest.raises(GraphFilterError, match="context parallelism gives each process a part of the text, and 'agf'"):
+        agf(ids)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "NeoMMEModel"), reason="of transformers 5.24")
+def test_a_window_that_a_config_has_for_each_layer():
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 99, "num_key_value_heads": 4, "head_dim": 16, "embedding_rank": 8, "embedding_dim": 16}
+    model = transformers.NeoMMEModel(transformers.NeoMMEConfig(**sizes))
+    assert len(filter_status(patch_model(model, "gfsa"))) == 2
 
 
 def test_unpatched_models_are_named():

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -188,6 +189,16 @@ def test_passes_without_gradients_are_not_counted(tmp_path, checkpointing):
     expected, _ = train(tmp_path, prepared())
     found, _ = train(tmp_path, prepared(), trainer=Asking)
     assert_equal(found, expected)
+
+
+def test_a_pass_of_a_reference_is_no_part_of_the_mean():
+    """It runs the same model without gradients, with checkpointing switched off."""
+    layer = torch.nn.Linear(2, 2)
+    added, config = GradientAdder({"loss": 1.0}, {}, [layer]), SimpleNamespace(config=SimpleNamespace(penalties={}))
+    for layer.gradient_checkpointing in (False, True):
+        with torch.no_grad():
+            added(config, torch.ones(1), {"loss": lambda: torch.ones(())})
+    assert (dict(added.applications), dict(added.others)) == ({"loss": 1}, {"loss": 1})
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

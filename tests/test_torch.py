@@ -318,6 +318,13 @@ def test_what_cannot_be_patched_is_refused_and_left_as_it_was(make, message):
     assert (list(model.state_dict()), [*map(type, model.modules())]) == (keys, classes)
 
 
+def test_masks_of_whole_numbers_are_refused_as_pytorch_does():
+    attention, x = patch_model(nn.MultiheadAttention(32, 4), "gfsa"), torch.randn(5, 2, 32)
+    for masks in ({"key_padding_mask": torch.zeros(2, 5, dtype=torch.long)}, {"attn_mask": torch.ones(5, 5).byte()}):
+        with pytest.raises(GraphFilterError, match="must be bool, True where attention is not allowed"):
+            attention(x, x, x, **masks)
+
+
 def test_cross_attention_is_an_error_at_the_call_that_says_so():
     """Also of a module that is used for self-attention in the same forward pass."""
     model = patch_model(nn.Sequential(nn.MultiheadAttention(32, 4, batch_first=True)), "gfsa")

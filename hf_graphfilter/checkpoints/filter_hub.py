@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
-from torch import nn
+from torch import distributed, nn
 
 from ..errors import GraphFilterError, shown
 from ..text import printable
@@ -51,6 +51,8 @@ def push_filter(
     api, private = HfApi(token=token), options.pop("private", None)
     with tempfile.TemporaryDirectory() as folder:
         save_filter(model, folder, base_model=base_model)
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_rank():
+            return f"{api.endpoint}/{repo_id}"  # the first process uploads
         card = create_model_card(model, repo_id=repo_id, base_model=base_model, filter_only=True, coefficients=False)
         try:
             name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
@@ -82,7 +84,7 @@ def load_filtered_model(
             patched.
         hub_options: ``revision``, ``token``, ``cache_dir`` ... of the download of the filter.
         **options: of the base's ``from_pretrained``, such as ``dtype``. ``revision`` is by default the one that the
-            filter was made for.
+            filter was made for, where the file has it (transformers 5.24 no longer tells it).
 
     Returns:
         The patched model, in evaluation mode.

@@ -106,15 +106,21 @@ def unwrapped(model: Any, *, running: bool = True) -> nn.Module:
             return model  # type: ignore[no-any-return]
 
 
+_OF_PYTORCH = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")  # what its wrappers name the inside
+
+
 def _is_of_peft(module: object) -> bool:
     return type(module).__module__.startswith("peft.")
 
 
 def without_wrappers(model: nn.Module, name: str) -> str:
-    """Return a module's name without the wrappers of PEFT around it and around the modules that contain it."""
+    """Return a module's name without the wrappers around it and the modules that contain it: of PEFT, of PyTorch."""
     module: Any = model
     parts, wrapped = [], False
     for part in name.split("."):
+        if part in _OF_PYTORCH:
+            module = module._modules[part]
+            continue
         # a wrapper names what it wraps as it likes, and may hold one copy per adapter
         wrapped = _is_of_peft(module) or (wrapped and isinstance(module, nn.ModuleDict))
         if not wrapped:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,17 +25,17 @@ def choose_weights(graph_filter: GraphFilter, losses: Iterable[str], weights: We
     return {name: chosen[name] for name in losses if chosen[name]}
 
 
-def reruns_layers(model: nn.Module) -> bool:
-    """Return whether layers are checkpointed so that their first forward pass has no gradients."""
-    functions = [getattr(m, "_gradient_checkpointing_func", None) for m in model.modules()]
-    return any(f is not None and getattr(f, "keywords", {}).get("use_reentrant", True) for f in functions)
+def find_rerun(model: nn.Module) -> list[nn.Module]:
+    """Return the layers whose first forward pass has no gradients where they are checkpointed."""
+    functions = {m: getattr(m, "_gradient_checkpointing_func", None) for m in model.modules()}
+    return [m for m, f in functions.items() if f is not None and getattr(f, "keywords", {}).get("use_reentrant", True)]
 
 
 class GradientAdder:
     """The recorder of all filters of a model in training: it adds the gradients, and sums what is logged."""
 
-    def __init__(self, weights: Weights, options: Options, reentrant: bool = False):
-        self.weights, self.options, self.scale, self.reentrant = weights, options, 1.0, reentrant
+    def __init__(self, weights: Weights, options: Options, rerun: Sequence[nn.Module] = ()):
+        self.weights, self.options, self.scale, self.rerun = weights, options, 1.0, rerun
         self.applications = Counter[str]()  # of each loss in the last forward pass
         self.others = Counter[str]()  # without gradients, for what compute_loss looks up, say
         self.backward_began = False
@@ -47,7 +47,9 @@ class GradientAdder:
         if torch._C._current_graph_task_id() == -1:  # checkpointing runs a layer again, during the backward pass
             if self.backward_began:
                 self.applications, self.others, self.backward_began = Counter(), Counter(), False
-            counted = self.applications if torch.is_grad_enabled() or self.reentrant else self.others
+            # a pass of a reference switches checkpointing off
+            counts = torch.is_grad_enabled() or any(getattr(m, "gradient_checkpointing", True) for m in self.rerun)
+            counted = self.applications if counts else self.others
             counted.update(weights.keys())
         if torch.is_grad_enabled():
             for name, weight in weights.items():

@@ -24,7 +24,7 @@ from ..filters.core.attached import filters_of
 from ..filters.core.base import Loss
 from .callbacks import LoggingCallback
 from .learning_rate import find_caller
-from .loss_gradients import GradientAdder, Options, Weights, choose_weights, reruns_layers
+from .loss_gradients import GradientAdder, Options, Weights, choose_weights, find_rerun
 
 LOGGED = {"orthogonality": "ortho_loss"}  # its name since the first release; others are NAME_loss
 
@@ -61,7 +61,7 @@ class RegularizerCallback(LoggingCallback):
             raise GraphFilterError(f"{name}: torch.nn.DataParallel is not supported; use torchrun (DDP)")
         if args.deepspeed:
             raise GraphFilterError(f"{name}: DeepSpeed scales the loss where a callback cannot see it; use DDP or FSDP")
-        self.added = GradientAdder(self.weights, self.options, reruns_layers(model))
+        self.added = GradientAdder(self.weights, self.options, find_rerun(model))
         if trainer := find_caller(Trainer):
             step = trainer.training_step
             inner = step.inner if isinstance(step, _Step) else step  # of a training that was interrupted

@@ -123,6 +123,12 @@ def _read_masks(module: Any, x: Tensor, attn_mask: Tensor | None, padding: Tenso
     """Return (mask, keys) as ``SDPACall`` takes them: where PyTorch's bool masks are True, ours are False."""
     (batch, tokens, _), heads = x.shape, module.num_heads
     shapes = (tokens, tokens), (batch * heads, tokens, tokens)
+    for what, given in (("attn_mask", attn_mask), ("key_padding_mask", padding)):
+        if given is not None and not (given.dtype == torch.bool or given.is_floating_point()):
+            raise GraphFilterError(
+                f"{describe_site(module)}: {what} must be bool, True where attention is not allowed, or of floating "
+                f"point, to be added to the scores; got {given.dtype}"
+            )
     if attn_mask is not None and attn_mask.shape not in shapes:
         raise GraphFilterError(
             f"{describe_site(module)}: attn_mask must be of shape {shapes[0]} or {shapes[1]}, got "

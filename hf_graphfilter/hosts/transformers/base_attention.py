@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -56,7 +57,8 @@ class BaseAttention:
 
     def to_call(self, hidden: Tensor | None) -> AttentionCall:
         """Return the call as the shift operator takes it, ``hidden`` being the input of the module."""
-        is_sdpa, scaling = self.function is sdpa_attention_forward, self.options.get("scaling")
+        is_sdpa = self.function is sdpa_attention_forward and not _is_split()  # or only its own calls are whole
+        scaling = self.options.get("scaling")
         return AttentionCall(
             self.attend,
             self.query,
@@ -120,6 +122,11 @@ class BaseAttention:
         """Return (causal, keys): which tokens the mask leaves, see ``ops.visibility``."""
         if self.implementation not in _MASKED:
             self._refuse_unmasked()
+        if _is_split():
+            raise GraphFilterError(
+                f"{describe_site(self.module)}: context parallelism gives each process a part of the text, and "
+                f"{self.module.graph_filter.config.filter!r} reads all of it: use 'gfsa' or another parallelism"  # type: ignore[union-attr]
+            )
         biased = self.module.graph_filter.position_bias  # type: ignore[union-attr]
         causal, declared = self._is_causal(), declares_causal(self.module)
         return visibility(self.mask, causal, self.query.shape[2], biased, declared)  # type: ignore[arg-type]
@@ -211,6 +218,11 @@ class _OwnConfig(ModuleView):
     @property
     def config(self) -> Any:
         return getattr(self._module.config, BASE_CONFIG)
+
+
+def _is_split() -> bool:
+    """Return whether PyTorch's context parallelism computes attention now, for which it replaces this function."""
+    return F.scaled_dot_product_attention.__module__.startswith("torch.distributed.")
 
 
 def declares_causal(module: nn.Module) -> bool:

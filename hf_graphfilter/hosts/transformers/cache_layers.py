@@ -214,6 +214,11 @@ class FilteredStaticLayer(LayerMemory, StaticLayer):
         self._each(Tensor.zero_)
         self.begun = frozenset()
 
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        super().crop(*args, **kwargs)
+        if not int(self.cumulative_length):
+            self.begun = frozenset()
+
     def extend(self, application: int, signal: Tensor) -> Tensor:
         if is_exporting():
             raise GraphFilterError(EXPORTED_STEP)

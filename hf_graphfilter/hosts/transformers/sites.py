@@ -64,10 +64,17 @@ def _find_refusal(name: str, module: Any) -> str | None:
 def _heads(module: Any) -> int | None:
     for owner in (module, module.config):
         for attribute in _HEAD_COUNTS:
-            heads = getattr(owner, attribute, None)
+            heads = _read(owner, attribute)
             if isinstance(heads, int):
                 return heads
     return None
+
+
+def _read(owner: Any, attribute: str) -> Any:
+    try:
+        return getattr(owner, attribute, None)
+    except RuntimeError:  # a config that has another value for each layer
+        return None
 
 
 def _position_bias(model: nn.Module, name: str) -> bool:
@@ -127,7 +134,7 @@ def _describe(model: nn.Module, name: str, module: Any) -> dict[str, Any]:
         "hidden_size": inputs if passes_on else None,
         "head_dim": head_dim or (inputs or 0) // heads,
         "value_dim": getattr(module, "v_head_dim", 0),
-        "sliding_window": getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)),
+        "sliding_window": _read(module if hasattr(module, "sliding_window") else module.config, "sliding_window"),
         "in_windows": any(getattr(part, "window_size", None) for part in module.modules()),
     }
 
