@@ -219,6 +219,7 @@ WITH_FILTER = {"text-far-field-filters": LOADING + ROUNDED, "reviews-far-field":
 def play(name: str, options: argparse.Namespace) -> None:
     case = CASES[name]
     known = f"{name}-seed-{options.seed}" if options.seed else name
+    known += f"-budget-{options.budget}" * bool(options.budget)  # a trial, and not the case
     file, folder = options.output / f"{known}.json", options.runs / known
     if file.is_file():
         return

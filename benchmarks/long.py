@@ -63,6 +63,7 @@ from hf_graphfilter.fitting import choose_heads
 from hf_graphfilter.fitting.head_choice import parse_heads
 from hf_graphfilter.fitting.quality import compare_embeddings, compare_logits
 from hf_graphfilter.fitting.speed import last_logits, time_in_turn
+from recipes.records import hash_files
 
 NAMES: dict[str, Callable[[], Path]] = {"smollm2": lambda: weights("smollm2"), "minilm": pretrained_path}
 WHAT = ("quality", "retrieval", "speed")
@@ -359,7 +360,7 @@ class Results:
     def __init__(self, file: Path, about: dict[str, Any], device: str = "cpu"):
         self.file, self.device = file, device
         self.content = json.loads(file.read_text()) if file.is_file() else {**about, "measurements": []}
-        if any(self.content[name] != value for name, value in about.items()):
+        if any(self.content.get(name, value) != value for name, value in about.items()):
             raise SystemExit(f"{file.name} holds results of another model: choose another --name")
 
     def measure(self, what: dict[str, Any], settings: dict[str, Any], call: Callable[[], dict[str, Any]]) -> None:
@@ -458,6 +459,7 @@ def prepare(options: argparse.Namespace) -> tuple[Subject, dict[str, Any]]:
         "original": None if original is None else named if named in NAMES else original.name,
         "filter": None if not options.filter else {"filter": options.filter, **dict(options.set)},
         "without": options.without,
+        "loaded": hash_files(str(options.load)) if options.load else None,
         "parameters": sum(p.numel() for p in model.parameters()),
         "added": added,
     }

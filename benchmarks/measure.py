@@ -106,13 +106,17 @@ def main(
         return
     benchmark = Benchmark(description, sections, lengths)
     rows: list[dict] = []
+    part = "case" if "case" in fields else "model"
+    kept = benchmark.output / f"{file.format(device=benchmark.device)}.csv" if file and benchmark.only else Path()
+    earlier = list(csv.DictReader(kept.open())) if kept.is_file() else []
     for section, measure in sections.items():
         if benchmark.only in (None, section):
             target = file.format(device=benchmark.device) if file else f"{name}-{benchmark.device}-{section}"
             before, measured = rows if file else [], []
-            for part in measure(benchmark):
-                measured += part
-                write([*before, *measured], benchmark.output / f"{target}.csv", fields, quiet=True)
+            for found in measure(benchmark):
+                measured += found
+                others = [row for row in earlier if row[part] not in {str(new[part]) for new in measured}]
+                write([*others, *before, *measured], benchmark.output / f"{target}.csv", fields, quiet=True)
             rows = [*before, *measured]
             print(f"wrote {benchmark.output / f'{target}.csv'}")
             show_growth(measured)

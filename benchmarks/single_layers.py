@@ -137,7 +137,7 @@ def main() -> None:
     if file.is_file():
         with file.open(newline="") as lines:
             before = list(csv.DictReader(lines))
-    done = {(row["model"], row["variant"], row["seed"]) for row in before}
+    done = {(r["model"], r["variant"], r["seed"]) for r in before if r["steps"] == str(options.train)}
     for model, (task, layers) in MODELS.items():
         if options.only not in (None, model):
             continue

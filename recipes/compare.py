@@ -27,6 +27,7 @@ if __name__ == "__main__":
 import argparse
 import importlib
 import itertools
+import math
 import os
 import statistics
 import sys
@@ -44,46 +45,10 @@ from recipes.errors import is_main_process, one_line_errors
 from recipes.league import play
 from recipes.records import RUN, list_missing, lock, lower_is_better, move_aside, tell
 from recipes.settings import Recipe, Settings
-from recipes.summary import PLAIN, compare_results, plot_differences, plot_sweep, summarise, summary_rows
+from recipes.summary import compare_results, plot_differences, plot_sweep, summarise, summary_rows
+from recipes.variants import choose_variants
 
 NEEDED = {**RUN, "moved": dict[str, float], "filter_parameters": int}  # of each run, for the table
-
-
-def choose_variants(
-    settings: Settings,
-    values: dict[str, Any],
-    sections: dict[str, Any],
-    sweep: list[str] | None = None,
-    only: list[str] | None = None,
-) -> dict[str, dict[str, Any]]:
-    """Return name to overrides, the plain model first; ``only`` names some of the YAML file's."""
-    plain = {PLAIN: {"filter": "none"}}
-    if only is not None and (sweep is not None or not sections["variants"]):
-        raise GraphFilterError("--variants chooses from the `variants` of a YAML file, which this comparison has not")
-    if sweep is not None:
-        axes = dict(axis.partition("=")[::2] for axis in sweep) or sections["sweep"]
-        axes = {k: v.split(",") if isinstance(v, str) else [str(x) for x in v] for k, v in axes.items()}
-        if "seeds" in axes:
-            raise GraphFilterError("--sweep varies settings, all of them with the same seeds: give these with --seeds")
-        if not axes or not all(all(v) for v in axes.values()):
-            raise GraphFilterError("--sweep needs axes, K=2,3,4 layers=all,even, or a `sweep` in the YAML file")
-        if values.get("filter") == "none":
-            raise GraphFilterError("--sweep varies a filter, but --filter is none")
-        chosen = {}
-        for point in itertools.product(*axes.values()):
-            at = dict(zip(axes, point, strict=True))
-            overrides = {k: v for k, v in at.items() if k in settings.actions}
-            if options := [f"{k}={v}" for k, v in at.items() if k not in settings.actions]:
-                overrides["filter_options"] = options
-            chosen[", ".join(f"{k}={v}" for k, v in at.items())] = overrides
-        return plain | chosen
-    if named := sections["variants"]:
-        if unknown := [name for name in only or () if name not in named]:
-            raise GraphFilterError(f"--variants {unknown[0]!r}: the YAML file has {', '.join(map(repr, named))}")
-        return plain | {name: overrides or {} for name, overrides in named.items() if only is None or name in only}
-    if values.get("filter") == "none":
-        raise GraphFilterError("nothing to compare: --filter is none, and the YAML file has no `variants`")
-    return plain | {values.get("filter", "gfsa"): {}}
 
 
 def read_other_results(against: str, name: str) -> tuple[Path, dict[str, Any]]:
@@ -171,7 +136,11 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
             missing = list_missing(wanted, content)
     if is_main_process():
         show(content, console)
-        (plot_sweep if content["sweep"] else plot_differences)(content, file.with_suffix(".png"))
+        figure = file.with_suffix(".png")
+        if content["sweep"]:
+            plot_sweep(content, figure, chosen)
+        else:
+            plot_differences(content, figure)
         for what, path in {"results": file, "figure": file.with_suffix(".png"), "runs": root}.items():
             tell(console, f"{what}: {path}")
         if other:
@@ -201,6 +170,11 @@ def say_progress(seconds: list[float], left: int) -> str:
     return f"{took}; {left} left, about {statistics.mean(seconds) * left / 60:.0f} min" if left else took
 
 
+def as_comparison(stored: dict[str, Any]) -> PairedComparison:
+    """Return a comparison of a results file, which has nothing where there was no number."""
+    return PairedComparison(**{name: math.nan if value is None else value for name, value in stored.items()})
+
+
 def show(content: dict[str, Any], console: Console) -> None:
     """Print the summary, in short."""
     header, rows = summary_rows(content)
@@ -209,7 +183,7 @@ def show(content: dict[str, Any], console: Console) -> None:
     console.print(table(narrow[0], narrow[1:], title=f"{content['model']} on {content['task']}"))
     for variant, summary in content["summary"].items():
         if "difference" in summary:
-            tell(console, f"{variant} - plain, {content['metric']}: {PairedComparison(**summary['difference'])}")
+            tell(console, f"{variant} - plain, {content['metric']}: {as_comparison(summary['difference'])}")
     if lower_is_better(content["metric"]):
         tell(console, "lower is better")
 

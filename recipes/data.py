@@ -133,6 +133,8 @@ def encode_labels(data: Dataset, labels: Sequence[str] | None, source: object) -
                 numbers.append(float(value))
             elif str(value) in labels:
                 numbers.append(labels.index(str(value)))
+            elif any(label.lstrip("-").isdigit() for label in labels):  # a number that is no name is no class
+                raise ValueError
             else:
                 numbers.append(range(len(labels)).index(int(value)))
         except (TypeError, ValueError) as error:

@@ -124,6 +124,8 @@ def run(args, training):
     if not 1 <= stride <= args.max_length:
         raise GraphFilterError(f"--stride {stride}: a number from 1 to --max_length {args.max_length}")
     tokenizer, ids = tokens(args.task, args.data, args.model, args.tokenizer, args.train_tokenizer)
+    if args.task in HUB and "test" not in ids and not args.held_out:
+        raise GraphFilterError(f"{args.task} is compared by its test part, which --data {args.data} lacks")
     model = build_model(args, training, AutoModelForCausalLM, tokenizer)
     longest = getattr(model.config, "max_position_embeddings", args.max_length)
     if args.max_length > longest:

@@ -33,6 +33,7 @@ from recipes.errors import NETWORK_ERRORS, is_main_process, line
 from recipes.records import RUN, tell
 from recipes.settings import Settings, read_yaml
 from recipes.summary import PLAIN, group_by_seed
+from recipes.variants import choose_variants
 
 PUBLISHED = Path(__file__).parent / "published"
 TABLES = tuple(sorted(file.stem for file in PUBLISHED.glob("*.yaml")))
@@ -182,9 +183,10 @@ def main(argv: list[str], compare: Callable[..., None], console: Console) -> Non
     reasons: dict[str, str] = {}
     found: dict[str, dict[str, Any]] = {}
     wanted: dict[str, None] = {}
+    settings = Settings(recipe)
     for task in shape.tasks:
         flags = ["--config", options.config or shape.config, "--task", task, *rest]
-        values, sections = Settings(recipe).parse(flags)
+        values, sections = settings.parse(flags)
         wanted |= dict.fromkeys([PLAIN, *(options.variants or sections["variants"] or [values.get("filter", "gfsa")])])
         folder = options.results or records.results_folder(values)
         if not options.show and task in (options.tasks or shape.tasks):
@@ -195,10 +197,27 @@ def main(argv: list[str], compare: Callable[..., None], console: Console) -> Non
                 reasons[task] = line(error)
                 tell(console, f"{task} was not finished: {reasons[task]}")
         content = records.read_results(folder / records.name_results({"recipe": recipe.name, "task": task}), **RUN)
+        if others := drop_others(settings, values, sections, content):
+            reasons.setdefault(task, f"runs of {', '.join(others)} have other settings and are left out")
         if content["runs"]:
             found[task] = content
     if is_main_process():
         show(options, shape, measured(found, shape.columns), [*wanted], reasons, folder, console)
+
+
+def drop_others(settings: Settings, values: Any, sections: Any, content: dict[str, Any]) -> list[str]:
+    """Take runs with other settings than these out of the results, and return their variants."""
+    own = {
+        name: settings.identity(settings.override(values, overrides))
+        for name, overrides in choose_variants(settings, values, sections).items()
+    }
+    other = [
+        run
+        for run in content["runs"]
+        if run["settings"] and settings.list_differences(run["settings"], own.get(run["variant"], run["settings"]))
+    ]
+    content["runs"] = [run for run in content["runs"] if run not in other]
+    return [*dict.fromkeys(run["variant"] for run in other)]
 
 
 def show(

@@ -164,7 +164,13 @@ def identity(values: dict[str, Any], folder: str = "") -> dict[str, Any]:
         if name in settings and os.path.exists(settings[name]):
             chosen[name] = Path(settings[name]).name
             marks[name] = hash_files(str(settings[name]), model=True)
-    if "data" in settings and os.path.exists(settings["data"]):
+    if settings.get("eval_strategy") == "steps" and not settings.get("eval_steps"):
+        chosen["eval_steps"] = settings.get("logging_steps")  # which the Trainer takes instead: it decides what is best
+    if code := [str(path) for path in settings.get("import") or () if os.path.isfile(path)]:
+        marks["import"] = " ".join(map(hash_files, code))
+    if "data" not in settings:
+        marks["data"] = ""  # of the Hub, whatever it holds
+    elif os.path.exists(settings["data"]):
         data = Path(settings["data"], folder) if Path(settings["data"], folder).is_dir() else Path(settings["data"])
         marks["data"] = hash_files(str(data))
         if settings.get("task") in OWN_DATA:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def summary_rows(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return (header, rows) of the comparison as text; intervals are of 95 %."""
     metric = content["metric"].partition("/")[2]
     header = ["variant", "seeds", metric, "difference", "p", "loss difference", "filter moved", "parameters"]
-    metrics = content["runs"][0]["metrics"] if content["runs"] else {}
+    metrics = dict.fromkeys(name for run in content["runs"] for name in run["metrics"])
     others = [name for name in metrics if name != content["metric"] and not name.endswith("/loss")]
     header += [name.replace("/", " ") for name in others]
     costs = {"epoch_seconds": "seconds an epoch", "peak_mb": "peak MB"}
@@ -66,7 +67,8 @@ def summary_rows(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         row += [format_interval(difference), p, format_interval(loss)]
         row += [", ".join(f"{name} {sum(v) / len(v):.4f}" for name, v in moved.items())]
         row += [str(runs[0]["filter_parameters"])]
-        row += [mean_and_sd([*group_by_seed(content, variant, name).values()]) for name in others]
+        has = {name for run in runs for name in run["metrics"]}
+        row += [mean_and_sd([*group_by_seed(content, variant, n).values()]) if n in has else "" for n in others]
         spent = {name: [run[name] for run in runs if name in run] for name in costs}
         rows.append(row + [f"{statistics.median(values):,g}" if values else "" for values in spent.values()])
     return header, rows
@@ -75,7 +77,8 @@ def summary_rows(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def format_interval(paired: dict[str, Any] | None) -> str:
     if not paired:
         return ""
-    bounds = f" [{paired['low']:+.4f}, {paired['high']:+.4f}]" if paired["pairs"] > 1 else ""
+    low, high = paired["low"], paired["high"]
+    bounds = "" if low is None or low == high else f" [{low:+.4f}, {high:+.4f}]"  # equal differences have none
     return f"{paired['mean']:+.4f}{bounds}"
 
 
@@ -90,7 +93,8 @@ def plot_differences(content: dict[str, Any], file: Path) -> None:
         values = [x - plain[seed] for seed, x in summary["values"].items() if seed in plain]
         axes.scatter(values, [row] * len(values), color="tab:blue", alpha=0.4, s=18)
         paired = summary["difference"]
-        reach = [[paired["mean"] - paired["low"]], [paired["high"] - paired["mean"]]] if paired["pairs"] > 1 else None
+        low, high = paired["low"], paired["high"]
+        reach = None if low is None else [[paired["mean"] - low], [high - paired["mean"]]]
         axes.errorbar(paired["mean"], row, xerr=reach, marker="D", capsize=4, color="tab:blue")
     axes.axvline(0, color="grey", linestyle="--", linewidth=0.8)
     better = "lower" if lower_is_better(content["metric"]) else "higher"
@@ -102,14 +106,18 @@ def plot_differences(content: dict[str, Any], file: Path) -> None:
     save_figure(figure, file)
 
 
-def plot_sweep(content: dict[str, Any], file: Path) -> None:
-    """Draw the metric over the first axis of the sweep, a line per combination of the others, and the plain model."""
-    points = {}
-    for variant, summary in content["summary"].items():
-        if variant != PLAIN and summary["values"]:
+def plot_sweep(content: dict[str, Any], file: Path, variants: Iterable[str] | None = None) -> None:
+    """Draw the metric over the first axis of the sweep, a line per combination of the others, and the plain model.
+
+    Of runs that diverged nothing is drawn. ``variants``: the points of this sweep; all if not given.
+    """
+    points, axis = {}, ""
+    for variant in content["summary"] if variants is None else variants:
+        values = [x for x in content["summary"][variant]["values"].values() if math.isfinite(x)]
+        if variant != PLAIN and values:
             first, *rest = variant.split(", ")
             axis, _, at = first.partition("=")
-            points.setdefault(", ".join(rest), []).append((at, list(summary["values"].values())))
+            points.setdefault(", ".join(rest), []).append((at, values))
     figure = make_figure(6, 3.6)
     axes = figure.subplots()
     for i, (label, line) in enumerate(points.items()):
@@ -117,9 +125,10 @@ def plot_sweep(content: dict[str, Any], file: Path) -> None:
         spread = [(max(v) - min(v)) / 2 for _, v in line]
         at, name = [figure_text(x) for x, _ in line], figure_text(label) or None
         axes.errorbar(at, means, spread, marker="o", capsize=3, color=f"C{i}", label=name)
-    plain = list(content["summary"][PLAIN]["values"].values())
-    axes.axhline(sum(plain) / len(plain), color="grey", linestyle="--", label="plain")
-    seeds = len(plain)
+    plain = [x for x in content["summary"][PLAIN]["values"].values() if math.isfinite(x)]
+    if plain:
+        axes.axhline(sum(plain) / len(plain), color="grey", linestyle="--", label="plain")
+    seeds = len(content["summary"][PLAIN]["values"])
     title = f"{content['model']} on {content['task']}, {seeds} seeds"
     axes.set(xlabel=figure_text(axis), ylabel=figure_text(content["metric"]), title=figure_text(title))
     axes.legend(frameon=False)

@@ -39,6 +39,10 @@ class Clock(TrainerCallback):
 
     def __init__(self) -> None:
         self.epochs: list[list[float]] = []
+        self.whole = 0  # steps of an epoch
+
+    def on_train_begin(self, args: Any, *rest: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
+        self.whole = -(-len(train_dataloader) // args.gradient_accumulation_steps)
 
     def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
         self.epochs.append([])
@@ -50,10 +54,9 @@ class Clock(TrainerCallback):
         self.epochs[-1].append(time.perf_counter() - self.begun)
 
     def costs(self) -> dict[str, float]:
-        """Return the median of the whole epochs, not of those resumed or broken off; nothing without a step."""
-        longest = max(map(len, self.epochs), default=0)
-        complete = [sum(steps) for steps in self.epochs if len(steps) == longest]
-        return {"epoch_seconds": round(median(complete), 2)} if longest else {}
+        """Return the median of the whole epochs, not of those resumed or broken off; nothing if there are none."""
+        complete = [sum(steps) for steps in self.epochs if steps and len(steps) == self.whole]
+        return {"epoch_seconds": round(median(complete), 2)} if complete else {}
 
 
 def fit(
@@ -90,6 +93,7 @@ def fit(
             raise
         raise GraphFilterError(f"--metric_for_best_model: {error.args[0]}") from error
     seconds = time.perf_counter() - begun
+    training.logging_nan_inf_filter = False  # or evaluations would leave out the batches in which a model diverged
     costs = {"peak_mb": round(peak_memory(training.device)), **clock.costs()}
     metrics = {}
     for part in [name for name in data if name != "train"]:

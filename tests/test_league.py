@@ -190,7 +190,7 @@ def test_ranks_and_comparisons_are_those_of_the_numbers(trained):
     assert text.endswith("None is worse than plain.")
     _, rows = standings.compare_filters(own, found, own.stages[0])
     assert [row[0] for row in rows] == ["`gated` - `gfsa`", "`neutreno` - `gfsa`", "`neutreno` - `gated`"]
-    assert rows[0][2] == "+0.3 [+0.3, +0.3], 3", "a difference, its interval, three seeds"
+    assert rows[0][2] == "+0.3, 3", "a difference, equal in three seeds"
     assert rows[1][1] == "", "refused"
     details = {row[1]: row for row in standings.details(own, found, own.stages[1])[1]}
     assert details["`gfsa`"][2:4] == ["0.01 of the filter", "4"]
@@ -553,6 +553,10 @@ def test_two_commands_on_one_league(trained, capsys):
         ({"stages": [{"seeds": [0, 1]}]}, "the seeds of a stage are different ones, and none 0"),
         ({"stages": [{"seeds": [1], "best": 2}]}, "the first stage plays all variants"),
         ({"stages": [{"seeds": [1, 2]}, {"seeds": [2, 3], "best": 1}]}, "with seeds of their own, which chose nothing"),
+        (
+            {"variants": {"longer": {"tune": "learning_rate", "learning_rate": 1e-3}}},
+            "'longer' sets learning_rate, which it tunes",
+        ),
         ({"variants": {"gated": {"tune": "weight_decay"}}}, "'gated' tunes one of learning_rate, filter_lr"),
         ({"stages": [{"seeds": [1], "tasks": ["ptp"]}]}, "a stage has no task 'ptp' .did you mean 'ptb'?"),
         ({"tasks": {"ptb": ["language_modeling"]}}, "the task 'ptb' must be given as NAME: VALUE"),

@@ -6,8 +6,9 @@ import pytest
 from rich.console import Console
 
 from hf_graphfilter import GraphFilterError
-from recipes import compare, paper_table
+from recipes import compare, glue, paper_table
 from recipes.paper_table import Row, Table, draw, measured, signed_rank
+from recipes.settings import Settings
 
 PRINTED = """
 uea: AGF, Table 1: 71.9 72.4 71.5 72.0 71.9 72.2 71.5 72.2 73.0 73.0 75.1
@@ -114,6 +115,17 @@ def test_the_table_is_run_shown_and_written(compared, tmp_path, capsys):
 def test_what_a_table_does_not_have(compared, flags, message):
     with pytest.raises(GraphFilterError, match=message):
         paper_table.main(["lra", "--show", *flags], compare.compare, Console(quiet=True))
+
+
+def test_runs_with_other_settings_are_left_out():
+    settings = Settings(glue.RECIPE)
+    values, sections = settings.parse(["--config", "glue/bert", "--task", "cola"])
+    own = settings.identity(settings.override(values, {"filter": "none"}))
+    other = {**own, "model": "another"}
+    runs = [{"variant": "plain", "seed": seed, "settings": s} for seed, s in ((1, own), (2, other))]
+    content = {"runs": runs}
+    assert paper_table.drop_others(settings, values, sections, content) == ["plain"]
+    assert [run["seed"] for run in content["runs"]] == [1]
 
 
 def test_nothing_is_read_from_damaged_files(tmp_path):

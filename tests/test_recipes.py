@@ -46,7 +46,7 @@ from recipes import (
     settings as recipe_settings,
 )
 from recipes.arguments import RecipeArguments
-from recipes.data import cut
+from recipes.data import cut, encode_labels
 from recipes.models import train_bpe
 from recipes.settings import CONFIGS, Settings
 
@@ -443,6 +443,14 @@ def test_perplexity_is_that_of_one_forward_pass_a_token(tmp_path, transformers_w
     assert found == pytest.approx(math.exp(sum(nll) / len(nll)), rel=1e-5)
 
 
+def test_a_label_that_no_training_row_has_is_no_class():
+    """A number counts as the place of a class only where no class is called by one."""
+    rows = Dataset.from_dict({"text": ["a"], "label": ["0"]})
+    assert encode_labels(rows, ["no", "yes"], "x")["label"] == [0]
+    with pytest.raises(GraphFilterError, match="row 1 has the label '0', expected 1 or 2 or 3"):
+        encode_labels(rows, ["1", "2", "3"], "x")
+
+
 def test_paired_comparison_is_the_t_interval_and_the_exact_sign_flip_test():
     a, b = [0.1, 0.2, 0.4, 0.3, 0.5], [0.2, 0.25, 0.43, 0.38, 0.49]
     found = paired_comparison(a, b)
@@ -452,6 +460,10 @@ def test_paired_comparison_is_the_t_interval_and_the_exact_sign_flip_test():
     interval = stats.ttest_rel(b, a).confidence_interval(0.95)
     assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
     assert "no claim" in str(paired_comparison([1.0], [2.0]))
+    equal = paired_comparison([0.5, 0.6, 0.7], [0.4, 0.5, 0.6])
+    assert math.isnan(equal.low)
+    assert "-0.1000 with each of 3 seeds, which gives no interval" in str(equal)
+    assert equal.format("+.1f") == "-0.1"
     assert paired_comparison([10] * 10, [10, *[11] * 9]).p == pytest.approx(2 / 2**9), "whole numbers"
     for wrong in (([], []), ([1.0], [1.0, 2.0]), ([1.0], [math.nan])):
         with pytest.raises(GraphFilterError, match="a paired comparison needs"):
@@ -834,6 +846,16 @@ def test_files_of_the_same_name_are_told_apart(tmp_path):
     records.hash_files.cache_clear()
     assert settings.list_differences(before, of("a", "a")) == []
     assert "contents" not in settings.identity({"task": "cola", "model": "m", "data": tmp_path / "elsewhere"})
+    of_hub = settings.identity({"task": "cola", "model": tmp_path / "a" / "model"})
+    assert settings.list_differences(of_hub, of("a", "a")) == ["the files of data"], "of the Hub, or of a folder"
+    for code in ("first", "second"):
+        (tmp_path / f"{code}.py").write_text(code)
+    own = [
+        settings.identity({"task": "cola", "import": (str(tmp_path / f"{code}.py"),)}) for code in ("first", "second")
+    ]
+    assert settings.list_differences(*own) == ["the files of import"]
+    logged = [settings.identity({"task": "cola", "eval_strategy": "steps", "logging_steps": n}) for n in (5, 9)]
+    assert settings.list_differences(*logged) == ["eval_steps"], "which the Trainer takes from them"
     earlier = {name: value for name, value in of("a", "a").items() if name != "contents"}
     assert settings.list_differences(earlier, of("b", "b")) == []
     texts = [settings.identity({"task": "texts", "data": tmp_path / which}) for which in ("a", "copied/a")]
@@ -1160,7 +1182,9 @@ def test_shipped_results_have_the_settings_of_the_configurations(monkeypatch):
         settings = Settings(RECIPES[content["recipe"]])
         config = next((c for part, c in names.items() if part in file.stem), f"{content['recipe']}/small")
         flags = arena.get(file.stem, "").split()
-        values, sections = settings.parse(["--config", config, "--task", content["task"], *flags])
+        values, sections = settings.parse(
+            ["--config", config, "--task", content["task"], "--data", "elsewhere", *flags]
+        )
         only = [*content["variants"]][1:] if flags else None
         for variant, overrides in compare.choose_variants(settings, values, sections, only=only).items():
             if variant not in content["variants"]:

@@ -63,7 +63,15 @@ def agf_speed(device: str = "cpu") -> str:
         ratio = forms["agf"]["ratio_to_plain"]
         layer_body.append([case, n, f"{agf:,.0f}", ratio, f"{ortho:,.0f}", f"**{ortho / agf - 1:+.1%}**"])
     layer_table = markdown_table(
-        ["module, forward and backward", "n", "AGF ms", "AGF / plain", "with orthogonality loss", "it adds"], layer_body
+        [
+            "module, forward and backward",
+            "n",
+            "AGF ms",
+            "AGF / plain",
+            "with orthogonality loss",
+            "it adds, of medians",
+        ],
+        layer_body,
     )
     decoding = pivot(read(f"agf-{device}-decoding"), "n")
     decoding_table = markdown_table(

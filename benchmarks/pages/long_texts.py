@@ -86,9 +86,14 @@ def scores(model: dict) -> dict[tuple[str, int], dict[str, Any]]:
     return found
 
 
-def show_score(score: dict[str, Any], mark: str = "") -> str:
+SHARES = ("copying", "vt", "cwe", "fwe")  # tasks of which a sample may be right in part
+
+
+def show_score(score: dict[str, Any], mark: str = "", shares: bool = False) -> str:
+    """Without an interval where a sample has a share of right answers, and is not right or wrong."""
     low, high = wilson(score["accuracy"], score["samples"])
-    return f"{score['accuracy']:.2f} [{low:.2f}, {high:.2f}]{mark}; {score['log-probability']:.2f}"
+    interval = "" if shares else f" [{low:.2f}, {high:.2f}]"
+    return f"{score['accuracy']:.2f}{interval}{mark}; {score['log-probability']:.2f}"
 
 
 def long_retrieval() -> str:
@@ -107,10 +112,11 @@ def long_retrieval() -> str:
         for name in by_model:
             before = here.get(originals[name])
             mark = " †" if before is not None and before["accuracy"] < HALF else ""
-            row.append(show_score(here[name], mark) if name in here else "")
+            row.append(show_score(here[name], mark, task in SHARES) if name in here else "")
         body.append(row)
     said = measured(m for found in by_model.values() for score in found.values() for m in score["parts"])
-    legend = "Accuracy with its 95 % interval; mean log-probability of a token of the answer, in nats. "
+    legend = "Accuracy with its 95 % interval, or the mean share of right answers; mean log-probability of a token of "
+    legend += "the answer, in nats. "
     legend += "†: the original is right in less than half, so the accuracy says little."
     table = markdown_table(["task", "tokens", "samples", *(f"`{name}`" for name in by_model)], body)
     return "\n\n".join([f"{legend} {said}", table])

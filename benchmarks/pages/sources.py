@@ -32,7 +32,8 @@ def where(rows: list[dict]) -> str:
         for name in ("torch", "transformers")
         if name in rows[0]
     ]
-    measured = f"{rows[0]['device']}, {days(row['date'] for row in rows)}"
+    devices = " and ".join(dict.fromkeys(row["device"] for row in rows))
+    measured = f"{devices}, {days(row['date'] for row in rows)}"
     return "; ".join(filter(None, (measured, ", ".join(used)))) + "."
 
 

@@ -70,7 +70,8 @@ SECTIONS = {
     ),
     "attention": (
         "Attention alone, 12 heads of 64 features, about 4,096 tokens a batch, K = 3. Times are medians in ms; ratios "
-        "are medians of ratios taken side by side; memory is the peak over the inputs, in MB.",
+        "are medians of ratios taken side by side, but for that to the dense form, of medians; memory is the peak over "
+        "the inputs, in MB.",
         attention_table,
     ),
     "start": ("The import in a fresh process, and patching.", start_table),

@@ -7,7 +7,7 @@ import statistics
 
 from hf_graphfilter.analysis.comparison import paired_comparison
 from hf_graphfilter.tables import markdown_table
-from pages.sources import RECIPES, read
+from pages.sources import RECIPES, days, read
 from recipes.paper_table import Table, as_text, measured
 from recipes.records import lower_is_better
 from recipes.summary import PLAIN, format_interval, group_by_seed, summary_rows
@@ -25,7 +25,10 @@ def recipe_tables(*names: str) -> str:
         if content["name"].startswith("lra-") and content["task"] != "image":
             notes += [f"at most {run['settings']['max_length']:,} tokens"]
         notes += [f"{run['settings']['num_train_epochs']:g} epochs"] if content["name"].startswith("lra-") else []
-        notes += [f"{run['date']}, {run['machine']}, torch {run['versions']['torch']}"]
+        machines = dict.fromkeys(run["machine"] for run in content["runs"])
+        versions = dict.fromkeys(run["versions"]["torch"] for run in content["runs"])
+        when = days(run["date"] for run in content["runs"])
+        notes += [f"{when}, {' and '.join(machines)}, torch {' and '.join(versions)}"]
         title = f"**{content['model']} on {content['task']}**" + (" (sweep)" if content["sweep"] else "")
         parts += [f"{title}. {'; '.join(notes)}.", markdown_table(*summary_rows(content))]
         if content["sweep"]:

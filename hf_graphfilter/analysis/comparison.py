@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +17,8 @@ class PairedComparison:
     Attributes:
         pairs: number of seeds.
         mean, sd: mean and standard deviation of the differences; ``sd`` is NaN for one pair.
-        low, high: 95 % confidence interval of the mean (Student's t); NaN for one pair.
+        low, high: 95 % confidence interval of the mean (Student's t); NaN for one pair, and where all differences are
+            equal, whose spread is not known.
         p: two-sided p-value of the sign-flip permutation test (exact up to 13 pairs, otherwise 10,000 draws); NaN for
             one pair. With n pairs it cannot be below 2 / 2^n: five seeds reach 0.0625 at best.
     """
@@ -33,6 +33,10 @@ class PairedComparison:
     def __str__(self) -> str:
         if self.pairs == 1:
             return f"{self.mean:+.4f} with one seed, which carries no claim"
+        if math.isnan(self.low):
+            return (
+                f"{self.mean:+.4f} with each of {self.pairs} seeds, which gives no interval; sign-flip p = {self.p:.3g}"
+            )
         verdict = (
             "the interval excludes zero" if self.low > 0 or self.high < 0 else "no difference that these seeds can show"
         )
@@ -40,6 +44,16 @@ class PairedComparison:
             f"{self.mean:+.4f} over {self.pairs} seeds, 95 % interval [{self.low:+.4f}, {self.high:+.4f}], "
             f"sign-flip p = {self.p:.3g}: {verdict}"
         )
+
+    def format(self, form: str = "+.4f") -> str:
+        """Return the mean, with its interval where there is one, as text.
+
+        Example:
+            >>> paired_comparison([0.80, 0.82, 0.79], [0.81, 0.84, 0.80]).format("+.2f")
+            '+0.01 [-0.00, +0.03]'
+        """
+        bounds = "" if math.isnan(self.low) else f" [{self.low:{form}}, {self.high:{form}}]"
+        return f"{self.mean:{form}}{bounds}"
 
 
 def paired_comparison(baseline: Sequence[float], treated: Sequence[float]) -> PairedComparison:
@@ -72,7 +86,8 @@ def paired_comparison(baseline: Sequence[float], treated: Sequence[float]) -> Pa
     if n == 1:
         return PairedComparison(1, mean, math.nan, math.nan, math.nan, math.nan)
     sd = statistics.stdev(differences)
-    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # of an interval of equal differences
+    low = high = math.nan
+    if sd > 1e-9 * max(map(abs, (*baseline, *treated))):
         low, high = map(float, stats.ttest_rel(treated, baseline).confidence_interval())
     flips = stats.permutation_test(
         (differences,), statistics.mean, permutation_type="samples", vectorized=False, n_resamples=9999, rng=0

@@ -63,6 +63,8 @@ class League:
         if taken := {PLAIN, LONGER} & {*self.variants}:
             raise GraphFilterError(f"the league {name} plays {min(taken)!r} by itself: give the variant another name")
         self.tune |= {PLAIN: "learning_rate", LONGER: "learning_rate"}
+        if fixed := [name for name, overrides in self.variants.items() if self.tune[name] in overrides]:
+            raise GraphFilterError(f"the variant {fixed[0]!r} sets {self.tune[fixed[0]]}, which it tunes: leave it out")
         if unknown := [name for name, key in self.tune.items() if key not in self.rates]:
             raise GraphFilterError(f"the variant {unknown[0]!r} tunes one of {', '.join(self.rates)}")
         if self.longer is not None and not (isinstance(self.longer, int | float) and self.longer > 1):

@@ -161,7 +161,7 @@ def overview(league: League, found: Records, stage: Stage) -> tuple[list[str], l
 
 def cell(comparison: Comparison) -> str:
     paired, mark = comparison.paired, "**" if comparison.is_significant else ""
-    shown = f"{mark}{paired.mean:+.3g} [{paired.low:+.3g}, {paired.high:+.3g}]{mark}" if paired else ""
+    shown = f"{mark}{paired.format('+.3g')}{mark}" if paired else ""
     diverged = f"{comparison.diverged} diverged" if comparison.diverged else ""
     so_far = f"{paired.pairs} pairs so far" if paired and comparison.missing else ""
     return ", ".join(filter(None, (shown, diverged, so_far)))
@@ -197,7 +197,7 @@ def compare_filters(league: League, found: Records, stage: Stage) -> tuple[list[
             paired = (
                 paired_comparison([a[seed] for seed in both], [b[seed] for seed in both]) if len(both) > 1 else None
             )
-            cells.append(f"{paired.mean:+.3g} [{paired.low:+.3g}, {paired.high:+.3g}], {len(both)}" if paired else "")
+            cells.append(f"{paired.format('+.3g')}, {len(both)}" if paired else "")
         if any(cells):
             rows.append([f"`{second}` - `{first}`", *cells])
     return ["difference, 95 % interval, seeds", *stage.tasks], rows
