@@ -1,6 +1,5 @@
 """LoRA on a patched model: the filter is trained, stored in the adapter, switched and merged with it."""
 
-import contextlib
 import copy
 import json
 
@@ -358,8 +357,8 @@ def test_prompts_of_a_patched_model_are_not_loaded_into_a_plain_one(base, tmp_pa
 
 
 KEEP_NOTHING = ("test-damped", "attnscale", "xsa", "dex", "gated", "neutreno", "value-residual")
+PREFIX = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
 PROMPTS = {
-    "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
     "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
     "p-tuning": lambda: peft.PromptEncoderConfig(
         task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=8, encoder_dropout=0.0
@@ -367,25 +366,30 @@ PROMPTS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated", "ignore:Position ids are not supported")
 @pytest.mark.parametrize("way", PROMPTS)
 @filters(lambda entry: not entry.encoders_only, quick=lambda entry: entry.everywhere)
-@pytest.mark.feature("PEFT: prefix tuning, prompt tuning and P-tuning", family="llama")
+@pytest.mark.feature("PEFT: prompt tuning and P-tuning", family="llama")
 def test_virtual_tokens(way, entry, base, ids):
-    """As embeddings they are tokens as others; as keys and values they have no rows of A, which some filters need."""
+    """As embeddings they are tokens as others."""
     turn_on(patch_model(base, entry.config))
     model = peft.get_peft_model(base, PROMPTS[way]()).double().eval()
-    if way == "prefix":
-        with (
-            contextlib.nullcontext()
-            if entry.config.filter in KEEP_NOTHING
-            else pytest.raises(GraphFilterError, match="prefix tuning, whose virt")
-        ):
-            model(input_ids=ids)
-        return
     whole = torch.cat([model.get_prompt(batch_size=len(ids)), base.get_input_embeddings()(ids)], 1)
     expected = base(inputs_embeds=whole, use_cache=False).logits
     torch.testing.assert_close(model(input_ids=ids).logits, expected)
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated", "ignore:Position ids are not supported")
+@filters(lambda entry: not entry.encoders_only, quick=lambda entry: entry.everywhere)
+@pytest.mark.feature("PEFT: prefix tuning", family="llama")
+def test_virtual_keys(entry, base, ids, refuses):
+    """They have no rows of A, which some filters need."""
+    turn_on(patch_model(base, entry.config))
+    model = peft.get_peft_model(base, copy.deepcopy(PREFIX)).double().eval()
+    if entry.config.filter in KEEP_NOTHING:
+        model(input_ids=ids)
+        return
+    with refuses("prefix tuning, whose virt"):
+        model(input_ids=ids)
 
 
 def test_a_patched_model_within_another_is_adapted_as_before(base, tmp_path):
