@@ -16,7 +16,7 @@ from pathlib import Path
 from pages.conversions import conversion_overview, conversion_tables
 from pages.galleries import gallery, gallery_costs, likeness_table, write_references
 from pages.layers import blocks_table, single_layers
-from pages.leagues import answers, league_tables
+from pages.leagues import answers, equal_time, league_tables
 from pages.lengths import agf_ratios, agf_speed, gibbs_table, growth_tables, linear_tables, scan_table, threshold_table
 from pages.long_texts import long_depth, long_encoders, long_quality, long_retrieval, long_speed
 from pages.modules import fast_path_table, training_table
@@ -115,6 +115,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/league.md": {
         "answers": answers,
+        "equal-time": equal_time,
         **{name: partial(league_tables, name) for name in LEAGUES},
     },
     "docs/converter.md": {

@@ -1,14 +1,30 @@
 """Leagues, from recipes/compare.py league."""
 
+import itertools
 import json
 from pathlib import Path
 
+from scipy import stats
+
+from hf_graphfilter.analysis.comparison import paired_comparison
 from hf_graphfilter.tables import markdown_table
 from pages.sources import ROOT, days
 from recipes.league.plan import League
 from recipes.league.records import Records, index_runs
-from recipes.league.standings import compare_filters, comparisons, details, levels, overview, tuning, verdict
+from recipes.league.standings import (
+    compare_filters,
+    comparisons,
+    details,
+    holm,
+    levels,
+    overview,
+    read_values,
+    tuning,
+    verdict,
+)
+from recipes.summary import PLAIN
 
+ALL_LAYERS = "gfsa, w_0 and w_1 too"
 FEW = 5  # filters, which are shown two by two
 FIGURES = {  # by compare.py league --figures docs/figures
     "ranks": "the rank of each filter on each task, and the mean",
@@ -50,6 +66,27 @@ def answers() -> str:
         ]
         rows += stands or [[question, "none", "", "", ""]]
     return markdown_table(["question", "variant", "task", "baseline", "difference, 95 % interval"], rows)
+
+
+def equal_time() -> str:
+    """Return all differences from a baseline that trained as long, with p-values corrected for all of them."""
+    rows, probabilities = [], []
+    for name in ("time", "cheap", "few", "replicated", "wide"):
+        league, found = read_league(name)
+        stage, longer = league.stages[-1], next(v for v in league.variants if v.startswith(PLAIN))
+        for task, variant in itertools.product(stage.tasks, league.variants):
+            if variant == longer or (variant == ALL_LAYERS and name != "time"):  # whose steps take longer than that
+                continue
+            plain, treated = (read_values(league, found, task, v, stage.seeds) for v in (longer, variant))
+            pairs = [(plain[seed], treated[seed]) for seed in plain.keys() & treated.keys()]
+            baseline, values = zip(*pairs, strict=True)
+            paired = paired_comparison(baseline, values)
+            probabilities.append(float(stats.ttest_rel(values, baseline).pvalue))
+            rows.append([QUESTIONS[name], variant, task, longer, paired.format("+.3g"), str(paired.pairs)])
+    p_values = zip(probabilities, holm(probabilities), strict=True)
+    body = [[*row, f"{p:.3f}", f"{corrected:.3f}"] for row, (p, corrected) in zip(rows, p_values, strict=True)]
+    header = ["question", "variant", "task", "baseline", "difference, 95 % interval", "pairs", "p (t)", "p (Holm)"]
+    return markdown_table(header, body)
 
 
 def league_tables(name: str) -> str:
