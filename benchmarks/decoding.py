@@ -44,6 +44,9 @@ def fill_cache(
         kept = getattr(layer, "kept", {})
         if hasattr(layer, "length"):  # the state of an AGF, which is no more than after the tokens that were run
             layer.length = length
+            # of heads that keep their attention
+            whole = [name for name in ("kept_key", "kept_value") if name in kept]
+            kept.update({name: repeat_tokens(kept[name], times, length) for name in whole})
         elif kind == "dynamic":
             layer.keys, layer.values = (repeat_tokens(x, times, length) for x in (layer.keys, layer.values))
             kept.update({name: repeat_tokens(x, times, length) for name, x in kept.items()})

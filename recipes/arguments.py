@@ -207,7 +207,7 @@ class ImageArguments(FilterArguments):
     layer_decay: float | None = HfArg(default=None, help="Factor of the learning rate from layer to layer.")
     max_grad_norm: float | None = None
     drop_path: float = 0.1
-    drop: float = 0.0
+    drop: float = HfArg(default=0.0, help="Dropout of positions, attention outputs and feed-forward layers.")
     auto_augment: str | None = "rand-m9-mstd0.5-inc1"
     color_jitter: float = 0.3
     random_erasing: float = 0.25

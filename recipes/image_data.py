@@ -21,6 +21,9 @@ from recipes.data import split_holdout
 HUB = {"imagenet-1k": ("hfds/ILSVRC/imagenet-1k", 1000), "imagenet-100": ("hfds/clane9/imagenet-100", 100)}
 
 
+FORMATS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+
+
 class Images(ImageDataset):
     """A folder of images in which files that cannot be read are an error, or skipped and counted.
 
@@ -28,7 +31,7 @@ class Images(ImageDataset):
     """
 
     def __init__(self, root: Path, bad_images: str, class_map: Any = ""):
-        super().__init__(str(root), class_map=class_map)
+        super().__init__(str(root), class_map=class_map, input_key=";".join(FORMATS))
         self.bad_images = bad_images
         self.bad = torch.zeros(len(self), dtype=torch.bool).share_memory_()  # over the processes of the loader
         self.among: Sequence[int] = range(len(self))
@@ -162,5 +165,5 @@ def loaders(
         **both,
     )
     _keep_a_bit(training.dataset.transform)
-    crop = {"crop_pct": config["crop_pct"], "interpolation": config["interpolation"]}
+    crop = {name: config[name] for name in ("crop_pct", "crop_mode", "interpolation") if name in config}
     return training, create_loader(val, batch_size=args.eval_batch_size, **crop, **both)

@@ -37,7 +37,8 @@ def _of_timm(args: ImageArguments, classes: list[str]) -> tuple[nn.Module, dict[
     asked = parse_options(args.model_options)
     if "img_size" in asked:
         raise GraphFilterError(f"--model_options img_size={asked['img_size']}: use --img_size, the data follow it too")
-    options = {"num_classes": len(classes), "drop_path_rate": args.drop_path, "drop_rate": args.drop}
+    options = {"num_classes": len(classes), "drop_path_rate": args.drop_path}
+    options |= dict.fromkeys(("pos_drop_rate", "proj_drop_rate"), args.drop) if args.drop else {}
     options |= ({"img_size": args.img_size} if args.img_size else {}) | asked
     try:
         weights = {"pretrained": args.pretrained, "checkpoint_path": args.checkpoint or ""}
@@ -113,6 +114,8 @@ def save(args: ImageArguments, model: nn.Module, folder: Path) -> None:
     if (processor := _processor(args.model)) is not None:
         side = model.config.image_size
         processor.size = {"height": side, "width": side}
+        if getattr(processor, "crop_size", None):
+            processor.crop_size = {"height": side, "width": side}
         processor.save_pretrained(folder)
 
 

@@ -155,8 +155,8 @@ def run(args: ImageArguments) -> dict[str, Any]:
     accumulate = args.batch_size // (train.batch_size * accelerator.num_processes)
     per_epoch = max(1, len(train) // accumulate)
     epochs = math.ceil(args.max_steps / per_epoch) if args.max_steps else math.ceil(args.epochs)
-    total = args.max_steps or round(args.epochs * per_epoch)
-    if epochs <= round(args.warmup_epochs) > 0:
+    total, warm_up = args.max_steps or round(args.epochs * per_epoch), round(args.warmup_epochs * per_epoch)
+    if total <= warm_up > 0:
         raise GraphFilterError(
             f"--warmup_epochs {args.warmup_epochs:g} leaves the learning rate rising to the end, after {epochs} epochs"
         )
@@ -166,12 +166,12 @@ def run(args: ImageArguments) -> dict[str, Any]:
     average = ModelEmaV3(model, decay=args.ema_decay, use_warmup=True) if args.ema_decay else None
     schedule, _ = create_scheduler_v2(
         optimizer,
-        num_epochs=epochs,
+        num_epochs=total,  # of one step each: a run may end within an epoch
         min_lr=args.min_lr,
         warmup_lr=args.warmup_lr,
-        warmup_epochs=round(args.warmup_epochs),
+        warmup_epochs=warm_up,
         step_on_epochs=False,
-        updates_per_epoch=per_epoch,
+        updates_per_epoch=1,
     )
     blend = BlendSchedule() if has_blend(start) else None
     plain, (model, optimizer, val) = model, accelerator.prepare(model, optimizer, val)

@@ -4,6 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
+import torch
+
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.console import Console
 from hf_graphfilter.errors import require
@@ -13,6 +15,7 @@ from recipes.records import tell
 SCRIPT = Path(__file__).with_name("compare.py")
 LOGS = Path("runs/jobs")
 DAY = 24 * 60  # in minutes
+YEAR = 365 * DAY
 
 
 def split_flags(argv: list[str]) -> tuple[int | None, dict[str, str], list[str]]:
@@ -56,6 +59,8 @@ def submit(count: int, asked: dict[str, str], argv: list[str], console: Console)
     if asked and executor.cluster != "slurm":
         raise GraphFilterError("--slurm asks for things of Slurm, which is not on this machine: no sbatch is found")
     executor.update_parameters(name="compare", timeout_min=DAY, slurm_additional_parameters=asked)
+    if executor.cluster != "slurm":  # or the jobs see no GPU, and end after a day
+        executor.update_parameters(gpus_per_node=torch.cuda.device_count(), timeout_min=YEAR)
     command = CommandFunction([sys.executable, str(SCRIPT), *argv], verbose=False)
     jobs = [executor.submit(command) for _ in range(count)]
     tell(console, f"{executor.cluster} jobs {', '.join(job.job_id for job in jobs)}; what they print is in {LOGS}")

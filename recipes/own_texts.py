@@ -97,6 +97,8 @@ def load_own(numbers: bool, data: str | None, name: str | None, config: str | No
         whole = parts.pop("all", None) or parts["train"]
         train, validation = split_holdout(len(whole), VALIDATION)
         parts |= {"train": whole.select(train), "validation": whole.select(validation)}
+    # a source may be sorted by class, and --max_eval_samples takes the first rows
+    parts = {part: table if part == "train" else table.shuffle(seed=0) for part, table in parts.items()}
     return DatasetDict(parts), classes or []
 
 

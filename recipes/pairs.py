@@ -35,8 +35,9 @@ class PairClassifier(SequenceModel):
         """Return a vector (batch, features) of each text."""
         if not self.config.is_encoder_decoder:
             return self.encode(ids, mask, None)[:, 0]
-        start = ids.new_full((len(ids), 1), self.config.decoder_start_token_id)
-        shifted = torch.cat([start, ids[:, :-1]], 1)
+        start = getattr(self.config, "decoder_start_token_id", None)  # PLBART has none: it begins with the last token
+        start = self.config.eos_token_id if start is None else start
+        shifted = torch.cat([ids.new_full((len(ids), 1), start), ids[:, :-1]], 1)
         hidden = self.base_model(
             input_ids=ids, attention_mask=mask, decoder_input_ids=shifted, decoder_attention_mask=mask
         ).last_hidden_state

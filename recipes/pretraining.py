@@ -37,6 +37,8 @@ def pretraining_settings(args: SequenceArguments, training: Seq2SeqTrainingArgum
     options |= {"eval_strategy": "no", "load_best_model_at_end": False, "metric_for_best_model": None}
     options |= {"remove_unused_columns": False}  # the second text of a pair, which its collator makes a row of
     options |= {"label_smoothing_factor": 0.0, "learning_rate": args.pretrain_lr or training.learning_rate}
+    if training.max_steps > 0 and training.warmup_steps >= 1:  # of another number of steps than these
+        options["warmup_steps"] = min(training.warmup_steps / training.max_steps, 0.5)
     if training.save_strategy == "best":
         options["save_strategy"] = "epoch"
     try:

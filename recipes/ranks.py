@@ -9,16 +9,16 @@ from hf_graphfilter import GraphFilterError
 from hf_graphfilter.errors import shown
 
 
-def check_ranks(**facts: Any) -> None:
+def check_ranks(*, cpu: bool = False, **facts: Any) -> None:
     """Raise in all processes unless each has the same ``facts``: of its settings, its data and its checkpoints.
 
     On several machines the data must be equal and the output folder shared. Otherwise processes would train on other
-    rows, or some would resume while others begin.
+    rows, or some would resume while others begin. ``cpu``: whether they compute on the CPU, if nothing has said so yet.
 
     Example:
         >>> check_ranks(data="12f0")  # one process agrees with itself
     """
-    if PartialState().num_processes == 1:
+    if PartialState(cpu=cpu).num_processes == 1:
         return
     found = gather_object([facts])
     for rank, theirs in enumerate(found):

@@ -126,7 +126,7 @@ def train_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Pa
         write_json(folder / IDENTITY, settings.identity(values))
     arguments = settings.arguments(run_values)
     identity, checkpoint = settings.identity(values), last_checkpoint(folder)
-    check_ranks(settings=identity, checkpoint=checkpoint and Path(checkpoint).name)
+    check_ranks(cpu=bool(values.get("use_cpu")), settings=identity, checkpoint=checkpoint and Path(checkpoint).name)
     record = {
         "recipe": settings.recipe.name,
         "task": values["task"],

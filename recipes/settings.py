@@ -107,7 +107,8 @@ class Settings:
             smoke = self._own(SMOKE) | self.recipe.smoke
             values = self.override(values, {k: v for k, v in smoke.items() if k not in flags})
         if not values.get("output_dir"):
-            values["output_dir"] = f"runs/{self.recipe.name}/{Path(values['task']).name}-{values.get('filter', 'gfsa')}"
+            name = f"{Path(values['task']).name}-{values.get('filter', 'gfsa')}" + "-smoke" * bool(values.get("smoke"))
+            values["output_dir"] = f"runs/{self.recipe.name}/{name}"
         if values.get("bf16") and "bf16" not in flags and not bf16_pays(values.get("use_cpu", False)):
             values["bf16"] = False
             if is_main_process():

@@ -22,6 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+import torch
 from datasets import Dataset, DatasetDict, Value
 from transformers import (
     AutoConfig,
@@ -67,13 +68,17 @@ PAIRS = ("together", "apart")
 
 @lru_cache(maxsize=1)
 def load(task: str, folder: str | None) -> tuple[DatasetDict, str]:
-    """Return (parts with text_a, for clones text_b, and label 0 or 1; how they were split)."""
+    """Return (parts with text_a, for clones text_b, and label 0 or 1; how they were split).
+
+    Functions have single spaces between their words, as in the code of Wang et al. (2021).
+    """
     if folder is None:
         data = load_from_hub(HUB[task], COLUMNS[task])
-        parts = {k: data[k].cast_column("label", Value("int64")) for k in FILES}
-        return DatasetDict(parts), "official"
-    root = Path(folder)
-    return defects(root) if task == "defect" else clones(root)
+        parts, split = DatasetDict({k: data[k].cast_column("label", Value("int64")) for k in FILES}), "official"
+    else:
+        parts, split = defects(Path(folder)) if task == "defect" else clones(Path(folder))
+    texts = [name for name in COLUMNS[task] if name != "label"]
+    return parts.map(lambda row: {name: " ".join(row[name].split()) for name in texts}), split
 
 
 def defects(root: Path) -> tuple[DatasetDict, str]:
@@ -153,6 +158,9 @@ def write_labels(args, training, tokenizer, data):
         written, labels = (read_words(tokenizer, x) for x in (ids, prediction.label_ids))
         return metrics.score(MEASURES["defect"], written, labels)
 
+    if model.generation_config.decoder_start_token_id is None:  # PLBART begins with the token that it shifts in front
+        shifted = model.prepare_decoder_input_ids_from_labels(torch.tensor(words))
+        model.generation_config.decoder_start_token_id = shifted[0, 0].item()
     encoded = report_truncation(data.map(encode, batched=True, remove_columns=["text_a", "label"]), args.max_length)
     training.predict_with_generate = True
     training.generation_max_length = training.generation_max_length or max(map(len, words)) + 2

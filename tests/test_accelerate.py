@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,10 +37,7 @@ def test_accelerate_reads_the_configuration(file):
 
 
 def test_processes_that_found_other_files_say_so(monkeypatch):
-    class TwoProcesses:
-        num_processes = 2
-
-    monkeypatch.setattr(ranks, "PartialState", TwoProcesses)
+    monkeypatch.setattr(ranks, "PartialState", lambda cpu: SimpleNamespace(num_processes=2))
     monkeypatch.setattr(ranks, "gather_object", lambda facts: [facts[0], {**facts[0], "checkpoint": None}])
     with pytest.raises(GraphFilterError, match="process 1 found checkpoint None, and process 0 'checkpoint-4'"):
         ranks.check_ranks(settings={"K": 3}, checkpoint="checkpoint-4")

@@ -225,6 +225,9 @@ def test_the_heads_that_read_furthest_are_chosen_and_one_is_left_per_layer():
     with pytest.raises(GraphFilterError, match=r"keep='2000.*%'.* above 0 and below 100"):
         choose_heads(model, texts(2), 20, config)
     assert len(choose_heads(model, texts(2), 0.5, config, layers=[0, 2])) == 2
+    two = [{"input_ids": torch.randint(3, 5, (1, 40))}]  # different ids
+    with pytest.raises(GraphFilterError, match=r"give the heads as keep=\{4: \[0, 2\]\}"):
+        choose_heads(model, two, 0.5, config)
     with pytest.raises(GraphFilterError, match="keeps 4 heads, and the filter needs one per layer"):
         choose_heads(model, texts(2), 0.7, config)
 

@@ -18,6 +18,7 @@ CONFIGS = {
     "bert": transformers.BertConfig(**SMALL, **BERT),
     "t5": transformers.T5Config(**SMALL, **T5),
     "bart": transformers.BartConfig(**SMALL, **BART, bos_token_id=1, decoder_start_token_id=2),
+    "plbart": transformers.PLBartConfig(**SMALL, **BART, bos_token_id=1),  # names no start
 }
 FIRST = torch.tensor([[5, 6, 7, 2, 0, 0], [8, 9, 5, 6, 7, 2]])
 SECOND = torch.tensor([[9, 2, 0], [5, 6, 2]])
@@ -64,7 +65,7 @@ def test_it_trains_and_is_saved_with_its_filter(model, tmp_path):
     out = model(**inputs(), labels=torch.tensor([0, 1]))
     out.loss.backward()
     gradients = [p.grad for name, p in model.named_parameters() if name.endswith("w_K")]
-    assert len(gradients) == {"bert": 1, "t5": 4, "bart": 2}[model.config.model_type]
+    assert len(gradients) == {"bert": 1, "t5": 4, "bart": 2, "plbart": 2}[model.config.model_type]
     assert all(gradient is not None for gradient in gradients)
     model.save_pretrained(tmp_path)
     again = load_pairs(tmp_path).eval()

@@ -468,9 +468,15 @@ AttentionInterface.register(VARLEN, varlen)
 AttentionMaskInterface.register(VARLEN, flash_attention_mask)
 
 
-@pytest.mark.parametrize("name", ["agf", "hedgehog", "centered", "attnscale", "contranorm"])
-def test_packed_sequences_without_a_mask_are_refused(name):
-    model = patch_model(FAMILIES["llama"].build(VARLEN), name)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in ("agf", "hedgehog", "centered", "attnscale", "contranorm")),
+        ("far_field", {"window": 2, "sinks": 1}),
+    ],
+)
+def test_packed_sequences_without_a_mask_are_refused(name, options):
+    model = patch_model(FAMILIES["llama"].build(VARLEN), name, **options)
     ids = torch.randint(5, 99, (1, 7))
     positions, ends = torch.tensor([[0, 1, 2, 0, 1, 2, 3]]), torch.tensor([0, 3, 7])
     output(model, {"input_ids": ids})

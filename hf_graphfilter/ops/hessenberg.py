@@ -38,9 +38,7 @@ def transform(x: Tensor, lower: Tensor, upper: Tensor, scale: Tensor, *, forward
     """
     r_upper, first, between = upper_factor(upper)
     r_lower, before, after = lower_factor(lower)
-    first, between, last = (
-        unit(phase)[:, : x.shape[1]].to(scale.dtype).to(scale.device) for phase in (first, between + before, after)
-    )
+    first, between, last = (unit(phase)[:, : x.shape[1]].to(scale) for phase in (first, between + before, after))
     if forward != back:
         scale = scale * (last if forward else last.conj_physical())
     run = _transform if torch.jit.is_tracing() else _Transform.apply  # a trace keeps operators

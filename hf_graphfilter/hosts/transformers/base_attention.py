@@ -222,7 +222,8 @@ class _OwnConfig(ModuleView):
 
 def _is_split() -> bool:
     """Return whether PyTorch's context parallelism computes attention now, for which it replaces this function."""
-    return F.scaled_dot_product_attention.__module__.startswith("torch.distributed.")
+    compiling = torch.compiler.is_compiling()  # which cannot read the name
+    return not compiling and F.scaled_dot_product_attention.__module__.startswith("torch.distributed.")
 
 
 def declares_causal(module: nn.Module) -> bool:
