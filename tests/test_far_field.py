@@ -8,7 +8,15 @@ import torch
 from models import FAMILIES
 from oracle import dense_twin, far_field_matrix
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import BertConfig, BertModel, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertModel,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+)
 
 from hf_graphfilter import FarFieldConfig, GraphFilterError, filter_status, load_filter, patch_model, save_filter
 from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
@@ -104,6 +112,19 @@ def test_a_step_of_decoding_takes_few_calls_and_the_state_has_constant_size():
     assert len(sizes) == 4  # it grows by one token until the block ends
     _, longer = pieces(model, ids, [77], all_there)
     assert sum(x.numel() for x in longer.layers[0].kept.values()) in sizes
+
+
+def test_a_layer_takes_at_most_a_hundred_calls_a_step():
+    """And attention about 72: the time of a small model's step is that of its calls."""
+    counts = []
+    for layers in (2, 3):
+        config = copy.deepcopy(FAMILIES["llama"].config)
+        config.num_hidden_layers = layers
+        model = patch_model(LlamaModel(config).eval(), "far_field", window=8, sinks=2)
+        ids, there = torch.randint(1, 90, (1, 33)), torch.ones(1, 33)
+        calls, _ = count_calls(model, pieces(model, ids, [33], there)[1], ids[:, :1])
+        counts.append(calls)
+    assert counts[1] - counts[0] <= 100
 
 
 def test_bad_options_raise():
