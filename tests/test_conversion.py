@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
+from accelerate.hooks import AlignDevicesHook
 from deaths import deaths, some
 from models import FAMILIES, realigned
 from processes import run_two
@@ -429,8 +430,9 @@ def test_weights_on_disk_are_fitted_in_blocks(tmp_path, transformers_warnings):
     expected = run(whole, **options)
     places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
     disk = {"device_map": {**places, "model.layers": "disk"}, "offload_folder": tmp_path / "weights"}
-    all_on_disk = LlamaForCausalLM.from_pretrained(tmp_path / "model", **{**disk, "device_map": {"": "disk"}})
-    assert device_of(all_on_disk) == torch.device("cpu")
+    offloaded = torch.nn.Linear(2, 2, device="meta")
+    offloaded._hf_hook = AlignDevicesHook(execution_device="cpu")  # a name, or a number
+    assert device_of(offloaded) == torch.device("cpu")
     model = LlamaForCausalLM.from_pretrained(tmp_path / "model", **disk).eval()
     found = run(model, blocks=2, checkpoint=tmp_path / "progress", **options)
     assert found.after == pytest.approx(expected.after, rel=1e-3)
