@@ -144,6 +144,7 @@ def test_a_run_trains_and_its_checkpoint_transcribes(model, names, folder, tmp_p
         return
     transcribe = pipeline("automatic-speech-recognition", str(saved), device="cpu")
     assert isinstance(transcribe(tone("low mid").astype(np.float32))["text"], str)
+    transformers_warnings.clear()  # of the pipeline's own lengths, in earlier transformers
 
 
 def make_whisper(folder):
@@ -484,7 +485,10 @@ def test_letters_said_twice_stay_two(tmp_path):
 
 @pytest.mark.parametrize("kind", [ParakeetFeatureExtractor, SeamlessM4TFeatureExtractor, Wav2Vec2FeatureExtractor])
 def test_frames_are_counted_as_the_model_gets_them(kind):
-    extractor = kind()
+    try:
+        extractor = kind()
+    except ImportError as error:  # Parakeet's asks for librosa in earlier transformers
+        pytest.skip(str(error))
     noise = np.random.default_rng(0).normal(0, 0.1, (2, 2 * RATE)).astype(np.float32)
     waves = [noise[0], noise[1, :-4321]]
     options = {"sampling_rate": RATE, "padding": True, "return_attention_mask": True, "return_tensors": "np"}
