@@ -141,7 +141,7 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
             plot_sweep(content, figure, chosen)
         else:
             plot_differences(content, figure)
-        for what, path in {"results": file, "figure": file.with_suffix(".png"), "runs": root}.items():
+        for what, path in {"results": file, "figure": figure, "runs": root}.items():
             tell(console, f"{what}: {path}")
         if other:
             drawn, differing = compare_results(settings, content, other)

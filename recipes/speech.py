@@ -61,6 +61,7 @@ def run(args, training):
     prepared = {part: prepare(items, extractor, args, part) for part, items in rows.items()}
     left_out = {part: count for part, (_, count) in prepared.items() if count}
     data = DatasetDict({part: recordings for part, (recordings, _) in prepared.items()})
+    # The recordings to choose by were held out above, before copies were made at other speeds.
     data = cut(data, replace(args, held_out=0.0))
     data = DatasetDict({k: v if k == "train" else v.select(np.argsort(v["length"])) for k, v in data.items()})
     tokenizer = make_tokenizer(args, lambda: iter(data["train"]["text"]), ctc)

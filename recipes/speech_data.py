@@ -217,9 +217,9 @@ def read_audio(source: Any, rate: int, speed: float = 1.0) -> np.ndarray:
 
     files = [source.read()] if isinstance(source, HubRow) else source
     pieces = []
-    pauses = np.random.default_rng(
-        zlib.crc32(" ".join(Path(file).name for file in files if isinstance(file, str)).encode())
-    )
+    # The names without their folder: the pauses are the same wherever the data lies.
+    names = " ".join(Path(file).name for file in files if isinstance(file, str))
+    pauses = np.random.default_rng(zlib.crc32(names.encode()))
     for file in files:
         if isinstance(file, str) and not Path(file).is_file():
             raise ValueError("there is no such file")

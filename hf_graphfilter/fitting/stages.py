@@ -269,9 +269,8 @@ class Linearization(Fit):
             _task_loss(outputs)
         ends_in = "logits" if "logits" in outputs else "hidden"
         del outputs, last  # of a large vocabulary
-        measures = compare(
-            self.model, original, [batch], self.causal
-        )  # what would end the last stage after all the others
+        # What would end the last stage after all the others.
+        measures = compare(self.model, original, [batch], self.causal)
         self.predicts = "perplexity" in measures
         fitted = {*stages} or {ends_in}
         for stage in (fitted | {ends_in} - {"logits"}) & {*DISTANCES}:  # that logits compare was seen
