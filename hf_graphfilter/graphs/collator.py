@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import BatchFeature
 
@@ -68,9 +69,8 @@ class GraphCollator:
 
     def _prepare(self, graph: Any, place: int) -> Mapping[str, Any]:
         try:
-            if isinstance(graph, Mapping) and "pair_kinds" in graph:
-                ready = {name: np.asarray(value) for name, value in graph.items() if name in PADDING}
-                return ready if graph.get("labels") is None else ready | {"labels": np.asarray(graph["labels"])}
+            if isinstance(graph, Mapping) and "pair_kinds" in graph:  # arrays, or lists from ``datasets``
+                return {name: x if x is None else np.asarray(x) for name, x in graph.items()}
             return prepare_graph(graph, self.config)
         except GraphFilterError as error:
             raise GraphFilterError(f"graph {place} of the batch: {error}") from error
@@ -93,34 +93,44 @@ class GraphCollator:
         targets = int(self.config.num_labels or 1)
         classes = self.config.problem_type == "single_label_classification"
         expected = 1 if classes else targets
-        for place, label in enumerate(labels):
-            values = np.asarray([] if label is None else label, dtype=float).reshape(-1)
-            if len(values) != expected:
+        rows = [np.asarray([] if label is None else label, dtype=float).reshape(-1) for label in labels]
+        for place, row in enumerate(rows):
+            if len(row) != expected:
                 of_classes = ", the number of its class" if classes else ""
                 raise GraphFilterError(
-                    f"graph {place} of the batch has {len(values)} labels, and the model takes {expected}{of_classes}"
+                    f"graph {place} of the batch has {len(row)} labels, and the model takes {expected}{of_classes}"
                 )
-            if np.isinf(values).any() or np.isnan(values).all():
-                raise GraphFilterError(f"graph {place} of the batch has the label {values.tolist()}: leave it out")
-            if (
-                self.config.problem_type == "multi_label_classification"
-                and not np.isin(values[~np.isnan(values)], (0, 1)).all()
-            ):
-                raise GraphFilterError(
-                    f"graph {place} of the batch has the labels {values.tolist()}: yes is 1, no is 0"
-                )
-            if classes and not (values[0].is_integer() and 0 <= values[0] < targets):
-                raise GraphFilterError(
-                    f"graph {place} of the batch has the class {values[0]:g}, and the model has 0 to {targets - 1}"
-                )
-        stacked = np.stack([np.asarray(label, dtype=float).reshape(-1) for label in labels])
-        return torch.tensor(stacked[:, 0]).long() if classes else torch.tensor(stacked, dtype=torch.float32)
+        values = np.stack(rows)
+        missing = np.isnan(values)
+        wrong = np.isinf(values).any(1) | missing.all(1)
+        if wrong.any():
+            raise GraphFilterError(f"{_name_label(values, wrong)}: leave it out")
+        if self.config.problem_type == "multi_label_classification":
+            wrong = ~(missing | np.isin(values, (0, 1))).all(1)
+            if wrong.any():
+                raise GraphFilterError(f"{_name_label(values, wrong)}: yes is 1, no is 0")
+        if classes:
+            numbers = values[:, 0]
+            wrong = (numbers != np.trunc(numbers)) | (numbers < 0) | (numbers >= targets)
+            if wrong.any():
+                raise GraphFilterError(f"{_name_label(values, wrong)}, and the model has classes 0 to {targets - 1}")
+            return torch.from_numpy(numbers).long()
+        return torch.from_numpy(values).float()
+
+
+def _name_label(values: NDArray[np.float64], wrong: NDArray[np.bool_]) -> str:
+    """Return which graph has the first wrong labels, and these."""
+    place = int(wrong.argmax())
+    return f"graph {place} of the batch has the label{'s' * (values.shape[1] > 1)} {values[place].tolist()}"
 
 
 def _pad(arrays: list[Any], fill: int) -> Tensor:
     """Return arrays of different sizes as one tensor (batch, ...), filled up at the ends."""
-    shape = np.max([array.shape for array in arrays], axis=0)
-    padded = np.full((len(arrays), *shape), fill, dtype=np.int64)
-    for row, array in zip(padded, arrays, strict=True):
-        row[tuple(map(slice, array.shape))] = array
+    shapes = np.array([array.shape for array in arrays])
+    padded = np.full((len(arrays), *shapes.max(0)), fill, dtype=np.int64)
+    inside = np.ones((len(arrays), *[1] * shapes.shape[1]), dtype=bool)
+    for axis, size in enumerate(padded.shape[1:], 1):
+        within = np.arange(size) < shapes[:, axis - 1, None]
+        inside = inside & np.expand_dims(within, [a for a in range(1, padded.ndim) if a != axis])
+    padded[inside] = np.concatenate(arrays, axis=None)
     return torch.from_numpy(padded)

@@ -84,7 +84,8 @@ class GraphDataset(Dataset[dict[str, Any]]):
         nodes, kinds = self._arrays["nodes"], self._arrays["kinds"]
         features, hops, edge_features = self._arrays["shapes"].tolist()
         sizes = (nodes * features, nodes, nodes, nodes**2, kinds, kinds * hops * edge_features)
-        self._ends = {name: np.concatenate([[0], x.cumsum()]) for name, x in zip(PARTS, sizes, strict=True)}
+        self._ends = np.stack([np.concatenate([[0], x.cumsum()]) for x in sizes], 1)  # (graphs + 1, parts)
+        self._shapes = features, hops, edge_features
         self._rows = rows
 
     def __len__(self) -> int:
@@ -93,12 +94,13 @@ class GraphDataset(Dataset[dict[str, Any]]):
     def __getitem__(self, place: int) -> dict[str, Any]:
         row = self._rows[place]
         nodes = int(self._arrays["nodes"][row])
-        features, hops, edge_features = self._arrays["shapes"].tolist()
-        shapes = ((nodes, features), (nodes,), (nodes,), (nodes, nodes), (-1,), (-1, hops, edge_features))
-        graph = {}
-        for name, shape in zip(PARTS, shapes, strict=True):
-            start, end = self._ends[name][row : row + 2]
-            graph[name] = self._arrays[name][start:end].reshape(shape)
+        features, hops, edge_features = self._shapes
+        shapes = ((nodes, features), nodes, nodes, (nodes, nodes), -1, (-1, hops, edge_features))
+        bounds = zip(*self._ends[row : row + 2].tolist(), strict=True)
+        graph = {
+            name: self._arrays[name][start:end].reshape(shape)
+            for name, shape, (start, end) in zip(PARTS, shapes, bounds, strict=True)
+        }
         if "labels" in self._arrays:
             graph["labels"] = self._arrays["labels"][row]
         return graph
