@@ -65,7 +65,12 @@ def conversion_tables(task: str) -> str:
         [f"`{case['name']}`", *(f"{e:.3f}" if (e := case["report"]["by_context"].get(c)) else "" for c in contexts)]
         for case in cases
     ]
-    when = days(case["date"] for case in cases)
+    machines = dict.fromkeys((case["device"], case["torch"]) for case in cases)
+    where = "; ".join(
+        f"{device}, torch {torch}, "
+        + days(case["date"] for case in cases if (case["device"], case["torch"]) == (device, torch))
+        for device, torch in machines
+    )
     tested = []
     if cases[0]["after"]:
         names = list(cases[0]["after"])
@@ -85,7 +90,7 @@ def conversion_tables(task: str) -> str:
             timed += [markdown_table(["case", *(f"{n:,}" for n in counts)], cells)]
     return "\n\n".join(
         [
-            f"**{cases[0]['about']}** {cases[0]['device']}, torch {cases[0]['torch']}, {when}.",
+            f"**{cases[0]['about']}** {where}.",
             markdown_table(header, body),
             *tested,
             "*Relative error by the number of tokens that a token sees*",
