@@ -25,6 +25,8 @@ from transformers import (
     BertModel,
     BertTokenizer,
     CLIPVisionConfig,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -49,6 +51,7 @@ from hf_graphfilter import (
     load_filter,
     patch_model,
     save_filter,
+    unpatch_model,
 )
 from hf_graphfilter.analysis.model_inputs import name_mistakes
 from hf_graphfilter.devices import device_of
@@ -872,6 +875,25 @@ def test_models_that_cannot_be_converted():
     windowed = MistralModel(MistralConfig(**{**LLAMA.to_dict(), "sliding_window": 8, "model_type": "mistral"}))
     with pytest.raises(GraphFilterError, match=r"sees a sliding window of 8 tokens.*choose other layers"):
         run(windowed)
+
+
+@pytest.mark.parametrize("options", [{}, {"layers": "all"}, {"layers": "auto:50%"}, {"keep": "20%"}])
+def test_layers_with_sliding_windows_stay_as_they_are(options, transformers_warnings):
+    kinds = ["sliding_attention", "full_attention"] * 2
+    sizes = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
+    sizes |= {"num_hidden_layers": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, sliding_window=8, layer_types=kinds))
+    report = run(model, filter="far_field", window=4, **options)
+    names = [f"model.layers.{i}.self_attn" for i in (1, 3)]
+    assert list(report.before) == names
+    assert [name for name, _ in filters_of(model)] == [name for name in names if name not in report.kept]
+    assert len(report.kept) == (1 if "auto:50%" in options.values() else 0)
+    line = next(line for line in transformers_warnings if "sliding window" in line)
+    assert line.startswith("2 of the 4 attention layers of Gemma3ForCausalLM see a sliding window of 8 tokens")
+    transformers_warnings.clear()
+    with pytest.raises(GraphFilterError, match="sees a sliding window of 8 tokens"):
+        run(unpatch_model(model), filter="far_field", window=4, layers=[0, 1])
+    assert not list(filters_of(model, required=False))
 
 
 def test_half_precision_models_keep_their_types():

@@ -13,7 +13,9 @@ from torch import nn
 from ..errors import GraphFilterError, shown
 from ..filters import FilterConfig, GraphFilter
 from ..filters.core.attached import filters_of
-from ..patching.layers import parse_layers
+from ..hosts import host_of
+from ..logs import logger
+from ..patching.layers import Layers, parse_layers, select_sites
 from ..patching.patch import patch_model, unpatch_model
 
 Choose = Literal["text", "retrieval", "both"]
@@ -51,6 +53,24 @@ def check_choose(choose: Any, share: float | None) -> None:
 def count_kept(share: float, modules: int) -> int:
     """Return how many modules keep their attention where a share of them, and at least one, is linearized."""
     return modules - max(1, round(share * modules))
+
+
+def leave_sliding_windows(model: nn.Module, stack: str | None) -> Layers:
+    """Return all layers but those that see a sliding window: these are linear in time already.
+
+    A warning says which are left. A model that has no others gets them all, and ``patch_model`` says why it cannot.
+    """
+    found, _ = host_of(model).find(model)
+    sites = select_sites(found, None, stack) if found else []
+    windows = {site.name: site.sliding_window for site in sites if site.sliding_window is not None}
+    if not 0 < len(windows) < len(sites):
+        return None
+    logger.warning(
+        "%d of the %d attention layers of %s see a sliding window of %s tokens and stay as they are: %s",
+        *(len(windows), len(sites), type(model).__name__),
+        *(" or ".join(map(str, sorted(set(windows.values())))), ", ".join(windows)),
+    )
+    return lambda index, name: name not in windows
 
 
 def restore(

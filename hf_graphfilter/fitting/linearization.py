@@ -20,10 +20,10 @@ from ..filters.core.attached import filters_of
 from ..filters.core.registry import get_filter
 from ..hosts import encoder_of
 from ..logs import logger
-from ..patching.layers import Layers
+from ..patching.layers import Layers, parse_layers
 from ..patching.patch import patch_model, unpatch_model
 from .batches import Batches
-from .choice import Choose, check_choose, keep_attention, parse_share
+from .choice import Choose, check_choose, keep_attention, leave_sliding_windows, parse_share
 from .head_choice import check_heads, choose_heads, parse_heads
 from .layer_blocks import fit_in_blocks
 from .processes import process
@@ -78,8 +78,9 @@ def linearize(
         train: what the stages after ``"attention"`` train: the ``"filters"``; ``"lora"``, the filters and low-rank
             adapters of the attention's projections, which are merged into the weights at the end (rounded, if the model
             is in half precision); or ``"all"`` weights.
-        layers: which layers are linearized, as in ``patch_model``. ``"auto:75%"`` makes all layers filters, and gives a
-            quarter of them their attention back after the first stage: those where that lowers the loss most.
+        layers: which layers are linearized, as in ``patch_model``. The default is all but those that see a sliding
+            window, which are linear already: a warning names them. ``"auto:75%"`` makes these layers filters, and gives
+            a quarter of them their attention back after the first stage: those where that lowers the loss most.
         choose: the loss that ``layers="auto:..."`` lowers. ``"text"``: the distance from the original's outputs on at
             most two held-out batches. ``"retrieval"``: the negative log-likelihood of the answers in six probes
             (dictionaries, pass keys, copying). The probes are made of the token ids of the held-out batches, and have
@@ -135,10 +136,14 @@ def linearize(
     batches = Batches(model, data, holdout, labels="task" in shares)
     _warn_of_short_texts(model)
     batches.stream()  # what it lacks is said before the model changes
+    if isinstance(layers, str):
+        layers = None if share is not None else parse_layers(layers)
+    if layers is None:
+        layers = leave_sliding_windows(model, stack)
     if heads is not None:
         keep = choose_heads(model, batches.held, heads, config, layers, stack)  # type: ignore[arg-type]
         config = replace(config, keep=keep)  # type: ignore[call-arg]
-    patch_model(model, config, layers=None if share is not None else layers, stack=stack)  # type: ignore[arg-type]
+    patch_model(model, config, layers=layers, stack=stack)
     settings: dict[str, Any] = {"filter": config.to_dict(), "share": share, "train": train, "rank": rank}
     settings |= {"evaluations": evaluations, "precision": precision}
     # "coefficients": progress that earlier code kept can be resumed
