@@ -1,4 +1,4 @@
-"""The device of this process, whatever its kind."""
+"""The device of this process, whatever its kind, and which of several processes it is."""
 
 from __future__ import annotations
 
@@ -44,6 +44,20 @@ def default_device() -> torch.device:
         return torch.device(_chosen[0])
     found = torch.accelerator.current_accelerator(check_available=True)
     return torch.device("cpu") if found is None else found
+
+
+def process() -> tuple[int, int]:
+    """Return the number of this process, and how many there are."""
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def is_first_process() -> bool:
+    """Return whether this process is the one that writes."""
+    return process()[0] == 0
 
 
 def device_of(module: torch.nn.Module) -> Any:

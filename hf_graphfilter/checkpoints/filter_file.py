@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import distributed, nn
+from torch import nn
 
+from ..devices import is_first_process
 from ..errors import GraphFilterError, shown
 from ..files import digest, replacing, write_tensors
 from ..filters import GraphFilter
@@ -66,7 +67,7 @@ def save_filter(model: nn.Module, directory: str | os.PathLike[str], *, base_mod
     host = host_of(model)
     record = own_record(host, model) if patched_modules(model) else {}
     tensors = _coefficients(host, model, lambda f: read_whole(f, nn.Module.state_dict))
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_rank():
+    if not is_first_process():
         return directory
     directory.mkdir(parents=True, exist_ok=True)
     if changed := changed_weights(host, model):

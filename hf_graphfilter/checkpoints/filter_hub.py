@@ -10,8 +10,9 @@ from typing import Any
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
-from torch import distributed, nn
+from torch import nn
 
+from ..devices import is_first_process
 from ..errors import GraphFilterError, shown
 from ..text import printable
 from .card import create_model_card
@@ -51,7 +52,7 @@ def push_filter(
     api, private = HfApi(token=token), options.pop("private", None)
     with tempfile.TemporaryDirectory() as folder:
         save_filter(model, folder, base_model=base_model)
-        if distributed.is_available() and distributed.is_initialized() and distributed.get_rank():
+        if not is_first_process():
             return f"{api.endpoint}/{repo_id}"  # the first process uploads
         card = create_model_card(model, repo_id=repo_id, base_model=base_model, filter_only=True, coefficients=False)
         try:

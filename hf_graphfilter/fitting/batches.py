@@ -24,10 +24,9 @@ from torch.utils.data import (
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from ..analysis.model_inputs import check_batches, to_device
-from ..devices import device_of
+from ..devices import device_of, process
 from ..errors import GraphFilterError, shown
 from .objectives import Batch
-from .processes import process
 
 NONE_LEFT = "no batch is left that is not held out: give more batches, or a smaller holdout"
 LABELS = ("labels", "label", "label_ids", "start_positions", "end_positions", "next_sentence_label")

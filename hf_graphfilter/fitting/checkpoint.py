@@ -13,11 +13,12 @@ from typing import Any
 from accelerate.utils import align_module_device
 from torch import Tensor, nn
 
+from ..devices import is_first_process
 from ..errors import GraphFilterError, is_number, shown
 from ..files import DamagedFileError, check_content, locked, read_json, read_state, write_state
 from ..filters.core.attached import CHILD
 from .objectives import Batch
-from .processes import is_first_process, total
+from .processes import total
 
 STATE_FILE, LOCK = "transfer.safetensors", ".lock"
 INPUTS = ("inputs-train", "inputs-held")  # folders of what a fit in blocks reads

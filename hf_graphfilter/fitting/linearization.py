@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..analysis.model_inputs import name_mistakes
+from ..devices import process
 from ..errors import GraphFilterError, is_number, nearest, shown
 from ..filters import FilterConfig, ReplacingConfig, ReplacingFilter, as_config
 from ..filters.core.attached import filters_of
@@ -26,7 +27,6 @@ from .batches import Batches
 from .choice import Choose, check_choose, keep_attention, leave_sliding_windows, parse_share
 from .head_choice import check_heads, choose_heads, parse_heads
 from .layer_blocks import fit_in_blocks
-from .processes import process
 from .report import ConversionReport
 from .run import Rates
 from .stages import Linearization

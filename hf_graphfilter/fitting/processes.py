@@ -7,19 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import distributed, nn
 
-from ..devices import default_device
-
-
-def process() -> tuple[int, int]:
-    """Return the number of this process, and how many there are."""
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return 0, 1
-
-
-def is_first_process() -> bool:
-    """Return whether this process is the one that writes."""
-    return process()[0] == 0
+from ..devices import default_device, process
 
 
 def total(number: int) -> int:
