@@ -206,7 +206,7 @@ CARDS = {
     "images-12": "deit-tiny-images",
     "text-agf": "smollm2-wikitext-2",
     "text-far-field-filters": "smollm2-far-field",
-    "text-far-field-keep-long": "smollm2-far-field-keep-20",
+    "text-far-field-filters-long": "smollm2-far-field-long",
     "reviews-far-field": "minilm-far-field",
 }
 LOADING = """## The filter alone
@@ -218,7 +218,7 @@ They were fitted to weights of this model that had been rounded to four bits, so
 With the published weights they have not been measured."""
 WITH_FILTER = {
     "text-far-field-filters": LOADING + ROUNDED,
-    "text-far-field-keep-long": LOADING + ROUNDED,
+    "text-far-field-filters-long": LOADING + ROUNDED,
     "reviews-far-field": LOADING,
 }  # cards beside their filter
 

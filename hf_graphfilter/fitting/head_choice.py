@@ -1,4 +1,4 @@
-"""Choose the heads that keep their attention: those that look furthest back where something must be retrieved."""
+"""Choose the heads that keep their attention: those that look at one far token where something must be retrieved."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def check_heads(config: ReplacingConfig, heads: float | None, layers: float | No
         raise GraphFilterError("layers='auto:75%' and keep= both choose what keeps its attention: give one of them")
 
 
-class _FarMass(Reader):
-    """A reader that sums the attention that answers give to far tokens, per key head."""
+class _FarPeaks(Reader):
+    """A reader that sums the most attention that answers give to one far token, per key head."""
 
     def __init__(self, answers: Tensor, reach: int, sinks: int):
         at = torch.arange(len(answers))
         self.far = (at[:, None] - at > reach) & (at >= sinks)
         self.later = at[:, None] < at
         self.rows = answers.roll(-1) & self.far.any(1)  # a token is predicted by the one before it
-        self.mass: dict[int, Tensor] = {}
+        self.peaks: dict[int, Tensor] = {}
 
     def attention(self, call: Call) -> None:
         shift, groups = call.shift, call.value.shape[1]
@@ -57,11 +57,13 @@ class _FarMass(Reader):
         scores = query.unflatten(0, (groups, -1)) @ key[:, None].mT * shift.scaling
         later = self.later[self.rows].to(scores.device)
         weights = scores.masked_fill(later, -torch.inf).softmax(-1)
-        self.mass[call.layer.index] = (weights * self.far[self.rows].to(weights)).sum(-1).sum(-1).mean(1).cpu()
+        self.peaks[call.layer.index] = (weights * self.far[self.rows].to(weights)).amax(-1).sum(-1).mean(1).cpu()
 
 
 def score_heads(model: nn.Module, probes: Iterable[Batch], *, reach: int, sinks: int = 4) -> dict[int, list[float]]:
-    """Return how much attention each key head gives to far tokens where a probe asks for an answer.
+    """Return how much attention each key head gives to one far token where a probe asks for an answer.
+
+    Attention that is spread over many far tokens does not count: the far part of a filter can replace it.
 
     Args:
         model: a decoder, with or without filters, whose self-attention is all in one stack.
@@ -70,18 +72,19 @@ def score_heads(model: nn.Module, probes: Iterable[Batch], *, reach: int, sinks:
         sinks: number of first tokens that are not far.
 
     Returns:
-        For each layer, the attention of each of its key heads: the mean over its query heads, answers and probes.
+        For each layer, the largest weight of a far token in each of its key heads: the mean over its query heads,
+        answers and probes.
     """
     sums: dict[int, Tensor] = {}
     count = 0
     for probe in probes:
         for ids, labels in zip(probe["input_ids"], probe["labels"], strict=True):
-            reader = _FarMass((labels != -100).cpu(), reach, sinks)
+            reader = _FarPeaks((labels != -100).cpu(), reach, sinks)
             observe(model, [{"input_ids": ids[None]}], [reader])
             count += int(reader.rows.sum())
-            for layer, mass in reader.mass.items():
-                sums[layer] = sums.get(layer, 0) + mass
-    return {layer: (mass / max(1, count)).tolist() for layer, mass in sorted(sums.items())}
+            for layer, peaks in reader.peaks.items():
+                sums[layer] = sums.get(layer, 0) + peaks
+    return {layer: (peaks / max(1, count)).tolist() for layer, peaks in sorted(sums.items())}
 
 
 def choose_heads(
@@ -94,8 +97,8 @@ def choose_heads(
 ) -> Keep:
     """Return the key heads of a decoder that ``keep=`` of ``far_field`` should keep, without training.
 
-    The heads are ranked by the attention that they give, in retrieval probes, to tokens beyond the near ones. At least
-    one head per layer is left to the filter.
+    The heads are ranked by the most attention that they give, in retrieval probes, to one token beyond the near ones.
+    At least one head per layer is left to the filter.
 
     Args:
         model: a decoder, with or without filters. It is left as it was.
