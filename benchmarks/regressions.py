@@ -1,4 +1,4 @@
-"""Which ratio got worse by more than its spread: ``python benchmarks/regressions.py [BEFORE [AFTER]]``.
+"""Which ratio of times or of peak memory got worse: ``python benchmarks/regressions.py [BEFORE [AFTER]]``.
 
 BEFORE and AFTER are commits. Without AFTER, what is in the working tree; without BEFORE, what each file of
 benchmarks/results was before it last changed. Rows are compared by file, case, length, mask, pass and form, where both
@@ -6,7 +6,8 @@ were measured on the same device.
 
 A ratio got worse where it rose and each median lies outside the other's p10 to p90. Files written before these were
 kept for ratios have those of the times alone; the ratio's are then taken to be as far apart as the times allow. Rounds
-of one process differ less than processes do, so a run on a busy machine can still be blamed.
+of one process differ less than processes do, so a run on a busy machine can still be blamed. Peak memory is measured
+once: its ratio got worse where it rose by more than a tenth.
 """
 
 from __future__ import annotations
@@ -22,23 +23,46 @@ from measure import RESULTS
 
 ROOT = RESULTS.parents[1]
 KEY = ("case", "n", "causal", "pass", "form")
+MEMORY = 0.05  # how far a ratio of peaks may be off to each side; the same call differs by less
+LEAST = 4.0  # MB of the plain form's peak, below which what else the process does counts
 Ratio = tuple[float, float, float]  # p10, median, p90
 
 
+def time_ratios(row: dict[str, str], plain: dict[str, str]) -> Ratio | None:
+    """Return the ratio of the times of a form to those of the plain one."""
+    if not row.get("ratio_to_plain") or not row.get("p10_ms"):
+        return None
+    low, high = row.get("ratio_p10"), row.get("ratio_p90")
+    if not low or not high:
+        low = float(row["p10_ms"]) / float(plain["p90_ms"])
+        high = float(row["p90_ms"]) / float(plain["p10_ms"])
+    return float(low), float(row["ratio_to_plain"]), float(high)
+
+
+def memory_ratios(row: dict[str, str], plain: dict[str, str]) -> Ratio | None:
+    """Return the ratio of the peak memory of a form to that of the plain one."""
+    peaks = [float(x.get("peak_mb") or 0) for x in (row, plain)]
+    if peaks[1] < LEAST or not peaks[0]:
+        return None
+    ratio = peaks[0] / peaks[1]
+    return ratio * (1 - MEMORY), ratio, ratio * (1 + MEMORY)
+
+
+KINDS = {"": time_ratios, "peak memory": memory_ratios}
+
+
 def ratios(text: str) -> dict[tuple[str, ...], Ratio]:
-    """Of the rows of a file, by device and case."""
-    rows = [row for row in csv.DictReader(text.splitlines()) if row.get("ratio_to_plain") and row.get("p10_ms")]
-    plain = {tuple(row[key] for key in KEY[:-1]): row for row in rows if row["form"] == "plain"}
+    """Return those of the rows of a file, by device, case and what is compared."""
+    rows = [row for row in csv.DictReader(text.splitlines()) if set(KEY) <= row.keys()]
+    plain = {tuple(row[key] for key in ("device", *KEY[:-1])): row for row in rows if row["form"] == "plain"}
     found = {}
     for row in rows:
-        if row["form"] == "plain":
+        place = tuple(row[key] for key in ("device", *KEY[:-1]))
+        if row["form"] == "plain" or place not in plain:
             continue
-        low, high = row.get("ratio_p10"), row.get("ratio_p90")
-        if not low or not high:
-            beside = plain[tuple(row[key] for key in KEY[:-1])]
-            low = float(row["p10_ms"]) / float(beside["p90_ms"])
-            high = float(row["p90_ms"]) / float(beside["p10_ms"])
-        found[row["device"], *(row[key] for key in KEY)] = float(low), float(row["ratio_to_plain"]), float(high)
+        for kind, read in KINDS.items():
+            if (ratio := read(row, plain[place])) is not None:
+                found[*place, row["form"], kind] = ratio
     return found
 
 
@@ -83,8 +107,9 @@ def report(before: str | None, after: str | None) -> list[str]:
         texts = read_at(earlier, name) if earlier else None, read_at(after, name)
         if None in texts:
             continue
-        for (device, case, n, causal, which, form), old, new in find_worse(*texts):
+        for (device, case, n, causal, which, form, kind), old, new in find_worse(*texts):
             described = f"{case}, n = {n}, {'causal, ' if causal == 'True' else ''}{which}, {form} on {device}"
+            described += f", {kind}" * bool(kind)
             spreads = (f"{median:g} [{low:.3g}, {high:.3g}]" for low, median, high in (old, new))
             lines.append(f"{Path(name).stem}: {described}: {' -> '.join(spreads)}")
     return lines

@@ -60,8 +60,23 @@ def test_a_ratio_got_worse_beyond_its_spread(before, after, is_worse, tmp_path):
         times = 9.8 * ratio, 10 * ratio, 10.4 * ratio
         rows = [row("plain", 9.5, 10, 10.9, 1.0, **more), row("gfsa", *times, ratio, **more)]
         texts.append(written(rows, tmp_path / "rows.csv"))
-    assert [case[-1] for case, _, _ in find_worse(*texts)] == ["gfsa"] * is_worse
+    assert [case[-2:] for case, _, _ in find_worse(*texts)] == [("gfsa", "")] * is_worse
     assert list(find_worse(texts[0], texts[1].replace("a machine", "another"))) == []
+
+
+@pytest.mark.parametrize(
+    ("plain", "before", "after", "is_worse"), [(40, 50, 58, True), (40, 50, 52, False), (2, 2, 3, False)]
+)
+def test_peak_memory_got_worse_by_more_than_a_tenth(plain, before, after, is_worse, tmp_path):
+    from regressions import find_worse
+
+    texts = [
+        written(
+            [row("plain", "", "", "", "", peak_mb=plain), row("gfsa", "", "", "", "", peak_mb=mb)], tmp_path / "x.csv"
+        )
+        for mb in (before, after)
+    ]
+    assert [case[-2:] for case, _, _ in find_worse(*texts)] == [("gfsa", "peak memory")] * is_worse
 
 
 @in_git
