@@ -176,4 +176,8 @@ def long_speed() -> str:
     header = ["model", "what", "tokens", "batch", "original ms", "static cache ms", "converted ms"]
     header += ["static / original", "converted / original", "converted / static", "peak MB"]
     said = measured(m for model in models for m in of(model, "prefill", "first token", "decoding"))
-    return f"Medians; peak memory beyond what was in use before. {said}\n\n{markdown_table(header, rows)}"
+    how = (
+        "Compare the ratios, which are medians over rounds: rows were timed on different days. Peak memory is beyond "
+        "what was in use before."
+    )
+    return f"{how} {said}\n\n{markdown_table(header, rows)}"
