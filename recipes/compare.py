@@ -27,7 +27,6 @@ if __name__ == "__main__":
 import argparse
 import importlib
 import itertools
-import math
 import os
 import statistics
 import sys
@@ -36,7 +35,6 @@ from pathlib import Path
 from typing import Any
 
 from hf_graphfilter import GraphFilterError
-from hf_graphfilter.analysis.comparison import PairedComparison
 from hf_graphfilter.console import Console, table
 from hf_graphfilter.errors import require
 from hf_graphfilter.files import LockedError, check_content
@@ -45,7 +43,7 @@ from recipes.errors import is_main_process, one_line_errors
 from recipes.league import play
 from recipes.records import RUN, list_missing, lock, lower_is_better, move_aside, tell
 from recipes.settings import Recipe, Settings
-from recipes.summary import compare_results, plot_differences, plot_sweep, summarise, summary_rows
+from recipes.summary import as_comparison, compare_results, plot_differences, plot_sweep, summarise, summary_rows
 from recipes.variants import choose_variants
 
 NEEDED = {**RUN, "moved": dict[str, float], "filter_parameters": int}  # of each run, for the table
@@ -75,7 +73,7 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
         settings.check(resolved[variant])
     require("matplotlib", "plots", "the figure of a comparison")
     compared = {"recipe": recipe.name, "task": values["task"]}
-    suffix = "-sweep" if options.sweep is not None else ""
+    suffix = "-sweep" * (options.sweep is not None) + "-smoke" * bool(values.get("smoke"))
     file_name = f"{options.name}.json" if options.name else records.name_results(compared, suffix)
     other_file, other = read_other_results(options.against, file_name) if options.against else (None, None)
     file = (options.results or records.results_folder(values)) / file_name
@@ -168,11 +166,6 @@ def say_progress(seconds: list[float], left: int) -> str:
     """Say how long the last run took, and about how long those that are left will take."""
     took = f"done in {seconds[-1] / 60:.1f} min"
     return f"{took}; {left} left, about {statistics.mean(seconds) * left / 60:.0f} min" if left else took
-
-
-def as_comparison(stored: dict[str, Any]) -> PairedComparison:
-    """Return a comparison of a results file, which has nothing where there was no number."""
-    return PairedComparison(**{name: math.nan if value is None else value for name, value in stored.items()})
 
 
 def show(content: dict[str, Any], console: Console) -> None:

@@ -124,6 +124,11 @@ def choose(columns: dict[str, Sequence[str]], there: list[str], source: object) 
     return chosen
 
 
+def is_whole(value: Any) -> bool:
+    """Return whether a class is written as true, false or 1.0, which stand for numbers."""
+    return isinstance(value, bool) or (isinstance(value, float) and value.is_integer())
+
+
 def encode_labels(data: Dataset, labels: Sequence[str] | None, source: object) -> Dataset:
     """Return the column ``label`` as class numbers, from names or numbers; as floats where ``labels`` is None."""
     numbers: list[float] = []
@@ -133,6 +138,8 @@ def encode_labels(data: Dataset, labels: Sequence[str] | None, source: object) -
                 numbers.append(float(value))
             elif str(value) in labels:
                 numbers.append(labels.index(str(value)))
+            elif is_whole(value) and str(int(value)) in labels:
+                numbers.append(labels.index(str(int(value))))
             elif any(label.lstrip("-").isdigit() for label in labels):  # a number that is no name is no class
                 raise ValueError
             else:

@@ -22,7 +22,7 @@ from recipes.data import FILES, choose, first_file, load_from_hub, read_rows
 from recipes.errors import note
 
 STRUCTURE = ("node_feature_sizes", "edge_feature_sizes", "edge_encoding", "max_hops", "max_nodes", "directed")
-FORMAT = 1  # of the cached files; raise it where prepare_graph gives other numbers
+FORMAT = 2  # of the cached files; raise it where prepare_graph gives other numbers, or a split other rows
 SHARES = (0.8, 0.1)  # training and validation part of a table without parts
 ZINC_SIZES = {"node_feature_sizes": [28], "edge_feature_sizes": [4]}
 SPELLINGS = {"edge_index": ("edge_index",), **NAMES}

@@ -4,12 +4,11 @@ import argparse
 import sys
 from pathlib import Path
 
-import torch
-
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.console import Console
 from hf_graphfilter.errors import require
 from recipes.errors import line
+from recipes.ranks import list_gpus
 from recipes.records import tell
 
 SCRIPT = Path(__file__).with_name("compare.py")
@@ -59,10 +58,13 @@ def submit(count: int, asked: dict[str, str], argv: list[str], console: Console)
     if asked and executor.cluster != "slurm":
         raise GraphFilterError("--slurm asks for things of Slurm, which is not on this machine: no sbatch is found")
     executor.update_parameters(name="compare", timeout_min=DAY, slurm_additional_parameters=asked)
-    if executor.cluster != "slurm":  # or the jobs see no GPU, and end after a day
-        executor.update_parameters(gpus_per_node=torch.cuda.device_count(), timeout_min=YEAR)
-    command = CommandFunction([sys.executable, str(SCRIPT), *argv], verbose=False)
-    jobs = [executor.submit(command) for _ in range(count)]
+    if executor.cluster != "slurm":  # or the jobs end after a day
+        executor.update_parameters(timeout_min=YEAR)
+    command = [sys.executable, str(SCRIPT), *argv]
+    # submitit hides all GPUs of this machine from a job, or shows those with the first numbers
+    gpus = [] if executor.cluster == "slurm" else list_gpus()
+    own = [["env", f"CUDA_VISIBLE_DEVICES={gpus[number % len(gpus)]}"] if gpus else [] for number in range(count)]
+    jobs = [executor.submit(CommandFunction([*gpu, *command], verbose=False)) for gpu in own]
     tell(console, f"{executor.cluster} jobs {', '.join(job.job_id for job in jobs)}; what they print is in {LOGS}")
     for job in jobs if executor.cluster != "slurm" else ():
         try:

@@ -17,7 +17,7 @@ import importlib
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -197,7 +197,8 @@ def main(argv: list[str], compare: Callable[..., None], console: Console) -> Non
                 reasons[task] = line(error)
                 tell(console, f"{task} was not finished: {reasons[task]}")
         content = records.read_results(folder / records.name_results({"recipe": recipe.name, "task": task}), **RUN)
-        if others := drop_others(settings, values, sections, content):
+        machine = {"bf16"} | ({"the files of data"} if "data" not in values else set())  # where they are not said
+        if others := drop_others(settings, values, sections, content, machine if options.show else set()):
             reasons.setdefault(task, f"runs of {', '.join(others)} have other settings and are left out")
         if content["runs"]:
             found[task] = content
@@ -205,8 +206,13 @@ def main(argv: list[str], compare: Callable[..., None], console: Console) -> Non
         show(options, shape, measured(found, shape.columns), [*wanted], reasons, folder, console)
 
 
-def drop_others(settings: Settings, values: Any, sections: Any, content: dict[str, Any]) -> list[str]:
-    """Take runs with other settings than these out of the results, and return their variants."""
+def drop_others(
+    settings: Settings, values: Any, sections: Any, content: dict[str, Any], ignored: Collection[str] = ()
+) -> list[str]:
+    """Take runs with other settings than these out of the results, and return their variants.
+
+    Differences in what is ``ignored`` do not count.
+    """
     own = {
         name: settings.identity(settings.override(values, overrides))
         for name, overrides in choose_variants(settings, values, sections).items()
@@ -214,7 +220,8 @@ def drop_others(settings: Settings, values: Any, sections: Any, content: dict[st
     other = [
         run
         for run in content["runs"]
-        if run["settings"] and settings.list_differences(run["settings"], own.get(run["variant"], run["settings"]))
+        if run["settings"]
+        and {*settings.list_differences(run["settings"], own.get(run["variant"], run["settings"]))} - {*ignored}
     ]
     content["runs"] = [run for run in content["runs"] if run not in other]
     return [*dict.fromkeys(run["variant"] for run in other)]

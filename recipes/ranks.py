@@ -1,7 +1,9 @@
-"""Whether the processes of one run found the same files."""
+"""What several processes share: the GPUs of this machine, and the files of one run."""
 
+import os
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
@@ -28,3 +30,9 @@ def check_ranks(*, cpu: bool = False, **facts: Any) -> None:
                     f"process {rank} found {name} {shown(value)}, and process 0 {shown(found[0][name])}: give all "
                     "machines the same files for --data and --model, and one shared folder for --output_dir"
                 )
+
+
+def list_gpus() -> list[str]:
+    """Return the names of the GPUs that this command sees, as ``CUDA_VISIBLE_DEVICES`` has them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]

@@ -15,7 +15,7 @@ import yaml
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 
 from hf_graphfilter import GraphFilterError, create_model_card, filter_status
-from hf_graphfilter.analysis.comparison import PairedComparison, mean_and_sd
+from hf_graphfilter.analysis.comparison import mean_and_sd
 from hf_graphfilter.console import Console, table
 from hf_graphfilter.files import check_content, write_text
 from hf_graphfilter.hosts import host_of
@@ -26,6 +26,7 @@ from recipes.errors import NETWORK_ERRORS, OtherSettingsError, is_main_process, 
 from recipes.ranks import check_ranks
 from recipes.records import RECORD, RUN, commit, get_value, lock, name_machine, tell, try_read, write_json
 from recipes.settings import Recipe, Settings
+from recipes.summary import as_comparison, summarise
 from recipes.training import last_checkpoint
 
 CONFIG = "config.yaml"
@@ -122,7 +123,8 @@ def train_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Pa
     run_values = {**values, "output_dir": str(folder), "seed": seed, "seeds": [seed]}
     run_values |= {"push_to_hub": False, "hub_token": None}  # pushed after the run; a token is written to no file
     if is_main_process():
-        write_text(folder / CONFIG, yaml.safe_dump({k: v for k, v in run_values.items() if v is not None}))
+        written = {k: v for k, v in run_values.items() if v is not None and k != "seed"}  # "seeds" names it
+        write_text(folder / CONFIG, yaml.safe_dump(written))
         write_json(folder / IDENTITY, settings.identity(values))
     arguments = settings.arguments(run_values)
     identity, checkpoint = settings.identity(values), last_checkpoint(folder)
@@ -197,11 +199,12 @@ def describe_comparison(settings: Settings, record: dict[str, Any], values: dict
     """Say what recipes/compare.py found for these settings: here, or in the results that are shipped."""
     places = ((records.results_folder(values), ""), (records.RESULTS, " (measured by the authors of the recipes)"))
     for folder, where in places:
-        content = {"summary": {}, **records.read_results(folder / records.name_results(record), **records.RUN)}
+        content = records.read_results(folder / records.name_results(record), **records.RUN)
+        summary = summarise(content) if content["runs"] else {}
         for run in content["runs"]:
-            difference = content["summary"].get(run["variant"], {}).get("difference")
+            difference = summary.get(run["variant"], {}).get("difference")
             if difference and not settings.list_differences(run["settings"], record["settings"]):
-                return f" Against the plain model, {content['metric']}: {PairedComparison(**difference)}{where}."
+                return f" Against the plain model, {content['metric']}: {as_comparison(difference)}{where}."
     return ""
 
 

@@ -27,7 +27,13 @@ from datasets import DatasetDict
 from safetensors.torch import save_file
 from torch.nn import functional
 from torch.utils.data import SequentialSampler
-from transformers import LogitsProcessorList, Seq2SeqTrainer, Seq2SeqTrainingArguments, WhisperTokenizer
+from transformers import (
+    LogitsProcessorList,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    WhisperFeatureExtractor,
+    WhisperTokenizer,
+)
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from hf_graphfilter import GraphFilterError
@@ -40,7 +46,7 @@ from recipes.joint_search import JointSearch
 from recipes.models import model_config
 from recipes.settings import Recipe
 from recipes.speech_data import TASKS, hold_out, read
-from recipes.speech_inputs import SpeechBatches, count_frames, load_extractor, prepare
+from recipes.speech_inputs import SpeechBatches, count_frames, keeps_frames, load_extractor, prepare
 from recipes.speech_models import HEAD, build, ctc_loss, ctc_weight, input_lengths, is_ctc, output_lengths, read_ctc
 from recipes.training import fit
 from recipes.transcripts import NORMALIZE, decode, drop_long_targets, encode, make_tokenizer
@@ -143,9 +149,7 @@ class SpeechTrainer(Seq2SeqTrainer):
         plain = self.accelerator.unwrap_model(model)
         labels = inputs["labels"]
         hidden = {"labels"} if self.ctc else set()
-        if getattr(plain.config, "feat_extract_norm", "") == "group":  # which was pretrained without a mask
-            hidden.add("attention_mask")
-        outputs = model(**{k: v for k, v in inputs.items() if k not in hidden})
+        outputs = model(**{k: v for k, v in inputs.items() if k not in hidden | self.unread})
         logits, weight = outputs.get("ctc_logits"), ctc_weight(self.speech)
         if self.ctc:
             logits, weight = outputs.logits, 1.0
@@ -174,6 +178,13 @@ class SpeechTrainer(Seq2SeqTrainer):
             written += (outputs["ctc"],)
         return loss.detach(), written, inputs["labels"]
 
+    @property
+    def unread(self):
+        """What the model was pretrained without: transformers passes a mask only if the extractor returns one."""
+        extractor = self.data_collator.extractor
+        waves = not isinstance(extractor, WhisperFeatureExtractor) and not keeps_frames(extractor)
+        return {"attention_mask"} if waves and not extractor.return_attention_mask else set()
+
     def write(self, inputs, search):
         """Return the tokens that the decoder writes, with CTC where it has a weight in the search."""
         plain, beams, weight = self.accelerator.unwrap_model(self.model), self.args.generation_num_beams, 0.0
@@ -181,7 +192,7 @@ class SpeechTrainer(Seq2SeqTrainer):
         if search is not None and (weight := self.speech.ctc_decode_weight):
             joint = JointSearch(*search, end=plain.config.eos_token_id, weight=weight)
             options["logits_processor"] = LogitsProcessorList([joint])
-        return plain.generate(**{k: v for k, v in inputs.items() if k != "labels"}, **options)
+        return plain.generate(**{k: v for k, v in inputs.items() if k not in {"labels"} | self.unread}, **options)
 
     def evaluate(self, eval_dataset=None, **options):
         """Return the metrics of a part, whose transcripts are those that were read."""

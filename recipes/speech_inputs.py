@@ -48,7 +48,7 @@ def load_extractor(args: Any, config: Any) -> Any:
         mels = getattr(encoder, "num_mel_bins", None) or config.input_feat_per_channel
         return Speech2TextFeatureExtractor(feature_size=mels, num_mel_bins=mels)
     if hasattr(config, "conv_stride"):
-        return Wav2Vec2FeatureExtractor(return_attention_mask=config.feat_extract_norm != "group")
+        return Wav2Vec2FeatureExtractor(return_attention_mask=getattr(config, "feat_extract_norm", "") != "group")
     raise GraphFilterError(
         f"--model {args.model} from scratch: features are known for speech_to_text, parakeet_ctc, whisper and models "
         "of waveforms such as wav2vec2; name a folder with a preprocessor_config.json instead"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hf_graphfilter.analysis.comparison import mean_and_sd, paired_comparison
+from hf_graphfilter.analysis.comparison import PairedComparison, mean_and_sd, paired_comparison
 from hf_graphfilter.analysis.plots import make_figure, save_figure
 from hf_graphfilter.console import table
 from hf_graphfilter.text import figure_text
@@ -34,6 +34,11 @@ def summarise(content: dict[str, Any]) -> dict[str, Any]:
                 paired = paired_comparison([plain[s] for s in shared], [treated[s] for s in shared])
                 summary[variant][name] = {k: None if v != v else v for k, v in dataclasses.asdict(paired).items()}
     return summary
+
+
+def as_comparison(stored: dict[str, Any]) -> PairedComparison:
+    """Return a comparison of a results file, which has nothing where there was no number."""
+    return PairedComparison(**{name: math.nan if value is None else value for name, value in stored.items()})
 
 
 def group_by_seed(content: dict[str, Any], variant: str, metric: str) -> dict[int, float]:

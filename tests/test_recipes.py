@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -449,6 +450,9 @@ def test_a_label_that_no_training_row_has_is_no_class():
     assert encode_labels(rows, ["no", "yes"], "x")["label"] == [0]
     with pytest.raises(GraphFilterError, match="row 1 has the label '0', expected 1 or 2 or 3"):
         encode_labels(rows, ["1", "2", "3"], "x")
+    for values in ([True, False], [1.0, 0.0], [1, 0], ["1", "0"]):
+        rows = Dataset.from_dict({"text": ["a", "b"], "label": values})
+        assert encode_labels(rows, ["0", "1"], "x")["label"] == [1, 0]
 
 
 def test_paired_comparison_is_the_t_interval_and_the_exact_sign_flip_test():
@@ -716,7 +720,8 @@ def test_texts_of_ones_own(tmp_path, monkeypatch, transformers_warnings):
     monkeypatch.setattr(own_texts, "load_dataset", lambda name, config: hub)
     parts, classes = own_texts.load_own(False, None, "somebody/answers", None)
     assert classes == ["no", "yes"]
-    assert {part: sorted(rows["label"][:]) for part, rows in parts.items()} == {"train": [0, 1], "validation": [0, 1]}
+    read = {part: {row["text_a"]: row["label"] for row in rows} for part, rows in parts.items()}
+    assert read == {"train": {"a": 1, "b": 0}, "validation": {"a": 1, "b": 0}}
 
 
 @pytest.mark.parametrize(
@@ -755,6 +760,23 @@ def test_a_comparison_is_given_to_slurm(tmp_path, monkeypatch, capsys):
     for flag in ("partition=gpu", "gres=gpu:1", "time=2:00:00"):
         assert all(f"#SBATCH --{flag}\n" in text for text in given)
     assert "slurm jobs " in capsys.readouterr().out
+
+
+def test_jobs_of_this_machine_share_the_gpus_that_the_command_sees(tmp_path, monkeypatch):
+    submitit, commands = pytest.importorskip("submitit"), []
+    done = types.SimpleNamespace(job_id="1", result=lambda: "")
+
+    def submit(executor, function):
+        commands.append(function.command)
+        return done
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))  # no sbatch
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    monkeypatch.setattr(submitit.AutoExecutor, "submit", submit)
+    compare.main([*README_COMPARISON, "--jobs", "3"])
+    assert [command[:2] for command in commands] == [["env", f"CUDA_VISIBLE_DEVICES={gpu}"] for gpu in (2, 5, 2)]
+    assert commands[0][2] == sys.executable
 
 
 @pytest.mark.parametrize(
@@ -1117,6 +1139,11 @@ def test_the_card_says_what_was_measured_and_compared(cola, tmp_path, monkeypatc
     assert runs.describe_comparison(settings, made, elsewhere).endswith(
         "no claim (measured by the authors of the recipes)."
     )
+    file = tmp_path / "glue-cola.json"
+    content = json.loads(file.read_text())
+    content["runs"] += [{**run, "seed": 2} for run in content["runs"]]
+    file.write_text(json.dumps(content))
+    assert "with each of 2 seeds, which gives no interval" in runs.describe_comparison(settings, made, elsewhere)
 
 
 def test_a_comparison_in_a_fresh_clone_trains(asked, tmp_path, capsys):

@@ -49,6 +49,7 @@ from recipes.league.figures import draw
 from recipes.league.plan import League
 from recipes.league.records import Records, Run, index_runs
 from recipes.league.standings import show
+from recipes.ranks import list_gpus
 from recipes.records import move_aside, read_results, tell
 from recipes.settings import Settings, read_yaml
 
@@ -77,8 +78,7 @@ def begin(threads: int, begun: Any) -> None:
 
 def choose_gpu(number: int) -> str | None:
     """Return which of several GPUs that this command sees is that of a worker; None where there is no choice."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    names = list_gpus()
     return names[number % len(names)] if len(names) > 1 else None
 
 
