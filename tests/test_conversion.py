@@ -44,6 +44,7 @@ from transformers import (
 
 from hf_graphfilter import (
     AGFConfig,
+    FarFieldConfig,
     GraphFilterError,
     filter_parameters,
     filter_status,
@@ -61,6 +62,7 @@ from hf_graphfilter.fitting import (
     ConversionReport,
     Rates,
     Speed,
+    choose_heads,
     crossover,
     decoding_speed,
     load_conversion,
@@ -891,8 +893,11 @@ def test_layers_with_sliding_windows_stay_as_they_are(options, transformers_warn
     line = next(line for line in transformers_warnings if "sliding window" in line)
     assert line.startswith("2 of the 4 attention layers of Gemma3ForCausalLM see a sliding window of 8 tokens")
     transformers_warnings.clear()
+    config = FarFieldConfig(window=4)
+    assert {*choose_heads(unpatch_model(model), texts()[:2], 0.25, config)} <= {1, 3}
+    transformers_warnings.clear()
     with pytest.raises(GraphFilterError, match="sees a sliding window of 8 tokens"):
-        run(unpatch_model(model), filter="far_field", window=4, layers=[0, 1])
+        run(model, filter="far_field", window=4, layers=[0, 1])
     assert not list(filters_of(model, required=False))
 
 

@@ -19,6 +19,7 @@ from ..hosts import host_of
 from ..ops.spectral import to_float32
 from ..patching.layers import Layers, select_sites
 from .batches import inputs_of
+from .choice import leave_sliding_windows
 from .objectives import Batch
 from .probes import make_probes, problem_of
 
@@ -105,12 +106,13 @@ def choose_heads(
         held: batches of texts, of whose token ids the probes are made.
         share: how much of all key heads to keep, such as 0.2 or ``"20%"``.
         config: of the filter, whose window and sinks say which tokens are far; None for the default of ``far_field``.
-        layers: layers that get the filter, as in ``patch_model``.
+        layers: layers that get the filter, as in ``patch_model``; by default all but those with a sliding window.
         stack: the same.
 
     Raises:
         GraphFilterError: the model is no decoder of one stack, the batches give no probes, or there are fewer heads.
     """
+    layers = leave_sliding_windows(model, stack) if layers is None else layers
     share = parse_heads(share if isinstance(share, str) else f"{share * 100:f}%") or 0.0
     held = [inputs_of(model, batch, labels=False) for batch in held]
     sites, _ = host_of(model).find(model)

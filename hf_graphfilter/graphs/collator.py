@@ -70,7 +70,8 @@ class GraphCollator:
     def _prepare(self, graph: Any, place: int) -> Mapping[str, Any]:
         try:
             if isinstance(graph, Mapping) and "pair_kinds" in graph:  # arrays, or lists from ``datasets``
-                return {name: x if x is None else np.asarray(x) for name, x in graph.items()}
+                read = {name: x for name, x in graph.items() if name in PADDING or name == "labels"}
+                return {name: x if x is None else np.asarray(x) for name, x in read.items()}
             return prepare_graph(graph, self.config)
         except GraphFilterError as error:
             raise GraphFilterError(f"graph {place} of the batch: {error}") from error
