@@ -23,7 +23,7 @@ from measure import RESULTS
 
 ROOT = RESULTS.parents[1]
 KEY = ("case", "n", "causal", "pass", "form")
-MEMORY = 0.05  # how far a ratio of peaks may be off to each side; the same call differs by less
+MEMORY = 1 / 11  # to each side of a ratio of peaks, so that a rise by a tenth is a change
 LEAST = 4.0  # MB of the plain form's peak, below which what else the process does counts
 Ratio = tuple[float, float, float]  # p10, median, p90
 

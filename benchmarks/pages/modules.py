@@ -40,7 +40,7 @@ def training_table() -> str:
         found = paired_comparison(values["baseline"], values["gfsa"])
         compared.append(found)
         means = [f"{sum(v) / len(v):.3f}" for v in values.values()]
-        interval = f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
+        interval = found.format("+.3f")
         sizes = f"{int(mine[0]['train']):,} x {mine[0]['epochs']}"
         body.append([TASKS[task], f"{lr:g}", sizes, f"{int(mine[0]['test']):,}", *means, interval, str(found.pairs)])
     header = [
