@@ -40,6 +40,7 @@ QUESTIONS = {  # the leagues whose significant differences open the page, and th
     "few": "[few layers](#few-layers)",
     "replicated": "[a second corpus](#on-a-second-corpus)",
     "wide": "[a wider model](#in-a-wider-model)",
+    "wide_replicated": "[the wider model, a second corpus](#the-wider-model-on-a-second-corpus)",
     "contranorm": "[deep vision transformers](#contranorm-in-deep-vision-transformers)",
     "small": "[all filters, small tasks](#all-filters-on-small-tasks)",
 }
@@ -71,7 +72,7 @@ def answers() -> str:
 def equal_time() -> str:
     """Return all differences from a baseline that trained as long, with p-values corrected for all of them."""
     rows, probabilities = [], []
-    for name in ("time", "cheap", "few", "replicated", "wide"):
+    for name in ("time", "cheap", "few", "replicated", "wide", "wide_replicated"):
         league, found = read_league(name)
         stage, longer = league.stages[-1], next(v for v in league.variants if v.startswith(PLAIN))
         for task, variant in itertools.product(stage.tasks, league.variants):

@@ -39,7 +39,7 @@ def headlines() -> str:
             "the same with GFSA in three layers, in equal time",
             "; ".join(f"{corpus} {difference}" for corpus, difference in equal_time.items())
             + "; 8 seeds each, uncorrected; with 64 features, PTB "
-            f"**{compare_in_time('wide')}**, 5 seeds",
+            f"**{compare_in_time('wide')}**, 5 seeds, WikiText-2 {compare_in_time('wide_replicated')}, 4",
             "league.md#few-layers",
         ],
         [
