@@ -44,7 +44,19 @@ from hf_graphfilter.filters.core.overview import HEADER as MENU
 from hf_graphfilter.filters.core.overview import overview as menu
 from hf_graphfilter.tables import markdown_table
 
-LEAGUES = ("depth", "control", "long", "time", "cheap", "few", "replicated", "wide", "wide_replicated", "small", "contranorm")
+LEAGUES = (
+    "depth",
+    "control",
+    "long",
+    "time",
+    "cheap",
+    "few",
+    "replicated",
+    "wide",
+    "wide_replicated",
+    "small",
+    "contranorm",
+)
 
 
 def keep_demo(output: Path) -> None:
