@@ -197,8 +197,9 @@ def main(argv: list[str], compare: Callable[..., None], console: Console) -> Non
                 reasons[task] = line(error)
                 tell(console, f"{task} was not finished: {reasons[task]}")
         content = records.read_results(folder / records.name_results({"recipe": recipe.name, "task": task}), **RUN)
-        machine = {"bf16"} | ({"the files of data"} if "data" not in values else set())  # where they are not said
-        if others := drop_others(settings, values, sections, content, machine if options.show else set()):
+        # to look at runs needs neither their data nor a machine like theirs
+        unasked = {"bf16"} | ({"the files of data"} if "data" not in values else set()) if options.show else set()
+        if others := drop_others(settings, values, sections, content, unasked):
             reasons.setdefault(task, f"runs of {', '.join(others)} have other settings and are left out")
         if content["runs"]:
             found[task] = content

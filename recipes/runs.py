@@ -200,7 +200,7 @@ def describe_comparison(settings: Settings, record: dict[str, Any], values: dict
     places = ((records.results_folder(values), ""), (records.RESULTS, " (measured by the authors of the recipes)"))
     for folder, where in places:
         content = records.read_results(folder / records.name_results(record), **records.RUN)
-        summary = summarise(content) if content["runs"] else {}
+        summary = summarise(content) if content.get("summary") else {}  # the one kept may be of earlier code
         for run in content["runs"]:
             difference = summary.get(run["variant"], {}).get("difference")
             if difference and not settings.list_differences(run["settings"], record["settings"]):

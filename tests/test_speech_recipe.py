@@ -20,6 +20,7 @@ from hub_server import TOKEN, Hub
 from processes import run_two
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
+    Data2VecAudioConfig,
     ParakeetFeatureExtractor,
     SeamlessM4TFeatureExtractor,
     Speech2TextFeatureExtractor,
@@ -45,7 +46,7 @@ from recipes.records import try_read
 from recipes.settings import Settings
 from recipes.speech import check_model
 from recipes.speech_data import HubRow, hold_out, read, read_audio, resample
-from recipes.speech_inputs import SpeechBatches, _marks, count_frames, make_frames, prepare
+from recipes.speech_inputs import SpeechBatches, _marks, count_frames, load_extractor, make_frames, prepare
 from recipes.speech_models import ctc_loss, read_ctc
 from recipes.transcripts import decode, drop_long_targets, encode, make_tokenizer, normalize
 
@@ -481,6 +482,30 @@ def test_letters_said_twice_stay_two(tmp_path):
     said = torch.tensor([[5, 5, 6, 7, 7, 0, 7, 8, 4, 8]])
     written = read_ctc(torch.nn.functional.one_hot(said, 9).float(), torch.tensor([10]), blank=0)
     assert decode(Wav2Vec2CTCTokenizer(tmp_path / "vocab.json"), written) == ["hello o"]
+
+
+def test_a_model_gets_a_mask_only_if_its_extractor_returns_one():
+    """What the extractor of a waveform says is what the model was pretrained with; others have no such choice."""
+    extractors = [Wav2Vec2FeatureExtractor(return_attention_mask=masked) for masked in (False, True)]
+    unread = []
+    for extractor in (*extractors, WhisperFeatureExtractor(), Speech2TextFeatureExtractor(return_attention_mask=False)):
+        trainer = object.__new__(speech.SpeechTrainer)
+        trainer.data_collator = SpeechBatches(extractor)
+        unread.append(trainer.unread)
+    assert unread == [{"attention_mask"}, set(), set(), set()]
+
+
+@pytest.mark.parametrize(
+    ("config", "masked"),
+    [
+        (Wav2Vec2Config(feat_extract_norm="group"), False),
+        (Wav2Vec2Config(feat_extract_norm="layer"), True),
+        (Data2VecAudioConfig(), True),  # which has no such norm
+    ],
+)
+def test_a_model_of_waveforms_from_scratch_has_an_extractor(config, masked):
+    args = SimpleNamespace(model="no/folder", from_scratch=["hidden_size=8"])
+    assert load_extractor(args, config).return_attention_mask is masked
 
 
 @pytest.mark.parametrize("kind", [ParakeetFeatureExtractor, SeamlessM4TFeatureExtractor, Wav2Vec2FeatureExtractor])
