@@ -56,7 +56,7 @@ class Task:
     name: str
     shared: Path
     windows: int = 1  # of text in a batch
-    seed: int = 0  # of the order of SmolLM2's texts, the last of which are held out
+    seed: int = 0  # of the order of SmolLM2's texts, the first of which are held out
     base: ClassVar[str] = ""  # id on the Hub
     tokenizer: Any = None  # of texts, once data() was called
 
@@ -216,11 +216,11 @@ ROUNDED = """
 
 They were fitted to weights of this model that had been rounded to four bits, so `load_filter` warns of the difference.
 With the published weights they have not been measured."""
-WITH_FILTER = {
+WITH_FILTER = {  # cards beside their filter
     "text-far-field-filters": LOADING + ROUNDED,
     "text-far-field-filters-long": LOADING + ROUNDED,
     "reviews-far-field": LOADING,
-}  # cards beside their filter
+}
 
 
 def play(name: str, options: argparse.Namespace) -> None:

@@ -65,12 +65,10 @@ def conversion_tables(task: str) -> str:
         [f"`{case['name']}`", *(f"{e:.3f}" if (e := case["report"]["by_context"].get(c)) else "" for c in contexts)]
         for case in cases
     ]
-    machines = dict.fromkeys((case["device"], case["torch"]) for case in cases)
-    where = "; ".join(
-        f"{device}, torch {torch}, "
-        + days(case["date"] for case in cases if (case["device"], case["torch"]) == (device, torch))
-        for device, torch in machines
-    )
+    dates: dict[str, list[str]] = {}
+    for case in cases:
+        dates.setdefault(f"{case['device']}, torch {case['torch']}", []).append(case["date"])
+    where = "; ".join(f"{machine}, {days(those)}" for machine, those in dates.items())
     tested = []
     if cases[0]["after"]:
         names = list(cases[0]["after"])
