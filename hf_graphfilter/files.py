@@ -24,6 +24,22 @@ class LockedError(GraphFilterError):
     """Another process is at work on the same files."""
 
 
+def read_path(value: Any, what: str) -> str:
+    """Return a path as a string that the file system accepts.
+
+    Args:
+        value: a path, or the id of a Hub repository.
+        what: is saved there, for the error: ``"a filter"``.
+    """
+    try:
+        path = os.fspath(value)
+        if not isinstance(path, str) or b"\0" in os.fsencode(path):
+            raise TypeError("not a path")
+    except Exception as error:
+        raise GraphFilterError(f"{what} is saved at a path or on the Hub, got {shown(value)}") from error
+    return path
+
+
 @contextlib.contextmanager
 def replacing(*files: Path) -> Iterator[list[Path]]:
     """Give a path beside each file to write to, and put what is there in the files' places at the end.

@@ -20,7 +20,7 @@ from torch import nn
 
 from ..devices import is_first_process
 from ..errors import GraphFilterError, shown
-from ..files import digest, replacing, write_tensors
+from ..files import digest, read_path, replacing, write_tensors
 from ..filters import GraphFilter
 from ..filters.core.attached import filters_of, is_offloaded, is_sharded, patched_modules, read_whole
 from ..filters.core.record import describe_record, read_groups, same_filters
@@ -63,7 +63,7 @@ def save_filter(model: nn.Module, directory: str | os.PathLike[str], *, base_mod
         GraphFilterError: the model is not patched, a part of it was patched separately, or ``directory`` is no path.
         OSError: the directory cannot be written. Earlier files there stay as they were.
     """
-    model, directory = unwrapped(model), Path(_path(directory))
+    model, directory = unwrapped(model), Path(read_path(directory, "a filter"))
     host = host_of(model)
     record = own_record(host, model) if patched_modules(model) else {}
     tensors = _coefficients(host, model, lambda f: read_whole(f, nn.Module.state_dict))
@@ -207,7 +207,7 @@ def _in_names_of(
 
 
 def _locate(source: str | os.PathLike[str], name: str, hub_options: dict[str, Any]) -> str:
-    source = _path(source)
+    source = read_path(source, "a filter")
     if os.path.isdir(source):
         path = Path(source) / name
         if not path.is_file():
@@ -223,17 +223,6 @@ def _locate(source: str | os.PathLike[str], name: str, hub_options: dict[str, An
     except (OSError, ValueError) as error:
         text = f"no directory and no reachable Hub repository {shown(source)} with {name}: {error}"
         raise GraphFilterError(text) from error
-
-
-def _path(value: Any) -> str:
-    """Return a path as a string that the file system accepts."""
-    try:
-        path = os.fspath(value)
-        if not isinstance(path, str) or b"\0" in os.fsencode(path):
-            raise TypeError("not a path")
-    except Exception as error:
-        raise GraphFilterError(f"a filter is saved at a path or on the Hub, got {shown(value)}") from error
-    return path
 
 
 def _coefficients(

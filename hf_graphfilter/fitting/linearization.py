@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields, replace
-from typing import Any, Literal, get_args
+from dataclasses import asdict, replace
+from typing import Any, Literal
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..analysis.model_inputs import name_mistakes
-from ..devices import process
-from ..errors import GraphFilterError, is_number, nearest, shown
-from ..filters import FilterConfig, ReplacingConfig, ReplacingFilter, as_config
+from ..errors import GraphFilterError
+from ..filters import FilterConfig, ReplacingFilter
 from ..filters.core.attached import filters_of
-from ..filters.core.registry import get_filter
 from ..hosts import encoder_of
 from ..logs import logger
 from ..patching.layers import Layers, parse_layers
@@ -29,12 +26,11 @@ from .head_choice import check_heads, choose_heads, parse_heads
 from .layer_blocks import fit_in_blocks
 from .report import ConversionReport
 from .run import Rates
+from .settings import check_choices, read_config, read_rates, read_shares, split_budget
 from .stages import Linearization
 from .weights import Train, check_trainable, recomputed, trained
 
-STAGES = ("attention", "hidden", "logits", "task")
 SHORT = 512  # tokens, up to which softmax attention is fast
-USUAL = {"attention": 0.7, "logits": 0.3}
 
 
 def linearize(
@@ -124,11 +120,11 @@ def linearize(
 
     Source: attention transfer, and low-rank adaptation after it, follow Zhang et al., LoLCATs (2024).
     """
-    heads, shares, share = parse_heads(options.get("keep")), _shares(stages, budget), parse_share(layers)
-    config = _config(filter, options if heads is None else {**options, "keep": None})
+    heads, shares, share = parse_heads(options.get("keep")), read_shares(stages, budget), parse_share(layers)
+    config = read_config(filter, options if heads is None else {**options, "keep": None})
     check_heads(config, heads, share)
-    rates = _rates({} if rates is None else rates)
-    _check_arguments(evaluations, rank, precision, train, blocks)
+    rates = read_rates({} if rates is None else rates)
+    check_choices(evaluations, rank, precision, train, blocks)
     check_choose(choose, share)
     model = encoder_of(model)
     _check_model(model, train, gradient_checkpointing)
@@ -161,7 +157,7 @@ def linearize(
                 ends_in = fit.check(shares)
                 if share is not None:
                     fit.settings["choose"] = chosen_by = fit.prepare_choice(choose, reach)
-                fit.tokens = _tokens(shares or {"attention": 0.7, ends_in: 0.3}, budget)
+                fit.tokens = split_budget(shares or {"attention": 0.7, ends_in: 0.3}, budget)
                 fit.begin(reach)
                 if "attention" in fit.tokens:
                     fit_in_blocks(fit, fit.tokens["attention"], blocks)
@@ -191,67 +187,6 @@ def _finish(fit: Linearization, train: Train, rank: int, recompute: bool) -> Con
         for parameter, dtype in dtypes:  # half precision rounds what was fitted in float32
             parameter.data = parameter.data.to(dtype)
         return fit.measured(weights.original)
-
-
-def _config(filter: str | FilterConfig, options: dict[str, Any]) -> ReplacingConfig:
-    kind = get_filter(filter) if isinstance(filter, str) else type(as_config(filter, **options))
-    if not issubclass(kind, ReplacingConfig):
-        raise GraphFilterError(
-            f"{kind.filter!r} computes softmax attention, which costs O(n^2): linearize with a replacement filter, "
-            "such as 'far_field' or 'agf'"
-        )
-    config = kind.for_conversion(**options) if isinstance(filter, str) else filter
-    assert isinstance(config, ReplacingConfig)
-    if config.init == "blend":
-        raise GraphFilterError("init='blend' would leave attention in the model: linearize with init='copy'")
-    return config
-
-
-def _rates(wanted: Any) -> Rates:
-    names = [field.name for field in fields(Rates)]
-    values = asdict(wanted) if isinstance(wanted, Rates) else wanted
-    if not isinstance(values, Mapping) or not all(
-        name in names and (is_number(rate) or (name == "filter_lr" and rate is None)) for name, rate in values.items()
-    ):
-        raise GraphFilterError(f"rates are numbers >= 0 by the names of Rates, {', '.join(names)}; got {shown(wanted)}")
-    rates = Rates(**values)
-    if not rates.attention and rates.filter_lr is not None:  # later stages keep their ratio
-        raise GraphFilterError("rates: filter_lr goes with an attention rate > 0, got attention=0")
-    return rates
-
-
-def _shares(stages: Mapping[str, float] | None, budget: int) -> dict[str, float]:
-    """Return the shares of the budget; none where the usual ones are meant."""
-    if type(budget) is not int or budget < 1:
-        raise GraphFilterError(f"budget must be a number of tokens, at least 1, got {shown(budget)}")
-    if stages is None:
-        return {}
-    if not isinstance(stages, Mapping) or not stages:
-        raise GraphFilterError(f"stages must give shares of the budget by name, such as {USUAL}, got {shown(stages)}")
-    for name, share in stages.items():
-        if name not in STAGES:
-            raise GraphFilterError(f"there is no stage {shown(name)}{nearest(name, STAGES)}: {', '.join(STAGES)}")
-        if not isinstance(share, (int, float)) or not 0 < share < math.inf:
-            raise GraphFilterError(f"stages: the share of {name!r} must be a number > 0, got {shown(share)}")
-    if list(stages) != sorted(stages, key=STAGES.index):
-        raise GraphFilterError(f"stages come in the order {', '.join(STAGES)}, got {', '.join(stages)}")
-    return dict(stages)
-
-
-def _tokens(shares: dict[str, float], budget: int) -> dict[str, int]:
-    total = sum(shares.values())
-    return {name: max(1, round(budget * share / total)) for name, share in shares.items()}
-
-
-def _check_arguments(evaluations: int, rank: int, precision: str | None, train: str, blocks: int) -> None:
-    if type(blocks) is not int or blocks < 1 or (blocks > 1 and process()[1] > 1):
-        raise GraphFilterError(f"blocks must be a number >= 1, and 1 in several processes, got {shown(blocks)}")
-    if not all(type(x) is int and x >= 1 for x in (evaluations, rank)):
-        raise GraphFilterError(f"evaluations and rank are integers >= 1, got {shown(evaluations)} and {shown(rank)}")
-    if precision not in (None, "bf16"):
-        raise GraphFilterError(f"precision={shown(precision)}: use 'bf16' or None")
-    if train not in get_args(Train):
-        raise GraphFilterError(f"train={shown(train)}: use {', '.join(map(repr, get_args(Train)))}")
 
 
 def _check_model(model: nn.Module, train: Train, recompute: bool) -> None:
