@@ -180,6 +180,7 @@ CASES = {
     "text-agf-no-singular-values": Case("text", BRIEF, {"K": 0, **ADAPTED}),
     "text-far-field": Case("text", BRIEF, {"filter": "far_field", **ADAPTED}),
     "text-far-field-filters": Case("text", BRIEF, {"filter": "far_field"}),  # the base weights stay: model_cards/
+    "text-far-field-keep": Case("text", BRIEF, {"filter": "far_field", "keep": "20%"}),
     "text-far-field-late": Case("text", BRIEF, {"filter": "far_field", **LATE}),
     "text-far-field-auto": Case("text", BRIEF, {"filter": "far_field", "layers": "auto:80%", **ADAPTED}),
     "reviews-far-field": Case("reviews", SHORT, {"filter": "far_field"}),

@@ -245,7 +245,9 @@ def test_the_gain_in_text_is_what_the_divergence_falls_by():
 
     def divergence(*restored):
         with attending({name: modules[name] for name in restored}):
-            found = compare(model, lambda batch: llama()(**batch, output_hidden_states=True), held, causal=True)
+            found = compare(
+                model, lambda batch: llama()(**batch, output_hidden_states=True), held, causal=True
+            ).measures
         return found["divergence"]["converted"]
 
     held = [{**batch, "use_cache": False} for batch in data[:2]]
@@ -616,7 +618,7 @@ def test_adapters_are_measured_as_their_weights_are_saved():
     modules, held = dict(filters_of(model)), [{**batch, "use_cache": False} for batch in texts(1) * 2]
     with torch.no_grad():
         assert filter_errors(model, modules, held) == pytest.approx(report.after, rel=1e-6)
-        found = compare(model, lambda batch: untouched(**batch), held, True)
+        found = compare(model, lambda batch: untouched(**batch), held, True).measures
     by_name = {measure.name: measure for measure in report.measures}
     for name in ("divergence", "perplexity"):
         assert found[name]["converted"] == pytest.approx(by_name[name].converted, rel=1e-6)
@@ -699,9 +701,28 @@ def test_maps_are_compared_class_by_class():
     draw = torch.randn(2, 6, 4, 5)
     shifted = draw.clone()
     shifted[:, 2] += 100
-    found = compare(lambda **_: {"logits": shifted}, lambda batch: {"logits": draw}, [{}], False)
+    found = compare(lambda **_: {"logits": shifted}, lambda batch: {"logits": draw}, [{}], False).measures
     assert found["agreement"]["converted"] == pytest.approx((draw.argmax(1) == 2).double().mean().item())
     assert DISTANCES["logits"]({"logits": shifted}, {"logits": draw}, {}) > 1
+
+
+def test_perplexity_by_position_counts_the_tokens_of_the_text():
+    torch.manual_seed(0)
+    ids, logits = torch.randint(50, (2, 40)), torch.randn(2, 2, 40, 50)
+    mask = torch.ones(2, 40)
+    mask[1, :17] = 0  # padded on the left, so that no token of it has more than 22 before
+    batch = {"input_ids": ids, "attention_mask": mask}
+    model = torch.nn.Module()
+    model.config, model.forward = LlamaConfig(vocab_size=50), lambda **_: {"logits": logits[1]}
+    found = compare(model, lambda _: {"logits": logits[0]}, [batch], True)
+    losses = -logits.log_softmax(-1)[:, :, :-1].gather(-1, ids[None, :, 1:, None].expand(2, -1, -1, -1))[..., 0]
+    parts = {"1 to 16": (slice(0, 16), slice(17, 33)), "17 to 32": (slice(16, 32), slice(33, 39))}
+    parts["33 to 64"] = (slice(32, 39), slice(0, 0))
+    assert {*found.by_position} == {*parts}
+    for label, rows in parts.items():
+        for model, of in zip(("original", "converted"), losses, strict=True):
+            mean = torch.cat([row[part] for row, part in zip(of, rows, strict=True)]).mean()
+            assert found.by_position[label][model] == pytest.approx(mean.exp().item(), rel=1e-5)
 
 
 def test_padding_of_each_stack_is_left_out_by_its_own_mask():

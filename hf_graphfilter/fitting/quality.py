@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,25 @@ from ..filters import GraphFilter
 from .objectives import Batch, Original, Outputs, logits_of, mask_of_logits
 
 AT_ONCE = 2**20  # logits of which copies are made at a time
+BOUNDS = [2**i for i in range(4, 17)]  # of the parts of a text, in tokens
+RANGES = [f"{low + 1} to {high}" for low, high in itertools.pairwise([0, *BOUNDS])] + [f"over {BOUNDS[-1]}"]
+
+
+class Comparison(NamedTuple):
+    """Measures of two models, each for the ``"original"`` and the ``"converted"`` one.
+
+    Attributes:
+        measures: by name.
+        by_position: of decoders of text, the perplexity by how many tokens of its text stand before a token.
+    """
+
+    measures: dict[str, dict[str, float]]
+    by_position: dict[str, dict[str, float]]
 
 
 @torch.no_grad()
-def compare(model: nn.Module, original: Original, batches: list[Batch], causal: bool) -> dict[str, dict[str, float]]:
-    """Return measures by name, each for the ``"original"`` and the ``"converted"`` model.
+def compare(model: nn.Module, original: Original, batches: list[Batch], causal: bool) -> Comparison:
+    """Compare two models on the same batches.
 
     Of models with logits: how often the likeliest class or token is the same (``agreement``, of 1), the mean
     Kullback-Leibler ``divergence`` from the original in nats, and, of decoders of text, the ``perplexity``. Of others,
@@ -41,16 +56,24 @@ def compare(model: nn.Module, original: Original, batches: list[Batch], causal: 
                 embedded[which].append(embeddings(outputs, batch))
         del pair  # while the next outputs are formed
     if not sums:
-        return compare_embeddings(*(torch.cat(parts).double() for parts in embedded.values()))
+        return Comparison(compare_embeddings(*(torch.cat(parts).double() for parts in embedded.values())), {})
     rows = sums["rows"]
     found = {
         "agreement": {"original": 1.0, "converted": (sums["agreement"] / rows).item()},
         "divergence": {"original": 0.0, "converted": (sums["divergence"] / rows).item()},
     }
+    by_position: dict[str, dict[str, float]] = {}
     if "predicted" in sums:
-        means = {which: (sums[which] / sums["predicted"]).item() for which in embedded}
-        found["perplexity"] = {which: math.exp(min(mean, 700.0)) for which, mean in means.items()}
-    return found
+        whole = {name: sums[name].sum() for name in ("predicted", *embedded)}
+        found["perplexity"] = _perplexities(whole, embedded)
+        parts = ({name: sums[name][i] for name in whole} for i in range(len(RANGES)))
+        of_ranges = zip(RANGES, parts, strict=True)
+        by_position = {label: _perplexities(part, embedded) for label, part in of_ranges if part["predicted"]}
+    return Comparison(found, by_position)
+
+
+def _perplexities(sums: Mapping[str, Tensor], models: Iterable[str]) -> dict[str, float]:
+    return {which: math.exp(min((sums[which] / sums["predicted"]).item(), 700.0)) for which in models}
 
 
 def _of_logits(pair: Mapping[str, Outputs], batch: Batch, vocabulary: float) -> dict[str, Tensor]:
@@ -66,11 +89,16 @@ def _of_logits(pair: Mapping[str, Outputs], batch: Batch, vocabulary: float) -> 
     ids = batch.get("input_ids")
     if ids is not None and w.shape[:-1] == ids.shape and w.shape[-1] >= vocabulary:  # of a token, and no class
         shown = there[:, 1:] * there[:, :-1]
-        sums["predicted"] = shown.sum()
+        before = torch.bucketize(there.cumsum(1)[:, :-1].contiguous(), torch.tensor(BOUNDS, device=there.device))
+
+        def by_position(values: Tensor) -> Tensor:
+            return torch.bincount(before.flatten().cpu(), values.flatten().double().cpu(), len(RANGES))
+
+        sums["predicted"] = by_position(shown)
         for which, logits in (("original", w), ("converted", f)):
             rows = zip(_rows(logits), ids.roll(-1, 1).flatten().split(_at_once(logits)), strict=True)
             loss = torch.cat([functional.cross_entropy(part, wanted, reduction="none") for part, wanted in rows])
-            sums[which] = (loss.view_as(ids)[:, :-1] * shown).sum()
+            sums[which] = by_position(loss.view_as(ids)[:, :-1] * shown)
     return {name: x.cpu().double() for name, x in sums.items()}
 
 

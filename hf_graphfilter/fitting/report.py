@@ -53,6 +53,8 @@ class ConversionReport:
         before, after: relative L2 error ``|filter - attention| / |attention|`` of each linearized module, on the
             held-out batches.
         by_context: the mean error over the modules at the end, by the number of tokens that a token sees.
+        by_position: of decoders of text, the perplexity of the ``"original"`` and of the ``"converted"`` model on the
+            held-out batches, by how many tokens of its text stand before a token; empty in reports of earlier versions.
         errors_without: the mean error with a part of the filters switched off, by the part's name.
         measures: measures of the whole model.
         stages: what each stage did: tokens, held-out error, why it ended.
@@ -83,6 +85,7 @@ class ConversionReport:
     speed: list[Speed] = field(default_factory=list)
     decoding: list[Speed] = field(default_factory=list)
     choose: str = ""
+    by_position: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def error_before(self) -> float:
@@ -153,6 +156,12 @@ class ConversionReport:
             held = [error for _, error in run.history]
             stages += [[name, f"{run.history[-1][0]:,}", f"{held[0]:.4g}", f"{min(held):.4g}", run.stopped]]
         tables = {"the model": measures, "stages": stages, "by context": contexts, "by layer": layers}
+        if self.by_position:
+            positions = [["tokens before", "perplexity of the original", "linearized"]]
+            positions += [
+                [label, *(f"{of[m]:.4g}" for m in ("original", "converted"))] for label, of in self.by_position.items()
+            ]
+            tables["by position"] = positions
         timed = {"a forward pass": ("tokens", self.speed), "decoding": ("tokens before", self.decoding)}
         for title, (tokens, times) in timed.items():
             if times:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -38,12 +37,11 @@ from .objectives import (
 )
 from .probes import make_probes, problem_of
 from .processes import mean_of
-from .quality import compare, parts_of
+from .quality import BOUNDS, RANGES, compare, parts_of
 from .report import ConversionReport, Measure
 from .run import Stage, StageRun
 from .transfer_report import TransferReport, mean
 
-BOUNDS = [2**i for i in range(4, 17)]  # of the numbers of tokens that a token sees
 TEXTS = 2  # held-out batches that layers are chosen by, at most
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -229,12 +227,12 @@ class Linearization(Fit):
         held = self.batches.held
         with self.autocast():
             after, by_context = errors_by_context(self.model, self.modules, held, BOUNDS)
-            quality = compare(self.model, original, held, self.causal)
+            quality, by_position = compare(self.model, original, held, self.causal)
             errors: dict[str, float] = {}
             switched: dict[str, dict[str, dict[str, float]]] = {}
             for part in parts_of(self.modules):
                 with switch_off(part, [f for f in self.modules.values() if part in f.branches()]):
-                    switched[part] = compare(self.model, original, held, self.causal)
+                    switched[part] = compare(self.model, original, held, self.causal).measures
                     errors[part] = mean(self.errors())
         measures = [
             Measure(name, **values, without={part: measured[name]["converted"] for part, measured in switched.items()})
@@ -244,6 +242,7 @@ class Linearization(Fit):
             before=self.report.before,
             after=after,
             by_context=_mean_by_context(by_context),
+            by_position=by_position,
             measures=measures,
             errors_without=errors,
             stages=self.reports,
@@ -270,8 +269,7 @@ class Linearization(Fit):
         ends_in = "logits" if "logits" in outputs else "hidden"
         del outputs, last  # of a large vocabulary
         # What would end the last stage after all the others.
-        measures = compare(self.model, original, [batch], self.causal)
-        self.predicts = "perplexity" in measures
+        self.predicts = "perplexity" in compare(self.model, original, [batch], self.causal).measures
         fitted = {*stages} or {ends_in}
         for stage in (fitted | {ends_in} - {"logits"}) & {*DISTANCES}:  # that logits compare was seen
             self.check_outputs(original, stage)
@@ -280,10 +278,9 @@ class Linearization(Fit):
 
 def _mean_by_context(by_context: list[dict[str, float]]) -> dict[str, float]:
     """Return the mean error over the modules by the number of tokens that a token sees, up to each of ``BOUNDS``."""
-    labels = [f"{low + 1} to {high}" for low, high in itertools.pairwise([0, *BOUNDS])] + [f"over {BOUNDS[-1]}"]
     # the stacks of a model differ in length
     seen = ({name: error for name, error in errors.items() if not math.isnan(error)} for errors in by_context)
-    return {label: mean(errors) for label, errors in zip(labels, seen, strict=True) if errors}
+    return {label: mean(errors) for label, errors in zip(RANGES, seen, strict=True) if errors}
 
 
 def _task_loss(outputs: Any) -> Tensor:
