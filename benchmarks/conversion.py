@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 
 import torch
 from measure import RESULTS, hardware
+from pages.long_texts import long_of_filter
 from real import TinyImages, perplexity, weights, wikitext
 from retrieval import copying, needle
 from torch import nn
@@ -38,12 +39,13 @@ from transformers import (
     set_seed,
 )
 
-from hf_graphfilter import linearize, save_filter
+from hf_graphfilter import linearize, load_filter, save_filter
 from hf_graphfilter.demo import pretrained_path
 from hf_graphfilter.fitting import ConversionReport, Rates, save_conversion, text_batches
 from hf_graphfilter.tables import markdown_table
 
 sys.path.append(str(Path(__file__).parents[1]))
+from recipes.records import hash_files
 from recipes.settings import bf16_pays
 
 ROOT = Path(__file__).parents[1]
@@ -217,6 +219,10 @@ ROUNDED = """
 
 They were fitted to weights of this model that had been rounded to four bits, so `load_filter` warns of the difference.
 With the published weights they have not been measured."""
+LONG_TEXTS = """## Long texts
+
+`-memory-64` has `memory=64`, `-keep-20` has a fifth of the key heads kept, `choose_heads(model, batches, 0.2)`. Both
+were set after the fit."""
 WITH_FILTER = {  # cards beside their filter
     "text-far-field-filters": LOADING + ROUNDED,
     "text-far-field-filters-long": LOADING + ROUNDED,
@@ -271,7 +277,9 @@ def write_card(name: str, options: argparse.Namespace) -> None:
     """From the saved model and the results of a case, which get its speed."""
     case, file = CASES[name], options.output / f"{name}.json"
     task, content = TASKS[case.task](case.task, options.shared), json.loads(file.read_text())
-    model = type(task.model()).from_pretrained(options.runs / name / "model").eval()
+    base, saved, shipped = task.model(), options.runs / name / "model", ROOT / "model_cards" / CARDS[name]
+    renewed = saved.is_dir() or name not in WITH_FILTER
+    model = (type(base).from_pretrained(saved) if renewed else load_filter(base, shipped)).eval()
     report = ConversionReport.from_dict(content["report"])
     if model.main_input_name == "input_ids" and not report.speed and not options.untimed:
         report.time(model, rounds=3)
@@ -282,6 +290,8 @@ def write_card(name: str, options: argparse.Namespace) -> None:
     if rows:
         measured += [markdown_table(["on the test part", "original", "converted"], rows)]
     folder = options.cards / CARDS[name]
+    if name in WITH_FILTER and (long := long_of_filter(hash_files(str(shipped), model=True))):
+        measured += [LONG_TEXTS, long]
     if name in WITH_FILTER:
         size = f"{2 * report.parameters / 1e6:.1f} MB"
         measured.insert(0, WITH_FILTER[name].format(size=size))
@@ -289,7 +299,7 @@ def write_card(name: str, options: argparse.Namespace) -> None:
     about |= {"description": "\n\n".join(measured), "filter_only": name in WITH_FILTER}
     save_conversion(model, report, folder, **about)
     (folder / "conversion.json").unlink()  # the results, which lie with the others
-    if name in WITH_FILTER:
+    if name in WITH_FILTER and (renewed or folder != shipped):
         save_filter(model.to(torch.bfloat16), folder, base_model=task.base)
 
 

@@ -42,9 +42,9 @@ def added(model: dict) -> str:
     return "none in use" if model["without"] else f"{model['added']:,}"
 
 
-def long_quality() -> str:
+def long_quality(models: list[dict] | None = None) -> str:
     """Return perplexity by position, the distance from the original, and what greedy generation shows."""
-    models = read_models("decoder")
+    models = read_models("decoder") if models is None else models
     rows = [(model, m) for model in models for m in of(model, "perplexity")]
     if not rows:
         return NONE
@@ -96,9 +96,9 @@ def show_score(score: dict[str, Any], mark: str = "", shares: bool = False) -> s
     return f"{score['accuracy']:.2f}{interval}{mark}; {score['log-probability']:.2f}"
 
 
-def long_retrieval() -> str:
+def long_retrieval(models: list[dict] | None = None) -> str:
     """Return accuracy, with its interval, and log-probability by task and length."""
-    models = [model for model in read_models("decoder") if scores(model)]
+    models = [model for model in (read_models("decoder") if models is None else models) if scores(model)]
     by_model = {model["name"]: scores(model) for model in models}
     originals = {model["name"]: model["original"] or model["name"] for model in models}
     cells = {cell: None for found in by_model.values() for cell in found}
@@ -122,10 +122,10 @@ def long_retrieval() -> str:
     return "\n\n".join([f"{legend} {said}", table])
 
 
-def long_depth() -> str:
+def long_depth(models: list[dict] | None = None) -> str:
     """Return how many needles are found by depth."""
     body, depths = [], []
-    for model in read_models("decoder"):
+    for model in read_models("decoder") if models is None else models:
         for (task, tokens), found in scores(model).items():
             if task == "needle":
                 by = {m["depth"]: m for m in found["parts"]}
@@ -140,11 +140,11 @@ def long_depth() -> str:
     return f"{said}\n\n{markdown_table(header, rows)}"
 
 
-def long_encoders() -> str:
+def long_encoders(models: list[dict] | None = None) -> str:
     """Return what the embeddings of encoders are good for."""
     body, found = [], []
     names = {"scifact": "nDCG@10", "20newsgroups-4cat": "accuracy", "imdb": "accuracy", "embeddings": "cosine"}
-    for model in read_models("encoder"):
+    for model in read_models("encoder") if models is None else models:
         values = {m["what"]: m for m in of(model, *names)}
         cells = [number(values[what]["values"][name], 4) if what in values else "" for what, name in names.items()]
         body.append([f"`{model['name']}`", added(model), *cells])
@@ -167,9 +167,9 @@ def rows_of_speed(model: dict) -> Iterator[list[str]]:
         yield [*row, " / ".join("-" if mb is None else f"{mb:,.0f}" for mb in peaks)]
 
 
-def long_speed() -> str:
+def long_speed(models: list[dict] | None = None) -> str:
     """Return times and peak memory beside the original's."""
-    models = [*read_models("decoder"), *read_models("encoder")]
+    models = [*read_models("decoder"), *read_models("encoder")] if models is None else models
     rows = [row for model in models for row in rows_of_speed(model)]
     if not rows:
         return NONE
@@ -181,3 +181,19 @@ def long_speed() -> str:
         "what was in use before."
     )
     return f"{how} {said}\n\n{markdown_table(header, rows)}"
+
+
+def long_of_filter(mark: str) -> str:
+    """Return all tables of the models that were made with one filter file, and of their originals, for its card.
+
+    Args:
+        mark: the hash of the file's folder, as ``loaded`` in the results.
+    """
+    made = []
+    for kind, pages in (("decoder", (long_quality, long_retrieval)), ("encoder", (long_encoders,))):
+        models = read_models(kind)
+        ours = [model for model in models if model["loaded"] == mark]
+        if ours:
+            models = [model for model in models if model in ours or model["name"] in {m["original"] for m in ours}]
+            made += [*(page(models) for page in pages), f"*Speed*\n\n{long_speed(ours)}"]
+    return "\n\n".join(page for page in made if NONE not in page)
