@@ -22,7 +22,8 @@ and the sinks of a replacement filter:
 | speed     | prefill, first token, decoding by context and batch;   | forward pass                         |
 |           | the original has a dynamic and a static cache          |                                      |
 
-All forms are timed in turn, and ratios are taken within a round; memory is the peak beyond what was in use before.
+All forms are timed in turn, and ratios are taken within a round; memory is the peak beyond what was in use before. The
+original whose attention computes nothing is timed too: no filter is faster than that.
 Every finished measurement is written at once into benchmarks/results/long/NAME.json, and the same command resumes. A
 measurement with other settings (--samples, --precision, --threads) is made again. Data are read from --shared.
 """
@@ -50,7 +51,14 @@ from real import weights, windows
 from retrieval import TASKS, Sample, generate, make_needle, make_sample, score, wilson
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_graphfilter import filter_parameters, load_filter, patch_model
@@ -68,7 +76,7 @@ from recipes.records import hash_files
 NAMES: dict[str, Callable[[], Path]] = {"smollm2": lambda: weights("smollm2"), "minilm": pretrained_path}
 WHAT = ("quality", "retrieval", "speed")
 LENGTHS, PREFILL, CONTEXTS = (256, 512, 1024, 2048), tuple(2**i for i in range(8, 15)), (128, 1024, 4096, 16384)
-STATIC = "plain, static cache"  # one of the forms that are timed
+STATIC, BARE = "plain, static cache", "no attention"  # two of the forms that are timed
 DEPTHS = tuple(i / 9 for i in range(10))
 ENDS = (128, 512, 2048)  # of the parts of a text, each with its perplexity
 GENERATED, ROWS = 64, 8  # tokens, and texts at a time
@@ -102,6 +110,14 @@ class Subject:
             raise SystemExit(f"--original: {self.original_path.name} is another model: name the original of this one")
         return original
 
+    @cached_property
+    def bare(self) -> PreTrainedModel:
+        """The original with attention that computes nothing: no filter can be faster than this."""
+        assert self.original_path is not None
+        bare = load(self.original_path).to(self.options.device)
+        bare.set_attn_implementation(NOTHING)
+        return bare
+
     @property
     def is_original(self) -> bool:
         return self.original_path is None
@@ -125,6 +141,17 @@ class Subject:
             torch.autocast(self.options.device, torch.bfloat16, enabled=self.options.precision == "bf16"),
         ):
             yield
+
+
+def attend_nothing(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> tuple[Any, None]:
+    batch, heads, tokens, _ = query.shape
+    return value.new_zeros(batch, tokens, heads, value.shape[-1]), None
+
+
+NOTHING = "attend_nothing"
+AttentionInterface.register(NOTHING, attend_nothing)
 
 
 def is_decoder(config: Any) -> bool:
@@ -299,7 +326,8 @@ def measure_speed(subject: Subject) -> Iterator[Measurement]:
 
 
 def forms(subject: Subject) -> dict[str, PreTrainedModel]:
-    return {"plain": subject.original} | ({} if subject.is_original else {"converted": subject.model})
+    others = {} if subject.is_original else {"converted": subject.model, BARE: subject.bare}
+    return {"plain": subject.original, **others}
 
 
 def prefill(subject: Subject, tokens: int, cached: bool) -> dict[str, Any]:
@@ -307,14 +335,15 @@ def prefill(subject: Subject, tokens: int, cached: bool) -> dict[str, Any]:
     ids = torch.randint(0, subject.model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
     ids, calls = ids.to(subject.model.device), {}
     for name, model in forms(subject).items():
-        more = {"use_cache": cached} if "use_cache" in inspect.signature(model.forward).parameters else {}
+        takes_cache = "use_cache" in inspect.signature(model.forward).parameters
+        more = {"use_cache": cached and name != BARE} if takes_cache else {}
         calls[name] = partial(model, input_ids=ids, **more, **last_logits(model))
     return timed(calls, subject)
 
 
 def decoding(subject: Subject, tokens: int, batch: int) -> dict[str, Any]:
-    """Time a step after contexts, of the original with both kinds of cache."""
-    kinds = [(name, model, "dynamic") for name, model in forms(subject).items()]
+    """Time a step after contexts, of the original with both kinds of cache and without attention."""
+    kinds = [(name, model, "dynamic") for name, model in forms(subject).items() if name != BARE]
     kinds.insert(1, (STATIC, subject.original, "static"))
     device = subject.options.device
     with torch.no_grad():
@@ -322,6 +351,9 @@ def decoding(subject: Subject, tokens: int, batch: int) -> dict[str, Any]:
             name: one_token(model, fill_cache(model, tokens, kind, device, batch, min(FILLED, tokens)), device, batch)
             for name, model, kind in kinds
         }
+        if not subject.is_original:
+            token = torch.ones(batch, 1, dtype=torch.long, device=device)
+            calls[BARE] = partial(subject.bare, token, use_cache=False)
     return timed(calls, subject, STEPS)
 
 

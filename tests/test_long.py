@@ -248,7 +248,18 @@ def test_the_program_resumes_and_its_tables_mark_what_the_original_cannot(tmp_pa
     assert re.search(r"\| copying \| 160 \| 2 \| 0\.\d\d †; -\d.* \| 0\.\d\d †; ", long_texts.long_retrieval())
     assert "| 0 % | 100 % |" in long_texts.long_depth()
     assert "| `converted` | decoding | 160 | 2 | " in long_texts.long_speed()
+    content = json.loads(file.read_text())
+    forms = {m["what"]: {*m["values"]} for m in content["measurements"]}
+    assert forms["prefill"] == {"plain", "converted", "no attention"}
+    assert forms["decoding"] == forms["prefill"] | {"plain, static cache"}
     assert long_texts.long_encoders() == "Not run yet."
+    assert not long_texts.long_of_filter("abc"), "no filter file was loaded"
+    content["loaded"] = "abc"
+    file.write_text(json.dumps(content))
+    card = long_texts.long_of_filter("abc")
+    assert "`original`" in card
+    assert "`window-8`" not in card
+    assert card.count("| `converted` | decoding |") == 1
 
 
 def test_an_encoder_finds_documents_and_classes(tmp_path, monkeypatch, capsys):

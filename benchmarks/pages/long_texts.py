@@ -12,7 +12,7 @@ from pages import sources
 from pages.sources import days
 
 NONE = "Not run yet."
-STATIC = "plain, static cache"
+STATIC, BARE = "plain, static cache", "no attention"
 HALF = 0.5  # below it, a task says little of what a conversion loses
 
 
@@ -160,7 +160,7 @@ def rows_of_speed(model: dict) -> Iterator[list[str]]:
         forms = m["values"]
         row = [f"`{model['name']}`", m["what"], f"{m['tokens']:,}", str(m.get("batch", 1))]
         times = (forms.get(form, {}).get("median_ms") for form in ("plain", STATIC, "converted"))
-        ratios = (forms.get(form, {}).get("ratio_to_plain") for form in (STATIC, "converted"))
+        ratios = (forms.get(form, {}).get("ratio_to_plain") for form in (STATIC, "converted", BARE))
         row += [number(time, 1) for time in times] + [number(ratio, 2) for ratio in ratios]
         row.append(number(forms.get("converted", {}).get("ratio_to_static"), 2))
         peaks = [forms[form]["peak_mb"] for form in ("plain", "converted") if form in forms]
@@ -174,11 +174,11 @@ def long_speed(models: list[dict] | None = None) -> str:
     if not rows:
         return NONE
     header = ["model", "what", "tokens", "batch", "original ms", "static cache ms", "converted ms"]
-    header += ["static / original", "converted / original", "converted / static", "peak MB"]
+    header += ["static / original", "converted / original", "no attention / original", "converted / static", "peak MB"]
     said = measured(m for model in models for m in of(model, "prefill", "first token", "decoding"))
     how = (
         "Compare the ratios, which are medians over rounds: rows were timed on different days. Peak memory is beyond "
-        "what was in use before."
+        "what was in use before. *No attention* is the original whose attention computes nothing: no filter is faster."
     )
     return f"{how} {said}\n\n{markdown_table(header, rows)}"
 
