@@ -215,17 +215,23 @@ CARDS = {
 LOADING = """## The filter alone
 
 This folder holds the filters, {size} in bfloat16. No weight of the base changed, so they go into the base model."""
+ALL_LAYERS = """
+
+All layers were converted, so this model finds no fact from more than about 128 tokens before. With
+`patch_model(model, "far_field", memory=64)` before `load_filter`, it finds single facts again. *Needle* is the share of
+five-digit keys that are found again after so much filler text. *Copying* is the share of random tokens that are
+predicted right when they come a second time."""
 ROUNDED = """
 
 They were fitted to weights of this model that had been rounded to four bits, so `load_filter` warns of the difference.
 With the published weights they have not been measured."""
 LONG_TEXTS = """## Long texts
 
-`-memory-64` has `memory=64`, `-keep-20` has a fifth of the key heads kept, `choose_heads(model, batches, 0.2)`. Both
-were set after the fit."""
+The model whose name ends in `-memory-64` was patched with `memory=64`. The one that ends in `-keep-20` keeps a fifth of
+the key heads, which `choose_heads(model, batches, 0.2)` chose. Nothing was fitted after that."""
 WITH_FILTER = {  # cards beside their filter
-    "text-far-field-filters": LOADING + ROUNDED,
-    "text-far-field-filters-long": LOADING + ROUNDED,
+    "text-far-field-filters": LOADING + ROUNDED + ALL_LAYERS,
+    "text-far-field-filters-long": LOADING + ROUNDED + ALL_LAYERS,
     "reviews-far-field": LOADING,
 }
 

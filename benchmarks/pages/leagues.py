@@ -28,7 +28,7 @@ ALL_LAYERS = "gfsa, w_0 and w_1 too"
 FEW = 5  # filters, which are shown two by two
 FIGURES = {  # by compare.py league --figures docs/figures
     "ranks": "the rank of each filter on each task, and the mean",
-    "critical-difference": "mean ranks; those that a bar joins cannot be told apart",
+    "critical-difference": "mean ranks; a bar joins those that show no significant difference",
 }
 
 

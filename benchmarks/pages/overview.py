@@ -48,9 +48,9 @@ def headlines() -> str:
             "benchmarks.md#the-demo",
         ],
         [
-            "GFSA / baseline: time of a training step, CPU",
+            "GFSA / baseline: training step, CPU, at most 1,024 tokens, not compiled",
             f"**{median(map(over_plain, steps)):.2f}**, median of {len(steps)} shapes; "
-            f"**{over_plain(slowest):.2f}** at most ({slowest['case'].replace(' x ', 'x')})",
+            f"**{over_plain(slowest):.2f}** the most of these ({slowest['case'].replace(' x ', 'x')})",
             "filters.md#beside-other-processes",
         ],
         [
@@ -59,7 +59,7 @@ def headlines() -> str:
             "benchmarks.md#on-a-gpu",
         ],
         [
-            "AGF / softmax attention (SDPA): time of the attention alone, forward and backward",
+            "AGF / SDPA, CPU: attention alone, forward and backward",
             "; ".join(lengths),
             "agf.md#measured-speed-and-memory",
         ],

@@ -72,7 +72,9 @@ def save_conversion(model: nn.Module, report: ConversionReport, folder: str | Pa
         report.save_figure(folder / name)
     parts = [
         "## Conversion",
-        f"A filter replaces its attention, fitted to it on {report.tokens:,} tokens. Other data gave these numbers.",
+        "A filter replaces the attention of this model. It was fitted to the outputs of that attention on "
+        f"{report.tokens:,} tokens. The numbers are of inputs that the fit did not see. *Without* names a part of the "
+        "filter that is switched off.",
         report.to_markdown(),
         f"![held-out error over the tokens, and by context]({name})" * drawn,
         card.pop("description", ""),
