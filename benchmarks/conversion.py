@@ -210,28 +210,35 @@ CARDS = {
     "text-agf": "smollm2-wikitext-2",
     "text-far-field-filters": "smollm2-far-field",
     "text-far-field-filters-long": "smollm2-far-field-long",
+    "text-far-field-keep": "smollm2-far-field-keep",
     "reviews-far-field": "minilm-far-field",
 }
 LOADING = """## The filter alone
 
 This folder holds the filters, {size} in bfloat16. No weight of the base changed, so they go into the base model."""
-ALL_LAYERS = """
-
-All layers were converted, so this model finds no fact from more than about 128 tokens before. With
-`patch_model(model, "far_field", memory=64)` before `load_filter`, it finds single facts again. *Needle* is the share of
-five-digit keys that are found again after so much filler text. *Copying* is the share of random tokens that are
-predicted right when they come a second time."""
 ROUNDED = """
 
 They were fitted to weights of this model that had been rounded to four bits, so `load_filter` warns of the difference.
 With the published weights they have not been measured."""
-LONG_TEXTS = """## Long texts
+ALL_LAYERS = """
 
-The model whose name ends in `-memory-64` was patched with `memory=64`. The one that ends in `-keep-20` keeps a fifth of
-the key heads, which `choose_heads(model, batches, 0.2)` chose. Nothing was fitted after that."""
+All layers were converted, so this model finds no fact from more than about 128 tokens before. With
+`patch_model(model, "far_field", memory=64)` before `load_filter`, it finds single facts again."""
+KEPT = """
+
+18 of the 90 key heads keep their attention, so this model still finds what is far away. Its cache holds a fifth of the
+keys and values of the original."""
+MEASURES = """
+
+*Needle* is the share of five-digit keys that are found again after so much filler text. *Copying* is the share of
+random tokens that are predicted right when they come a second time."""
+LONG_TEXTS = "## Long texts"
+VARIANTS = """The model whose name ends in `-memory-64` was patched with `memory=64`. The one that ends in `-keep-20`
+keeps a fifth of the key heads, which `choose_heads(model, batches, 0.2)` chose. Nothing was fitted after that."""
 WITH_FILTER = {  # cards beside their filter
-    "text-far-field-filters": LOADING + ROUNDED + ALL_LAYERS,
-    "text-far-field-filters-long": LOADING + ROUNDED + ALL_LAYERS,
+    "text-far-field-filters": LOADING + ROUNDED + ALL_LAYERS + MEASURES,
+    "text-far-field-filters-long": LOADING + ROUNDED + ALL_LAYERS + MEASURES,
+    "text-far-field-keep": LOADING + ROUNDED + KEPT + MEASURES,
     "reviews-far-field": LOADING,
 }
 
@@ -297,7 +304,7 @@ def write_card(name: str, options: argparse.Namespace) -> None:
         measured += [markdown_table(["on the test part", "original", "converted"], rows)]
     folder = options.cards / CARDS[name]
     if name in WITH_FILTER and (long := long_of_filter(hash_files(str(shipped), model=True))):
-        measured += [LONG_TEXTS, long]
+        measured += [LONG_TEXTS, *[VARIANTS] * ("-keep-20" in long), long]
     if name in WITH_FILTER:
         size = f"{2 * report.parameters / 1e6:.1f} MB"
         measured.insert(0, WITH_FILTER[name].format(size=size))

@@ -211,6 +211,7 @@ MINILM = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12}
     [
         ("smollm2-far-field", LlamaForCausalLM, LlamaConfig(vocab_size=99, intermediate_size=32, **SMOLLM2)),
         ("smollm2-far-field-long", LlamaForCausalLM, LlamaConfig(vocab_size=99, intermediate_size=32, **SMOLLM2)),
+        ("smollm2-far-field-keep", LlamaForCausalLM, LlamaConfig(vocab_size=99, intermediate_size=32, **SMOLLM2)),
         ("minilm-far-field", BertModel, BertConfig(vocab_size=99, intermediate_size=32, **MINILM)),
     ],
 )

@@ -192,7 +192,7 @@ def long_of_filter(mark: str) -> str:
     made = []
     for kind, pages in (("decoder", (long_quality, long_retrieval)), ("encoder", (long_encoders,))):
         models = read_models(kind)
-        ours = [model for model in models if model["loaded"] == mark]
+        ours = [model for model in models if model.get("loaded") == mark]
         if ours:
             models = [model for model in models if model in ours or model["name"] in {m["original"] for m in ours}]
             made += [*(page(models) for page in pages), f"*Speed*\n\n{long_speed(ours)}"]
