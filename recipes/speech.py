@@ -85,6 +85,11 @@ def run(args, training):
     if ctc or hasattr(model, HEAD):
         room = output_lengths(model, count_frames(extractor, torch.tensor(data["train"]["length"])))
         data["train"], count = drop_long_targets(data["train"], room, special)
+        if not len(data["train"]):
+            raise GraphFilterError(
+                f"{args.task}: all {count} training transcripts have more tokens than the encoder gives CTC frames: "
+                "use a larger vocabulary (--train_tokenizer), or check that the texts belong to the recordings"
+            )
         left_out |= {"train_targets": count} if count else {}
     if not ctc:
         longest = max(map(len, data["train"]["labels"])) * 3 // 2 + 8

@@ -102,8 +102,12 @@ def _read_table(file: Path, clips: Path, split: str = "") -> list[tuple[Any, dic
     if not rows:
         raise GraphFilterError(f"{file} holds no rows")
     names = choose(SPELLINGS | ({"split": (split,)} if split else {}), list(rows[0]), file)
-    for row in rows:
+    for number, row in enumerate(rows, 1):
+        if missing := [name for name in names.values() if name not in row]:
+            raise GraphFilterError(f"{file}: row {number} has no {missing[0]!r}, found {', '.join(row)}")
         audio, text = str(row[names["audio"]]), row[names["text"]]
+        if not isinstance(text, str | None):
+            raise GraphFilterError(f"{file}: row {number} has the transcript {text!r}, expected a text")
         item = {"audio": [str(clips / audio)], "name": audio, "text": text or ""}
         found.append((row[names["split"]] if split else None, item))
     return found

@@ -118,6 +118,10 @@ def prepare(rows: list[dict[str, Any]], extractor: Any, args: Any, part: str) ->
         reason = f"{rows[first // len(speeds)]['name']}: {problems[first]}"
         if args.bad_audio == "error":
             raise GraphFilterError(f"{args.task}, {part} part: {reason}; --bad_audio skip leaves such recordings out")
+        if len(problems) == len(data):
+            raise GraphFilterError(
+                f"{args.task}, {part} part: all {len(data)} recordings are left out; the first, {reason}"
+            )
         note(f"{args.task}, {part} part: {len(problems)} of {len(data)} recordings are left out; the first, {reason}")
     good = [i for i in range(len(data)) if i not in problems]
     data = data.remove_columns("problem").add_column("text", texts).select(good)

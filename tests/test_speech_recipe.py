@@ -385,6 +385,34 @@ def test_wrong_tables_are_one_clear_error(table, message, folder):
         read(arguments(folder)[0])
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"file": "a.wav", "split": "train"}, "row 2 has no 'text', found file, split"),
+        ({"file": "a.wav", "text": "low"}, "row 2 has no 'split'"),
+        ({"file": "a.wav", "text": 5, "split": "train"}, "row 2 has the transcript 5, expected a text"),
+    ],
+)
+def test_rows_of_json_lines_are_checked(row, message, folder):
+    (folder / "metadata.csv").unlink()
+    rows = [{"file": "a.wav", "text": "low", "split": "train"}, row]
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(GraphFilterError, match=message):
+        read(arguments(folder)[0])
+
+
+def test_a_part_without_usable_recordings_is_one_clear_error(tmp_path, folder, capsys):
+    write(folder, [("nowhere.wav", "low", "train"), ("audio/0.wav", "low", "dev"), ("audio/1.wav", "low", "test")])
+    with pytest.raises(SystemExit):
+        train(tmp_path, folder, SEQ2SEQ)
+    assert "train part: all 1 recordings are left out; the first, nowhere.wav" in capsys.readouterr().err
+    long = " ".join(["low high"] * 40)
+    write(folder, [(f"audio/{n}.wav", long, part) for n, part in enumerate(["train", "train", "dev", "test"])])
+    with pytest.raises(SystemExit):
+        train(tmp_path / "ctc", folder, CTC)
+    assert "all 2 training transcripts have more tokens than the encoder gives" in capsys.readouterr().err
+
+
 def test_librispeech_is_read_as_it_is_unpacked(tmp_path):
     for part in ("train-clean-100", "dev-clean", "test-clean", "test-other"):
         chapter = tmp_path / part / "19" / "198"
