@@ -379,9 +379,20 @@ def test_graphs_prepared_with_another_config_are_refused(other):
         GraphCollator(config)([])
 
 
+@pytest.mark.parametrize("used", [{"edge_encoding": "direct"}, {"max_hops": 1}])
+def test_graphs_prepared_without_edge_features_are_refused(used):
+    prepared = prepare_graph(CHAIN, GraphormerConfig(**ZINC, edge_encoding="none"))
+    collator = GraphCollator(GraphormerConfig(**ZINC, **used))
+    with pytest.raises(GraphFilterError, match="was prepared with another config"):
+        collator([prepared])
+    collator([{"node_features": [6, 6], "edge_index": [[], []]}])  # has none
+
+
 def test_bad_graphs_can_be_left_out():
     config = GraphormerConfig(**ZINC)
     bad = [CHAIN | {"labels": math.nan}, CHAIN | {"node_features": [6, 28, 8]}]
+    with pytest.raises(GraphFilterError, match=r"^graph 0: it has the labels \[inf, 1.0\]"):
+        GraphDataset([CHAIN | {"labels": [math.inf, 1.0]}], GraphormerConfig(**ZINC, num_labels=2))
     with pytest.raises(GraphFilterError, match="on_error='Skip': use 'raise' or 'skip'"):
         GraphDataset(bad, config, on_error="Skip")
     kept = GraphDataset([*bad, CHAIN], config, on_error="skip")
@@ -398,6 +409,9 @@ def test_graphs_are_selected_by_place_or_by_a_mask():
     graphs = GraphDataset([{"node_features": [6] * n, "edge_index": [[], []]} for n in (1, 2, 3)], config)
     assert graphs.select(graphs.sizes > 1).sizes.tolist() == [2, 3]
     assert graphs.select([2, 0]).sizes.tolist() == [3, 1]
+    assert len(graphs.select([])) == 0
+    with pytest.raises(GraphFilterError, match="selected by whole numbers"):
+        graphs.select([0.0, 1.0, 1.0])
     assert len(graphs.select([])) == 0
 
 

@@ -84,7 +84,9 @@ class GraphCollator:
         for name, most in sizes.items():
             shape = (hops, len(most)) if name == "kind_edges" else (len(most),)
             for place, graph in enumerate(ready):
-                if graph[name].shape[1:] != shape:
+                # kinds without a single edge: prepared without their features
+                without = name == "kind_edges" and graph["in_degree"].any() and not (graph[name] >= 0).any()
+                if graph[name].shape[1:] != shape or without:
                     raise GraphFilterError(f"graph {place} of the batch {OTHER_CONFIG}")
             beyond = (batch[name] >= torch.tensor(most)).flatten(1).any(1)
             if beyond.any():

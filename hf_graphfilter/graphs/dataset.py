@@ -59,8 +59,11 @@ class GraphDataset(Dataset[dict[str, Any]]):
                     raise graph
                 prepared = prepare_graph(graph, config)
                 labels = prepared.get("labels")
-                if labels is not None and not np.isfinite(np.asarray(labels, dtype=float)).any():
+                numbers = np.asarray([] if labels is None else labels, dtype=float)
+                if labels is not None and np.isnan(numbers).all():
                     raise GraphFilterError("it has no label (NaN)")
+                if np.isinf(numbers).any():
+                    raise GraphFilterError(f"it has the label{'s' * (numbers.size > 1)} {numbers.tolist()}")
                 ready.append(prepared)
             except GraphFilterError as error:
                 if on_error == "raise":
@@ -120,6 +123,8 @@ class GraphDataset(Dataset[dict[str, Any]]):
     def select(self, places: Sequence[int] | NDArray[np.bool_]) -> GraphDataset:
         """Return these graphs, without a copy of their arrays: by their places, or by True or False for each graph."""
         chosen, wanted = object.__new__(type(self)), np.asarray(places)
+        if wanted.size and wanted.dtype.kind not in "biu":
+            raise GraphFilterError(f"graphs are selected by whole numbers, or by True and False, got {shown(places)}")
         chosen.__dict__ |= self.__dict__
         chosen._rows = self._rows[wanted if wanted.dtype == bool else wanted.astype(np.int64)]
         return chosen

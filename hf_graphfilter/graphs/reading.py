@@ -70,7 +70,10 @@ def read_graph(graph: Any, config: GraphormerConfig) -> Graph:
         )
     index = graph.get("edge_index") if isinstance(graph, Mapping) else getattr(graph, "edge_index", None)
     if index is None:
-        raise GraphFilterError("the graph has no edge_index: give [[], []] where it has no edges")
+        raise GraphFilterError(
+            "the graph has no edge_index: give [[], []] where it has no edges, and give a Trainer "
+            "remove_unused_columns=False"
+        )
     ends = _integers(index, "edge_index")
     ends = ends if ends.size else ends.reshape(2, -1)
     if ends.ndim != 2 or len(ends) != 2:
