@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -62,7 +64,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], title: str | Non
 
 
 def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """Parse ``["K=4", "learn=["w_0"]", "basis=jacobi"]`` into a dict; values are JSON, or else text."""
+    """Parse ``["K=4", "learn=["w_0"]", "basis=jacobi"]`` into a dict; values are JSON or Python, or else text."""
     options = {}
     for pair in pairs:
         name, sign, text = pair.partition("=")
@@ -71,5 +73,13 @@ def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
         try:
             options[name] = json.loads(text)
         except (ValueError, RecursionError):
-            options[name] = text
+            options[name] = _read_literal(text)
     return options
+
+
+def _read_literal(text: str) -> Any:
+    """Return a dictionary or list in Python's notation, as ``{4: [0, 2]}``; any other text as it is."""
+    if text.startswith(("{", "[")):
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return ast.literal_eval(text)
+    return text

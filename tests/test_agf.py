@@ -594,6 +594,10 @@ def test_visibility():
     assert visibility(torch.ones(1, 1, 6, 6, dtype=torch.bool), True, 6) == (False, None)
     assert visibility((earlier & torch.ones(1, 1, 6, 6, dtype=torch.bool))[:, :, 4:], False, 2) == (True, None)
     assert torch.equal(visibility(padding.long(), True, 6)[1], padding)
+    single = torch.zeros(1, 1, 6, 6, dtype=torch.bool)
+    single[..., 0] = True  # one token and padding: every query sees the same, causal or not
+    for causal in (True, False):
+        assert visibility(single, causal, 6)[0] is causal
     mask = square.clone()
     visibility(mask, False, 6)
     mask[0, :, :, 3] = False  # the same tensor, changed in place

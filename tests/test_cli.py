@@ -22,6 +22,7 @@ import hf_graphfilter
 from hf_graphfilter import GraphFilterError, filter_status, patch_model
 from hf_graphfilter.cli import main
 from hf_graphfilter.cli.inputs import Images, lines_of
+from hf_graphfilter.console import parse_options
 from hf_graphfilter.files import read_state
 from hf_graphfilter.fitting import fit as call
 from hf_graphfilter.fitting import run
@@ -44,6 +45,12 @@ def cli(monkeypatch, capfd):
     verbosity = logging.get_verbosity()
     yield run
     logging.set_verbosity(verbosity)  # the demo has a quiet process of its own
+
+
+def test_options_are_json_or_python():
+    pairs = ["K=4", 'learn=["w_0"]', "keep={4: [0, 2]}", "basis=jacobi", "text={not closed"]
+    expected = {"K": 4, "learn": ["w_0"], "keep": {4: [0, 2]}, "basis": "jacobi", "text": "{not closed"}
+    assert parse_options(pairs) == expected
 
 
 def test_as_a_module():

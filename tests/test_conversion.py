@@ -690,6 +690,40 @@ def test_models_that_give_nothing_to_compare_are_refused_before_any_work():
     assert weights(model).keys() == before.keys()
 
 
+def test_a_memory_that_holds_all_of_a_text_leaves_nothing_to_fit():
+    model = llama()
+    with pytest.raises(GraphFilterError, match=r"which the window spans \(it reaches 25 tokens back\)"):
+        run(model, filter="far_field", memory=22)
+    assert not list(filters_of(model, required=False))
+    run(model, filter="far_field", memory=4, budget=200)
+
+
+def test_a_share_of_heads_is_written_in_per_cent():
+    with pytest.raises(GraphFilterError, match="given as '20%'"):
+        run(llama(), filter="far_field", keep=0.2)
+    with pytest.raises(GraphFilterError, match="keep='20%' chooses heads of decoders with one stack: leave keep= out"):
+        run(bert(), filter="far_field", keep="20%")
+    with pytest.raises(GraphFilterError, match="no batches"):
+        choose_heads(llama(), [], 0.2)
+
+
+def test_a_report_names_its_measures():
+    report = run(bert(), budget=200)
+    with pytest.raises(GraphFilterError, match="no measure 'perplexity': cosine, rank correlation"):
+        report["perplexity"]
+
+
+def test_a_card_of_others_is_kept_and_nothing_is_written(tmp_path):
+    model = llama()
+    report = run(model, budget=200)
+    (tmp_path / "README.md").write_text("# mine")
+    with pytest.raises(GraphFilterError, match="force=True"):
+        save_conversion(model, report, tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["README.md"]
+    save_conversion(model, report, tmp_path, force=True)
+    assert "## Conversion" in (tmp_path / "README.md").read_text()
+
+
 def test_an_iterator_may_end_before_the_last_stage():
     report = run(llama(), iter(texts(6)), budget=2000)
     assert report.stages["attention"].stopped.startswith("the batches ended")

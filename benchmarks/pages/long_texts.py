@@ -23,8 +23,9 @@ def read_models(kind: str) -> list[dict]:
 
 
 def of(model: dict, *what: str) -> list[dict]:
-    """Return the measurements of some kinds that gave values."""
-    return [m for m in model["measurements"] if m["what"] in what and "refused" not in m["values"]]
+    """Return the measurements of some kinds that gave values, by their order in ``what`` and by length."""
+    found = [m for m in model["measurements"] if m["what"] in what and "refused" not in m["values"]]
+    return sorted(found, key=lambda m: (what.index(m["what"]), m.get("tokens", 0), m.get("batch", 1)))
 
 
 def measured(found: Iterable[dict]) -> str:

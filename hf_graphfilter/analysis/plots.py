@@ -32,7 +32,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
     """Write a figure to ``path`` (PNG), make the folder if needed, and return the path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format=path.suffix.removeprefix(".") or "png")
     return path
 
 

@@ -69,6 +69,10 @@ class FarField(KeepingFilter):
     def span(self) -> int:
         return 2 * self.config.window
 
+    @property
+    def exact(self) -> int:
+        return self.span + self.config.memory
+
     def add_window(self, out: Tensor, shift: AttentionShift, hidden: Tensor, value: Tensor) -> Tensor:
         return out
 

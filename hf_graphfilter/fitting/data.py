@@ -57,9 +57,10 @@ def text_batches(
         raise GraphFilterError(f"the first argument is the tokenizer itself (AutoTokenizer...), got {shown(tokenizer)}")
     texts = _checked(texts)
     tokens = length if tokens is None else tokens
-    if length < 2 or tokens < length:
+    if type(length) is not int or type(tokens) is not int or length < 2 or tokens < length:
         raise GraphFilterError(
-            f"a text has at least 2 tokens, and a batch as many as one: got length {length} and {tokens} tokens"
+            "a text has at least 2 tokens, and a batch as many as one: "
+            f"got length {shown(length)} and {shown(tokens)} tokens"
         )
     if not knows_words(tokenizer):
         raise GraphFilterError(

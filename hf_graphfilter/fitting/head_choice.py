@@ -117,9 +117,8 @@ def choose_heads(
     held = [inputs_of(model, batch, labels=False) for batch in held]
     sites, _ = host_of(model).find(model)
     if not all(site.causal for site in sites) or len({site.group for site in sites}) != 1:
-        raise GraphFilterError(
-            f"keep='{share:.0%}' chooses heads of decoders with one stack: give them as keep={{4: [0, 2]}}"
-        )
+        cure = "give them as keep={4: [0, 2]}" if any(site.causal for site in sites) else "leave keep= out"
+        raise GraphFilterError(f"keep='{share:.0%}' chooses heads of decoders with one stack: {cure}")
     config = FarFieldConfig.for_conversion() if config is None else config
     reach, longest = 2 * config.window - 1, getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not (problem := problem_of(held)):

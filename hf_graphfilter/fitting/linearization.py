@@ -151,14 +151,15 @@ def linearize(
         fit = Linearization(
             model, batches, rates, settings, checkpoint, progress, evaluations=evaluations, precision=precision
         )
-        reach = max(0, *(f.span - 1 for f in fit.modules.values() if isinstance(f, ReplacingFilter)))
+        filters = [f for f in fit.modules.values() if isinstance(f, ReplacingFilter)]
+        reach, exact = max(0, *(f.span - 1 for f in filters)), max(0, *(f.exact - 1 for f in filters))
         with fit.exclusive(), name_mistakes(model):
             with fit.only_filters():
                 ends_in = fit.check(shares)
                 if share is not None:
                     fit.settings["choose"] = chosen_by = fit.prepare_choice(choose, reach)
                 fit.tokens = split_budget(shares or {"attention": 0.7, ends_in: 0.3}, budget)
-                fit.begin(reach)
+                fit.begin(exact)
                 if "attention" in fit.tokens:
                     fit_in_blocks(fit, fit.tokens["attention"], blocks)
                 if share is not None and chosen_by is not None:

@@ -21,6 +21,8 @@ def problem_of(held: list[Batch]) -> str:
     """Return why probes cannot be made of these batches; empty if they can."""
     if others := sorted({name for batch in held for name in batch} - TEXT):
         return f"probes hold nothing but token ids, and the held-out batches hold {', '.join(others)}"
+    if not held:
+        return "there are no batches to make probes of"
     count = len(torch.cat(_texts(held)).unique())
     if count < FEWEST:
         return f"probes are drawn from the token ids of the held-out batches, which hold {count} different ones"

@@ -79,7 +79,9 @@ def _perplexities(sums: Mapping[str, Tensor], models: Iterable[str]) -> dict[str
 def _of_logits(pair: Mapping[str, Outputs], batch: Batch, vocabulary: float) -> dict[str, Tensor]:
     w, f = (logits_of(outputs) for outputs in pair.values())
     mask = mask_of_logits(batch, pair["original"])
-    there = torch.ones(w.shape[:-1], device=w.device) if mask is None or mask.shape != w.shape[:-1] else mask.float()
+    there = (
+        torch.ones(w.shape[:-1], device=w.device) if mask is None or mask.shape != w.shape[:-1] else mask.bool().float()
+    )
     agreement, divergence = compare_logits(w, f)
     sums = {
         "rows": there.sum(),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import nn
 
 from ..analysis.plots import make_figure, save_figure
-from ..errors import has_type
+from ..errors import GraphFilterError, has_type, shown
 from ..files import DamagedFileError
 from ..hosts import encoder_of
 from ..tables import markdown_table, text_table
@@ -108,8 +108,15 @@ class ConversionReport:
         return sum(stage.history[-1][0] for stage in self.stages.values() if stage.history)
 
     def __getitem__(self, name: str) -> Measure:
-        """Return the measure of that name."""
-        return next(measure for measure in self.measures if measure.name == name)
+        """Return the measure of that name.
+
+        Raises:
+            GraphFilterError: it was not measured.
+        """
+        found = {measure.name: measure for measure in self.measures}
+        if name not in found:
+            raise GraphFilterError(f"the report has no measure {shown(name)}: {', '.join(found)}")
+        return found[name]
 
     def time(self, model: nn.Module, lengths: Iterable[int] | None = None, rounds: int = 5) -> None:
         """Fill in ``speed`` and, for a decoder, ``decoding``; the arguments are those of ``speed``."""

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..checkpoints.card import create_model_card
-from ..checkpoints.filter_card import FIGURES
+from ..checkpoints.filter_card import FIGURES, check_card
 from ..errors import GraphFilterError
 from ..files import DamagedFileError, read_json, write_text
 from .report import ConversionReport
@@ -42,7 +42,9 @@ def load_conversion(source: str | Path, **hub_options: Any) -> ConversionReport 
         ) from error
 
 
-def save_conversion(model: nn.Module, report: ConversionReport, folder: str | Path, **card: Any) -> None:
+def save_conversion(
+    model: nn.Module, report: ConversionReport, folder: str | Path, *, force: bool = False, **card: Any
+) -> None:
     """Write what a linearization measured beside its checkpoint.
 
     That is ``conversion.json``, a card with its tables, and, where matplotlib is installed, its curves.
@@ -51,7 +53,11 @@ def save_conversion(model: nn.Module, report: ConversionReport, folder: str | Pa
         model: converted.
         report: what ``linearize`` gave.
         folder: of the checkpoint.
+        force: write over the text of a README that this package did not write, or that was edited since.
         card: of ``create_model_card``.
+
+    Raises:
+        GraphFilterError: the model is not patched, or such a README without ``force``. Nothing is written then.
 
     Example:
         >>> import tempfile, torch
@@ -65,11 +71,8 @@ def save_conversion(model: nn.Module, report: ConversionReport, folder: str | Pa
         ['README.md', 'conversion.json', 'figures']
     """
     folder, name = Path(folder), f"{FIGURES}/conversion.png"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / CONVERSION_FILE, json.dumps(report.to_dict(), indent=1) + "\n")
+    check_card(folder / "README.md", force)
     drawn = importlib.util.find_spec("matplotlib") is not None
-    if drawn:
-        report.save_figure(folder / name)
     parts = [
         "## Conversion",
         "A filter replaces the attention of this model. It was fitted to the outputs of that attention on "
@@ -80,4 +83,9 @@ def save_conversion(model: nn.Module, report: ConversionReport, folder: str | Pa
         card.pop("description", ""),
     ]
     description = "\n\n".join(filter(None, parts))
-    create_model_card(model, **{"repo_id": str(folder), **card}, description=description).save(folder / "README.md")
+    made = create_model_card(model, **{"repo_id": str(folder), **card}, description=description)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / CONVERSION_FILE, json.dumps(report.to_dict(), indent=1) + "\n")
+    if drawn:
+        report.save_figure(folder / name)
+    made.save(folder / "README.md", force=force)

@@ -71,10 +71,10 @@ class Linearization(Fit):
         self.causal = all(site.causal for site in fitted) and not config.is_encoder_decoder
 
     def begin(self, reach: int) -> None:
-        """Measure the filters before the first step; ``reach`` is how many tokens back the window goes.
+        """Measure the filters before the first step; ``reach`` is how many tokens back attention is exact.
 
         Raises:
-            GraphFilterError: a window of that size spans all held-out inputs.
+            GraphFilterError: exact attention spans all held-out inputs.
         """
         with self.autocast():
             before, (_, beyond) = errors_by_context(self.model, self.modules, self.batches.held, [reach + 1])
@@ -82,7 +82,7 @@ class Linearization(Fit):
             raise GraphFilterError(
                 f"the longest held-out input has {self._longest(self.batches.held)} tokens, which the window spans (it "
                 f"reaches {reach} tokens back), so that the filter beyond it would learn nothing: give longer ones, or "
-                "a smaller window="
+                "a smaller window= (or memory=, which counts too)"
             )
         self.report = TransferReport(before)
 
@@ -186,7 +186,7 @@ class Linearization(Fit):
     def size(self, batch: Batch) -> int:
         """Return the tokens of a batch, without padding; for images and sounds those that attention sees."""
         mask, ids = batch.get("attention_mask"), batch.get("input_ids")
-        unmasked = int(mask.sum()) if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        unmasked = int(mask.bool().sum()) if isinstance(mask, Tensor) and mask.dim() == 2 else None
         inputs = ids if ids is not None else next(x for x in batch.values() if isinstance(x, Tensor))
         if ids is None and inputs.dim() == 2:  # a sound, and its mask, are longer than its tokens
             count = round((inputs.numel() if unmasked is None else unmasked) * self.tokens_of_one / self.numbers_of_one)

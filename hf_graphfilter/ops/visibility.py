@@ -31,7 +31,7 @@ def visibility(
     Args:
         mask: None; (batch, keys), True or 1 for a token; or (batch or 1, heads or 1, queries, keys), bool with True
             for visible, or additive. A causal mask counts the queries as the last of the keys.
-        causal: what holds where the mask is None or (batch, keys).
+        causal: what holds where the mask is None or (batch, keys), or can be read both ways.
         queries: number of query tokens.
         biased: the mask holds a bias of positions, to be left out.
         declared_causal: what the mask is expected to be in a compiled or exported graph, which cannot branch on what
@@ -53,7 +53,9 @@ def visibility(
         return causal, mask.bool()
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return declared_causal, _expect(mask, declared_causal, queries, biased)
-    reading: tuple[bool, Tensor | None] = read_once(mask, _READING, lambda: _reduce(mask, queries, biased), biased)
+    reading: tuple[bool, Tensor | None] = read_once(
+        mask, _READING, lambda: _reduce(mask, queries, biased, causal), biased, causal
+    )
     return reading
 
 
@@ -89,13 +91,14 @@ def seen_by_mask(mask: Tensor | None, batch: int) -> Tensor:
     return seen[:, None].repeat(batch // seen.shape[0], 1, 1, 1) if seen.dim() == 3 else seen
 
 
-def _reduce(mask: Tensor, queries: int, biased: bool) -> tuple[bool, Tensor | None]:
+def _reduce(mask: Tensor, queries: int, biased: bool, expected: bool) -> tuple[bool, Tensor | None]:
+    """Return the reading of a mask; of one that fits both (a single token that is not padding), the expected one."""
     allowed, unbiased = _allowed(mask, biased)
     if not unbiased:
         raise GraphFilterError(BIAS)
     keys = allowed.any(-2)[:, 0]
     partial = None if keys.all() else keys
-    for causal in (False, True):
+    for causal in (expected, not expected):
         if torch.equal(allowed, _structure(keys, allowed, causal, queries)):
             return causal, partial
     raise GraphFilterError(f"an attention mask of shape {tuple(mask.shape)} {OTHER}")

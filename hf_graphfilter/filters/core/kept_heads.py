@@ -93,8 +93,10 @@ def _read_keep(keep: Any, name: str) -> Keep | None:
     """Return ``keep`` with numbers for the keys, which are strings in JSON; None if it keeps nothing."""
     if keep is None:
         return None
-    if isinstance(keep, str):
-        raise GraphFilterError(f"{name}: keep {FORM}, got {shown(keep)}; only linearize(...) chooses a share of heads")
+    if isinstance(keep, str | float):
+        raise GraphFilterError(
+            f"{name}: keep {FORM}, got {shown(keep)}; only linearize(...) chooses a share of heads, given as '20%'"
+        )
     read: Keep = {}
     for layer, heads in keep.items() if isinstance(keep, Mapping) else [(keep, None)]:
         index = int(layer) if isinstance(layer, str) and layer.isdecimal() else layer

@@ -142,6 +142,11 @@ class ReplacingFilter(GraphFilter):
         """The number of tokens up to which every token of a text is within the window of all others."""
         return self.config.window and self.config.window + 1
 
+    @property
+    def exact(self) -> int:
+        """The number of tokens up to which a text gets exact attention, whatever the filter has learned."""
+        return self.span
+
     def _spans_all(self, shift: AttentionShift) -> bool:
         """Return whether the window covers all tokens, so that the model's own attention is enough, and faster."""
         config, in_a_graph = self.config, torch.compiler.is_compiling() or torch.jit.is_tracing()
@@ -235,7 +240,7 @@ def _refuse(config: ReplacingConfig, site: AttentionSite, causal_form: bool) -> 
     if site.sliding_window is not None:
         raise GraphFilterError(
             f"{where} sees a sliding window of {site.sliding_window} tokens, but {name} sees all; choose other layers "
-            "with layers="
+            "with layers=, if there are any"
         )
     if site.other_scores:
         raise GraphFilterError(
@@ -247,8 +252,8 @@ def _refuse(config: ReplacingConfig, site: AttentionSite, causal_form: bool) -> 
     if site.position_bias and config.position_bias == "refuse":
         raise GraphFilterError(
             f"{where} adds a learned bias of positions to its attention scores, but {name} has no scores to add it to. "
-            "Use position_bias='drop' to leave it out (the model then knows positions only from other layers) or "
-            "'window' to keep it within a window only, or choose other layers with layers="
+            "Use position_bias='drop' to leave it out (the model then knows positions only from other layers) or, in "
+            "filters that have it, 'window' to keep it within a window, or choose other layers with layers="
         )
     handed_on = "position_bias" in inspect.signature(type(site.module).forward).parameters
     if site.position_bias and config.position_bias == "window" and (site.causal or not handed_on):
