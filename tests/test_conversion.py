@@ -708,9 +708,14 @@ def test_a_share_of_heads_is_written_in_per_cent():
 
 
 def test_a_report_names_its_measures():
-    report = run(bert(), budget=200)
+    model = bert()
+    report = run(model, budget=200)
     with pytest.raises(GraphFilterError, match="no measure 'perplexity': cosine, rank correlation"):
         report["perplexity"]
+    with pytest.raises(GraphFilterError, match="rounds must be a whole number from 1 on, got 0"):
+        report.time(model, lengths=[8], rounds=0)
+    with pytest.raises(GraphFilterError, match="no folder and no reachable Hub repository 'no/such/folder'"):
+        load_conversion("no/such/folder")
 
 
 def test_a_card_of_others_is_kept_and_nothing_is_written(tmp_path):

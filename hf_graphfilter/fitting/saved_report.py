@@ -11,7 +11,7 @@ from torch import nn
 
 from ..checkpoints.card import create_model_card
 from ..checkpoints.filter_card import FIGURES, check_card
-from ..errors import GraphFilterError
+from ..errors import GraphFilterError, shown
 from ..files import DamagedFileError, read_json, write_text
 from .report import ConversionReport
 
@@ -26,12 +26,15 @@ def load_conversion(source: str | Path, **hub_options: Any) -> ConversionReport 
         hub_options: ``revision``, ``token``, ``cache_dir`` ... of the download.
 
     Raises:
-        GraphFilterError: the file is damaged.
+        GraphFilterError: the file is damaged, or there is no such folder or repository.
     """
     from transformers.utils import cached_file
 
     missing_is_none = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
-    file = cached_file(str(source), CONVERSION_FILE, **missing_is_none, **hub_options)  # type: ignore[arg-type]
+    try:
+        file = cached_file(str(source), CONVERSION_FILE, **missing_is_none, **hub_options)  # type: ignore[arg-type]
+    except OSError as error:
+        raise GraphFilterError(f"no folder and no reachable Hub repository {shown(str(source))}: {error}") from error
     if file is None:
         return None
     try:

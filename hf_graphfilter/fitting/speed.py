@@ -193,6 +193,8 @@ def time_in_turn(
     Returns:
         The milliseconds of each call, one number per round, and its peak memory in MB beyond what was in use before.
     """
+    if type(rounds) is not int or rounds < 1:
+        raise GraphFilterError(f"rounds must be a whole number from 1 on, got {shown(rounds)}")
     taken: dict[str, list[float]] = {name: [] for name in calls}
     mb: dict[str, float | None] = dict.fromkeys(calls)
     for _ in range(rounds):
