@@ -7,7 +7,7 @@ and the sinks of a replacement filter:
 
     python benchmarks/long.py smollm2
     python benchmarks/long.py smollm2 --filter hedgehog --set window=64 sinks=4 --without far --name smollm2-window-64
-    python benchmarks/long.py smollm2 --filter far_field --set memory=64 --load model_cards/smollm2-far-field \\
+    python benchmarks/long.py smollm2 --filter far_field --set memory=64 --load model_cards/smollm2-far-field-long \\
         --name smollm2-far-field-memory-64
     python benchmarks/long.py smollm2 --filter far_field --keep 20% --load model_cards/smollm2-far-field-long \\
         --name smollm2-far-field-keep-20
