@@ -21,6 +21,7 @@ and the sinks of a replacement filter:
 |           | copying: accuracy and log-probability                  |                                      |
 | speed     | prefill, first token, decoding by context and batch;   | forward pass                         |
 |           | the original has a dynamic and a static cache          |                                      |
+| growth    | forward pass of 4,096 and 65,536 tokens; if asked for  | the same                             |
 
 All forms are timed in turn, and ratios are taken within a round; memory is the peak beyond what was in use before. The
 original whose attention computes nothing is timed too: no filter is faster than that.
@@ -74,7 +75,8 @@ from hf_graphfilter.fitting.speed import last_logits, time_in_turn
 from recipes.records import hash_files
 
 NAMES: dict[str, Callable[[], Path]] = {"smollm2": lambda: weights("smollm2"), "minilm": pretrained_path}
-WHAT = ("quality", "retrieval", "speed")
+WHAT = ("quality", "retrieval", "speed", "growth")
+GROWTH = (4096, 65536)  # tokens
 LENGTHS, PREFILL, CONTEXTS = (256, 512, 1024, 2048), tuple(2**i for i in range(8, 15)), (128, 1024, 4096, 16384)
 STATIC, BARE = "plain, static cache", "no attention"  # two of the forms that are timed
 DEPTHS = tuple(i / 9 for i in range(10))
@@ -330,10 +332,34 @@ def forms(subject: Subject) -> dict[str, PreTrainedModel]:
     return {"plain": subject.original, **others}
 
 
+def measure_growth(subject: Subject) -> Iterator[Measurement]:
+    lengths = sorted(subject.options.lengths or GROWTH)
+    settings = {"threads": torch.get_num_threads(), "rounds": subject.options.rounds}
+    yield {"what": "growth", "tokens": lengths[-1]}, settings, partial(growth, subject, lengths)
+
+
+def growth(subject: Subject, lengths: list[int]) -> dict[str, Any]:
+    """Return the exponent by which the time of the model alone grows between the first and the last length."""
+    model = subject.model
+    more = {"use_cache": False} if subject.is_decoder else {}
+    calls = {n: partial(model, input_ids=random_ids(subject, n), **more, **last_logits(model)) for n in lengths}
+    with torch.no_grad():
+        calls[lengths[0]]()
+        taken, _ = time_in_turn(calls, model.device, subject.options.rounds)
+    ms = {n: median(taken[n]) for n in lengths}
+    exponent = math.log(ms[lengths[-1]] / ms[lengths[0]]) / math.log(lengths[-1] / lengths[0])
+    return {"exponent": round(exponent, 3), "from": lengths[0], "median_ms": {str(n): round(ms[n], 1) for n in lengths}}
+
+
+def random_ids(subject: Subject, tokens: int) -> Tensor:
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, subject.model.config.vocab_size, (1, tokens), generator=draw)
+    return ids.to(subject.model.device)
+
+
 def prefill(subject: Subject, tokens: int, cached: bool) -> dict[str, Any]:
     """Time the logits of the last token of a text, with a cache for those that follow or without."""
-    ids = torch.randint(0, subject.model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
-    ids, calls = ids.to(subject.model.device), {}
+    ids, calls = random_ids(subject, tokens), {}
     for name, model in forms(subject).items():
         takes_cache = "use_cache" in inspect.signature(model.forward).parameters
         more = {"use_cache": cached and name != BARE} if takes_cache else {}
@@ -383,7 +409,12 @@ def fits_into_memory(subject: Subject, tokens: int, batch: int) -> bool:
 
 # ------------------------------------------------------------------------------------------------------------ results
 
-SECTIONS = {"quality": measure_quality, "retrieval": measure_retrieval, "speed": measure_speed}
+SECTIONS = {
+    "quality": measure_quality,
+    "retrieval": measure_retrieval,
+    "speed": measure_speed,
+    "growth": measure_growth,
+}
 
 
 class Results:
@@ -428,7 +459,9 @@ def main() -> None:
     parser.add_argument("--load", type=Path, help="folder of the filter's coefficients")
     parser.add_argument("--without", help="a part of the filters that is switched off: window, far ...")
     parser.add_argument("--name", help="of the results; the model's if not given")
-    parser.add_argument("--what", nargs="+", choices=WHAT, help="all if not given; with --without all but speed")
+    parser.add_argument(
+        "--what", nargs="+", choices=WHAT, help="all but growth if not given; with --without without speed"
+    )
     parser.add_argument("--tasks", nargs="+", choices=("needle", *TASKS), default=("needle", *TASKS), metavar="TASK")
     parser.add_argument("--lengths", type=int, nargs="+", help="numbers of tokens, for all that is asked for")
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 8, 32), help="texts that are decoded at once")
@@ -443,9 +476,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    if options.without and "speed" in (options.what or ()):
-        parser.error("--without: a part that is switched off takes its time all the same: leave speed out of --what")
-    options.what = options.what or [what for what in WHAT if what != "speed" or not options.without]
+    if options.without and {"speed", "growth"} & {*(options.what or ())}:
+        parser.error(
+            "--without: a part that is switched off takes its time all the same: leave speed and growth out of --what"
+        )
+    options.what = options.what or ["quality", "retrieval", *["speed"] * (not options.without)]
     if "speed" in options.what and options.rounds * STEPS + 2 > MOST:
         parser.error(f"--rounds: a static cache has room for {(MOST - 2) // STEPS}")
     subject, about = prepare(options)
@@ -456,7 +491,7 @@ def main() -> None:
     with switch_off(options.without, filters) if options.without else contextlib.nullcontext():
         for what in options.what:
             for cell, settings, call in SECTIONS[what](subject):
-                precision = {} if what == "speed" else {"precision": options.precision}
+                precision = {} if what in ("speed", "growth") else {"precision": options.precision}
                 results.measure(cell, {**settings, **precision}, call)
 
 

@@ -181,7 +181,14 @@ def long_speed(models: list[dict] | None = None) -> str:
         "Compare the ratios, which are medians over rounds: rows were timed on different days. Peak memory is beyond "
         "what was in use before. *No attention* is the original whose attention computes nothing: no filter is faster."
     )
-    return f"{how} {said}\n\n{markdown_table(header, rows)}"
+    grows = [
+        f"the time of `{model['name']}` grows as n^{m['values']['exponent']:.2f} from {m['values']['from']:,} to "
+        f"{m['tokens']:,} tokens"
+        for model in models
+        for m in of(model, "growth")
+    ]
+    grown = f"\n\nA forward pass: {'; '.join(grows)}." if grows else ""
+    return f"{how} {said}\n\n{markdown_table(header, rows)}{grown}"
 
 
 def long_of_filter(mark: str) -> str:
