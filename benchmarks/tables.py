@@ -18,7 +18,7 @@ from pages.galleries import gallery, gallery_costs, likeness_table, write_refere
 from pages.layers import blocks_table, single_layers
 from pages.leagues import answers, equal_time, league_tables
 from pages.lengths import agf_ratios, agf_speed, gibbs_table, growth_tables, linear_tables, scan_table, threshold_table
-from pages.long_texts import long_depth, long_encoders, long_quality, long_retrieval, long_speed
+from pages.long_texts import long_depth, long_encoders, long_quality, long_ratios, long_retrieval, long_speed
 from pages.modules import fast_path_table, training_table
 from pages.overview import demo_table, headlines
 from pages.sources import CARD, ROOT
@@ -119,6 +119,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "finetuned": partial(recipe_tables, "converted-"),
         "single-layers": single_layers,
         "blocks": blocks_table,
+        "long-ratios": long_ratios,
         "long-quality": long_quality,
         "long-retrieval": long_retrieval,
         "long-depth": long_depth,

@@ -165,6 +165,7 @@ def rows_of_speed(model: dict) -> Iterator[list[str]]:
         row += [number(time, 1) for time in times] + [number(ratio, 2) for ratio in ratios]
         row.append(number(forms.get("converted", {}).get("ratio_to_static"), 2))
         peaks = [forms[form]["peak_mb"] for form in ("plain", "converted") if form in forms]
+        row.append(m["device"].partition(",")[0])
         yield [*row, " / ".join("-" if mb is None else f"{mb:,.0f}" for mb in peaks)]
 
 
@@ -175,11 +176,13 @@ def long_speed(models: list[dict] | None = None) -> str:
     if not rows:
         return NONE
     header = ["model", "what", "tokens", "batch", "original ms", "static cache ms", "converted ms"]
-    header += ["static / original", "converted / original", "no attention / original", "converted / static", "peak MB"]
+    header += ["static / original", "converted / original", "no attention / original", "converted / static"]
+    header += ["processor", "peak MB"]
     said = measured(m for model in models for m in of(model, "prefill", "first token", "decoding"))
     how = (
-        "Compare the ratios, which are medians over rounds: rows were timed on different days. Peak memory is beyond "
-        "what was in use before. *No attention* is the original whose attention computes nothing: no filter is faster."
+        "Compare the ratios, which are medians over rounds: rows were timed on different days and machines. Peak "
+        "memory is beyond what was in use before. *No attention* is the original whose attention computes nothing: no "
+        "filter is faster."
     )
     grows = [
         f"the time of `{model['name']}` grows as n^{m['values']['exponent']:.2f} from {m['values']['from']:,} to "
@@ -189,6 +192,23 @@ def long_speed(models: list[dict] | None = None) -> str:
     ]
     grown = f"\n\nA forward pass: {'; '.join(grows)}." if grows else ""
     return f"{how} {said}\n\n{markdown_table(header, rows)}{grown}"
+
+
+def long_ratios() -> str:
+    """Return the time of SmolLM2 with filters in all heads over the original's, by processor."""
+    models = [m for m in read_models("decoder") if m["name"] in ("smollm2-far-field", "smollm2-far-field-lora")]
+    cells: dict[tuple, dict[str, str]] = {}
+    for model in models:
+        for m in of(model, "prefill", "decoding"):
+            texts = f", {m['batch']} text{'s' * (m['batch'] > 1)} at once" if "batch" in m else ""
+            what = {"prefill": "forward pass", "decoding": "decoding a token"}[m["what"]]
+            row = cells.setdefault((what + texts, m["tokens"]), {})
+            row[m["device"].partition(",")[0]] = number(m["values"]["converted"]["ratio_to_plain"], 2)
+            if BARE in m["values"]:
+                row[BARE] = number(m["values"][BARE]["ratio_to_plain"], 2)
+    columns = [*sorted({column for row in cells.values() for column in row} - {BARE}), BARE]
+    body = [[what, f"{n:,}", *(row.get(c, "") for c in columns)] for (what, n), row in sorted(cells.items())]
+    return markdown_table(["time over the original's", "tokens", *columns], body)
 
 
 def long_of_filter(mark: str) -> str:
