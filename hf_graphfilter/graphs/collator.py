@@ -84,11 +84,11 @@ class GraphCollator:
         for name, most in sizes.items():
             shape = (hops, len(most)) if name == "kind_edges" else (len(most),)
             for place, graph in enumerate(ready):
-                # kinds without a single edge: prepared without their features
-                without = name == "kind_edges" and graph["in_degree"].any() and not (graph[name] >= 0).any()
-                if graph[name].shape[1:] != shape or without:
+                if graph[name].shape[1:] != shape:
                     raise GraphFilterError(f"graph {place} of the batch {OTHER_CONFIG}")
             beyond = (batch[name] >= torch.tensor(most)).flatten(1).any(1)
+            if name == "kind_edges":  # a graph with edges of which none has features was prepared without them
+                beyond |= (batch["in_degree"] > 0).any(1) & (batch[name] < 0).flatten(1).all(1)
             if beyond.any():
                 raise GraphFilterError(f"graph {int(beyond.int().argmax())} of the batch {OTHER_CONFIG}")
 
