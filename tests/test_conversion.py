@@ -758,6 +758,8 @@ def test_perplexity_by_position_counts_the_tokens_of_the_text():
     parts = {"1 to 16": (slice(0, 16), slice(17, 33)), "17 to 32": (slice(16, 32), slice(33, 39))}
     parts["33 to 64"] = (slice(32, 39), slice(0, 0))
     assert {*found.by_position} == {*parts}
+    batch["attention_mask"] = 3 * mask  # as transformers reads it, any number but 0 is a token
+    assert compare(model, lambda _: {"logits": logits[0]}, [batch], True) == found
     for label, rows in parts.items():
         for model, of in zip(("original", "converted"), losses, strict=True):
             mean = torch.cat([row[part] for row, part in zip(of, rows, strict=True)]).mean()

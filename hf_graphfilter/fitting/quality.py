@@ -91,10 +91,10 @@ def _of_logits(pair: Mapping[str, Outputs], batch: Batch, vocabulary: float) -> 
     ids = batch.get("input_ids")
     if ids is not None and w.shape[:-1] == ids.shape and w.shape[-1] >= vocabulary:  # of a token, and no class
         shown = there[:, 1:] * there[:, :-1]
-        before = torch.bucketize(there.cumsum(1)[:, :-1].contiguous(), torch.tensor(BOUNDS, device=there.device))
+        before = torch.bucketize(there.cpu().cumsum(1)[:, :-1].flatten(), torch.tensor(BOUNDS))
 
         def by_position(values: Tensor) -> Tensor:
-            return torch.bincount(before.flatten().cpu(), values.flatten().double().cpu(), len(RANGES))
+            return torch.bincount(before, values.flatten().cpu().double(), len(RANGES))  # Macs have no float64
 
         sums["predicted"] = by_position(shown)
         for which, logits in (("original", w), ("converted", f)):
