@@ -58,12 +58,8 @@ class GraphDataset(Dataset[dict[str, Any]]):
                 if isinstance(graph, GraphFilterError):  # of a molecule that could not be read
                     raise graph
                 prepared = prepare_graph(graph, config)
-                labels = prepared.get("labels")
-                numbers = np.asarray([] if labels is None else labels, dtype=float)
-                if labels is not None and np.isnan(numbers).all():
-                    raise GraphFilterError("it has no label (NaN)")
-                if np.isinf(numbers).any():
-                    raise GraphFilterError(f"it has the label{'s' * (numbers.size > 1)} {numbers.tolist()}")
+                if prepared.get("labels") is not None:
+                    _check_labels(np.asarray(prepared["labels"], dtype=float))
                 ready.append(prepared)
             except GraphFilterError as error:
                 if on_error == "raise":
@@ -162,3 +158,10 @@ class GraphDataset(Dataset[dict[str, Any]]):
         loaded.skipped = [(number, reason) for number, reason in content["skipped"]]
         loaded._begin(loaded._arrays.pop("rows"))
         return loaded
+
+
+def _check_labels(labels: NDArray[np.float64]) -> None:
+    if np.isnan(labels).all():
+        raise GraphFilterError("it has no label (NaN)")
+    if np.isinf(labels).any():
+        raise GraphFilterError(f"it has the label{'s' * (labels.size > 1)} {labels.tolist()}")

@@ -146,10 +146,6 @@ class GraphormerConfig(PreTrainedConfig):
                     f"GraphormerConfig: {name} must hold {self.num_labels} finite numbers, one per target"
                     f"{', above 0' * (name == 'label_std')}; got {shown(values)}"
                 )
-            if values is not None and self.problem_type not in (None, "regression"):
-                raise GraphFilterError(
-                    f"GraphormerConfig: {name} is for regressions, and this is a {self.problem_type}"
-                )
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Return what a file must hold; two labels, transformers' default, are not this config's."""
