@@ -70,7 +70,7 @@ class FarField(KeepingFilter):
         return 2 * self.config.window
 
     @property
-    def exact(self) -> int:
+    def exact_span(self) -> int:
         return self.span + self.config.memory
 
     def add_window(self, out: Tensor, shift: AttentionShift, hidden: Tensor, value: Tensor) -> Tensor:

@@ -152,7 +152,7 @@ def linearize(
             model, batches, rates, settings, checkpoint, progress, evaluations=evaluations, precision=precision
         )
         filters = [f for f in fit.modules.values() if isinstance(f, ReplacingFilter)]
-        reach, exact = max(0, *(f.span - 1 for f in filters)), max(0, *(f.exact - 1 for f in filters))
+        reach, exact = max(0, *(f.span - 1 for f in filters)), max(0, *(f.exact_span - 1 for f in filters))
         with fit.exclusive(), name_mistakes(model):
             with fit.only_filters():
                 ends_in = fit.check(shares)

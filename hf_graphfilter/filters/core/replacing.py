@@ -143,7 +143,7 @@ class ReplacingFilter(GraphFilter):
         return self.config.window and self.config.window + 1
 
     @property
-    def exact(self) -> int:
+    def exact_span(self) -> int:
         """The number of tokens up to which a text gets exact attention, whatever the filter has learned."""
         return self.span
 
