@@ -304,9 +304,9 @@ def write_card(name: str, options: argparse.Namespace) -> None:
     if rows:
         measured += [markdown_table(["on the test part", "original", "converted"], rows)]
     folder = options.cards / CARDS[name]
-    if name in WITH_FILTER and (long := long_of_filter(hash_files(str(shipped), model=True))):
-        measured += [LONG_TEXTS, *[VARIANTS] * ("-keep-20" in long), long]
     if name in WITH_FILTER:
+        if long := long_of_filter(hash_files(str(shipped), model=True)):
+            measured += [LONG_TEXTS, *[VARIANTS] * ("-keep-20" in long), long]
         size = f"{2 * report.parameters / 1e6:.1f} MB"
         measured.insert(0, WITH_FILTER[name].format(size=size))
     about = {"repo_id": f"model_cards/{CARDS[name]}" if name in WITH_FILTER else CARDS[name], "base_model": task.base}

@@ -123,10 +123,10 @@ def long_retrieval(models: list[dict] | None = None) -> str:
     return "\n\n".join([f"{legend} {said}", table])
 
 
-def long_depth(models: list[dict] | None = None) -> str:
+def long_depth() -> str:
     """Return how many needles are found by depth."""
     body, depths = [], []
-    for model in read_models("decoder") if models is None else models:
+    for model in read_models("decoder"):
         for (task, tokens), found in scores(model).items():
             if task == "needle":
                 by = {m["depth"]: m for m in found["parts"]}
