@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 
 .PHONY: demo test test-versions test-portable test-slow works test-oldest lint docs notebooks release bench figures bench-gpu tables clean
 
-# a first look in three minutes; SEEDS=3 compares with and without the filter over three seeds
+# a first look in about five minutes, installation included; SEEDS=3 compares with and without the filter over three seeds
 demo: $(VENV)/installed-demo
 	$(BIN)/hf-graphfilter demo $(SEEDS:%=--seeds %)
 
