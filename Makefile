@@ -3,14 +3,18 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test test-versions test-portable test-slow works test-oldest lint docs notebooks release bench figures bench-gpu tables clean
+.PHONY: demo test test-long test-versions test-portable test-slow works test-oldest lint docs notebooks release bench figures bench-gpu tables clean
 
 # a first look in about five minutes, installation included; SEEDS=3 compares with and without the filter over three seeds
 demo: $(VENV)/installed-demo
 	$(BIN)/hf-graphfilter demo $(SEEDS:%=--seeds %)
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n 2 -m "not long and not slow and not gpu"
+
+# the longest tests, which together take more time than all others (programs, guides, compilers, processes)
+test-long: $(VENV)/installed-test
+	$(BIN)/python -m pytest -n 2 -m "long and not slow and not gpu"
 
 # the same with other instruction sets and numbers of threads: results may differ by rounding only (half an hour)
 SETTINGS = ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2,MKL_ENABLE_INSTRUCTIONS=AVX2 \

@@ -16,6 +16,7 @@ import numpy
 import pytest
 import torch
 from compatibility import Collector, described
+from durations import FILE as LONG_TESTS
 from transformers.utils import logging as transformers_logging
 
 import hf_graphfilter.logs  # noqa: F401  # else its logger has another parent until a test imports it
@@ -35,6 +36,14 @@ def pytest_configure(config):
     file = config.getoption("--outcomes")
     if file and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Collector(file))
+
+
+def pytest_collection_modifyitems(items):
+    """Mark the tests that ``tests/durations.py`` found to be long."""
+    long = {*LONG_TESTS.read_text().split()}
+    for item in items:
+        if item.nodeid.partition("[")[0] in long:
+            item.add_marker("long")
 
 
 def pytest_collection_finish():

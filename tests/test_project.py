@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from durations import FILE as LONG_TESTS
+from durations import choose_long
 from versions import ROWS
 
 import hf_graphfilter
@@ -174,3 +176,14 @@ def test_the_versions_tested_are_those_named():
     chosen = re.findall(r"ROW=(\S+)", " ".join(jobs["test"]["strategy"]["matrix"]["target"]))
     assert chosen
     assert all(any(name in row.name for row in ROWS) for name in chosen)
+
+
+def test_long_tests_exist():
+    for name in LONG_TESTS.read_text().split():
+        file, test = name.split("::")
+        assert re.search(rf"^def {test}\(", (ROOT / file).read_text(), re.MULTILINE), name
+
+
+def test_long_tests_are_those_with_the_longest_cases():
+    times = {"a": [9.0], "b": [1.0, 3.0], "c": [1.0] * 8}
+    assert choose_long(times) == ["a", "b"], "8 of 21 seconds are left"
