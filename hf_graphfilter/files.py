@@ -24,19 +24,14 @@ class LockedError(GraphFilterError):
     """Another process is at work on the same files."""
 
 
-def read_path(value: Any, what: str) -> str:
-    """Return a path as a string that the file system accepts.
-
-    Args:
-        value: a path, or the id of a Hub repository.
-        what: is saved there, for the error: ``"a filter"``.
-    """
+def read_path(value: Any) -> str:
+    """Return the path, or the id on the Hub, of a saved filter as a string that the file system accepts."""
     try:
         path = os.fspath(value)
         if not isinstance(path, str) or b"\0" in os.fsencode(path):
             raise TypeError("not a path")
     except Exception as error:
-        raise GraphFilterError(f"{what} is saved at a path or on the Hub, got {shown(value)}") from error
+        raise GraphFilterError(f"a filter is saved at a path or on the Hub, got {shown(value)}") from error
     return path
 
 

@@ -63,7 +63,7 @@ def save_filter(model: nn.Module, directory: str | os.PathLike[str], *, base_mod
         GraphFilterError: the model is not patched, a part of it was patched separately, or ``directory`` is no path.
         OSError: the directory cannot be written. Earlier files there stay as they were.
     """
-    model, directory = unwrapped(model), Path(read_path(directory, "a filter"))
+    model, directory = unwrapped(model), Path(read_path(directory))
     host = host_of(model)
     record = own_record(host, model) if patched_modules(model) else {}
     tensors = _coefficients(host, model, lambda f: read_whole(f, nn.Module.state_dict))
@@ -207,7 +207,7 @@ def _in_names_of(
 
 
 def _locate(source: str | os.PathLike[str], name: str, hub_options: dict[str, Any]) -> str:
-    source = read_path(source, "a filter")
+    source = read_path(source)
     if os.path.isdir(source):
         path = Path(source) / name
         if not path.is_file():
