@@ -442,6 +442,7 @@ def test_labels_and_inputs_that_do_not_fit():
         ({"pooling": "max"}, "use one of 'virtual', 'mean'"),
         ({"hidden_act": "gellu"}, "did you mean 'gelu'"),
         ({"max_hops": 0}, "max_hops must be an integer >= 1"),
+        ({"num_labels": 0}, "num_labels must be >= 1"),
         ({"node_feature_sizes": []}, "node_feature_sizes must list"),
         ({"hidden_size": 81}, "no multiple of num_attention_heads"),
         ({"attention_dropout": 1.0}, r"must be in \[0, 1\)"),
