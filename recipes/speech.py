@@ -53,6 +53,7 @@ from recipes.transcripts import NORMALIZE, decode, drop_long_targets, encode, ma
 from recipes.transcripts import normalize as normal_form
 
 MEASURES = ("wer", "cer")
+MASKS = ("time_masks", "time_width", "frequency_masks", "frequency_width")  # of SpecAugment
 ENGLISH = 51864  # entries of the vocabulary of Whisper's models that know English alone; others have more
 
 
@@ -96,7 +97,7 @@ def run(args, training):
         limit = getattr(model.config, "max_target_positions", longest)
         training.generation_max_length = training.generation_max_length or min(longest, limit)
     training.remove_unused_columns, training.label_names = False, ["labels"]
-    masks = {name: getattr(args, name) for name in ("time_masks", "time_width", "frequency_masks", "frequency_width")}
+    masks = {name: getattr(args, name) for name in MASKS}
     options = {"data_collator": SpeechBatches(extractor, **masks)}
     options["trainer_class"] = partial(SpeechTrainer, speech=args, ctc=ctc, special=special)
     outcome = fit(args, training, model, tokenizer, DatasetDict(data), **options)
@@ -233,6 +234,9 @@ def check(args, training):
             raise GraphFilterError(f"--{name} {weight:g}: it is from 0 to 1")
     if not args.max_seconds > 0 or not all(speed > 0 for speed in args.speeds):
         raise GraphFilterError("--max_seconds and --speeds are above 0")
+    for name in MASKS:
+        if (size := getattr(args, name)) < 0:
+            raise GraphFilterError(f"--{name} {size}: it is 0 or more")
 
 
 RECIPE = Recipe(
