@@ -339,16 +339,23 @@ def measure_growth(subject: Subject) -> Iterator[Measurement]:
 
 
 def growth(subject: Subject, lengths: list[int]) -> dict[str, Any]:
-    """Return the exponent by which the time of the model alone grows between the first and the last length."""
-    model = subject.model
-    more = {"use_cache": False} if subject.is_decoder else {}
-    calls = {n: partial(model, input_ids=random_ids(subject, n), **more, **last_logits(model)) for n in lengths}
+    """Return the exponent by which time grows between the first and the last length, with and without attention."""
+    models = {"model": subject.model} | ({} if subject.is_original else {BARE: subject.bare})
+    calls = {}
+    for n in lengths:
+        for name, model in models.items():
+            more = {"use_cache": False} if subject.is_decoder else {}
+            calls[name, n] = partial(model, input_ids=random_ids(subject, n), **more, **last_logits(model))
     with torch.no_grad():
-        calls[lengths[0]]()
-        taken, _ = time_in_turn(calls, model.device, subject.options.rounds)
-    ms = {n: median(taken[n]) for n in lengths}
-    exponent = math.log(ms[lengths[-1]] / ms[lengths[0]]) / math.log(lengths[-1] / lengths[0])
-    return {"exponent": round(exponent, 3), "from": lengths[0], "median_ms": {str(n): round(ms[n], 1) for n in lengths}}
+        for name in models:
+            calls[name, lengths[0]]()
+        taken, _ = time_in_turn(calls, subject.model.device, subject.options.rounds)
+    rows = {}
+    for name in models:
+        ms = {n: median(taken[name, n]) for n in lengths}
+        exponent = math.log(ms[lengths[-1]] / ms[lengths[0]]) / math.log(lengths[-1] / lengths[0])
+        rows[name] = {"exponent": round(exponent, 3), "median_ms": {str(n): round(ms[n], 1) for n in lengths}}
+    return {"from": lengths[0], **rows.pop("model"), **rows}
 
 
 def random_ids(subject: Subject, tokens: int) -> Tensor:

@@ -187,6 +187,7 @@ def long_speed(models: list[dict] | None = None) -> str:
     grows = [
         f"the time of `{model['name']}` grows as n^{m['values']['exponent']:.2f} from {m['values']['from']:,} to "
         f"{m['tokens']:,} tokens"
+        + (f" (no attention: n^{m['values'][BARE]['exponent']:.2f})" if BARE in m["values"] else "")
         for model in models
         for m in of(model, "growth")
     ]
