@@ -404,6 +404,12 @@ def test_a_filter_without_coefficients_has_the_rate_of_the_model_tuned(trained):
     assert {run.rate for run in found if run.variant == "gated"} == {1, 2}
 
 
+def test_a_single_rate_is_taken_without_tuning(trained):
+    found = played(trained, rates={"learning_rate": [1], "filter_lr": [1e-2]})
+    assert TUNING_SEED not in {run.seed for run in found}
+    assert {run.rate for run in found if run.variant == "gfsa"} == {1e-2}
+
+
 def test_a_mistake_is_no_refusal(tmp_path, monkeypatch):
     """Of data that are not there, as of a network that is not: the filter would be out of the task for good."""
     monkeypatch.chdir(tmp_path)
@@ -547,6 +553,13 @@ def test_two_commands_on_one_league(trained, capsys):
         ({"tasks": {}}, "the league small needs 'tasks', a dict, found {}"),
         ({"task": {}}, "the league small has no 'task' .did you mean 'tasks'?"),
         ({"rates": {"learning_rate": [1], "filter_lr": [1, 2]}}, "must give plain and filters as many rates"),
+        (
+            {
+                "rates": {"learning_rate": [0.5], "filter_lr": [1]},
+                "variants": {"longer": {"filter": "none", "max_steps": 9, "tune": "learning_rate"}},
+            },
+            "would multiply the rate of 'longer' by 0.5 twice",
+        ),
         ({"rates": {"learning_rate": [1]}}, "rates needs 'filter_lr', a list, found None"),
         ({"longer": 1}, "`longer` is how many times as long, above 1: 1"),
         ({"longer": "4"}, "`longer` is how many times as long, above 1: '4'"),

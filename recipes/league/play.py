@@ -8,13 +8,15 @@ each task:
 
 1. the plain model is trained once with each of ``rates.learning_rate``, times that of its configuration, and the best
    on validation is kept for all;
-2. each variant is trained once with each of ``rates.filter_lr``, as many; the best on validation is kept;
+2. each variant is trained once with each of ``rates.filter_lr``, as many; the best on validation is kept. With ``tune:
+   learning_rate`` it is trained with the rate of the plain model times each of ``rates.learning_rate``;
 3. plain and variants are trained with the ``seeds`` of each stage and tested. A stage with ``best: N`` waits for the
    tasks of the one before and takes the N variants of the best mean rank there, on all of its tasks.
 
 Tuning has a seed of its own, 0, and looks at the validation part; a task without a test part holds out a tenth of the
-training part for it. All runs of a task take the same steps over the same tokens. A filter that refuses a task is left
-out of it, and the sentence is kept. ``longer: 4`` trains the plain model so many times as long, to see what is left.
+training part for it. A single rate needs no tuning. All runs of a task take the same steps over the same tokens. A
+filter that refuses a task is left out of it, and the sentence is kept. ``longer: 4`` trains the plain model so many
+times as long, to see what is left.
 
 The workers share the cores (OMP_NUM_THREADS threads each, if that is set), and each has one of the GPUs, in turn. Each
 run is kept in the results file when it ends: the same command goes on, with other workers too. Several machines with
