@@ -135,8 +135,8 @@ class GraphormerConfig(PreTrainedConfig):
             if not isinstance(value, float | int) or not 0 <= value < 1:
                 raise GraphFilterError(f"GraphormerConfig: {name} must be in [0, 1), got {shown(value)}")
         super().__post_init__(**kwargs)
-        if self.num_labels < 1:
-            raise GraphFilterError(f"GraphormerConfig: num_labels must be >= 1, got {shown(self.num_labels)}")
+        if not self.num_labels:
+            raise GraphFilterError("GraphormerConfig: num_labels must be >= 1")
         for name, above in (("label_mean", -math.inf), ("label_std", 0.0)):
             values = getattr(self, name)
             if values is not None and (

@@ -160,7 +160,7 @@ class GraphormerForGraphPrediction(GraphormerPreTrainedModel):
 
     def __init__(self, config: GraphormerConfig):
         super().__init__(config)
-        self.num_labels = config.num_labels
+        self.num_labels = int(config.num_labels or 1)
         self.graphormer = GraphormerModel(config)
         self.classifier = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
