@@ -23,6 +23,9 @@ and the sinks of a replacement filter:
 |           | the original has a dynamic and a static cache          |                                      |
 | growth    | forward pass of 4,096 and 65,536 tokens; if asked for  | the same                             |
 
+Growth is a row of its own where the process keeps its memory, with ``MALLOC_MMAP_THRESHOLD_=4000000000`` and
+``MALLOC_TRIM_THRESHOLD_=8000000000`` before the command.
+
 All forms are timed in turn, and ratios are taken within a round; memory is the peak beyond what was in use before. The
 original whose attention computes nothing is timed too: no filter is faster than that.
 Every finished measurement is written at once into benchmarks/results/long/NAME.json, and the same command resumes. A
@@ -335,7 +338,8 @@ def forms(subject: Subject) -> dict[str, PreTrainedModel]:
 def measure_growth(subject: Subject) -> Iterator[Measurement]:
     lengths = sorted(subject.options.lengths or GROWTH)
     settings = {"threads": torch.get_num_threads(), "rounds": subject.options.rounds}
-    yield {"what": "growth", "tokens": lengths[-1]}, settings, partial(growth, subject, lengths)
+    memory = "kept" if "MALLOC_TRIM_THRESHOLD_" in os.environ else "returned"
+    yield {"what": "growth", "tokens": lengths[-1], "memory": memory}, settings, partial(growth, subject, lengths)
 
 
 def growth(subject: Subject, lengths: list[int]) -> dict[str, Any]:
@@ -345,14 +349,14 @@ def growth(subject: Subject, lengths: list[int]) -> dict[str, Any]:
     for n in lengths:
         for name, model in models.items():
             more = {"use_cache": False} if subject.is_decoder else {}
-            calls[name, n] = partial(model, input_ids=random_ids(subject, n), **more, **last_logits(model))
+            calls[f"{name} {n}"] = partial(model, input_ids=random_ids(subject, n), **more, **last_logits(model))
     with torch.no_grad():
         for name in models:
-            calls[name, lengths[0]]()
-        taken, _ = time_in_turn(calls, subject.model.device, subject.options.rounds)
+            calls[f"{name} {lengths[0]}"]()
+        taken, _ = time_in_turn(calls, subject.model.device, subject.options.rounds, memory=False)
     rows = {}
     for name in models:
-        ms = {n: median(taken[name, n]) for n in lengths}
+        ms = {n: median(taken[f"{name} {n}"]) for n in lengths}
         exponent = math.log(ms[lengths[-1]] / ms[lengths[0]]) / math.log(lengths[-1] / lengths[0])
         rows[name] = {"exponent": round(exponent, 3), "median_ms": {str(n): round(ms[n], 1) for n in lengths}}
     return {"from": lengths[0], **rows.pop("model"), **rows}

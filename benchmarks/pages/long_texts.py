@@ -185,13 +185,18 @@ def long_speed(models: list[dict] | None = None) -> str:
         "filter is faster."
     )
     grows = [
-        f"the time of `{model['name']}` grows as n^{m['values']['exponent']:.2f} from {m['values']['from']:,} to "
-        f"{m['tokens']:,} tokens"
-        + (f" (no attention: n^{m['values'][BARE]['exponent']:.2f})" if BARE in m["values"] else "")
+        [
+            f"`{model['name']}`",
+            " to ".join(f"{int(n):,}" for n in m["values"]["median_ms"]),
+            " to ".join(number(ms / 1000, 1) for ms in m["values"]["median_ms"].values()),
+            m["memory"],
+            *(f"n^{form['exponent']:.2f}" if form else "" for form in (m["values"], m["values"].get(BARE))),
+        ]
         for model in models
         for m in of(model, "growth")
     ]
-    grown = f"\n\nA forward pass: {'; '.join(grows)}." if grows else ""
+    columns = ["forward pass", "tokens", "s", "freed memory is", "time grows as", "no attention"]
+    grown = f"\n\n{markdown_table(columns, grows)}" if grows else ""
     return f"{how} {said}\n\n{markdown_table(header, rows)}{grown}"
 
 

@@ -184,9 +184,9 @@ def taken_in_turn(
 
 
 def time_in_turn(
-    calls: dict[str, Callable[[], object]], device: torch.device, rounds: int, times: int = 1
+    calls: dict[str, Callable[[], object]], device: torch.device, rounds: int, times: int = 1, memory: bool = True
 ) -> tuple[dict[str, list[float]], dict[str, float | None]]:
-    """Time each of ``calls`` so many ``times`` per round, and run it once more for its memory.
+    """Time each of ``calls`` so many ``times`` per round, and run it once more for its ``memory``.
 
     Forgetting the peak gives pages back, which a timed call would have to take again.
 
@@ -205,7 +205,7 @@ def time_in_turn(
                 call()
             wait_for(device)
             taken[name].append(1e3 * (time.perf_counter() - begun) / times)
-    for name, call in calls.items():
+    for name, call in calls.items() if memory else ():
         if (before := begin_peak_memory(device)) is not None:
             call()
             mb[name] = peak_memory(device) - before
