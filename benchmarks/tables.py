@@ -49,6 +49,7 @@ LEAGUES = (
     "control",
     "long",
     "time",
+    "time_deep",
     "cheap",
     "few",
     "replicated",
@@ -56,6 +57,7 @@ LEAGUES = (
     "wide_replicated",
     "small",
     "contranorm",
+    "contranorm_time",
 )
 
 

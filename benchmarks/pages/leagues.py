@@ -36,12 +36,14 @@ QUESTIONS = {  # the leagues whose significant differences open the page, and th
     "depth": "[deep language models](#gfsa-in-deep-language-models)",
     "long": "[four times the steps](#does-it-last)",
     "time": "[the same time](#is-it-worth-its-time)",
+    "time_deep": "[the same time, 24 layers](#in-24-layers)",
     "cheap": "[half of the layers](#half-of-the-layers)",
     "few": "[few layers](#few-layers)",
     "replicated": "[a second corpus](#on-a-second-corpus)",
     "wide": "[a wider model](#in-a-wider-model)",
     "wide_replicated": "[the wider model, a second corpus](#the-wider-model-on-a-second-corpus)",
     "contranorm": "[deep vision transformers](#contranorm-in-deep-vision-transformers)",
+    "contranorm_time": "[the same time, vision](#contranorm-in-the-same-time)",
     "small": "[all filters, small tasks](#all-filters-on-small-tasks)",
 }
 
@@ -72,18 +74,19 @@ def answers() -> str:
 def equal_time() -> str:
     """Return all differences from a baseline that trained as long, with p-values corrected for all of them."""
     rows, probabilities = [], []
-    for name in ("time", "cheap", "few", "replicated", "wide", "wide_replicated"):
+    for name in QUESTIONS:
         league, found = read_league(name)
-        stage, longer = league.stages[-1], next(v for v in league.variants if v.startswith(PLAIN))
-        for task, variant in itertools.product(stage.tasks, league.variants):
-            if variant == longer or (variant == ALL_LAYERS and name != "time"):  # whose steps take longer than that
+        stage, longer = league.stages[-1], next((v for v in league.variants if v.startswith(PLAIN)), None)
+        titles = dict(zip(stage.tasks, overview(league, found, stage)[0][1:-1], strict=True))
+        for task, variant in itertools.product(stage.tasks, league.variants if longer else ()):
+            if variant == longer or (variant == ALL_LAYERS and not name.startswith("time")):  # its steps take longer
                 continue
             plain, treated = (read_values(league, found, task, v, stage.seeds) for v in (longer, variant))
             pairs = [(plain[seed], treated[seed]) for seed in plain.keys() & treated.keys()]
             baseline, values = zip(*pairs, strict=True)
             paired = paired_comparison(baseline, values)
             probabilities.append(float(stats.ttest_rel(values, baseline).pvalue))
-            rows.append([QUESTIONS[name], variant, task, longer, paired.format("+.3g"), str(paired.pairs)])
+            rows.append([QUESTIONS[name], variant, titles[task], longer, paired.format("+.3g"), str(paired.pairs)])
     p_values = zip(probabilities, holm(probabilities), strict=True)
     body = [[*row, f"{p:.3f}", f"{corrected:.3f}"] for row, (p, corrected) in zip(rows, p_values, strict=True)]
     header = ["question", "variant", "task", "baseline", "difference, 95 % interval", "pairs", "p (t)", "p (Holm)"]
