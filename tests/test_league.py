@@ -558,7 +558,7 @@ def test_two_commands_on_one_league(trained, capsys):
                 "rates": {"learning_rate": [0.5], "filter_lr": [1]},
                 "variants": {"longer": {"filter": "none", "max_steps": 9, "tune": "learning_rate"}},
             },
-            "would multiply the rate of 'longer' by 0.5 twice",
+            "the learning_rate 0.5 would apply twice",
         ),
         ({"rates": {"learning_rate": [1]}}, "rates needs 'filter_lr', a list, found None"),
         ({"longer": 1}, "`longer` is how many times as long, above 1: 1"),

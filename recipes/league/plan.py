@@ -71,12 +71,9 @@ class League:
             raise GraphFilterError(f"the league {name}: `longer` is how many times as long, above 1: {self.longer!r}")
         if len({len(set(rates)) for rates in self.rates.values()}) != 1:
             raise GraphFilterError(f"the league {name} must give plain and filters as many rates, found {self.rates}")
-        twice = [name for name, key in self.tune.items() if key == "learning_rate" and name in self.variants]
-        if twice and len(only := self.rates["learning_rate"]) == 1 and only != [1]:
-            raise GraphFilterError(
-                f"the league {name} would multiply the rate of {twice[0]!r} by {only[0]:g} twice, as its rates are "
-                "relative to that of the plain model: put the rate into the settings of the task, and give 1"
-            )
+        relative = any(self.tune[name] == "learning_rate" for name in self.variants)  # to the rate of plain
+        if relative and len(only := self.rates["learning_rate"]) == 1 and only != [1]:
+            raise GraphFilterError(f"the learning_rate {only[0]:g} would apply twice: give 1, and set it in the tasks")
         self.stages = [
             Stage(tuple(s.get("tasks", self.tasks)), tuple(s["seeds"]), s.get("best")) for s in content["stages"]
         ]
@@ -184,13 +181,13 @@ class League:
         return self.tuning_metric(run.task) if run.seed == TUNING_SEED else self.metric(run.task)
 
     def choose_rate(self, found: Records, task: str, variant: str) -> float | None:
-        """Return the best rate on validation, None before all have been tried. A single one is not tried.
+        """Return the best rate on validation, None before all have been tried; a single one is not tried.
 
         Of equal ones (accuracy over few examples) it is that of the lowest loss.
         """
-        if len(rates := self.rates[self.tune[variant]]) == 1:
-            return rates[0]
-        tried = [Run(task, variant, TUNING_SEED, rate) for rate in rates]
+        tried = [Run(task, variant, TUNING_SEED, rate) for rate in self.rates[self.tune[variant]]]
+        if len(tried) == 1:
+            return tried[0].rate
         if any(run not in found for run in tried):
             return None
         loss = f"{self.tuning_metric(task).rpartition('/')[0]}/loss"
