@@ -359,7 +359,7 @@ def growth(subject: Subject, lengths: list[int]) -> dict[str, Any]:
         ms = {n: median(taken[f"{name} {n}"]) for n in lengths}
         exponent = math.log(ms[lengths[-1]] / ms[lengths[0]]) / math.log(lengths[-1] / lengths[0])
         rows[name] = {"exponent": round(exponent, 3), "median_ms": {str(n): round(ms[n], 1) for n in lengths}}
-    return {"from": lengths[0], **rows.pop("model"), **rows}
+    return {**rows.pop("model"), **rows}
 
 
 def random_ids(subject: Subject, tokens: int) -> Tensor:

@@ -76,9 +76,12 @@ def equal_time() -> str:
     rows, probabilities = [], []
     for name in QUESTIONS:
         league, found = read_league(name)
-        stage, longer = league.stages[-1], next((v for v in league.variants if v.startswith(PLAIN)), None)
+        longer = next((variant for variant in league.variants if variant.startswith(PLAIN)), None)
+        if longer is None:
+            continue
+        stage = league.stages[-1]
         titles = dict(zip(stage.tasks, overview(league, found, stage)[0][1:-1], strict=True))
-        for task, variant in itertools.product(stage.tasks, league.variants if longer else ()):
+        for task, variant in itertools.product(stage.tasks, league.variants):
             if variant == longer or (variant == ALL_LAYERS and not name.startswith("time")):  # its steps take longer
                 continue
             plain, treated = (read_values(league, found, task, v, stage.seeds) for v in (longer, variant))
