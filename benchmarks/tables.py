@@ -115,13 +115,11 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         **{section: partial(gallery, section) for section in ("pretrained", "minilm", "deit", "language")},
         "costs": gallery_costs,
     },
-    "docs/linearize.md": {
+    "docs/linearize.md": {"single-layers": single_layers, "blocks": blocks_table, "long-ratios": long_ratios},
+    "docs/linearize_measured.md": {
         **{name: partial(conversion_tables, name) for name in CONVERTED},
         **{f"{name}-overview": partial(conversion_overview, name) for name in CONVERTED},
         "finetuned": partial(recipe_tables, "converted-"),
-        "single-layers": single_layers,
-        "blocks": blocks_table,
-        "long-ratios": long_ratios,
         "long-quality": long_quality,
         "long-retrieval": long_retrieval,
         "long-depth": long_depth,
