@@ -35,7 +35,7 @@ from hf_graphfilter import (
 )
 from hf_graphfilter.functional import gfsa
 from hf_graphfilter.hosts.transformers.base_attention import BaseAttention
-from hf_graphfilter.ops.attention_pieces import PIECE, ROWS
+from hf_graphfilter.ops.attention_pieces import NARROW, PIECE, ROWS
 from hf_graphfilter.ops.attention_polynomial import KEPT, apply_polynomial
 from hf_graphfilter.ops.combine import combine
 from hf_graphfilter.ops.polynomial_form import can_apply, polynomial_form
@@ -160,19 +160,21 @@ def several_calls(q, k, v, c, mask=None, causal=False):
 @pytest.mark.parametrize(
     ("piece", "rows", "kept"), [(PIECE, ROWS, KEPT), (PIECE, 3, 0), (N * N * H, 3, KEPT), (1, 1, 0)]
 )
-def test_polynomial_equals_calls_of_attention(K, mask, piece, rows, kept, monkeypatch):
+@pytest.mark.parametrize(("features", "width"), [(D, D), (NARROW, NARROW), (D, NARROW), (NARROW, D)])
+def test_polynomial_equals_calls_of_attention(K, mask, piece, rows, kept, features, width, monkeypatch):
     set_sizes(monkeypatch, piece, rows, kept)
     if mask == "of sequences":
         mask, causal = torch.arange(N).expand(B, 1, 1, N) < torch.arange(1, B + 1).view(B, 1, 1, 1) * N // B, False
     else:
         mask, causal, _ = masks()[mask]
         mask = mask if mask is None or mask.dtype == torch.bool else mask.nan_to_num(neginf=-1e30)
-    q, k, v = tensors(B, H, N, D, grad=True)
+    q, k = tensors(B, H, N, features, count=2, grad=True)
+    v = tensors(B, H, N, width, count=1, grad=True)[0]
     c = coefficients(K)
     total, powers = apply_polynomial(q, k, v, c, mask, causal=causal)
     expected, expected_powers = several_calls(q, k, v, c, mask, causal)
     torch.testing.assert_close([total, *powers], [expected, *expected_powers])
-    inputs, weights = [q, k, v, *(w for w in c if w is not None)], [*tensors(B, H, N, D, count=K)]
+    inputs, weights = [q, k, v, *(w for w in c if w is not None)], [*tensors(B, H, N, width, count=K)]
     for count in (1, K):  # of the sum alone, and of the powers, which a cache passes on, too
         found = torch.autograd.grad([total, *powers][:count], inputs, weights[:count], retain_graph=True)
         gradients = torch.autograd.grad(

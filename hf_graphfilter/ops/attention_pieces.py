@@ -7,7 +7,8 @@ formed. All layers share one ``Workspace`` per shape, as for short sequences eve
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from .scratch import LARGEST, reuse, scratch
 PIECE = 1 << 20  # entries of A, or of the signals, that are handled at a time: 4 MB in float32
 ROWS = 64  # in a block of a causal A
 ROWS_OF_LONG = 128  # the same for more than 512 tokens, where blocks are wide enough
+NARROW = 16  # features: a product with fewer columns is two to four times as fast if its result is stored by column
 
 
 class Piece(NamedTuple):
@@ -48,6 +50,20 @@ def split_batch(batch: int, heads: int, tokens: int, rows: int, width: int) -> I
         for sequence in range(0, batch, together // heads):
             end = min(sequence + together // heads, batch)
             yield Piece(slice(sequence, end), slice(0, heads), (end - sequence, heads))
+
+
+def allocate(make: Callable[[tuple[int, ...]], Tensor], shape: tuple[int, ...], width: int) -> Tensor:
+    """Return a tensor of ``shape`` that ``make`` allocates, stored by column if signals are narrow.
+
+    Args:
+        make: allocates a shape.
+        shape: (..., tokens, features).
+        width: number of features of each of the signals that lie in it side by side.
+    """
+    if width >= NARROW:
+        return make(shape)
+    *first, tokens, features = shape
+    return make((*first, features, tokens)).mT
 
 
 class Block(NamedTuple):
@@ -94,13 +110,14 @@ class Workspace:
     ):
         self.shape, count = shape, shape[0] * shape[1]
 
-        def rows_of(name: str, features: int) -> Tensor:
-            return scratch(name, (count, tokens, features), dtype)
+        def rows_of(name: str, features: int, signals: int = 1) -> Tensor:
+            make = partial(scratch, name, dtype=dtype)
+            return allocate(make, (count, tokens, signals * features), features)
 
-        self.q, self.k = rows_of("q", features), rows_of("k", features)
+        self.q, self.k = (scratch(name, (count, tokens, features), dtype) for name in ("q", "k"))  # never results
         self.grad_q, self.grad_k = rows_of("grad q", features), rows_of("grad k", features)
         self.g, self.last, self.more = rows_of("g", width), rows_of("last", width), rows_of("more", width)
-        self.all_outputs = rows_of("outputs", K * width) if together else None
+        self.all_outputs = rows_of("outputs", width, K) if together else None
         self.outputs = [rows_of(f"output {step}", width) for step in range(K)]
         if self.all_outputs is not None:
             self.outputs = list(self.all_outputs.split(width, -1))
@@ -150,7 +167,7 @@ class Workspace:
 
     def gather(self, copy: Tensor, x: Tensor, piece: Piece) -> Tensor:
         """Copy a piece of ``x`` (batch, heads, tokens, features) to memory of the workspace, and return that."""
-        copy.view(*self.shape, *copy.shape[1:]).copy_(x[piece.sequences, piece.heads])
+        copy.unflatten(0, self.shape).copy_(x[piece.sequences, piece.heads])
         return copy
 
 
@@ -172,6 +189,8 @@ def write_product(target: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> N
     """Write ``scale a b`` to ``target``, which may be a view of some rows (PyTorch would loop over products)."""
     if target.is_contiguous():
         torch.baddbmm(target, a, b, beta=0, alpha=scale, out=target)
+    elif target.mT.is_contiguous():
+        torch.baddbmm(target.mT, b.mT, a.mT, beta=0, alpha=scale, out=target.mT)
     else:
         target.copy_(_product(a, b, scale))
 
@@ -185,8 +204,10 @@ def add_product(target: Tensor, first: bool, a: Tensor, b: Tensor, scale: float 
 
 
 def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    out = scratch("product", (a.shape[0], a.shape[1], b.shape[2]), a.dtype)
-    return torch.baddbmm(out, a, b, beta=0, alpha=scale, out=out)
+    shape = (a.shape[0], a.shape[1], b.shape[2])
+    out = allocate(partial(scratch, "product", dtype=a.dtype), shape, b.shape[2])
+    write_product(out, a, b, scale)
+    return out
 
 
 def write_sum(target: Tensor, factors: Sequence[Tensor | None], signals: Sequence[Tensor], piece: Piece) -> None:

@@ -18,6 +18,7 @@ from .attention_pieces import (
     Piece,
     Workspace,
     add_product,
+    allocate,
     find_workspace,
     part_of_block,
     part_of_mask,
@@ -99,7 +100,7 @@ class _Polynomial(torch.autograd.Function):
             keep = keep.to(value.dtype)
         # X_0 ... X_{K-1}: side by side for one product in the backward pass, which dropout rules out
         shape = (batch, heads, tokens, K * width) if keep is None else (K, batch, heads, tokens, width)
-        signals, out = value.new_empty(shape), _by_tokens(value, width)
+        signals, out = allocate(value.new_empty, shape, width), _by_tokens(value, width)
         powers = signals.split(width, -1) if keep is None else signals.unbind()
         factors = [None if c is None else per_head(c, value) for c in coefficients]
         held: list[Tensor] = []
