@@ -53,16 +53,16 @@ def split_batch(batch: int, heads: int, tokens: int, rows: int, width: int) -> I
 
 
 def allocate(make: Callable[[tuple[int, ...]], Tensor], shape: tuple[int, ...], width: int) -> Tensor:
-    """Return a tensor of ``shape`` that ``make`` allocates, stored by column if signals are narrow.
+    """Return a tensor of ``shape`` that ``make`` allocates, stored by column if signals are narrow and long.
 
     Args:
         make: allocates a shape.
         shape: (..., tokens, features).
         width: number of features of each of the signals that lie in it side by side.
     """
-    if width >= NARROW:
-        return make(shape)
     *first, tokens, features = shape
+    if width >= NARROW or tokens < NARROW:
+        return make(shape)
     return make((*first, features, tokens)).mT
 
 

@@ -133,7 +133,9 @@ class _Polynomial(torch.autograd.Function):
         grad = torch.zeros_like(powers[0]) if grad is None else grad
         sums = [torch.zeros_like(c[:, 0, 0]) if need else None for c, need in zip(factors, needs, strict=True)]
         to_query, to_key, to_value = (_by_tokens(x, n) for x, n in ((query, None), (key, None), (query, width)))
-        to_mask = torch.zeros_like(mask) if ctx.needs_input_grad[4] else None
+        to_mask, shared = None, mask is not None and mask.shape != query.shape[:3] + key.shape[2:3]
+        if ctx.needs_input_grad[4]:
+            to_mask = torch.zeros_like(mask) if shared else torch.empty_like(mask)
         for piece, space in _spaces(query, width, K, causal, together):
             part = piece.sequences, piece.heads
             space.gather(space.q, query, piece)
@@ -177,8 +179,8 @@ class _Polynomial(torch.autograd.Function):
                     change *= scale_of_kept(dropout)
                 torch._softmax_backward_data(change, matrix, -1, matrix.dtype, grad_input=change)
                 if to_mask is not None:
-                    rows = part_of_mask(to_mask, piece)
-                    rows += change.unflatten(0, piece.shape).sum_to_size(rows.shape)
+                    rows, by_head = part_of_mask(to_mask, piece), change.unflatten(0, piece.shape)
+                    rows.copy_(rows + by_head.sum_to_size(rows.shape) if shared else by_head)
                 write_product(block.grad_q, change, block.k, scale)
                 add_product(block.grad_k, first, change.mT, block.q, scale)
             for x, y, total in zip((*inputs, space.passed[K - 1]), (*[g] * K, inputs[K - 1]), sums, strict=True):
