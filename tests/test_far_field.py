@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from transformers import (
 
 from hf_graphfilter import FarFieldConfig, GraphFilterError, filter_status, load_filter, patch_model, save_filter
 from hf_graphfilter.hosts.transformers.cache import NAME as CACHE
-from hf_graphfilter.ops import block_attention
+from hf_graphfilter.ops import block_attention, joint_softmax
 from hf_graphfilter.ops.block_attention import FarMeans
 
 
@@ -40,6 +41,31 @@ def test_running_means_are_a_softmax_over_all_tokens_before_however_far_the_weig
         torch.testing.assert_close(found.mass[:, :, b], before.logsumexp(2))
         if b > 9:
             torch.testing.assert_close(resumed.mean[:, :, b - 10], mean)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("texts", [1, 2])
+def test_fused_kernel_equals_plain_operations(heads, texts, monkeypatch):
+    g = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64).requires_grad_()
+
+    query, far = random(2, 2, 3, heads, 4, 5), random(2, 2, 3, heads, 4, 5)
+    key, value, score = random(2, 2, 3, 9, 5), random(2, 2, 3, 9, 5), random(2, 2, 3, heads, 4)
+    seen = torch.rand(texts, 3, 4, 9, generator=g) > 0.4
+    seen[:, 1, 2] = False  # a query that sees the far field alone
+    near_only = torch.arange(3).eq(0).view(3, 1, 1).expand(3, heads, 4)
+    inputs, weight = (query, key, value, score, far), random(2, 2, 3, heads, 4, 5).detach()
+    fused, results = Mock(wraps=joint_softmax._attend_fused), []
+    monkeypatch.setattr(joint_softmax, "_attend_fused", fused)
+    for dtypes in ((torch.float64,), ()):
+        monkeypatch.setattr(joint_softmax, "FUSED", dtypes)
+        estimate = score.masked_fill(near_only, -torch.inf)
+        out = joint_softmax.attend_fields(query, key, value, seen, 0.5, estimate, far)
+        results.append([out, *torch.autograd.grad(out, inputs, weight)])
+    assert fused.call_count == 1
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
@@ -213,6 +239,7 @@ MINILM = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12}
         ("smollm2-far-field-long", LlamaForCausalLM, LlamaConfig(vocab_size=99, intermediate_size=32, **SMOLLM2)),
         ("smollm2-far-field-keep", LlamaForCausalLM, LlamaConfig(vocab_size=99, intermediate_size=32, **SMOLLM2)),
         ("minilm-far-field", BertModel, BertConfig(vocab_size=99, intermediate_size=32, **MINILM)),
+        ("minilm-far-field-128", BertModel, BertConfig(vocab_size=99, intermediate_size=32, **MINILM)),
     ],
 )
 def test_the_filters_of_the_model_cards_load(card, kind, config):

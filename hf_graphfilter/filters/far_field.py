@@ -16,10 +16,11 @@ from torch.nn import functional
 
 from ..errors import GraphFilterError
 from ..ops import block_attention, spectral
-from ..ops.block_attention import FarMeans, group_queries, join_neighbours, pad_tokens, split_blocks
+from ..ops.block_attention import FarMeans, group_queries, list_neighbours, pad_tokens, split_blocks
 from ..ops.exact_memory import remember_blocks
 from ..ops.exporting import is_exporting
 from ..ops.heads import repeat_heads
+from ..ops.joint_softmax import attend_fields
 from ..shift.attention import AttentionShift
 from .core.block_memory import BlockMemory
 from .core.build import register_filter
@@ -149,10 +150,10 @@ class FarField(KeepingFilter):
                 first = [[*x, y] for x, y in zip(first, (exact.key, exact.value), strict=True)]
             seen = block_attention.see_neighbours(there, torch.cat(seen_first, -1), causal)
             near_key, near_value = (
-                torch.cat([*x, join_neighbours(y, 2, causal)], 3) for x, y in zip(first, (keys, values), strict=True)
+                torch.cat([*x, *list_neighbours(y, 2, causal)], 3) for x, y in zip(first, (keys, values), strict=True)
             )
             queries = by_block(shift.query)
-            out = block_attention.attend_fields(queries, near_key, near_value, seen, shift.scaling, estimate, out)
+            out = attend_fields(queries, near_key, near_value, seen, shift.scaling, estimate, out)
         if shift.state is not None:
             memory.keep(key, value, is_token if masked else None, sinks, means, count, exact)
         out = out.permute(0, 2, 4, 1, 3, 5).flatten(1, 2).flatten(2, 3)[:, begin:total]  # as projections read it

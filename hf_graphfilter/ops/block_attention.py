@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .eager_cpu import on_plain_cpu
 from .exporting import is_exporting
 from .nearby import first_there
 from .spectral.blocks import NEVER
@@ -41,6 +42,8 @@ def pad_tokens(x: Tensor, before: int, after: int) -> Tensor:
     ``torch.nn.functional.pad`` stores its result in another order where it adds nothing, which compiled graphs with
     any number of tokens do not know.
     """
+    if not before and not after and on_plain_cpu(x):
+        return x
     zeros = (x.new_zeros(*x.shape[:2], count, x.shape[3]) for count in (before, after))
     return torch.cat([next(zeros), x, next(zeros)], 2)
 
@@ -60,24 +63,20 @@ def group_queries(x: Tensor, *, groups: int, before: int, after: int, block: int
     return split_blocks(pad_tokens(x, before, after).unflatten(1, (groups, -1)), block).transpose(2, 3)
 
 
-def join_neighbours(blocks: Tensor, dim: int, causal: bool) -> Tensor:
-    """Return each block with its neighbours: the one before and, unless ``causal``, the one after.
+def list_neighbours(blocks: Tensor, dim: int, causal: bool) -> list[Tensor]:
+    """Return the block before each, the block itself and, unless ``causal``, the one after; to be joined.
 
     Args:
-        blocks: blocks along ``dim``, their tokens along the dimension after it.
+        blocks: blocks along ``dim``.
         dim: 1 or more.
         causal: whether later blocks are left out.
 
     Returns:
-        The same shape with twice (``causal``) or three times as many tokens per block. Neighbours that do not exist are
-        zero.
+        Tensors of the shape of ``blocks``. Neighbours that do not exist are zero.
     """
-    absent = torch.zeros_like(blocks.narrow(dim, 0, 1))
-    before = torch.cat([absent, blocks.narrow(dim, 0, blocks.shape[dim] - 1)], dim)
-    if causal:
-        return torch.cat([before, blocks], dim + 1)
-    after = torch.cat([blocks.narrow(dim, 1, blocks.shape[dim] - 1), absent], dim)
-    return torch.cat([before, blocks, after], dim + 1)
+    absent, count = torch.zeros_like(blocks.narrow(dim, 0, 1)), blocks.shape[dim]
+    padded = torch.cat([absent, blocks] if causal else [absent, blocks, absent], dim)
+    return [padded.narrow(dim, 0, count), blocks, *([] if causal else [padded.narrow(dim, 2, count)])]
 
 
 def summarize_blocks(logits: Tensor, value: Tensor) -> FarMeans:
@@ -87,8 +86,14 @@ def summarize_blocks(logits: Tensor, value: Tensor) -> FarMeans:
         logits: (batch, key heads, blocks, block, features), float32 or wider; ``NEVER`` for tokens to leave out.
         value: (batch, key heads, blocks, block, value features), zeros for these tokens.
     """
-    weights = logits.softmax(3)
-    return FarMeans(logits.logsumexp(3), weights.mT @ value.to(weights.dtype))
+    weights, mass = _weigh(logits, 3)
+    return FarMeans(mass, weights.mT @ value.to(weights.dtype))
+
+
+def _weigh(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return the softmax along ``dim`` and the logsumexp, without another exponential."""
+    weights = logits.softmax(dim)
+    return weights, logits.amax(dim) - weights.amax(dim).log()
 
 
 def accumulate_blocks(blocks: FarMeans, past: FarMeans | None = None) -> FarMeans:
@@ -96,28 +101,29 @@ def accumulate_blocks(blocks: FarMeans, past: FarMeans | None = None) -> FarMean
 
     ``past`` has one block. All factors are at most 1, so nothing overflows however far the weights lie apart.
     """
-    mass, mean = blocks.mass.mT, blocks.mean.transpose(2, 3)  # features before blocks
+    mass, mean = blocks
     if past is None:
-        start, start_mean = mass.new_full((*mass.shape[:3], 1), NEVER), torch.zeros_like(mean[..., :1, :])
+        start, start_mean = torch.full_like(mass[:, :, :1], NEVER), torch.zeros_like(mean[:, :, :1])
     else:
-        start, start_mean = past.mass.mT.to(mass.dtype), past.mean.transpose(2, 3).to(mean.dtype)
+        start, start_mean = past.mass.to(mass.dtype), past.mean.to(mean.dtype)
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # a graph would be bound to the number of chunks
-        parts = [_accumulate_chunk(mass, mean, start, start_mean)]
-    else:
-        parts = []
-        for chunk, chunk_mean in zip(mass.split(CHUNK, -1), mean.split(CHUNK, -2), strict=True):
-            parts.append(_accumulate_chunk(chunk, chunk_mean, start, start_mean))
-            start, start_mean = parts[-1][0][..., -1:], parts[-1][1][..., -1:, :]
-    masses, means = zip(*parts, strict=True)
-    return FarMeans(torch.cat(masses, -1).mT, torch.cat(means, -2).transpose(2, 3))
+        return _accumulate_chunk(mass, mean, start, start_mean)
+    parts = []
+    for chunk, chunk_mean in zip(mass.split(CHUNK, 2), mean.split(CHUNK, 2), strict=True):
+        parts.append(_accumulate_chunk(chunk, chunk_mean, start, start_mean))
+        start, start_mean = (x[:, :, -1:] for x in parts[-1])
+    return FarMeans(*(torch.cat(x, 2) for x in zip(*parts, strict=True)))
 
 
-def _accumulate_chunk(mass: Tensor, mean: Tensor, start: Tensor, start_mean: Tensor) -> tuple[Tensor, Tensor]:
+def _accumulate_chunk(mass: Tensor, mean: Tensor, start: Tensor, start_mean: Tensor) -> FarMeans:
     """Return running means by one product, whose work grows with the square of the number of blocks."""
-    count = mass.shape[-1]
+    count = mass.shape[2]
     upto = torch.ones(count, count + 1, dtype=torch.bool, device=mass.device).tril(1)
-    logits = torch.where(upto, torch.cat([start, mass], -1)[..., None, :], NEVER)
-    return logits.logsumexp(-1), logits.softmax(-1) @ torch.cat([start_mean, mean], -2)
+    # features come last in the softmax: over the last dimension, PyTorch takes several times as long for short rows
+    logits = torch.where(upto[..., None], torch.cat([start, mass], 2)[:, :, None], NEVER)
+    weights, masses = _weigh(logits, 3)
+    means = weights.permute(0, 1, 4, 2, 3) @ torch.cat([start_mean, mean], 2).transpose(2, 3)
+    return FarMeans(masses, means.transpose(2, 3))
 
 
 def far_of_blocks(blocks: FarMeans, past: FarMeans | None, causal: bool) -> FarMeans:
@@ -133,9 +139,8 @@ def far_of_blocks(blocks: FarMeans, past: FarMeans | None, causal: bool) -> FarM
         return before
     mirrored = FarMeans(*(x.flip(2) for x in blocks))
     after = FarMeans(*(x.flip(2) for x in accumulate_blocks(_shift(mirrored, 2))))
-    masses = torch.stack([before.mass, after.mass])
-    shares = masses.softmax(0).unsqueeze(-1)
-    return FarMeans(masses.logsumexp(0), shares[0] * before.mean + shares[1] * after.mean)
+    share = torch.sigmoid(after.mass - before.mass).unsqueeze(-1)
+    return FarMeans(torch.logaddexp(before.mass, after.mass), torch.lerp(before.mean, after.mean, share))
 
 
 def _shift(blocks: FarMeans, by: int) -> FarMeans:
@@ -163,44 +168,14 @@ def see_neighbours(is_token: Tensor, sinks: Tensor, causal: bool) -> Tensor:
         causal: whether later tokens are left out.
 
     Returns:
-        Bool (batch, blocks, block, sinks + keys), the keys as ``join_neighbours`` orders them.
+        Bool (batch, blocks, block, sinks + keys), the keys as ``list_neighbours`` orders them.
     """
     block = is_token.shape[-1]
-    near = join_neighbours(is_token, 1, causal)[:, :, None].expand(-1, -1, block, -1)
+    near = torch.cat(list_neighbours(is_token, 1, causal), 2)[:, :, None].expand(-1, -1, block, -1)
     if causal:
         past = torch.ones(block, 2 * block, dtype=torch.bool, device=near.device).tril(block)
         near = near & past
     return torch.cat([sinks[:, :, None].expand(-1, -1, block, -1), near], -1)
-
-
-def attend_fields(
-    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scaling: float, estimate: Tensor, far: Tensor
-) -> Tensor:
-    """Return softmax attention to the near keys, with all far tokens as one more key.
-
-    The score of that key is ``estimate``, and its value is ``far``: near and far field are parts of one softmax.
-
-    Args:
-        query: (batch, key heads, blocks, heads per key head, block, features).
-        key, value: (batch, key heads, blocks, keys, features).
-        seen: bool (batch or 1, blocks, block, keys).
-        scaling: of the scores.
-        estimate: (batch, key heads, blocks, heads per key head, block), float32 or wider; -inf where nothing is far.
-        far: of the shape of ``query``, with value features.
-
-    Returns:
-        The shape and dtype of ``far``.
-    """
-    # one more key, of zeros, makes room for the far field's score without a copy of the scores
-    key, value = (functional.pad(x, (0, 0, 0, 1)) for x in (key, value))
-    hidden = functional.pad(~seen, (0, 1))[:, None, :, None]
-    scores = (query * scaling).flatten(3, 4) @ key.mT  # float16 ends at 65,504
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).unflatten(3, query.shape[3:5])
-    scores = scores.masked_fill_(hidden, NEVER)
-    scores[..., -1] = estimate
-    weights = scores.softmax(-1)
-    near = (weights.to(value.dtype).flatten(3, 4) @ value).unflatten(3, query.shape[3:5])
-    return torch.addcmul(near.to(far.dtype), weights[..., -1:].to(far.dtype), far)
 
 
 class Sinks(NamedTuple):

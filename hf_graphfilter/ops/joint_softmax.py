@@ -1,0 +1,108 @@
+"""Softmax attention to near keys with all far tokens as one more key, whose score and value are given.
+
+On the CPU it takes PyTorch's fused kernel, forward and backward. Elsewhere, and for compilers, exports and transforms,
+it is made of plain operations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .eager_cpu import on_plain_cpu
+from .gradients import first_order
+from .spectral.blocks import NEVER
+
+_attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_differentiate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+FUSED = (torch.float32, torch.float64, torch.bfloat16)  # float16 does not hold NEVER
+
+
+def attend_fields(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scaling: float, estimate: Tensor, far: Tensor
+) -> Tensor:
+    """Return softmax attention to the near keys, with all far tokens as one more key.
+
+    The score of that key is ``estimate``, and its value is ``far``: near and far field are parts of one softmax.
+
+    Args:
+        query: (batch, key heads, blocks, heads per key head, block, features).
+        key, value: (batch, key heads, blocks, keys, features).
+        seen: bool (batch or 1, blocks, block, keys).
+        scaling: of the scores.
+        estimate: (batch, key heads, blocks, heads per key head, block), float32 or wider; -inf where nothing is far.
+        far: of the shape of ``query``, with value features.
+
+    Returns:
+        The shape and dtype of ``far``.
+    """
+    same = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]
+    if same and query.dtype in FUSED and query.numel() and on_plain_cpu(query):
+        return _attend_fused(query, key, value, seen, scaling, estimate, far)
+    # one more key, of zeros, makes room for the far field's score without a copy of the scores
+    key, value = (functional.pad(x, (0, 0, 0, 1)) for x in (key, value))
+    hidden = functional.pad(~seen, (0, 1))[:, None, :, None]
+    scores = (query * scaling).flatten(3, 4) @ key.mT  # float16 ends at 65,504
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).unflatten(3, query.shape[3:5])
+    scores = scores.masked_fill_(hidden, NEVER)
+    scores[..., -1] = estimate
+    weights = scores.softmax(-1)
+    near = (weights.to(value.dtype).flatten(3, 4) @ value).unflatten(3, query.shape[3:5])
+    return torch.addcmul(near.to(far.dtype), weights[..., -1:].to(far.dtype), far)
+
+
+def _attend_fused(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scaling: float, estimate: Tensor, far: Tensor
+) -> Tensor:
+    batch, _, blocks, heads = query.shape[:4]
+    mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, NEVER)
+    mask = mask.expand(batch, -1, -1, -1).flatten(0, 1)[:, None, None]  # for the rows of all heads of a key head
+    mask = mask.expand(-1, -1, heads, -1, -1).flatten(2, 3)
+
+    def fold(x: Tensor) -> Tensor:
+        """Bring blocks to the dimension of sequences: (batch * blocks, key heads, ...)."""
+        return x.transpose(1, 2).flatten(0, 1)
+
+    rows = (fold(x.flatten(3, 4)) for x in (query, estimate, far))
+    folded, score, other = rows
+    out = _Fields.apply(folded, fold(key), fold(value), mask, scaling, score, other)
+    return out.unflatten(2, query.shape[3:5]).unflatten(0, (batch, blocks)).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+class _Fields(torch.autograd.Function):
+    """The fused kernel, whose result and log-sum-exp take in one more key per query.
+
+    Its backward pass is that of the kernel, given the result and the log-sum-exp over all keys: with them, it forms the
+    weights of the joint softmax.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, score: Tensor, far: Tensor
+    ) -> Tensor:
+        near, mass = _attend(query, key, value, attn_mask=mask, scale=scaling)
+        share = torch.sigmoid(score - mass).unsqueeze(-1).to(far.dtype)
+        out = near.to(far.dtype).lerp(far, share)
+        ctx.scaling = scaling
+        ctx.save_for_backward(query, key, value, mask, far, share, out, score, mass)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return first_order(_backward, grad, ctx.scaling, ctx.needs_input_grad, *ctx.saved_tensors)
+
+
+def _backward(grad: Tensor, scaling: float, needs: tuple[bool, ...], *saved: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, value, mask, far, share, out, score, mass = saved
+    near: tuple[Tensor | None, ...] = (None, None, None)
+    if any(needs[:3]):
+        grad_out, result = grad.to(query.dtype), out.to(query.dtype)
+        joint = torch.logaddexp(score, mass).to(mass.dtype)
+        inputs = (grad_out, query, key, value, result, joint)
+        near = _differentiate(*inputs, dropout_p=0.0, is_causal=False, attn_mask=mask, scale=scaling)
+    to_far = share * grad
+    to_score = (to_far * (far - out)).sum(-1).to(score.dtype)
+    return *near, None, None, to_score, to_far
