@@ -186,6 +186,7 @@ CASES = {
     "text-far-field-late": Case("text", BRIEF, {"filter": "far_field", **LATE}),
     "text-far-field-auto": Case("text", BRIEF, {"filter": "far_field", "layers": "auto:80%", **ADAPTED}),
     "reviews-far-field": Case("reviews", SHORT, {"filter": "far_field"}),
+    "reviews-far-field-128": Case("reviews", SHORT, {"filter": "far_field", "window": 128}),
     "text-far-field-128": Case("text", BRIEF, {"filter": "far_field", "window": 128, **ADAPTED}),
     "text-agf-no-sinks": Case("text", BRIEF, {"sinks": 0, **ADAPTED}),
     "text-hedgehog-sinks": Case("text", BRIEF, {"filter": "hedgehog", "sinks": 4, **ADAPTED}),
@@ -212,6 +213,7 @@ CARDS = {
     "text-far-field-filters-long": "smollm2-far-field-long",
     "text-far-field-keep": "smollm2-far-field-keep",
     "reviews-far-field": "minilm-far-field",
+    "reviews-far-field-128": "minilm-far-field-128",
 }
 LOADING = """## The filter alone
 
@@ -240,7 +242,7 @@ WITH_FILTER = {  # cards beside their filter
     "text-far-field-filters": LOADING + ROUNDED + ALL_LAYERS + MEASURES,
     "text-far-field-filters-long": LOADING + ROUNDED + ALL_LAYERS + MEASURES,
     "text-far-field-keep": LOADING + ROUNDED + KEPT + MEASURES,
-    "reviews-far-field": LOADING,
+    **dict.fromkeys(("reviews-far-field", "reviews-far-field-128"), LOADING),
 }
 
 

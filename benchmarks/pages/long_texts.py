@@ -13,6 +13,7 @@ from pages.sources import days
 
 NONE = "Not run yet."
 STATIC, BARE = "plain, static cache", "no attention"
+SPEED = ("smollm2-far-field", "smollm2-far-field-filters", "smollm2-far-field-lora")  # filters in all heads
 HALF = 0.5  # below it, a task says little of what a conversion loses
 
 
@@ -202,7 +203,7 @@ def long_speed(models: list[dict] | None = None) -> str:
 
 def long_ratios() -> str:
     """Return the time of SmolLM2 with filters in all heads over the original's, by processor."""
-    models = [m for m in read_models("decoder") if m["name"] in ("smollm2-far-field", "smollm2-far-field-lora")]
+    models = [m for m in read_models("decoder") if m["name"] in SPEED]
     cells: dict[tuple, dict[str, str]] = {}
     for model in models:
         for m in of(model, "prefill", "decoding"):
