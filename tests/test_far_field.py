@@ -44,19 +44,21 @@ def test_running_means_are_a_softmax_over_all_tokens_before_however_far_the_weig
 
 
 @pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize("texts", [1, 2])
-def test_fused_kernel_equals_plain_operations(heads, texts, monkeypatch):
+@pytest.mark.parametrize(("batch", "texts"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize("by_column", [False, True])  # the kernel itself reads such features as if they were rows
+def test_fused_kernel_equals_plain_operations(heads, batch, texts, by_column, monkeypatch):
     g = torch.Generator().manual_seed(0)
 
     def random(*shape):
-        return torch.randn(*shape, generator=g, dtype=torch.float64).requires_grad_()
+        x = torch.randn(batch, 2, 3, *shape, generator=g, dtype=torch.float64)
+        return (x.mT.contiguous().mT if by_column else x).requires_grad_()
 
-    query, far = random(2, 2, 3, heads, 4, 5), random(2, 2, 3, heads, 4, 5)
-    key, value, score = random(2, 2, 3, 9, 5), random(2, 2, 3, 9, 5), random(2, 2, 3, heads, 4)
+    query, far, weight = random(heads, 4, 5), random(heads, 4, 5), random(heads, 4, 5).detach()
+    key, value, score = random(9, 5), random(9, 5), random(heads, 4)
     seen = torch.rand(texts, 3, 4, 9, generator=g) > 0.4
     seen[:, 1, 2] = False  # a query that sees the far field alone
     near_only = torch.arange(3).eq(0).view(3, 1, 1).expand(3, heads, 4)
-    inputs, weight = (query, key, value, score, far), random(2, 2, 3, heads, 4, 5).detach()
+    inputs = (query, key, value, score, far)
     fused, results = Mock(wraps=joint_softmax._attend_fused), []
     monkeypatch.setattr(joint_softmax, "_attend_fused", fused)
     for dtypes in ((torch.float64,), ()):

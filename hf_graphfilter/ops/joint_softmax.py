@@ -66,10 +66,14 @@ def _attend_fused(
         """Bring blocks to the dimension of sequences: (batch * blocks, key heads, ...)."""
         return x.transpose(1, 2).flatten(0, 1)
 
-    rows = (fold(x.flatten(3, 4)) for x in (query, estimate, far))
-    folded, score, other = rows
-    out = _Fields.apply(folded, fold(key), fold(value), mask, scaling, score, other)
+    near = (_in_rows(fold(x)) for x in (query.flatten(3, 4), key, value))
+    out = _Fields.apply(*near, mask, scaling, *(fold(x.flatten(3, 4)) for x in (estimate, far)))
     return out.unflatten(2, query.shape[3:5]).unflatten(0, (batch, blocks)).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """Return a tensor whose features lie side by side, which the kernel expects without a check."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class _Fields(torch.autograd.Function):
@@ -99,7 +103,7 @@ def _backward(grad: Tensor, scaling: float, needs: tuple[bool, ...], *saved: Ten
     query, key, value, mask, far, share, out, score, mass = saved
     near: tuple[Tensor | None, ...] = (None, None, None)
     if any(needs[:3]):
-        grad_out, result = grad.to(query.dtype), out.to(query.dtype)
+        grad_out, result = (_in_rows(x.to(query.dtype)) for x in (grad, out))
         joint = torch.logaddexp(score, mass).to(mass.dtype)
         inputs = (grad_out, query, key, value, result, joint)
         near = _differentiate(*inputs, dropout_p=0.0, is_causal=False, attn_mask=mask, scale=scaling)
