@@ -35,7 +35,8 @@ from hf_graphfilter import (
 )
 from hf_graphfilter.functional import gfsa
 from hf_graphfilter.hosts.transformers.base_attention import BaseAttention
-from hf_graphfilter.ops.attention_pieces import NARROW, PIECE, ROWS
+from hf_graphfilter.ops import scratch
+from hf_graphfilter.ops.attention_pieces import PIECE, ROWS
 from hf_graphfilter.ops.attention_polynomial import KEPT, apply_polynomial
 from hf_graphfilter.ops.combine import combine
 from hf_graphfilter.ops.polynomial_form import can_apply, polynomial_form
@@ -135,7 +136,12 @@ def test_cross_attention_is_refused():
         shift(first)
 
 
+NARROW = D + 1  # signals of D features are stored by column, as texts of N tokens are no shorter than this
+
+
 def set_sizes(monkeypatch, piece=PIECE, rows=ROWS, kept=KEPT):
+    monkeypatch.setattr("hf_graphfilter.ops.attention_pieces.NARROW", NARROW)
+    monkeypatch.setattr(scratch._held, "made", {})  # workspaces of other sizes
     monkeypatch.setattr("hf_graphfilter.ops.attention_pieces.PIECE", piece)
     monkeypatch.setattr("hf_graphfilter.ops.attention_pieces.ROWS", rows)
     monkeypatch.setattr("hf_graphfilter.ops.attention_polynomial.KEPT", kept)
