@@ -180,7 +180,10 @@ class _Polynomial(torch.autograd.Function):
                 torch._softmax_backward_data(change, matrix, -1, matrix.dtype, grad_input=change)
                 if to_mask is not None:
                     rows, by_head = part_of_mask(to_mask, piece), change.unflatten(0, piece.shape)
-                    rows.copy_(rows + by_head.sum_to_size(rows.shape) if shared else by_head)
+                    if shared:
+                        rows += by_head.sum_to_size(rows.shape)
+                    else:
+                        rows.copy_(by_head)
                 write_product(block.grad_q, change, block.k, scale)
                 add_product(block.grad_k, first, change.mT, block.q, scale)
             for x, y, total in zip((*inputs, space.passed[K - 1]), (*[g] * K, inputs[K - 1]), sums, strict=True):

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from .eager_cpu import on_plain_cpu
 from .exporting import is_exporting
-from .nearby import first_there
+from .nearby import first_there, weigh
 from .spectral.blocks import NEVER
 
 CHUNK = 32  # blocks whose running means are one product
@@ -86,14 +86,8 @@ def summarize_blocks(logits: Tensor, value: Tensor) -> FarMeans:
         logits: (batch, key heads, blocks, block, features), float32 or wider; ``NEVER`` for tokens to leave out.
         value: (batch, key heads, blocks, block, value features), zeros for these tokens.
     """
-    weights, mass = _weigh(logits, 3)
+    weights, mass = weigh(logits, 3)
     return FarMeans(mass, weights.mT @ value.to(weights.dtype))
-
-
-def _weigh(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return the softmax along ``dim`` and the logsumexp, without another exponential."""
-    weights = logits.softmax(dim)
-    return weights, logits.amax(dim) - weights.amax(dim).log()
 
 
 def accumulate_blocks(blocks: FarMeans, past: FarMeans | None = None) -> FarMeans:
@@ -119,9 +113,9 @@ def _accumulate_chunk(mass: Tensor, mean: Tensor, start: Tensor, start_mean: Ten
     """Return running means by one product, whose work grows with the square of the number of blocks."""
     count = mass.shape[2]
     upto = torch.ones(count, count + 1, dtype=torch.bool, device=mass.device).tril(1)
-    # features come last in the softmax: over the last dimension, PyTorch takes several times as long for short rows
+    # a softmax over blocks, with the features last: over a short last dimension PyTorch takes several times as long
     logits = torch.where(upto[..., None], torch.cat([start, mass], 2)[:, :, None], NEVER)
-    weights, masses = _weigh(logits, 3)
+    weights, masses = weigh(logits, 3)
     means = weights.permute(0, 1, 4, 2, 3) @ torch.cat([start_mean, mean], 2).transpose(2, 3)
     return FarMeans(masses, means.transpose(2, 3))
 

@@ -63,10 +63,15 @@ def attend_nearby(
         padded = functional.pad(bias, (window - past, after, 0, missing)).unflatten(2, (-1, block))
         scores = scores + padded.unfold(-1, width, block).diagonal(dim1=2, dim2=4).permute(0, 1, 4, 2, 3)
     scores = scores.masked_fill(~inside, -1e30)
-    weights = scores.softmax(-1)
-    mass = scores.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()  # logsumexp, without another exp
+    weights, mass = weigh(scores, -1)
     out = (weights * inside).to(value.dtype) @ slices(value)
-    return out.flatten(2, 3)[:, :, :tokens], mass.flatten(2, 3)[:, :, :tokens]
+    return out.flatten(2, 3)[:, :, :tokens], mass.unsqueeze(-1).flatten(2, 3)[:, :, :tokens]
+
+
+def weigh(scores: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return the softmax of ``scores`` along ``dim`` and their logsumexp, without another exponential."""
+    weights = scores.softmax(dim)
+    return weights, scores.amax(dim) - weights.amax(dim).log()
 
 
 def count_nearby(keys: Tensor, tokens: int, window: int, causal: bool) -> Tensor:
