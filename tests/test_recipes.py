@@ -1205,7 +1205,7 @@ def test_shipped_results_have_the_settings_of_the_configurations(monkeypatch):
     names |= {"imdb": "sequences/converter-small", "converted": "glue/converted"}
     names |= dict.fromkeys(("JapaneseVowels", "BasicMotions", "Handwriting"), "sequences/uea-small")
     files = sorted(records.RESULTS.glob("*.json"))
-    assert len(files) == 30
+    assert files
     for file in files:
         content = records.read_results(file)
         settings = Settings(RECIPES[content["recipe"]])
