@@ -22,6 +22,7 @@ from transformers import (
     MistralModel,
 )
 from transformers.masking_utils import flash_attention_mask
+from transformers.models.bert import modeling_bert
 
 from hf_graphfilter import (
     AttentionCall,
@@ -30,6 +31,7 @@ from hf_graphfilter import (
     DenseShift,
     GFSAConfig,
     GraphFilterError,
+    filter_status,
     patch_model,
     unpatch_model,
 )
@@ -553,26 +555,77 @@ def test_threads_do_not_share_their_scratch_memory():
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_eager_attention_in_training_is_formed_once_if_nothing_is_dropped(dropout, monkeypatch):
-    """The gradients are those of SDPA, which is called for each application."""
-    family, calls = FAMILIES["bert"], []
-    call = BaseAttention.attend
-    monkeypatch.setattr(BaseAttention, "attend", lambda self, *args: (calls.append(1), call(self, *args))[1])
-    grads = {}
-    for backend in ("sdpa", "eager"):
-        torch.manual_seed(0)
-        model = family.build(num_hidden_layers=2, attention_probs_dropout_prob=dropout, hidden_dropout_prob=0.0)
-        model.set_attn_implementation(backend)
-        model = turn_on(patch_model(model, "gfsa", K=3)).double().train()
-        calls.clear()
-        model(**family.inputs()).last_hidden_state.sin().sum().backward()
-        grads[backend] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert len(calls) == (2 if dropout == 0 else 4)
-    if not dropout:
-        assert grads["sdpa"].keys() == grads["eager"].keys()
-        for name, grad in grads["eager"].items():
-            torch.testing.assert_close(grad, grads["sdpa"][name], atol=1e-5, rtol=1e-4, msg=name)
+@pytest.fixture
+def calls(monkeypatch):
+    """The calls of a model's attention function."""
+    made, call = [], BaseAttention.attend
+    monkeypatch.setattr(BaseAttention, "attend", lambda self, *args: (made.append(1), call(self, *args))[1])
+    return made
+
+
+def eager_model(name, **overrides):
+    torch.manual_seed(0)
+    return turn_on(patch_model(FAMILIES[name].build("eager", **overrides), "gfsa", K=3)).double().train()
+
+
+def gradients_of(model, inputs):
+    model.zero_grad()
+    output(model, inputs).sin().sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+NO_DROPOUT = {
+    "bert": {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0, "num_hidden_layers": 2},
+    "speech_to_text": {"attention_dropout": 0.0, "dropout": 0.0, "activation_dropout": 0.0},
+}
+
+
+@pytest.mark.parametrize("name", NO_DROPOUT)
+def test_eager_attention_in_training_takes_the_joint_form(name, monkeypatch, calls):
+    """The gradients are those of matrices, which are formed once if they are not computed jointly."""
+    model, inputs = eager_model(name, **NO_DROPOUT[name]), FAMILIES[name].inputs(torch.float64)
+    separate, layers = gradients_of(model, inputs), len(filter_status(model))
+    assert len(calls) == layers, "few tokens: each matrix is formed once"
+    calls.clear()
+    monkeypatch.setattr("hf_graphfilter.ops.polynomial_form.FEWEST_ENTRIES", 1)
+    joint = gradients_of(model, inputs)
+    assert not calls
+    assert joint.keys() == separate.keys()
+    for parameter, grad in joint.items():  # BERT's mask and Speech2Text's positions are in float32
+        torch.testing.assert_close(grad, separate[parameter], atol=1e-7, rtol=1e-6, msg=parameter)
+
+
+@pytest.mark.parametrize("reader", ["hook", "output_attentions", "evaluation", "own function"])
+def test_eager_attention_gives_its_weights_to_who_reads_them(reader, monkeypatch, calls):
+    monkeypatch.setattr("hf_graphfilter.ops.polynomial_form.FEWEST_ENTRIES", 1)
+    model, inputs, seen = eager_model("bert", **NO_DROPOUT["bert"]), FAMILIES["bert"].inputs(), []
+    if reader == "hook":
+        model.encoder.layer[0].attention.self.register_forward_hook(lambda module, args, out: seen.append(out[1]))
+    elif reader == "evaluation":
+        model.eval()
+    elif reader == "own function":
+        eager = modeling_bert.eager_attention_forward
+        monkeypatch.setattr(modeling_bert, "eager_attention_forward", lambda *args, **kw: eager(*args, **kw))
+    options = {"output_attentions": True} if reader == "output_attentions" else {}
+    seen += model(**inputs, **options).attentions or []
+    assert len(calls) == {"hook": 1}.get(reader, 2)
+    assert all(weights.sum(-1).float().allclose(torch.ones(())) for weights in seen)
+    assert len(seen) == {"hook": 1, "output_attentions": 2}.get(reader, 0)
+
+
+def test_dropout_of_eager_attention_in_training_is_drawn_for_each_application(calls):
+    """The mean over many masks is the result without dropout."""
+    torch.manual_seed(0)
+    model = eager_model("bert", **NO_DROPOUT["bert"])
+    attention, hidden = model.encoder.layer[0].attention.self, torch.randn(4, 8, 32, dtype=torch.float64)
+    expected = attention(hidden)[0]
+    assert calls
+    calls.clear()
+    attention.dropout.p = 0.3
+    with torch.no_grad():
+        found = torch.stack([attention(hidden)[0] for _ in range(3000)])
+    assert not calls
+    assert (found.mean(0) - expected).abs().max() < 5 * (found.std(0) / 3000**0.5).max()
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -36,6 +36,11 @@ def unwatch(module: nn.Module) -> None:
     vars(module).pop(_RAN, None)
 
 
+def has_other_hooks(module: nn.Module) -> bool:
+    """Return whether a hook that is not ours receives what the forward of a patched module returns."""
+    return not module._forward_hooks.keys() <= {_NOTICE}
+
+
 def note_filter_runs(module: nn.Module) -> None:
     """Record that the filter of a module runs."""
     if torch.compiler.is_compiling():

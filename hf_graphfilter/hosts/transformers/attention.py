@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from transformers.utils.output_capturing import _active_collector
 
 from ...errors import GraphFilterError
 from ...filters.core.attached import CHILD
@@ -16,7 +14,7 @@ from ...shift.earlier_layers import EarlierLayers
 from ..base import describe_site
 from ..watching import note_filter_runs
 from . import cache
-from .base_attention import BaseAttention
+from .base_attention import BaseAttention, asks_for_weights
 from .implementation import IMPLEMENTATION
 from .tensor_parallel import with_local_heads
 
@@ -113,8 +111,7 @@ def _refuse_missing_weights(module: Any, options: dict[str, Any]) -> None:
 
     transformers would leave the layer out of its output, and later layers would move up.
     """
-    collecting = None if torch.compiler.is_compiling() else _active_collector.get()
-    if options.get("output_attentions") or "attentions" in (collecting or ()):
+    if asks_for_weights(options):
         raise GraphFilterError(
             f"{describe_site(module)}: output_attentions asks for the attention weights, and "
             f"{module.graph_filter.config.filter!r} replaces attention and computes none: drop that option, or read "

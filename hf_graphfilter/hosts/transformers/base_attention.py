@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.utils.output_capturing import _active_collector
 
 from ...errors import GraphFilterError
 from ...ops.combine import Coefficients
@@ -20,8 +21,9 @@ from ...ops.visibility import visibility
 from ...shift.attention import AttentionCall
 from ..base import describe_site
 from ..stand_ins import ModuleView
+from ..watching import has_other_hooks
 from .implementation import BASE_CONFIG, CHOSEN, ENGINES, IMPLEMENTATION, SERVING, read_fields
-from .interface import attention_function, honours_softcap
+from .interface import attention_function, honours_softcap, is_textbook
 
 _UNFILTERED = (*ENGINES, IMPLEMENTATION)
 _MASKED = ("sdpa", "eager")  # whose masks say all that there is to say
@@ -58,6 +60,7 @@ class BaseAttention:
     def to_call(self, hidden: Tensor | None) -> AttentionCall:
         """Return the call as the shift operator takes it, ``hidden`` being the input of the module."""
         is_sdpa = self.function is sdpa_attention_forward and not _is_split()  # or only its own calls are whole
+        has_form = (is_sdpa or self._is_unread_eager()) and can_have_form(self.query)
         scaling = self.options.get("scaling")
         return AttentionCall(
             self.attend,
@@ -68,11 +71,18 @@ class BaseAttention:
             mask=self.mask if isinstance(self.mask, Tensor) else None,
             bias=self.options.get("position_bias"),
             visible=self.read_mask,
-            polynomial=self.apply_polynomial if is_sdpa and can_have_form(self.query) else None,
+            polynomial=self.apply_polynomial if has_form else None,
             few_rows=self.form_few_rows if is_sdpa else None,
             part=partial(self.to_part, hidden),
             weights_again=self.implementation == "eager" and self._drops_nothing(),
         )
+
+    def _is_unread_eager(self) -> bool:
+        """Return whether this is eager attention in training whose weights nobody reads, so another form may do."""
+        if self.implementation != "eager" or torch.compiler.is_compiling():
+            return False
+        unread = not has_other_hooks(self.module) and not asks_for_weights(self.options)
+        return self.module.training and unread and is_textbook(self.function)
 
     def _drops_nothing(self) -> bool:
         return not self.module.training or self.options.get("dropout") == 0  # which a function may leave to its module
@@ -134,7 +144,7 @@ class BaseAttention:
     def apply_polynomial(
         self, value: Tensor, coefficients: Coefficients, exact: bool
     ) -> tuple[Tensor, list[Tensor]] | None:
-        """Return the joint form of several SDPA calls where it is faster. It reads its options as transformers does."""
+        """Return the joint form of several calls where it is faster. It reads its options as transformers does."""
         if self.options.get("position_bias") is not None:
             return None
         scale, dropout = self.options.get("scaling"), self.options.get("dropout", 0.0)
@@ -204,6 +214,12 @@ class BaseAttention:
             torch._assert_async(increasing, "packed sequences in a graph whose filter sees no mask of them")
             return packed
         return packed or not increasing
+
+
+def asks_for_weights(options: dict[str, Any]) -> bool:
+    """Return whether a model was called with ``output_attentions``; ``options`` are those of the attention function."""
+    collecting = None if torch.compiler.is_compiling() else _active_collector.get()
+    return bool(options.get("output_attentions")) or "attentions" in (collecting or ())
 
 
 class _SingleGroup(ModuleView):

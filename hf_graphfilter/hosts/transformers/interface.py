@@ -56,3 +56,20 @@ def attention_function(module_class: Any, implementation: str) -> Callable[..., 
 def honours_softcap(attend: Callable[..., Any]) -> bool:
     """Return whether an attention function takes ``softcap``."""
     return "softcap" in inspect.signature(attend).parameters
+
+
+@functools.cache
+def is_textbook(attend: Callable[..., Any]) -> bool:
+    """Return whether an eager function is a copy of BERT's: ``dropout(softmax(scale Q K^T + mask)) V`` and no more.
+
+    transformers copies it into the files of most models. Some have functions of the same name that do other things.
+    """
+    from transformers.models.bert import modeling_bert  # which, at the top of this file, waits for us
+
+    code, known = getattr(attend, "__code__", None), modeling_bert.eager_attention_forward.__code__
+    if code is None or known.co_filename != modeling_bert.__file__:  # somebody has replaced BERT's
+        return False
+    return all(getattr(code, part) == getattr(known, part) for part in _OF_A_COPY)
+
+
+_OF_A_COPY = ("co_code", "co_consts", "co_names", "co_varnames")  # not the name of its file, nor its line
