@@ -52,16 +52,10 @@ def split_batch(batch: int, heads: int, tokens: int, rows: int, width: int) -> I
             yield Piece(slice(sequence, end), slice(0, heads), (end - sequence, heads))
 
 
-def allocate(make: Callable[[tuple[int, ...]], Tensor], shape: tuple[int, ...], width: int) -> Tensor:
-    """Return a tensor of ``shape`` that ``make`` allocates, stored by column if signals are narrow and long.
-
-    Args:
-        make: allocates a shape.
-        shape: (..., tokens, features).
-        width: number of features of each of the signals that lie in it side by side.
-    """
+def allocate(make: Callable[[tuple[int, ...]], Tensor], shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor (..., tokens, features) that ``make`` allocates, by column if signals are narrow and long."""
     *first, tokens, features = shape
-    if width >= NARROW or tokens < NARROW:
+    if features >= NARROW or tokens < NARROW:
         return make(shape)
     return make((*first, features, tokens)).mT
 
@@ -79,21 +73,18 @@ class Block(NamedTuple):
     k: Tensor
     k_columns: Tensor
     g: Tensor
-    all_outputs: Tensor | None
-    outputs: list[Tensor]
-    outputs_by_head: list[Tensor]
-    passed: list[Tensor]
-    passed_by_head: list[Tensor]
-    passed_to_seen: list[Tensor]
+    grad_sum: Tensor
+    grad_sum_seen: Tensor
+    grads: list[Tensor]
+    grads_seen: list[Tensor]
     grad_q: Tensor
     grad_k: Tensor
 
 
 class Workspace:
-    """The memory for one piece: copies of its rows, K signals of ``width`` features, and the blocks of its A.
+    """The memory for one piece: copies of its rows, the gradients of K signals and their sum, the blocks of its A.
 
-    The signals lie side by side if they are used ``together``. ``rows`` is the size of a block in use, which tells
-    workspaces apart.
+    ``rows`` is the size of a block in use, which tells workspaces apart.
     """
 
     def __init__(
@@ -105,30 +96,23 @@ class Workspace:
         K: int,
         causal: bool,
         dtype: torch.dtype,
-        together: bool,
         rows: int,
     ):
         self.shape, count = shape, shape[0] * shape[1]
 
-        def rows_of(name: str, features: int, signals: int = 1) -> Tensor:
-            make = partial(scratch, name, dtype=dtype)
-            return allocate(make, (count, tokens, signals * features), features)
+        def rows_of(name: str, features: int) -> Tensor:
+            return allocate(partial(scratch, name, dtype=dtype), (count, tokens, features))
 
         self.q, self.k = (scratch(name, (count, tokens, features), dtype) for name in ("q", "k"))  # never results
         self.grad_q, self.grad_k = rows_of("grad q", features), rows_of("grad k", features)
-        self.g, self.last, self.more = rows_of("g", width), rows_of("last", width), rows_of("more", width)
-        self.all_outputs = rows_of("outputs", width, K) if together else None
-        self.outputs = [rows_of(f"output {step}", width) for step in range(K)]
-        if self.all_outputs is not None:
-            self.outputs = list(self.all_outputs.split(width, -1))
-        self.passed = [rows_of(f"passed {step}", width) for step in range(K)]
+        self.g, self.last, self.grad_sum = (rows_of(name, width) for name in ("g", "last", "grad sum"))
+        self.grads = [rows_of(f"grad {step}", width) for step in range(K)]
         self.blocks = [self._block(rows, seen, causal, dtype) for rows, seen in split_rows(tokens, causal)]
 
     def _block(self, rows: slice, seen: slice, causal: bool, dtype: torch.dtype) -> Block:
         shape = (len(self.q), rows.stop - rows.start, seen.stop)
         matrix, change, more = (scratch(name, shape, dtype) for name in ("matrix", "change", "more change"))
         hidden = torch.full(shape[1:], -torch.inf, dtype=dtype, device="cpu").triu_(1 + rows.start) if causal else None
-        outputs, passed = ([x[:, rows] for x in signals] for signals in (self.outputs, self.passed))
         return Block(
             rows=rows,
             seen=seen,
@@ -140,12 +124,10 @@ class Workspace:
             k=self.k[:, seen],
             k_columns=self.k[:, seen].mT,
             g=self.g[:, rows],
-            all_outputs=None if self.all_outputs is None else self.all_outputs[:, rows],
-            outputs=outputs,
-            outputs_by_head=[x.unflatten(0, self.shape) for x in outputs],
-            passed=passed,
-            passed_by_head=[x.unflatten(0, self.shape) for x in passed],
-            passed_to_seen=[x[:, seen] for x in self.passed],
+            grad_sum=self.grad_sum[:, rows],
+            grad_sum_seen=self.grad_sum[:, seen],
+            grads=[x[:, rows] for x in self.grads],
+            grads_seen=[x[:, seen] for x in self.grads],
             grad_q=self.grad_q[:, rows],
             grad_k=self.grad_k[:, seen],
         )
@@ -172,10 +154,10 @@ class Workspace:
 
 
 def find_workspace(
-    piece: Piece, tokens: int, features: int, width: int, K: int, causal: bool, dtype: torch.dtype, together: bool
+    piece: Piece, tokens: int, features: int, width: int, K: int, causal: bool, dtype: torch.dtype
 ) -> Workspace:
     """Return the workspace for a piece; large ones, whose buffers are not held, are made anew."""
-    arguments = (piece.shape, tokens, features, width, K, causal, dtype, together, ROWS)
+    arguments = (piece.shape, tokens, features, width, K, causal, dtype, ROWS)
     large = tokens * max(1 if causal else tokens, K * width) > LARGEST
     return Workspace(*arguments) if large else reuse(Workspace, *arguments)
 
@@ -205,24 +187,33 @@ def add_product(target: Tensor, first: bool, a: Tensor, b: Tensor, scale: float 
 
 def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     shape = (a.shape[0], a.shape[1], b.shape[2])
-    out = allocate(partial(scratch, "product", dtype=a.dtype), shape, b.shape[2])
+    out = allocate(partial(scratch, "product", dtype=a.dtype), shape)
     write_product(out, a, b, scale)
     return out
 
 
-def write_sum(target: Tensor, factors: Sequence[Tensor | None], signals: Sequence[Tensor], piece: Piece) -> None:
-    """Write ``sum_k c_k x_k`` to ``target`` (sequences, heads, tokens, features), without the terms whose c_k is None.
+def write_sum(
+    target: Tensor, start: Tensor | None, factors: Sequence[Tensor | None], signals: Sequence[Tensor], piece: Piece
+) -> None:
+    """Write ``start + sum_k c_k x_k`` to ``target``, without the terms whose c_k is None.
 
-    Signals are (sequences * heads, tokens, features), factors (all heads, 1, 1).
+    The target is (sequences, heads, tokens, features) or, as ``start`` and the signals, (sequences * heads, tokens,
+    features). Factors are (all heads, 1, 1).
     """
-    terms = [(c[piece.heads], x.view(target.shape)) for c, x in zip(factors, signals, strict=True) if c is not None]
+    target = target if target.dim() == 4 else target.unflatten(0, piece.shape)
+    terms = [
+        (c[piece.heads], x.unflatten(0, piece.shape)) for c, x in zip(factors, signals, strict=True) if c is not None
+    ]
+    first = None if start is None else start.unflatten(0, piece.shape)
     if not terms:
-        target.zero_()
+        target.zero_() if first is None else target.copy_(first)
     for number, (c, x) in enumerate(terms):
         if number:
             target.addcmul_(x, c)
-        else:
+        elif first is None:
             torch.mul(x, c, out=target)
+        else:
+            torch.addcmul(first, x, c, out=target)
 
 
 def part_of_mask(mask: Tensor, piece: Piece) -> Tensor:

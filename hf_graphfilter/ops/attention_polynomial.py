@@ -1,8 +1,8 @@
 """A polynomial of softmax attention, ``sum_k c_k A^k V``, with one matrix A for all applications, on the CPU.
 
 K calls of scaled_dot_product_attention form the scores K times. Here they are formed once per pass, and the backward
-pass takes one product for the gradients of all K applications. Intermediate results stay in the processor's cache and
-in memory that all layers share, which saves more than the products: see ``ops.attention_pieces``.
+pass does not form them at all. Intermediate results stay in the processor's cache and in memory that all layers share,
+which saves more than the products: see ``ops.attention_pieces``.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ class _Options(NamedTuple):
 
 
 class _Polynomial(torch.autograd.Function):
-    """The sum of ``c_k X_k`` with ``X_k = S^k(V)``.
+    """The sum ``c_0 V + S(W)`` with ``W = sum_k c_k X_{k-1}`` and ``X_k = S^k(V)``: K applications.
 
-    With ``g`` the gradient of the sum, that of ``X_K`` is ``c_K g``, and that of ``X_k`` is ``c_k g`` plus what
-    application k+1 passes back. The gradient of A is one product of these, side by side, with ``X_0 ... X_{K-1}``. That
-    of the scores, through the softmax, is the gradient of an additive mask.
+    With ``g`` the gradient of the sum, that of W is ``S^T(g)``, and that of ``X_k`` is ``c_{k+1} S^T(g)`` plus what
+    application k+1 passes back. The gradient of A is a sum of products of these with what A was applied to. That of the
+    scores, through the softmax, is the gradient of an additive mask.
     """
 
     @staticmethod
@@ -98,54 +98,50 @@ class _Polynomial(torch.autograd.Function):
         keep = draw_masks((K, batch, heads, tokens, tokens), dropout) if dropout else None
         if keep is not None and keep[0].numel() <= AS_NUMBERS:
             keep = keep.to(value.dtype)
-        # X_0 ... X_{K-1}: side by side for one product in the backward pass, which dropout rules out
-        shape = (batch, heads, tokens, K * width) if keep is None else (K, batch, heads, tokens, width)
-        signals, out = allocate(value.new_empty, shape, width), _by_tokens(value, width)
-        powers = signals.split(width, -1) if keep is None else signals.unbind()
+        signals = allocate(value.new_empty, (K + 1, batch, heads, tokens, width))  # X_0 ... X_{K-1} and W
+        out = _by_tokens(value, width)
         factors = [None if c is None else per_head(c, value) for c in coefficients]
         held: list[Tensor] = []
-        for piece, space in _spaces(query, width, K, causal, keep is None):
+        for piece, space in _spaces(query, width, K, causal):
             space.gather(space.q, query, piece)
             space.gather(space.k, key, piece)
-            inputs = [x[piece.sequences, piece.heads].flatten(0, 1) for x in powers]
+            inputs = [x[piece.sequences, piece.heads].flatten(0, 1) for x in signals.unbind()]
             space.gather(inputs[0], value, piece)
-            targets = (*inputs[1:], space.last)
             for block in space.blocks:
                 matrix = space.form_matrix(block, mask, piece, scale, holds, empties)
                 if holds:
                     held.append(matrix)
-                for step, (source, target) in enumerate(zip(inputs, targets, strict=True)):
+                rows = [x[:, block.rows] for x in (*inputs, space.last)]
+                for step in range(K):
+                    source, target = inputs[step], rows[step + 1]
+                    if step == K - 1:
+                        source, target = inputs[K], rows[K + 1]
+                        write_sum(rows[K], None, factors[1:], rows[:K], piece)
                     applied = matrix if keep is None else drop(matrix, part_of_block(keep[step], piece, block), dropout)
-                    write_product(target[:, block.rows], applied, source[:, block.seen])
-            write_sum(out[piece.sequences, piece.heads], factors, (*inputs, space.last), piece)
+                    write_product(target, applied, source[:, block.seen])
+            write_sum(out[piece.sequences, piece.heads], space.last, factors[:1], inputs[:1], piece)
         ctx.save_for_backward(query, key, signals, mask, keep, *factors, *held)
         ctx.dtypes = [None if c is None else c.dtype for c in coefficients]
-        return out, *powers[1:]
+        return out, *signals[1:K].unbind()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, *grad_powers: Tensor | None) -> tuple[Any, ...]:
         query, key, signals, mask, keep, *rest = ctx.saved_tensors
         (scale, causal, dropout, holds, empties), K, needs = ctx.options, len(grad_powers) + 1, ctx.needs_input_grad[5:]
-        factors, held, together = rest[: K + 1], iter(rest[K + 1 :]), keep is None
-        width = signals.shape[-1] // K if together else signals.shape[-1]
-        powers = signals.split(width, -1) if together else signals.unbind()
-        grad = torch.zeros_like(powers[0]) if grad is None else grad
+        factors, held, width = rest[: K + 1], iter(rest[K + 1 :]), signals.shape[-1]
+        grad = torch.zeros_like(signals[0]) if grad is None else grad
         sums = [torch.zeros_like(c[:, 0, 0]) if need else None for c, need in zip(factors, needs, strict=True)]
         to_query, to_key, to_value = (_by_tokens(x, n) for x, n in ((query, None), (key, None), (query, width)))
         to_mask, shared = None, mask is not None and mask.shape != query.shape[:3] + key.shape[2:3]
         if ctx.needs_input_grad[4]:
             to_mask = torch.zeros_like(mask) if shared else torch.empty_like(mask)
-        for piece, space in _spaces(query, width, K, causal, together):
+        for piece, space in _spaces(query, width, K, causal):
             part = piece.sequences, piece.heads
             space.gather(space.q, query, piece)
             space.gather(space.k, key, piece)
             g = space.gather(space.g, grad, piece)
-            inputs = [x[part].flatten(0, 1) for x in powers]
-            for x, factor, more in zip(space.outputs, factors[1:], (*grad_powers, None), strict=True):
-                write_sum(x.unflatten(0, piece.shape), [factor], [g], piece)
-                if more is not None:
-                    x += space.gather(space.more, more, piece)
+            inputs = [x[part].flatten(0, 1) for x in signals.unbind()]
             # a row is read by itself and later rows: from the last block on, its gradient is complete in time
             matrices = [next(held) for _ in space.blocks] if holds else None
             for number in range(len(space.blocks) - 1, -1, -1):
@@ -154,28 +150,28 @@ class _Polynomial(torch.autograd.Function):
                     matrix = space.form_matrix(block, mask, piece, scale, False, empties)
                 else:
                     matrix = matrices[number]
-                stay = None if keep is None else [part_of_block(x, piece, block) for x in keep]
-                for step in range(K - 1, -1, -1):
-                    applied = matrix if stay is None else drop(matrix, stay[step], dropout)
-                    # g in the place of c_K g: the gradient of c_K is found from what application K passes back of it
-                    last = step == K - 1
-                    source = block.g if last else block.outputs[step]
-                    add_product(block.passed_to_seen[step], first, applied.mT, source)
-                    if step and last:
-                        passed = block.passed_by_head[step]
-                        block.outputs_by_head[step - 1].addcmul_(passed, factors[K][piece.heads])
-                    elif step:
-                        block.outputs[step - 1] += block.passed[step]
                 change = block.change
-                if block.all_outputs is not None:
-                    all_inputs = signals[part].flatten(0, 1)
-                    write_product(change, block.all_outputs, all_inputs[:, block.seen].mT)
-                elif stay is not None:
-                    write_product(change, block.outputs[0], inputs[0][:, block.seen].mT)
-                    change *= stay[0]
-                    for x, y, kept in zip(block.outputs[1:], inputs[1:], stay[1:], strict=True):
-                        write_product(block.more_change, x, y[:, block.seen].mT)
-                        change.addcmul_(block.more_change, kept)
+                for step in range(K - 1, -1, -1):
+                    last, stay = step == K - 1, None if keep is None else part_of_block(keep[step], piece, block)
+                    output = block.g if last else block.grads[step + 1]
+                    if not last:
+                        start = None if step == K - 2 else output
+                        write_sum(output, start, [factors[step + 2]], [block.grad_sum], piece)
+                        if (more := grad_powers[step]) is not None:
+                            output.unflatten(0, piece.shape).add_(more[part][:, :, block.rows])
+                    applied = matrix if stay is None else drop(matrix, stay, dropout)
+                    add_product(block.grad_sum_seen if last else block.grads_seen[step], first, applied.mT, output)
+                    source = inputs[K if last else step][:, block.seen].mT
+                    if last:
+                        write_product(change, output, source)
+                        if stay is not None:
+                            change *= stay
+                    elif stay is None:
+                        torch.baddbmm(change, output, source, out=change)
+                    else:
+                        write_product(block.more_change, output, source)
+                        change.addcmul_(block.more_change, stay)
+                if keep is not None:
                     change *= scale_of_kept(dropout)
                 torch._softmax_backward_data(change, matrix, -1, matrix.dtype, grad_input=change)
                 if to_mask is not None:
@@ -186,13 +182,14 @@ class _Polynomial(torch.autograd.Function):
                         rows.copy_(by_head)
                 write_product(block.grad_q, change, block.k, scale)
                 add_product(block.grad_k, first, change.mT, block.q, scale)
-            for x, y, total in zip((*inputs, space.passed[K - 1]), (*[g] * K, inputs[K - 1]), sums, strict=True):
+            for x, y, total in zip((inputs[0], *inputs[:K]), (g, *[space.grad_sum] * K), sums, strict=True):
                 if total is not None:
                     products = torch.mul(x, y, out=space.last).unflatten(0, piece.shape)
                     total[piece.heads] += products.sum((0, 2, 3))
             to_query[part], to_key[part] = (x.unflatten(0, piece.shape) for x in (space.grad_q, space.grad_k))
-            factor = factors[1] if K == 1 else torch.ones_like(factors[K])
-            write_sum(to_value[part], [factor, factors[0]], [space.passed[0], g], piece)
+            write_sum(
+                to_value[part], space.grads[0] if K > 1 else None, [factors[1], factors[0]], [space.grad_sum, g], piece
+            )
         grads = [None if x is None else x.to(dtype) for x, dtype in zip(sums, ctx.dtypes, strict=True)]
         return None, to_query, to_key, to_value, to_mask, *grads
 
@@ -203,8 +200,8 @@ def _by_tokens(x: Tensor, width: int | None) -> Tensor:
     return x.new_empty(batch, tokens, heads, features if width is None else width).transpose(1, 2)
 
 
-def _spaces(query: Tensor, width: int, K: int, causal: bool, together: bool) -> Iterator[tuple[Piece, Workspace]]:
+def _spaces(query: Tensor, width: int, K: int, causal: bool) -> Iterator[tuple[Piece, Workspace]]:
     batch, heads, tokens, features = query.shape
     rows = split_rows(tokens, causal)[0][0].stop
     for piece in split_batch(batch, heads, tokens, rows, K * width):
-        yield piece, find_workspace(piece, tokens, features, width, K, causal, query.dtype, together)
+        yield piece, find_workspace(piece, tokens, features, width, K, causal, query.dtype)
