@@ -24,7 +24,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 from hf_graphfilter import patch_model
 
 SMALL = Path(__file__).parents[1] / "recipes" / "configs" / "speech" / "small.yaml"
-FILTERS: dict[str, dict[str, Any]] = {"gfsa": {"K": 2}, "far_field": {}}
+FILTERS: dict[str, dict[str, Any]] = {"gfsa": {"K": 2, "w_K": 0.1}, "far_field": {}}  # as after training, not at 0
 SECONDS = (3, 9)
 ROWS = 16
 WHISPER = {"Whisper tiny": (384, 4, 6), "Whisper base": (512, 6, 8)}  # width, layers, heads

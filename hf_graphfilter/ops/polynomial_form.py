@@ -15,11 +15,11 @@ from .compiled_polynomial import can_write_out, write_out
 from .eager_cpu import on_plain_cpu
 from .heads import repeat_heads
 
-# Where K = 2 calls of scaled_dot_product_attention are slower, forward and with backward, by whether A is causal: up to
-# so many tokens, and from so many entries of A per block on, which repay the calls that a block takes. Measured with 2,
-# 32 and 384 matrices, 16 and 64 features, 2 to 4,096 tokens, with the code for AVX-512, for AVX2 and for neither.
-MOST_TOKENS = {False: 1024, True: 4096}
-FEWEST_ENTRIES = 1 << 16
+# Where K = 2 calls of scaled_dot_product_attention are slower, most of all with backward, by whether A is causal: up to
+# so many tokens, and from so many entries of A per block on, which repay the calls that a block takes. Measured with 2
+# to 384 matrices, 10 to 64 features, 16 to 6,000 tokens, with the code for AVX-512, for AVX2 and for neither.
+MOST_TOKENS = {False: 2048, True: 4096}
+FEWEST_ENTRIES = 1 << 15
 
 
 def polynomial_form(
@@ -80,7 +80,7 @@ def can_apply(
     return (
         all(map(on_plain_cpu, (query, key, value)))
         and _are_alike(query, key, value, coefficients, dropout, exact)
-        and (dropout > 0 or _is_faster(query, causal))
+        and (dropout > 0 or _is_faster(query, mask, causal))
     )
 
 
@@ -101,7 +101,8 @@ def _are_alike(
     )
 
 
-def _is_faster(query: Tensor, causal: bool) -> bool:
+def _is_faster(query: Tensor, mask: Tensor | None, causal: bool) -> bool:
     batch, heads, tokens, _ = query.shape
+    learned = mask is not None and mask.requires_grad  # for which SDPA has no kernel
     few = batch * heads * tokens**2 < FEWEST_ENTRIES * len(split_rows(tokens, causal))
-    return not few and tokens <= MOST_TOKENS[causal]
+    return (learned or not few) and tokens <= MOST_TOKENS[causal]
