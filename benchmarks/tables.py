@@ -147,7 +147,12 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "smoothing": partial(gallery, "zinc"),
         "graph-steps": graph_tables,
     },
-    "docs/speech.md": {"speech": partial(gallery, "speech"), "steps": speech_tables, "whisper": whisper_table},
+    "docs/speech.md": {
+        "mboshi": partial(recipe_tables, "speech-"),
+        "speech": partial(gallery, "speech"),
+        "steps": speech_tables,
+        "whisper": whisper_table,
+    },
     "docs/vision.md": {"throughput": vision_table},
     "docs/recipes_results.md": {
         name: partial(recipe_tables, name) for name in ("glue", "language_modeling", "code", "imagenet")
