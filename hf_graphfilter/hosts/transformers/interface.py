@@ -58,18 +58,23 @@ def honours_softcap(attend: Callable[..., Any]) -> bool:
     return "softcap" in inspect.signature(attend).parameters
 
 
+_OF_A_COPY = (
+    "co_code",
+    "co_consts",
+    "co_names",
+    "co_varnames",
+)  # copies differ in the name of the file, and in the line
+
+
 @functools.cache
 def is_textbook(attend: Callable[..., Any]) -> bool:
     """Return whether an eager function is a copy of BERT's: ``dropout(softmax(scale Q K^T + mask)) V`` and no more.
 
-    transformers copies it into the files of most models. Some have functions of the same name that do other things.
+    transformers copies BERT's function into the files of many models. In other files, functions of this name do more.
     """
-    from transformers.models.bert import modeling_bert  # which, at the top of this file, waits for us
+    from transformers.models.bert import modeling_bert  # at the top of the file, this import would be circular
 
     code, known = getattr(attend, "__code__", None), modeling_bert.eager_attention_forward.__code__
     if code is None or known.co_filename != modeling_bert.__file__:  # somebody has replaced BERT's
         return False
     return all(getattr(code, part) == getattr(known, part) for part in _OF_A_COPY)
-
-
-_OF_A_COPY = ("co_code", "co_consts", "co_names", "co_varnames")  # not the name of its file, nor its line
