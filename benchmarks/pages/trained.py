@@ -24,7 +24,8 @@ def recipe_tables(*names: str) -> str:
         notes += [f"split: {run['split']}; rows: {run['rows']}".replace("'", "")] if "split" in run else []
         if content["name"].startswith("lra-") and content["task"] != "image":
             notes += [f"at most {run['settings']['max_length']:,} tokens"]
-        if content["name"].startswith("lra-") or content["name"].endswith("-time"):
+        lengths_differ = any("num_train_epochs" in overrides for overrides in content["variants"].values())
+        if content["name"].startswith("lra-") or lengths_differ:
             notes += [f"{run['settings']['num_train_epochs']:g} epochs"]
         machines = dict.fromkeys(run["machine"] for run in content["runs"])
         versions = dict.fromkeys(run["versions"]["torch"] for run in content["runs"])
