@@ -24,11 +24,15 @@ NARROW = 16  # features: a product with fewer columns is two to four times as fa
 
 
 class Piece(NamedTuple):
-    """Some sequences with all their heads, or some heads of one; ``shape`` has the numbers of both."""
+    """Some sequences with all their heads, or some heads of one.
+
+    ``shape`` has the numbers of both. ``range`` is where their matrices lie among all, one per sequence and head.
+    """
 
     sequences: slice
     heads: slice
     shape: tuple[int, int]
+    range: slice
 
 
 def split_rows(tokens: int, causal: bool) -> list[tuple[slice, slice]]:
@@ -45,19 +49,52 @@ def split_batch(batch: int, heads: int, tokens: int, rows: int, width: int) -> I
         for sequence in range(batch):
             for head in range(0, heads, together):
                 end = min(head + together, heads)
-                yield Piece(slice(sequence, sequence + 1), slice(head, end), (1, end - head))
+                place = slice(sequence * heads + head, sequence * heads + end)
+                yield Piece(slice(sequence, sequence + 1), slice(head, end), (1, end - head), place)
     else:
         for sequence in range(0, batch, together // heads):
             end = min(sequence + together // heads, batch)
-            yield Piece(slice(sequence, end), slice(0, heads), (end - sequence, heads))
+            place = slice(sequence * heads, end * heads)
+            yield Piece(slice(sequence, end), slice(0, heads), (end - sequence, heads), place)
 
 
 def allocate(make: Callable[[tuple[int, ...]], Tensor], shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor (..., tokens, features) that ``make`` allocates, by column if signals are narrow and long."""
-    *first, tokens, features = shape
-    if features >= NARROW or tokens < NARROW:
-        return make(shape)
-    return make((*first, features, tokens)).mT
+    """Return a tensor (matrices, tokens, features) that ``make`` allocates, by column if it is narrow and long."""
+    count, tokens, features = shape
+    return make((count, features, tokens)).mT if _is_narrow(tokens, features) else make(shape)
+
+
+def flatten_signal(x: Tensor) -> Tensor:
+    """Return ``x`` (batch, heads, tokens, features) as (batch * heads, tokens, features), stored as by ``allocate``."""
+    batch, heads, tokens, features = x.shape
+    if _is_narrow(tokens, features):
+        return x.mT.reshape(batch * heads, features, tokens).mT
+    return x.reshape(batch * heads, tokens, features)
+
+
+def _is_narrow(tokens: int, features: int) -> bool:
+    return features < NARROW <= tokens
+
+
+def take(x: Tensor, piece: Piece) -> Tensor:
+    """Return what belongs to a piece, of ``x`` (batch * heads, ...)."""
+    place = piece.range
+    return x if place.stop - place.start == x.shape[0] else x[place]
+
+
+def part_of_batch(x: Tensor, piece: Piece) -> Tensor:
+    """Return what belongs to a piece, of ``x`` (batch, heads, ...)."""
+    return x if x.shape[:2] == piece.shape else x[piece.sequences, piece.heads]
+
+
+def by_head(x: Tensor, piece: Piece) -> Tensor:
+    """Return the view of ``x`` (sequences * heads, ...) as (sequences, heads, ...)."""
+    return x.view(*piece.shape, *x.shape[1:])
+
+
+def cut(x: Tensor, rows: slice) -> Tensor:
+    """Return some rows of ``x`` (matrices, tokens, features)."""
+    return x if rows.stop - rows.start == x.shape[1] else x[:, rows]
 
 
 class Block(NamedTuple):
@@ -69,9 +106,7 @@ class Block(NamedTuple):
     matrix: Tensor
     change: Tensor
     more_change: Tensor
-    q: Tensor
-    k: Tensor
-    k_columns: Tensor
+    last: Tensor
     g: Tensor
     grad_sum: Tensor
     grad_sum_seen: Tensor
@@ -82,7 +117,7 @@ class Block(NamedTuple):
 
 
 class Workspace:
-    """The memory for one piece: copies of its rows, the gradients of K signals and their sum, the blocks of its A.
+    """The memory for one piece: a copy of its gradient, the gradients of K signals and their sum, the blocks of its A.
 
     ``rows`` is the size of a block in use, which tells workspaces apart.
     """
@@ -103,14 +138,13 @@ class Workspace:
         def rows_of(name: str, features: int) -> Tensor:
             return allocate(partial(scratch, name, dtype=dtype), (count, tokens, features))
 
-        self.q, self.k = (scratch(name, (count, tokens, features), dtype) for name in ("q", "k"))  # never results
         self.grad_q, self.grad_k = rows_of("grad q", features), rows_of("grad k", features)
         self.g, self.last, self.grad_sum = (rows_of(name, width) for name in ("g", "last", "grad sum"))
         self.grads = [rows_of(f"grad {step}", width) for step in range(K)]
         self.blocks = [self._block(rows, seen, causal, dtype) for rows, seen in split_rows(tokens, causal)]
 
     def _block(self, rows: slice, seen: slice, causal: bool, dtype: torch.dtype) -> Block:
-        shape = (len(self.q), rows.stop - rows.start, seen.stop)
+        shape = (self.g.shape[0], rows.stop - rows.start, seen.stop)
         matrix, change, more = (scratch(name, shape, dtype) for name in ("matrix", "change", "more change"))
         hidden = torch.full(shape[1:], -torch.inf, dtype=dtype, device="cpu").triu_(1 + rows.start) if causal else None
         return Block(
@@ -120,9 +154,7 @@ class Workspace:
             matrix=matrix,
             change=change,
             more_change=more,
-            q=self.q[:, rows],
-            k=self.k[:, seen],
-            k_columns=self.k[:, seen].mT,
+            last=self.last[:, rows],
             g=self.g[:, rows],
             grad_sum=self.grad_sum[:, rows],
             grad_sum_seen=self.grad_sum[:, seen],
@@ -133,24 +165,28 @@ class Workspace:
         )
 
     def form_matrix(
-        self, block: Block, mask: Tensor | None, piece: Piece, scale: float, held: bool, empties: bool
+        self,
+        block: Block,
+        q: Tensor,
+        k: Tensor,
+        mask: Tensor | None,
+        piece: Piece,
+        scale: float,
+        held: bool,
+        empties: bool,
     ) -> Tensor:
         """Return a block of A, (sequences * heads, rows, seen), in fresh memory if it is to be ``held``."""
         matrix = torch.empty_like(block.matrix) if held else block.matrix
+        q, k = cut(q, block.rows), cut(k, block.seen)
         if block.hidden is not None:
-            torch.baddbmm(block.hidden, block.q, block.k_columns, alpha=scale, out=matrix)
+            torch.baddbmm(block.hidden, q, k.mT, alpha=scale, out=matrix)
             return torch.softmax(matrix, -1, out=matrix)
-        torch.baddbmm(matrix, block.q, block.k_columns, beta=0, alpha=scale, out=matrix)
+        torch.baddbmm(matrix, q, k.mT, beta=0, alpha=scale, out=matrix)
         if mask is None:
             return torch.softmax(matrix, -1, out=matrix)
         bias = additive(part_of_mask(mask, piece), matrix.dtype)
-        biased_softmax(matrix.unflatten(0, self.shape), bias, empties)
+        biased_softmax(by_head(matrix, piece), bias, empties)
         return matrix
-
-    def gather(self, copy: Tensor, x: Tensor, piece: Piece) -> Tensor:
-        """Copy a piece of ``x`` (batch, heads, tokens, features) to memory of the workspace, and return that."""
-        copy.unflatten(0, self.shape).copy_(x[piece.sequences, piece.heads])
-        return copy
 
 
 def find_workspace(
@@ -163,8 +199,8 @@ def find_workspace(
 
 
 def part_of_block(x: Tensor, piece: Piece, block: Block) -> Tensor:
-    """Return what belongs to a block, of a tensor (batch, heads, tokens, tokens)."""
-    return x[piece.sequences, piece.heads, block.rows, block.seen].flatten(0, 1)
+    """Return what belongs to a block, of a tensor (batch * heads, tokens, tokens)."""
+    return x[piece.range, block.rows, block.seen]
 
 
 def write_product(target: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
@@ -193,31 +229,28 @@ def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def write_sum(
-    target: Tensor, start: Tensor | None, factors: Sequence[Tensor | None], signals: Sequence[Tensor], piece: Piece
+    target: Tensor, start: Tensor | None, factors: Sequence[Tensor | None], signals: Sequence[Tensor]
 ) -> None:
     """Write ``start + sum_k c_k x_k`` to ``target``, without the terms whose c_k is None.
 
-    The target is (sequences, heads, tokens, features) or, as ``start`` and the signals, (sequences * heads, tokens,
-    features). Factors are (all heads, 1, 1).
+    All are (matrices, tokens, features), factors (matrices, 1, 1). The target may be the start itself.
     """
-    target = target if target.dim() == 4 else target.unflatten(0, piece.shape)
-    terms = [
-        (c[piece.heads], x.unflatten(0, piece.shape)) for c, x in zip(factors, signals, strict=True) if c is not None
-    ]
-    first = None if start is None else start.unflatten(0, piece.shape)
-    if not terms:
-        target.zero_() if first is None else target.copy_(first)
+    terms = [(c, x) for c, x in zip(factors, signals, strict=True) if c is not None]
+    if not terms and start is not target:
+        target.zero_() if start is None else target.copy_(start)
     for number, (c, x) in enumerate(terms):
         if number:
             target.addcmul_(x, c)
-        elif first is None:
+        elif start is None:
             torch.mul(x, c, out=target)
         else:
-            torch.addcmul(first, x, c, out=target)
+            torch.addcmul(start, x, c, out=target)
 
 
 def part_of_mask(mask: Tensor, piece: Piece) -> Tensor:
     """Return the view of a mask, broadcastable to (batch, heads, tokens, tokens), that belongs to a piece."""
-    mask = mask[(None,) * (4 - mask.dim())]
+    mask = mask if mask.dim() == 4 else mask[(None,) * (4 - mask.dim())]
+    if mask.shape[:2] == piece.shape:
+        return mask
     whole = slice(None)
     return mask[piece.sequences if mask.shape[0] > 1 else whole, piece.heads if mask.shape[1] > 1 else whole]

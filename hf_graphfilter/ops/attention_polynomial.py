@@ -19,15 +19,20 @@ from .attention_pieces import (
     Workspace,
     add_product,
     allocate,
+    by_head,
+    cut,
     find_workspace,
+    flatten_signal,
+    part_of_batch,
     part_of_block,
     part_of_mask,
     split_batch,
     split_rows,
+    take,
     write_product,
     write_sum,
 )
-from .combine import Coefficients, per_head
+from .combine import Coefficients
 from .random_masks import draw_masks, drop, scale_of_kept
 from .scores import has_empty_rows
 
@@ -95,73 +100,73 @@ class _Polynomial(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.options = scale, causal, dropout, holds, empties = options
         K, (batch, heads, tokens, width) = len(coefficients) - 1, value.shape
-        keep = draw_masks((K, batch, heads, tokens, tokens), dropout) if dropout else None
+        keep = draw_masks((K, batch * heads, tokens, tokens), dropout) if dropout else None
         if keep is not None and keep[0].numel() <= AS_NUMBERS:
             keep = keep.to(value.dtype)
-        signals = allocate(value.new_empty, (K + 1, batch, heads, tokens, width))  # X_0 ... X_{K-1} and W
-        out = _by_tokens(value, width)
-        factors = [None if c is None else per_head(c, value) for c in coefficients]
+        queries, keys = (x.reshape(batch * heads, tokens, x.shape[-1]) for x in (query, key))
+        first = flatten_signal(value)
+        signals = [first, *(allocate(value.new_empty, first.shape) for _ in range(K))]  # X_0 ... X_{K-1} and W
+        factors = [None if c is None else c.to(value.dtype).repeat(batch).view(-1, 1, 1) for c in coefficients]
+        out = _empty_by_tokens(value, value.shape)
         held: list[Tensor] = []
-        for piece, space in _spaces(query, width, K, causal):
-            space.gather(space.q, query, piece)
-            space.gather(space.k, key, piece)
-            inputs = [x[piece.sequences, piece.heads].flatten(0, 1) for x in signals.unbind()]
-            space.gather(inputs[0], value, piece)
+        for piece, space in _spaces(query.shape, width, K, causal, query.dtype):
+            q, k, *inputs = (take(x, piece) for x in (queries, keys, *signals))
+            terms = [None if c is None else take(c, piece) for c in factors]
             for block in space.blocks:
-                matrix = space.form_matrix(block, mask, piece, scale, holds, empties)
+                matrix = space.form_matrix(block, q, k, mask, piece, scale, holds, empties)
                 if holds:
                     held.append(matrix)
-                rows = [x[:, block.rows] for x in (*inputs, space.last)]
+                rows = [*(cut(x, block.rows) for x in inputs), block.last]
                 for step in range(K):
                     source, target = inputs[step], rows[step + 1]
                     if step == K - 1:
                         source, target = inputs[K], rows[K + 1]
-                        write_sum(rows[K], None, factors[1:], rows[:K], piece)
+                        write_sum(rows[K], None, terms[1:], rows[:K])
                     applied = matrix if keep is None else drop(matrix, part_of_block(keep[step], piece, block), dropout)
-                    write_product(target, applied, source[:, block.seen])
-            write_sum(out[piece.sequences, piece.heads], space.last, factors[:1], inputs[:1], piece)
-        ctx.save_for_backward(query, key, signals, mask, keep, *factors, *held)
-        ctx.dtypes = [None if c is None else c.dtype for c in coefficients]
-        return out, *signals[1:K].unbind()
+                    write_product(target, applied, cut(source, block.seen))
+            write_sum(space.last, space.last, terms[:1], inputs[:1])
+            part_of_batch(out, piece).copy_(by_head(space.last, piece))
+        ctx.save_for_backward(queries, keys, mask, keep, *factors, *signals, *held)
+        ctx.shapes, ctx.dtypes = (query.shape, value.shape), [None if c is None else c.dtype for c in coefficients]
+        return out, *(x.view(value.shape) for x in signals[1:K])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, *grad_powers: Tensor | None) -> tuple[Any, ...]:
-        query, key, signals, mask, keep, *rest = ctx.saved_tensors
         (scale, causal, dropout, holds, empties), K, needs = ctx.options, len(grad_powers) + 1, ctx.needs_input_grad[5:]
-        factors, held, width = rest[: K + 1], iter(rest[K + 1 :]), signals.shape[-1]
-        grad = torch.zeros_like(signals[0]) if grad is None else grad
-        sums = [torch.zeros_like(c[:, 0, 0]) if need else None for c, need in zip(factors, needs, strict=True)]
-        to_query, to_key, to_value = (_by_tokens(x, n) for x, n in ((query, None), (key, None), (query, width)))
-        to_mask, shared = None, mask is not None and mask.shape != query.shape[:3] + key.shape[2:3]
+        queries, keys, mask, keep, *rest = ctx.saved_tensors
+        factors, signals, held = rest[: K + 1], rest[K + 1 : 2 * K + 2], iter(rest[2 * K + 2 :])
+        shape, shape_of_value = ctx.shapes
+        grad = queries.new_zeros(shape_of_value) if grad is None else grad
+        to_query, to_key, to_value = (_empty_by_tokens(queries, x) for x in (shape, shape, shape_of_value))
+        to_mask, changes, shared = None, None, mask is not None and mask.shape != (*shape[:3], shape[2])
         if ctx.needs_input_grad[4]:
-            to_mask = torch.zeros_like(mask) if shared else torch.empty_like(mask)
-        for piece, space in _spaces(query, width, K, causal):
-            part = piece.sequences, piece.heads
-            space.gather(space.q, query, piece)
-            space.gather(space.k, key, piece)
-            g = space.gather(space.g, grad, piece)
-            inputs = [x[part].flatten(0, 1) for x in signals.unbind()]
+            to_mask = mask.new_zeros(mask.shape) if shared else mask.new_empty(mask.shape)
+            changes = None if shared or mask.dtype != queries.dtype else to_mask.flatten(0, 1)
+        dots: list[list[Tensor]] = [[] for _ in factors]
+        for piece, space in _spaces(shape, shape_of_value[3], K, causal, queries.dtype):
+            q, k, *inputs = (take(x, piece) for x in (queries, keys, *signals))
+            terms = [None if c is None else take(c, piece) for c in factors]
+            by_head(space.g, piece).copy_(part_of_batch(grad, piece))
             # a row is read by itself and later rows: from the last block on, its gradient is complete in time
             matrices = [next(held) for _ in space.blocks] if holds else None
             for number in range(len(space.blocks) - 1, -1, -1):
                 block, first = space.blocks[number], number == len(space.blocks) - 1
                 if matrices is None:
-                    matrix = space.form_matrix(block, mask, piece, scale, False, empties)
+                    matrix = space.form_matrix(block, q, k, mask, piece, scale, False, empties)
                 else:
                     matrix = matrices[number]
-                change = block.change
+                change = block.change if changes is None else take(changes, piece)
                 for step in range(K - 1, -1, -1):
                     last, stay = step == K - 1, None if keep is None else part_of_block(keep[step], piece, block)
                     output = block.g if last else block.grads[step + 1]
                     if not last:
-                        start = None if step == K - 2 else output
-                        write_sum(output, start, [factors[step + 2]], [block.grad_sum], piece)
+                        write_sum(output, None if step == K - 2 else output, [terms[step + 2]], [block.grad_sum])
                         if (more := grad_powers[step]) is not None:
-                            output.unflatten(0, piece.shape).add_(more[part][:, :, block.rows])
+                            output += part_of_batch(more, piece).flatten(0, 1)[:, block.rows]
                     applied = matrix if stay is None else drop(matrix, stay, dropout)
                     add_product(block.grad_sum_seen if last else block.grads_seen[step], first, applied.mT, output)
-                    source = inputs[K if last else step][:, block.seen].mT
+                    source = cut(inputs[K if last else step], block.seen).mT
                     if last:
                         write_product(change, output, source)
                         if stay is not None:
@@ -174,34 +179,36 @@ class _Polynomial(torch.autograd.Function):
                 if keep is not None:
                     change *= scale_of_kept(dropout)
                 torch._softmax_backward_data(change, matrix, -1, matrix.dtype, grad_input=change)
-                if to_mask is not None:
-                    rows, by_head = part_of_mask(to_mask, piece), change.unflatten(0, piece.shape)
-                    if shared:
-                        rows += by_head.sum_to_size(rows.shape)
-                    else:
-                        rows.copy_(by_head)
-                write_product(block.grad_q, change, block.k, scale)
-                add_product(block.grad_k, first, change.mT, block.q, scale)
-            for x, y, total in zip((inputs[0], *inputs[:K]), (g, *[space.grad_sum] * K), sums, strict=True):
-                if total is not None:
-                    products = torch.mul(x, y, out=space.last).unflatten(0, piece.shape)
-                    total[piece.heads] += products.sum((0, 2, 3))
-            to_query[part], to_key[part] = (x.unflatten(0, piece.shape) for x in (space.grad_q, space.grad_k))
-            write_sum(
-                to_value[part], space.grads[0] if K > 1 else None, [factors[1], factors[0]], [space.grad_sum, g], piece
-            )
-        grads = [None if x is None else x.to(dtype) for x, dtype in zip(sums, ctx.dtypes, strict=True)]
+                if to_mask is not None and changes is None:
+                    part, added = part_of_mask(to_mask, piece), by_head(change, piece)
+                    part.add_(added.sum_to_size(part.shape)) if shared else part.copy_(added)
+                write_product(block.grad_q, change, cut(k, block.seen), scale)
+                add_product(block.grad_k, first, change.mT, cut(q, block.rows), scale)
+            pairs = (inputs[0], space.g), *((x, space.grad_sum) for x in inputs[:K])
+            for (x, y), dot, need in zip(pairs, dots, needs, strict=True):
+                if need:
+                    dot.append(torch.mul(x, y, out=space.last).sum((1, 2)))
+            g_value = space.grads[0]
+            write_sum(g_value, g_value if K > 1 else None, [terms[1], terms[0]], [space.grad_sum, space.g])
+            for target, source in ((to_query, space.grad_q), (to_key, space.grad_k), (to_value, g_value)):
+                part_of_batch(target, piece).copy_(by_head(source, piece))
+        grads = [
+            torch.cat(dot).view(shape[:2]).sum(0).to(dtype) if need else None
+            for dot, dtype, need in zip(dots, ctx.dtypes, needs, strict=True)
+        ]
         return None, to_query, to_key, to_value, to_mask, *grads
 
 
-def _by_tokens(x: Tensor, width: int | None) -> Tensor:
-    """Return an empty tensor, stored as (batch, tokens, heads, features) as projections read and write it."""
-    batch, heads, tokens, features = x.shape
-    return x.new_empty(batch, tokens, heads, features if width is None else width).transpose(1, 2)
+def _empty_by_tokens(like: Tensor, shape: torch.Size) -> Tensor:
+    """Return an empty tensor (batch, heads, tokens, features), stored by tokens as projections read and write it."""
+    batch, heads, tokens, features = shape
+    return like.new_empty(batch, tokens, heads, features).transpose(1, 2)
 
 
-def _spaces(query: Tensor, width: int, K: int, causal: bool) -> Iterator[tuple[Piece, Workspace]]:
-    batch, heads, tokens, features = query.shape
+def _spaces(
+    shape: torch.Size, width: int, K: int, causal: bool, dtype: torch.dtype
+) -> Iterator[tuple[Piece, Workspace]]:
+    batch, heads, tokens, features = shape
     rows = split_rows(tokens, causal)[0][0].stop
     for piece in split_batch(batch, heads, tokens, rows, K * width):
-        yield piece, find_workspace(piece, tokens, features, width, K, causal, query.dtype)
+        yield piece, find_workspace(piece, tokens, features, width, K, causal, dtype)

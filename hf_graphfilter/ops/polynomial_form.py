@@ -96,7 +96,8 @@ def _are_alike(
         and all(c is None or torch.promote_types(c.dtype, dtype) == dtype for c in coefficients)
         and not torch.is_autocast_enabled("cpu")
         and query.shape[0] == key.shape[0] == value.shape[0]
-        and 0 < tokens == key.shape[2] == value.shape[2]
+        and tokens == key.shape[2] == value.shape[2]
+        and query.numel() > 0
         and not (exact and (dropout == 0 or len(coefficients) == 2))
         and 0 <= dropout < 1
     )
