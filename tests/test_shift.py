@@ -41,6 +41,7 @@ from hf_graphfilter.ops.attention_pieces import PIECE, ROWS
 from hf_graphfilter.ops.attention_polynomial import KEPT, apply_polynomial
 from hf_graphfilter.ops.combine import combine
 from hf_graphfilter.ops.polynomial_form import can_apply, polynomial_form
+from hf_graphfilter.ops.scores import softmax_, softmax_backward_
 
 B, H, N, D = 2, 4, 7, 5
 
@@ -199,6 +200,19 @@ def test_polynomial_passes_a_gradient_to_its_mask(shape, piece, monkeypatch):
     weight = tensors(B, H, N, D, count=1)[0]
     found = torch.autograd.grad(apply_polynomial(q, k, v, c, mask)[0], mask, weight)
     torch.testing.assert_close(found, torch.autograd.grad(several_calls(q, k, v, c, mask)[0], mask, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("tokens", [1, 3, 7, 8, 15, 16, 17])
+def test_softmax_of_short_rows(tokens, dtype):
+    scores = 30 * torch.randn(4, tokens, tokens, dtype=dtype)  # exp() of some would overflow in float32
+    scores[0, 0, tokens // 2 :] = -torch.inf if tokens > 1 else 0.0
+    scores.requires_grad_()
+    expected, weight = scores.softmax(-1), torch.randn_like(scores)
+    (gradient,) = torch.autograd.grad(expected, scores, weight)
+    found = softmax_(scores.detach().clone())
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(softmax_backward_(weight.clone(), found), gradient)
 
 
 @pytest.mark.parametrize("kind", ["boolean", "additive"])

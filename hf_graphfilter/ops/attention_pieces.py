@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .scores import additive, biased_softmax
+from .scores import additive, biased_softmax, softmax_
 from .scratch import LARGEST, reuse, scratch
 
 PIECE = 1 << 20  # entries of A, or of the signals, that are handled at a time: 4 MB in float32
@@ -180,10 +180,10 @@ class Workspace:
         q, k = cut(q, block.rows), cut(k, block.seen)
         if block.hidden is not None:
             torch.baddbmm(block.hidden, q, k.mT, alpha=scale, out=matrix)
-            return torch.softmax(matrix, -1, out=matrix)
+            return softmax_(matrix)
         torch.baddbmm(matrix, q, k.mT, beta=0, alpha=scale, out=matrix)
         if mask is None:
-            return torch.softmax(matrix, -1, out=matrix)
+            return softmax_(matrix)
         bias = additive(part_of_mask(mask, piece), matrix.dtype)
         biased_softmax(by_head(matrix, piece), bias, empties)
         return matrix

@@ -34,7 +34,7 @@ from .attention_pieces import (
 )
 from .combine import Coefficients
 from .random_masks import draw_masks, drop, scale_of_kept
-from .scores import has_empty_rows
+from .scores import has_empty_rows, softmax_backward_
 
 KEPT = 1 << 23  # entries of A that one call may keep for its backward pass; with more, A is formed again
 AS_NUMBERS = 1 << 22  # entries up to which a dropout mask is of numbers: faster to multiply, four times the memory
@@ -178,7 +178,7 @@ class _Polynomial(torch.autograd.Function):
                         change.addcmul_(block.more_change, stay)
                 if keep is not None:
                     change *= scale_of_kept(dropout)
-                torch._softmax_backward_data(change, matrix, -1, matrix.dtype, grad_input=change)
+                softmax_backward_(change, matrix)
                 if to_mask is not None and changes is None:
                     part, added = part_of_mask(to_mask, piece), by_head(change, piece)
                     part.add_(added.sum_to_size(part.shape)) if shared else part.copy_(added)
