@@ -48,7 +48,7 @@ def softmax_(scores: Tensor) -> Tensor:
 
 
 def softmax_backward_(grad: Tensor, matrix: Tensor) -> Tensor:
-    """Return the gradient of the scores, from that of their softmax ``matrix`` and written into the memory of it."""
+    """Return the gradient of the scores, written into ``grad``, which is the gradient of their softmax ``matrix``."""
     if not _has_short_rows(matrix):
         return torch._softmax_backward_data(grad, matrix, -1, matrix.dtype, grad_input=grad)
     grad *= matrix
@@ -56,7 +56,7 @@ def softmax_backward_(grad: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _has_short_rows(x: Tensor) -> bool:
-    """Return whether rows are shorter than a vector register, where PyTorch's softmax takes 3 to 8 times as long."""
+    """Return whether rows are shorter than a vector register, where PyTorch's softmax takes 2 to 8 times as long."""
     return x.shape[-1] * x.itemsize < _VECTOR and x.device.type == "cpu"
 
 

@@ -58,12 +58,8 @@ def honours_softcap(attend: Callable[..., Any]) -> bool:
     return "softcap" in inspect.signature(attend).parameters
 
 
-_OF_A_COPY = (
-    "co_code",
-    "co_consts",
-    "co_names",
-    "co_varnames",
-)  # copies differ in the name of the file, and in the line
+# copies differ in the name of the file and in the line, and not in these
+_OF_A_COPY = ("co_code", "co_consts", "co_names", "co_varnames")
 
 
 @functools.cache
