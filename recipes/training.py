@@ -1,6 +1,7 @@
 """Training with the Trainer: the filter's own learning rate, what is measured, and how far the filter moved."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -134,9 +135,13 @@ def make_trainer(
 
 
 class Order(LengthGroupedSampler):
-    """Rows of like lengths together, in an order of the seed and the epoch, whatever else is drawn.
+    """Rows of similar length together in a batch, and the batches in random order.
 
-    With the common generator a model with more dropout has another order from its second epoch on.
+    transformers' sampler runs from long to short rows, again and again. A model whose target depends on the length
+    follows it back and forth, and its errors are larger.
+
+    The order depends on the seed and the epoch alone. With the common generator a model with more dropout would have
+    another order from its second epoch on.
     """
 
     def __init__(self, like: LengthGroupedSampler, seed: int):
@@ -146,6 +151,14 @@ class Order(LengthGroupedSampler):
 
     def set_epoch(self, epoch: int) -> None:
         self.generator.manual_seed(self.seed + epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        rows = list(super().__iter__())
+        batches = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
+        full = len(rows) // self.batch_size
+        # The batch with the longest row stays first, so that memory runs out at once; a smaller batch stays last.
+        order = sorted(torch.randperm(full, generator=self.generator).tolist(), key=bool)
+        return (row for i in [*order, *range(full, len(batches))] for row in batches[i])
 
 
 def seed_sampler(sampler: Any, training: Seq2SeqTrainingArguments) -> Any:

@@ -12,6 +12,7 @@ import types
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -23,6 +24,7 @@ from models import FAMILIES
 from scipy import stats
 from sklearn import metrics as sklearn_metrics
 from transformers import BertConfig, BertModel, Seq2SeqTrainingArguments
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 import recipes
 from hf_graphfilter import GraphFilterError, filter_status
@@ -926,6 +928,16 @@ def test_rows_of_like_lengths_come_in_the_order_of_seed_and_epoch(tmp_path):
     assert orders[0] == orders[2]
     assert orders[1] == orders[3]
     assert orders[0] != orders[1]
+
+
+def test_batches_of_like_lengths_come_in_random_order():
+    order = [*training.Order(LengthGroupedSampler(4, lengths=[*range(402)]), seed=0)]
+    assert sorted(order) == [*range(402)]
+    assert order[0] == 401  # so that memory runs out at once
+    batches = np.array(order[:400]).reshape(100, 4)
+    assert np.ptp(batches, 1).max() < 80
+    descents = (np.diff(batches.mean(1)) < 0).sum()
+    assert 35 <= descents <= 65  # 96 if the batches of each group came sorted
 
 
 def test_a_run_that_kept_no_checkpoint_has_none_to_save_or_push(asked, capsys):
