@@ -169,6 +169,9 @@ class SpeechArguments(FilterArguments):
     ctc_decode_weight: float = HfArg(default=0.0, help="Of CTC in the search of an encoder-decoder with a CTC head.")
     max_seconds: float = HfArg(default=30.0, help="Longest recording.")
     too_long: str = HfArg(default="skip", help="skip (and count) longer recordings, or cut them.")
+    join_seconds: float = HfArg(
+        default=0.0, help="Join neighbouring training recordings up to this length; 30 suits Whisper, 0 joins none."
+    )
     bad_audio: str = HfArg(default="skip", help="skip (and count) what cannot be used, or error.")
     speeds: list[float] = HfArg(
         default_factory=lambda: [1.0], help="Speeds of the training part; 0.95 1 1.05 are three copies of it."

@@ -1,22 +1,16 @@
 """The recordings and transcripts of the speech recipe: folders, LibriSpeech, Common Voice, digits and the Hub."""
 
-import io
 import random
 import re
-import zlib
 from dataclasses import dataclass
-from math import gcd
 from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
-from datasets import Dataset
-from scipy.signal import resample_poly
 
 from hf_graphfilter import GraphFilterError
 from recipes.data import choose, first_file, load_from_hub, read_rows, split_holdout
-from recipes.errors import line
+from recipes.recordings import HubRow
 
 SPELLINGS = {"audio": ("file", "file_name", "path", "audio"), "text": ("text", "sentence", "transcription", "raw_text")}
 PARTS = {"train": "train", "dev": "validation", "valid": "validation", "validation": "validation", "test": "test"}
@@ -189,64 +183,6 @@ def _read_hub(task: SpeechTask) -> dict[str, list[dict[str, Any]]]:
     for part, sources in named.items():
         for rows in (data[source] for source in sources.split() if source in data):
             rows = rows.cast_column("audio", datasets.Audio(decode=False))
-            items = [{"audio": HubRow(rows, i), "text": text or ""} for i, text in enumerate(rows["text"])]
+            items = [{"audio": [HubRow(rows, i)], "text": text or ""} for i, text in enumerate(rows["text"])]
             parts.setdefault(part, []).extend({**item, "name": f"row {i} of {part}"} for i, item in enumerate(items))
     return parts
-
-
-@dataclass
-class HubRow:
-    """A recording in a data set of the Hub, read when it is needed."""
-
-    rows: Dataset
-    number: int
-
-    def read(self) -> io.BytesIO | str:
-        audio = self.rows[self.number]["audio"]
-        if not audio or not (audio["bytes"] or audio["path"]):
-            raise ValueError("it has no recording")
-        return io.BytesIO(audio["bytes"]) if audio["bytes"] else audio["path"]
-
-
-# ------------------------------------------------------------------------------------------------------------- audio
-
-
-def read_audio(source: Any, rate: int, speed: float = 1.0) -> np.ndarray:
-    """Return one channel at ``rate`` samples a second, of a file, or of several with short pauses between them.
-
-    Raises:
-        ValueError: it cannot be used, with the reason.
-    """
-    import soundfile  # of the extra speech, asked for by `prepare`
-
-    files = [source.read()] if isinstance(source, HubRow) else source
-    pieces = []
-    # The names without their folder: the pauses are the same wherever the data lies.
-    names = " ".join(Path(file).name for file in files if isinstance(file, str))
-    pauses = np.random.default_rng(zlib.crc32(names.encode()))
-    for file in files:
-        if isinstance(file, str) and not Path(file).is_file():
-            raise ValueError("there is no such file")
-        try:
-            samples, found = soundfile.read(file, dtype="float32", always_2d=True)
-        except (soundfile.SoundFileError, OSError) as error:
-            raise ValueError(f"it cannot be read ({line(error)})") from error
-        if pieces:
-            pieces.append(pauses.normal(0, 1e-3, round(pauses.uniform(0.02, 0.2) * rate)).astype(np.float32))
-        pieces.append(resample(samples.mean(1), round(found * speed), rate))
-    samples = np.concatenate(pieces)
-    if len(samples) < 0.1 * rate:
-        raise ValueError(f"it is {len(samples) / rate:.3f} seconds long, less than a tenth")
-    if not np.isfinite(samples).all():
-        raise ValueError("it has samples that are no numbers")
-    if np.abs(samples).max() < 1e-5:
-        raise ValueError("it is silent")
-    return samples
-
-
-def resample(samples: np.ndarray, found: int, rate: int) -> np.ndarray:
-    """Return ``samples``, of ``found`` a second, as ``rate`` a second."""
-    if found == rate or not len(samples):
-        return samples
-    common = gcd(found, rate)
-    return resample_poly(samples, rate // common, found // common).astype(np.float32)

@@ -25,7 +25,7 @@ from hf_graphfilter import GraphFilterError
 from hf_graphfilter.errors import require
 from recipes.errors import note
 from recipes.models import loading_errors
-from recipes.speech_data import HubRow, read_audio
+from recipes.recordings import HubRow, join_rows, read_audio
 from recipes.transcripts import normalize
 
 FORMAT = 2  # of what is cached; raise it where `prepare` gives other numbers
@@ -106,6 +106,8 @@ def prepare(rows: list[dict[str, Any]], extractor: Any, args: Any, part: str) ->
     speeds = tuple(args.speeds) if part == "train" else (1.0,)
     whisper = isinstance(extractor, WhisperFeatureExtractor)  # which cuts what is longer, and says nothing
     seconds = min(args.max_seconds, extractor.chunk_length) if whisper else args.max_seconds
+    if part == "train" and args.join_seconds:
+        rows = join_rows(rows, min(args.join_seconds, seconds) * min(speeds))
     settings = (FORMAT, extractor.to_json_string(), seconds, args.too_long, speeds, args.data, args.task)
     marks = [(row["name"], not row["text"], *_marks(row["audio"])) for row in rows]
     key = hashlib.sha256(json.dumps([settings, marks]).encode()).hexdigest()[:32]
@@ -129,10 +131,15 @@ def prepare(rows: list[dict[str, Any]], extractor: Any, args: Any, part: str) ->
 
 
 def _marks(audio: Any) -> list[Any]:
-    if isinstance(audio, HubRow):
-        return [audio.rows._fingerprint, audio.number]
-    files = [Path(file) for file in audio] if isinstance(audio, list) else []
-    return [(file.stat().st_size, file.stat().st_mtime_ns) if file.is_file() else None for file in files]
+    """Return what changes if a recording does."""
+    marks: list[Any] = []
+    for one in audio:
+        if isinstance(one, HubRow):
+            marks.append((one.rows._fingerprint, one.number))
+        else:
+            file = Path(one)
+            marks.append((file.stat().st_size, file.stat().st_mtime_ns) if file.is_file() else None)
+    return marks
 
 
 def _make(

@@ -42,10 +42,11 @@ from hf_graphfilter.fitting.batches import inputs_of
 from recipes import compare, data, metrics, runs, speech, training
 from recipes.joint_search import JointSearch
 from recipes.models import load_model
+from recipes.recordings import PAUSE, HubRow, read_audio, resample
 from recipes.records import try_read
 from recipes.settings import Settings
 from recipes.speech import check_model
-from recipes.speech_data import HubRow, hold_out, read, read_audio, resample
+from recipes.speech_data import hold_out, read
 from recipes.speech_inputs import SpeechBatches, _marks, count_frames, load_extractor, make_frames, prepare
 from recipes.speech_models import ctc_loss, read_ctc
 from recipes.transcripts import decode, drop_long_targets, encode, make_tokenizer, normalize
@@ -351,6 +352,25 @@ def test_whisper_never_cuts_a_recording_without_a_word(folder, capsys):
     assert "long.wav: it is 2.0 seconds long, and 1 are the most" in capsys.readouterr().err
 
 
+def test_neighbouring_recordings_of_the_training_part_are_joined(folder, capsys):
+    lengths = {"a": 0.5, "b": 0.4, "missing": None, "c": 0.3, "untold": 0.3, "d": 0.3, "e": 0.3}
+    for name, seconds in lengths.items():
+        if seconds:
+            soundfile.write(folder / f"{name}.wav", tone("low", seconds=seconds), RATE)
+    rows = [(f"{name}.wav", "" if name == "untold" else name, "train") for name in lengths]
+    write(folder, [*rows, *((f"{name}.wav", name, part) for name in "ab" for part in ("dev", "test"))])
+    args, _ = arguments(folder, "--join_seconds", "1.6", "--speeds", "1", "0.9")
+    parts = read(args)[0]
+    data, left_out = prepare(parts["train"], Speech2TextFeatureExtractor(), args, "train")
+    assert data["text"] == ["a b", "a b", "c", "c", "d e", "d e"]
+    assert 0.9 + PAUSE[0] <= data["seconds"][0] <= 0.9 + PAUSE[1]
+    assert max(data["seconds"]) <= 1.6
+    assert left_out == 4  # what cannot be read and what has no transcript, at both speeds
+    assert "missing.wav: there is no such file" in capsys.readouterr().err
+    other, _ = prepare(parts["test"], Speech2TextFeatureExtractor(), args, "test")
+    assert other["text"] == ["a", "b"]
+
+
 def test_an_empty_transcript_is_left_out(folder, capsys):
     write(folder, [("audio/0.wav", text, part) for part in ("train", "dev", "test") for text in ("low", "?!")])
     args, _ = arguments(folder, "--normalize", "words")
@@ -465,7 +485,7 @@ def test_a_data_set_of_the_hub_is_read_when_it_is_needed(monkeypatch):
     assert frequency == pytest.approx(TONES["mid"], abs=RATE / len(samples))
     first, second = (rows["train"][i]["audio"] for i in (0, 1))
     assert _marks(first) != _marks(second)  # so that other recordings are no cached ones
-    assert _marks(first) != _marks(HubRow(second.rows.select(range(5)), 0))
+    assert _marks(first) != _marks([HubRow(second[0].rows.select(range(5)), 0)])
     with pytest.raises(ValueError, match="it has no recording"):
         HubRow(Dataset.from_list([{"audio": None}]), 0).read()
 
@@ -645,6 +665,7 @@ def test_error_rates_are_shares_of_the_reference():
         (["--normalize", "upper"], "--normalize upper: it is one of none, lower, words"),
         (["--ctc_weight", "2"], "--ctc_weight 2: it is from 0 to 1"),
         (["--speeds", "0"], "--max_seconds and --speeds are above 0"),
+        (["--join_seconds", "-1"], "--join_seconds is 0 or more"),
         (["--time_masks", "-1"], "--time_masks -1: it is 0 or more"),
         (["--task", "digit"], "did you mean 'digits'"),
     ],
