@@ -1207,6 +1207,7 @@ def test_shipped_results_have_the_settings_of_the_configurations(monkeypatch):
         "lra-imdb-1024": "--max_length 1024 --num_train_epochs 4 --per_device_train_batch_size 8",
         "lra-imdb-4096": "--max_length 4096 --num_train_epochs 2 --per_device_train_batch_size 8",
     }
+    earlier = {f"graphs-{task}" for task in ("esol", "qm9-gap", "qm9-gap-time", "zinc")}  # docs/graphs.md says how
     time = {"graphs-qm9-gap-time": "--num_train_epochs 16"}  # of the baseline
     ablations = (
         "--from_scratch hidden_size=64 num_attention_heads=4 intermediate_size=256 --lr_scheduler_type linear "
@@ -1234,8 +1235,9 @@ def test_shipped_results_have_the_settings_of_the_configurations(monkeypatch):
                 continue  # was added to the file after these were run
             found = next(run["settings"] for run in content["runs"] if run["variant"] == variant)
             resolved = settings.identity(settings.override(values, overrides))
-            copies = {"model", "tokenizer"} if "converted" in file.stem else {"model"}
-            assert {*settings.list_differences(found, resolved)} <= copies, "a local copy has another name"
+            may = {"model", "tokenizer"} if "converted" in file.stem else {"model"}  # a local copy has another name
+            may |= {"from_scratch", "learning_rate"} if file.stem in earlier else set()
+            assert {*settings.list_differences(found, resolved)} <= may, file.stem
 
 
 def test_a_comparison_of_some_variants_only():
