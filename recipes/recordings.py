@@ -79,7 +79,7 @@ def join_rows(rows: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]
             room -= length
         else:
             joined.append(row)
-            room = seconds - length if length < inf else 0.0
+            room = seconds - length
     return joined
 
 
@@ -101,7 +101,7 @@ def _open(sources: Sources) -> list[str | io.BytesIO]:
 
 
 def resample(samples: np.ndarray, found: int, rate: int) -> np.ndarray:
-    """Return ``samples``, of ``found`` per second, as ``rate`` per second."""
+    """Return the samples at ``rate`` per second; they come at ``found`` per second."""
     if found == rate or not len(samples):
         return samples
     common = gcd(found, rate)

@@ -232,11 +232,11 @@ def check(args, training):
     for name in ("ctc_weight", "ctc_decode_weight"):
         if not 0 <= (weight := getattr(args, name) or 0) <= 1:
             raise GraphFilterError(f"--{name} {weight:g}: it is from 0 to 1")
-    if not args.max_seconds > 0 or not all(speed > 0 for speed in args.speeds) or not args.join_seconds >= 0:
-        raise GraphFilterError("--max_seconds and --speeds are above 0, --join_seconds is 0 or more")
-    for name in MASKS:
-        if (size := getattr(args, name)) < 0:
-            raise GraphFilterError(f"--{name} {size}: it is 0 or more")
+    if not args.max_seconds > 0 or not all(speed > 0 for speed in args.speeds):
+        raise GraphFilterError("--max_seconds and --speeds are above 0")
+    for name in (*MASKS, "join_seconds"):
+        if not (size := getattr(args, name)) >= 0:
+            raise GraphFilterError(f"--{name} {size:g}: it is 0 or more")
 
 
 RECIPE = Recipe(

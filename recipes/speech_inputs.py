@@ -25,7 +25,7 @@ from hf_graphfilter import GraphFilterError
 from hf_graphfilter.errors import require
 from recipes.errors import note
 from recipes.models import loading_errors
-from recipes.recordings import HubRow, join_rows, read_audio
+from recipes.recordings import HubRow, Sources, join_rows, read_audio
 from recipes.transcripts import normalize
 
 FORMAT = 2  # of what is cached; raise it where `prepare` gives other numbers
@@ -130,16 +130,16 @@ def prepare(rows: list[dict[str, Any]], extractor: Any, args: Any, part: str) ->
     return data.add_column("training", [part == "train"] * len(good)), len(problems)
 
 
-def _marks(audio: Any) -> list[Any]:
+def _marks(sources: Sources) -> list[Any]:
     """Return what changes if a recording does."""
-    marks: list[Any] = []
-    for one in audio:
-        if isinstance(one, HubRow):
-            marks.append((one.rows._fingerprint, one.number))
-        else:
-            file = Path(one)
-            marks.append((file.stat().st_size, file.stat().st_mtime_ns) if file.is_file() else None)
-    return marks
+    return [_mark(source) for source in sources]
+
+
+def _mark(source: str | HubRow) -> tuple[Any, ...] | None:
+    if isinstance(source, HubRow):
+        return source.rows._fingerprint, source.number
+    file = Path(source)
+    return (file.stat().st_size, file.stat().st_mtime_ns) if file.is_file() else None
 
 
 def _make(

@@ -665,7 +665,7 @@ def test_error_rates_are_shares_of_the_reference():
         (["--normalize", "upper"], "--normalize upper: it is one of none, lower, words"),
         (["--ctc_weight", "2"], "--ctc_weight 2: it is from 0 to 1"),
         (["--speeds", "0"], "--max_seconds and --speeds are above 0"),
-        (["--join_seconds", "-1"], "--join_seconds is 0 or more"),
+        (["--join_seconds", "-1"], "--join_seconds -1: it is 0 or more"),
         (["--time_masks", "-1"], "--time_masks -1: it is 0 or more"),
         (["--task", "digit"], "did you mean 'digits'"),
     ],
