@@ -135,7 +135,7 @@ def make_trainer(
 
 
 class Order(LengthGroupedSampler):
-    """Rows of similar length together in a batch, and the batches in random order.
+    """Rows of similar length together in the batches of a step, and the steps in random order.
 
     transformers' sampler runs from long to short rows, again and again. A model whose target depends on the length
     follows it back and forth, and its errors are larger.
@@ -144,8 +144,9 @@ class Order(LengthGroupedSampler):
     another order from its second epoch on.
     """
 
-    def __init__(self, like: LengthGroupedSampler, seed: int):
-        super().__init__(like.batch_size, lengths=like.lengths, generator=torch.Generator())
+    def __init__(self, like: LengthGroupedSampler, seed: int, processes: int = 1):
+        # Processes take turns at the batches: those of one step must stay together, or short ones wait for long ones.
+        super().__init__(like.batch_size * processes, lengths=like.lengths, generator=torch.Generator())
         self.seed = seed
         self.set_epoch(0)
 
@@ -164,7 +165,7 @@ class Order(LengthGroupedSampler):
 def seed_sampler(sampler: Any, training: Seq2SeqTrainingArguments) -> Any:
     """Return the Trainer's sampler, with a generator for itself where it has none."""
     seed = training.seed if training.data_seed is None else training.data_seed
-    return Order(sampler, seed) if isinstance(sampler, LengthGroupedSampler) else sampler
+    return Order(sampler, seed, training.world_size) if isinstance(sampler, LengthGroupedSampler) else sampler
 
 
 def has_penalties(status: FilterStatus) -> bool:
