@@ -139,6 +139,8 @@ class GraphormerConfig(PreTrainedConfig):
             raise GraphFilterError("GraphormerConfig: num_labels must be >= 1")
         for name, above in (("label_mean", -math.inf), ("label_std", 0.0)):
             values = getattr(self, name)
+            if values is not None and self.problem_type != "regression":
+                raise GraphFilterError(f"GraphormerConfig: {name} is of a regression, not of {self.problem_type}")
             if values is not None and (
                 not has_type(values, list[float])
                 or len(values) != self.num_labels
