@@ -14,6 +14,7 @@ from scipy.signal import resample_poly
 from recipes.errors import line
 
 PAUSE = (0.02, 0.2)  # seconds between two recordings that are joined, at least and at most
+SHORTEST = 0.1  # seconds of a recording that is used
 
 
 @dataclass
@@ -56,7 +57,7 @@ def read_audio(sources: Sources, rate: int, speed: float = 1.0) -> np.ndarray:
             pieces.append(pauses.normal(0, 1e-3, round(pauses.uniform(*PAUSE) * rate)).astype(np.float32))
         pieces.append(resample(samples.mean(1), round(found * speed), rate))
     samples = np.concatenate(pieces)
-    if len(samples) < 0.1 * rate:
+    if len(samples) < SHORTEST * rate:
         raise ValueError(f"it is {len(samples) / rate:.3f} seconds long, less than a tenth")
     if not np.isfinite(samples).all():
         raise ValueError("it has samples that are no numbers")
@@ -68,7 +69,7 @@ def read_audio(sources: Sources, rate: int, speed: float = 1.0) -> np.ndarray:
 def join_rows(rows: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
     """Return the rows with neighbouring recordings joined, as many as fit into ``seconds``.
 
-    A recording that cannot be read or has no transcript keeps its own row, so that it is left out alone.
+    A recording that is too short, cannot be read or has no transcript keeps its own row, so that it is left out alone.
     """
     joined: list[dict[str, Any]] = []
     room = 0.0
@@ -87,13 +88,14 @@ _BETWEEN: dict[str, Any] = {"audio": [], "name": " ", "text": " "}
 
 
 def _measure(sources: Sources) -> float:
-    """Return the seconds of a recording, infinite if it cannot be read."""
+    """Return the seconds of a recording, infinite if it cannot be used."""
     import soundfile
 
     try:
-        return sum(soundfile.info(file).duration for file in _open(sources)) + PAUSE[1] * (len(sources) - 1)
+        seconds = sum(soundfile.info(file).duration for file in _open(sources)) + PAUSE[1] * (len(sources) - 1)
     except (soundfile.SoundFileError, OSError, ValueError):
         return inf
+    return seconds if seconds >= SHORTEST else inf
 
 
 def _open(sources: Sources) -> list[str | io.BytesIO]:

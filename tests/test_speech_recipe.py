@@ -353,7 +353,7 @@ def test_whisper_never_cuts_a_recording_without_a_word(folder, capsys):
 
 
 def test_neighbouring_recordings_of_the_training_part_are_joined(folder, capsys):
-    lengths = {"a": 0.5, "b": 0.4, "missing": None, "c": 0.3, "untold": 0.3, "d": 0.3, "e": 0.3}
+    lengths = {"a": 0.5, "b": 0.4, "missing": None, "c": 0.3, "short": 0.05, "untold": 0.3, "d": 0.3, "e": 0.3}
     for name, seconds in lengths.items():
         if seconds:
             soundfile.write(folder / f"{name}.wav", tone("low", seconds=seconds), RATE)
@@ -365,7 +365,7 @@ def test_neighbouring_recordings_of_the_training_part_are_joined(folder, capsys)
     assert data["text"] == ["a b", "a b", "c", "c", "d e", "d e"]
     assert 0.9 + PAUSE[0] <= data["seconds"][0] <= 0.9 + PAUSE[1]
     assert max(data["seconds"]) <= 1.6
-    assert left_out == 4  # what cannot be read and what has no transcript, at both speeds
+    assert left_out == 6  # what cannot be read, what is short and what has no transcript, at both speeds
     assert "missing.wav: there is no such file" in capsys.readouterr().err
     other, _ = prepare(parts["test"], Speech2TextFeatureExtractor(), args, "test")
     assert other["text"] == ["a", "b"]
