@@ -147,7 +147,8 @@ class GraphormerForGraphPrediction(GraphormerPreTrainedModel):
 
     ``forward`` takes the inputs of ``GraphormerModel`` and ``labels``: (batch, targets) floats for a regression and for
     several yes/no targets, (batch,) integers for classes. NaN marks a target that a graph does not have, which the loss
-    leaves out. The loss of a regression is the mean absolute error unless the config says ``loss="mse"``.
+    leaves out. The loss of a regression is the mean absolute error unless the config says ``loss="mse"``. With several
+    targets, ``label_std`` of the config also scales their errors, so that none counts for more because of its unit.
 
     Example:
         >>> config = GraphormerConfig(node_feature_sizes=[28], edge_feature_sizes=[4], num_hidden_layers=2)
@@ -208,10 +209,12 @@ class GraphormerForGraphPrediction(GraphormerPreTrainedModel):
         target = labels.nan_to_num()
         if self.config.problem_type == "multi_label_classification":
             losses = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
-        elif self.config.loss == "l1":
-            losses = (logits - target).abs()
         else:
-            losses = (logits - target).square()
+            errors = logits - target
+            if self.num_labels > 1 and self.config.label_std is not None:
+                std = logits.new_tensor(self.config.label_std)
+                errors = errors * (std.mean() / std)  # equal units; the loss keeps its size
+            losses = errors.abs() if self.config.loss == "l1" else errors.square()
         return (losses * present).sum() / present.sum().clamp(min=1)
 
 
