@@ -30,6 +30,7 @@ from hf_graphfilter.models.graphormer.modeling import GraphormerForGraphPredicti
 from recipes import metrics, runs
 from recipes.arguments import GraphArguments
 from recipes.data import cut
+from recipes.errors import note
 from recipes.graph_data import TASKS, load
 from recipes.models import model_config, patch
 from recipes.settings import Recipe
@@ -47,10 +48,9 @@ def run(args, training):
     # Graphs of similar size are evaluated together: a batch is padded to its largest.
     data = {k: v if k == "train" else v.select(np.argsort(v.sizes, kind="stable")) for k, v in data.items()}
     targets = data["train"].labels
+    called = args.target.split(",") if args.target else [f"target {i + 1}" for i in range(targets.shape[1])]
     if (without := np.isnan(targets).all(0)).any():
-        names, first = (args.target or "").split(","), int(without.argmax())
-        name = names[first] if len(names) == len(without) and args.target else f"target {first + 1}"
-        raise GraphFilterError(f"{name} has no number in the training part")
+        raise GraphFilterError(f"{called[int(without.argmax())]} has no number in the training part")
     fields["num_labels"] = targets.shape[1]
     config = make_config(**fields)
     standardize = TASKS[args.task].standardize if args.standardize is None else args.standardize
@@ -61,7 +61,11 @@ def run(args, training):
     model = GraphormerForGraphPrediction(config)
     patch(args, model)
     names = MEASURES.get(config.problem_type, ("roc_auc",))
-    options = {"data_collator": GraphCollator(config), "compute_metrics": partial(score, names)}
+    apart = called if "mae" in names and len(called) > 1 else ()
+    for part in sorted({*data} - {"train"}) if "roc_auc" in names else ():
+        if not any(len(np.unique(column[np.isfinite(column)])) > 1 for column in data[part].labels.T):
+            note(f"the {part} part has graphs of one class only, and so no ROC-AUC")
+    options = {"data_collator": GraphCollator(config), "compute_metrics": partial(score, names, apart=apart)}
     options["trainer_class"] = GraphTrainer
     outcome = fit(args, training, model, None, data, **options)
     rows = {part: len(graphs) for part, graphs in data.items()}
@@ -83,21 +87,24 @@ class GraphTrainer(Trainer):
         return SequentialSampler(eval_dataset)
 
 
-def score(names, prediction):
-    """Return the metrics, each the mean over the targets; graphs without a target do not count for it.
+def score(names, prediction, apart=()):
+    """Return the metrics, each the mean over the targets, and those of each target that ``apart`` names.
 
-    A target that cannot be scored in this part (one class, or no number) is left out. Those of a diverged model, which
-    predicts no numbers, have no score.
+    Graphs without a target do not count for it. A target that cannot be scored in this part (one class, or no number)
+    is left out. Those of a diverged model, which predicts no numbers, have no score.
     """
     columns = list(zip(np.atleast_2d(prediction.predictions).T, np.atleast_2d(prediction.label_ids).T, strict=True))
-    scores = []
-    for predicted, labels in columns:
+    scores, of_targets = [], {}
+    for number, (predicted, labels) in enumerate(columns):
         known = np.isfinite(labels)
         if not np.isfinite(predicted[known]).all():
             return dict.fromkeys(names, np.nan)
         if len(np.unique(labels[known])) >= (2 if "roc_auc" in names else 1):
             scores.append(metrics.score(names, predicted[known], labels[known]))
-    return {name: float(np.mean([of_target[name] for of_target in scores])) if scores else np.nan for name in names}
+            if apart:
+                of_targets |= {f"{name}_{apart[number]}".replace(" ", "_"): value for name, value in scores[-1].items()}
+    means = {name: float(np.mean([of_target[name] for of_target in scores])) if scores else np.nan for name in names}
+    return means | of_targets
 
 
 def check(args, training):

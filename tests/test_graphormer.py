@@ -1,6 +1,7 @@
 """Graphormer: the model against a slow computation of its equations, its graphs, and its recipe."""
 
 import copy
+import gzip
 import itertools
 import json
 import math
@@ -173,13 +174,29 @@ def test_it_is_an_ordinary_model_of_transformers(tmp_path):
     out = model(**batch, output_hidden_states=True)
     assert out.logits.shape == (2, 2)
     assert len(out.hidden_states) == config.num_hidden_layers + 1
-    torch.testing.assert_close(out.loss, (out.logits - batch["labels"]).abs().mean())
+    errors = (out.logits - batch["labels"]) / torch.tensor([2.0, 0.5], dtype=torch.float64)
+    torch.testing.assert_close(out.loss, 1.25 * errors.abs().mean())
     patch_model(model, "gfsa", K=3).save_pretrained(tmp_path)
     loaded = GraphormerForGraphPrediction.from_pretrained(tmp_path, dtype=torch.float64).eval()
     assert torch.equal(loaded(**batch).logits, out.logits)
     assert type(AutoConfig.from_pretrained(tmp_path)) is GraphormerConfig
     model.graphormer.save_pretrained(tmp_path / "base")
     assert type(AutoModel.from_pretrained(tmp_path / "base")) is GraphormerModel
+
+
+@pytest.mark.parametrize("loss", ["l1", "mse"])
+def test_what_is_learned_of_several_targets_does_not_depend_on_their_units(loss):
+    gradients = []
+    for unit in (1.0, 1e3):
+        torch.manual_seed(0)
+        config = config_with(num_labels=2, loss=loss, label_mean=[1.0, 3.0 * unit], label_std=[0.5, 2.0 * unit])
+        model = build(config, GraphormerForGraphPrediction)
+        batch = GraphCollator(config)([random_graph(n, config, n) for n in (4, 6)])
+        batch["labels"] = torch.tensor([[1.0, 2.0 * unit], [2.0, math.nan]])
+        model(**batch).loss.backward()
+        gradient = model.classifier.weight.grad
+        gradients.append(gradient / gradient.norm())
+    torch.testing.assert_close(*gradients)
 
 
 def test_the_command_line_keeps_the_head(tmp_path):
@@ -528,7 +545,9 @@ def test_recipe_of_graphs_in_json_lines(recipe, tmp_path):
         (tmp_path / f"{part}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     record = recipe("--task", "graphs", "--data", tmp_path)
     assert (record["rows"], record["split"]) == ({"train": 3, "validation": 3, "test": 3}, "given")
-    assert {"test/mae", "test/rmse", "validation/mae"} <= record["metrics"].keys()
+    of_targets = [record["metrics"][f"test/mae_target_{i}"] for i in (1, 2)]
+    assert record["metrics"]["test/mae"] == pytest.approx(np.mean(of_targets))
+    assert {"test/rmse", "validation/mae"} <= record["metrics"].keys()
     assert record["moved"]
     assert len(list((tmp_path / "cache" / "hf_graphfilter").iterdir())) == 3
 
@@ -559,9 +578,10 @@ def test_recipe_of_graphs_leaves_out_what_cannot_be_read(recipe, tmp_path, capsy
             (folder / f"{part}.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
     good = {"node_features": [1, 2, 1], "edge_index": [[0, 1], [1, 2]], "labels": [0.5, math.nan]}
-    write(tmp_path / "ragged", [{**good, "labels": 0.5}] * 3 + [{**good, "node_features": [[1], [1, 2]]}])
+    bad = ([[1], [1, 2]], [1, 2, math.nan], [1, 2, 10**12])
+    write(tmp_path / "ragged", [{**good, "labels": 0.5}] * 3 + [{**good, "node_features": nodes} for nodes in bad])
     record = recipe("--task", "graphs", "--data", tmp_path / "ragged")
-    assert (record["rows"]["train"], record["left_out"]["train"]) == (3, 1)
+    assert (record["rows"]["train"], record["left_out"]["train"]) == (3, 3)
     write(tmp_path / "unlabelled", [good] * 3)
     shutil.rmtree(tmp_path / "out")
     with pytest.raises(SystemExit):
@@ -586,7 +606,7 @@ def test_a_target_that_cannot_be_scored_is_left_out():
 def test_molecules_of_one_scaffold_stay_in_one_part(tmp_path):
     pytest.importorskip("rdkit")
     pd = pytest.importorskip("pandas")
-    from recipes.graph_data import split_rows
+    from recipes.molecules import split_rows
 
     rings = [f"C1{'C' * n}{end}" for n in range(1, 6) for end in ("C1", "N1")]
     smiles = [chain + ring for chain in ("", "C", "CC") for ring in rings]
@@ -597,7 +617,9 @@ def test_molecules_of_one_scaffold_stay_in_one_part(tmp_path):
     table = pd.DataFrame({"smiles": smiles, "split": ["train"] * 10 + ["valid"] * 10 + ["test"] * 9 + ["Test"]})
     with pytest.raises(GraphFilterError, match="split is 'Test' in a row, expected train, validation"):
         split_rows(table, smiles, "given", (), tmp_path)
-    with pytest.raises(GraphFilterError, match="--split scaffold leaves no row for the train part"):
+    with pytest.raises(
+        GraphFilterError, match="3 rows split by scaffold leave none for the train part: use --split random"
+    ):
         split_rows(pd.DataFrame({"smiles": smiles[::10]}), smiles[::10], "scaffold", (), tmp_path)
 
 
@@ -621,6 +643,46 @@ def test_recipe_of_a_table_of_molecules(recipe, tmp_path, split, capsys):
     assert record["split"] == f"80/10/10, {split}"
     assert "test/roc_auc" in record["metrics"]
     assert "reads no molecule from 'no molecule'" in capsys.readouterr().err
+
+
+def test_targets_that_are_no_numbers_are_named(recipe, tmp_path, capsys):
+    pytest.importorskip("rdkit")
+    rows = [f"{'C' * n},{n},{'>9' if n % 4 == 3 else n},active" for n in range(1, 41)]
+    (tmp_path / "mine.csv").write_text("\n".join(["smiles,y,z,state", *rows]))
+    arguments = ("--task", "molecules", "--data", tmp_path / "mine.csv", "--split", "random", "--target")
+    said = "column z: 10 of 40 values are no numbers, the first '>9'"
+    for targets, more, message in (
+        ("y,state", [], "column state: 40 of 40 values are no numbers, the first 'active': a target is a number"),
+        ("y,z", ["--bad_graphs", "error"], said),
+    ):
+        with pytest.raises(SystemExit):
+            recipe(*arguments, targets, *more)
+        assert message in capsys.readouterr().err
+    recipe(*arguments, "y,z", "--filter", "none")
+    assert f"{said}: they count as missing" in capsys.readouterr().err
+
+
+def test_a_part_with_one_class_is_named(recipe, tmp_path, capsys):
+    pytest.importorskip("rdkit")
+    parts = ["train"] * 6 + ["valid"] * 2 + ["test"] * 2
+    rows = [f"{'C' * n},{int(n in (1, 10))},{part}" for n, part in enumerate(parts, 1)]
+    (tmp_path / "mine.csv").write_text("\n".join(["smiles,y,split", *rows]))
+    record = recipe("--task", "molecule-classes", "--data", tmp_path / "mine.csv", "--target", "y")
+    assert record["split"] == "split of the table"
+    said = capsys.readouterr().err
+    assert "the validation part has graphs of one class only, and so no ROC-AUC" in said
+    assert "the test part" not in said
+
+
+@pytest.mark.parametrize("name", ["zinc12k_graphs.npz", "hiv.csv.gz"])
+def test_damaged_files_are_named(recipe, tmp_path, name, capsys):
+    pytest.importorskip("rdkit")
+    whole = gzip.compress(b"smiles,y" + b"\nC,1" * 1000)
+    (tmp_path / name).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(SystemExit):
+        recipe("--task", name.split(".")[0].split("1")[0], "--data", tmp_path)
+    assert f"{name} " in (said := capsys.readouterr().err)
+    assert "cannot be read as a table" in said or "is damaged or holds something else" in said
 
 
 def test_molecules_without_rdkit_say_what_to_install(recipe, tmp_path, monkeypatch, capsys):
