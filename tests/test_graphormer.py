@@ -384,7 +384,13 @@ def test_bad_graphs_are_refused_in_one_sentence(graph, message):
 
 @pytest.mark.parametrize(
     "other",
-    [{"node_feature_sizes": [28, 30]}, {"edge_feature_sizes": [2]}, {"node_feature_sizes": [7]}, {"max_hops": 2}],
+    [
+        {"node_feature_sizes": [28, 30]},
+        {"edge_feature_sizes": [2]},
+        {"node_feature_sizes": [7]},
+        {"max_hops": 2},
+        {"directed": True},
+    ],
 )
 def test_graphs_prepared_with_another_config_are_refused(other):
     prepared = prepare_graph(CHAIN, GraphormerConfig(**ZINC))

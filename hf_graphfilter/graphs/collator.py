@@ -25,8 +25,8 @@ PADDING = {
     "kind_edges": -1,
 }
 OTHER_CONFIG = (
-    "was prepared with another config than the model's (node_feature_sizes, edge_feature_sizes, max_hops or "
-    "edge_encoding differ): prepare it again"
+    "was prepared with another config than the model's (node_feature_sizes, edge_feature_sizes, max_hops, "
+    "edge_encoding or directed differ): prepare it again"
 )
 
 
@@ -70,14 +70,17 @@ class GraphCollator:
     def _prepare(self, graph: Any, place: int) -> Mapping[str, Any]:
         try:
             if isinstance(graph, Mapping) and "pair_kinds" in graph:  # arrays, or lists from ``datasets``
-                read = {name: x for name, x in graph.items() if name in PADDING or name == "labels"}
+                read = {name: x for name, x in graph.items() if name in PADDING or name in ("labels", "directed")}
                 return {name: x if x is None else np.asarray(x) for name, x in read.items()}
             return prepare_graph(graph, self.config)
         except GraphFilterError as error:
             raise GraphFilterError(f"graph {place} of the batch: {error}") from error
 
     def _check_sizes(self, ready: list[Mapping[str, Any]], batch: Mapping[str, Tensor]) -> None:
-        """Raise for graphs that were prepared with features that the model has no embedding for."""
+        """Raise for graphs that were prepared for another model: with features that it has no embedding for, say."""
+        for place, graph in enumerate(ready):
+            if graph.get("directed", self.config.directed) != self.config.directed:
+                raise GraphFilterError(f"graph {place} of the batch {OTHER_CONFIG}")
         hops, sizes = count_hops(self.config), {"node_features": self.config.node_feature_sizes}
         if hops:
             sizes["kind_edges"] = self.config.edge_feature_sizes

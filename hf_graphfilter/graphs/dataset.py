@@ -77,6 +77,7 @@ class GraphDataset(Dataset[dict[str, Any]]):
             self._arrays["labels"] = np.array([graph["labels"] for graph in ready], dtype=float)
         shapes = (ready[0]["node_features"].shape[1], *ready[0]["kind_edges"].shape[1:])
         self._arrays["shapes"] = np.array(shapes)
+        self._arrays["directed"] = np.array([config.directed])
         self._begin(np.arange(len(ready)))
 
     def _begin(self, rows: NDArray[np.int64]) -> None:
@@ -102,6 +103,8 @@ class GraphDataset(Dataset[dict[str, Any]]):
         }
         if "labels" in self._arrays:
             graph["labels"] = self._arrays["labels"][row]
+        if "directed" in self._arrays:  # not in files of earlier versions
+            graph["directed"] = bool(self._arrays["directed"][0])
         return graph
 
     @property

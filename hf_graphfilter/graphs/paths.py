@@ -33,8 +33,8 @@ def prepare_graph(graph: Any, config: GraphormerConfig) -> dict[str, Any]:
 
     Returns:
         ``node_features`` (nodes, features), ``in_degree`` and ``out_degree`` (nodes,), ``pair_kinds`` (nodes, nodes),
-        ``kind_distances`` (kinds,) and ``kind_edges`` (kinds, hops, features), all integers, and ``labels`` where the
-        graph has them.
+        ``kind_distances`` (kinds,) and ``kind_edges`` (kinds, hops, features), all integers, ``directed`` of the
+        config, and ``labels`` where the graph has them.
 
     Raises:
         GraphFilterError: A part is missing, has another shape, or holds values that ``config`` has no embedding for.
@@ -53,6 +53,7 @@ def prepare_graph(graph: Any, config: GraphormerConfig) -> dict[str, Any]:
         "in_degree": np.bincount(checked.target, minlength=count),
         "out_degree": np.bincount(checked.source, minlength=count),
         **find_paths(checked, count_hops(config)),
+        "directed": config.directed,
     }
     labels = find(graph, "labels")
     if labels is not None:
