@@ -120,7 +120,7 @@ def make_trainer(
     """Return an ordinary Trainer with an optimizer group for the filter, whose coefficients and losses are logged."""
     trainer = trainer_class(model=model, args=training, **options)
     order = trainer._get_train_sampler
-    trainer._get_train_sampler = lambda *rows: seed_sampler(order(*rows), training)
+    trainer._get_train_sampler = lambda *rows: seed_sampler(order(*rows), training, trainer)
     if any(True for _ in filter_parameters(model)):
         trainer.add_callback(CoefficientCallback())
         # an attribute, since Seq2SeqTrainer does not take the argument
@@ -162,10 +162,24 @@ class Order(LengthGroupedSampler):
         return (row for i in [*order, *range(full, len(batches))] for row in batches[i])
 
 
-def seed_sampler(sampler: Any, training: Seq2SeqTrainingArguments) -> Any:
+class SetOrder(TrainerCallback):
+    """Tells a sampler its epoch; accelerate does not where several processes resume within an epoch."""
+
+    def __init__(self, sampler: Order):
+        self.sampler = sampler
+
+    def on_epoch_begin(self, args: Any, state: Any, *rest: Any, **kwargs: Any) -> None:
+        self.sampler.set_epoch(int(state.epoch or 0))
+
+
+def seed_sampler(sampler: Any, training: Seq2SeqTrainingArguments, trainer: Trainer) -> Any:
     """Return the Trainer's sampler, with a generator for itself where it has none."""
+    if not isinstance(sampler, LengthGroupedSampler):
+        return sampler
     seed = training.seed if training.data_seed is None else training.data_seed
-    return Order(sampler, seed, training.world_size) if isinstance(sampler, LengthGroupedSampler) else sampler
+    sampler = Order(sampler, seed, training.world_size)
+    trainer.add_callback(SetOrder(sampler))
+    return sampler
 
 
 def has_penalties(status: FilterStatus) -> bool:

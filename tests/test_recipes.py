@@ -930,6 +930,22 @@ def test_rows_of_like_lengths_come_in_the_order_of_seed_and_epoch(tmp_path):
     assert orders[0] != orders[1]
 
 
+def test_a_run_that_resumes_within_an_epoch_has_the_order_of_that_epoch(tmp_path):
+    """Of several processes accelerate sets the epoch of the batches that it wraps, which then hide the sampler."""
+    rows = Dataset.from_dict({"input_ids": [[1] * (1 + i % 9) for i in range(99)]})
+    options = {"train_sampling_strategy": "group_by_length", "report_to": "none", "use_cpu": True}
+    arguments = Seq2SeqTrainingArguments(tmp_path, per_device_train_batch_size=4, **options)
+    model = BertModel(BertConfig(vocab_size=4, hidden_size=4, num_attention_heads=1, num_hidden_layers=1))
+    trainer = training.make_trainer(None, arguments, model, train_dataset=rows)
+    loader = trainer.get_train_dataloader()
+    loader.set_epoch(1)
+    expected = [*loader.batch_sampler]
+    loader.set_epoch(0)
+    trainer.state.epoch = 1.5
+    trainer.callback_handler.on_epoch_begin(trainer.args, trainer.state, trainer.control)
+    assert [*loader.batch_sampler] == expected
+
+
 def test_batches_of_like_lengths_come_in_random_order():
     like = LengthGroupedSampler(4, lengths=[*range(386)])  # four groups of 96, and two rows
     order = [*training.Order(like, seed=0)]
