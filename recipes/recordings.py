@@ -1,11 +1,10 @@
-"""The recordings of the speech recipe: files and rows of the Hub, read, joined and resampled."""
+"""The recordings of the speech recipe: files and rows of the Hub, read, resampled and joined."""
 
 import io
 import zlib
 from dataclasses import dataclass
-from math import gcd, inf
+from math import gcd
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from datasets import Dataset
@@ -43,20 +42,16 @@ def read_audio(sources: Sources, rate: int, speed: float = 1.0) -> np.ndarray:
     import soundfile  # of the extra speech, asked for by `prepare`
 
     pieces: list[np.ndarray] = []
-    # The names without their folder: the pauses are the same wherever the data lies.
-    names = " ".join(Path(one).name if isinstance(one, str) else str(one.number) for one in sources)
-    pauses = np.random.default_rng(zlib.crc32(names.encode()))
     for file in _open(sources):
         if isinstance(file, str) and not Path(file).is_file():
             raise ValueError("there is no such file")
         try:
             samples, found = soundfile.read(file, dtype="float32", always_2d=True)
-        except (soundfile.SoundFileError, OSError) as error:
+        except (soundfile.SoundFileError, OSError, TypeError) as error:  # TypeError: of a file without a header
             raise ValueError(f"it cannot be read ({line(error)})") from error
-        if pieces:
-            pieces.append(pauses.normal(0, 1e-3, round(pauses.uniform(*PAUSE) * rate)).astype(np.float32))
         pieces.append(resample(samples.mean(1), round(found * speed), rate))
-    samples = np.concatenate(pieces)
+    # The names without their folder: the pauses are the same wherever the data lies.
+    samples = join(pieces, [Path(one).name if isinstance(one, str) else str(one.number) for one in sources], rate)
     if len(samples) < SHORTEST * rate:
         raise ValueError(f"it is {len(samples) / rate:.3f} seconds long, less than a tenth")
     if not np.isfinite(samples).all():
@@ -66,36 +61,32 @@ def read_audio(sources: Sources, rate: int, speed: float = 1.0) -> np.ndarray:
     return samples
 
 
-def join_rows(rows: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
-    """Return the rows with neighbouring recordings joined, as many as fit into ``seconds``.
+def group(seconds: list[float], kinds: list[int], most: float) -> list[list[int]]:
+    """Return neighbouring recordings of one kind (a speed) together, as many as fit with pauses into ``most`` seconds.
 
-    A recording that is too short, cannot be read or has no transcript keeps its own row, so that it is left out alone.
+    Example:
+        >>> group([10.0, 10.0, 15.0, 40.0], [0, 0, 0, 0], most=30.0)
+        [[0, 1], [2], [3]]
     """
-    joined: list[dict[str, Any]] = []
-    room = 0.0
-    for row in rows:
-        length = _measure(row["audio"]) + PAUSE[1] if row["text"] else inf
-        if length <= room:
-            joined[-1] = {name: joined[-1][name] + between + row[name] for name, between in _BETWEEN.items()}
-            room -= length
-        else:
-            joined.append(row)
-            room = seconds - length
-    return joined
+    groups: list[list[int]] = []
+    begun: dict[int, tuple[list[int], float]] = {}
+    for i, (kind, length) in enumerate(zip(kinds, seconds, strict=True)):
+        members, room = begun.get(kind, ([], 0.0))
+        if (needed := length + PAUSE[1]) > room:
+            members, room = [], most
+            groups.append(members)
+        members.append(i)
+        begun[kind] = members, room - needed
+    return groups
 
 
-_BETWEEN: dict[str, Any] = {"audio": [], "name": " ", "text": " "}
-
-
-def _measure(sources: Sources) -> float:
-    """Return the seconds of a recording, infinite if it cannot be used."""
-    import soundfile
-
-    try:
-        seconds = sum(soundfile.info(file).duration for file in _open(sources)) + PAUSE[1] * (len(sources) - 1)
-    except (soundfile.SoundFileError, OSError, ValueError):
-        return inf
-    return seconds if seconds >= SHORTEST else inf
+def join(pieces: list[np.ndarray], names: list[str], rate: int) -> np.ndarray:
+    """Return recordings one after the other, with short pauses of faint noise that depend on their names."""
+    draw = np.random.default_rng(zlib.crc32(" ".join(names).encode()))
+    parts = pieces[:1]
+    for piece in pieces[1:]:
+        parts += [draw.normal(0, 1e-3, round(draw.uniform(*PAUSE) * rate)).astype(np.float32), piece]
+    return np.concatenate(parts)
 
 
 def _open(sources: Sources) -> list[str | io.BytesIO]:
@@ -108,3 +99,13 @@ def resample(samples: np.ndarray, found: int, rate: int) -> np.ndarray:
         return samples
     common = gcd(found, rate)
     return resample_poly(samples, rate // common, found // common).astype(np.float32)
+
+
+def to_integers(samples: np.ndarray) -> np.ndarray:
+    """Return samples from -1 to 1 as they are kept, in 16 bits."""
+    return np.round(np.clip(samples, -1, 1) * (2**15 - 1)).astype(np.int16)
+
+
+def to_wave(audio: bytes) -> np.ndarray:
+    """Return the samples from -1 to 1 that are kept as ``audio``."""
+    return np.frombuffer(audio, np.int16).astype(np.float32) / (2**15 - 1)

@@ -25,7 +25,7 @@ from hf_graphfilter import GraphFilterError
 from hf_graphfilter.errors import require
 from recipes.errors import note
 from recipes.models import loading_errors
-from recipes.recordings import HubRow, Sources, join_rows, read_audio
+from recipes.recordings import HubRow, Sources, group, join, read_audio, to_integers, to_wave
 from recipes.transcripts import normalize
 
 FORMAT = 2  # of what is cached; raise it where `prepare` gives other numbers
@@ -106,8 +106,6 @@ def prepare(rows: list[dict[str, Any]], extractor: Any, args: Any, part: str) ->
     speeds = tuple(args.speeds) if part == "train" else (1.0,)
     whisper = isinstance(extractor, WhisperFeatureExtractor)  # which cuts what is longer, and says nothing
     seconds = min(args.max_seconds, extractor.chunk_length) if whisper else args.max_seconds
-    if part == "train" and args.join_seconds:
-        rows = join_rows(rows, min(args.join_seconds, seconds) * min(speeds))
     settings = (FORMAT, extractor.to_json_string(), seconds, args.too_long, speeds, args.data, args.task)
     marks = [(row["name"], not row["text"], *_marks(row["audio"])) for row in rows]
     key = hashlib.sha256(json.dumps([settings, marks]).encode()).hexdigest()[:32]
@@ -127,7 +125,39 @@ def prepare(rows: list[dict[str, Any]], extractor: Any, args: Any, part: str) ->
         note(f"{args.task}, {part} part: {len(problems)} of {len(data)} recordings are left out; the first, {reason}")
     good = [i for i in range(len(data)) if i not in problems]
     data = data.remove_columns("problem").add_column("text", texts).select(good)
-    return data.add_column("training", [part == "train"] * len(good)), len(problems)
+    if part == "train" and args.join_seconds:
+        kinds, names = [i % len(speeds) for i in good], [rows[i // len(speeds)]["name"] for i in good]
+        data = join_neighbours(data, kinds, names, min(args.join_seconds, seconds), extractor, key)
+    return data.add_column("training", [part == "train"] * len(data)), len(problems)
+
+
+def join_neighbours(
+    data: Dataset, kinds: list[int], names: list[str], most: float, extractor: Any, fingerprint: str
+) -> Dataset:
+    """Return neighbouring recordings joined with their texts, up to ``most`` seconds; they are kept in the cache too.
+
+    ``kinds`` are the speeds of the recordings, which are not mixed.
+    """
+    groups = group(list(data["seconds"]), kinds, most)
+    key = hashlib.sha256(json.dumps([fingerprint, groups, names]).encode()).hexdigest()[:32]
+    make = partial(_join, data, groups, names, extractor)
+    columns = {name: kind for name, kind in COLUMNS.items() if name != "problem"}
+    joined = Dataset.from_generator(make, features=Features(columns), fingerprint=key)
+    texts = list(data["text"])
+    return joined.add_column("text", [" ".join(texts[i] for i in members) for members in groups])
+
+
+def _join(data: Dataset, groups: list[list[int]], names: list[str], extractor: Any) -> Iterator[dict[str, Any]]:
+    rate = extractor.sampling_rate
+    for members in groups:
+        found = [data[i] for i in members]
+        if keeps_frames(extractor):
+            values = np.concatenate([np.frombuffer(r["audio"], np.float16).reshape(r["length"], -1) for r in found])
+            seconds = sum(row["seconds"] for row in found)
+        else:
+            values = join([to_wave(row["audio"]) for row in found], [Path(names[i]).name for i in members], rate)
+            values, seconds = to_integers(values), len(values) / rate
+        yield {"audio": values.tobytes(), "length": len(values), "seconds": seconds}
 
 
 def _marks(sources: Sources) -> list[Any]:
@@ -164,7 +194,7 @@ def _make(
                 if keeps_frames(extractor):
                     values = make_frames(extractor, samples).astype(np.float16)
                 else:
-                    values = np.round(np.clip(samples, -1, 1) * (2**15 - 1)).astype(np.int16)
+                    values = to_integers(samples)
                 found |= {"audio": values.tobytes(), "length": len(values), "seconds": len(samples) / rate}
             except ValueError as error:
                 found["problem"] = str(error)
@@ -202,7 +232,7 @@ class SpeechBatches:
                 tensors = [self.hide(one, one.new_zeros(())) for one in tensors]
             mask = pad_sequence([torch.ones(len(one), dtype=torch.long) for one in tensors], batch_first=True)
             return batch | {"input_features": pad_sequence(tensors, batch_first=True), "attention_mask": mask}
-        waves = [np.frombuffer(row["audio"], np.int16).astype(np.float32) / (2**15 - 1) for row in rows]
+        waves = [to_wave(row["audio"]) for row in rows]
         options = {"sampling_rate": self.extractor.sampling_rate, "return_tensors": "pt"}
         if isinstance(self.extractor, WhisperFeatureExtractor):
             made = self.extractor(waves, **options)

@@ -352,22 +352,30 @@ def test_whisper_never_cuts_a_recording_without_a_word(folder, capsys):
     assert "long.wav: it is 2.0 seconds long, and 1 are the most" in capsys.readouterr().err
 
 
-def test_neighbouring_recordings_of_the_training_part_are_joined(folder, capsys):
-    lengths = {"a": 0.5, "b": 0.4, "missing": None, "c": 0.3, "short": 0.05, "untold": 0.3, "d": 0.3, "e": 0.3}
+@pytest.mark.parametrize("kind", [Speech2TextFeatureExtractor, WhisperFeatureExtractor])
+def test_neighbouring_recordings_of_the_training_part_are_joined(folder, kind, capsys):
+    """What cannot be used is left out before, alone."""
+    lengths = {"a": 0.5, "b": 0.4, "missing": None, "c": 0.3, "short": 0.05, "untold": 0.3, "broken": 9, "d": 0.3}
     for name, seconds in lengths.items():
         if seconds:
-            soundfile.write(folder / f"{name}.wav", tone("low", seconds=seconds), RATE)
-    rows = [(f"{name}.wav", "" if name == "untold" else name, "train") for name in lengths]
-    write(folder, [*rows, *((f"{name}.wav", name, part) for name in "ab" for part in ("dev", "test"))])
-    args, _ = arguments(folder, "--join_seconds", "1.6", "--speeds", "1", "0.9")
+            soundfile.write(folder / f"{name}.flac", tone("low", seconds=seconds), RATE)
+    broken = (folder / "broken.flac").read_bytes()
+    (folder / "broken.flac").write_bytes(broken[: len(broken) // 2])  # its header is whole
+    rows = [(f"{name}.flac", "" if name == "untold" else name, "train") for name in lengths]
+    write(folder, [*rows, *((f"{name}.flac", name, part) for name in "ab" for part in ("dev", "test"))])
+    args, _ = arguments(folder, "--join_seconds", "1.7", "--speeds", "1", "0.9")
     parts = read(args)[0]
-    data, left_out = prepare(parts["train"], Speech2TextFeatureExtractor(), args, "train")
-    assert data["text"] == ["a b", "a b", "c", "c", "d e", "d e"]
-    assert 0.9 + PAUSE[0] <= data["seconds"][0] <= 0.9 + PAUSE[1]
-    assert max(data["seconds"]) <= 1.6
-    assert left_out == 6  # what cannot be read, what is short and what has no transcript, at both speeds
-    assert "missing.wav: there is no such file" in capsys.readouterr().err
-    other, _ = prepare(parts["test"], Speech2TextFeatureExtractor(), args, "test")
+    data, left_out = prepare(parts["train"], kind(), args, "train")
+    assert data["text"] == ["a b", "a b", "c d", "c d"]
+    least, most = (-1e-3, 1e-3) if kind is Speech2TextFeatureExtractor else PAUSE  # no pause between frames
+    assert least <= data["seconds"][0] - 0.9 <= most
+    assert least <= data["seconds"][1] - 1.0 <= most, "at another speed"
+    width = 80 if kind is Speech2TextFeatureExtractor else 1
+    assert [len(audio) for audio in data["audio"]] == [2 * width * length for length in data["length"]]
+    assert data["training"] == [True] * 4
+    assert left_out == 8  # each at both speeds
+    assert "missing.flac: there is no such file" in capsys.readouterr().err
+    other, _ = prepare(parts["test"], kind(), args, "test")
     assert other["text"] == ["a", "b"]
 
 
