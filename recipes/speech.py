@@ -17,6 +17,7 @@ if __name__ == "__main__":
 
     check_extras("recipes", "speech")
 
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,10 +35,8 @@ from transformers import (
     WhisperFeatureExtractor,
     WhisperTokenizer,
 )
-from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from hf_graphfilter import GraphFilterError
-from hf_graphfilter.errors import nearest
 from recipes import metrics, runs
 from recipes.arguments import SpeechArguments
 from recipes.data import cut
@@ -45,16 +44,25 @@ from recipes.errors import is_main_process
 from recipes.joint_search import JointSearch
 from recipes.models import model_config
 from recipes.settings import Recipe
-from recipes.speech_data import TASKS, hold_out, read
+from recipes.speech_data import TASKS, read
 from recipes.speech_inputs import SpeechBatches, count_frames, keeps_frames, load_extractor, prepare
-from recipes.speech_models import HEAD, build, ctc_loss, ctc_weight, input_lengths, is_ctc, output_lengths, read_ctc
+from recipes.speech_models import (
+    HEAD,
+    build,
+    check_model,
+    ctc_loss,
+    ctc_weight,
+    input_lengths,
+    is_ctc,
+    output_lengths,
+    read_ctc,
+)
 from recipes.training import fit
-from recipes.transcripts import NORMALIZE, decode, drop_long_targets, encode, make_tokenizer
+from recipes.transcripts import NORMALIZE, decode, drop_long_targets, drop_long_texts, encode, make_tokenizer
 from recipes.transcripts import normalize as normal_form
 
 MEASURES = ("wer", "cer")
 MASKS = ("time_masks", "time_width", "frequency_masks", "frequency_width")  # of SpecAugment
-ENGLISH = 51864  # entries of the vocabulary of Whisper's models that know English alone; others have more
 
 
 def run(args, training):
@@ -64,11 +72,10 @@ def run(args, training):
     check_model(args, config, ctc)
     extractor = load_extractor(args, config)
     rows, split = read(args)
-    rows = hold_out(rows["train"], args.held_out) if args.held_out else rows
     prepared = {part: prepare(items, extractor, args, part) for part, items in rows.items()}
     left_out = {part: count for part, (_, count) in prepared.items() if count}
     data = DatasetDict({part: recordings for part, (recordings, _) in prepared.items()})
-    # The recordings to choose by were held out above, before copies were made at other speeds.
+    # What is held out to tune by was cut by `read`, before copies were made at other speeds.
     data = cut(data, replace(args, held_out=0.0))
     data = DatasetDict({k: v if k == "train" else v.select(np.argsort(v["length"])) for k, v in data.items()})
     tokenizer = make_tokenizer(args, lambda: iter(data["train"]["text"]), ctc)
@@ -93,8 +100,10 @@ def run(args, training):
             )
         left_out |= {"train_targets": count} if count else {}
     if not ctc:
+        limit = getattr(model.config, "max_target_positions", sys.maxsize)
+        data["train"], count = drop_long_texts(data, limit)
+        left_out |= {"train_texts": count} if count else {}
         longest = max(map(len, data["train"]["labels"])) * 3 // 2 + 8
-        limit = getattr(model.config, "max_target_positions", longest)
         training.generation_max_length = training.generation_max_length or min(longest, limit)
     training.remove_unused_columns, training.label_names = False, ["labels"]
     masks = {name: getattr(args, name) for name in MASKS}
@@ -107,24 +116,6 @@ def run(args, training):
     counts = {part: len(recordings) for part, recordings in data.items()}
     extras = {"left_out": left_out, "hours": hours, "task_type": "automatic-speech-recognition"}
     return {**outcome, "split": split, "rows": counts, **extras}
-
-
-def check_model(args, config, ctc):
-    """Raise for what this model cannot do, before features are made."""
-    if args.ctc_decode_weight and (ctc or not ctc_weight(args)):
-        raise GraphFilterError(
-            f"--ctc_decode_weight {args.ctc_decode_weight:g} needs a decoder with a CTC head beside it: leave it out, "
-            "or give the decoder that head by --ctc_weight"
-        )
-    if not args.language:
-        return
-    if config.model_type != "whisper" or args.from_scratch:
-        raise GraphFilterError(f"--language {args.language}: {args.model} does not take a language")
-    if args.language.lower() not in {*TO_LANGUAGE_CODE, *TO_LANGUAGE_CODE.values()}:
-        hint = nearest(args.language, TO_LANGUAGE_CODE)
-        raise GraphFilterError(f"--language {args.language}: Whisper knows no such language{hint}")
-    if config.vocab_size == ENGLISH:
-        raise GraphFilterError(f"--language {args.language}: {args.model} knows English alone, leave it out")
 
 
 def save(model, extractor, folder):

@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import datasets
 from hf_graphfilter import GraphFilterError
 from recipes.data import choose, first_file, load_from_hub, read_rows, split_holdout
 from recipes.recordings import HubRow
+from recipes.transcripts import normalize
 
 SPELLINGS = {"audio": ("file", "file_name", "path", "audio"), "text": ("text", "sentence", "transcription", "raw_text")}
 PARTS = {"train": "train", "dev": "validation", "valid": "validation", "validation": "validation", "test": "test"}
@@ -55,29 +57,44 @@ HELD_OUT = {"validation": ["dev-clean"], "test": ["test-clean"], "test_other": [
 
 
 def read(args: Any) -> tuple[dict[str, list[dict[str, Any]]], str]:
-    """Return (rows of each part, with ``audio``, what it is called and the text; how they were split)."""
+    """Return (rows of each part, with ``audio``, what it is called and the text; how they were split).
+
+    With ``--held_out`` a share of the training part stands for the others, before there are copies of its recordings.
+    """
+    parts, split = _read_parts(args)
+    if args.held_out and args.task != "digits":
+        parts = _cut_sentences(parts["train"], args.held_out, "validation", args.normalize)
+    return parts, split
+
+
+def _read_parts(args: Any) -> tuple[dict[str, list[dict[str, Any]]], str]:
     task = TASKS.get(args.task) or SpeechTask(hub=args.task)
     if args.data is None:
         if task.hub is None:
             source = f"; its archives are at {task.page}" * bool(task.page)
             raise GraphFilterError(f"--task {args.task} needs --data, the folder with its recordings{source}")
-        return _complete(_read_hub(task), "official")
+        return _complete(_read_hub(task), "official", args.normalize)
     root = Path(args.data)
     if not root.is_dir():
-        raise GraphFilterError(f"--data: there is no folder {root}")
+        raise GraphFilterError(f"--data: there is no folder {root}{': it is a file' * root.exists()}")
     if args.task == "digits":
-        return _read_digits(root), "recordings 0 to 4 of each speaker and digit test, 5 to 9 validation"
+        return _read_digits(root, args.held_out), "recordings 0 to 4 of each speaker and digit test, 5 to 9 validation"
     if args.task in LIBRISPEECH and not (root / "metadata.csv").is_file():
         return _read_librispeech(root, args.task), "official"
     if args.task == "common-voice" and not (root / "metadata.csv").is_file():
         return _read_common_voice(root), "official"
-    return _complete(_read_folder(root), "given")
+    return _complete(_read_folder(root), "given", args.normalize)
 
 
-def hold_out(rows: list[dict[str, Any]], share: float) -> dict[str, list[dict[str, Any]]]:
-    """Return a training and a validation part of the training rows, before there are copies of them."""
-    train, validation = split_holdout(len(rows), share)
-    return {"train": [rows[i] for i in train], "validation": [rows[i] for i in validation]}
+def _cut_sentences(rows: list[dict[str, Any]], share: float, part: str, how: str) -> dict[str, list[dict[str, Any]]]:
+    """Return a training part and another one without a sentence in common, in their normal form ``how``."""
+    texts = [normalize(row["text"], how) for row in rows]
+    sentences = sorted({*texts} - {""})
+    own = {sentences[i] for i in split_holdout(len(sentences), share)[1]}
+    return {
+        "train": [row for row, text in zip(rows, texts, strict=True) if text not in own],
+        part: [row for row, text in zip(rows, texts, strict=True) if text in own],
+    }
 
 
 def _read_folder(root: Path) -> dict[str, list[dict[str, Any]]]:
@@ -107,24 +124,32 @@ def _read_table(file: Path, clips: Path, split: str = "") -> list[tuple[Any, dic
     return found
 
 
-def _complete(parts: dict[str, list[dict[str, Any]]], split: str) -> tuple[dict[str, list[dict[str, Any]]], str]:
+def _complete(
+    parts: dict[str, list[dict[str, Any]]], split: str, how: str
+) -> tuple[dict[str, list[dict[str, Any]]], str]:
     """Return (all parts, how they were split): a missing one is a tenth of the training sentences."""
     if "train" not in parts:
         raise GraphFilterError(f"the parts are {', '.join(parts)}: train is missing")
     for part in ("validation", "test"):
         if part not in parts:
-            sentences = sorted({row["text"] for row in parts["train"]})
-            if len(sentences) < 2:
+            count = len({normalize(row["text"], how) for row in parts["train"]} - {""})
+            if count < 2:
                 raise GraphFilterError(f"the parts are {', '.join(parts)}: train has one sentence")
-            own = {sentences[i] for i in split_holdout(len(sentences), max(0.1, 1 / len(sentences)))[1]}
-            parts[part] = [row for row in parts["train"] if row["text"] in own]
-            parts["train"] = [row for row in parts["train"] if row["text"] not in own]
+            parts |= _cut_sentences(parts["train"], max(0.1, 1 / count), part, how)
             split = f"{split}, {part} a tenth of the training sentences"
     return parts, split
 
 
-def _read_digits(root: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return sequences of two to five digits by one speaker, the same ones always."""
+def _read_digits(root: Path, held_out: float) -> dict[str, list[dict[str, Any]]]:
+    """Return sequences of two to five digits by one speaker, the same ones always.
+
+    No recording is in two parts. That share of those of the training part which is ``held_out`` is a part of its own.
+    """
+    sequences: dict[str, tuple[int, Collection[int]]] = dict(SEQUENCES)
+    if held_out:
+        count, numbers = SEQUENCES["train"]
+        kept, others = ([numbers[i] for i in places] for places in split_holdout(len(numbers), held_out))
+        sequences = {"train": (count, kept), "validation": (SEQUENCES["validation"][0], others)}
     folder = root / "recordings" if (root / "recordings").is_dir() else root
     files: dict[str, dict[int, list[Path]]] = {}
     for file in sorted(folder.glob("*.wav")):
@@ -134,7 +159,7 @@ def _read_digits(root: Path) -> dict[str, list[dict[str, Any]]]:
         raise GraphFilterError(f"--data: {folder} has no recordings DIGIT_SPEAKER_NUMBER.wav")
     draw = random.Random(0)
     parts = {}
-    for part, (count, numbers) in SEQUENCES.items():
+    for part, (count, numbers) in sequences.items():
         own = {k: [f for n, group in v.items() if n in numbers for f in group] for k, v in files.items()}
         own = {speaker: group for speaker, group in own.items() if group}
         rows = []
@@ -177,8 +202,9 @@ def _read_hub(task: SpeechTask) -> dict[str, list[dict[str, Any]]]:
     if "train.clean.100" in data:  # LibriSpeech has its training part in three
         named = {"train": "train.clean.100 train.clean.360 train.other.500", "validation": "validation.clean"}
         named |= {"test": "test.clean", "test_other": "test.other"}
-    for part in ("validation", "test"):
-        named.setdefault(part, part)
+    for spelling in ("validation", "test", *PARTS):
+        if spelling in data:
+            named.setdefault(PARTS[spelling], spelling)
     parts: dict[str, list[dict[str, Any]]] = {}
     for part, sources in named.items():
         for rows in (data[source] for source in sources.split() if source in data):

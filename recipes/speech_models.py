@@ -11,10 +11,13 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CTC_MAPPING_NAMES,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
+from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from hf_graphfilter import GraphFilterError
+from hf_graphfilter.errors import nearest
 from recipes.models import build_model
 
+ENGLISH = 51864  # entries of the vocabulary of Whisper's models that know English alone; others have more
 INPUTS = ("input_features", "input_values")
 HEAD = "joint_ctc_head"
 
@@ -30,6 +33,29 @@ def is_ctc(args: Any, config: Any) -> bool:
             )
         return True
     raise GraphFilterError(f"--model {args.model}: {config.model_type} has neither a CTC head nor a decoder of text")
+
+
+def check_model(args: Any, config: Any, ctc: bool) -> None:
+    """Raise for what this model cannot do, before features are made."""
+    if args.ctc_decode_weight and (ctc or not ctc_weight(args)):
+        raise GraphFilterError(
+            f"--ctc_decode_weight {args.ctc_decode_weight:g} needs a decoder with a CTC head beside it: leave it out, "
+            "or give the decoder that head by --ctc_weight"
+        )
+    pretrained = config.model_type == "whisper" and not args.from_scratch
+    if not args.language:
+        if pretrained and config.vocab_size > ENGLISH:
+            raise GraphFilterError(
+                f"{args.model} knows many languages: name that of the recordings, for example --language czech"
+            )
+        return
+    if not pretrained:
+        raise GraphFilterError(f"--language {args.language}: {args.model} does not take a language")
+    if args.language.lower() not in {*TO_LANGUAGE_CODE, *TO_LANGUAGE_CODE.values()}:
+        hint = nearest(args.language, TO_LANGUAGE_CODE)
+        raise GraphFilterError(f"--language {args.language}: Whisper knows no such language{hint}")
+    if config.vocab_size == ENGLISH:
+        raise GraphFilterError(f"--language {args.language}: {args.model} knows English alone, leave it out")
 
 
 def build(args: Any, training: Any, config: Any, tokenizer: Any, trained: bool) -> PreTrainedModel:

@@ -90,3 +90,23 @@ def drop_long_targets(train: Dataset, positions: Tensor, special: set[int]) -> t
     if left_out := len(train) - len(fits):
         note(f"train part: {left_out} of {len(train)} transcripts are longer than the encoder's output: left out")
     return train.select(fits), left_out
+
+
+def drop_long_texts(data: dict[str, Dataset], limit: int) -> tuple[Dataset, int]:
+    """Return (training rows whose text has at most ``limit`` tokens, the most that the decoder takes; how many do not).
+
+    Raises:
+        GraphFilterError: a longer text in another part, whose loss could not be computed, or in all training rows.
+    """
+    for part, rows in data.items():
+        fits = [i for i, row in enumerate(rows["labels"]) if len(row) <= limit]
+        if (count := len(rows) - len(fits)) and (part != "train" or not fits):
+            raise GraphFilterError(
+                f"{part} part: {count} of {len(rows)} transcripts have more than {limit} tokens, the most that the "
+                "decoder takes: leave these recordings out, or cut them into shorter ones"
+            )
+        if count:
+            note(f"train part: {count} of {len(rows)} transcripts have more than {limit} tokens: left out")
+        if part == "train":
+            kept = rows.select(fits), count
+    return kept

@@ -45,11 +45,10 @@ from recipes.models import load_model
 from recipes.recordings import PAUSE, HubRow, read_audio, resample
 from recipes.records import try_read
 from recipes.settings import Settings
-from recipes.speech import check_model
-from recipes.speech_data import hold_out, read
+from recipes.speech_data import read
 from recipes.speech_inputs import SpeechBatches, _marks, count_frames, load_extractor, make_frames, prepare
-from recipes.speech_models import ctc_loss, read_ctc
-from recipes.transcripts import decode, drop_long_targets, encode, make_tokenizer, normalize
+from recipes.speech_models import check_model, ctc_loss, read_ctc
+from recipes.transcripts import decode, drop_long_targets, drop_long_texts, encode, make_tokenizer, normalize
 
 soundfile = pytest.importorskip("soundfile")
 pytest.importorskip("jiwer")
@@ -112,6 +111,11 @@ def arguments(folder, *argv):
     settings = Settings(speech.RECIPE)
     values, _ = settings.parse([*SEQ2SEQ, *SHORT, "--data", str(folder), *argv])
     return settings.arguments({**values, "output_dir": str(folder.parent / "run")})
+
+
+def asked(task, data=None, held_out=0.0):
+    """Return what ``read`` looks at."""
+    return SimpleNamespace(task=task, data=data, held_out=held_out, normalize="none")
 
 
 def train(tmp_path, folder, model, *argv):
@@ -446,7 +450,7 @@ def test_librispeech_is_read_as_it_is_unpacked(tmp_path):
         chapter = tmp_path / part / "19" / "198"
         chapter.mkdir(parents=True)
         (chapter / "19-198.trans.txt").write_text("19-198-0000 HE SAID\n19-198-0001 NO\n")
-    rows, split = read(SimpleNamespace(task="librispeech-100", data=str(tmp_path)))
+    rows, split = read(asked("librispeech-100", data=str(tmp_path)))
     assert split == "official"
     assert [*rows] == ["train", "validation", "test", "test_other"]
     assert rows["train"][0]["audio"] == [str(tmp_path / "train-clean-100/19/198/19-198-0000.flac")]
@@ -457,7 +461,7 @@ def test_common_voice_is_read_as_it_is_unpacked(tmp_path):
     for part in ("train", "dev", "test"):
         rows = [f'a\tcommon_voice_en_{i}.mp3\tHe said "{part}".\t2\n' for i in range(2)]
         (tmp_path / f"{part}.tsv").write_text("client_id\tpath\tsentence\tup_votes\n" + "".join(rows))
-    task = SimpleNamespace(task="common-voice", data=str(tmp_path))
+    task = asked("common-voice", data=str(tmp_path))
     rows, split = read(task)
     assert split == "official"
     assert {part: len(items) for part, items in rows.items()} == {"train": 2, "validation": 2, "test": 2}
@@ -467,10 +471,11 @@ def test_common_voice_is_read_as_it_is_unpacked(tmp_path):
     with pytest.raises(GraphFilterError, match=r"has no dev.tsv; it holds: test.tsv, train.tsv"):
         read(task)
     with pytest.raises(GraphFilterError, match=r"needs --data.*its archives are at https://datacollective"):
-        read(SimpleNamespace(task="common-voice", data=None))
+        read(asked("common-voice", data=None))
 
 
-def test_a_data_set_of_the_hub_is_read_when_it_is_needed(monkeypatch):
+@pytest.mark.parametrize("part", ["validation", "valid", "dev"])
+def test_a_data_set_of_the_hub_is_read_when_it_is_needed(monkeypatch, part):
     def row(name, text):
         file = io.BytesIO()
         soundfile.write(file, tone(name, 8000), 8000, format="WAV")
@@ -479,12 +484,12 @@ def test_a_data_set_of_the_hub_is_read_when_it_is_needed(monkeypatch):
     def load(name, config, **options):
         assert (name, config) == ("some/set", "en")
         many = [row("low", f"sentence {i}") for i in range(10)]
-        parts = {"train": many, "validation": [row("mid", None)]}
+        parts = {"train": many, part: [row("mid", None)]}
         columns = Features({"audio": {"bytes": Value("binary"), "path": Value("string")}, "sentence": Value("string")})
         return DatasetDict({part: Dataset.from_list(rows, features=columns) for part, rows in parts.items()})
 
     monkeypatch.setattr(data, "load_dataset", load)
-    rows, split = read(SimpleNamespace(task="some/set:en", data=None))
+    rows, split = read(asked("some/set:en", data=None))
     assert split == "official, test a tenth of the training sentences"
     assert {part: len(items) for part, items in rows.items()} == {"train": 9, "validation": 1, "test": 1}
     assert (rows["validation"][0]["text"], rows["validation"][0]["name"]) == ("", "row 0 of validation")
@@ -502,7 +507,7 @@ def test_digits_are_sequences_of_one_speaker(tmp_path):
     for digit in range(3):
         for number in range(12):
             soundfile.write(tmp_path / f"{digit}_ann_{number}.wav", tone("low", 8000), 8000)
-    rows, _ = read(SimpleNamespace(task="digits", data=str(tmp_path)))
+    rows, _ = read(asked("digits", str(tmp_path)))
     other = tmp_path / "elsewhere"
     other.mkdir()
     audio = [Path(file) for file in rows["test"][0]["audio"]]
@@ -512,7 +517,14 @@ def test_digits_are_sequences_of_one_speaker(tmp_path):
     assert len(rows["test"]) == 200
     assert all(2 <= len(row["audio"]) <= 5 for row in rows["test"])
     assert set(" ".join(row["text"] for row in rows["test"]).split()) == {"zero", "one", "two"}
-    assert not {f for row in rows["train"] for f in row["audio"]} & {f for row in rows["test"] for f in row["audio"]}
+    files = {part: {file for row in items for file in row["audio"]} for part, items in rows.items()}
+    assert not files["train"] & files["test"]
+    for number in range(12, 50):
+        shutil.copy(tmp_path / "0_ann_0.wav", tmp_path / f"0_ann_{number}.wav")
+    rows, _ = read(asked("digits", str(tmp_path), held_out=0.2))
+    held_out, kept = ({file for row in rows[part] for file in row["audio"]} for part in ("validation", "train"))
+    assert held_out
+    assert held_out <= {str(tmp_path / f"{digit}_ann_{n}.wav") for digit in range(3) for n in range(10, 50)} - kept
 
 
 # --------------------------------------------------------------------------------------------- transcripts and batches
@@ -581,8 +593,40 @@ def test_frames_are_counted_as_the_model_gets_them(kind):
 def test_rows_held_out_are_no_copies_and_not_hidden(folder, tmp_path):
     record = train(tmp_path, folder, CTC, "--held_out", "0.25", "--speeds", "0.9", "1", "1.1")
     assert record["rows"] == {"train": 27, "validation": 3}
-    kept = hold_out([{"text": str(i)} for i in range(12)], 0.25)
-    assert not {row["text"] for row in kept["train"]} & {row["text"] for row in kept["validation"]}
+
+
+def test_no_sentence_is_both_in_training_and_held_out(folder):
+    """Whatever its punctuation, in parts that are missing and in what is held out to tune by."""
+    spellings = ("{}", "{}!", "{}.")
+    texts = [spelling.format(text) for text in ("low", "mid", "high", "low mid", "") for spelling in spellings]
+    write(folder, [(f"audio/{i}.wav", text, "train") for i, text in enumerate(texts)])
+    for argv in ([], ["--held_out", "0.3"]):
+        parts, _ = read(arguments(folder, "--normalize", "words", *argv)[0])
+        sentences = {part: {normalize(row["text"], "words") for row in rows} for part, rows in parts.items()}
+        train_sentences = sentences.pop("train")
+        assert sentences
+        assert all(held_out and not held_out & train_sentences for held_out in sentences.values())
+        assert "" in train_sentences, "an empty transcript is no sentence"
+
+
+def test_long_transcripts_are_left_out_of_training_and_refused_elsewhere(
+    tmp_path, folder, capsys, transformers_warnings
+):
+    rows = [(f"audio/{i}.wav", "low " * (100 if i == 3 else 1), "train") for i in range(9)]
+    rows += [("audio/9.wav", "low", part) for part in ("dev", "test")]
+    write(folder, rows)
+    options = ("--ctc_weight", "0", "--filter", "none", "--save_strategy", "no")
+    record = train(tmp_path, folder, WHISPER, *options)
+    transformers_warnings.clear()  # of its own generation
+    assert (record["rows"]["train"], record["left_out"]) == (8, {"train_texts": 1})
+    assert "train part: 1 of 9 transcripts have more than 300 tokens: left out" in capsys.readouterr().err
+    write(folder, [*rows, ("audio/10.wav", "low " * 100, "test")])
+    with pytest.raises(SystemExit):
+        train(tmp_path / "other", folder, WHISPER, *options)
+    assert "test part: 1 of 2 transcripts have more than 300 tokens, the most that" in capsys.readouterr().err
+    all_long = {"train": Dataset.from_dict({"labels": [[5] * 9]})}
+    with pytest.raises(GraphFilterError, match="train part: 1 of 1 transcripts have more than 8 tokens"):
+        drop_long_texts(all_long, 8)
 
 
 def test_what_a_model_cannot_do_is_said_before_features_are_made():
@@ -592,11 +636,13 @@ def test_what_a_model_cannot_do_is_said_before_features_are_made():
         check_model(args, SimpleNamespace(model_type=model_type, vocab_size=vocab_size), ctc)
 
     check(language="cs")
-    check(ctc_decode_weight=0.4, ctc_weight=0.3)
+    check(vocab_size=51864)
+    check(language="cs", ctc_decode_weight=0.4, ctc_weight=0.3)
     for wrong, message in (
         ({"language": "chzech"}, "knows no such language.*czech"),
         ({"language": "english", "vocab_size": 51864}, "knows English alone"),
         ({"language": "czech", "model_type": "wav2vec2"}, "does not take a language"),
+        ({}, "m knows many languages: name that of the recordings"),
         ({"ctc_decode_weight": 0.4}, "needs a decoder with a CTC head"),
         ({"ctc_decode_weight": 0.4, "ctc": True, "model_type": "parakeet_ctc"}, "needs a decoder with a CTC head"),
     ):
