@@ -45,7 +45,7 @@ from hf_graphfilter.fitting import ConversionReport, Rates, save_conversion, tex
 from hf_graphfilter.tables import markdown_table
 
 sys.path.append(str(Path(__file__).parents[1]))
-from recipes.records import hash_files
+from recipes.identities import hash_files
 from recipes.settings import bf16_pays
 
 ROOT = Path(__file__).parents[1]

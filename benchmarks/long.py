@@ -75,7 +75,7 @@ from hf_graphfilter.fitting import choose_heads
 from hf_graphfilter.fitting.head_choice import parse_heads
 from hf_graphfilter.fitting.quality import compare_embeddings, compare_logits
 from hf_graphfilter.fitting.speed import last_logits, time_in_turn
-from recipes.records import hash_files
+from recipes.identities import hash_files
 
 NAMES: dict[str, Callable[[], Path]] = {"smollm2": lambda: weights("smollm2"), "minilm": pretrained_path}
 WHAT = ("quality", "retrieval", "speed", "growth")

@@ -67,7 +67,7 @@ def name_rows(rows: Iterable[list[str]], header: Sequence[str] | None, source: o
 def first_file(folder: Path, names: Sequence[str]) -> Path:
     """Return the first of ``names`` that is in ``folder``."""
     if not folder.is_dir():
-        raise GraphFilterError(f"--data: there is no folder {folder}")
+        raise GraphFilterError(f"--data: there is no folder {folder}{': it is a file' * folder.exists()}")
     for name in names:
         if (folder / name).is_file():
             return folder / name

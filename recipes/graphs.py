@@ -102,7 +102,7 @@ def score(names, prediction, apart=()):
         if len(np.unique(labels[known])) >= (2 if "roc_auc" in names else 1):
             scores.append(metrics.score(names, predicted[known], labels[known]))
             if apart:
-                of_targets |= {f"{name}_{apart[number]}".replace(" ", "_"): value for name, value in scores[-1].items()}
+                of_targets |= {f"{apart[number]}_{name}".replace(" ", "_"): value for name, value in scores[-1].items()}
     means = {name: float(np.mean([of_target[name] for of_target in scores])) if scores else np.nan for name in names}
     return means | of_targets
 

@@ -1,8 +1,7 @@
-"""The record of a run: by which settings and files it is known again, how it is written and read."""
+"""The record of a run: how it is written and read, and where it ran."""
 
 import contextlib
 import functools
-import hashlib
 import itertools
 import json
 import math
@@ -130,95 +129,6 @@ def move_aside(paths: list[Path], console: Console) -> None:
 
 def tell(console: Console, message: str) -> None:
     console.print(message, highlight=False, markup=False, soft_wrap=True)
-
-
-# ---------------------------------------------------------------------------- which run it is, and where it ran
-
-# these do not change what a run learns: a finished run is the same run whatever they are
-INCIDENTAL = (
-    {"output_dir", "seeds", "data", "report_to", "run_name", "project", "disable_tqdm", "log_level", "logging_steps"}
-    | {"logging_strategy", "save_strategy", "save_steps", "save_total_limit", "push_to_hub", "hub_model_id"}
-    | {"hub_token", "hub_private_repo", "hub_revision", "dataloader_num_workers", "dataloader_pin_memory", "use_cpu"}
-    | {"per_device_eval_batch_size", "eval_accumulation_steps", "eval_batch_size", "workers", "import"}
-    | {"restore_callback_states_from_checkpoint"}
-)
-# tasks that are what their data are: earlier records have a mark of these alone
-OWN_DATA = ("text", "texts", "ratings", "folder")
-MARKS = "contents"
-MODELS = ("model", "tokenizer", "checkpoint")
-LOADED = {".safetensors", ".bin", ".pt", ".pth", ".json", ".txt", ".model"}  # beside cards, records and checkpoints
-READ = 256  # files of a folder whose contents are looked at, evenly chosen: of more images, say, only the names besides
-
-
-def identity(values: dict[str, Any], folder: str = "") -> dict[str, Any]:
-    """Return the settings on which a run depends; of what is local, its name and a mark of what it holds.
-
-    Args:
-        values: of the run.
-        folder: in which its task is looked for, below ``data``.
-    """
-    settings = {k: list(v) if isinstance(v, tuple) else v for k, v in sorted(values.items()) if v is not None}
-    chosen = {k: v for k, v in settings.items() if k not in INCIDENTAL and k != "seed"}
-    marks = {}
-    for name in MODELS:
-        if name in settings and os.path.exists(settings[name]):
-            chosen[name] = Path(settings[name]).name
-            marks[name] = hash_files(str(settings[name]), model=True)
-    if settings.get("eval_strategy") == "steps" and not settings.get("eval_steps"):
-        chosen["eval_steps"] = settings.get("logging_steps")  # which the Trainer takes instead: it decides what is best
-    if code := [str(path) for path in settings.get("import") or () if os.path.isfile(path)]:
-        marks["import"] = " ".join(map(hash_files, code))
-    if "data" not in settings:
-        marks["data"] = ""  # of the Hub, whatever it holds
-    elif os.path.exists(settings["data"]):
-        data = Path(settings["data"], folder) if Path(settings["data"], folder).is_dir() else Path(settings["data"])
-        marks["data"] = hash_files(str(data))
-        if settings.get("task") in OWN_DATA:
-            chosen["data"] = hash_sizes(str(settings["data"]))
-    return {**chosen, MARKS: marks} if marks else chosen
-
-
-def list_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Return the names of what differs between two identities; earlier ones had no marks to compare."""
-    marks, others = a.get(MARKS, {}), b.get(MARKS, {})
-    ignored = INCIDENTAL - {"data"} if "data" in a and "data" in b else INCIDENTAL
-    settings = {k for k in {*a, *b} - ignored - {MARKS} if a.get(k) != b.get(k)}
-    return sorted(settings | {f"the files of {k}" for k in {*marks} & {*others} if marks[k] != others[k]})
-
-
-@functools.cache
-def hash_files(path: str, model: bool = False) -> str:
-    """Return a hash of a file or folder, wherever it lies: of the names, sizes and contents of its files.
-
-    Of very many files the contents of a part count; of a model's folder, the files that loading it depends on.
-    """
-    root = Path(path)
-    if model and root.is_dir():
-        files = sorted(f for f in root.iterdir() if f.is_file() and f.suffix in LOADED and f.name != RECORD)
-    else:
-        files = [f for f in list_files(root) if f.suffix != ".md" and not f.name.startswith(".")]
-    digest = hashlib.sha256("\n".join(f"{f.relative_to(root)} {f.stat().st_size}" for f in files).encode())
-    for file in files[:: max(1, len(files) // READ)]:
-        with file.open("rb") as content:
-            digest.update(hashlib.file_digest(content, "sha256").digest())
-    return digest.hexdigest()[:16]
-
-
-def list_files(root: Path) -> list[Path]:
-    """Return the files of a folder, at any depth and behind links, or the file itself."""
-    if not root.is_dir():
-        return [root] if root.is_file() else []
-    return sorted(
-        f for at, _, names in os.walk(root, followlinks=True) for name in names if (f := Path(at, name)).is_file()
-    )
-
-
-@functools.cache
-def hash_sizes(data: str) -> str:
-    """Return the mark of earlier records: a hash of names and sizes alone."""
-    root = Path(data)
-    sizes = [f"{file.relative_to(root)} {file.stat().st_size}" for file in list_files(root)]
-    return hashlib.sha256("\n".join(sizes).encode()).hexdigest()[:16]
 
 
 def name_machine(arguments: Any) -> str:

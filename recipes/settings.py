@@ -23,8 +23,9 @@ from hf_graphfilter.filters.core.registry import UnknownFilterError
 from hf_graphfilter.patching.layers import parse_layers
 from recipes.arguments import ALIASES, DEFAULTS, SMOKE, RecipeArguments
 from recipes.errors import is_main_process
+from recipes.identities import INCIDENTAL, ROWS, identity, list_differences
 from recipes.models import load_model
-from recipes.records import INCIDENTAL, identity, list_differences, lower_is_better
+from recipes.records import lower_is_better
 
 CONFIGS = Path(__file__).parent / "configs"
 OPTIONS_OF = {"filter_options": "filter", "from_scratch": "model"}
@@ -216,7 +217,8 @@ class Settings:
 
     def identity(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return what a run is known again by."""
-        return identity(values, self.recipe.folders.get(values["task"], ""))
+        rows = {k: v for k, v in self.defaults.items() if k == ROWS}
+        return identity(rows | values, self.recipe.folders.get(values["task"], ""))
 
     def _known_task(self, task: str) -> None:
         if task not in self.recipe.metrics and not self.recipe.known(task):

@@ -551,7 +551,7 @@ def test_recipe_of_graphs_in_json_lines(recipe, tmp_path):
         (tmp_path / f"{part}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     record = recipe("--task", "graphs", "--data", tmp_path)
     assert (record["rows"], record["split"]) == ({"train": 3, "validation": 3, "test": 3}, "given")
-    of_targets = [record["metrics"][f"test/mae_target_{i}"] for i in (1, 2)]
+    of_targets = [record["metrics"][f"test/target_{i}_mae"] for i in (1, 2)]
     assert record["metrics"]["test/mae"] == pytest.approx(np.mean(of_targets))
     assert {"test/rmse", "validation/mae"} <= record["metrics"].keys()
     assert record["moved"]

@@ -24,7 +24,7 @@ from transformers import BertConfig, BertModel
 from hf_graphfilter import GraphFilterError, available_filters, filter_parameters, patch_model
 from hf_graphfilter.filters import get_filter
 from hf_graphfilter.training.optimizer import coefficient_ids
-from recipes import compare, language_modeling, records
+from recipes import compare, identities, language_modeling, records
 from recipes.data import split_holdout
 from recipes.image_data import hold_out
 from recipes.league import figures, play, standings
@@ -60,7 +60,7 @@ def trained(monkeypatch, tmp_path):
         seen.append((values, seed, folder))
         name = LONGER if values.get("max_steps", 0) > 2500 else values["filter"].replace("none", "plain")
         if name == "neutreno" and recipe == "glue":
-            return {"refused": "no layers before", "settings": records.identity(values)}
+            return {"refused": "no layers before", "settings": identities.identity(values)}
         rate = values["learning_rate"] if name in ("plain", LONGER) else values.get("filter_lr")
         good = HELPS.get(name, 0) + 0.01 * (rate in (1e-2, 2e-4, 4e-2)) + 0.001 * ((seed * 7919 + len(name)) % 13) / 13
         if recipe == "glue":
@@ -72,7 +72,7 @@ def trained(monkeypatch, tmp_path):
             "metrics": metrics,
             "train_seconds": seconds,
             "steps": 9,
-            "settings": records.identity(values),
+            "settings": identities.identity(values),
             "moved": {},
         }
         return {"recipe": recipe, "task": values["task"], "seed": seed, **made}

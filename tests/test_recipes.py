@@ -33,6 +33,7 @@ from recipes import (
     compare,
     glue,
     graphs,
+    identities,
     imagenet,
     language_modeling,
     metrics,
@@ -869,7 +870,7 @@ def test_files_of_the_same_name_are_told_apart(tmp_path):
     (tmp_path / "a" / "data" / "CoLA" / ".DS_Store").write_text("stray")
     (tmp_path / "a" / "data" / "CoLA" / "NOTES.md").write_text("stray")
     before = of("copied/a", "copied/a")
-    records.hash_files.cache_clear()
+    identities.hash_files.cache_clear()
     assert settings.list_differences(before, of("a", "a")) == []
     assert "contents" not in settings.identity({"task": "cola", "model": "m", "data": tmp_path / "elsewhere"})
     of_hub = settings.identity({"task": "cola", "model": tmp_path / "a" / "model"})
@@ -890,6 +891,32 @@ def test_files_of_the_same_name_are_told_apart(tmp_path):
     )
 
 
+def test_the_transcripts_of_many_recordings_are_known_again(tmp_path):
+    """Of very many files the contents of a part count, but always those of the tables."""
+    marks = []
+    for texts in ("a,b", "b,a"):
+        folder = tmp_path / texts
+        (folder / "audio").mkdir(parents=True)
+        for number in range(601):
+            (folder / "audio" / f"{number}.wav").touch()
+        (folder / "metadata.csv").write_text(texts)
+        marks.append(identities.identity({"task": "mboshi", "data": str(folder)}))
+    assert identities.list_differences(*marks) == ["the files of tables"]
+    earlier = {"task": "mboshi", "contents": {"data": marks[0]["contents"]["data"]}}
+    assert identities.list_differences(earlier, marks[0]) == []
+
+
+def test_the_rows_of_a_step_are_those_of_all_processes(monkeypatch):
+    settings = Settings(glue.RECIPE)
+    half, whole, default = ({"task": "cola", "per_device_train_batch_size": n} for n in (16, 32, 8))
+    alone = settings.identity(whole)
+    assert settings.list_differences(settings.identity({"task": "cola"}), settings.identity(default)) == []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert settings.list_differences(alone, settings.identity(half)) == []
+    assert settings.list_differences(alone, settings.identity(whole)) == ["per_device_train_batch_size"]
+    assert settings.identity({"task": "cola"})["per_device_train_batch_size"] == 16
+
+
 def test_the_data_of_an_interrupted_run_are_known_again(asked, cola, monkeypatch, capsys):
     def stopped(args, training):
         Path(training.output_dir, "checkpoint-1").mkdir(parents=True)
@@ -901,13 +928,13 @@ def test_the_data_of_an_interrupted_run_are_known_again(asked, cola, monkeypatch
     train = cola / "CoLA" / "train.tsv"
     before = train.read_text()
     train.write_text(before.replace("cat", "cow"))
-    records.hash_files.cache_clear()
+    identities.hash_files.cache_clear()
     capsys.readouterr()
     with pytest.raises(SystemExit):
         runs.main(glue.RECIPE, argv)
     assert "other settings (the files of data differ)" in capsys.readouterr().err
     train.write_text(before)
-    records.hash_files.cache_clear()
+    identities.hash_files.cache_clear()
     runs.main(glue.RECIPE, argv)
     assert [*Path("runs/glue/cola-gfsa/seed-1").glob("*.json")] == [Path("runs/glue/cola-gfsa/seed-1/record.json")]
 
