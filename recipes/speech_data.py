@@ -59,7 +59,8 @@ HELD_OUT = {"validation": ["dev-clean"], "test": ["test-clean"], "test_other": [
 def read(args: Any) -> tuple[dict[str, list[dict[str, Any]]], str]:
     """Return (rows of each part, with ``audio``, what it is called and the text; how they were split).
 
-    With ``--held_out`` a share of the training part stands for the others, before there are copies of its recordings.
+    With ``--held_out`` a share of the training sentences replaces the other parts. It is cut here, before recordings
+    are copied at other speeds.
     """
     parts, split = _read_parts(args)
     if args.held_out and args.task != "digits":
@@ -143,7 +144,7 @@ def _complete(
 def _read_digits(root: Path, held_out: float) -> dict[str, list[dict[str, Any]]]:
     """Return sequences of two to five digits by one speaker, the same ones always.
 
-    No recording is in two parts. That share of those of the training part which is ``held_out`` is a part of its own.
+    No recording is in two parts. ``held_out`` is the share of the training recordings that replaces the other parts.
     """
     sequences: dict[str, tuple[int, Collection[int]]] = dict(SEQUENCES)
     if held_out:
