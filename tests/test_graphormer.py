@@ -472,7 +472,10 @@ def test_labels_and_inputs_that_do_not_fit():
         ({"label_std": [0.0]}, "above 0"),
         ({"label_mean": [0.0, 1.0]}, "1 finite numbers"),
         ({"label_mean": 0.5}, "1 finite numbers"),
-        ({"label_mean": [0.5], "problem_type": "multi_label_classification"}, "is of a regression, not of multi_label"),
+        (
+            {"label_mean": [0.5], "problem_type": "multi_label_classification"},
+            "label_mean needs problem_type=.regression., got .multi_label",
+        ),
     ],
 )
 def test_bad_configs_are_refused(options, message):

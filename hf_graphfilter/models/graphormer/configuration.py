@@ -140,7 +140,9 @@ class GraphormerConfig(PreTrainedConfig):
         for name, above in (("label_mean", -math.inf), ("label_std", 0.0)):
             values = getattr(self, name)
             if values is not None and self.problem_type != "regression":
-                raise GraphFilterError(f"GraphormerConfig: {name} is of a regression, not of {self.problem_type}")
+                raise GraphFilterError(
+                    f"GraphormerConfig: {name} needs problem_type='regression', got {self.problem_type!r}"
+                )
             if values is not None and (
                 not has_type(values, list[float])
                 or len(values) != self.num_labels
