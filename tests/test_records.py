@@ -400,6 +400,17 @@ def test_weights_without_coefficients_are_not_saved(tmp_path):
     model.save_pretrained(tmp_path, state_dict=state)
 
 
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_given_state_is_saved_without_that_of_the_model(patched, tmp_path, monkeypatch):
+    """Only the first process saves; FSDP would wait for all of them if it asked the model."""
+    model = BertModel(FAMILIES["bert"].config)
+    model = patch_model(model) if patched else model
+    state = model.state_dict()
+    monkeypatch.setattr(model, "state_dict", None)
+    model.save_pretrained(tmp_path, state_dict=state)
+    assert len(filter_status(BertModel.from_pretrained(tmp_path))) == 3 * patched
+
+
 @pytest.mark.parametrize("kind", ["inner", "timm"])
 def test_weights_of_another_filter_do_not_enter_a_part_or_a_timm_model(kind):
     if kind == "timm":

@@ -119,7 +119,10 @@ def saved_config(model: PreTrainedModel, state: Any = None) -> Iterator[None]:
     check_recorded(model)
     if state and not model._hf_peft_config_loaded:  # empty in all processes but the first
         held = {key.replace("_fsdp_wrapped_module.", "") for key in state}
-        names = [key.replace("_fsdp_wrapped_module.", "") for key in model.state_dict() if f".{CHILD}." in key]
+        # The model's own state_dict would gather what FSDP has sharded, which all processes would have to do.
+        filters = [(name, module._modules[CHILD]) for name, module in patched_modules(model, required=False)]
+        keys = [f"{name}.{CHILD}.{key}" for name, graph_filter in filters for key in graph_filter.state_dict()]
+        names = [key.replace("_fsdp_wrapped_module.", "") for key in keys]
         if lost := [key for key in names if key not in held]:
             raise GraphFilterError(
                 f"state_dict lacks {len(lost)} of the {len(names)} filter weights of this {type(model).__name__} "
