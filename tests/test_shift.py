@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from models import FAMILIES, output, turn_on
 from torch.autograd import gradcheck
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -343,6 +344,37 @@ def test_a_single_application_takes_the_joint_form_unless_exact():
     torch.testing.assert_close(first, expected)
     torch.testing.assert_close(other(first), exact(expected))
     assert exact.applications == other.applications == 2
+
+
+def test_second_derivatives_need_calls_of_attention(monkeypatch):
+    """Which are made where PyTorch is restricted to the mathematical form; elsewhere they are an error."""
+    monkeypatch.setattr("hf_graphfilter.ops.polynomial_form.FEWEST_ENTRIES", 1)
+    q, k, v = (torch.randn(1, 2, 6, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    c = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in ([0.5, 1.0], [1.0, -0.3], [0.2, 0.4])]
+    joint = polynomial_form(q, k, v, None, c, exact=False)
+    assert joint is not None
+    (gradient,) = torch.autograd.grad(joint[0].sum(), q, create_graph=True)  # of a sum: what comes in is constant
+    with pytest.raises(GraphFilterError, match=r"first derivatives only.*sdpa_kernel\(SDPBackend.MATH\)"):
+        gradient.square().sum().backward()
+    with sdpa_kernel(SDPBackend.MATH):
+        assert polynomial_form(q, k, v, None, c, exact=False) is None
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_second_derivatives_of_a_model_are_those_of_the_original(backend, monkeypatch):
+    monkeypatch.setattr("hf_graphfilter.ops.polynomial_form.FEWEST_ENTRIES", 1)
+    model = FAMILIES["bert"].build(backend)
+    tokens = torch.randn(2, 9, model.config.hidden_size, dtype=model.dtype, requires_grad=True)
+
+    def differentiate():
+        with sdpa_kernel(SDPBackend.MATH):
+            out = model(inputs_embeds=tokens).last_hidden_state
+            (gradient,) = torch.autograd.grad(out.square().sum(), tokens, create_graph=True)
+            return torch.autograd.grad(gradient.square().sum(), tokens)[0]
+
+    expected = differentiate()
+    patch_model(model, "gfsa", K=3)
+    torch.testing.assert_close(differentiate(), expected)
 
 
 @pytest.mark.parametrize("by_tokens", [True, False], ids=["by-tokens", "by-heads"])

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .attention_pieces import (
     Piece,
@@ -33,6 +32,7 @@ from .attention_pieces import (
     write_sum,
 )
 from .combine import Coefficients
+from .gradients import first_order
 from .random_masks import draw_masks, drop, scale_of_kept
 from .scores import has_empty_rows, softmax_backward_
 
@@ -131,8 +131,15 @@ class _Polynomial(torch.autograd.Function):
         return out, *(x.view(value.shape) for x in signals[1:K])
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, *grad_powers: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if not torch.is_grad_enabled():
+            return _Polynomial._differentiate(ctx, *grads)
+        # Second derivatives must be an error also where the gradients that come in are constant.
+        anchor = torch.zeros((), requires_grad=True)
+        return first_order(lambda _, *grads: _Polynomial._differentiate(ctx, *grads), anchor, *grads)
+
+    @staticmethod
+    def _differentiate(ctx: Any, grad: Tensor | None, *grad_powers: Tensor | None) -> tuple[Any, ...]:
         (scale, causal, dropout, holds, empties), K, needs = ctx.options, len(grad_powers) + 1, ctx.needs_input_grad[5:]
         queries, keys, mask, keep, *rest = ctx.saved_tensors
         factors, signals, held = rest[: K + 1], rest[K + 1 : 2 * K + 2], iter(rest[2 * K + 2 :])

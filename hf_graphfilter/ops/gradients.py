@@ -58,7 +58,8 @@ class _FirstOrder(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> None:  # type: ignore[override]
         raise GraphFilterError(
             "this filter has first derivatives only, and those of its gradients were asked for (create_graph=True, "
-            "torch.func.hessian): use the formula with explicit matrices, or a filter of the attention matrix"
+            "torch.func.hessian): use the formula with explicit matrices, or a filter of the attention matrix inside "
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
         )
 
     @staticmethod

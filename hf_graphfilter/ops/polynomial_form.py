@@ -37,8 +37,11 @@ def polynomial_form(
 ) -> tuple[Tensor, list[Tensor]] | None:
     """Return ``apply_polynomial`` from a GPU kernel, the CPU or a compiler, or None if the caller must apply A K times.
 
-    Keys and values may have fewer heads than queries.
+    Keys and values may have fewer heads than queries. Where PyTorch is restricted to ``SDPBackend.MATH`` it is None, as
+    whoever wants second derivatives needs.
     """
+    if _is_restricted_to_math():
+        return None
     heads = query.shape[1]
     options: dict[str, Any] = {"scale": scale, "causal": causal, "dropout": dropout}
     if len(coefficients) == 3 and (both := triton.apply_twice(query, key, value, mask, **options)):
@@ -52,6 +55,12 @@ def polynomial_form(
     else:
         return None
     return form(query, repeat_heads(key, heads), repeat_heads(value, heads), coefficients, mask, **options)
+
+
+def _is_restricted_to_math() -> bool:
+    cuda = torch.backends.cuda  # whose settings count on every device
+    fused = cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.cudnn_sdp_enabled
+    return not torch.compiler.is_compiling() and not any(enabled() for enabled in fused)
 
 
 def can_have_form(query: Tensor) -> bool:
