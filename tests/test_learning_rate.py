@@ -1,8 +1,10 @@
 """The filter's own learning rate: given, or said to be forgotten, whoever makes the optimizer."""
 
 import copy
+import gc
 import subprocess
 import sys
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -236,6 +238,60 @@ def test_a_trainer_that_makes_its_optimizer_alone(tmp_path, transformers_warning
     (line,) = transformers_warnings
     assert SHARED in line
     transformers_warnings.clear()
+
+
+class Distilled(nn.Module):
+    """A model of your own, in which a filter is kept as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = plain(), model().requires_grad_(False)
+
+    def forward(self, input_ids, labels):
+        output = self.student(input_ids=input_ids, labels=labels)
+        wanted = self.teacher(input_ids=input_ids).logits
+        return {"loss": output.loss + (output.logits - wanted).square().mean(), "logits": output.logits}
+
+
+def test_a_frozen_filter_in_a_module_of_your_own(tmp_path, transformers_warnings):
+    both = Distilled()
+    train(both, TrainingArguments(tmp_path, **LITTLE))
+    assert ["the graph filter is frozen at its start values" in message for message in transformers_warnings] == [True]
+    transformers_warnings.clear()
+    turn_on(both.teacher)
+    train(both, TrainingArguments(tmp_path, **LITTLE))  # was trained, and is kept
+    inner, outer = filter_status(both.teacher), filter_status(both)
+    assert [row.module for row in outer] == [f"teacher.{row.module}" for row in inner]
+    assert str(outer).count("teacher.") == len(inner) + len(outer._describe_others())
+    with pytest.raises(GraphFilterError, match=r"cannot patch a torch\.nn"):
+        filter_status(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("rate", [2e-5, 1e-3])
+def test_an_optimizer_that_was_passed_has_no_filter_lr(rate, tmp_path, transformers_warnings):
+    patched = model()
+    optimizer = torch.optim.AdamW(patched.parameters(), lr=rate)
+    train(patched, FilterTrainingArguments(tmp_path, **LITTLE), optimizers=(optimizer, None))
+    said = "filter_lr=0.01 is not applied to the optimizer that was passed to the Trainer"
+    assert [said in message for message in transformers_warnings] == [True]
+    transformers_warnings.clear()
+    optimizer = torch.optim.AdamW(parameter_groups(patched, lr=rate, filter_lr=1e-2))
+    train(patched, FilterTrainingArguments(tmp_path, **LITTLE), optimizers=(optimizer, None))
+
+
+def test_a_trainer_and_its_model_are_freed_at_once(tmp_path):
+    """Without waiting for the collection of garbage, until which a GPU would hold the weights of the run before."""
+    trainer = Trainer(model(), FilterTrainingArguments(tmp_path, **LITTLE), train_dataset=Toy())
+    trainer.create_optimizer()
+    assert trainer.optimizer.param_groups[-1]["lr"] == 1e-2
+    gc.collect()
+    held = [weakref.ref(trainer), weakref.ref(trainer.model)]
+    gc.disable()
+    try:
+        del trainer
+        assert [reference() for reference in held] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_filter_optimizer_is_for_a_trainer(tmp_path):

@@ -128,9 +128,11 @@ def test_the_map_of_contributing_names_every_room():
 
 LIST_WRAPPED = """
 import hf_graphfilter, peft, sentence_transformers, transformers.modeling_utils, transformers.trainer
+from hf_graphfilter.training.optimizer import give_filter_rate
 from hf_graphfilter.training.resuming import check_when_resuming
 from hf_graphfilter.wrappers import WRAPPED
 check_when_resuming(transformers.trainer.Trainer)
+give_filter_rate(transformers.trainer.Trainer)
 print("\\n".join(WRAPPED))
 """
 

@@ -9,9 +9,10 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
+from ..errors import GraphFilterError
 from ..filters import FilterConfig, GraphFilter
-from ..filters.core.attached import copy_restarted, filters_of, read_whole
-from ..hosts import host_of, unwrapped
+from ..filters.core.attached import CHILD, copy_restarted, filters_of, patched_modules, read_whole
+from ..hosts import Host, host_of, unwrapped
 from ..tables import html_table, text_table
 
 FORWARD_REPLACED = "forward replaced"
@@ -85,7 +86,11 @@ def filter_status(model: nn.Module) -> FilterStatus:
     If FSDP2 or ZeRO-3 has sharded the model, every process must call it.
 
     Args:
-        model: a patched model, wrapped or not. An unpatched one gives an empty list.
+        model: a patched model, wrapped or not, or a module of your own with patched models in it. An unpatched model
+            gives an empty list.
+
+    Raises:
+        GraphFilterError: a module that is no model of a supported library and holds no filter.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -94,20 +99,42 @@ def filter_status(model: nn.Module) -> FilterStatus:
         >>> [row.module for row in filter_status(model)]
         ['encoder.layer.0.attention.self']
     """
-    model = unwrapped(model)
-    host = host_of(model)
-    rows = []
-    for name, graph_filter in filters_of(model):
-        tensors = read_whole(graph_filter, type(graph_filter).coefficients)
-        values = {k: t.to(torch.complex64 if t.is_complex() else torch.float32) for k, t in tensors.items()}
-        module = model.get_submodule(name)
-        backend = host.backend(module) if host.leads_to_filter(module) else FORWARD_REPLACED
-        moved = _distance_from_start(graph_filter, values)
-        rows.append(FilterRow(name, graph_filter.config, values, backend, _names_trained(graph_filter), moved))
-    status = FilterStatus(rows)
-    if rows:
-        status.left_alone = host.find(model)[1]
+    status = FilterStatus()
+    left_alone: dict[str, str] = {}
+    for prefix, part, host in _find_models(unwrapped(model)):
+        filters = filters_of(part)
+        for name, graph_filter in filters:
+            values = _read_coefficients(graph_filter)
+            module = part.get_submodule(name)
+            backend = host.backend(module) if host.leads_to_filter(module) else FORWARD_REPLACED
+            moved, trained = _distance_from_start(graph_filter, values), _names_trained(graph_filter)
+            status.append(FilterRow(f"{prefix}{name}", graph_filter.config, values, backend, trained, moved))
+        if filters:
+            left_alone |= {f"{prefix}{name}": reason for name, reason in host.find(part)[1].items()}
+    status.left_alone = left_alone
     return status
+
+
+def _find_models(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module, Host]]:
+    """Return (its name as a prefix, model, host) of the models of libraries with filters, of which this may be one."""
+    try:
+        return [(prefix, model, host_of(model))]
+    except GraphFilterError:
+        parts = [] if CHILD in model._modules else model.named_children()
+        patched = [(name, part) for name, part in parts if patched_modules(part, required=False)]
+        if not patched:
+            raise
+    return [found for name, part in patched for found in _find_models(part, f"{prefix}{name}.")]
+
+
+def has_moved(model: nn.Module) -> bool:
+    """Return whether a coefficient of any filter in a module is away from its start value."""
+    return any(_distance_from_start(each, _read_coefficients(each)) for _, each in filters_of(model))
+
+
+def _read_coefficients(graph_filter: GraphFilter) -> dict[str, Tensor]:
+    tensors = read_whole(graph_filter, type(graph_filter).coefficients)
+    return {k: t.to(torch.complex64 if t.is_complex() else torch.float32) for k, t in tensors.items()}
 
 
 def _names_trained(graph_filter: GraphFilter) -> frozenset[str]:

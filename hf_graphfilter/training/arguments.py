@@ -15,7 +15,8 @@ class FilterArgumentsMixin:
 
     A Trainer with such arguments gives the filter's coefficients a group with this rate and without weight decay,
     whatever optimizer it builds. ``HfArgumentParser`` offers the flag ``--filter_lr``, and ``hyperparameter_search``
-    may vary it. For a model without a filter nothing changes.
+    may vary it. For a model without a filter nothing changes. An optimizer that you pass to the Trainer keeps its own
+    groups: make it with ``parameter_groups``.
 
     Args:
         filter_lr: learning rate of the filter's coefficients (``w_K``, ``theta`` ...). Default: 1e-2.

@@ -23,7 +23,7 @@ from torch import nn
 from ..errors import GraphFilterError, is_number, shown
 from ..filters.core.attached import filters_of
 from ..logs import logger
-from ..patching.status import filter_parameters, filter_status
+from ..patching.status import filter_parameters, has_moved
 from ..wrappers import Function, wrap
 
 FILTER_LR = 1e-2
@@ -106,20 +106,23 @@ def split_filter_groups(
     optimizer.param_groups[:] = [*of_weights, *of_filters]
 
 
-def find_rate_problem(model: nn.Module, optimizer: Any, steps: int | None = None) -> str | None:
+def find_rate_problem(
+    model: nn.Module, optimizer: Any, steps: int | None = None, filter_lr: float | None = None
+) -> str | None:
     """Return a sentence if this training leaves the filter as it is, else None.
 
     Args:
         model: any model, wrapped or not; one without a filter has no such problem.
         optimizer: an optimizer with ``param_groups``.
         steps: the number of steps that training takes, if it is known.
+        filter_lr: the rate that the filter should have, if one was given.
     """
     parameters = [*filter_parameters(model)]
     groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", None) or []
     if not parameters or not groups:
         return None
     if not any(p.requires_grad for p in parameters):
-        if any(row.moved for row in filter_status(model)):
+        if has_moved(model):
             return None  # it was trained before, and is kept
         return (
             "the graph filter is frozen at its start values, so that training does not change it: with PEFT pass "
@@ -135,6 +138,11 @@ def find_rate_problem(model: nn.Module, optimizer: Any, steps: int | None = None
         )
     of_filter = coefficient_ids(model)
     of_filters = [group for group in groups if any(id(p) in of_filter for p in group["params"])]
+    if filter_lr is not None and any(id(p) not in of_filter for group in of_filters for p in group["params"]):
+        return (
+            f"filter_lr={filter_lr:g} is not applied to the optimizer that was passed to the Trainer: make it with "
+            "parameter_groups(model, lr=..., filter_lr=...), or let the Trainer make it"
+        )
     of_weights = {_peak(group) for group in groups if any(id(p) not in of_filter for p in group["params"])}
     forgotten = {rate for group in of_filters if (rate := _peak(group)) in of_weights or not of_weights}
     if not forgotten or (rate := min(forgotten)) >= FAST or rate * (steps or 0) >= 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from transformers import Trainer, TrainingArguments
 
 from ..errors import GraphFilterError
 from ..patching.status import filter_parameters
+from ..wrappers import Function, wrap
 from .learning_rate import (
     FILTER_LR,
     check_rates,
@@ -148,25 +148,24 @@ def _rate(args: TrainingArguments, filter_lr: float | None = None) -> float:
     return rate
 
 
-def give_filter_rate(trainer: Trainer) -> None:
-    """Give the filter a separate group in the optimizer that a trainer creates, however it creates it.
+def give_filter_rate(trainer_class: type[Trainer]) -> None:
+    """Give the filter a separate group in the optimizers that trainers of this class create, however they create them.
 
     This applies to a rate in the arguments or the environment. An optimizer that was passed to the trainer stays as it
-    is, and so does that of ``filter_optimizer``.
+    is, and so does that of ``filter_optimizer``. A second call changes nothing.
     """
-    if hasattr(trainer.args, "filter_lr") or rate_from_environment() is not None:
-        trainer.create_optimizer = partial(_create_optimizer, trainer.create_optimizer)  # type: ignore[method-assign]
+    owner = next(c for c in trainer_class.__mro__ if "create_optimizer" in vars(c))
+    wrap(owner, "create_optimizer", _create_optimizer)
 
 
-def _create_optimizer(create: Any, model: nn.Module | None = None) -> torch.optim.Optimizer:
-    trainer: Trainer = create.__self__
-    handed_in, trained_model = trainer.optimizer is not None, model or trainer.model
-    assert trained_model is not None
-    trained = not handed_in and any(p.requires_grad for p in filter_parameters(trained_model))
+def _create_optimizer(original: Function, trainer: Trainer, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+    has_rate = hasattr(trainer.args, "filter_lr") or rate_from_environment() is not None
+    model: Any = next(iter((*args, *kwargs.values())), None) or trainer.model
+    trained = has_rate and trainer.optimizer is None and any(p.requires_grad for p in filter_parameters(model))
     if trained:
         _check_optimizer(trainer.args)
-    optimizer: torch.optim.Optimizer = create() if model is None else create(model)
+    optimizer: torch.optim.Optimizer = original(trainer, *args, **kwargs)
     ours = isinstance((trainer.optimizer_cls_and_kwargs or (None,))[0], _Factory)
     if trained and not ours:
-        split_filter_groups(optimizer, trained_model, _rate(trainer.args))
+        split_filter_groups(optimizer, model, _rate(trainer.args))
     return optimizer
