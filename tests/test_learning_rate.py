@@ -279,19 +279,20 @@ def test_an_optimizer_that_was_passed_has_no_filter_lr(rate, tmp_path, transform
     train(patched, FilterTrainingArguments(tmp_path, **LITTLE), optimizers=(optimizer, None))
 
 
-def test_a_trainer_and_its_model_are_freed_at_once(tmp_path):
+@pytest.mark.parametrize("arguments", [TrainingArguments, FilterTrainingArguments])
+@pytest.mark.parametrize("make", [plain, model])
+def test_a_trainer_and_its_model_are_freed_at_once(make, arguments, tmp_path, transformers_warnings):
     """Without waiting for the collection of garbage, until which a GPU would hold the weights of the run before."""
-    trainer = Trainer(model(), FilterTrainingArguments(tmp_path, **LITTLE), train_dataset=Toy())
-    trainer.create_optimizer()
-    assert trainer.optimizer.param_groups[-1]["lr"] == 1e-2
     gc.collect()
-    held = [weakref.ref(trainer), weakref.ref(trainer.model)]
     gc.disable()
     try:
+        trainer = train(make(), arguments(tmp_path, **LITTLE))
+        held = [weakref.ref(trainer), weakref.ref(trainer.model)]
         del trainer
         assert [reference() for reference in held] == [None, None]
     finally:
         gc.enable()
+    transformers_warnings.clear()  # of the rate
 
 
 def test_filter_optimizer_is_for_a_trainer(tmp_path):

@@ -163,7 +163,8 @@ def _peak(group: dict[str, Any]) -> float:
 def find_caller(kind: type[C]) -> C | None:
     """Return the nearest object of a class whose method called, or None."""
     # the Trainer gives callbacks neither itself nor their handler, and to keep it would take a wrapper of its __init__
-    frame = inspect.currentframe()
+    # The first frame is that of the caller: our own, once its locals were read, would keep all the others alive.
+    frame = inspect.currentframe().f_back  # type: ignore[union-attr]
     while frame is not None and not isinstance(frame.f_locals.get("self"), kind):
         frame = frame.f_back
     return None if frame is None else frame.f_locals["self"]
