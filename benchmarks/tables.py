@@ -148,7 +148,8 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "graph-steps": graph_tables,
     },
     "docs/speech.md": {
-        "mboshi": partial(recipe_tables, "speech-"),
+        "mboshi": partial(recipe_tables, "speech-mboshi"),
+        "fillets": partial(recipe_tables, "speech-fillets-cs"),
         "speech": partial(gallery, "speech"),
         "steps": speech_tables,
         "whisper": whisper_table,

@@ -1263,7 +1263,7 @@ def test_shipped_results_have_the_settings_of_the_configurations(monkeypatch):
     arena |= {f"ablations-{task}": ablations for task in ("JapaneseVowels", "BasicMotions", "Handwriting")}
     names = {"ablations": "sequences/agf-uea", **dict.fromkeys(arena, "sequences/lra-small")}
     names |= {"finetune": "imagenet/deit-t-finetune", "24-layers": "imagenet/small-24", "glue": "glue/minilm"}
-    names |= {"imdb": "sequences/converter-small", "converted": "glue/converted"}
+    names |= {"imdb": "sequences/converter-small", "converted": "glue/converted", "fillets": "speech/whisper"}
     names |= dict.fromkeys(("JapaneseVowels", "BasicMotions", "Handwriting"), "sequences/uea-small")
     files = sorted(records.RESULTS.glob("*.json"))
     assert files
