@@ -187,8 +187,8 @@ def _check_coefficients(model: PreTrainedModel, info: Any, path: Any) -> None:
         advice = (
             f"load it with the class that was saved, {model.config.architectures}"
             if read_record(model)
-            else "its part of config.json holds no record of them. Load the class that was saved, and take a part from "
-            "it; if only a part of the model was patched, patch the whole one with layers= and save it again"
+            else "its part of config.json holds no record of them. Load the class that was saved, and take the part "
+            "from it; if only a part of the model was patched, patch the whole model with layers= and save it again"
         )
         raise GraphFilterError(
             f"{path} holds filter coefficients that {type(model).__name__} has no filter for ({lost[0]} and "
