@@ -1,6 +1,7 @@
 """Training with the Trainer: the filter's own learning rate, what is measured, and how far the filter moved."""
 
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -119,8 +120,11 @@ def make_trainer(
 ) -> Trainer:
     """Return an ordinary Trainer with an optimizer group for the filter, whose coefficients and losses are logged."""
     trainer = trainer_class(model=model, args=training, **options)
-    order = trainer._get_train_sampler
-    trainer._get_train_sampler = lambda *rows: seed_sampler(order(*rows), training, trainer)
+    order, held = (
+        type(trainer)._get_train_sampler,
+        weakref.ref(trainer),
+    )  # no cycle: its model is freed with the trainer
+    trainer._get_train_sampler = lambda *rows: seed_sampler(order(held(), *rows), training, held())
     if any(True for _ in filter_parameters(model)):
         trainer.add_callback(CoefficientCallback())
         # an attribute, since Seq2SeqTrainer does not take the argument

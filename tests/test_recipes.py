@@ -1,6 +1,7 @@
 """The recipes: settings, data, runs that resume, comparisons, pushing. Small models from scratch, no network."""
 
 import dataclasses
+import gc
 import itertools
 import json
 import math
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 import types
+import weakref
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -971,6 +973,14 @@ def test_a_run_that_resumes_within_an_epoch_has_the_order_of_that_epoch(tmp_path
     trainer.state.epoch = 1.5
     trainer.callback_handler.on_epoch_begin(trainer.args, trainer.state, trainer.control)
     assert [*loader.batch_sampler] == expected
+    gc.collect()
+    held = weakref.ref(trainer)
+    gc.disable()
+    try:
+        del trainer
+        assert held() is None, "it is freed at once, and its model with it"
+    finally:
+        gc.enable()
 
 
 def test_batches_of_like_lengths_come_in_random_order():
