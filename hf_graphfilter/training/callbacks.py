@@ -11,7 +11,7 @@ from transformers.trainer import DEFAULT_CALLBACKS
 from transformers.trainer_callback import CallbackHandler, TrainerState
 
 from ..filters.core.attached import filters_of, read_whole
-from .learning_rate import find_caller, find_rate_problem, rate_from_environment, report_problem
+from .learning_rate import find_caller, find_rate_problem, given_rate, report_problem
 from .reference import check_reference
 from .resuming import check_when_resuming
 
@@ -33,10 +33,8 @@ class FilterCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         if isinstance(model, nn.Module):
-            rates = rate_from_environment(), getattr(args, "filter_lr", None)
-            rate = next((rate for rate in rates if rate is not None), None)
             for problem in (
-                find_rate_problem(model, optimizer, state.max_steps, rate),
+                find_rate_problem(model, optimizer, state.max_steps, given_rate(args)),
                 check_reference(find_caller(Trainer)),
             ):
                 report_problem(problem, state.is_world_process_zero)

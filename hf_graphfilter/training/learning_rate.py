@@ -56,6 +56,12 @@ def rate_from_environment() -> float | None:
     return rate
 
 
+def given_rate(args: Any) -> float | None:
+    """Return the rate from the environment, or else that of the Trainer's arguments, or None."""
+    rate = rate_from_environment()
+    return getattr(args, "filter_lr", None) if rate is None else rate
+
+
 def coefficient_ids(model: nn.Module) -> set[int]:
     """Return the ``id`` of each parameter that is a coefficient of a filter.
 

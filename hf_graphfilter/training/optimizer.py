@@ -17,6 +17,7 @@ from .learning_rate import (
     check_rates,
     coefficient_ids,
     find_caller,
+    given_rate,
     rate_from_environment,
     split_by_mesh,
     split_filter_groups,
@@ -142,7 +143,7 @@ class _Factory:
 
 def _rate(args: TrainingArguments, filter_lr: float | None = None) -> float:
     """Return the rate from the environment, or the given one, or that of the arguments."""
-    rates = (rate_from_environment(), filter_lr, getattr(args, "filter_lr", None))
+    rates = (rate_from_environment(), filter_lr, given_rate(args))
     rate: float = next((rate for rate in rates if rate is not None), FILTER_LR)
     check_rates(filter_lr=rate)
     return rate
