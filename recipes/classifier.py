@@ -8,6 +8,7 @@ from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutp
 
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.models.converter.layers import pooled, recurrent, sinusoidal
+from recipes.inputs import position_table
 
 POOLINGS = ("mean_max", "mean", "first", "flatten")
 POSITIONS = ("gru", "sinusoidal", "none")
@@ -140,13 +141,6 @@ def reads_tokens(encoder: PreTrainedModel) -> bool:
         return isinstance(encoder.get_input_embeddings(), nn.Embedding)
     except NotImplementedError:
         return False
-
-
-def position_table(model: nn.Module) -> nn.Embedding | None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and name.endswith("position_embeddings"):
-            return module
-    return None
 
 
 def learned_positions(encoder: nn.Module) -> nn.Embedding:

@@ -4,6 +4,7 @@ import csv
 import io
 import itertools
 import json
+import math
 import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -79,7 +80,7 @@ def read_texts(folder: Path, classes: Sequence[str]) -> Dataset:
     """Return the files of FOLDER/CLASS/ as texts, with the number of their class; UTF-8, or else Latin-1."""
     rows = []
     for label, name in enumerate(classes):
-        files = sorted(file for file in (folder / name).iterdir() if file.is_file())
+        files = sorted(f for f in (folder / name).iterdir() if f.is_file() and not f.name.startswith("."))
         if not files:
             raise GraphFilterError(f"{folder / name} holds no documents")
         for file in files:
@@ -101,11 +102,15 @@ def make_table(rows: list[dict[str, Any]], columns: dict[str, Sequence[str]], so
     """Return a data set with the columns ``{new name: names that the source may use}``; others are dropped."""
     if not rows:
         raise GraphFilterError(f"{source} holds no rows")
+    if odd := next((row for row in rows if not isinstance(row, dict)), None):
+        raise GraphFilterError(f"{source} is no list of rows with named columns; one is {odd!r}")
     chosen = choose(columns, list(rows[0]), source)
     for number, row in enumerate(rows, 1):
         if any(row.get(c) is None for c in chosen.values()):
             cells = sum(value is not None for value in row.values())
             raise GraphFilterError(f"{source}: row {number} has {cells} columns, {len(rows[0])} were expected")
+        if "label" in chosen and is_blank(row[chosen["label"]]):
+            raise GraphFilterError(f"{source}: row {number} has no label")
         for name, c in chosen.items():
             if name.startswith("text") and not isinstance(row[c], str):
                 raise GraphFilterError(f"{source}: row {number} has {row[c]!r} as {c}, a text was expected")
@@ -124,24 +129,34 @@ def choose(columns: dict[str, Sequence[str]], there: list[str], source: object) 
     return chosen
 
 
+def is_blank(value: Any) -> bool:
+    """Return whether a cell is empty, or the NaN that stands for an empty one."""
+    return not value.strip() if isinstance(value, str) else isinstance(value, float) and math.isnan(value)
+
+
 def is_whole(value: Any) -> bool:
     """Return whether a class is written as true, false or 1.0, which stand for numbers."""
     return isinstance(value, bool) or (isinstance(value, float) and value.is_integer())
 
 
-def encode_labels(data: Dataset, labels: Sequence[str] | None, source: object) -> Dataset:
-    """Return the column ``label`` as class numbers, from names or numbers; as floats where ``labels`` is None."""
+def encode_labels(data: Dataset, labels: Sequence[str] | None, source: object, by_number: bool = True) -> Dataset:
+    """Return the column ``label`` as class numbers, from names or numbers; as floats where ``labels`` is None.
+
+    ``by_number``: a number may stand for the name at its place, as in official files.
+    """
     numbers: list[float] = []
     for number, value in enumerate(data["label"], 1):
         try:
             if labels is None:
                 numbers.append(float(value))
+                if not math.isfinite(numbers[-1]):
+                    raise ValueError
             elif str(value) in labels:
                 numbers.append(labels.index(str(value)))
             elif is_whole(value) and str(int(value)) in labels:
                 numbers.append(labels.index(str(int(value))))
-            elif any(label.lstrip("-").isdigit() for label in labels):  # a number that is no name is no class
-                raise ValueError
+            elif not by_number or any(label.lstrip("-").isdigit() for label in labels):
+                raise ValueError  # a number that is no name is no class
             else:
                 numbers.append(range(len(labels)).index(int(value)))
         except (TypeError, ValueError) as error:
@@ -206,6 +221,8 @@ def split_holdout(rows: int, share: float) -> tuple[list[int], list[int]]:
 def encode(data: DatasetDict, tokenizer: Any, max_length: int) -> DatasetDict:
     """Return the texts in all columns but ``label`` as tokens, together."""
     texts = [name for name in data["train"].column_names if name != "label"]
+    if max_length <= (around := tokenizer.num_special_tokens_to_add(pair=len(texts) > 1)):
+        raise GraphFilterError(f"--max_length {max_length}: the tokenizer alone adds {around} tokens to each row")
 
     def tokens(batch: dict[str, list[str]]) -> Any:
         return tokenizer(*(batch[name] for name in texts), truncation=True, max_length=max_length)

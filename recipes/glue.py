@@ -29,6 +29,7 @@ from hf_graphfilter import GraphFilterError
 from recipes import metrics, runs
 from recipes.arguments import GlueArguments
 from recipes.data import cut, encode, encode_labels, first_file, iterate_texts, load_from_hub, make_table, read_rows
+from recipes.inputs import PADDED_TO, check_room, longest_of
 from recipes.models import build_model, load_tokenizer
 from recipes.own_texts import load_own
 from recipes.settings import Recipe
@@ -144,7 +145,8 @@ def classify(args, training, tokenizer, data, measures, num_labels, **config):
     model = build_model(args, training, AutoModelForSequenceClassification, tokenizer, num_labels=num_labels, **config)
     training.average_tokens_across_devices = False
     encoded = encode(data, tokenizer, args.max_length)
-    collator = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
+    check_room(model, tokenizer, longest_of(encoded))
+    collator = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=PADDED_TO)
     compute = metrics.classification(measures, num_labels)
     options = {"data_collator": collator, "compute_metrics": compute, "mean_loss": True}
     return fit(args, training, model, tokenizer, encoded, **options)

@@ -18,6 +18,7 @@ INCIDENTAL = (
 )
 # tasks that are what their data are: earlier records have a mark of these alone
 OWN_DATA = ("text", "texts", "ratings", "folder")
+OF_FILTERS = {"filter_options", "filter_lr", "layers"}
 MARKS = "contents"
 MODELS = ("model", "tokenizer", "checkpoint")
 LOADED = {".safetensors", ".bin", ".pt", ".pth", ".json", ".txt", ".model"}  # beside cards, records and checkpoints
@@ -64,6 +65,7 @@ def list_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Return the names of what differs between two identities; earlier ones had no marks to compare."""
     marks, others = a.get(MARKS, {}), b.get(MARKS, {})
     ignored = INCIDENTAL - {"data"} if "data" in a and "data" in b else INCIDENTAL
+    ignored = ignored | (OF_FILTERS if a.get("filter") == b.get("filter") == "none" else set())
     settings = {k for k in {*a, *b} - ignored - {MARKS} if a.get(k) != b.get(k)}
     return sorted(settings | {f"the files of {k}" for k in {*marks} & {*others} if marks[k] != others[k]})
 

@@ -4,6 +4,7 @@ import bisect
 import copy
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,22 +18,41 @@ from torch.utils.data import Subset
 from hf_graphfilter import GraphFilterError
 from recipes.arguments import ImageArguments
 from recipes.data import split_holdout
+from recipes.errors import line, note
+from recipes.identities import list_files
 
 HUB = {"imagenet-1k": ("hfds/ILSVRC/imagenet-1k", 1000), "imagenet-100": ("hfds/clane9/imagenet-100", 100)}
 
-
+SKIPPED = -1
+CHOICES = {
+    "bad_images": ("skip", "error"),
+    "save_strategy": ("epoch", "no"),
+    "precision": ("no", "bf16", "fp16"),
+    "interpolation": ("bicubic", "bilinear", "nearest", "lanczos", "box", "hamming", "random"),
+}
+SMALLEST = 1e-12  # of what must be above 0
+COUNTS = ("max_train_samples", "max_eval_samples", "max_steps", "batch_size", "device_batch_size", "eval_batch_size")
+RATES = ("epochs", "learning_rate", "filter_lr")
+AMOUNTS = ("workers", "min_lr", "warmup_epochs", "warmup_lr", "weight_decay", "color_jitter", "mixup", "cutmix")
+SHARES = ("smoothing", "random_erasing", "drop_path", "drop", "crop_scale", "ema_decay", "layer_decay")
+RANGES = (
+    dict.fromkeys((*COUNTS, "logging_steps"), (1, math.inf))
+    | dict.fromkeys(RATES, (SMALLEST, math.inf))
+    | dict.fromkeys((*AMOUNTS, "repeated_augmentation", "max_grad_norm"), (0, math.inf))
+    | dict.fromkeys(SHARES, (0, 1))
+)
 FORMATS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
 
 class Images(ImageDataset):
     """A folder of images in which files that cannot be read are an error, or skipped and counted.
 
-    The next image that is ``among`` stands for a skipped one.
+    In training, the next image that is ``among`` stands for a skipped one. In evaluations it has the class ``SKIPPED``.
     """
 
-    def __init__(self, root: Path, bad_images: str, class_map: Any = ""):
+    def __init__(self, root: Path, bad_images: str, class_map: Any = "", evaluated: bool = False):
         super().__init__(str(root), class_map=class_map, input_key=";".join(FORMATS))
-        self.bad_images = bad_images
+        self.bad_images, self.evaluated = bad_images, evaluated
         self.bad = torch.zeros(len(self), dtype=torch.bool).share_memory_()  # over the processes of the loader
         self.among: Sequence[int] = range(len(self))
 
@@ -50,8 +70,22 @@ class Images(ImageDataset):
             self.bad[index] = True
             if self.bad.sum() > min(max(10, len(self) // 10), len(self.among) - 1):
                 raise GraphFilterError(f"more than a tenth of the images cannot be read, {name} the last") from error
-            return self[self.among[bisect.bisect(self.among, index) % len(self.among)]]
+            if self.evaluated:
+                image, target = Image.new("RGB", (8, 8)), SKIPPED
+            else:
+                return self[self.among[bisect.bisect(self.among, index) % len(self.among)]]
         return (image if self.transform is None else self.transform(image)), target
+
+
+def check(args: ImageArguments) -> None:
+    """Raise for settings that cannot be, before any data is read."""
+    for name, known in CHOICES.items():
+        if (value := getattr(args, name)) not in known:
+            raise GraphFilterError(f"--{name} {value!r}: it is one of {', '.join(known)}")
+    for name, (least, most) in RANGES.items():
+        if (value := getattr(args, name)) is not None and not least <= value <= most:
+            limits = f"at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+            raise GraphFilterError(f"--{name} {value:g}: a number {limits} is needed")
 
 
 def load(args: ImageArguments) -> tuple[Any, Any, list[str]]:
@@ -85,9 +119,15 @@ def load(args: ImageArguments) -> tuple[Any, Any, list[str]]:
         raise GraphFilterError(f"--data: {train} holds no class folders")
     class_map = {name: i for i, name in enumerate(classes)}
     try:
-        return Images(train, args.bad_images, class_map), Images(val, args.bad_images, class_map), classes
+        parts = Images(train, args.bad_images, class_map), Images(val, args.bad_images, class_map, evaluated=True)
     except RuntimeError as error:
         raise GraphFilterError(f"--data: {root}: {error}") from error
+    for folder, images in zip((train, val), parts, strict=True):
+        if empty := sorted({*range(len(classes))} - {target for _, target in images.reader.samples}):
+            raise GraphFilterError(f"--data: {folder / classes[empty[0]]} holds no images")
+        if others := sum(f.suffix.lower() in FORMATS for f in list_files(folder)) - len(images):
+            note(f"{folder}: {others} images lie in no class folder, or in folders below one, and are left out")
+    return *parts, classes
 
 
 class Part(Subset[Any]):
@@ -100,6 +140,7 @@ def hold_out(train: Any, share: float) -> tuple[Any, Any]:
     """Return (the rest of the training images, the share of them to evaluate on), each with a transform of its own."""
     rest, held = split_holdout(len(train), share)
     other = copy.copy(train)
+    other.evaluated = True
     train.among, other.among = rest, held
     return Part(train, rest), Part(other, held)
 
@@ -140,7 +181,7 @@ def loaders(
     """timm's loaders; the images are moved to the device in the loop."""
     several = accelerator.num_processes > 1
     both = {name: config[name] for name in ("input_size", "mean", "std")}
-    both |= {"num_workers": args.workers, "persistent_workers": args.workers > 0, "use_prefetcher": False}
+    both |= {"num_workers": args.workers, "use_prefetcher": False}
     both["pin_memory"] = accelerator.device.type == "cuda"
     size = batch_of_device(args, accelerator.num_processes)
     if len(train) < args.batch_size:
@@ -149,21 +190,28 @@ def loaders(
         raise GraphFilterError(
             f"--mixup and --cutmix take images by pairs, and {size} at a time are odd: give an even --device_batch_size"
         )
-    training = create_loader(
-        train,
-        batch_size=size,
-        is_training=True,
-        no_aug=args.crop_scale == 1,
-        scale=(args.crop_scale, 1.0),
-        auto_augment=args.auto_augment or None,
-        color_jitter=args.color_jitter,
-        re_prob=args.random_erasing,
-        re_mode="pixel",
-        num_aug_repeats=args.repeated_augmentation if several else 0,  # its sampler needs several devices
-        interpolation=args.interpolation,
-        distributed=several,
-        **both,
-    )
+    try:
+        training = create_loader(
+            train,
+            batch_size=size,
+            is_training=True,
+            no_aug=args.crop_scale == 1,
+            scale=(args.crop_scale, 1.0),
+            auto_augment=args.auto_augment or None,
+            color_jitter=args.color_jitter,
+            re_prob=args.random_erasing,
+            re_mode="pixel",
+            num_aug_repeats=args.repeated_augmentation if several else 0,  # its sampler needs several devices
+            interpolation=args.interpolation,
+            distributed=several,
+            persistent_workers=False,  # new ones draw by the epoch's seed, also where a run resumes
+            **both,
+        )
+    except (AssertionError, KeyError, ValueError) as error:
+        raise GraphFilterError(
+            f"--auto_augment {args.auto_augment}: timm cannot make these transforms ({line(error)})"
+        ) from error
     _keep_a_bit(training.dataset.transform)
     crop = {name: config[name] for name in ("crop_pct", "crop_mode", "interpolation") if name in config}
+    both["persistent_workers"] = args.workers > 0
     return training, create_loader(val, batch_size=args.eval_batch_size, **crop, **both)

@@ -45,11 +45,12 @@ from hf_graphfilter.training.callbacks import coefficient_values
 from hf_graphfilter.training.optimizer import coefficient_ids
 from recipes import image_models, runs
 from recipes.arguments import ImageArguments
-from recipes.errors import mark_refusals
-from recipes.image_data import cut, hold_out, load, loaders
+from recipes.checkpoints import last_checkpoint
+from recipes.errors import line, mark_refusals
+from recipes.image_data import check, cut, hold_out, load, loaders
 from recipes.records import write_json
 from recipes.settings import Recipe
-from recipes.training import has_blend, has_penalties, last_checkpoint, measure_outcome
+from recipes.training import has_blend, has_penalties, measure_outcome
 
 TASKS = ("imagenet-1k", "imagenet-100", "cifar10", "tiny-imagenet", "folder")
 # of transformers' models, besides biases and norms; timm's name their own
@@ -58,11 +59,12 @@ PROGRESS = "progress.json"
 
 
 def accelerator_of(args: ImageArguments) -> Accelerator:
-    if args.precision not in ("no", "bf16", "fp16"):
-        raise GraphFilterError(f"--precision {args.precision!r}: use no, bf16 or fp16")
     tracking = {"log_with": None if args.report_to == "none" else args.report_to, "project_dir": args.output_dir}
     AcceleratorState._reset_state()  # as the Trainer does: a run before may have had another precision
-    accelerator = Accelerator(mixed_precision=args.precision, cpu=args.use_cpu, **tracking)
+    try:
+        accelerator = Accelerator(mixed_precision=args.precision, cpu=args.use_cpu, **tracking)
+    except ValueError as error:
+        raise GraphFilterError(f"--report_to {args.report_to}, --precision {args.precision}: {line(error)}") from error
     if tracking["log_with"]:
         accelerator.init_trackers("hf_graphfilter")
     return accelerator
@@ -108,10 +110,12 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: Any) -> dict[st
         with accelerator.autocast():
             logits = logits_of(model, images.to(accelerator.device)).float()
         target = target.to(accelerator.device)
-        nll = nn.functional.cross_entropy(logits, target, reduction="none")
+        seen = target >= 0  # an image that cannot be read counts for nothing
+        nll = nn.functional.cross_entropy(logits, target.clamp(min=0), reduction="none")
         hits = logits.topk(min(5, logits.shape[1])).indices == target[:, None]
-        measured.append(accelerator.gather_for_metrics(torch.stack([hits[:, 0], hits.any(1), nll], 1).float()))
-    top1, top5, loss = torch.cat(measured).double().mean(0).tolist()
+        measured.append(accelerator.gather_for_metrics(torch.stack([seen, hits[:, 0], hits.any(1), nll], 1).float()))
+    rows = torch.cat(measured).double()
+    top1, top5, loss = rows[rows[:, 0] > 0, 1:].mean(0).tolist()
     return {"accuracy": top1, "top5": top5, "loss": loss}
 
 
@@ -244,6 +248,7 @@ RECIPE = Recipe(
     arguments=(ImageArguments,),
     smoke={"batch_size": 16, "device_batch_size": 16, "warmup_epochs": 0, "workers": 0},
     load=image_models.load,
+    check=check,
 )
 
 if __name__ == "__main__":

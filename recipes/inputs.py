@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from datasets import DatasetDict
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorForLanguageModeling
 
@@ -15,6 +15,7 @@ from recipes.models import load_tokenizer, make_symbol_tokenizer, train_symbols
 
 SERIES = "inputs_embeds"  # the name of a model's argument, which the Trainer keeps
 PADDED_TO = 8  # batches of tokens, to a multiple
+SHORTEST = 3  # tokens of a text
 
 
 def tokenizer_of(kind: str, args: Any, data: DatasetDict) -> Any | None:
@@ -52,6 +53,37 @@ def encode_inputs(data: DatasetDict, tokenizer: Any | None, max_length: int, apa
         return dict(zip(TOKENS, both, strict=True))
 
     return report_truncation(data.map(pairs, batched=True, remove_columns=texts), max_length)
+
+
+def longest_of(data: DatasetDict) -> int:
+    """Return the tokens of the longest sequence, as batches are padded, or steps of the longest series."""
+    columns = data["train"].column_names
+    if SERIES in columns:
+        return max(length for rows in data.values() for length in rows["length"])
+    longest = max(len(row) for rows in data.values() for name in TOKENS if name in columns for row in rows[name])
+    return longest + -longest % PADDED_TO
+
+
+def check_room(model: Any, tokenizer: Any | None, longest: int) -> None:
+    """Raise unless the model has an embedding of each token and place; RoBERTa's places begin after that of padding."""
+    if tokenizer is not None and len(tokenizer) > (entries := model.get_input_embeddings().num_embeddings):
+        raise GraphFilterError(f"the tokenizer has {len(tokenizer)} entries, and {model.name_or_path} has {entries}")
+    if (table := position_table(model)) is None:
+        return
+    room = table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
+    if longest > room:
+        raise GraphFilterError(
+            f"sequences of {longest} tokens (a multiple of {PADDED_TO} that texts are padded to) or steps, and the "
+            f"model has places for {room}: lower --max_length, or raise max_position_embeddings with --from_scratch"
+        )
+
+
+def position_table(model: nn.Module) -> nn.Embedding | None:
+    """Return the learned positions of an encoder, None where it has no table of them."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and name.endswith("position_embeddings"):
+            return module
+    return None
 
 
 def statistics(series: list[list[list[float]]]) -> tuple[Tensor, Tensor]:

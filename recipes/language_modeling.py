@@ -118,6 +118,21 @@ def compute(prediction):
     return metrics.load("perplexity").compute(nll=nll, tokens=counts)
 
 
+@torch.no_grad()
+def check_causal(model):
+    """Raise if what the model says of a token depends on those after it: its perplexity would say nothing."""
+    ids = torch.arange(8)[None] % model.config.get_text_config().vocab_size
+    other = ids.clone()
+    other[0, -1] = 0
+    model.eval()
+    before, after = (model(input_ids=x.to(model.device)).logits[0, :-1].float() for x in (ids, other))
+    if (before - after).abs().max() > 32 * torch.finfo(model.dtype).eps * before.abs().max():
+        raise GraphFilterError(
+            f"{type(model).__name__} reads the tokens that it is to predict: name a causal --model, or for one from "
+            "scratch of a type like bert add --from_scratch is_decoder=true"
+        )
+
+
 def run(args, training):
     """Do one training run."""
     stride = args.max_length // 2 if args.stride is None else args.stride
@@ -127,6 +142,7 @@ def run(args, training):
     if args.task in HUB and "test" not in ids and not args.held_out:
         raise GraphFilterError(f"{args.task} is compared by its test part, which --data {args.data} lacks")
     model = build_model(args, training, AutoModelForCausalLM, tokenizer)
+    check_causal(model)
     longest = getattr(model.config, "max_position_embeddings", args.max_length)
     if args.max_length > longest:
         raise GraphFilterError(f"--max_length {args.max_length}: {type(model).__name__} takes {longest} tokens at most")

@@ -7,6 +7,7 @@ from datasets import DatasetDict
 
 from hf_graphfilter import GraphFilterError
 from recipes.data import encode_labels, load_dataset, make_table, read_rows, split_holdout
+from recipes.errors import note
 
 FORMATS = (".csv", ".tsv", ".json", ".jsonl")
 PARTS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
@@ -52,16 +53,22 @@ def read_files(root: Path) -> Rows:
     return rows
 
 
-def read_hub(name: str, config: str | None) -> Rows:
-    """Return the rows of a data set of the Hub, its classes by name; no part without labels."""
+def read_hub(name: str, config: str | None, numbers: bool) -> Rows:
+    """Return the rows of a data set of the Hub, its classes by name; no part without labels, which are all -1."""
     parts = load_dataset(name, config)
     rows: Rows = {}
     for part, data in parts.items():
         known = next((p for p, names in PARTS.items() if part in names), "all" if len(parts) == 1 else None)
         label = next((column for column in with_capitals(LABEL) if column in data.column_names), None)
-        if known is None or (label and -1 in data[label]):
-            continue  # of benchmarks, which keep the labels of their test part secret
+        if known is None:
+            continue
+        missing = 0 if label is None or numbers else sum(value == -1 for value in data[label])
+        if missing and missing == len(data):
+            note(f"{name}: the part {part!r} has no labels and is left out")  # benchmarks keep those of tests secret
+            continue
         names = getattr(data.features[label], "names", None) if label else None  # of a ClassLabel
+        if missing and names:
+            raise GraphFilterError(f"{name}: {missing} of {len(data)} rows of the part {part!r} have no label")
         rows[known] = name, [{**row, label: names[row[label]]} if names else row for row in data]
     if not {"train", "all"} & {*rows}:
         raise GraphFilterError(f"the data set {name} has no training part; its parts are {', '.join(parts)}")
@@ -80,7 +87,7 @@ def load_own(numbers: bool, data: str | None, name: str | None, config: str | No
     Raises:
         GraphFilterError: there is nothing to read, a column is missing, a text is empty, or there is one class.
     """
-    rows = read_files(Path(data)) if data else read_hub(str(name), config)
+    rows = read_files(Path(data)) if data else read_hub(str(name), config, numbers)
     source, first = rows.get("train") or rows["all"]
     columns = choose_columns([*first[0]])
     parts = {part: make_table(found, columns, source) for part, (source, found) in rows.items()}
@@ -89,10 +96,13 @@ def load_own(numbers: bool, data: str | None, name: str | None, config: str | No
         for row, pair in enumerate(zip(*texts, strict=True), 1):
             if not all(map(str.strip, pair)):
                 raise GraphFilterError(f"{rows[part][0]}: row {row} has an empty text")
-    classes = None if numbers else sorted({str(label) for label in (parts.get("train") or parts["all"])["label"]})
+    if not numbers:
+        named = {part: [name_class(label) for label in table["label"]] for part, table in parts.items()}
+        parts = {p: table.remove_columns("label").add_column("label", named[p]) for p, table in parts.items()}
+    classes = None if numbers else sorted({*(parts.get("train") or parts["all"])["label"]})
     if classes is not None and len(classes) < 2:
         raise GraphFilterError(f"{source} must hold two classes at least")
-    parts = {part: encode_labels(table, classes, rows[part][0]) for part, table in parts.items()}
+    parts = {part: encode_labels(table, classes, rows[part][0], by_number=False) for part, table in parts.items()}
     if "validation" not in parts:
         whole = parts.pop("all", None) or parts["train"]
         train, validation = split_holdout(len(whole), VALIDATION)
@@ -100,6 +110,13 @@ def load_own(numbers: bool, data: str | None, name: str | None, config: str | No
     # a source may be sorted by class, and --max_eval_samples takes the first rows
     parts = {part: table if part == "train" else table.shuffle(seed=0) for part, table in parts.items()}
     return DatasetDict(parts), classes or []
+
+
+def name_class(label: Any) -> str:
+    """Return the name of a class: 1.0, which pandas writes where a column had gaps, is 1."""
+    name = str(label).strip()
+    whole, _, rest = name.partition(".")
+    return whole if whole.lstrip("-").isdigit() and not rest.strip("0") else name
 
 
 def choose_columns(there: list[str]) -> dict[str, tuple[str, ...]]:

@@ -17,7 +17,7 @@ import importlib
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from recipes.errors import NETWORK_ERRORS, is_main_process, line
 from recipes.records import RUN, tell
 from recipes.settings import Settings, read_yaml
 from recipes.summary import PLAIN, group_by_seed
-from recipes.variants import choose_variants
+from recipes.variants import drop_others
 
 PUBLISHED = Path(__file__).parent / "published"
 TABLES = tuple(sorted(file.stem for file in PUBLISHED.glob("*.yaml")))
@@ -196,7 +196,9 @@ def main(argv: list[str], compare: Callable[..., None], console: Console) -> Non
             except (GraphFilterError, *NETWORK_ERRORS) as error:
                 reasons[task] = line(error)
                 tell(console, f"{task} was not finished: {reasons[task]}")
-        content = records.read_results(folder / records.name_results({"recipe": recipe.name, "task": task}), **RUN)
+        suffix = "-smoke" * bool(values.get("smoke"))
+        file = folder / records.name_results({"recipe": recipe.name, "task": task}, suffix)
+        content = records.read_results(file, **RUN)
         # to look at runs needs neither their data nor a machine like theirs
         unasked = {"bf16"} | ({"the files of data"} if "data" not in values else set()) if options.show else set()
         if others := drop_others(settings, values, sections, content, unasked):
@@ -204,28 +206,15 @@ def main(argv: list[str], compare: Callable[..., None], console: Console) -> Non
         if content["runs"]:
             found[task] = content
     if is_main_process():
-        show(options, shape, measured(found, shape.columns), [*wanted], reasons, folder, console)
-
-
-def drop_others(
-    settings: Settings, values: Any, sections: Any, content: dict[str, Any], ignored: Collection[str] = ()
-) -> list[str]:
-    """Take runs with other settings than these out of the results, and return their variants.
-
-    Differences in what is ``ignored`` do not count.
-    """
-    own = {
-        name: settings.identity(settings.override(values, overrides))
-        for name, overrides in choose_variants(settings, values, sections).items()
-    }
-    other = [
-        run
-        for run in content["runs"]
-        if run["settings"]
-        and {*settings.list_differences(run["settings"], own.get(run["variant"], run["settings"]))} - {*ignored}
-    ]
-    content["runs"] = [run for run in content["runs"] if run not in other]
-    return [*dict.fromkeys(run["variant"] for run in other)]
+        show(
+            options,
+            shape,
+            measured(found, shape.columns),
+            [*wanted],
+            reasons,
+            folder / f"table-{options.table}{suffix}.md",
+            console,
+        )
 
 
 def show(
@@ -234,7 +223,7 @@ def show(
     rows: list[Row],
     wanted: list[str],
     reasons: dict[str, str],
-    folder: Path,
+    file: Path,
     console: Console,
 ) -> None:
     """Print the table and the paper's, and write both to a Markdown file."""
@@ -255,6 +244,5 @@ def show(
             written.append("Missing:\n\n" + "\n".join(f"- {text}" for text in missing))
     for text in missing:
         tell(console, f"missing: {text}")
-    file = folder / f"table-{options.table}.md"
     write_text(file, "\n\n".join(written) + "\n")
     tell(console, f"table: {file}")

@@ -9,10 +9,11 @@ from transformers import PreTrainedModel, Seq2SeqTrainingArguments
 
 from hf_graphfilter import GraphFilterError
 from recipes.arguments import SequenceArguments
+from recipes.checkpoints import last_checkpoint
 from recipes.errors import is_main_process
 from recipes.inputs import HiddenBatches
 from recipes.records import RECORD, try_read, write_json
-from recipes.training import last_checkpoint, make_trainer
+from recipes.training import make_trainer, train
 
 OBJECTIVES = ("denoise",)
 FOLDER = "pretrained"
@@ -68,7 +69,7 @@ def pretrain(
         options = {"train_dataset": rows, "data_collator": collator, "processing_class": tokenizer}
         trainer = make_trainer(args, pretraining_settings(args, training), denoiser, **options)
         begun = last_checkpoint(folder)
-        trained = trainer.train(resume_from_checkpoint=begun)
+        trained = train(trainer, begun)
         trainer.save_model()
         record = {"objective": args.pretrain, "mask_ratio": args.mask_ratio, "epochs": round(trainer.state.epoch, 2)}
         record |= {"seconds": round(trained.metrics["train_runtime"], 1)}

@@ -22,12 +22,12 @@ from hf_graphfilter.hosts import host_of
 from hf_graphfilter.packages import version_of
 from hf_graphfilter.text import markdown_text
 from recipes import SCRIPTS, records
+from recipes.checkpoints import last_checkpoint
 from recipes.errors import NETWORK_ERRORS, OtherSettingsError, is_main_process, line, one_line_errors
 from recipes.ranks import check_ranks
 from recipes.records import RECORD, RUN, commit, get_value, lock, name_machine, tell, try_read, write_json
 from recipes.settings import Recipe, Settings
 from recipes.summary import as_comparison, summarise
-from recipes.training import last_checkpoint
 
 CONFIG = "config.yaml"
 IDENTITY = "begun.json"  # of an unfinished run, its data as they were
@@ -123,7 +123,8 @@ def train_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Pa
     run_values = {**values, "output_dir": str(folder), "seed": seed, "seeds": [seed]}
     run_values |= {"push_to_hub": False, "hub_token": None}  # pushed after the run; a token is written to no file
     if is_main_process():
-        written = {k: v for k, v in run_values.items() if v is not None and k != "seed"}  # "seeds" names it
+        again = run_values | {"output_dir": str(folder.parent)}  # in which "seeds" has the folder
+        written = {k: v for k, v in again.items() if v is not None and k != "seed"}
         write_text(folder / CONFIG, yaml.safe_dump(written))
         write_json(folder / IDENTITY, settings.identity(values))
     arguments = settings.arguments(run_values)

@@ -32,16 +32,25 @@ from hf_graphfilter import GraphFilterError
 from hf_graphfilter.console import parse_options
 from recipes import metrics, pretraining, runs
 from recipes.arguments import SequenceArguments
-from recipes.classifier import POOLINGS, POSITIONS, Denoiser, PooledClassifier, position_table
+from recipes.classifier import POOLINGS, POSITIONS, Denoiser, PooledClassifier
 from recipes.data import TOKENS, cut
 from recipes.glue import label_fields
-from recipes.inputs import PADDED_TO, SERIES, Batches, encode_inputs, statistics, tokenizer_of
+from recipes.inputs import (
+    PADDED_TO,
+    SERIES,
+    SHORTEST,
+    Batches,
+    check_room,
+    encode_inputs,
+    longest_of,
+    statistics,
+    tokenizer_of,
+)
 from recipes.models import build_model, loading_errors
 from recipes.sequence_tasks import FOLDS, TASKS, load
 from recipes.settings import Recipe
 from recipes.training import fit
 
-SHORTEST = 3  # tokens
 PICTURES = ("cifar100",)  # that are series here
 TASK_TYPES = {"pixels": "image-classification", "series": "time-series-classification"}  # for the Hub
 
@@ -113,15 +122,6 @@ def check(args, training):
     pretraining.check(args, training)
 
 
-def longest_of(data):
-    """Tokens of the longest sequence, as batches are padded, or steps of the longest series."""
-    columns = data["train"].column_names
-    if SERIES in columns:
-        return max(length for rows in data.values() for length in rows["length"])
-    longest = max(len(row) for rows in data.values() for name in TOKENS if name in columns for row in rows[name])
-    return longest + -longest % PADDED_TO
-
-
 def landmarks_of(config, longest):
     """The fields of a Nystromformer, which takes one length: so many segments of equal lengths."""
     whole = longest + -longest % config.num_landmarks
@@ -161,20 +161,6 @@ def fields(args, tokenizer, data, longest):
         longest += -longest % PADDED_TO
         config[table] = longest + 1 + (tokenizer.pad_token_id if tokenizer else 0)  # where RoBERTa's places begin
     return config
-
-
-def check_room(model, tokenizer, longest):
-    """Whether the model has an embedding of each token and place; RoBERTa's places begin after that of padding."""
-    if tokenizer is not None and len(tokenizer) > (entries := model.get_input_embeddings().num_embeddings):
-        raise GraphFilterError(f"the tokenizer has {len(tokenizer)} entries, and {model.name_or_path} has {entries}")
-    if (table := position_table(model)) is None:
-        return
-    room = table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
-    if longest > room:
-        raise GraphFilterError(
-            f"sequences of {longest} tokens (a multiple of {PADDED_TO} that texts are padded to) or steps, and the "
-            f"model has places for {room}: lower --max_length, or raise max_position_embeddings with --from_scratch"
-        )
 
 
 def load_model(folder: Path):

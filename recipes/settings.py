@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
-from transformers import HfArgumentParser, Seq2SeqTrainingArguments
-from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
+from transformers import CONFIG_MAPPING, HfArgumentParser, Seq2SeqTrainingArguments
 
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.console import parse_options
@@ -25,6 +23,7 @@ from recipes.arguments import ALIASES, DEFAULTS, SMOKE, RecipeArguments
 from recipes.errors import is_main_process
 from recipes.identities import INCIDENTAL, ROWS, identity, list_differences
 from recipes.models import load_model
+from recipes.precision import bf16_pays, has_accelerator
 from recipes.records import lower_is_better
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -106,7 +105,8 @@ class Settings:
         self._known_task(values["task"])
         if values.get("smoke"):
             smoke = self._own(SMOKE) | self.recipe.smoke
-            values = self.override(values, {k: v for k, v in smoke.items() if k not in flags})
+            kept = flags | (file if file.get("smoke") else {})  # as a run wrote them
+            values = self.override(values, {k: v for k, v in smoke.items() if k not in kept})
         if not values.get("output_dir"):
             name = f"{Path(values['task']).name}-{values.get('filter', 'gfsa')}" + "-smoke" * bool(values.get("smoke"))
             values["output_dir"] = f"runs/{self.recipe.name}/{name}"
@@ -143,8 +143,11 @@ class Settings:
                 below = parse_options(values.get(key) or []) if same else {}
                 value = _option_texts(below | parse_options(value))
             merged[key] = value
-        if "filter" in changes and changes["filter"] != before["filter"] and "filter_options" not in changes:
-            merged["filter_options"] = []
+        for options, owner in OPTIONS_OF.items():
+            other = owner in changes and changes[owner] != before.get(owner)
+            typed = owner == "model" and changes.get(owner) in CONFIG_MAPPING  # without weights of its own
+            if other and not typed and values.get(options) and options not in changes:
+                merged[options] = []
         return merged
 
     def _read(self, key: str, value: Any, where: str) -> Any:
@@ -192,6 +195,14 @@ class Settings:
             raise GraphFilterError("--push_to_hub pushes one checkpoint: name one seed with --seeds")
         if values.get("push_to_hub") and values.get("save_strategy") == "no":
             raise GraphFilterError("--push_to_hub needs a saved checkpoint, but save_strategy is 'no'")
+        if values.get("resume_from_checkpoint") is not None:
+            raise GraphFilterError("a run resumes from its own last checkpoint: leave out --resume_from_checkpoint")
+        if (
+            values.get("train_tokenizer")
+            and not values.get("from_scratch")
+            and issubclass(self.recipe.arguments[0], RecipeArguments)
+        ):
+            raise GraphFilterError("--train_tokenizer needs --from_scratch: pretrained weights know their own tokens")
         if values.get("early_stopping_patience") is not None:
             if values.get("eval_strategy") == "no":
                 raise GraphFilterError("--early_stopping_patience needs --eval_strategy epoch or steps")
@@ -245,15 +256,3 @@ def read_yaml(name: str, folder: Path = CONFIGS) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise GraphFilterError(f"{file} must hold settings as NAME: VALUE, found {type(content).__name__}")
     return content
-
-
-def has_accelerator() -> bool:
-    """Return whether the Trainer finds anything else than the CPU."""
-    return torch.accelerator.is_available() or is_torch_xla_available()
-
-
-def bf16_pays(use_cpu: bool) -> bool:
-    """Return whether bf16 is at hand; a CPU without instructions for it takes many times as long as in float32."""
-    if has_accelerator() and not use_cpu:
-        return is_torch_bf16_gpu_available() or is_torch_xla_available()
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -32,8 +32,8 @@ from hf_graphfilter.fitting.memory import begin_peak_memory, peak_memory
 from hf_graphfilter.patching.status import FilterStatus
 from hf_graphfilter.training import BlendSchedule
 from recipes.arguments import RecipeArguments
-from recipes.errors import mark_refusals, note
-from recipes.records import try_read
+from recipes.checkpoints import has_ended, last_checkpoint
+from recipes.errors import mark_refusals
 
 
 class Clock(TrainerCallback):
@@ -89,12 +89,13 @@ def fit(
     begun = time.perf_counter()
     try:
         with mark_refusals():
-            trainer.train(resume_from_checkpoint=last_checkpoint(Path(training.output_dir)))
+            train(trainer, last_checkpoint(Path(training.output_dir)))
     except KeyError as error:
         if "metric_for_best_model" not in str(error):
             raise
         raise GraphFilterError(f"--metric_for_best_model: {error.args[0]}") from error
     seconds = time.perf_counter() - begun
+    trainer.remove_callback(EarlyStoppingCallback)  # which would miss its metric in the evaluations of other parts
     training.logging_nan_inf_filter = False  # or evaluations would leave out the batches in which a model diverged
     costs = {"peak_mb": round(peak_memory(training.device)), **clock.costs()}
     metrics = {}
@@ -221,13 +222,8 @@ def measure_outcome(
     }
 
 
-def last_checkpoint(folder: Path, written_last: str = "trainer_state.json", step: str = "global_step") -> str | None:
-    """Return the newest checkpoint that is whole: what is written last is there, and is of the step in its name."""
-    numbers = {int(n): path for path in folder.glob("checkpoint-*") if (n := path.name.partition("-")[2]).isdecimal()}
-    for number in sorted(numbers, reverse=True):
-        file = numbers[number] / written_last
-        if (state := try_read(file, **{step: int})) is not None:
-            if state[step] == number:
-                return str(file.parent)
-            note(f"ignored: {file} is of step {state[step]}")
-    return None
+def train(trainer: Trainer, checkpoint: str | None) -> Any:
+    """Train from a checkpoint, if there is one. Where the run had come to its end, no step is added."""
+    if checkpoint is not None and has_ended(Path(checkpoint)):
+        trainer._run_epoch = lambda **kwargs: None  # the Trainer would do at least one step of an epoch that it begins
+    return trainer.train(resume_from_checkpoint=checkpoint)

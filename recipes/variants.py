@@ -1,11 +1,18 @@
 """What a comparison compares: the plain model, and the variants of a YAML file or the points of a sweep."""
 
 import itertools
+from collections.abc import Collection
 from typing import Any
 
 from hf_graphfilter import GraphFilterError
+from recipes.errors import note
 from recipes.settings import Settings
 from recipes.summary import PLAIN
+
+# what must be the same for a comparison to say anything
+SHARED = {"task", "data", "dataset_name", "dataset_config_name", "split", "target", "seed", "seeds", "held_out"}
+SHARED |= {"validation", "max_eval_samples", "output_dir", "smoke", "stride", "normalize"}
+FILTERS = {"filter", "filter_options", "filter_lr", "layers", "import"}
 
 
 def choose_variants(
@@ -17,13 +24,32 @@ def choose_variants(
 ) -> dict[str, dict[str, Any]]:
     """Return name to overrides, the plain model first; ``only`` names some of the YAML file's."""
     plain = {PLAIN: {"filter": "none"}}
+    chosen = _choose(settings, values, sections, sweep, only)
+    changed = {key: name for name, overrides in chosen.items() for key in overrides}
+    if fixed := sorted(changed.keys() & SHARED):
+        raise GraphFilterError(
+            f"{changed[fixed[0]]!r} changes {fixed[0]}, which all models of a comparison share: give --{fixed[0]} for "
+            "all of them"
+        )
+    if others := sorted(changed.keys() - FILTERS):
+        said = ", ".join(f"{key}={(settings.defaults | values).get(key)}" for key in others)
+        note(f"the plain model keeps {said}: differences from it may come from these settings too")
+    return plain | chosen
+
+
+def _choose(
+    settings: Settings,
+    values: dict[str, Any],
+    sections: dict[str, Any],
+    sweep: list[str] | None,
+    only: list[str] | None,
+) -> dict[str, dict[str, Any]]:
+    """Return name to overrides, of the variants or the points of the sweep."""
     if only is not None and (sweep is not None or not sections["variants"]):
         raise GraphFilterError("--variants chooses from the `variants` of a YAML file, which this comparison has not")
     if sweep is not None:
         axes = dict(axis.partition("=")[::2] for axis in sweep) or sections["sweep"]
         axes = {k: v.split(",") if isinstance(v, str) else [str(x) for x in v] for k, v in axes.items()}
-        if "seeds" in axes:
-            raise GraphFilterError("--sweep varies settings, all of them with the same seeds: give these with --seeds")
         if not axes or not all(all(v) for v in axes.values()):
             raise GraphFilterError("--sweep needs axes, K=2,3,4 layers=all,even, or a `sweep` in the YAML file")
         if values.get("filter") == "none":
@@ -35,11 +61,32 @@ def choose_variants(
             if options := [f"{k}={v}" for k, v in at.items() if k not in settings.actions]:
                 overrides["filter_options"] = options
             chosen[", ".join(f"{k}={v}" for k, v in at.items())] = overrides
-        return plain | chosen
+        return chosen
     if named := sections["variants"]:
         if unknown := [name for name in only or () if name not in named]:
             raise GraphFilterError(f"--variants {unknown[0]!r}: the YAML file has {', '.join(map(repr, named))}")
-        return plain | {name: overrides or {} for name, overrides in named.items() if only is None or name in only}
+        return {name: overrides or {} for name, overrides in named.items() if only is None or name in only}
     if values.get("filter") == "none":
         raise GraphFilterError("nothing to compare: --filter is none, and the YAML file has no `variants`")
-    return plain | {values.get("filter", "gfsa"): {}}
+    return {values.get("filter", "gfsa"): {}}
+
+
+def drop_others(
+    settings: Settings, values: Any, sections: Any, content: dict[str, Any], ignored: Collection[str] = ()
+) -> list[str]:
+    """Take runs with other settings than these out of the results, and return their variants.
+
+    Differences in what is ``ignored`` do not count.
+    """
+    own = {
+        name: settings.identity(settings.override(values, overrides))
+        for name, overrides in choose_variants(settings, values, sections).items()
+    }
+    other = [
+        run
+        for run in content["runs"]
+        if run["settings"]
+        and {*settings.list_differences(run["settings"], own.get(run["variant"], run["settings"]))} - {*ignored}
+    ]
+    content["runs"] = [run for run in content["runs"] if run not in other]
+    return [*dict.fromkeys(run["variant"] for run in other)]

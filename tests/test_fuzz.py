@@ -45,10 +45,10 @@ from hf_graphfilter.errors import LONGEST
 from hf_graphfilter.files import read_state
 from hf_graphfilter.fitting import load_conversion, save_conversion
 from hf_graphfilter.fitting.checkpoint import EARLIER_FILE, STATE_FILE, Checkpoint
+from recipes.checkpoints import last_checkpoint
 from recipes.league.records import index_runs
 from recipes.records import read_results
 from recipes.summary import summarise
-from recipes.training import last_checkpoint
 
 SECONDS = 10  # of CPU time, for one call; the slowest that is allowed takes a tenth of it
 MANY = int(os.environ.get("HYPOTHESIS_EXAMPLES", 30_000))

@@ -284,9 +284,47 @@ def test_the_usual_augmentation_of_many_images(data, tmp_path):
     assert all(batch.isfinite().all() for _ in range(12) for batch, _ in train)
 
 
+def test_an_image_that_cannot_be_read_counts_for_nothing(data, tmp_path):
+    """In evaluations; in training its neighbour stands for it."""
+    accuracies = []
+    for leave_out in (False, True):
+        for name in ("0.png", "1.png"):
+            file = data / "val" / "red" / name
+            file.unlink() if leave_out else file.write_bytes(b"no image")
+        found = run(data, tmp_path / f"run-{leave_out}")
+        accuracies.append({k: v for k, v in found["metrics"].items() if k.startswith("validation/")})
+        assert found["skipped_images"] == (0 if leave_out else 2)
+    assert accuracies[0] == pytest.approx(accuracies[1])
+
+
+def test_images_outside_of_class_folders_are_named(data, capsys):
+    (data / "train" / "red" / "deeper").mkdir()
+    (data / "train" / "red" / "0.png").rename(data / "train" / "red" / "deeper" / "0.png")
+    settings = Settings(imagenet.RECIPE)
+    values, _ = settings.parse([*MODEL, *SHORT, "--data", str(data)])
+    image_data.load(settings.arguments(values)[0])
+    assert "1 images lie in no class folder, or in folders below one" in capsys.readouterr().err
+
+
+def empty(folder):
+    for file in folder.iterdir():
+        file.unlink()
+
+
 @pytest.mark.parametrize(
     ("break_it", "more", "message"),
     [
+        (lambda d: empty(d / "val" / "red"), [], "red holds no images"),
+        (None, ["--bad_images", "raise"], "--bad_images 'raise': it is one of skip, error"),
+        (None, ["--save_strategy", "steps"], "--save_strategy 'steps': it is one of epoch, no"),
+        (None, ["--interpolation", "foo"], "--interpolation 'foo': it is one of bicubic"),
+        (None, ["--max_eval_samples", "-1"], "--max_eval_samples -1: a number at least 1 is needed"),
+        (None, ["--logging_steps", "0"], "--logging_steps 0: a number at least 1 is needed"),
+        (None, ["--epochs", "0"], "--epochs 0: a number at least 1e-12 is needed"),
+        (None, ["--workers", "-1"], "--workers -1: a number at least 0 is needed"),
+        (None, ["--smoothing", "2"], "--smoothing 2: a number from 0 to 1 is needed"),
+        (None, ["--auto_augment", "foo", "--crop_scale", "0.5"], "--auto_augment foo: timm cannot make these"),
+        (None, ["--report_to", "foo"], "--report_to foo"),
         (lambda d: (d / "val" / "red").rename(d / "val" / "green"), [], "green is in one only"),
         (lambda d: (d / "val").rename(d / "other"), [], "needs folders train and val"),
         (None, ["--data", "nowhere"], "there is no folder nowhere"),
@@ -294,7 +332,7 @@ def test_the_usual_augmentation_of_many_images(data, tmp_path):
         (None, ["--img_size", "30"], "--img_size 30: vit_tiny_patch16_224 cuts images into patches of 8 pixels"),
         (None, ["--model_options", "dephth=2"], "timm cannot make vit_tiny_patch16_224"),
         (None, ["--model", "vit_tinny_patch16_224"], r"timm cannot make vit_tinny_patch16_224 (did you mean 'vit_tiny"),
-        (None, ["--precision", "int4"], "use no, bf16 or fp16"),
+        (None, ["--precision", "int4"], "it is one of no, bf16, fp16"),
         (None, ["--batch_size", "64", "--device_batch_size", "64"], "are less than a step's"),
         (None, ["--batch_size", "64"], "training images are less than a step's: give a smaller --batch_size"),
         (None, ["--device_batch_size", "1", "--mixup", "0.8"], "and 1 at a time are odd"),

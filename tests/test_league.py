@@ -582,7 +582,18 @@ def test_two_commands_on_one_league(trained, capsys):
         ({"variants": {"gfsa": 3}}, "variants are given as NAME: VALUE, rates as numbers"),
         ({"variants": {"gfsa": {"layers": "evn"}}}, "layers='evn': a text is 'all'"),
         ({"rates": {"learning_rate": ["a"], "filter_lr": [1]}}, "variants are given as NAME: VALUE, rates as numbers"),
-        ({"stages": [{"seeds": [1], "tasks": 3}]}, "a stage has a list of `tasks` and a number, `best`"),
+        ({"stages": [{"seeds": ["a"]}]}, "the seeds of a stage are whole numbers from 0"),
+        ({"rates": {"learning_rate": [1], "filter_lr": [0]}}, "rates of a league are numbers above 0"),
+        ({"variants": {"gfsa": {"tune": ["x"]}}}, "tunes one of learning_rate, filter_lr"),
+        (
+            {
+                "tasks": {
+                    "ptb": {"recipe": "language_modeling", "config": "language_modeling/deep.yaml", "settings": [1]}
+                }
+            },
+            "the task 'ptb' has 'settings' as a dict",
+        ),
+        ({"stages": [{"seeds": [1], "tasks": 3}]}, "a stage has .tasks. as a list, found 3"),
         ({"variants": {"gfsb": None}}, "unknown filter 'gfsb' .did you mean 'gfsa'"),
         ({"variants": {"gfsa": {"filter_optoins": {}}}}, "unknown setting 'filter_optoins' of the variant 'gfsa'"),
     ],
@@ -712,3 +723,12 @@ def test_two_commands_that_share_a_folder_play_one_league(tmp_path):
         content = json.loads(file.read_text())
         read[name] = content["league"], [(*index_runs({"runs": [r]}), r.get("metrics")) for r in content["runs"]]
     assert read["one"] == read["two"] == read["jobs"]
+
+
+def test_rates_are_not_chosen_on_the_test_part(tmp_path):
+    tasks = {"bbc": {"recipe": "sequences", "config": "sequences/small.yaml"}}
+    for validation, expected in (("test", HELD_OUT), ("fold", None)):
+        tasks["bbc"]["settings"] = {"validation": validation}
+        played = league(tasks=tasks, stages=[{"seeds": [1]}])
+        values = [played.values(Run("bbc", "plain", seed, 1.0), {}) for seed in (TUNING_SEED, 1)]
+        assert [x.get("held_out") for x in values] == [expected, None]

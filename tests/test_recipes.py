@@ -18,20 +18,21 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from datasets import Dataset, DatasetDict
+from datasets import ClassLabel, Dataset, DatasetDict
 from deaths import deaths, some
 from filelock import FileLock
 from hub_server import TOKEN, Hub
 from models import FAMILIES
 from scipy import stats
 from sklearn import metrics as sklearn_metrics
-from transformers import BertConfig, BertModel, Seq2SeqTrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertModel, Seq2SeqTrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 import recipes
-from hf_graphfilter import GraphFilterError, filter_status
+from hf_graphfilter import GraphFilterError, filter_status, patch_model
 from hf_graphfilter.analysis.comparison import paired_comparison
 from recipes import (
+    checkpoints,
     compare,
     glue,
     graphs,
@@ -52,9 +53,10 @@ from recipes import (
     settings as recipe_settings,
 )
 from recipes.arguments import RecipeArguments
-from recipes.data import cut, encode_labels
+from recipes.data import cut, encode_labels, read_texts
 from recipes.models import train_bpe
 from recipes.settings import CONFIGS, Settings
+from recipes.variants import choose_variants
 
 ROOT = Path(__file__).parents[1]
 
@@ -541,6 +543,52 @@ def test_coefficients_are_logged_by_layer(cola, tmp_path, transformers_warnings)
     assert not any("filter/1/w_K" in entry for entry in seen), "one layer is patched"
 
 
+def test_a_run_that_stopped_early_is_over_also_after_an_interruption(cola, tmp_path, transformers_warnings):
+    argv = [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT, "--max_steps", "40"]
+    argv += ["--eval_strategy", "steps", "--eval_steps", "1", "--save_strategy", "steps", "--save_steps", "1"]
+    argv += ["--early_stopping_patience", "2", "--metric_for_best_model", "loss", "--learning_rate", "0"]
+    argv += ["--filter", "none"]
+    runs.main(glue.RECIPE, [*map(str, argv)])
+    whole, folder = record(tmp_path / "run"), tmp_path / "run" / "seed-1"
+    assert whole["steps"] == 3, "nothing is learned at a rate of 0"
+    (folder / "record.json").unlink()
+    runs.main(glue.RECIPE, [*map(str, argv)])
+    transformers_warnings.clear()
+    again = record(tmp_path / "run")
+    assert (again["steps"], again["metrics"]) == (whole["steps"], whole["metrics"])
+
+
+def test_a_run_of_its_own_config_is_the_same_run(cola, tmp_path):
+    argv = [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT, "--smoke"]
+    runs.main(glue.RECIPE, [*map(str, argv), "--max_steps", "3"])
+    file = tmp_path / "run" / "seed-1" / "config.yaml"
+    values, _ = parse("glue", "--config", file)
+    assert (values["max_steps"], values["output_dir"], values["seeds"]) == (3, str(tmp_path / "run"), [1])
+
+
+def test_fields_of_a_model_from_scratch_do_not_go_to_one_with_weights(tmp_path):
+    base = ("--config", "sequences/small.yaml", "--task", "bbc", "--data", tmp_path, "--use_cpu")
+    values, _ = parse("sequences", *base)
+    assert values["from_scratch"]
+    settings = Settings(sequences.RECIPE)
+    assert settings.override(values, {"model": str(tmp_path)})["from_scratch"] == []
+    assert settings.override(values, {"model": "roberta"})["from_scratch"] == values["from_scratch"]
+
+
+@pytest.mark.parametrize(("name", "causal"), [("bert", False), ("gpt2", True), ("roberta", True)])
+def test_the_perplexity_of_a_model_that_reads_ahead_is_refused(name, causal, transformers_warnings):
+    sizes = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"bos_token_id": 0, "eos_token_id": 0}
+    config = AutoConfig.for_model(name, **sizes, **({"is_decoder": True} if name == "roberta" else {}))
+    model = AutoModelForCausalLM.from_config(config)
+    if causal:
+        language_modeling.check_causal(patch_model(model, "gfsa", w_K=0.3))
+    else:
+        with pytest.raises(GraphFilterError, match="reads the tokens that it is to predict"):
+            language_modeling.check_causal(model)
+    transformers_warnings.clear()  # which says so too, and goes on
+
+
 def test_a_finished_seed_is_not_run_again_and_other_settings_are_refused(asked, capsys):
     argv = [*README_COMPARISON[1:], "2"]
     runs.main(glue.RECIPE, argv)
@@ -619,7 +667,7 @@ def test_damaged_files_of_a_run_are_left_out_and_named(cola, tmp_path, capsys, t
         (folder / "begun.json").write_text("")
         (folder / "checkpoint-4" / "trainer_state.json").write_text(damage)
         (folder / "checkpoint-final").mkdir(exist_ok=True)
-        assert training.last_checkpoint(folder) == str(folder / "checkpoint-2")
+        assert checkpoints.last_checkpoint(folder) == str(folder / "checkpoint-2")
         ignored = capsys.readouterr().err.splitlines()
         assert len(ignored) == 1
         assert ignored[0].startswith(f"ignored: {folder / 'checkpoint-4' / 'trainer_state.json'} ")
@@ -628,6 +676,14 @@ def test_damaged_files_of_a_run_are_left_out_and_named(cola, tmp_path, capsys, t
     assert record(tmp_path / "run")["metrics"] == expected["metrics"]
     said = capsys.readouterr().err
     assert [f"ignored: {folder / name} is no readable JSON" in said for name in ("record.json", "begun.json")] == [1, 1]
+    for name in ("optimizer.pt", "scheduler.pt", "model.safetensors"):
+        file = folder / "checkpoint-4" / name
+        content = file.read_bytes()
+        file.write_bytes(content[: len(content) // 2])
+        assert checkpoints.last_checkpoint(folder) == str(folder / "checkpoint-2")
+        assert f"ignored: {file} is damaged" in capsys.readouterr().err
+        file.write_bytes(content)
+    assert checkpoints.last_checkpoint(folder) == str(folder / "checkpoint-4")
     for file in folder.glob("*.json"):
         file.unlink()
     (folder / "config.yaml").write_text("{")
@@ -727,6 +783,69 @@ def test_texts_of_ones_own(tmp_path, monkeypatch, transformers_warnings):
     assert classes == ["no", "yes"]
     read = {part: {row["text_a"]: row["label"] for row in rows} for part, rows in parts.items()}
     assert read == {"train": {"a": 1, "b": 0}, "validation": {"a": 1, "b": 0}}
+
+
+def test_labels_of_ones_own_are_what_they_say(tmp_path, monkeypatch, capsys):
+    """pandas writes classes as 1.0 where a column had gaps, and the gaps as empty cells."""
+    (tmp_path / "train.csv").write_text("text,label\na,1.0\nb,2.0\nc,3.0\n")
+    (tmp_path / "test.csv").write_text("text,label\na,1\nb,2\n")
+    (tmp_path / "valid.csv").write_text("text,label\nc,3.0\n")
+    parts, classes = own_texts.load_own(False, str(tmp_path), None, None)
+    assert classes == ["1", "2", "3"]
+    assert {row["text_a"]: classes[row["label"]] for row in parts["test"]} == {"a": "1", "b": "2"}
+    (tmp_path / "train.csv").write_text("text,label\na,spam\nb,ham\n")
+    with pytest.raises(GraphFilterError, match=r"row 1 has the label '[13]', expected ham or spam"):
+        own_texts.load_own(False, str(tmp_path), None, None)
+    for label, numbers, message in (
+        ("", False, "has no label"),
+        (" ", True, "has no label"),
+        ("nan", True, "expected a number"),
+    ):
+        (tmp_path / "train.csv").write_text(f"text,label\na,1\nb,{label}\nc,2\n")
+        with pytest.raises(GraphFilterError, match=f"row 2 .*{message}"):
+            own_texts.load_own(numbers, str(tmp_path), None, None)
+    rows = [{"text": text, "label": label} for text, label in zip("abc", (-2.0, -1.0, 1.0), strict=True)]
+    hub = DatasetDict(train=Dataset.from_list(rows), validation=Dataset.from_list(rows))
+    monkeypatch.setattr(own_texts, "load_dataset", lambda name, config: hub)
+    for numbers in (True, False):
+        parts, _ = own_texts.load_own(numbers, None, "somebody/ratings", None)
+        assert len(parts["validation"]) == 3, "-1 is a rating, and a class"
+    hub["test"] = Dataset.from_dict({"text": ["a"], "label": [-1.0]})
+    own_texts.load_own(False, None, "somebody/ratings", None)
+    assert "the part 'test' has no labels and is left out" in capsys.readouterr().err
+    labels = Dataset.from_dict({"text": ["a", "b"], "label": [0, -1]}).cast_column(
+        "label", ClassLabel(names=["x", "y"])
+    )
+    hub["train"] = labels
+    with pytest.raises(GraphFilterError, match="1 of 2 rows of the part 'train' have no label"):
+        own_texts.load_own(False, None, "somebody/ratings", None)
+
+
+def test_hidden_files_are_no_documents(tmp_path):
+    for name in ("a.txt", ".DS_Store"):
+        (tmp_path / "good").mkdir(exist_ok=True)
+        (tmp_path / "good" / name).write_text("text")
+    assert len(read_texts(tmp_path, ["good"])) == 1
+
+
+def test_a_comparison_says_what_else_differs(capsys):
+    settings = Settings(glue.RECIPE)
+    values, sections = parse("glue", "--config", "glue/minilm.yaml", "--task", "cola", "--use_cpu")
+    for sweep in (["task=cola,mrpc"], ["max_eval_samples=8,9"], ["seeds=1,2"], ["held_out=0.1"]):
+        name = sweep[0].partition("=")[0]
+        with pytest.raises(GraphFilterError, match=f"changes {name}, which all models of a comparison share"):
+            choose_variants(settings, values, sections, sweep)
+    choose_variants(settings, values, sections, ["K=2,3", "filter_lr=1e-3", "layers=all,even"])
+    assert not capsys.readouterr().err
+    choose_variants(settings, values, sections, ["learning_rate=1e-5,1e-2"])
+    assert f"the plain model keeps learning_rate={values['learning_rate']}" in capsys.readouterr().err
+
+
+def test_the_filter_of_others_does_not_change_the_plain_model():
+    a = {"filter": "none", "filter_lr": 1e-2, "filter_options": ["K=3"], "layers": "all"}
+    b = {"filter": "none", "filter_lr": 1e-3, "filter_options": [], "layers": "even"}
+    assert identities.list_differences(a, b) == []
+    assert identities.list_differences(a | {"filter": "gfsa"}, b | {"filter": "gfsa"}) == [*sorted(a)][1:]
 
 
 @pytest.mark.parametrize(
@@ -1029,14 +1148,21 @@ def test_a_full_disk_is_one_line_and_leaves_no_record(cola, tmp_path, monkeypatc
         (["--filter_options", "k=3"], "GFSAConfig has no option 'k'"),
         (["--layers", "7"], "7 is out of range"),
         (["--layers", "some"], "layers='some': a text is 'all'"),
-        (["--model", "nowhere/nothing", "--train_tokenizer", "280"], "nowhere/nothing"),
+        (["--model", "nowhere/nothing"], "nowhere/nothing"),
+        (["--model", "nowhere/nothing", "--train_tokenizer", "280"], "--train_tokenizer needs --from_scratch"),
+        (
+            [*ENCODER[2:6], "intermediate_size=64", "max_position_embeddings=10"],
+            "sequences of [0-9]+ tokens .* and the model has places for 8",
+        ),
+        (["--max_length", "2"], "--max_length 2: the tokenizer alone adds 2 tokens to each row"),
+        (["--resume_from_checkpoint", "nowhere"], "leave out --resume_from_checkpoint"),
     ],
 )
 def test_what_a_model_cannot_take_is_one_line(argv, message, cola, tmp_path, capsys):
     base = [*ENCODER, "--task", "cola", "--data", cola, "--output_dir", tmp_path / "run", *SHORT]
     base = [*map(str, base)]
     if argv[:2] == ["--model", "nowhere/nothing"]:
-        base = [x for x in base if "=" not in x and x != "--from_scratch"]
+        base = [x for x in base if "=" not in x and x not in ("--from_scratch", "--train_tokenizer", "280")]
     with pytest.raises(SystemExit) as stopped:
         runs.main(glue.RECIPE, [*base, *argv])
     assert stopped.value.code == 1
@@ -1351,7 +1477,7 @@ def test_sweep_over_an_option_and_a_setting_draws_a_figure(cola, tmp_path):
         (["--sweep", "K=2", "--filter", "none"], "--sweep varies a filter"),
         (["--filter", "none"], "nothing to compare"),
         (["--push_to_hub"], "a comparison pushes nothing"),
-        (["--sweep", "seeds=1,2"], "with the same seeds: give these with --seeds"),
+        (["--sweep", "seeds=1,2"], "changes seeds, which all models of a comparison share: give --seeds"),
     ],
 )
 def test_wrong_comparisons_are_one_line(argv, message, capsys):

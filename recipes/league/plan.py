@@ -14,7 +14,7 @@ from hf_graphfilter import GraphFilterError
 from hf_graphfilter.errors import nearest
 from recipes import SCRIPTS, check_extras
 from recipes.errors import OtherSettingsError
-from recipes.league.records import Records, Run, check_keys, rank_scores, round_score
+from recipes.league.records import Records, Run, check_file, rank_scores, round_score
 from recipes.records import get_value, lower_is_better
 from recipes.settings import Settings
 from recipes.summary import PLAIN
@@ -42,16 +42,7 @@ class League:
     """
 
     def __init__(self, content: dict[str, Any], name: str, data: Path):
-        check_keys(
-            content, f"the league {name}", {"tasks": dict, "variants": dict, "rates": dict, "stages": list}, "longer"
-        )
-        check_keys(content["rates"], "rates", {"learning_rate": list, "filter_lr": list})
-        for task, about in content["tasks"].items():
-            check_keys(about, f"the task {task!r}", {"recipe": str, "config": str}, "task", "data", "settings")
-        for stage in content["stages"]:
-            check_keys(stage, "a stage", {"seeds": list}, "tasks", "best")
-            if not isinstance(stage.get("tasks", []), list) or not isinstance(stage.get("best", 1), int):
-                raise GraphFilterError(f"a stage has a list of `tasks` and a number, `best`, found {stage!r}")
+        check_file(content, name)
         self.content, self.name, self.data, self.longer = content, name, data, content.get("longer")
         self.tasks: dict[str, dict[str, Any]] = content["tasks"]
         try:
@@ -59,14 +50,16 @@ class League:
             self.rates = {key: [float(rate) for rate in rates] for key, rates in content["rates"].items()}
         except (TypeError, ValueError) as error:
             raise GraphFilterError(f"variants are given as NAME: VALUE, rates as numbers: {error}") from error
+        if not all(0 < rate < math.inf for rates in self.rates.values() for rate in rates):
+            raise GraphFilterError(f"the rates of a league are numbers above 0, found {self.rates}")
         self.tune = {name: overrides.pop("tune", "filter_lr") for name, overrides in self.variants.items()}
         if taken := {PLAIN, LONGER} & {*self.variants}:
             raise GraphFilterError(f"the league {name} plays {min(taken)!r} by itself: give the variant another name")
         self.tune |= {PLAIN: "learning_rate", LONGER: "learning_rate"}
+        if unknown := [name for name, key in self.tune.items() if key not in [*self.rates]]:
+            raise GraphFilterError(f"the variant {unknown[0]!r} tunes one of {', '.join(self.rates)}")
         if fixed := [name for name, overrides in self.variants.items() if self.tune[name] in overrides]:
             raise GraphFilterError(f"the variant {fixed[0]!r} sets {self.tune[fixed[0]]}, which it tunes: leave it out")
-        if unknown := [name for name, key in self.tune.items() if key not in self.rates]:
-            raise GraphFilterError(f"the variant {unknown[0]!r} tunes one of {', '.join(self.rates)}")
         if self.longer is not None and not (isinstance(self.longer, int | float) and self.longer > 1):
             raise GraphFilterError(f"the league {name}: `longer` is how many times as long, above 1: {self.longer!r}")
         if len({len(set(rates)) for rates in self.rates.values()}) != 1:
@@ -139,7 +132,8 @@ class League:
         elif run.variant == LONGER:
             length = next(name for name in LENGTHS if (values.get(name) or 0) > 0)
             values[length] = type(values[length])(values[length] * self.longer)
-        if run.seed == TUNING_SEED and self.metric(run.task) == self.tuning_metric(run.task):
+        tests = self.metric(run.task) == self.tuning_metric(run.task) or values.get("validation") == "test"
+        if run.seed == TUNING_SEED and tests:  # the rates must not be chosen by what is compared
             values["held_out"] = HELD_OUT
         values |= {"save_strategy": "no", "disable_tqdm": True, "output_dir": f"runs/league/{self.name}"}
         return values

@@ -52,12 +52,30 @@ def rank_scores(scores: dict[str, float]) -> dict[str, float]:
     return dict(zip(scores, rankdata([-score for score in scores.values()]).tolist(), strict=True))
 
 
-def check_keys(content: Any, what: str, needed: dict[str, type], *others: str) -> None:
+def check_keys(content: Any, what: str, needed: dict[str, type], others: dict[str, type] | None = None) -> None:
     """Raise unless a part of the file has what it needs, and nothing that would be overlooked."""
     if not isinstance(content, dict):
         raise GraphFilterError(f"{what} must be given as NAME: VALUE, found {content!r}")
+    others = others or {}
     if unknown := [key for key in content if key not in (*needed, *others)]:
         raise GraphFilterError(f"{what} has no {unknown[0]!r}{nearest(unknown[0], (*needed, *others))}")
     for key, kind in needed.items():
         if not isinstance(content.get(key), kind) or not content[key]:
             raise GraphFilterError(f"{what} needs {key!r}, a {kind.__name__}, found {content.get(key)!r}")
+    for key, kind in others.items():
+        if content.get(key) is not None and not isinstance(content[key], kind):
+            raise GraphFilterError(f"{what} has {key!r} as a {kind.__name__}, found {content[key]!r}")
+
+
+def check_file(content: Any, name: str) -> None:
+    """Raise unless a league file has the parts of a league, each of its kind."""
+    parts = {"tasks": dict, "variants": dict, "rates": dict, "stages": list}
+    check_keys(content, f"the league {name}", parts, {"longer": object})
+    check_keys(content["rates"], "rates", {"learning_rate": list, "filter_lr": list})
+    for task, about in content["tasks"].items():
+        others = {"task": str, "data": str, "settings": dict}
+        check_keys(about, f"the task {task!r}", {"recipe": str, "config": str}, others)
+    for stage in content["stages"]:
+        check_keys(stage, "a stage", {"seeds": list}, {"tasks": list, "best": int})
+        if not all(type(seed) is int and 0 <= seed < 2**32 for seed in stage["seeds"]):
+            raise GraphFilterError(f"the seeds of a stage are whole numbers from 0, found {stage['seeds']!r}")

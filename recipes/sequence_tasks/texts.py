@@ -80,15 +80,19 @@ def mimic(root: Path, task: Task) -> Loaded:
     """
     files = {part: first_file(root, [f"{name}_50.csv"]) for part, name in FIFTY.items()}
     rows = {part: make_table(read_rows(file), NOTES, file) for part, file in files.items()}
-    codes = sorted({code for labels in rows["train"]["label"] for code in labels.split(";")})
+    codes = sorted({code for labels in rows["train"]["label"] for code in split_codes(labels)})
     numbers = {code: number for number, code in enumerate(codes)}
     for part, table in rows.items():
-        found = [{*labels.split(";")} for labels in table["label"]]
+        found = [split_codes(labels) for labels in table["label"]]
         if unknown := min(set().union(*found) - numbers.keys(), default=None):
             raise GraphFilterError(f"{files[part]} has the code {unknown!r}, which the training part does not have")
         several = [[float(code in labels) for code in codes] for labels in found]
         rows[part] = table.remove_columns("label").add_column("label", several)
     return Loaded(DatasetDict(rows), tuple(codes))
+
+
+def split_codes(labels: str) -> set[str]:
+    return {code for code in labels.split(";") if code.strip()}
 
 
 def number_classes(parts: dict[str, tuple[Path, list]], labels: list[str] | None = None) -> Loaded:
