@@ -17,8 +17,8 @@ from .filters.core.attached import CHILD
 from .filters.core.build import foreign_modules
 from .filters.core.record import read_groups
 from .hosts.transformers.auto_classes import auto_classes
+from .hosts.transformers.records import CODE_FILE, is_our_code
 
-CODE_FILE = "modeling_graph_filter.py"
 # checkpoints keep this: it names nothing but public classes of transformers and `with_filters`
 _CODE = '''"""The models of transformers with the graph filters of this checkpoint, for trust_remote_code=True.
 
@@ -78,7 +78,7 @@ def export_remote_code(folder: str | os.PathLike[str]) -> list[str]:
     auto_map = description.get("auto_map") or {}
     if not isinstance(auto_map, dict):
         raise GraphFilterError(f"{folder}: the auto_map of its config.json is no dict but {shown(auto_map)}")
-    others = {k: v for k, v in auto_map.items() if not _is_ours(v)}
+    others = {k: v for k, v in auto_map.items() if not is_our_code(v)}
     if foreign := [name for name in others if name.startswith(("AutoConfig", "AutoModel"))]:
         raise GraphFilterError(
             f"{folder} brings code of its own for {foreign[0]} ({others[foreign[0]]}): load it where hf_graphfilter is "
@@ -107,10 +107,6 @@ def _read(folder: Path) -> dict[str, Any]:
     if CHILD not in description:
         raise GraphFilterError(f"{folder} has no graph filter; patch it with: hf-graphfilter patch")
     return description
-
-
-def _is_ours(reference: Any) -> bool:
-    return isinstance(reference, str) and reference.rpartition("--")[2].startswith(f"{Path(CODE_FILE).stem}.")
 
 
 def _models(folder: Path) -> dict[str, type[PreTrainedModel]]:

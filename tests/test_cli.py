@@ -15,7 +15,15 @@ import torch
 from deaths import deaths
 from models import FAMILIES, output
 from safetensors import SafetensorError
-from transformers import AutoModel, BertForSequenceClassification, BertTokenizer, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoTokenizer,
+    BertForSequenceClassification,
+    BertTokenizer,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from transformers.utils import logging
 
 import hf_graphfilter
@@ -114,6 +122,36 @@ def test_transfer(cli, text, agf, tmp_path):
     assert not (tmp_path / "fitted" / ".transfer").exists(), "the progress"
     model = BertForSequenceClassification.from_pretrained(tmp_path / "fitted")
     assert filter_status(model)[0].filter.correction
+
+
+def test_transfer_of_an_encoder_decoder(cli, text, plain, tmp_path):
+    sizes = {"vocab_size": 99, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+    model.save_pretrained(tmp_path / "t5")
+    AutoTokenizer.from_pretrained(plain).save_pretrained(tmp_path / "t5")
+    options = ("-f", "agf", "-o", "position_bias=drop", "--stack", "encoder")
+    assert cli("patch", tmp_path / "t5", tmp_path / "agf", *options).returncode == 0
+    done = cli("transfer", tmp_path / "agf", tmp_path / "fitted", "--text", text, *SHORT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_notes_in_the_output_stop_a_conversion_before_its_work(cli, text, plain, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "README.md").write_text("my notes")
+    done = cli("linearize", plain, tmp_path / "out", "--text", text)
+    assert done.returncode == 1
+    assert "was not written by hf_graphfilter" in done.stderr
+    assert [*(tmp_path / "out").iterdir()] == [tmp_path / "out" / "README.md"]
+
+
+def test_a_folder_called_run(cli, plain, tmp_path):
+    assert cli("patch", plain, tmp_path / "run").returncode == 0
+    before = Path.cwd()
+    os.chdir(tmp_path)
+    try:
+        assert cli("status", "run", "--device", "cpu").returncode == 0
+    finally:
+        os.chdir(before)
 
 
 def test_an_interrupted_transfer_says_that_it_goes_on(cli, text, agf, tmp_path, monkeypatch, ctrl_c):
@@ -454,6 +492,13 @@ def test_auto_class(cli, plain, tmp_path, transformers_warnings):
         (["filters", "gsfa"], 1, "did you mean 'gfsa'?"),
         (["--import", "nothing.there", "filters"], 1, "cannot import filters from 'nothing.there'"),
         (["demo", "--seeds", "0"], 2, "--seeds"),
+        (
+            ["linearize", "PLAIN", "OUT", "-t", "FILE", "--budget", "-5"],
+            1,
+            "budget must be a number of tokens, at least 1",
+        ),
+        (["linearize", "nowhere/at-all", "OUT", "-t", "FILE", "--stage", "hiden=1"], 1, "there is no stage 'hiden'"),
+        (["linearize", "nowhere/at-all", "OUT", "-t", "FILE", "-o", "windo=4"], 1, "has no option 'windo'"),
         (["demo", "--filter-lr", "-1"], 1, "filter_lr must be a finite learning rate >= 0, got -1"),
         (["frobnicate"], 2, "No such command"),
     ],
@@ -522,7 +567,8 @@ def test_a_revision_a_token_and_a_device(cli, plain, tmp_path, monkeypatch):
             "--revision v2 is of a checkpoint on the Hub, and PLAIN is on this disk",
         ),
         (["status", "PLAIN", "--device", "nowhere"], "--device nowhere: Expected one of cpu, cuda"),
-        (["filters", "--push-to-hub", "me/filters"], "--push-to-hub: this verb saves no checkpoint"),
+        (["patch", "PLAIN", "OUT", "--push-to-hub", "bad name!!"], "--push-to-hub bad name!!: Repo id must"),
+        (["filters", "--push-to-hub", "me/filters"], "--push-to-hub: filters saves no checkpoint"),
     ],
 )
 def test_flags_of_all_verbs_that_do_not_fit(arguments, message, cli, plain):

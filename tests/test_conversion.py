@@ -4,10 +4,12 @@ import copy
 import json
 import math
 import sys
+import warnings
 import weakref
 from functools import partial
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
@@ -15,6 +17,7 @@ from accelerate.hooks import AlignDevicesHook
 from deaths import deaths, some
 from models import FAMILIES, realigned
 from processes import run_two
+from scipy import stats
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -70,12 +73,12 @@ from hf_graphfilter.fitting import (
     speed,
     text_batches,
 )
-from hf_graphfilter.fitting.checkpoint import fitted_to
+from hf_graphfilter.fitting.checkpoint import fitted_to, marked
 from hf_graphfilter.fitting.choice import restore
 from hf_graphfilter.fitting.layer_blocks import Block
 from hf_graphfilter.fitting.objectives import DISTANCES, attending, errors_by_context, filter_errors
 from hf_graphfilter.fitting.probes import make_probes, problem_of
-from hf_graphfilter.fitting.quality import compare
+from hf_graphfilter.fitting.quality import compare, compare_embeddings
 from hf_graphfilter.fitting.run import StageRun
 from hf_graphfilter.fitting.speed import taken_in_turn
 from hf_graphfilter.fitting.stored_inputs import Inputs
@@ -879,6 +882,7 @@ class Poisoned(LlamaForCausalLM):
         ({"blocks": 5, "window": 2}, "blocks=5, and the model has 4 layers"),
         ({"train": "everything"}, "use 'filters', 'lora', 'all'"),
         ({"precision": "fp16"}, "use 'bf16' or None"),
+        ({"checkpoint": __file__}, "checkpoint must be a directory, and .* is a file"),
         ({"evaluations": 0}, "evaluations and rank are integers >= 1"),
         ({"rank": 8.5, "train": "lora"}, "evaluations and rank are integers >= 1, got 20 and 8.5"),
         ({"holdout": -1}, "holdout must be a number of batches, at least 1, got -1"),
@@ -961,6 +965,47 @@ def test_layers_with_sliding_windows_stay_as_they_are(options, transformers_warn
     with pytest.raises(GraphFilterError, match="sees a sliding window of 8 tokens"):
         run(model, filter="far_field", window=4, layers=[0, 1])
     assert not list(filters_of(model, required=False))
+
+
+def test_adapters_of_the_user_are_not_merged():
+    model = llama()
+    with warnings.catch_warnings():  # PEFT asks transformers by names that are to go
+        warnings.simplefilter("ignore", FutureWarning)
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(GraphFilterError, match="would merge the adapters that this model already has"):
+        run(model, train="lora")
+    assert {**before}.keys() == model.state_dict().keys()
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    run(model, train="filters")  # they are part of the original
+    assert any("lora" in name for name, _ in model.named_parameters())
+
+
+def test_ranks_of_similarities_share_ties():
+    embeddings = torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    embeddings[3:5] = embeddings[0]
+    noise = 1e-9 * torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = compare_embeddings(embeddings, embeddings + noise)
+    assert found["rank correlation"]["converted"] == pytest.approx(1)
+    other = torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    upper = torch.triu_indices(6, 6, 1)
+    units = [torch.nn.functional.normalize(x) for x in (embeddings, other)]
+    similar = [(x @ x.T)[*upper] for x in units]
+    expected = stats.spearmanr(*(x.round(decimals=6) for x in similar)).statistic
+    assert compare_embeddings(embeddings, other)["rank correlation"]["converted"] == pytest.approx(expected)
+    assert "rank correlation" not in compare_embeddings(torch.eye(4), torch.eye(4)), "all pairs tie"
+
+
+def test_tensors_that_cannot_be_read_have_a_mark():
+    class Opaque(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            if function is torch.Tensor.flatten:
+                raise NotImplementedError("dispatch")
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    first, second = (torch.ones(shape).as_subclass(Opaque) for shape in ((2, 3), (3, 2)))
+    assert marked([first]) == marked([first.clone()]) != marked([second])
 
 
 def test_half_precision_models_keep_their_types():

@@ -222,6 +222,9 @@ def test_the_heads_that_read_one_far_token_are_chosen_and_one_is_left_per_layer(
     tensors = [batch["input_ids"] for batch in texts(2)]
     assert choose_heads(model, tensors, 0.5, config) == choose_heads(model, texts(2), 0.5, config)
     assert choose_heads(model, iter(texts(2)), "50%", config) == choose_heads(model, texts(2), 0.5, config)
+    for share in (None, [1], -0.1):
+        with pytest.raises(GraphFilterError, match="share must be a number such as"):
+            choose_heads(model, texts(2), share, config)
     with pytest.raises(GraphFilterError, match=r"keep='2000.*%'.* above 0 and below 100"):
         choose_heads(model, texts(2), 20, config)
     assert len(choose_heads(model, texts(2), 0.5, config, layers=[0, 2])) == 2

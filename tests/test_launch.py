@@ -12,7 +12,7 @@ import torch
 import transformers as t
 from models import FAMILIES, turn_on
 
-from hf_graphfilter import GraphFilterError, export_remote_code, filter_status, patch_model
+from hf_graphfilter import GraphFilterError, export_remote_code, filter_status, patch_model, unpatch_model
 from hf_graphfilter.filters import import_filters
 from hf_graphfilter.launch import IMPORTS, command_line, environment, run_program
 
@@ -194,6 +194,17 @@ def test_a_program_loads_a_filter_of_others(third_party):
     code, lines, errors = run([*verb, folder / "load.py", folder / "patched"])
     assert code == 0, errors
     assert json.loads(lines[-1]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_unpatched_model_does_not_name_the_code_of_the_filter(tmp_path):
+    sizes = {"vocab_size": 99, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    patch_model(t.BertModel(t.BertConfig(**sizes, intermediate_size=16)), "gfsa").save_pretrained(tmp_path / "a")
+    export_remote_code(tmp_path / "a")
+    model = t.BertModel.from_pretrained(tmp_path / "a")
+    assert model.config.auto_map
+    unpatch_model(model).save_pretrained(tmp_path / "b")
+    assert "auto_map" not in json.loads((tmp_path / "b" / "config.json").read_text())
+    t.AutoModel.from_pretrained(tmp_path / "b", trust_remote_code=True)
 
 
 def test_remote_code_in_a_program_without_us(third_party):

@@ -71,6 +71,7 @@ def _import_modules(
     ] = False,
 ) -> None:
     common.begin(revision)
+    common.check_push(push_to_hub, context.invoked_subcommand)
     devices.choose(device)
     if token:
         os.environ["HF_TOKEN"] = token

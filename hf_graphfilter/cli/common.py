@@ -10,6 +10,7 @@ from typing import Any
 from ..console import Console
 from ..errors import GraphFilterError
 
+SAVING = ("patch", "unpatch", "linearize", "convert", "transfer", "load-filter")
 FLAGS = ("--revision", "--token", "--device", "--push-to-hub")
 _revision: list[str] = []
 _saved: list[Path] = []
@@ -25,18 +26,23 @@ def move_to_front(argv: list[str]) -> list[str]:
         ['--revision', 'main', 'patch', 'bert-base-uncased', 'out']
         >>> move_to_front(["run", "train.py", "--device", "cpu"])
         ['run', 'train.py', '--device', 'cpu']
+        >>> move_to_front(["status", "run", "--device", "cpu"])  # "run" is a folder
+        ['--device', 'cpu', 'status', 'run']
     """
-    front, rest, words = [], [], iter(argv)
+    front, rest, words, verb = [], [], iter(argv), ""
     for word in words:
-        if word in ("run", "--"):
+        if word == "--" or (word == "run" and not verb):
             rest.append(word)
             break
         if word in FLAGS:
             front += [word, *([value] if (value := next(words, None)) is not None else [])]
         elif word.partition("=")[0] in FLAGS:
             front.append(word)
+        elif word == "--import":
+            rest += [word, *([value] if (value := next(words, None)) is not None else [])]
         else:
             rest.append(word)
+            verb = verb or ("" if word.startswith("-") else word)
     return [*front, *rest, *words]
 
 
@@ -77,6 +83,21 @@ def note_saved(output: Path) -> None:
     _saved.append(output)
 
 
+def check_push(repo_id: str | None, verb: str | None) -> None:
+    """Raise if what a verb saves cannot be pushed under this name, before it does anything."""
+    if repo_id is None:
+        return
+    if verb not in SAVING:
+        raise GraphFilterError(f"--push-to-hub: {verb} saves no checkpoint")
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise GraphFilterError(f"--push-to-hub {repo_id}: {error}") from error
+
+
 def push(repo_id: str | None) -> None:
     """Upload the directory that the verb has written.
 
@@ -88,8 +109,12 @@ def push(repo_id: str | None) -> None:
     if not _saved:
         raise GraphFilterError("--push-to-hub: this verb saves no checkpoint")
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
 
     api = HfApi()
-    name = api.create_repo(repo_id, exist_ok=True).repo_id
-    api.upload_folder(repo_id=name, folder_path=_saved[-1], ignore_patterns=[".*"])
+    try:
+        name = api.create_repo(repo_id, exist_ok=True).repo_id
+        api.upload_folder(repo_id=name, folder_path=_saved[-1], ignore_patterns=[".*"])
+    except HfHubHTTPError as error:
+        raise GraphFilterError(f"{_saved[-1]} is saved, but cannot be pushed to {repo_id}: {error}") from error
     Console().print(f"pushed to {name}")

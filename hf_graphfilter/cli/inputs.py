@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,3 +134,13 @@ def open_image(file: Path) -> Any:
             return image.convert("RGB")
     except Exception as error:  # whatever a damaged file leads to
         raise GraphFilterError(f"--images: {file} cannot be read as an image ({error}): remove it") from error
+
+
+def read_trainer_state(folder: Path) -> dict[str, Any]:
+    """Return what a Trainer wrote as JSON with its checkpoint; its arguments are a pickle, which is not read."""
+    try:
+        state = json.loads((folder / "trainer_state.json").read_text())
+        names = {"num_train_epochs": "epochs", "global_step": "steps", "train_batch_size": "batch size"}
+        return {names[key]: state[key] for key in names if state.get(key)}
+    except (OSError, ValueError, AttributeError):
+        return {}

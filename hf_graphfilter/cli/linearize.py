@@ -12,7 +12,7 @@ import typer
 
 from ..console import Console, parse_options, table
 from ..errors import GraphFilterError
-from .checkpoints import AutoClass, Output, Seed, Source, check_output, keep_progress, load, load_config, save
+from .checkpoints import AutoClass, Force, Output, Seed, Source, check_output, keep_progress, load, load_config, save
 from .inputs import Images, add_decoder_inputs, check_rate, column_of, lines_of, tokenizer_of
 
 PROGRESS = ".conversion"
@@ -91,6 +91,7 @@ def linearize(
         bool, typer.Option("--speed", help="Compare its speed with the original, by text length.")
     ] = False,
     seed: Seed = 0,
+    force: Force = False,
     auto_class: AutoClass = None,
 ) -> None:
     """Linearize a pretrained model: patch it, fit it to the original, measure the loss of quality, and save it.
@@ -104,11 +105,13 @@ def linearize(
     """
     import torch
 
+    from ..checkpoints.filter_card import check_card
     from ..devices import place
     from ..fitting import Rates, save_conversion
     from ..fitting import linearize as fit
     from ..fitting.checkpoint import remove
     from ..fitting.choice import parse_share
+    from ..fitting.settings import read_config, read_shares
 
     if stream and not dataset:
         raise GraphFilterError("--stream reads a data set: give --dataset NAME")
@@ -124,7 +127,10 @@ def linearize(
         raise GraphFilterError(
             f"--option {taken[0]}: --option is for options of the filter; see linearize --help for the others"
         )
+    read_shares(shares or None, budget)
+    read_config(filter, of_filter | ({"keep": None} if "keep" in of_filter else {}))  # a share of heads is read later
     check_output(output, source)
+    check_card(output / "README.md", force)
     if images is None:
         texts = column_of(dataset, configuration, split, column, stream) if dataset else lines_of(text or [])
         batches: Any = _batches(source, texts, length, batch, budget + holdout * (batch or length))
@@ -160,10 +166,10 @@ def linearize(
         raise typer.Exit  # what comes after a verb, as --push-to-hub, is for the first process too
     save(model, source, output, show=False)
     base = None if Path(source).is_dir() else source
-    save_conversion(model, report, output, base_model=base)
+    save_conversion(model, report, output, base_model=base, force=force)
     if timed:
         report.time(model)
-        save_conversion(model, report, output, base_model=base)
+        save_conversion(model, report, output, base_model=base, force=force)
     remove(progress)
     for title, (header, *rows) in report.tables().items():
         Console().print(table(header, rows, title=title))

@@ -25,7 +25,7 @@ from .checkpoints import (
     save,
     show_status,
 )
-from .inputs import check_rate, tokenizer_of
+from .inputs import add_decoder_inputs, check_rate, read_trainer_state, tokenizer_of
 
 
 def patch(
@@ -64,7 +64,8 @@ def patch(
     model = load(source, auto_class, make=lambda model: patch_model(model, config, layers=chosen, stack=stack))
     save(model, source, output)
     if not config.starts_as_original:
-        Console().print("its outputs differ from the original's: fit it with hf-graphfilter transfer, or fine-tune it")
+        fit = "hf-graphfilter transfer" if model.main_input_name == "input_ids" else "transfer_attention"
+        Console().print(f"its outputs differ from the original's: fit it with {fit}, or fine-tune it")
 
 
 def unpatch(source: Source, output: Output, auto_class: AutoClass = None) -> None:
@@ -105,13 +106,14 @@ def transfer(
     from ..fitting.checkpoint import remove
 
     check_output(output, source)
-    load_config(source, patched=True)
+    reads_both = load_config(source, patched=True).is_encoder_decoder
     tokenizer, files = tokenizer_of(source), [file.read_text(errors="replace") for file in text]
     encoded = [tokenizer(file, add_special_tokens=False, verbose=False)["input_ids"] for file in files]
     ids = torch.tensor([i for one in encoded for i in one])
     windows = ids[: len(ids) // length * length].view(-1, length)
     windows = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))]
-    batches, held = list(windows.split(batch_size)), 4
+    batches: list[Any] = list(windows.split(batch_size))
+    batches, held = [add_decoder_inputs({"input_ids": ids}) for ids in batches] if reads_both else batches, 4
     if len(batches) <= held:
         raise GraphFilterError(
             f"the text gives {len(windows)} windows of {length} tokens, {len(batches)} batches of {batch_size}, and "
@@ -263,18 +265,8 @@ def card(
         output = Path(source) / "README.md"
     check_card(output, force)
     check_output(output.parent)
-    settings = _read_trainer_state(Path(source)) | parse_options(training or [])
+    settings = read_trainer_state(Path(source)) | parse_options(training or [])
     model = load(source, auto_class, patched=True)
     options: dict[str, Any] = {"base_model": base_model, "license": license, "training": settings}
     create_model_card(model, repo_id=repo_id or source, **options).save(output, force=force)
     Console().print(f"wrote {escape(str(output))}")
-
-
-def _read_trainer_state(folder: Path) -> dict[str, Any]:
-    """Return what a Trainer wrote as JSON with its checkpoint; its arguments are a pickle, which is not read."""
-    try:
-        state = json.loads((folder / "trainer_state.json").read_text())
-        names = {"num_train_epochs": "epochs", "global_step": "steps", "train_batch_size": "batch size"}
-        return {names[key]: state[key] for key in names if state.get(key)}
-    except (OSError, ValueError, AttributeError):
-        return {}

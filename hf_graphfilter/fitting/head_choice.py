@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..analysis.observing import Call, Reader, observe
-from ..errors import GraphFilterError, shown
+from ..errors import GraphFilterError, is_number, shown
 from ..filters import ReplacingConfig
 from ..filters.core.kept_heads import Keep
 from ..filters.far_field import FarFieldConfig
@@ -112,6 +112,8 @@ def choose_heads(
     Raises:
         GraphFilterError: the model is no decoder of one stack, the batches give no probes, or there are fewer heads.
     """
+    if not isinstance(share, str) and not is_number(share):
+        raise GraphFilterError(f"share must be a number such as 0.2, or text such as '20%', got {shown(share)}")
     layers = leave_sliding_windows(model, stack) if layers is None else layers
     share = parse_heads(share if isinstance(share, str) else f"{share * 100:f}%") or 0.0
     held = [inputs_of(model, batch, labels=False) for batch in held]

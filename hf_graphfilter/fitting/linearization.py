@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..analysis.model_inputs import name_mistakes
-from ..errors import GraphFilterError
+from ..errors import GraphFilterError, shown
 from ..filters import FilterConfig, ReplacingFilter
 from ..filters.core.attached import filters_of
 from ..hosts import encoder_of
@@ -128,6 +128,8 @@ def linearize(
     check_choose(choose, share)
     model = encoder_of(model)
     _check_model(model, train, gradient_checkpointing)
+    if checkpoint is not None and os.path.isfile(checkpoint):
+        raise GraphFilterError(f"checkpoint must be a directory, and {shown(str(checkpoint))} is a file")
     started = time.monotonic()
     batches = Batches(model, data, holdout, labels="task" in shares)
     _warn_of_short_texts(model)

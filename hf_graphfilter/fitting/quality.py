@@ -147,9 +147,16 @@ def compare_embeddings(original: Tensor, converted: Tensor) -> dict[str, dict[st
     if len(original) > 2:
         upper = torch.triu_indices(len(original), len(original), 1)
         unit = (functional.normalize(x) for x in (original, converted))
-        ranks = [(x @ x.T)[upper[0], upper[1]].argsort().argsort().double() for x in unit]
-        found["rank correlation"] = torch.corrcoef(torch.stack(ranks))[0, 1].item()
+        ranks = torch.stack([_rank((x @ x.T)[upper[0], upper[1]]) for x in unit])
+        if (ranks.std(1) > 0).all():
+            found["rank correlation"] = torch.corrcoef(ranks)[0, 1].item()
     return {name: {"original": 1.0, "converted": value} for name, value in found.items()}
+
+
+def _rank(values: Tensor) -> Tensor:
+    """Return the ranks of values, the mean rank for those that are equal up to rounding."""
+    _, place, counts = values.double().round(decimals=6).unique(return_inverse=True, return_counts=True)
+    return (counts.cumsum(0) - (counts - 1) / 2)[place].double()
 
 
 def parts_of(modules: Mapping[str, GraphFilter]) -> list[str]:

@@ -73,6 +73,8 @@ def save_conversion(
         >>> sorted(file.name for file in Path(folder).iterdir())
         ['README.md', 'conversion.json', 'figures']
     """
+    if not isinstance(report, ConversionReport):
+        raise GraphFilterError(f"report must be what linearize returned, got {shown(report)}")
     folder, name = Path(folder), f"{FIGURES}/conversion.png"
     check_card(folder / "README.md", force)
     drawn = importlib.util.find_spec("matplotlib") is not None

@@ -40,7 +40,11 @@ def check_trainable(model: nn.Module, kind: Train) -> None:
     """Raise if these weights cannot be trained, before any long work."""
     if kind == "lora":
         with needs("peft", "train='lora'"):
-            import peft  # noqa: F401
+            from peft.tuners.tuners_utils import BaseTunerLayer
+        if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+            raise GraphFilterError(
+                "train='lora' would merge the adapters that this model already has: merge or unload them before"
+            )
     narrow = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.element_size() < 4), None)
     if kind == "all" and narrow is not None:
         raise GraphFilterError(

@@ -25,6 +25,7 @@ _GUARDED = ("attn_implementation", "experts_implementation")
 _WRITTEN = (CHILD, *_GUARDED)
 _SHARED_CONFIG = "_graph_filter_shared_config"
 _TAGS = "_graph_filter_tags"
+CODE_FILE = "modeling_graph_filter.py"  # what remote_code writes into a checkpoint
 
 
 def tag(model: PreTrainedModel, filters: Iterable[str]) -> None:
@@ -78,6 +79,11 @@ def write_record(model: Any, record: dict[str, Any] | None) -> None:
 def is_our_name(implementation: object) -> bool:
     """Return whether this package wrote an implementation name into a config; text may follow after a space."""
     return isinstance(implementation, str) and implementation.partition(" ")[0] == IMPLEMENTATION
+
+
+def is_our_code(reference: Any) -> bool:
+    """Return whether an entry of an ``auto_map`` names the file that ``export_remote_code`` writes."""
+    return isinstance(reference, str) and reference.rpartition("--")[2].startswith(CODE_FILE.removesuffix("py"))
 
 
 def forget_names(config: PreTrainedConfig) -> None:
@@ -221,6 +227,10 @@ def _forget_record(model: PreTrainedModel) -> None:
             plain = copy.copy(config)
             for key in _WRITTEN:
                 vars(plain).pop(key, None)
+            if isinstance(code := getattr(plain, "auto_map", None), dict):  # of a checkpoint with code for the record
+                vars(plain)["auto_map"] = {k: v for k, v in code.items() if not is_our_code(v)}
+                if not plain.auto_map:
+                    del plain.auto_map
             _swap_config(model, config, plain)
             continue
         for key in before.keys() - left.keys():
