@@ -145,7 +145,7 @@ def classify(args, training, tokenizer, data, measures, num_labels, **config):
     model = build_model(args, training, AutoModelForSequenceClassification, tokenizer, num_labels=num_labels, **config)
     training.average_tokens_across_devices = False
     encoded = encode(data, tokenizer, args.max_length)
-    check_room(model, tokenizer, longest_of(encoded))
+    check_room(model, tokenizer if args.tokenizer else None, longest_of(encoded))  # its own one fits
     collator = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=PADDED_TO)
     compute = metrics.classification(measures, num_labels)
     options = {"data_collator": collator, "compute_metrics": compute, "mean_loss": True}

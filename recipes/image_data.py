@@ -84,7 +84,8 @@ def check(args: ImageArguments) -> None:
             raise GraphFilterError(f"--{name} {value!r}: it is one of {', '.join(known)}")
     for name, (least, most) in RANGES.items():
         if (value := getattr(args, name)) is not None and not least <= value <= most:
-            limits = f"at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+            least_of = "above 0" if least == SMALLEST else f"at least {least:g}"
+            limits = least_of if most == math.inf else f"from {least:g} to {most:g}"
             raise GraphFilterError(f"--{name} {value:g}: a number {limits} is needed")
 
 

@@ -123,7 +123,7 @@ def train_seed(settings: Settings, values: dict[str, Any], seed: int, folder: Pa
     run_values = {**values, "output_dir": str(folder), "seed": seed, "seeds": [seed]}
     run_values |= {"push_to_hub": False, "hub_token": None}  # pushed after the run; a token is written to no file
     if is_main_process():
-        again = run_values | {"output_dir": str(folder.parent)}  # in which "seeds" has the folder
+        again = run_values | {"output_dir": str(folder.parent)}  # below which the seed has its folder
         written = {k: v for k, v in again.items() if v is not None and k != "seed"}
         write_text(folder / CONFIG, yaml.safe_dump(written))
         write_json(folder / IDENTITY, settings.identity(values))

@@ -162,7 +162,7 @@ def write_labels(args, training, tokenizer, data):
         shifted = model.prepare_decoder_input_ids_from_labels(torch.tensor(words))
         model.generation_config.decoder_start_token_id = shifted[0, 0].item()
     encoded = report_truncation(data.map(encode, batched=True, remove_columns=["text_a", "label"]), args.max_length)
-    check_room(model, tokenizer, longest_of(encoded))
+    check_room(model, tokenizer if args.tokenizer else None, longest_of(encoded))
     training.predict_with_generate = True
     training.generation_max_length = training.generation_max_length or max(map(len, words)) + 2
     collator = DataCollatorForSeq2Seq(tokenizer, model, pad_to_multiple_of=8)
@@ -181,7 +181,7 @@ def compare_functions(args, training, tokenizer, data):
     model = build_model(args, training, PairClassifier, tokenizer, **label_fields(("0", "1")))
     training.average_tokens_across_devices = False  # as in glue.py
     encoded = encode_inputs(data, tokenizer, args.max_length, apart=True)
-    check_room(model, tokenizer, longest_of(encoded))
+    check_room(model, tokenizer if args.tokenizer else None, longest_of(encoded))
     options = {"data_collator": Batches(tokenizer), "compute_metrics": metrics.classification(MEASURES["clone"], 2)}
     return fit(args, training, model, tokenizer, encoded, mean_loss=True, **options)
 
