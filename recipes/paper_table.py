@@ -140,15 +140,22 @@ def as_text(score: float | None) -> str:
 
 
 def list_missing(
-    rows: Sequence[Row], columns: Sequence[Column], wanted: Sequence[str], reasons: dict[str, str]
+    rows: Sequence[Row],
+    columns: Sequence[Column],
+    wanted: Sequence[str],
+    reasons: dict[str, str],
+    unfinished: dict[str, list[tuple[int, str]]],
 ) -> list[str]:
-    """Return a line per column that lacks a variant, with the reason if there is one."""
+    """Return a line per column that lacks a variant, with the reason if there is one, or some of its seeds."""
     known, lines = {row.name: row for row in rows}, []
     for at, column in enumerate(columns):
         absent = [name for name in wanted if name not in known or known[name].scores[at] is None]
         if absent:
             why = f": {reasons[column.task]}" if column.task in reasons else ""
             lines.append(f"{column.title} has no {', '.join(absent)}{why}")
+        runs = [f"{name}, seed {seed}" for seed, name in unfinished.get(column.task, ()) if name not in absent]
+        if runs:
+            lines.append(f"{column.title} is not finished: {'; '.join(runs)}")
     return lines
 
 
@@ -182,6 +189,7 @@ def main(argv: list[str], compare: Callable[..., None], console: Console) -> Non
     each = argparse.Namespace(**vars(options), sweep=None, name=None, against=None)
     reasons: dict[str, str] = {}
     found: dict[str, dict[str, Any]] = {}
+    unfinished: dict[str, list[tuple[int, str]]] = {}
     wanted: dict[str, None] = {}
     settings = Settings(recipe)
     for task in shape.tasks:
@@ -205,16 +213,11 @@ def main(argv: list[str], compare: Callable[..., None], console: Console) -> Non
             reasons.setdefault(task, f"runs of {', '.join(others)} have other settings and are left out")
         if content["runs"]:
             found[task] = content
+            runs = [(seed, name) for name in wanted for seed in values.get("seeds", [1])]
+            unfinished[task] = records.list_missing(runs, content)
     if is_main_process():
-        show(
-            options,
-            shape,
-            measured(found, shape.columns),
-            [*wanted],
-            reasons,
-            folder / f"table-{options.table}{suffix}.md",
-            console,
-        )
+        rows, file = measured(found, shape.columns), folder / f"table-{options.table}{suffix}.md"
+        show(options, shape, rows, [*wanted], (reasons, unfinished), file, console)
 
 
 def show(
@@ -222,7 +225,7 @@ def show(
     shape: Table,
     rows: list[Row],
     wanted: list[str],
-    reasons: dict[str, str],
+    causes: tuple[dict[str, str], dict[str, list[tuple[int, str]]]],
     file: Path,
     console: Console,
 ) -> None:
@@ -235,7 +238,7 @@ def show(
     parts = {f"Measured, {options.table}": draw(shape.columns, rows, options.versus)}
     for paper, content in shape.papers.items():
         parts[f"Printed: {paper}"] = draw(shape.columns, shape.printed(paper), content.get("against"))
-    missing = list_missing(rows, shape.columns, wanted, reasons)
+    missing = list_missing(rows, shape.columns, wanted, *causes)
     written = []
     for title, (header, body) in parts.items():
         console.print(table(header, body, title=title))

@@ -109,6 +109,14 @@ def test_the_table_is_run_shown_and_written(compared, tmp_path, capsys):
     assert len(compared) == 5, "--show runs nothing"
     compare.main([*argv, "--tasks", "image"])
     assert compared[5:] == ["image"]
+    capsys.readouterr()
+    compare.main([*argv, "2", "--show"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "missing: Image is not finished: plain, seed 2; performer, seed 2" in said
+    text = (tmp_path / "mine" / "table-lra.md").read_text()
+    compare.main([*argv, "--show", "--smoke"])
+    assert (tmp_path / "mine" / "table-lra-smoke.md").is_file()
+    assert (tmp_path / "mine" / "table-lra.md").read_text() == text
 
 
 @pytest.mark.parametrize(("flags", "message"), [(["--tasks", "cola"], "has listops"), (["--versus", "x"], "has plain")])
