@@ -102,8 +102,7 @@ def make_table(rows: list[dict[str, Any]], columns: dict[str, Sequence[str]], so
     """Return a data set with the columns ``{new name: names that the source may use}``; others are dropped."""
     if not rows:
         raise GraphFilterError(f"{source} holds no rows")
-    if odd := next((row for row in rows if not isinstance(row, dict)), None):
-        raise GraphFilterError(f"{source} is no list of rows with named columns; one is {odd!r}")
+    check_rows(rows, source)
     chosen = choose(columns, list(rows[0]), source)
     for number, row in enumerate(rows, 1):
         if any(row.get(c) is None for c in chosen.values()):
@@ -115,6 +114,12 @@ def make_table(rows: list[dict[str, Any]], columns: dict[str, Sequence[str]], so
             if name.startswith("text") and not isinstance(row[c], str):
                 raise GraphFilterError(f"{source}: row {number} has {row[c]!r} as {c}, a text was expected")
     return Dataset.from_dict({name: [row[c] for row in rows] for name, c in chosen.items()})
+
+
+def check_rows(rows: Any, source: object) -> None:
+    """Raise unless what a file holds is a list of rows."""
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise GraphFilterError(f"{source} is no list of rows with named columns")
 
 
 def choose(columns: dict[str, Sequence[str]], there: list[str], source: object) -> dict[str, str]:

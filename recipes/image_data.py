@@ -5,6 +5,7 @@ import copy
 import functools
 import itertools
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from hf_graphfilter import GraphFilterError
 from recipes.arguments import ImageArguments
 from recipes.data import split_holdout
 from recipes.errors import line, note
-from recipes.identities import list_files
 
 HUB = {"imagenet-1k": ("hfds/ILSVRC/imagenet-1k", 1000), "imagenet-100": ("hfds/clane9/imagenet-100", 100)}
 
@@ -32,12 +32,12 @@ CHOICES = {
 }
 SMALLEST = 1e-12  # of what must be above 0
 COUNTS = ("max_train_samples", "max_eval_samples", "max_steps", "batch_size", "device_batch_size", "eval_batch_size")
-RATES = ("epochs", "learning_rate", "filter_lr")
-AMOUNTS = ("workers", "min_lr", "warmup_epochs", "warmup_lr", "weight_decay", "color_jitter", "mixup", "cutmix")
+RATES = ("learning_rate", "filter_lr", "min_lr", "warmup_lr")
+AMOUNTS = (*RATES, "workers", "warmup_epochs", "weight_decay", "color_jitter", "mixup", "cutmix")
 SHARES = ("smoothing", "random_erasing", "drop_path", "drop", "crop_scale", "ema_decay", "layer_decay")
 RANGES = (
     dict.fromkeys((*COUNTS, "logging_steps"), (1, math.inf))
-    | dict.fromkeys(RATES, (SMALLEST, math.inf))
+    | {"epochs": (SMALLEST, math.inf)}
     | dict.fromkeys((*AMOUNTS, "repeated_augmentation", "max_grad_norm"), (0, math.inf))
     | dict.fromkeys(SHARES, (0, 1))
 )
@@ -126,7 +126,8 @@ def load(args: ImageArguments) -> tuple[Any, Any, list[str]]:
     for folder, images in zip((train, val), parts, strict=True):
         if empty := sorted({*range(len(classes))} - {target for _, target in images.reader.samples}):
             raise GraphFilterError(f"--data: {folder / classes[empty[0]]} holds no images")
-        if others := sum(f.suffix.lower() in FORMATS for f in list_files(folder)) - len(images):
+        names = (name for _, _, found in os.walk(folder, followlinks=True) for name in found)
+        if others := sum(name.lower().endswith(FORMATS) for name in names) - len(images):
             note(f"{folder}: {others} images lie in no class folder, or in folders below one, and are left out")
     return *parts, classes
 

@@ -18,6 +18,12 @@ PADDED_TO = 8  # batches of tokens, to a multiple
 SHORTEST = 3  # tokens of a text
 
 
+def check_length(args: Any) -> None:
+    """Raise if texts would be cut to nothing."""
+    if args.max_length < SHORTEST:
+        raise GraphFilterError(f"--max_length {args.max_length}: at least {SHORTEST}, a token between <s> and </s>")
+
+
 def tokenizer_of(kind: str, args: Any, data: DatasetDict) -> Any | None:
     """Of a task's kind, made of the training part; None of series. Pretrained weights keep their symbols."""
     if kind == "series":

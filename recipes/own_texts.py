@@ -6,7 +6,7 @@ from typing import Any
 from datasets import DatasetDict
 
 from hf_graphfilter import GraphFilterError
-from recipes.data import encode_labels, load_dataset, make_table, read_rows, split_holdout
+from recipes.data import check_rows, encode_labels, load_dataset, make_table, read_rows, split_holdout
 from recipes.errors import note
 
 FORMATS = (".csv", ".tsv", ".json", ".jsonl")
@@ -48,8 +48,7 @@ def read_files(root: Path) -> Rows:
         raise GraphFilterError(f"--data: {root} has no file of {', '.join(FORMATS)}")
     rows = {part: (file, read_rows(file)) for part, file in files.items()}
     for file, found in rows.values():
-        if not isinstance(found, list) or not found or not all(isinstance(row, dict) for row in found):
-            raise GraphFilterError(f"{file} is no list of rows with named columns")
+        check_rows(found or None, file)
     return rows
 
 

@@ -217,7 +217,8 @@ def main(argv: list[str], compare: Callable[..., None], console: Console) -> Non
             unfinished[task] = records.list_missing(runs, content)
     if is_main_process():
         rows, file = measured(found, shape.columns), folder / f"table-{options.table}{suffix}.md"
-        show(options, shape, rows, [*wanted], (reasons, unfinished), file, console)
+        missing = list_missing(rows, shape.columns, [*wanted], reasons, unfinished)
+        show(options, shape, rows, [*wanted], missing, file, console)
 
 
 def show(
@@ -225,7 +226,7 @@ def show(
     shape: Table,
     rows: list[Row],
     wanted: list[str],
-    causes: tuple[dict[str, str], dict[str, list[tuple[int, str]]]],
+    missing: list[str],
     file: Path,
     console: Console,
 ) -> None:
@@ -238,7 +239,6 @@ def show(
     parts = {f"Measured, {options.table}": draw(shape.columns, rows, options.versus)}
     for paper, content in shape.papers.items():
         parts[f"Printed: {paper}"] = draw(shape.columns, shape.printed(paper), content.get("against"))
-    missing = list_missing(rows, shape.columns, wanted, *causes)
     written = []
     for title, (header, body) in parts.items():
         console.print(table(header, body, title=title))

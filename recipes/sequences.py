@@ -38,8 +38,8 @@ from recipes.glue import label_fields
 from recipes.inputs import (
     PADDED_TO,
     SERIES,
-    SHORTEST,
     Batches,
+    check_length,
     check_room,
     encode_inputs,
     longest_of,
@@ -117,8 +117,8 @@ def check(args, training):
         raise GraphFilterError(f"--positions and series need --pooling, one of {', '.join(POOLINGS)}")
     if args.validation == "none" and training.eval_strategy != "no":
         raise GraphFilterError("--validation none leaves nothing to evaluate while training: add --eval_strategy no")
-    if TASKS[args.task].kind in ("text", "symbols") and args.max_length < SHORTEST:
-        raise GraphFilterError(f"--max_length {args.max_length}: at least {SHORTEST}, a token between <s> and </s>")
+    if TASKS[args.task].kind in ("text", "symbols"):
+        check_length(args)
     pretraining.check(args, training)
 
 

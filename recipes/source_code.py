@@ -47,7 +47,7 @@ from recipes.data import (
     report_truncation,
 )
 from recipes.glue import classify, label_fields
-from recipes.inputs import SHORTEST, Batches, check_room, encode_inputs, longest_of
+from recipes.inputs import Batches, check_length, check_room, encode_inputs, longest_of
 from recipes.models import build_model, load_model, load_tokenizer, model_config
 from recipes.pairs import PairClassifier
 from recipes.settings import Recipe
@@ -190,8 +190,7 @@ def check(args, training):
     """Raise for what can be known to be wrong before any data is read."""
     if args.pairs not in PAIRS:
         raise GraphFilterError(f"--pairs {args.pairs}: it is one of {', '.join(PAIRS)}")
-    if args.max_length < SHORTEST:
-        raise GraphFilterError(f"--max_length {args.max_length}: at least {SHORTEST}, a token between <s> and </s>")
+    check_length(args)
 
 
 def load_pairs(folder: Path):

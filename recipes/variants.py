@@ -6,13 +6,14 @@ from typing import Any
 
 from hf_graphfilter import GraphFilterError
 from recipes.errors import note
+from recipes.identities import OF_FILTERS
 from recipes.settings import Settings
 from recipes.summary import PLAIN
 
 # what must be the same for a comparison to say anything
 SHARED = {"task", "data", "dataset_name", "dataset_config_name", "split", "target", "seed", "seeds", "held_out"}
 SHARED |= {"validation", "max_eval_samples", "output_dir", "smoke", "stride", "normalize"}
-FILTERS = {"filter", "filter_options", "filter_lr", "layers", "import"}
+FILTERS = OF_FILTERS | {"filter", "import"}
 
 
 def choose_variants(

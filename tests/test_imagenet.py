@@ -321,6 +321,7 @@ def empty(folder):
         (None, ["--max_eval_samples", "-1"], "--max_eval_samples -1: a number at least 1 is needed"),
         (None, ["--logging_steps", "0"], "--logging_steps 0: a number at least 1 is needed"),
         (None, ["--epochs", "0"], "--epochs 0: a number above 0 is needed"),
+        (None, ["--filter_lr", "-1"], "--filter_lr -1: a number at least 0 is needed"),
         (None, ["--workers", "-1"], "--workers -1: a number at least 0 is needed"),
         (None, ["--smoothing", "2"], "--smoothing 2: a number from 0 to 1 is needed"),
         (None, ["--auto_augment", "foo", "--crop_scale", "0.5"], "--auto_augment foo: timm cannot make these"),

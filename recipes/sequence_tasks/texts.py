@@ -5,7 +5,7 @@ from pathlib import Path
 from datasets import Dataset, DatasetDict
 
 from hf_graphfilter import GraphFilterError
-from recipes.data import first_file, load_from_hub, make_table, read_rows, read_texts, tsv_rows
+from recipes.data import check_rows, first_file, load_from_hub, make_table, read_rows, read_texts, tsv_rows
 from recipes.own_texts import LABEL, TEXT, find_tables, with_capitals
 from recipes.sequence_tasks.task import Loaded, Task, number_labels
 
@@ -99,8 +99,7 @@ def number_classes(parts: dict[str, tuple[Path, list]], labels: list[str] | None
     """Files and their rows, with the classes that the training part has if none are given."""
     data: dict[str, Dataset] = {}
     for part, (file, rows) in parts.items():
-        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise GraphFilterError(f"{file} is no list of rows with named columns")
+        check_rows(rows, file)
         data[part] = make_table(
             [{name: None if v is None else str(v) for name, v in row.items()} for row in rows], COLUMNS, file
         )
