@@ -1,4 +1,4 @@
-"""What command lines share: tables, and values written as text."""
+"""Output and options of command lines: a safe console, tables, and options written as text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .text import printable
 
 
 class Console(rich_console.Console):
-    """A console on which no given text can steer the terminal."""
+    """A console that removes control characters, so that no printed text can control the terminal."""
 
     def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
@@ -31,7 +31,7 @@ class Console(rich_console.Console):
 
 
 class _Records:
-    """A Rich table if its cells fit the width, else one with folded headers, else one paragraph per row."""
+    """A table in the first form that fits the width: a Rich table, one with folded headers, or a paragraph per row."""
 
     def __init__(self, header: Sequence[str], rows: Sequence[Sequence[str]], title: str | None):
         self.header, self.rows, self.title = header, rows, title
@@ -56,9 +56,9 @@ class _Records:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> _Records:
-    """Return a Rich table of plain text that breaks no name.
+    """Return a table of text for a Rich console that does not break names.
 
-    Columns that are too wide for the console are shown below one another.
+    If the columns do not fit the width, each row is shown as a paragraph.
     """
     return _Records(header, rows, title)
 

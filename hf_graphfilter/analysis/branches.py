@@ -108,7 +108,7 @@ def _mean_loss(batches: list[Any]) -> Measure:
 
 
 def _terms(model: nn.Module, batch: dict[str, Any]) -> int:
-    """Return the number of terms in a batch's mean loss: labels of tokens that count, or sequences."""
+    """Return the number of terms in a batch's mean loss: token labels that are not masked, or sequences."""
     labels = batch.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() < 2:
         return len(next(x for x in batch.values() if isinstance(x, Tensor)))

@@ -17,8 +17,8 @@ class PairedComparison:
     Attributes:
         pairs: number of seeds.
         mean, sd: mean and standard deviation of the differences; ``sd`` is NaN for one pair.
-        low, high: 95 % confidence interval of the mean (Student's t); NaN for one pair, and where all differences are
-            equal, whose spread is not known.
+        low, high: 95 % confidence interval of the mean (Student's t); NaN for one pair, and if all differences are
+            equal, since their spread is then unknown.
         p: two-sided p-value of the sign-flip permutation test (exact up to 13 pairs, otherwise 10,000 draws); NaN for
             one pair. With n pairs it cannot be below 2 / 2^n: five seeds reach 0.0625 at best.
     """
@@ -57,11 +57,11 @@ class PairedComparison:
 
 
 def paired_comparison(baseline: Sequence[float], treated: Sequence[float]) -> PairedComparison:
-    """Compare two lists of results of the same seeds, in the same order.
+    """Compare two lists of results that have the same seeds in the same order.
 
     Args:
         baseline: results of the baseline, one per seed.
-        treated: results of what is compared with it.
+        treated: results of the runs that are compared with the baseline, one per seed.
 
     Raises:
         GraphFilterError: the lists are empty, differ in length, or hold a value that is not finite, or scipy is not
@@ -79,7 +79,7 @@ def paired_comparison(baseline: Sequence[float], treated: Sequence[float]) -> Pa
             "a paired comparison needs the same number of results of both kinds, at least one, got "
             f"{len(baseline)} and {len(treated)}"
         )
-    differences = [float(b - a) for a, b in zip(baseline, treated, strict=True)]  # the mean of numpy's integers is cut
+    differences = [float(b - a) for a, b in zip(baseline, treated, strict=True)]  # mean() truncates numpy integers
     if not all(map(math.isfinite, differences)):
         raise GraphFilterError(f"a paired comparison needs finite results, got the differences {differences}")
     mean, n = statistics.mean(differences), len(differences)

@@ -21,7 +21,7 @@ class MapReader(Reader):
 
     def __init__(self, filtered: bool = True) -> None:
         self.filtered = filtered
-        self.maps: list[dict[Layer, Tensor]] = []  # of each sequence, (heads, tokens, tokens)
+        self.maps: list[dict[Layer, Tensor]] = []  # per sequence: layer to matrix (heads, tokens, tokens)
         self.first: Layer | None = None
         self.batch = 0
 
@@ -40,19 +40,20 @@ class MapReader(Reader):
 def attention_maps(model: nn.Module, batch: Any, *, filtered: bool = True) -> list[dict[Layer, Tensor]]:
     """Return the matrices that self-attention applies to its values, per sequence of a batch and per layer.
 
-    A matrix is that of the filter if the module has one, and A otherwise. All matrices are on the CPU at once.
+    A matrix is that of the filter if the module has a filter, and A otherwise. All matrices are kept on the CPU at the
+    same time.
 
     Args:
         model: model of transformers or timm, with or without filters; it is left as it was.
         batch: dict of the model's arguments, or a tensor.
-        filtered: ``False`` gives A also where a filter is. Default: ``True``.
+        filtered: ``False`` gives A also for modules with a filter. Default: ``True``.
 
     Returns:
         For each sequence a dict from layer to matrix, (heads, tokens, tokens), without padding.
 
     Raises:
-        GraphFilterError: one of the errors of ``smoothing``, a filter whose output is no matrix times the values, or
-            attention within windows.
+        GraphFilterError: one of the errors of ``smoothing``, the output of a filter is not a matrix times the values,
+            or attention works within windows.
 
     Example:
         >>> import torch

@@ -19,10 +19,10 @@ _FORBIDDEN = -1e4  # additive masks hold 0 and the lowest number of their dtype
 
 
 def check_batches(batches: Any) -> Any:
-    """Return batches as they are.
+    """Return the batches unchanged, if they are a list or an iterator of batches.
 
     Raises:
-        GraphFilterError: they are one batch, or none.
+        GraphFilterError: ``batches`` is a single batch, or cannot be iterated over.
     """
     if isinstance(batches, (Tensor, Mapping)):
         raise GraphFilterError("batches must be a list or an iterator of batches, got one batch: put it into a list")
@@ -35,7 +35,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """Return the batch with its tensors on the device.
 
     Raises:
-        GraphFilterError: the batch is neither a dict nor a tensor, or its numbers are no tensors.
+        GraphFilterError: the batch is neither a dict nor a tensor, or a dict without tensors.
     """
     if isinstance(batch, Tensor):
         return batch.to(device)
@@ -58,14 +58,14 @@ def _first(x: Any) -> list[Any]:
 def cut_batch(batch: Any, heads: int, seen: Callable[[], int]) -> Iterator[Any]:
     """Yield the batch in pieces of sequences, so that the matrices of one layer fit into memory.
 
-    For 0 heads the batch stays whole. The number of tokens of an image or a sound is known once a module has ``seen``
-    one, so the first piece is one sequence then.
+    For 0 heads the batch stays whole. The number of tokens of an image or an audio clip is only known when a module has
+    ``seen`` one, so the first piece is then a single sequence.
     """
     tensors = [batch] if isinstance(batch, Tensor) else [x for x in batch.values() if isinstance(x, Tensor) and x.dim()]
     if not tensors or not tensors[0].numel():
         raise GraphFilterError("a batch holds no tokens: remove it, or check what makes it")
     rows, start = len(tensors[0]), 0
-    if any(len(x) != rows for x in tensors):  # texts and images that do not belong together one by one
+    if any(len(x) != rows for x in tensors):  # texts and images that do not come in pairs
         yield batch
         return
     longest = max((max(x.shape[1:]) for x in tensors if x.dim() in (2, 3) and not x.is_floating_point()), default=0)
@@ -73,7 +73,7 @@ def cut_batch(batch: Any, heads: int, seen: Callable[[], int]) -> Iterator[Any]:
     while start < rows:
         count = rows
         if heads:
-            tokens = longest  # other texts' lengths do not cut this one
+            tokens = longest  # do not count longer texts of earlier batches
             if others:
                 tokens = max(longest, seen()) if seen() else 0
             count = max(1, ENTRIES // (heads * tokens**2)) if tokens else 1
@@ -102,7 +102,7 @@ def name_mistakes(model: nn.Module) -> Iterator[None]:
     """Turn an error of the model's forward pass inside the ``with`` block into one that names the shapes of its batch.
 
     Raises:
-        GraphFilterError: the model raised an error of Python's or PyTorch's; out of memory stays what it is.
+        GraphFilterError: the model raised an error of Python or PyTorch. Out-of-memory errors are not changed.
     """
     running: list[Mapping[str, Any]] = []  # the arguments of a forward pass that has not ended, or ended in a mistake
 
@@ -138,7 +138,7 @@ def name_mistakes(model: nn.Module) -> Iterator[None]:
 
 def mask_of(batch: Mapping[str, Any], stack: str) -> Tensor | None:
     """Return the mask of a stack: ``"encoder"``, ``"decoder"``, or ``""`` for a model with only one."""
-    for name in ("src_key_padding_mask", "key_padding_mask"):  # of PyTorch: True or -inf for padding
+    for name in ("src_key_padding_mask", "key_padding_mask"):  # PyTorch's masks: True or -inf for padding
         if isinstance(padding := batch.get(name), Tensor) and stack != "decoder":
             return ~padding if padding.dtype == torch.bool else padding == 0
     mask: Tensor | None = batch.get("decoder_attention_mask" if stack == "decoder" else "attention_mask")
@@ -146,9 +146,9 @@ def mask_of(batch: Mapping[str, Any], stack: str) -> Tensor | None:
         return mask
     labels, ids = batch.get("labels"), batch.get("decoder_input_ids")
     if isinstance(labels, Tensor) and labels.dim() == 2 and (ids is None or ids.shape == labels.shape):
-        return labels != -100  # the decoder's tokens are made of them, by the model or by a collator
+        return labels != -100  # the model or a collator makes the decoder's tokens from the labels
     if ids is None and batch.get("decoder_inputs_embeds") is None and "input_ids" in batch:
-        return batch.get("attention_mask")  # BART makes its decoder's tokens of these
+        return batch.get("attention_mask")  # BART makes the decoder's tokens from input_ids
     return None
 
 
@@ -156,9 +156,9 @@ class Padding:
     """The masks of one batch, as the layers of its model read them.
 
     Args:
-        model: the model that the batch is for.
-        sites: its attention modules. If some belong to a part that reads texts and others to one that does not (the
-            towers of CLIP), the mask is that of the texts.
+        model: the model that reads the batch.
+        sites: the attention modules of the model. If only some of them read texts (as in CLIP), the mask is that of the
+            texts.
         batch: arguments of the model, or a tensor.
     """
 
@@ -177,7 +177,7 @@ class Padding:
             seen = mask > _FORBIDDEN if mask.is_floating_point() else mask.bool()
             mask = seen.flatten(1, 2).any(1).expand(batch, -1)
         elif isinstance(mask, Tensor) and mask.shape != (batch, tokens) and stack != "decoder":
-            frames = getattr(self.model, "_get_feature_vector_attention_mask", None)  # of samples, in models of speech
+            frames = getattr(self.model, "_get_feature_vector_attention_mask", None)  # for masks of audio samples
             mask = mask if frames is None or mask.shape[1] < tokens else frames(tokens, mask)
             if (first := getattr(self.model, "first_tokens", 0)) and mask.shape == (batch, tokens - first):
                 mask = torch.nn.functional.pad(mask, (first, 0), value=1)
@@ -189,10 +189,10 @@ class Padding:
         return torch.ones(batch, tokens, dtype=torch.bool, device=device)
 
     def check(self) -> None:
-        """Check after the model ran that every mask was read by a layer.
+        """Check, after the model has run, that every mask was read by a layer.
 
         Raises:
-            GraphFilterError: a mask that hides tokens fits none of its layers.
+            GraphFilterError: a mask that hides tokens fits no layer of the model.
         """
         for stack, mask in self.unread.items():
             if stack not in self.read and not mask.bool().all():

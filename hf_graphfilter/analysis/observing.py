@@ -69,7 +69,7 @@ class Call:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether ``filtered`` exists: a filter may give something else than a matrix times the values."""
+        """Whether ``filtered`` exists: the output of a filter need not be a matrix times the values."""
         return self.graph_filter is None or self.graph_filter.linear
 
     @cached_property
@@ -95,7 +95,7 @@ class Call:
         return to_float32(matrix_of(apply, self.shift.key))
 
     def each(self, matrices: Tensor) -> Iterator[Tensor]:
-        """Yield the matrix of each sequence without padding, (heads, its tokens, its tokens)."""
+        """Yield the matrix of each sequence without padding, (heads, tokens, tokens)."""
         for matrix, is_token in zip(matrices, self.is_token, strict=True):
             yield matrix[:, is_token][:, :, is_token]
 
@@ -104,7 +104,7 @@ class Reader:
     """A receiver of what happens in a running model; a subclass keeps what it needs.
 
     Attributes:
-        matrices: whether the reader asks calls for matrices; batches are then cut so that these fit into memory.
+        matrices: whether the reader uses the matrices of calls. If so, batches are cut so that these fit into memory.
     """
 
     matrices: bool = False
@@ -137,14 +137,14 @@ def observe(
     readers: Iterable[Reader],
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> None:
-    """Run ``model`` on ``batches`` and pass what happens to the ``readers``.
+    """Run ``model`` on ``batches``, and pass its attention calls, tokens and outputs to the ``readers``.
 
     The model is left as it was, also after an error.
 
     Args:
         model: model of transformers, timm or PyTorch, with or without filters, on any device.
-        batches: dicts of the model's arguments (the output of a tokenizer), or tensors. They may be an iterator; one is
-            held at a time.
+        batches: dicts of the model's arguments (the output of a tokenizer), or tensors. They may come from an iterator;
+            only one batch is held at a time.
         readers: receivers of calls, tokens and outputs.
         progress: wraps the batches, as a progress bar does. Default: no bar.
 
@@ -203,7 +203,7 @@ class _Observer:
         self.layers: Counter[str] = Counter()
 
     def look(self, undo: contextlib.ExitStack) -> None:
-        """Register the hooks, each with its removal."""
+        """Register the hooks, and have ``undo`` remove them."""
         for site in self.sites:
             graph_filter = active_filter(site.module)
             undo.callback(graph_filter.register_forward_pre_hook(self._keep_earlier).remove)
@@ -243,7 +243,7 @@ class _Observer:
             return
         if site.tokens_first and tokens.dim() == 3:
             tokens = tokens.transpose(0, 1)
-        tokens = to_float32(tokens.flatten(1, -2))  # images of windows are (batch, height, width, features)
+        tokens = to_float32(tokens.flatten(1, -2))  # with windows, images are (batch, height, width, features)
         layer = Layer(self.stacks[site.name], index)
         is_token = self.padding.find_tokens(site, tokens.shape[0], tokens.shape[1], tokens.device)
         if not tokens[is_token].isfinite().all():

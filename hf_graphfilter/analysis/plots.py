@@ -21,7 +21,7 @@ def make_figure(width: float, height: float, purpose: str = "a figure") -> Figur
     """Return an empty figure of this width and height, in inches.
 
     Raises:
-        GraphFilterError: matplotlib is not installed, which ``purpose`` needs.
+        GraphFilterError: matplotlib is not installed; the message names ``purpose``.
     """
     with needs("plots", purpose):
         from matplotlib.figure import Figure  # not pyplot: no global state, no display
@@ -37,7 +37,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
 
 
 def average_heads(coefficient: Tensor) -> Tensor:
-    """Return the mean of each head's numbers, real: (heads, ...) gives (heads,), one number gives (1,)."""
+    """Return the mean of each head's numbers as a real tensor: (heads, ...) gives (heads,), a scalar gives (1,)."""
     return coefficient.reshape(*coefficient.shape[:1], -1).real.float().mean(-1).reshape(-1)
 
 
@@ -49,7 +49,7 @@ def plot_coefficients(model: nn.Module, path: str | os.PathLike[str]) -> Path:
 
     Args:
         model: a patched model.
-        path: file to write; its folder is made.
+        path: file to write; its folder is created if needed.
 
     Raises:
         GraphFilterError: the model is not patched, its filters have no coefficients, or matplotlib is not installed.

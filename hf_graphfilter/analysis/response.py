@@ -101,13 +101,13 @@ def gain(matrix: Tensor) -> Tensor:
     The frequencies go from 0 to at most half a cycle per token.
     """
     tokens = matrix.shape[-1]
-    transformed = torch.fft.fft(torch.fft.ifft(matrix, dim=-1), dim=-2)  # F H F^-1, but for the order of columns
+    transformed = torch.fft.fft(torch.fft.ifft(matrix, dim=-1), dim=-2)  # F H F^-1 up to the order of the columns
     return transformed.diagonal(dim1=-2, dim2=-1)[:, : tokens // 2 + 1].abs()
 
 
 def on_grid(curve: Tensor, tokens: int) -> Tensor:
     """Interpolate the gains of ``tokens`` tokens at ``POINTS`` frequencies, from 0 to half a cycle per token."""
-    if tokens % 2:  # the next frequency lies as far beyond the half, and mirrors the last
+    if tokens % 2:  # the next frequency mirrors the last one at half a cycle
         curve = torch.cat([curve, curve[-1:]])
     at = torch.linspace(0, 0.5 * tokens, POINTS, dtype=curve.dtype, device=curve.device)
     below = at.long().clamp(max=len(curve) - 2)
@@ -146,7 +146,7 @@ class Curve(NamedTuple):
 
 
 def response_curves(model: nn.Module, points: int = 101) -> dict[str, Curve]:
-    """Return the response of each filter of the model, by module, with its present coefficients.
+    """Return the response of each filter with its current coefficients, by module.
 
     A filter that is a function of A responds to an eigenvalue in [-1, 1]. A filter of singular values responds to one
     in [0, 1] (AGF, Eq. 9). Other filters have no such function and are left out. The gate and the window of a
@@ -181,7 +181,7 @@ def response_curves(model: nn.Module, points: int = 101) -> dict[str, Curve]:
                 domain = "eigenvalue of A"
                 try:
                     response = graph_filter(_Scaled(at, graph_filter.heads), ones)[0, :, :, 0]
-                except AttributeError:  # it reads query, key or mask besides: no function of A alone
+                except AttributeError:  # the filter also reads query, key or mask, so it is no function of A alone
                     response = None
         if response is not None:
             curves[name] = Curve(at.cpu(), response.cpu(), domain)

@@ -48,7 +48,7 @@ class Measured:
 
     @classmethod
     def grid(cls, quantity: str, points: int) -> tuple[str, list[float]] | None:
-        """Return the axis of a quantity that is a curve, and the values of its points; None if it has no axis."""
+        """Return (label of the axis, values of the points) for a quantity that is a curve; None without an axis."""
         return None
 
     def layers(self, stack: str | None = None) -> list[Layer]:
@@ -59,14 +59,14 @@ class Measured:
     def __getitem__(self, key: tuple[Layer | int, str]) -> Band:
         """Return the band of a layer and a quantity.
 
-        A number for the layer counts in the only stack, or in the encoder; -1 is the last layer.
+        A layer may be given by its number in the only stack or, if there are two, in the encoder; -1 is the last layer.
 
         Raises:
             GraphFilterError: there is no such band.
         """
         layer, quantity = key
         if isinstance(layer, int):
-            stack = self.layers()[-1].stack  # of both, the encoder
+            stack = self.layers()[-1].stack  # sorted by name, so "encoder" is last
             known_layers = self.layers(stack)
             layer = known_layers[layer] if -len(known_layers) <= layer < 0 else Layer(stack, layer)
         if (layer, quantity) not in self.bands:
@@ -112,11 +112,12 @@ class Measured:
     def plot(self, against: Measured | None = None, quantities: list[str] | None = None) -> Figure:
         """Draw small multiples: a row per stack, a column per quantity.
 
-        A number is drawn over the layers, a curve for some layers. The label of each axes is its ``caption``.
+        A scalar quantity is drawn over the layers. A quantity that is a curve is drawn for a few layers. The label of
+        each axes is its ``caption``.
 
         Args:
             against: a second measurement, drawn with dashes.
-            quantities: the quantities to draw; all of ``self.quantities`` without it.
+            quantities: the quantities to draw. Default: all of ``self.quantities``.
 
         Raises:
             GraphFilterError: a quantity was not measured, or matplotlib is not installed.
@@ -138,7 +139,7 @@ class Measured:
         return figure
 
     def caption(self, stack: str, quantity: str) -> str:
-        """Return what the chart of a quantity shows, with its numbers at both ends."""
+        """Return a caption for the chart of a quantity, with the first and the last number."""
         measured = [
             (layer, self.bands[layer, quantity].mean) for layer in self.layers(stack) if (layer, quantity) in self.bands
         ]

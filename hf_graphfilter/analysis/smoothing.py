@@ -46,14 +46,14 @@ class SmoothingReader(BandReader[Smoothing]):
         if not self.matrices or (tokens := self.given.get(call.layer.stack)) is None:
             return
         if tokens.shape[:2] != call.is_token.shape:
-            return  # of windows, whose tokens are in another order
+            return  # attention within windows has its tokens in another order
         for matrix, x, is_token in zip(call.each(call.attention), tokens, call.is_token, strict=True):
             if matrix.shape[-1] > 1:
                 self.samples[call.layer, "dirichlet"].add(dirichlet_energy(matrix, x[is_token]))
 
 
 def smoothing(model: nn.Module, batches: Iterable[Any], *, dirichlet: bool = True, **options: Any) -> Smoothing:
-    """Measure how alike the tokens of a text are, by layer, over texts and without padding.
+    """Measure for each layer how alike the tokens of a text are; padding does not count.
 
     - ``cosine``: the mean cosine similarity of two different tokens. It is 1 if all point in one direction.
     - ``high_frequency``: ``|X - mean|^2 / |X|^2`` (Frobenius), the share of the energy off the mean token. The mean
@@ -64,7 +64,8 @@ def smoothing(model: nn.Module, batches: Iterable[Any], *, dirichlet: bool = Tru
     Args:
         model: model of transformers or timm, with or without filters; it is left as it was.
         batches: dicts of the model's arguments, or tensors; any number.
-        dirichlet: ``False`` leaves out ``dirichlet``, which needs the matrices, and is faster. Default: ``True``.
+        dirichlet: ``False`` leaves out ``dirichlet``, which needs the attention matrices; this is faster. Default:
+            ``True``.
         options: ``progress``, a function that wraps the batches, as a progress bar does.
 
     Raises:

@@ -64,7 +64,7 @@ class SpectrumReader(BandReader[Spectrum]):
                 self.add(call.layer, "attention_", torch.linalg.svdvals(matrix))
 
     def add(self, layer: Layer, prefix: str, values: Tensor) -> None:
-        """Add a sample of singular values, (values,) or (heads, values); the mean over the heads counts."""
+        """Add a sample of singular values, (values,) or (heads, values), as the mean over the heads."""
         self.samples[layer, f"{prefix}effective_rank"].add(effective_rank(values).mean())
         self.samples[layer, f"{prefix}stable_rank"].add(stable_rank(values).mean())
         relative = (values / values[..., :1].clamp(min=1e-30)).reshape(1, -1, values.shape[-1])
@@ -73,7 +73,7 @@ class SpectrumReader(BandReader[Spectrum]):
 
 
 def spectrum(model: nn.Module, batches: Iterable[Any], *, attention: int = 64, **options: Any) -> Spectrum:
-    """Measure singular values and ranks by layer, over texts and without padding.
+    """Measure singular values and ranks for each layer; padding does not count.
 
     Two matrices are decomposed. One is the output ``X`` (tokens, features) of a layer. The other is what its
     self-attention applies to the values: the matrix of the filter, or A (mean over the heads).
@@ -82,17 +82,17 @@ def spectrum(model: nn.Module, batches: Iterable[Any], *, attention: int = 64, *
     - ``stable_rank``: ``sum sigma^2 / max sigma^2``.
     - ``singular_values``: ``sigma / max sigma`` at 33 places from the largest to the smallest.
 
-    The names of quantities of attention begin with ``attention_``.
+    For the second matrix, the names of the quantities begin with ``attention_``.
 
     Args:
         model: model of transformers or timm, with or without filters; it is left as it was.
         batches: dicts of the model's arguments, or tensors; any number.
-        attention: number of texts, from the first, whose attention is decomposed, which costs most; 0 for none.
-            Default: 64.
+        attention: number of texts (the first ones) whose attention is decomposed; 0 for none. This decomposition costs
+            most of the time. Default: 64.
         options: ``progress``, a function that wraps the batches, as a progress bar does.
 
     Raises:
-        GraphFilterError: one of the errors of ``smoothing``, or ``attention`` below 0.
+        GraphFilterError: one of the errors of ``smoothing``, or ``attention`` is below 0.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Mean and standard deviation over any number of samples, in the memory of one."""
+"""Mean and standard deviation over any number of samples, in the memory of one sample."""
 
 from __future__ import annotations
 

@@ -66,12 +66,12 @@ def taylor_error(
     Args:
         model: model of transformers or timm, with or without filters; it is left as it was.
         batches: dicts of the model's arguments, or tensors; any number.
-        orders: values of K, from 2 on. At 2 the approximation is exact. Default: 2, 3, 4, 5 and 10.
-        most: number of texts to measure, from the first. Default: 64.
+        orders: values of K, 2 or more. For K = 2 the approximation is exact. Default: 2, 3, 4, 5 and 10.
+        most: largest number of texts to measure; these are the first ones. Default: 64.
         options: ``progress``, a function that wraps the batches, as a progress bar does.
 
     Raises:
-        GraphFilterError: one of the errors of ``smoothing``, no order, an order below 2, or ``most`` below 1.
+        GraphFilterError: one of the errors of ``smoothing``, there is no order or one below 2, or ``most`` is below 1.
 
     Example:
         >>> import torch

@@ -1,7 +1,7 @@
 """PEFT adapters: they carry the record of the base model's filter, and an unpatched base gets the filter they hold.
 
-The record is in the configuration, which is read before anything of an adapter is built, and in the weights
-(``fingerprint``), where it is checked however they enter a model.
+The record is in the configuration of an adapter, which is read before the adapter is built. It is also in the weights
+(``fingerprint``), where it is checked on every way into a model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..wrappers import Function, wrap
 from . import copies
 from .fingerprint import KEY, check_adapter, check_record, encode_record, live_record
 
-READ = "_graph_filter_read"  # of the configuration of an adapter: the record of its filters
+READ = "_graph_filter_read"  # attribute of an adapter's configuration that holds the record of its filters
 _loading = ContextVar("_loading", default=False)
 
 
@@ -63,13 +63,13 @@ def install() -> None:
 def _create_with_filter(
     original: Function, self: Any, model: nn.Module, peft_config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Warn where a new adapter is to train a filter that the model does not have; PEFT ignores such names."""
+    """Warn if a new adapter should train a filter that the model does not have; PEFT would ignore that."""
     asked = CHILD in (getattr(peft_config, "modules_to_save", None) or ())
     if asked and not getattr(peft_config, "inference_mode", False) and not filters_of(model):
         warnings.warn(
             f"modules_to_save names {CHILD}, and {type(model).__name__} has no filter, so that the adapter trains "
             "none: call patch_model before get_peft_model",
-            stacklevel=5,  # whoever called get_peft_model
+            stacklevel=5,  # the caller of get_peft_model
         )
     original(self, model, peft_config, *args, **kwargs)
 
@@ -94,13 +94,13 @@ def _convert_with_copies(original: Function, model: nn.Module, *args: Any, **kwa
 def _subtract_with_filter(
     original: Function, self: Any, output_state_dict: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Keep the filter where PEFT converts PiSSA and similar adapters to LoRA and drops all other weights."""
+    """Keep the weights of the filter when PEFT converts PiSSA or similar adapters to LoRA; it would drop them."""
     ours = {k: tensor for k, tensor in output_state_dict.items() if k == KEY or f".{CHILD}." in k}
     return {**ours, **original(self, output_state_dict, *args, **kwargs)}
 
 
 def _record(model: nn.Module, state: dict[str, Any], config: Any, model_state: Any = None) -> dict[str, Any]:
-    """Return the weights of an adapter with the record of the model's filters; its configuration gets it, too."""
+    """Add the record of the model's filters to an adapter's weights and configuration, and return the weights."""
     if (record := live_record(model)) is not None:
         state = {**state, KEY: encode_record(state, record, model, model_state)}
     vars(config)[READ] = record
@@ -131,7 +131,7 @@ def _read_record(original: Function, cls: type, **kwargs: Any) -> Any:
 def _check_weights(original: Function, model: nn.Module, peft_model_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return original(model, check_adapter(model, peft_model_state_dict), *args, **kwargs)
-    except KeyError as error:  # of PEFT, which looks for what modules_to_save names
+    except KeyError as error:  # PEFT misses a module that modules_to_save names
         if f".{CHILD}." not in str(error):
             raise
         raise GraphFilterError(
@@ -160,7 +160,7 @@ def check_loaded_weights(
 
 
 def _read_ours(file: str) -> dict[str, Any]:
-    """Return the filter's tensors in the weights of an adapter."""
+    """Read the tensors of the filter, and those of its record, from the weights file of an adapter."""
     with safe_open(file, framework="pt") as opened:
         ours = [key for key in opened.keys() if KEY in key or f".{CHILD}." in key]  # noqa: SIM118
         return {key: opened.get_tensor(key) for key in ours}
@@ -206,7 +206,7 @@ def load_with_filter(original: Function, *args: Any, **kwargs: Any) -> Any:
 
 
 def _read_configuration(arguments: dict[str, Any]) -> Any:
-    """Return the configuration in the folder or repository to load, or None where there are only weights."""
+    """Return the configuration of the adapter to load, from its folder or repository; None if it has none."""
     from peft import PeftConfig
 
     options = {**(getattr(arguments.get("load_config"), "download_kwargs", None) or {}), **arguments.get("kwargs", {})}
@@ -226,11 +226,11 @@ def _delete_with_filter(original: Function, self: Any, adapter_name: str) -> Non
 
 
 def _fit(model: nn.Module, record: Any, config: Any) -> None:
-    """Give the model the filters of an adapter's record where the adapter holds them, or check that it has them.
+    """Give an unpatched model the filters that an adapter holds, or check that the model has these filters already.
 
     Raises:
-        GraphFilterError: the model has other filters; or it has none, and the adapter does not hold them, or the model
-            holds other adapters.
+        GraphFilterError: the model has other filters. Or it has none, and either the adapter does not hold them, or the
+            model already has other adapters.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 

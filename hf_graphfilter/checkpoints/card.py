@@ -55,18 +55,20 @@ def create_model_card(
         model: a patched model, also within a PEFT model or a ``SentenceTransformer``.
         repo_id: the Hub id or path that the model will be loaded from.
         base_model: the Hub id of the model that was patched. Default: the repository that it was loaded from.
-        results: evaluation results, or the file or folder to which lm-evaluation-harness or MTEB wrote them (the
-            standard errors stay there). Their datasets and metrics appear in the metadata unless these are given.
-        datasets, metrics, language, license: metadata of the Hub.
+        results: evaluation results, or a file or folder of them that lm-evaluation-harness or MTEB wrote (standard
+            errors are left out). Their datasets and metrics go into the metadata, unless ``datasets`` and ``metrics``
+            are given.
+        datasets, metrics, language, license: metadata for the Hub.
         description: Markdown text that says how the model was trained.
         training: hyper-parameters by name, or the arguments of the Trainer.
         report: a result of ``analysis.report``; the card shows its findings and three of its figures.
-        coefficients: whether the card has a table of coefficients. All processes of a sharded model must then call.
+        coefficients: whether the card has a table of coefficients. If the model is sharded, all processes must then
+            call this function.
         filter_only: whether the card is for the files of ``save_filter``, which hold no weights of the base.
 
     Returns:
-        A ``huggingface_hub.ModelCard``: ``card.save(path)``, ``card.push_to_hub(repo_id)``. ``save`` replaces only a
-        README that it wrote itself, unless ``force=True``, and keeps the results recorded there.
+        The card, a ``huggingface_hub.ModelCard`` with the methods ``save(path)`` and ``push_to_hub(repo_id)``. ``save``
+        replaces only a README that it wrote itself, unless ``force=True``, and keeps the results in it.
 
     Raises:
         GraphFilterError: the model is not patched, or there are no results in the file or folder.
@@ -144,7 +146,7 @@ def package_address() -> str | None:
         named = metadata.metadata("hf-graphfilter").get_all("Project-URL") or []
     except metadata.PackageNotFoundError:
         return None
-    pairs = (entry.partition(",") for entry in named if ".example/" not in entry)  # no host (RFC 2606)
+    pairs = (entry.partition(",") for entry in named if ".example/" not in entry)  # a placeholder (RFC 2606)
     urls = {label.strip().lower(): url.strip() for label, _, url in pairs}
     preferred = [urls[label] for label in ("homepage", "repository", "source") if label in urls]
     return next(iter([*preferred, *urls.values()]), None)
@@ -167,7 +169,7 @@ def _describe_loading(model: Any, host: Host, repo_id: str, base_model: str | No
 
 
 def _describe_filter_file(host: Host, model: Any, repo_id: str, base_model: str | None) -> str:
-    """Return Python that loads a filter into its base model; the base by itself where the file names it."""
+    """Return Python code that loads a filter into its base model, and also the base model if the file names it."""
     if base_model is not None:
         return f"from hf_graphfilter import load_filtered_model\n\nmodel = load_filtered_model({quoted(repo_id)})"
     base = host.usage(model, base_model or "path/to/the/base/model")

@@ -16,14 +16,14 @@ from ..wrappers import Function
 
 
 def _wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the wrapper of each filter, or module around a filter, that PEFT keeps copies of."""
+    """Yield the name and the wrapper of each module that is or contains a filter and that PEFT keeps copies of."""
     for name, module in [*model.named_modules()]:
         if "modules_to_save" in module._modules and any(isinstance(part, GraphFilter) for part in module.modules()):
             yield name.removeprefix("_orig_mod."), module
 
 
 def unload_with_copies(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Merge or unload adapters without losing the filters, which a tuner mistakes for linear layers or skips.
+    """Merge or unload adapters without losing the filters; a tuner would skip them or take them for linear layers.
 
     The model keeps the copy of the adapter that is merged, or of the active one.
     """
@@ -61,7 +61,7 @@ def drop_copies(model: nn.Module) -> None:
 
 
 def tensors_of(model: nn.Module, adapter: str) -> dict[str, Tensor]:
-    """Return the tensors of the copies that an adapter holds, by the names that they have in its file."""
+    """Return the tensors of an adapter's copies, by their names in the file of the adapter."""
     return {
         f"{name}.{key}": tensor
         for name, wrapper in _wrappers(model)
@@ -73,7 +73,7 @@ def tensors_of(model: nn.Module, adapter: str) -> dict[str, Tensor]:
 def complete_copies(state: dict[str, Tensor], model: nn.Module, adapter: str) -> dict[str, Tensor]:
     """Return the weights of an adapter that PEFT converted to LoRA, with complete copies of ``adapter``.
 
-    PEFT names their tensors by the last part of the name alone, takes those of any adapter and no buffers.
+    PEFT itself uses only the last part of a tensor's name, does not distinguish adapters, and leaves out buffers.
     """
     owners = {name for name, _ in _wrappers(model)}
     others = {key: tensor for key, tensor in state.items() if key.rpartition(".")[0] not in owners}
@@ -81,14 +81,14 @@ def complete_copies(state: dict[str, Tensor], model: nn.Module, adapter: str) ->
 
 
 def strip_adapters(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a filter without the adapters that PEFT puts on some (``target_modules="all-linear"``)."""
+    """Return the tensors of a filter without adapters, which ``target_modules="all-linear"`` puts on some of them."""
     adapted = {owner for owner, marker, _ in (key.rpartition("base_layer.") for key in tensors) if marker}
     base = {key.replace("base_layer.", ""): tensor for key, tensor in tensors.items() if "base_layer." in key}
     return {key: tensor for key, tensor in tensors.items() if not key.startswith(tuple(adapted))} | base
 
 
 def split_copies(state: Mapping[str, Any], model: nn.Module, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split the weights of an adapter into copies and others; names of the latter have the ``prefix`` of a tuner."""
+    """Split the weights of an adapter into copies of filters and other weights; names with ``prefix`` are no copies."""
     owners = tuple(f"{name}." for name, _ in _wrappers(model))
     copies = {k: x for k, x in state.items() if prefix not in k and (k.startswith(owners) or f".{CHILD}." in k)}
     return copies, {key: tensor for key, tensor in state.items() if key not in copies}
@@ -118,7 +118,7 @@ def holds_filters(config: Any, names: Iterable[str]) -> bool:
 
 
 def _is_saved(name: str, config: Any) -> bool:
-    """Return whether ``modules_to_save`` has the filter of a module, or a module around it."""
+    """Return whether ``modules_to_save`` names the filter of a module, or a module that contains it."""
     parts = [*name.split("."), CHILD]
     around = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
     entries = getattr(config, "modules_to_save", None) or ()
@@ -128,9 +128,9 @@ def _is_saved(name: str, config: Any) -> bool:
 def weigh_with_copies(
     original: Function, self: Any, adapters: list[str], weights: Any, adapter_name: str, *a: Any, **k: Any
 ) -> Any:
-    """Combine adapters, and give the new one a filter: a tuner would give it the base's.
+    """Combine adapters, and give the new adapter the filter that one of them holds.
 
-    The new adapter gets the filter of the one that holds it. PEFT refuses several that do.
+    A tuner would give it the filter of the base model. PEFT raises an error if several of the adapters hold a filter.
     """
     held = {name: copies for name in adapters if (copies := tensors_of(self.model, name))}
     if held and adapters[0] not in held:

@@ -1,4 +1,4 @@
-"""Read what evaluation programs have measured, for a model card."""
+"""Read the results of evaluation programs, for a model card."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def read_evaluations(path: str | os.PathLike[str]) -> list[EvalResult]:
     """Return the results that lm-evaluation-harness or MTEB wrote, for ``create_model_card(results=...)``.
 
     Args:
-        path: a file of results, or a folder that is searched for them. Of two results of one task and metric in a
-            folder, the one of the file that was written last is kept.
+        path: a file of results, or a folder to search for such files. If a folder has two results for the same task and
+            metric, the one in the newer file is kept.
 
     Returns:
-        ``huggingface_hub.EvalResult``: of lm-evaluation-harness each metric of each task, without standard errors; of
-        MTEB the main score of each task, part and language.
+        A list of ``huggingface_hub.EvalResult``. From lm-evaluation-harness these are all metrics of each task, without
+        standard errors; from MTEB, the main score of each task, part and language.
 
     Raises:
         GraphFilterError: there is no such file, or it holds no results of these programs.

@@ -1,4 +1,4 @@
-"""The card that ``create_model_card`` returns: it replaces no README of others, and keeps what it lacks."""
+"""The card that ``create_model_card`` returns; it replaces only its own README, and keeps sections that it lacks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Seen(Protocol):
 
 
 class FilterCard(ModelCard):
-    """A ``ModelCard`` that replaces only a README of its own, which it recognises by a signature at the end."""
+    """A ``ModelCard`` that replaces only a README that it wrote, recognised by the signature at its end."""
 
     fields: dict[str, Any]
     rendered: str
@@ -62,10 +62,10 @@ class FilterCard(ModelCard):
 
         Args:
             filepath: where to write.
-            force: write over the text of a README that was not written by this method, or was edited since.
+            force: overwrite the text of a README that was not written by this method, or was edited since.
 
         Raises:
-            GraphFilterError: such a README without ``force``, or one whose metadata cannot be read.
+            GraphFilterError: there is such a README and ``force`` is not set, or its metadata cannot be read.
         """
         earlier = check_card(Path(filepath), force)
         if earlier is not None:
@@ -93,7 +93,7 @@ class FilterCard(ModelCard):
 
 
 def check_card(path: Path, force: bool = False) -> ModelCard | None:
-    """Return the card at ``path`` that ``FilterCard.save`` would replace, or None; raise the errors of that."""
+    """Return the card at ``path`` that ``FilterCard.save`` would replace, or None; raise the same errors as it."""
     if not path.exists():
         return None
     if path.is_dir():
@@ -136,7 +136,7 @@ def _merge_metadata(earlier: Any, data: Any) -> ModelCardData:
     """Merge the metadata of two cards: ``data`` wins, lists are joined, equal measurements are replaced."""
     old, new = ({k: v for k, v in vars(each).items() if v is not None} for each in (earlier, data))
     joined = {**old, **new}
-    old["tags"] = [t for t in old.get("tags", []) if t not in available_filters()]  # of an earlier filter
+    old["tags"] = [t for t in old.get("tags", []) if t not in available_filters()]  # drop the tags of an earlier filter
     for key in ("tags", "datasets", "metrics"):
         joined[key] = list(dict.fromkeys([*_as_list(new.get(key)), *_as_list(old.get(key))])) or None
     results = new.get("eval_results", [])

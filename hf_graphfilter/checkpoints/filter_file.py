@@ -36,9 +36,9 @@ from .values import check_values
 
 WEIGHTS_FILE = "graph_filter.safetensors"
 CONFIG_FILE = "graph_filter.json"
-WEIGHTS = "weights"  # in that file: some of the base's
-BASE_MODEL = "base_model"  # in that file: where the base came from, if that is the Hub
-MARK = "saved"  # in both files: of one call of `save_filter`
+WEIGHTS = "weights"  # in that file: a few weights of the base model
+BASE_MODEL = "base_model"  # in that file: the Hub repository of the base model, if it has one
+MARK = "saved"  # in both files: a mark that is the same if one call of `save_filter` wrote both
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -48,7 +48,8 @@ def save_filter(model: nn.Module, directory: str | os.PathLike[str], *, base_mod
     There are two files: ``graph_filter.safetensors`` holds the coefficients, ``graph_filter.json`` the configs and the
     requirements for the base model. The function warns if weights outside the filter changed since the model was
     patched or loaded, as the files do not contain them. It cannot see this for weights that are sharded, offloaded or
-    quantized. The first of several processes writes; if FSDP2 or ZeRO-3 has sharded the model, all must call.
+    quantized. Only the first of several processes writes. If FSDP2 or ZeRO-3 has sharded the model, all processes must
+    call this function.
 
     Args:
         model: a patched model, wrapped or not.
@@ -104,11 +105,12 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
         The model itself.
 
     Raises:
-        GraphFilterError: a missing or corrupted file, an unknown version, coefficients that are not finite, another
-            base model (heads, layers, type), or a model patched differently. The model is then as it was.
+        GraphFilterError: a file is missing or corrupted, its version is unknown, coefficients are not finite, the base
+            model is another one (heads, layers, type), or the model is patched differently. The model is then
+            unchanged.
     """
     wrapped, inner = model, unwrapped(model, running=False)
-    # an unpatched model that PEFT has wrapped is refused, as patch_model does
+    # for an unpatched model that PEFT has wrapped, raise the error of patch_model
     model = inner if patched_modules(inner, required=False) else encoder_of(model)  # type: ignore[assignment]
     host = host_of(model)
     description, tensors = _in_names_of(host, model, *_read(source, hub_options))
@@ -134,7 +136,7 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
             apply_record(model, complete=True)
         if any(is_offloaded(f) for _, f in filters_of(model, required=True)):
             raise GraphFilterError(f"{source} cannot be loaded into a model on disk: load it before that is offloaded")
-        # not detached: what shards parameters marks them
+        # not detached, since marks of sharding are on the parameters
         _copy(_coefficients(host, model, lambda f: f.state_dict(keep_vars=True)), tensors, source)
         vars(model).pop(STARTS, None)
     except Exception:
@@ -154,10 +156,10 @@ def load_filter(model: M, source: str | os.PathLike[str], **hub_options: Any) ->
 
 
 def read_description(source: str | os.PathLike[str], **hub_options: Any) -> dict[str, Any]:
-    """Return what ``graph_filter.json`` of a saved filter says.
+    """Return the content of ``graph_filter.json`` of a saved filter.
 
     Raises:
-        GraphFilterError: a missing or corrupted file, or an unknown version.
+        GraphFilterError: a file is missing or corrupted, or its version is unknown.
     """
     config_file = _locate(source, CONFIG_FILE, hub_options)
     try:
@@ -179,7 +181,7 @@ def _read(
         with safe_open(weights_file, framework="pt") as opened:
             mark = (opened.metadata() or {}).get(MARK)
         tensors = load_file(weights_file)
-    except Exception as error:  # safetensors names some damage by exceptions of torch
+    except Exception as error:  # for some damage safetensors raises exceptions of torch
         raise GraphFilterError(
             f"{weights_file} is corrupted or truncated ({error}); save or download it again"
         ) from error
@@ -236,7 +238,7 @@ def _coefficients(
 
 
 def _base(host: Host, model: nn.Module) -> dict[str, Any]:
-    """Return the facts that a model must share with the one the filter was trained on."""
+    """Return the facts about a model that must equal those of the model that the filter was trained on."""
     heads = {host.relative_name(model, site.name): site.heads for site in host.find(model)[0]}
     return {"model_type": host.model_type(model), "heads": heads}
 

@@ -1,4 +1,4 @@
-"""Filter files on the Hub: their card, and a model made of the base that a file names and the filter in it."""
+"""Filter files on the Hub: upload them with a card, and load the base model that they name with its filter."""
 
 from __future__ import annotations
 
@@ -38,16 +38,17 @@ def push_filter(
         model: a patched model.
         repo_id: ``owner/name``; the repository is made if it does not exist.
         base_model: the Hub id of the model that was patched. Default: the repository that it was loaded from.
-        token: of the Hub; by default that of ``hf auth login``. It is written nowhere.
-        force: write over the text of a card there that this package has not written, or that was edited since. Its
+        token: a token of the Hub. Default: that of ``hf auth login``. It is not stored anywhere.
+        force: overwrite the text of an existing card that this package did not write, or that was edited since. Its
             metadata and results are kept in any case.
-        **options: ``private`` for a new repository; ``revision``, ``commit_message`` of the upload.
+        **options: ``private`` for a new repository; ``revision`` and ``commit_message`` for the upload.
 
     Returns:
         The address of the repository.
 
     Raises:
-        GraphFilterError: the model is not patched, the Hub refuses the name or the token, or such a card is there.
+        GraphFilterError: the model is not patched, the Hub rejects the name or the token, or the repository has such a
+            card and ``force`` is not set.
     """
     api, private = HfApi(token=token), options.pop("private", None)
     with tempfile.TemporaryDirectory() as folder:
@@ -84,8 +85,8 @@ def load_filtered_model(
         model_class: the class to load the base with, such as ``AutoModelForCausalLM``. Default: the class that was
             patched.
         hub_options: ``revision``, ``token``, ``cache_dir`` ... of the download of the filter.
-        **options: of the base's ``from_pretrained``, such as ``dtype``. ``revision`` is by default the one that the
-            filter was made for, where the file has it (transformers 5.24 no longer tells it).
+        **options: options of ``from_pretrained`` of the base, such as ``dtype``. The default of ``revision`` is the one
+            that the filter was made for, if the file records it (transformers 5.24 no longer reports it).
 
     Returns:
         The patched model, in evaluation mode.

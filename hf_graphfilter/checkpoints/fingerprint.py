@@ -1,7 +1,7 @@
 """The record of filters in the weights of an adapter, checked wherever these weights enter a model.
 
-One tensor holds the record of the filters, and a sample of those that the adapter does not hold itself. Weights reach a
-model by more roads than configurations do, and a configuration knows no coefficients.
+One tensor holds the record of the filters, and a sample of the coefficients that are not in the adapter. The record in
+the configuration is not enough: weights can be loaded without a configuration, and a configuration has no coefficients.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..patching.restore import resolve
 from .copies import strip_adapters
 from .values import check_values
 
-KEY = "graph_filter_record"  # the bytes of JSON as float32: programs average and scale the weights of adapters
+KEY = "graph_filter_record"  # bytes of JSON as float32, since programs average and scale the weights of adapters
 SAMPLES = "samples"
 State = Mapping[str, Any]
 
@@ -47,7 +47,7 @@ def encode_record(adapter: State, record: dict[str, Any], model: nn.Module, mode
         adapter: the weights of the adapter.
         record: the record of the model's filters.
         model: the model that the adapter was trained on.
-        model_state: the weights of that model where they are not in it, as FSDP gathers them.
+        model_state: the gathered weights of that model if FSDP has sharded them, else None.
     """
     base = unwrapped(model)
     held = _group_by_owner(base, adapter)
@@ -62,11 +62,11 @@ def encode_record(adapter: State, record: dict[str, Any], model: nn.Module, mode
 
 
 def check_adapter(model: nn.Module, adapter: State) -> dict[str, Any]:
-    """Return the weights of an adapter as PEFT wrote them, if they may enter a model.
+    """Check that the weights of an adapter fit a model, and return them without the record.
 
     Raises:
-        GraphFilterError: they were trained over other filters, hold coefficients that are not finite, or such that the
-            model has no filter for.
+        GraphFilterError: the weights were trained over other filters, or hold coefficients that are not finite or that
+            the model has no filter for.
     """
     weights = {key: tensor for key, tensor in adapter.items() if not _is_ours(key)}
     if (base := _find_base(model)) is None:
@@ -105,7 +105,7 @@ def check_record(model: nn.Module, record: Any) -> None:
         )
     samples = record.get(SAMPLES)
     present = _group_by_owner(base, base.state_dict()) if samples else {}
-    precise = {name for _, f in filters_of(base) for name in f.coefficient_names()}  # in float32, whatever the dtype
+    precise = {name for _, f in filters_of(base) for name in f.coefficient_names()}  # always in float32
     for owner, tensors in samples.items() if isinstance(samples, dict) else ():
         mine = present.get(now.get(owner) or owner, {})
         for name, values in tensors.items() if isinstance(tensors, dict) else ():
@@ -137,7 +137,7 @@ def _is_ours(key: str) -> bool:
 def _decode_record(adapter: State) -> Any:
     """Return the record, or None if there is none.
 
-    The zeros from which an average of adapters starts hold none, either.
+    A tensor of zeros, from which programs start an average of adapters, counts as none.
     """
     encoded: Tensor | None = next((tensor for key, tensor in adapter.items() if _is_ours(key)), None)
     if encoded is None or not encoded.any():

@@ -20,7 +20,7 @@ _OF_SENTENCE_TRANSFORMERS = "from sentence_transformers import "
 def write_readme(model: Any, directory: Any) -> None:
     """Write the card of a patched model that was just saved, unless its folder has a README.md.
 
-    It has no table of the coefficients, which are sharded perhaps: this is called in one process.
+    The card has no table of the coefficients: they may be sharded, and only one process calls this function.
     """
     file = Path(directory, "README.md")
     if file.exists() or not file.with_name("config.json").is_file() or not patched_modules(model, required=False):
@@ -30,7 +30,7 @@ def write_readme(model: Any, directory: Any) -> None:
 
         text = str(create_model_card(model, repo_id=f"path/to/{file.absolute().parent.name}", coefficients=False))
         write_text(file, text)
-    except Exception as error:  # the model is saved, whatever a card stumbles over
+    except Exception as error:  # an error in the card must not stop the saving
         logger.warning("%s was not written (%s); create_model_card(model) makes it", printable(file), shown(error))
 
 
@@ -46,7 +46,7 @@ def install() -> None:
 
 def _name_the_import(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     if (text := self._model_card_text) and _is_of_encoder(text):
-        self._model_card_text = None  # else it would be saved as that of the SentenceTransformer
+        self._model_card_text = None  # else the encoder's card would become that of the SentenceTransformer
     original(self, *args, **kwargs)
     file = Path(inspect.signature(original).bind(self, *args, **kwargs).arguments["path"], "README.md")
     if file.is_file() and patched_modules(self, required=False):
@@ -57,7 +57,7 @@ def _name_the_import(original: Function, self: Any, *args: Any, **kwargs: Any) -
 
 
 def _is_of_encoder(text: str) -> bool:
-    """Return whether a card is the one that an encoder was saved with."""
+    """Return whether a card is the one that this package wrote for the encoder alone."""
     from huggingface_hub import ModelCard
 
     from .filter_card import is_signed

@@ -1,4 +1,4 @@
-"""Patched checkpoints of timm, whose own functions save them. timm has no hook for loading, which is here."""
+"""Patched checkpoints of timm. Its own functions save them; this file loads them, since timm has no hook for that."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..patching.restore import apply_record
 from .values import check_values
 
 WEIGHTS = "model.safetensors"
-# what makes timm read or fetch other files, and what is the caller's choice; no class of a model means these
+# arguments that make timm read or fetch other files, or that the caller chooses; model classes do not need them
 _NEVER = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "device", "dtype"}
 # entries of a pretrained_cfg that say where timm gets weights from, which may be pickles
 _SOURCES = {"source", "url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "custom_load"}
@@ -66,7 +66,7 @@ def load_timm_model(source: str | Path, **options: Any) -> nn.Module:
             pretrained_cfg, name, args = load_model_config_from_hf(str(source))
             weights = Path(hf_hub_download(str(source), WEIGHTS))
         state = load_file(weights)
-    except Exception as error:  # whatever a damaged or foreign file makes of the reading
+    except Exception as error:  # a damaged or foreign file can raise anything
         raise GraphFilterError(f"{source} cannot be loaded as a timm checkpoint: {shown(error)}") from error
     record = pretrained_cfg.pop(RECORD, None)
     if record is None:
@@ -94,7 +94,7 @@ def load_timm_model(source: str | Path, **options: Any) -> nn.Module:
 
 
 def _check_arguments(source: str | Path, name: object, args: object) -> None:
-    """Raise unless a checkpoint names a model of timm and arguments of its class: others make timm read pickles."""
+    """Raise an error unless a checkpoint names a timm model and arguments of its class; others may load pickles."""
     from timm.models import is_model, model_entrypoint
 
     if not isinstance(name, str) or not is_model(name) or set(name) & set(":/\\"):

@@ -1,6 +1,7 @@
 """Patched checkpoints of transformers: the extensions of ``PreTrainedModel`` that save and load them.
 
-The first import of ``transformers.modeling_utils`` imports this file, whose end installs it; for patched models only.
+The first import of ``transformers.modeling_utils`` imports this file, and its last line installs the extensions. They
+only act on patched models.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _patch_after_init(original: Function, self: PreTrainedModel) -> None:
 
 
 def _initialise_filters(original: Function, self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # coefficients missing from a checkpoint come up as uninitialised memory
+    # coefficients that a checkpoint lacks would be uninitialised memory
     if isinstance(module, GraphFilter) and not getattr(module, "_is_hf_initialized", False):
         reset_missing(module)
         module._is_hf_initialized = True  # type: ignore[assignment]
@@ -88,16 +89,17 @@ def _load_by_record(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Load weights with the filters of the record.
+    """Load the weights of a model whose config holds a record of filters.
 
-    Coefficients under the names of another release are renamed, all of them must fit, and an error names a broken file.
+    Coefficients under module names of another release of transformers are renamed. An error is raised if any of them
+    does not fit, or if a file is broken.
     """
     path = load_config.pretrained_model_name_or_path
     if not filters_of(model, copies=True) and read_record(model) is None:
         info, index = original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         _check_coefficients(model, info, path)
         return info, index
-    # a composite that is made of patched models has no record of its own
+    # a model composed of patched models has no record itself
     renamings = _follow_renaming(model) if read_record(model) is not None else []
     mapping = [*renamings, *(load_config.weight_mapping or ())]
     load_config = dataclasses.replace(load_config, weight_mapping=mapping)
@@ -110,7 +112,7 @@ def _load_by_record(
         ) from error
     _check_coefficients(model, info, path)
     remember_weights(host_of(model), model, again=True)
-    if renamings:  # it will be saved by the others
+    if renamings:  # so that saving does not rename them back
         used = vars(model)["_weight_conversions"]
         vars(model)["_weight_conversions"] = [conversion for conversion in used if conversion not in renamings]
     log_filters("loaded", model, filters_of(model), path)
@@ -118,18 +120,18 @@ def _load_by_record(
 
 
 def _check_values(model: PreTrainedModel, state_dict: dict[str, Tensor] | None, files: list[str]) -> None:
-    """Check the coefficients of a checkpoint with ``check_values``, as they are in its files.
+    """Check the coefficients in the files of a checkpoint with ``check_values``, before they are loaded.
 
-    Afterwards they may be cast, sharded or left on disk.
+    Once loaded, they may be cast, sharded or left on disk.
     """
     names = {name for _, graph_filter in filters_of(model) for name in graph_filter.coefficient_names()}
 
     def coefficients(keys: Iterable[str], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        # not weights, which may be large, or quantized
+        # without the weights of filters, which may be large or quantized
         parts = [(key, key.partition(f".{CHILD}.")[2]) for key in keys]
         return {relative_name(model, key): read(key) for key, name in parts if name in names}
 
-    # those that ZeRO-3 has partitioned are empty here
+    # leave out tensors that ZeRO-3 has partitioned: they are empty here
     local = {k: t for k, t in model.state_dict(keep_vars=True).items() if not hasattr(t, "ds_id")}
     wanted = coefficients(local, local.__getitem__)
     if state_dict is not None:
@@ -142,7 +144,7 @@ def _check_values(model: PreTrainedModel, state_dict: dict[str, Tensor] | None, 
 
 
 def _follow_renaming(model: PreTrainedModel) -> list[WeightRenaming]:
-    """Bring the record to the module names of this release, and return the renamings of the coefficients."""
+    """Rewrite the record with the module names of this release, and return the renamings of the coefficients."""
     host, record = host_of(model), read_record(model) or {}
     names = [name for _, group in read_groups(record, type(model).__name__) for name in group]
     sites = resolve(host, model, names)
@@ -158,9 +160,9 @@ def _follow_renaming(model: PreTrainedModel) -> list[WeightRenaming]:
 
 
 def _is_a_part(model: PreTrainedModel, record: dict[str, Any], absent: set[str]) -> bool:
-    """Return whether the modules that ``model`` lacks are in the class that was saved.
+    """Return whether the class that was saved has the modules that ``model`` lacks, so that ``model`` is a part of it.
 
-    Our first release does not record that class; then any class that may have been saved counts.
+    The first release of this package did not record that class. Then every class that may have been saved is tried.
     """
     config = copy.deepcopy(model.config)
     setattr(config, CHILD, None)
@@ -169,7 +171,7 @@ def _is_a_part(model: PreTrainedModel, record: dict[str, Any], absent: set[str])
         try:
             with torch.device("meta"):
                 candidate = make(copy.deepcopy(config))  # type: ignore[misc]
-        except Exception:  # no class of transformers, or the config of a part is not enough for it
+        except Exception:  # no class of transformers, or it needs more than the config of a part
             continue
         if absent <= {*resolve(host_of(candidate), candidate, absent)}:
             return True
@@ -177,7 +179,7 @@ def _is_a_part(model: PreTrainedModel, record: dict[str, Any], absent: set[str])
 
 
 def _check_coefficients(model: PreTrainedModel, info: Any, path: Any) -> None:
-    """Raise if a coefficient in the file found no filter, or the file has only some of them."""
+    """Raise an error if a coefficient in the file belongs to no filter of the model, or if the file lacks some."""
     marker = f".{CHILD}."
     unexpected = sorted(k for k in info.unexpected_keys if marker in k)
     owners = {relative_name(model, name) for name, _ in model.named_modules()} if unexpected else set()
@@ -208,7 +210,7 @@ def _check_coefficients(model: PreTrainedModel, info: Any, path: Any) -> None:
 
 
 def _copy_of(name: str) -> str:
-    """Return which of PEFT's copies for its adapters a name belongs to; they are loaded one by one."""
+    """Return which of PEFT's copies a name belongs to (PEFT keeps one per adapter, and loads them one by one)."""
     match = re.match(r"original_module\.|modules_to_save\.[^.]+\.", name)
     return match[0] if match else ""
 
@@ -216,10 +218,10 @@ def _copy_of(name: str) -> str:
 def _refuse_lost_filters(
     original: Function, self: PreTrainedModel, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
 ) -> None:
-    """Raise if ``load_state_dict`` would lose a filter, since the model does not have it.
+    """Raise an error if ``load_state_dict`` gets the weights of a filter that the model does not have.
 
-    torch with strict=False and PEFT drop such weights silently. The optimizer's state, which the Trainer resumes, would
-    belong to other parameters.
+    PyTorch with strict=False, and PEFT, would drop such weights silently. If the Trainer resumed such a run, the state
+    of the optimizer would then belong to other parameters.
     """
     saved_shapes: dict[tuple[str, str], dict[str, Any]] = {}
     for key in state_dict:
@@ -238,8 +240,8 @@ def _refuse_lost_filters(
                 "patch it as it was when they were saved, with patch_model or load_filter"
             )
         own_shapes = {k: getattr(v, "shape", ()) for k, v in graph_filter.state_dict().items() if _copy_of(k) == copied}
-        other = any(own_shapes.get(k) not in (shapes[k], (0,)) for k in shapes)  # (0,): ZeRO-3's
-        if other and not any(type(m).__name__ == "FullyShardedDataParallel" for m in self.modules()):  # in pieces
+        other = any(own_shapes.get(k) not in (shapes[k], (0,)) for k in shapes)  # (0,): partitioned by ZeRO-3
+        if other and not any(type(m).__name__ == "FullyShardedDataParallel" for m in self.modules()):  # FSDP: in pieces
             saved, ours = (", ".join(f"{k} {tuple(v)}" for k, v in sorted(x.items())) for x in (shapes, own_shapes))
             raise GraphFilterError(
                 f"the weights at {owner} are those of another filter, with {saved}, and that of this "

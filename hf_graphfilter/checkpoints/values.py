@@ -10,12 +10,11 @@ from ..errors import GraphFilterError
 
 
 def check_values(read: Mapping[str, Tensor], wanted: Mapping[str, Tensor], source: object) -> None:
-    """Raise if coefficients that are about to be loaded cannot come from a training that succeeded.
+    """Raise an error if coefficients in a file cannot be the result of a successful training.
 
     Raises:
-        GraphFilterError: a tensor has another shape than that of the filter, holds no floating-point numbers where the
-            filter has these or lacks the tensor, or holds numbers that are not finite in float32. The message names
-            ``source`` and the tensor.
+        GraphFilterError: a tensor has another shape than in the filter, holds numbers that are not finite in float32,
+            or holds integers or booleans (unless the filter does, too). The message names ``source`` and the tensor.
     """
     for name, tensor in read.items():
         target = wanted.get(name)
@@ -24,7 +23,7 @@ def check_values(read: Mapping[str, Tensor], wanted: Mapping[str, Tensor], sourc
                 f"{source}: {name} should hold {tuple(target.shape)}, it holds {tuple(tensor.shape)}"
             )
         if target is not None and not target.is_floating_point():
-            continue  # a counter or a mask, of another author's filter
+            continue  # a counter or a mask of a custom filter
         kind = str(tensor.dtype).removeprefix("torch.")
         if tensor.is_floating_point():
             if tensor.detach().float().isfinite().all():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from safetensors import SafetensorError  # of transformers, where a disk is full
+from safetensors import SafetensorError  # transformers raises it when a disk is full
 
 from .. import __version__, devices
 from ..console import Console
@@ -57,7 +57,7 @@ def _import_modules(
         typer.Option("--import", metavar="MODULE", help="A module that registers custom filters; repeatable."),
     ] = None,
     revision: Annotated[
-        str | None, typer.Option(help="The branch, tag or commit of the checkpoint on the Hub; after the verb, too.")
+        str | None, typer.Option(help="The branch, tag or commit of the checkpoint on the Hub; may follow the verb.")
     ] = None,
     token: Annotated[str | None, typer.Option(help="A token of the Hub, if HF_TOKEN is not set.")] = None,
     device: Annotated[
@@ -75,7 +75,7 @@ def _import_modules(
     devices.choose(device)
     if token:
         os.environ["HF_TOKEN"] = token
-    if modules and context.invoked_subcommand != "run":  # which passes them on
+    if modules and context.invoked_subcommand != "run":  # `run` passes them on to the program
         from ..filters import import_filters
 
         import_filters(modules)
@@ -98,7 +98,7 @@ def demo(
     minutes: Annotated[
         float | None,
         typer.Option(
-            help="Fit the training to this time. With --seeds: begin no pair of runs that would end later.",
+            help="Minutes that the training should take. With --seeds: start no pair of runs that would end later.",
             show_default="2.5, or 6 with --seeds",
         ),
     ] = None,
@@ -107,7 +107,7 @@ def demo(
 
     With --seeds, compare fine-tuning with and without the filter over seeds: about 8 minutes for three.
     """
-    # a waiting thread of PyTorch leaves its core to others; else a busy machine is several times slower
+    # waiting threads of PyTorch leave their cores to other processes; else a busy machine is several times slower
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from ..demo.plan import plan_first_look
 
@@ -121,7 +121,7 @@ def demo(
 
         from ..demo import run_demo, run_first_look
 
-    logging.set_verbosity_error()  # the new head is no news here
+    logging.set_verbosity_error()  # hide the report that the classification head is new
     logging.disable_progress_bar()
     if seeds:
         run_demo(output, seeds=seeds, K=K, filter_lr=filter_lr, **options)
@@ -150,7 +150,7 @@ def run(
     """
     from ..launch import run_program
 
-    modules = context.parent.params["modules"] if context.parent else None  # of --import
+    modules = context.parent.params["modules"] if context.parent else None  # those that --import names
     run_program(program, arguments or (), module=module, imports=modules or (), filter_lr=filter_lr)
 
 
@@ -159,7 +159,7 @@ for _verb in (
     *(save_filter, load_filter, push_filter, card, report, demo, env),
 ):
     app.command()(_verb)
-app.command(context_settings={"allow_interspersed_args": False})(run)  # the program's options are not ours
+app.command(context_settings={"allow_interspersed_args": False})(run)  # options after PROGRAM belong to PROGRAM
 app.command()(export_remote_code)
 app.command("convert", hidden=True)(linearize)  # its earlier name
 
@@ -172,7 +172,7 @@ def main() -> None:
         message = printable(" ".join(message_of(error).split()))
         print(f"hf-graphfilter: {message}", file=sys.stderr)
         sys.exit(1)
-    except SystemExit as done:  # Typer makes a silent one of Ctrl-C
+    except SystemExit as done:  # Typer turns Ctrl-C into a silent SystemExit
         if isinstance(getattr(done.__context__, "__cause__", None), KeyboardInterrupt):
             print("hf-graphfilter: interrupted", file=sys.stderr)
         raise

@@ -1,4 +1,4 @@
-"""The shared parts of the verbs: checkpoints to read and write, and their arguments on the command line."""
+"""What the verbs share: their common arguments, and functions that load and save checkpoints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the start valu
 
 
 def check_output(output: Path, source: str | None = None) -> None:
-    """Raise, before long work, unless ``output`` can be a directory that files are written to."""
+    """Raise an error before long work if files cannot be written to the directory ``output``."""
     try:
         if source is not None and output.exists() and output.samefile(source):
             raise GraphFilterError(f"{output} is the checkpoint to read: name another directory to write to")
@@ -53,7 +53,7 @@ def check_output(output: Path, source: str | None = None) -> None:
 
 @contextlib.contextmanager
 def keep_progress(progress: Path) -> Iterator[None]:
-    """Report what is kept of a fit that is interrupted or fills the disk."""
+    """Say what progress is kept if a fit inside the ``with`` block is interrupted or fills the disk."""
     from ..fitting.checkpoint import is_kept
 
     resumes = f"progress is kept in {progress}, and the same command resumes"
@@ -99,9 +99,9 @@ def load(
     make: Callable[[Any], Any] = lambda model: model,
     dtype: str | None = None,
 ) -> Any:
-    """Return ``make(model)`` of a checkpoint.
+    """Load the model of a checkpoint, and return ``make(model)``.
 
-    It is first tried without the weights, since these may take long to come.
+    ``make`` is first tried on a model without weights, so that its errors appear before a long download.
     """
     import transformers
     from accelerate import init_empty_weights
@@ -125,7 +125,7 @@ def load(
             make(getattr(model_class, "from_config", model_class)(copy.deepcopy(config)))
         except GraphFilterError:
             raise
-        except Exception:  # whatever is wrong with the model itself, loading will say
+        except Exception:  # loading below reports what is wrong with the model itself
             pass
         finally:
             logging.set_verbosity(verbosity)
@@ -139,7 +139,7 @@ def _name_source(source: str) -> Iterator[None]:
         yield
     except GraphFilterError:
         raise
-    except Exception as error:  # whatever a file that is damaged or was written by hand leads to
+    except Exception as error:  # a damaged or hand-written file can raise anything
         text = " ".join(str(error).split())
         short = text if len(text) <= 300 else f"{text[:300]} ..."
         raise GraphFilterError(f"cannot load {source}: {short}") from error
@@ -151,7 +151,7 @@ def save(model: Any, source: str, output: Path, show: bool = True) -> None:
 
     from ..checkpoints.tokenizer import knows_words
 
-    save_modules(source, output)  # first: it may be an error, and what follows writes over whatever it brings
+    save_modules(source, output)  # first, since it may raise, and the files saved below replace those that it copies
     model.save_pretrained(output)
     try:
         processor = from_source(AutoProcessor, source)
@@ -169,7 +169,7 @@ def save(model: Any, source: str, output: Path, show: bool = True) -> None:
 def save_modules(source: str, output: Path) -> None:
     """Copy the files of sentence-transformers: the list of modules, their folders and the settings.
 
-    The list may name folders directly in the source, and nothing is copied that leads out of it.
+    The list may only name folders directly in the source. A link that leads out of the source raises an error.
     """
     import json
     import shutil
@@ -184,7 +184,7 @@ def save_modules(source: str, output: Path) -> None:
         paths = [module["path"] for module in json.loads(Path(listed).read_text())]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise GraphFilterError(f"modules.json of {source} is no list of modules: {shown(error)}") from error
-    folders = [path for path in paths if path != ""]  # that of the source itself
+    folders = [path for path in paths if path != ""]  # "" is the source folder itself
     if wrong := [path for path in folders if not (isinstance(path, str) and re.fullmatch(r"\w[\w.-]*", path))]:
         raise GraphFilterError(
             f"modules.json of {source} names {shown(wrong[0])}, which is no folder in it: correct that entry"

@@ -1,4 +1,4 @@
-"""What every verb can be told: the revision of a checkpoint, a token, the device, and where to push what it saves."""
+"""The options of every verb: the revision of a checkpoint, a token, the device, and a repository to push to."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _saved: list[Path] = []
 
 
 def move_to_front(argv: list[str]) -> list[str]:
-    """Return the command line with these flags before the verb, where the program reads them.
+    """Return the command line with the flags of all verbs moved before the verb, where the program reads them.
 
-    The arguments of another program, behind ``run``, are left alone.
+    The arguments after ``run`` belong to another program and stay in place.
 
     Example:
         >>> move_to_front(["patch", "bert-base-uncased", "out", "--revision", "main"])
@@ -47,14 +47,14 @@ def move_to_front(argv: list[str]) -> list[str]:
 
 
 def begin(revision: str | None) -> None:
-    """Forget what an earlier command was told and has saved."""
+    """Set the revision, and forget the directories that an earlier command saved."""
     _revision[:] = filter(None, [revision])
     _saved.clear()
 
 
 @contextmanager
 def no_revision() -> Iterator[None]:
-    """Load from the Hub what is newest there inside the ``with`` block: the revision is of another checkpoint."""
+    """Ignore ``--revision`` inside the ``with`` block, since it belongs to another checkpoint."""
     asked, _revision[:] = [*_revision], []
     try:
         yield
@@ -63,15 +63,15 @@ def no_revision() -> Iterator[None]:
 
 
 def from_source(kind: Any, source: str, **options: Any) -> Any:
-    """Return ``kind.from_pretrained`` of a directory, or of the revision of a Hub id that was asked for."""
+    """Call ``kind.from_pretrained`` on a directory, or on a Hub id at the revision of ``--revision``."""
     return kind.from_pretrained(source, **hub_options(source), **options)
 
 
 def hub_options(source: str) -> dict[str, Any]:
-    """Return the revision that was asked for, unless the source is a directory.
+    """Return the options of ``from_pretrained`` that select the revision of ``--revision``, if it was given.
 
     Raises:
-        GraphFilterError: a revision was asked for of a directory.
+        GraphFilterError: ``--revision`` was given, but the source is a directory.
     """
     if _revision and Path(source).exists():
         raise GraphFilterError(f"--revision {_revision[0]} is of a checkpoint on the Hub, and {source} is on this disk")
@@ -84,7 +84,7 @@ def note_saved(output: Path) -> None:
 
 
 def check_push(repo_id: str | None, verb: str | None) -> None:
-    """Raise if what a verb saves cannot be pushed under this name, before it does anything."""
+    """Raise an error if the verb saves no checkpoint, or if ``repo_id`` is no valid name of a repository."""
     if repo_id is None:
         return
     if verb not in SAVING:
@@ -102,7 +102,7 @@ def push(repo_id: str | None) -> None:
     """Upload the directory that the verb has written.
 
     Raises:
-        GraphFilterError: it has written none.
+        GraphFilterError: the verb has written no directory, or the Hub refuses the upload.
     """
     if repo_id is None:
         return

@@ -1,4 +1,4 @@
-"""The verb ``env``: what a bug report needs to know of the machine."""
+"""The verb ``env``: the facts about the machine that a bug report needs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def describe_environment() -> list[tuple[str, str]]:
 
 
 def env() -> None:
-    """Print versions and machine, as a bug report needs them.
+    """Print the versions of the libraries and the machine, for a bug report.
 
     [dim]hf-graphfilter env[/dim]
     """

@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import GraphFilterError, needs
 from .common import from_source
 
-SHUFFLED = 1000  # rows of a stream
+SHUFFLED = 1000  # size of the shuffle buffer of a stream, in rows
 TABLES = {".csv", ".json", ".jsonl", ".tsv"}
 IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 
@@ -56,16 +56,16 @@ def lines_of(files: list[Path]) -> list[str]:
 
 
 def column_of(dataset: str, configuration: str | None, split: str, column: str, stream: bool = False) -> Iterator[str]:
-    """Yield the texts in a column of a data set of the Hub or of a folder, in random order, as they are asked for.
+    """Return an iterator over the texts in a column of a data set of the Hub or a folder, in random order.
 
-    A data set that is streamed is read from its beginning, and shuffled within ``SHUFFLED`` rows.
+    With ``stream`` the data set is read from its beginning, and shuffled within a buffer of ``SHUFFLED`` rows.
     """
     with needs("recipes", "a data set"):
         import datasets
     try:
         rows = datasets.load_dataset(dataset, configuration, split=split, streaming=stream)
         names = rows.column_names or list(next(iter(rows)))
-    except Exception as error:  # whatever a loader or the network leads to
+    except Exception as error:  # a loader or the network can raise anything
         raise GraphFilterError(f"--dataset {dataset}: {' '.join(str(error).split())[:300]}") from error
     if column not in names:
         raise GraphFilterError(f"--dataset {dataset} has no column {column!r}; it has {', '.join(names)}")
@@ -89,19 +89,19 @@ def texts_of(source: str, files: list[Path], count: int, length: int, batch_size
 
 
 def add_decoder_inputs(batch: dict[str, Any]) -> dict[str, Any]:
-    """Add the inputs of the decoder, which are the text itself."""
+    """Return the batch with decoder inputs added; these are the text itself."""
     return batch | {f"decoder_{name}": value for name, value in batch.items()}
 
 
 class Images:
-    """Batches of the images in a folder and its subfolders, which are read anew in each iteration."""
+    """Batches of the images in a folder and its subfolders; each iteration reads the files again."""
 
     def __init__(self, source: str, folder: Path, batch_size: int, count: int | None = None):
         from transformers import AutoImageProcessor
 
         if not folder.is_dir():
             raise GraphFilterError(f"--images: there is no folder {folder}")
-        files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in IMAGES)  # class after class
+        files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in IMAGES)  # one class after the other
         if not files:
             raise GraphFilterError(f"--images: {folder} holds no images ({', '.join(sorted(IMAGES))})")
         self.files = files if count is None else files[:: max(1, len(files) // count)][:count]  # of all subfolders
@@ -132,12 +132,12 @@ def open_image(file: Path) -> Any:
     try:
         with Image.open(file) as image:
             return image.convert("RGB")
-    except Exception as error:  # whatever a damaged file leads to
+    except Exception as error:  # a damaged file can raise anything
         raise GraphFilterError(f"--images: {file} cannot be read as an image ({error}): remove it") from error
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
-    """Return what a Trainer wrote as JSON with its checkpoint; its arguments are a pickle, which is not read."""
+    """Return epochs, steps and batch size from ``trainer_state.json``; the pickle with the arguments is not read."""
     try:
         state = json.loads((folder / "trainer_state.json").read_text())
         names = {"num_train_epochs": "epochs", "global_step": "steps", "train_batch_size": "batch size"}

@@ -59,7 +59,8 @@ def linearize(
         typer.Option(
             "--layers",
             "-l",
-            help="Layers to replace: even, odd, indices 0,2,-1, a slice 2:8, or auto:75%; default: all.",
+            help="Layers to replace: even, odd, indices 0,2,-1, a slice 2:8, or auto:75% (the share is chosen by "
+            "--choose); default: all without a sliding window.",
         ),
     ] = None,
     choose: Annotated[
@@ -96,8 +97,8 @@ def linearize(
 ) -> None:
     """Linearize a pretrained model: patch it, fit it to the original, measure the loss of quality, and save it.
 
-    For several processes: accelerate launch -m hf_graphfilter linearize ... After an interruption, run the same command
-    again, and it resumes.
+    For several processes, use: accelerate launch -m hf_graphfilter linearize ... After an interruption, run the same
+    command again: it resumes.
 
     [dim]hf-graphfilter linearize sentence-transformers/all-MiniLM-L6-v2 runs/minilm-linear --text reviews.txt[/dim]
 
@@ -128,7 +129,7 @@ def linearize(
             f"--option {taken[0]}: --option is for options of the filter; see linearize --help for the others"
         )
     read_shares(shares or None, budget)
-    read_config(filter, of_filter | ({"keep": None} if "keep" in of_filter else {}))  # a share of heads is read later
+    read_config(filter, of_filter | ({"keep": None} if "keep" in of_filter else {}))  # `fit` reads a share of heads
     check_output(output, source)
     check_card(output / "README.md", force)
     if images is None:
@@ -163,7 +164,7 @@ def linearize(
             **of_filter,
         )
     if not first:
-        raise typer.Exit  # what comes after a verb, as --push-to-hub, is for the first process too
+        raise typer.Exit  # also skips what follows a verb, such as --push-to-hub, in all processes but the first
     save(model, source, output, show=False)
     base = None if Path(source).is_dir() else source
     save_conversion(model, report, output, base_model=base, force=force)

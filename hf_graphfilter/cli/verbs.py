@@ -234,7 +234,7 @@ def filters(
         rows = []
         for option, (kind, default) in options(config_class).items():
             start = "must be given" if default is dataclasses.MISSING else default
-            # as a shell has it: no quotes, and lists for tuples
+            # as on the command line: without quotes, and with lists instead of tuples
             words = kind.removeprefix("one of ").replace("'", "").replace("tuple", "list")
             rows.append([option, start if isinstance(start, str) else json.dumps(start), words])
         Console().print(table(["option", "default", "value"], rows) if rows else "no options")

@@ -51,7 +51,7 @@ def report(
         raise GraphFilterError(f"--output {output}: name a page, NAME.html")
     check_output(output.parent)
     for path, is_taken in ((output, output.is_dir()), (output.with_suffix(""), output.with_suffix("").is_file())):
-        if is_taken:  # the figures go into a folder of the page's name
+        if is_taken:  # the figures go into a folder with the name of the page
             raise GraphFilterError(f"--output {output}: {path} is in the way")
     if images is None:
         batches = texts_of(source, text or [], count, length, batch_size)
@@ -60,7 +60,7 @@ def report(
     device = default_device()
     model = load(source, auto_class).to(device)
     conversion = load_conversion(source, **hub_options(source))
-    with no_revision():  # which is that of the checkpoint
+    with no_revision():  # --revision belongs to the checkpoint
         reference = load(against, auto_class).to(device) if against else None
     progress = partial(tqdm, desc="measuring", leave=False, disable=None)
     cut = length if images is None else None

@@ -20,8 +20,8 @@ class Changes:
     """Coefficients of the filter and similarity of the tokens, before and after fine-tuning.
 
     Attributes:
-        coefficients: for each layer, ``w_K`` of its heads after training; before it, each was 0.
-        before: for each layer, the similarity of the tokens that it gives, before training.
+        coefficients: for each layer, ``w_K`` of its heads after training; before training, each was 0.
+        before: for each layer, the similarity of its output tokens before training.
         filtered: the same after fine-tuning with the filter.
         baseline: the same after fine-tuning the unpatched model; None if that was left out.
     """
@@ -78,7 +78,7 @@ class Changes:
             axes.spines[["top", "right"]].set_visible(False)
             axes.legend(frameon=False, fontsize=10)
         bottom, top = left.get_ylim()
-        left.set_ylim(bottom, top + 0.35 * (top - bottom))  # the legend covers no dot
+        left.set_ylim(bottom, top + 0.35 * (top - bottom))  # room for the legend above the dots
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=130)
         return path

@@ -1,4 +1,4 @@
-"""One fine-tuning of the demo, and the checkpoint that it leaves."""
+"""One fine-tuning run of the demo, and the checkpoint that it saves."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class StepCallback(TrainerCallback):
 
 
 def count_batches(args: TrainingArguments, train: Snippets, test: Snippets) -> int:
-    """Return the batches of the training, which is one epoch at most, and of the evaluation after it."""
+    """Return the number of batches of the training (at most one epoch) and of the evaluation after it, together."""
     steps = args.max_steps if args.max_steps > 0 else math.ceil(len(train) / args.train_batch_size)
     return steps + math.ceil(len(test) / args.eval_batch_size)
 
@@ -83,7 +83,7 @@ def fine_tune(
     optimizer: Any,
     callback: StepCallback,
 ) -> dict[str, float]:
-    """Return pearson and accuracy on the held-out snippets, the seconds of training only, and the steps."""
+    """Fine-tune, and return Pearson's r and accuracy on the held-out snippets, the training time and the steps."""
     collator = DataCollatorWithPadding(tokenizer)
     options = {"train_dataset": train, "data_collator": collator, "optimizer_cls_and_kwargs": optimizer}
     trainer: Any = Trainer(model, args, callbacks=[callback], **options)
@@ -110,7 +110,7 @@ def save_checkpoint(
     test: Snippets,
     description: str,
 ) -> Path:
-    """Save the model with a card, and raise if it loads with other outputs than it has.
+    """Save the model with a card, and raise an error if the loaded model gives other outputs.
 
     Args:
         model: the fine-tuned model.

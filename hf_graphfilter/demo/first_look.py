@@ -30,9 +30,9 @@ TEST_ROWS = 512
 MEASURED_ROWS = 64
 FEWEST_STEPS = 12
 SEED = 1
-# what a run costs beside its steps (evaluation, similarity of the tokens), counted in steps
+# time of a run outside its training steps (evaluation, similarity of the tokens), counted in steps
 BESIDE_TRAINING = 15
-STEP_WITH_OPTIMIZER = 1.15  # in forward and backward passes
+STEP_WITH_OPTIMIZER = 1.15  # time of a step, in units of a forward and backward pass
 
 
 def run_first_look(
@@ -53,14 +53,14 @@ def run_first_look(
         rows: training snippets at most.
         K: order of the filter.
         filter_lr: learning rate of the filter coefficients.
-        minutes: time that the training is fitted to. After twice that time the baseline is left out.
-        plan: one that was shown and whose first part, the imports, is done.
+        minutes: time that the training should take. After twice that time the baseline is left out.
+        plan: a plan that is already shown, and whose first part (the imports) is done. Default: a new plan.
 
     Returns:
-        What ``first_look.json`` holds.
+        The content of ``first_look.json``.
 
     Raises:
-        GraphFilterError: the extra ``demo`` is not installed, too few rows, or a rate that is none.
+        GraphFilterError: the extra ``demo`` is not installed, there are too few rows, or the rate is invalid.
     """
     if rows < 2 * BATCH:
         raise GraphFilterError(f"the demo needs rows >= {2 * BATCH}, got rows={rows}")
@@ -131,7 +131,7 @@ class FirstLook:
         self.plan.say(f"for {len(before)} texts are the same before and after: equal, bit for bit.")
 
     def measure(self) -> None:
-        """Measure the similarity of the tokens and the time of a step, and choose how much to train."""
+        """Measure the similarity of the tokens and the time of a step, and choose the number of training steps."""
         self.measured = self._batches(MEASURED_ROWS)
         before = measure_similarity(self.model, self.measured)
         self.changes = Changes(read_coefficients(self.model), before, before)
@@ -148,7 +148,7 @@ class FirstLook:
         self.plan.say(f"The demo should end in about {say_duration(2 * seconds * steps + beside)}.")
 
     def fine_tune(self) -> None:
-        """Fine-tune the patched model; on a machine that became slow, end early."""
+        """Fine-tune the patched model; stop early if the machine has become slow."""
         last = 1.2 * self.seconds
         optimizer = filter_optimizer(self.args, self.filter_lr)
         self.filtered = self._train(self.model, "with filter", optimizer, lambda step: self.plan.elapsed() > last)

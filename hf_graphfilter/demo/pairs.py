@@ -44,20 +44,20 @@ def run_demo(
 
     Args:
         output: directory.
-        seeds: pairs of runs (plain and GFSA with the same seed); fewer if ``minutes`` run out.
-        rows: training snippets, or all there are.
+        seeds: number of pairs of runs (baseline and GFSA with the same seed); fewer if ``minutes`` run out.
+        rows: number of training snippets, at most all that the package has.
         K: order of the filter.
         filter_lr: learning rate of the filter coefficients.
-        minutes: no further pair is begun that would end after this time.
+        minutes: time limit; no further pair of runs starts that would end later.
 
     Returns:
-        What ``results.json`` holds.
+        The content of ``results.json``.
     """
     if seeds < 1 or rows < 32:
         raise GraphFilterError(f"the demo needs seeds >= 1 and rows >= 32, got seeds={seeds}, rows={rows}")
     for module in ("scipy", "matplotlib"):
         require(module, "demo", "the demo")
-    filter_optimizer(quiet_arguments(Path(output), 1), filter_lr)  # said before plain is trained
+    filter_optimizer(quiet_arguments(Path(output), 1), filter_lr)  # raises before the baseline is trained
     output, started, console = Path(output), time.perf_counter(), Console()
     source = pretrained_path()
     tokenizer = AutoTokenizer.from_pretrained(source)
@@ -115,7 +115,7 @@ def _summary(runs: list[dict[str, Any]], model: nn.Module, rows: int, K: int, fi
 
 
 def result_rows(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """(header, rows) of the comparison as text, from what ``run_demo`` returned."""
+    """Return (header, rows) of the comparison as text, from a result of ``run_demo``."""
     header = ["model", "seeds", "Pearson r", "sign accuracy", "training s", "added parameters"]
     rows = []
     for variant in VARIANTS:

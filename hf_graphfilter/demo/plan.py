@@ -13,7 +13,7 @@ from .progress import moves
 
 @dataclass
 class Part:
-    """One part of the plan: what it does, its seconds on two quiet cores, and the seconds that it took."""
+    """One part of the plan: its description, its expected time on two quiet cores, and the time that it took."""
 
     title: str
     estimate: float

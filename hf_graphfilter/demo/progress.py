@@ -44,5 +44,5 @@ def show_bar(console: Console, title: str, total: int) -> Iterator[Callable[[], 
 
 
 def moves(console: Console) -> bool:
-    """Return whether what is drawn on the console can be redrawn."""
+    """Return whether the console is a terminal, where a bar can be redrawn."""
     return console.is_terminal and not console.is_dumb_terminal

@@ -1,4 +1,4 @@
-"""What the demo reads: film-review snippets with ratings, and the folder of a small pretrained encoder."""
+"""The inputs of the demo: film-review snippets with ratings, and the folder of a small pretrained encoder."""
 
 from __future__ import annotations
 

@@ -37,13 +37,13 @@ class AGF(ReplacingFilter):
     """The attentive graph filter ``U Sigma V^T value``, in O(n d^2) time and O(n d + d^2) memory.
 
     ``U = softmax over features (query)``, ``V = softmax over tokens (key)``, and ``Sigma = sum_k theta_k T_k(sigmoid(X
-    W_Sigma))`` for every token and feature (Eq. 7-10). No n x n matrix is formed. Query, key and value are those of the
-    pretrained projections, with whatever the model does to them (rotary positions, norms). ``sigma`` holds W_Sigma. The
-    coefficients ``theta`` start such that Sigma = 1. If they are constrained, theta_0 = 1 is fixed and the others are
-    the tanh of what is learned.
+    W_Sigma))`` for every token and feature (Eq. 7-10). No n x n matrix is formed. Query, key and value come from the
+    pretrained projections, after rotary positions and norms if the model has them. The child ``sigma`` holds W_Sigma.
+    The coefficients ``theta`` start such that Sigma = 1. With ``constrain_theta``, theta_0 is fixed at 1 and the others
+    are the tanh of the learned numbers.
 
-    In a causal module the softmax over tokens is a running one, see ``ops.spectral``, and decoding keeps a state of
-    constant size.
+    In a causal module the softmax over tokens runs over the tokens so far (``ops.spectral``), and decoding keeps a
+    state of constant size.
 
     Beyond the paper, ``correction`` gives ``U`` and ``V`` learned projections on top of query and key, ``query + X W``,
     with W = 0 at the start. They let attention transfer work while query and key stay as they are.
@@ -204,7 +204,7 @@ class AGFConfig(ReplacingConfig):
 
     Departures from the paper:
 
-    - Decoders work: the softmax over tokens becomes a running one. The paper has encoders only.
+    - It works in decoders, where the softmax over tokens runs over the tokens so far. The paper has encoders only.
     - ``correction`` adds learned projections to U and V.
     - ``theta="per_head"`` gives each head its own coefficients.
     - The learned singular values of ``singular_values="learned"`` stay between 0 and 2.
@@ -226,11 +226,13 @@ class AGFConfig(ReplacingConfig):
             ``OrthogonalityCallback`` adds in training. The paper uses 1e-1 to 1e-4.
         correction (bool, default False): Add learned projections of the input to U and V. They start at zero and help
             attention transfer.
-        rho (str, default "softmax"): Activation of U and V: ``"softmax"``, or ``"sigmoid"``, ``"tanh"`` or ``"none"``,
-            the ablation of Table 18. These three normalise nothing: the output grows with the number of tokens.
-        singular_values (str, default "polynomial"): What Sigma is: the ``"polynomial"``, or, in the ablation of Table
-            6, ``"one"`` (H_UV) or one ``"learned"`` number per head and feature that starts at 1 (H_SVD). Without the
-            polynomial, ``K``, ``basis``, ``a``, ``b``, ``theta`` and ``constrain_theta`` have no effect.
+        rho (str, default "softmax"): Activation of U and V: ``"softmax"``, as in the paper. ``"sigmoid"``, ``"tanh"``
+            and ``"none"`` are the ablation of Table 18. They do not normalise, so the output grows with the number of
+            tokens.
+        singular_values (str, default "polynomial"): How Sigma is made. ``"polynomial"``: by the polynomial, as in the
+            paper. ``"one"``: Sigma = 1. ``"learned"``: one learned number per head and feature, which starts at 1. The
+            last two are the ablation of Table 6 (H_UV and H_SVD). With them, ``K``, ``basis``, ``a``, ``b``, ``theta``
+            and ``constrain_theta`` have no effect.
         init, window, sinks, far, position_bias: Options of every replacement filter, see ``ReplacingConfig``.
 
     Example:

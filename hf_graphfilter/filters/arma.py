@@ -32,10 +32,10 @@ CITATION = """@article{isufi2017arma,
 class ARMA(PowerSeries):
     """The filter ``H = A + sum_p r_p (I - b_p A)^-1``, with ``order`` poles per head and residues r that start at 0.
 
-    ``(I - b A)^-1 V`` is the limit of ``x <- b A x + V``. It is taken after ``steps`` steps, ``sum_k b^k A^k V``, so
-    the poles share the applications of ``S``. Rows of A sum to 1, hence what is cut off is at most ``|b|^(steps+1) / (1
-    - |b|)`` of V in the infinity norm; ``b = bound tanh(...)`` stays within ``bound`` < 1. A pole b > 0 lets low
-    frequencies pass, b < 0 high ones. At the start one pole is bound / 2, and several are spread evenly between -bound
+    ``(I - b A)^-1 V`` is the limit of ``x <- b A x + V``. The filter stops after ``steps`` steps, at ``sum_k b^k A^k
+    V``, so all poles share the applications of ``S``. Rows of A sum to 1, so the error is at most ``|b|^(steps+1) / (1
+    - |b|)`` of V in the infinity norm. ``b = bound tanh(...)`` keeps the poles within ``bound`` < 1. A pole b > 0 lets
+    low frequencies pass, b < 0 high ones. A single pole starts at bound / 2. Several start evenly spread between -bound
     and bound.
     """
 

@@ -53,9 +53,9 @@ class AttnScale(PerHead):
 class AttnScaleConfig(FilterConfig):
     """AttnScale: attention whose deviation from the mean over the tokens is scaled by 1 + lambda.
 
-    Attention is a mean over the tokens, which is its frequency 0, plus a rest. Of repeated attention only the mean is
-    left. AttnScale (Wang et al., ICLR 2022) scales the rest by one learned number per head, so attention can pass more
-    of the higher frequencies.
+    Attention is a mean over the tokens, which is its frequency 0, plus a rest. Repeated attention leaves only the mean.
+    AttnScale (Wang et al., ICLR 2022) scales the rest by one learned number per head, so attention can pass more of the
+    higher frequencies.
 
     The number starts at 0, so the patched model equals the original. Under a mask the mean is over the tokens that a
     query sees. There are no options.

@@ -1,4 +1,4 @@
-"""Centered attention: attention minus the rank-one part that points in the direction of all tokens.
+"""Centered attention: attention minus the rank-one part that is equal for all tokens.
 
 Source: Saada et al., "Mind the Gap: a Spectral Analysis of Rank Collapse and Signal Propagation in Attention Layers"
 (ICML 2025).
@@ -28,7 +28,7 @@ CITATION = """@inproceedings{saada2025gap,
 class Centered(PerHead):
     """The filter ``H V = A V - g mean(A V)``, with one number g per head that starts at 0.
 
-    g = 1 removes the outlier of the spectrum of A, which makes tokens alike. The mean is over the tokens that a query
+    g = 1 removes the outlier in the spectrum of A that makes tokens alike. The mean is over the tokens that a query
     sees.
     """
 

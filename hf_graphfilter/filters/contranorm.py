@@ -1,4 +1,4 @@
-"""ContraNorm: attention that pushes tokens away from those that they have become like.
+"""ContraNorm: attention that pushes similar tokens apart.
 
 Source: Guo et al., "ContraNorm: A Contrastive Learning Perspective on Oversmoothing and Beyond" (ICLR 2023).
 """
@@ -78,7 +78,7 @@ class ContraNorm(PerHead):
 @register_filter("contranorm")
 @dataclass(frozen=True)
 class ContraNormConfig(FilterConfig):
-    """ContraNorm: attention that pushes tokens away from those that they have become like.
+    """ContraNorm: attention that pushes similar tokens apart.
 
     ContraNorm (Guo et al., ICLR 2023) computes how similar the outputs of attention are, and subtracts from each token
     a mean of the tokens that resemble it. This works against over-smoothing. It costs a second matrix of tokens by

@@ -57,15 +57,15 @@ class Dex(PerHead):
 class DexConfig(FilterConfig):
     """Dex: attention minus a learned linear map of its output, per head.
 
-    The Differential Transformer subtracts a second attention matrix, for which a model is trained from scratch. Dex
-    (Kong et al., 2025) brings the difference to pretrained models: it subtracts lambda f(y) from the output y of
-    attention, where f is a learned linear map of the features of a head.
+    The Differential Transformer subtracts a second attention matrix, but it must be trained from scratch. Dex (Kong et
+    al., 2025) brings the difference to pretrained models: it subtracts lambda f(y) from the output y of attention,
+    where f is a learned linear map of the features of a head.
 
     The strength lambda is one number per head. It starts at 0, so the patched model equals the original. There are no
     options.
 
-    Departure from the paper: the paper chooses some heads. Here every head has a lambda, which says how much it takes
-    part.
+    Departure from the paper: the paper applies f to some heads only. Here every head has a lambda, which says how much
+    it takes part.
 
     Example:
         >>> DexConfig().formula

@@ -160,7 +160,7 @@ class FarField(KeepingFilter):
         return out.transpose(1, 2).to(value.dtype)
 
     def _check_order(self, causal: bool) -> None:
-        """Raise where tokens cannot become far one block after the other."""
+        """Raise if ``memory`` cannot be used: in a module that is not causal, or in an export."""
         if not causal:
             raise GraphFilterError(
                 f"{self.site_name}: far_field with memory= needs a causal module, as a memory holds earlier tokens; "
@@ -210,34 +210,37 @@ class FarFieldConfig(KeepingConfig):
     A token attends exactly to its block of ``window`` tokens, to the neighbouring block and to the first tokens. All
     tokens beyond are summarised by means of their values, one per learned feature, and enter the same softmax as one
     more key. Time and memory are linear in the number of tokens. A text of at most two blocks gets exactly the original
-    attention. Blocks count padding too: with padding on the left, a text sees up to a block fewer tokens exactly than
-    by itself.
+    attention. Padding counts as part of a block. So with padding on the left, a token may attend exactly to fewer
+    tokens than in the same text without padding, by up to one block.
 
     Right after patching, a longer text is far from the original, except with ``init="blend"``; ``linearize`` or
     ``transfer_attention`` fits it.
 
-    It follows LoLCATs (Zhang et al., ICLR 2025), and departs from it:
+    It follows LoLCATs (Zhang et al., ICLR 2025). Departures from it:
 
     - The far tokens have one score per head and query, learned from the layer's input, instead of one per token.
     - A feature is a mean of values over all far tokens, and a query chooses among features, as in AGF.
-    - It has sinks, its window moves by whole blocks, and the map of the keys has their number of heads.
-    - Encoders work: they see the blocks on both sides.
+    - It has sinks, its window moves by whole blocks, and the map of the keys is per key head.
+    - It works in encoders, where a token attends to the blocks on both sides.
 
-    With ``memory``, each key head keeps some far tokens exactly: those that the far part reproduces worst. This is the
-    sparse cache of LoLA (McDermott et al., arXiv 2505.23666), which needs no training. When a block becomes far, its
-    tokens and those kept so far are compared with the average of the means. The values that are furthest from it stay,
-    and all other tokens enter the means. LoLA compares a value with the answer to the token's own key, which found
-    fewer needles here, and it moves its window by tokens.
+    With ``memory``, each key head keeps the far tokens that the far part reproduces worst, and later tokens attend to
+    them exactly. This is the sparse cache of LoLA (McDermott et al., arXiv 2505.23666), which needs no training. When a
+    block becomes far, its tokens and the kept ones are compared with the average of the means. The values that are
+    furthest from it stay, and all other tokens enter the means. Departures from LoLA: it compares a value with the
+    answer to the token's own key, which found fewer needles (numbers hidden in long texts) here, and it moves its
+    window token by token.
 
     Args:
         window (int, default 64): Number of tokens in a block. A token attends exactly to its own block and the one
             before it, in encoders also to the one after it.
         sinks (int, default 4): Number of first tokens of the text to which all others attend exactly, at most
             ``window``.
-        far (str, default "beyond"): Only ``"beyond"``: the filter is responsible for the tokens outside these.
+        far (str, default "beyond"): Only ``"beyond"`` is possible: near tokens and sinks are left to exact attention.
         memory (int, default 0): Number of far tokens per key head to which later tokens attend exactly, at most 65,536;
-            decoders only. The filter can be fitted without it.
-        keep: Heads that keep their attention, see ``KeepingConfig``.
+            decoders only. The filter can be fitted with 0 and used with another number.
+        keep (dict or None, default None): Key heads that keep their attention to all tokens, by layer, as in
+            ``{4: [0, 2]}``; decoders only. Layers are counted as in ``patch_model(layers=)``. The cache holds the keys
+            and values of these heads. The filter can be fitted without ``keep``.
         init, position_bias: Options of every replacement filter, see ``ReplacingConfig``.
 
     Example:

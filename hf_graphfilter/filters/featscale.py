@@ -46,9 +46,9 @@ class FeatScale(PerHead):
 class FeatScaleConfig(FilterConfig):
     """FeatScale: the output of attention, with its mean over the tokens and the rest scaled per feature.
 
-    The mean over the tokens is frequency 0, which is all that is left of repeated attention. FeatScale (Wang et al.,
-    ICLR 2022) gives the mean and the rest learned weights s and t for each feature, so a layer can pass more of the
-    higher frequencies.
+    The mean over the tokens is frequency 0. Repeated attention leaves nothing else. FeatScale (Wang et al., ICLR 2022)
+    gives the mean and the rest learned weights s and t for each feature, so a layer can pass more of the higher
+    frequencies.
 
     The weights start at 0, so the patched model equals the original. Under a mask the mean is over the tokens that a
     query sees. There are no options.

@@ -71,7 +71,8 @@ class GatedConfig(FilterConfig):
     The gate is a sigmoid of a learned projection of the input of the attention module. In the paper (Qiu et al., 2025)
     it makes attention non-linear and sparse, and attention sinks disappear.
 
-    Here the gate is 2 sigmoid(X W) with W = 0 at the start. There it is 1, so the patched model equals the original.
+    Here the gate is 2 sigmoid(X W), and W starts at 0. So the gate starts at 1, and the patched model equals the
+    original.
 
     Args:
         gate (str, default "element"): How many gates a token has. ``"element"``: one per feature of each head, the

@@ -106,8 +106,8 @@ class GFSAConfig(FilterConfig):
         w_0 (float, default 0.0): Start value of the coefficient of I, the same for all heads.
         w_1 (float, default 1.0): Start value of the coefficient of A, the same for all heads.
         w_K (float, default 0.0): Start value of the coefficient of A^K, the same for all heads.
-        learn (tuple of str, default ("w_K",)): The coefficients that are trained, of ``"w_0"``, ``"w_1"`` and
-            ``"w_K"``. The others are fixed buffers. The paper learns ``w_K`` only.
+        learn (tuple of str, default ("w_K",)): The coefficients to train: any of ``"w_0"``, ``"w_1"`` and ``"w_K"``.
+            The others are fixed buffers. The paper learns ``w_K`` only.
         approximation (str, default "taylor"): How the K-th power is computed. ``"taylor"``: A + (K-1)(A^2 - A), Eq. 4
             of the paper, whose error is at most 2K in the infinity norm (Theorem 3.1). ``"none"``: the exact power,
             with K applications of A.

@@ -65,8 +65,8 @@ class KernelutionConfig(SynvolutionConfig):
     replaces attention at linear cost and has no causal form.
 
     Departures from the paper: those of ``SynvolutionConfig``, and the weight of the loss. Eq. 14 weighs the loss of the
-    task by 1 - eta and the kernel polynomial loss by eta. Divided by 1 - eta that is the task plus ``gamma_kernel``
-    times the loss, with the same minimum: ``gamma_kernel = eta / (1 - eta)``.
+    task by 1 - eta and the kernel polynomial loss by eta. Here the first has weight 1 and the second ``gamma_kernel``.
+    With ``gamma_kernel = eta / (1 - eta)``, both have the same minimum.
 
     Args:
         K (int, default 2): Order of the Chebyshev polynomial, 0 to 1000. The paper uses 2.

@@ -38,7 +38,7 @@ class LinearTransformer(FeatureMapFilter):
 
 
 def _log_map(x: Tensor) -> Tensor:
-    """Return ``log(elu(x) + 1)``: ``log(x + 1)`` of a positive x, and x of a negative one."""
+    """Return ``log(elu(x) + 1)``, which is ``log(x + 1)`` for a positive x and x itself for a negative one."""
     x = to_float32(x)
     return torch.where(x > 0, x.clamp(min=0).log1p(), x)
 

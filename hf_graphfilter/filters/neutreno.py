@@ -1,4 +1,4 @@
-"""NeuTRENO: attention plus the first layer's values, as far as a token has moved away from them.
+"""NeuTRENO: attention that keeps tokens near the values of the first layer.
 
 Source: Nguyen et al., "Mitigating Over-smoothing in Transformers via Regularized Nonlocal Functionals" (NeurIPS 2023).
 """
@@ -54,8 +54,9 @@ class NeuTRENOConfig(FromFirstLayerConfig):
     Departure from the paper: alpha is one learned number per head that starts at 0, so the patched model equals the
     original. The paper uses 0.6.
 
-    The first layer must be among the chosen layers; nothing changes in it. Models whose layers pass nothing on to each
-    other (timm) and attention within windows of an image raise a ``GraphFilterError``. There are no options.
+    The first layer must be among the chosen layers; nothing changes in it. Two cases raise a ``GraphFilterError``:
+    models whose layers exchange nothing but hidden states (timm), and attention within windows of an image. There are
+    no options.
 
     Example:
         >>> NeuTRENOConfig().formula
@@ -80,7 +81,7 @@ class NeuTRENOConfig(FromFirstLayerConfig):
 
 
 def _runs_again(site: AttentionSite) -> bool:
-    """Return whether a later layer of the stack has the same weights, so that this is not only the first one."""
+    """Return whether the stack uses this module again as a later layer, with the same weights."""
     stack, config = site.stack_module, getattr(site.module, "config", None)
     if stack is None or sum(module is site.module for _, module in stack.named_modules(remove_duplicate=False)) > 1:
         return stack is not None

@@ -62,7 +62,7 @@ class Performer(FeatureMapFilter):
 
 
 def orthogonal_directions(count: int, features: int, seed: int) -> Tensor:
-    """Draw ``count`` standard normal vectors (count, features), of which each ``features`` in a row are orthogonal."""
+    """Draw ``count`` standard normal vectors (count, features), orthogonal within blocks of ``features`` vectors."""
     generator = torch.Generator().manual_seed(seed)
     blocks = -(-count // features)
     normal = torch.randn(blocks, features, features, generator=generator, dtype=torch.float64, device="cpu")

@@ -40,8 +40,8 @@ CITATION = """@inproceedings{defferrard2016chebnet,
 class Polynomial(PowerSeries):
     """The filter ``H = sum_k theta_k T_k(A)``.
 
-    ``theta_k`` is the coefficient of A itself plus what is learned. ``theta`` (heads, K+1) is 0 at the start, so H is A
-    bit for bit in every basis.
+    ``theta_k`` is the coefficient that A itself has in the basis, plus a learned number. The learned numbers ``theta``
+    (heads, K+1) start at 0, so H is A bit for bit in every basis.
     """
 
     per_head = ("theta",)
@@ -52,7 +52,7 @@ class Polynomial(PowerSeries):
         super().__init__(config, site)
         self.steps = () if config.basis == "monomial" else recurrence(config.basis, *config.parameters)
         self.rows = monomials(config.basis, *config.parameters)
-        # float32 loses less than six of its 24 bits in powers of A, which are the faster form
+        # sums of powers of A are the faster form; up to this bound, float32 loses less than six of its 24 bits
         self.in_powers = config.basis == "bernstein" or max(sum(map(abs, row)) for row in self.rows) <= 2**5
         # the Bernstein polynomials have no recurrence of three terms: half precision sums them in another basis
         self.expansion = bernstein_in_chebyshev(config.K) if config.basis == "bernstein" else None
@@ -73,7 +73,7 @@ class Polynomial(PowerSeries):
         return self.learned.to(dtype) if self.config.basis == "monomial" else self._expanded(self.rows, dtype)
 
     def _expanded(self, rows: list[list[float]], dtype: torch.dtype) -> Tensor:
-        """Return the learned coefficients in the basis in which these rows are the T_k, (heads, K+1)."""
+        """Return the learned coefficients (heads, K+1) in the basis in which row k of ``rows`` is T_k."""
         of_other = torch.tensor(rows, dtype=dtype, device=self.theta.device)
         return (self.learned.to(dtype)[..., None] * of_other).sum(-2)  # autocast would round a product of matrices
 
@@ -99,11 +99,12 @@ class PolynomialConfig(FilterConfig):
     basis from He et al. (2021), the Jacobi basis from Wang and Zhang (ICML 2022).
 
     Departure from the papers: the filter starts as A itself in every basis, so the patched model equals the original.
-    What is learned is added to the coefficients of A.
+    The learned numbers are added to the coefficients of A.
 
     Args:
-        K (int, default 3): Order, which is the number of applications of A. 1 to 1000 in the monomial basis, at most 12
-            to 15 in the others, where terms cancel; in the Jacobi basis the limit depends on a and b.
+        K (int, default 3): Order, which is also the number of applications of A. 1 to 1000 in the monomial basis. In
+            the other bases terms cancel, so K is at most 15 (Legendre), 14 (Chebyshev) or 12 (Bernstein). In the Jacobi
+            basis the limit depends on a and b.
         basis (str, default "chebyshev"): The polynomials T_k: ``"monomial"``, ``"chebyshev"``, ``"legendre"``,
             ``"jacobi"`` or ``"bernstein"``.
         a (float or None, default None): First parameter of the Jacobi basis; ``None`` is 1. No other basis has it.

@@ -30,9 +30,10 @@ CITATION = """@inproceedings{gasteiger2019diffusion,
 class Diffusion(PowerSeries):
     """The filter ``H = (1 - g) A + g sum_{k<=K} c_k A^k``, with a gate g per head that starts at 0.
 
-    ``c_k = alpha (1 - alpha)^k`` is PageRank: ``alpha (I - (1 - alpha) A)^-1``, cut off with an error of at most ``(1 -
-    alpha)^(K+1)`` in the infinity norm. ``c_k = e^-t t^k / k!`` is heat diffusion. alpha or t is learned per head too,
-    from the option's value on: ``rate`` is added to its logit or logarithm. There are K applications of ``S``.
+    ``c_k = alpha (1 - alpha)^k`` is PageRank, ``alpha (I - (1 - alpha) A)^-1``. The error of the cut-off at K is at
+    most ``(1 - alpha)^(K+1)`` in the infinity norm. ``c_k = e^-t t^k / k!`` is heat diffusion. alpha or t is learned
+    per head too: ``rate``, which starts at 0, is added to the logit or logarithm of the option's value. There are K
+    applications of ``S``.
     """
 
     per_head = ("g", "rate")

@@ -31,10 +31,10 @@ CITATION = """@inproceedings{wu2023singularformer,
 class Singularformer(ReplacingFilter):
     """The filter ``alpha softmax((alpha^ Q)(alpha^ K)^T / sqrt(d)) alpha^ value``, for encoders.
 
-    It takes O(n r d) time and O(n (r + d)) memory. ``alpha = softmax over r of X W + b`` spreads r pseudo tokens over
-    the tokens, and ``alpha^ = softmax over tokens`` of the same makes them. The child ``alpha`` holds W and b, shared
-    by the heads (Eq. 14). Q, K and value are those of the pretrained projections: pooling after projecting equals
-    projecting after pooling, also with biases, since the rows of ``alpha^`` sum to 1.
+    It takes O(n r d) time and O(n (r + d)) memory. ``alpha^``, the softmax of ``X W + b`` over the tokens, makes r
+    pseudo tokens. ``alpha``, the softmax of the same scores over r, spreads them over the tokens again. The child
+    ``alpha`` holds W and b, which the heads share (Eq. 14). Q, K and value come from the pretrained projections:
+    pooling after projecting equals projecting after pooling, also with biases, since the rows of ``alpha^`` sum to 1.
 
     A pseudo token is made of all tokens, so there is no causal form.
     """
@@ -103,7 +103,7 @@ class SingularformerConfig(ReplacingConfig):
 
     Args:
         r (int or None, default None): Number of pseudo tokens, 1 to 65536. ``None`` is the number of features per head,
-            as in the paper. It may exceed the number of tokens and the hidden size, but more than these only add cost.
+            as in the paper. It may exceed the number of tokens and the hidden size, but that only adds cost.
         temperature (float, default 1.0): Divisor of the scores before both softmaxes, > 0. Smaller values make sharper
             pseudo tokens.
         residual (bool, default False): Add the scores of the layer before, as Realformer does (text after Eq. 14). All

@@ -33,11 +33,11 @@ class Synvolution(ReplacingFilter):
     """The real form of ``z = Phi^-1 [exp(i Lambda) * (Phi value)]``, in O(n d) time and memory, for encoders.
 
     ``Phi`` is unitary, of full rank and dense: a product of Givens rotations of neighbouring tokens (Eq. 7). The child
-    ``spectrum`` makes their angles and the eigenvalues Lambda from the module's input. Query and key are not used. D of
-    Eq. 7 meets its inverse, so it is left out.
+    ``spectrum`` makes their angles and the eigenvalues Lambda from the module's input. Query and key are not used. The
+    phase D of Eq. 7 is left out, because it cancels with its inverse.
 
     The real form is ``zeta Re z + (1 - zeta) Im z`` with one zeta per head that starts at 1. The authors clamp it to
-    [0, 1], and beyond a bound its gradient is lost. Here a step out of the interval is reflected into it.
+    [0, 1], so its gradient is lost outside. Here a zeta outside the interval is reflected into it.
 
     Every token reaches every other, so there is no causal form.
     """
@@ -75,7 +75,7 @@ class Synvolution(ReplacingFilter):
         return {**by_name, **{f"w_{k}": w[..., k].reshape(-1) for k in range(w.shape[-1])}}
 
     def response(self, eigenvalues: Tensor) -> Tensor:
-        """Return the argument of the filter at the eigenvalues (batch, sets, tokens), in radians."""
+        """Return the phase that the filter gives each eigenvalue (batch, sets, tokens), in radians."""
         return eigenvalues
 
     def filtered(self, shift: AttentionShift, value: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class SynvolutionConfig(ReplacingConfig):
 
     Departures from the paper and its code:
 
-    - The phase D of Eq. 7 is left out, because it meets its inverse.
+    - The phase D of Eq. 7 is left out, because it cancels with its inverse.
     - zeta is reflected into [0, 1] instead of clamped, so its gradient is never lost.
     - Padding takes part in no rotation.
 

@@ -49,8 +49,8 @@ class ValueResidualConfig(FromFirstLayerConfig):
     The numbers l_1 and l_2, per head, start at 0, so the patched model equals the original. Heads that share keys and
     values use the mean of their numbers.
 
-    The first layer must be among the chosen layers. Models whose layers pass nothing on to each other (timm) and
-    attention within windows of an image raise a ``GraphFilterError``. There are no options.
+    The first layer must be among the chosen layers. Two cases raise a ``GraphFilterError``: models whose layers
+    exchange nothing but hidden states (timm), and attention within windows of an image. There are no options.
 
     Example:
         >>> ValueResidualConfig().formula

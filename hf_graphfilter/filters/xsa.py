@@ -38,7 +38,7 @@ class XSA(PerHead):
         """Filter ``value`` (batch, key heads, key tokens, features) to (batch, heads, query tokens, features)."""
         out, own = shift(value), shift.identity(value)
         wide = own.float() if own.element_size() < 4 else own
-        # v . v of a large v is out of range; of v divided by a number the same comes out
+        # v . v may overflow, so v is first divided by its largest entry, which does not change the result
         unit = wide / wide.detach().abs().amax(-1, keepdim=True).clamp(min=1e-6)
         share = (out.to(wide.dtype) * unit).sum(-1, keepdim=True) / unit.square().sum(-1, keepdim=True).clamp(min=1)
         return combine([(torch.ones_like(self.alpha), out), (-self.alpha, (share * unit).to(out.dtype))])

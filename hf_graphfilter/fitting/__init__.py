@@ -1,4 +1,4 @@
-"""Fitting filters to the attention that they replace: attention transfer, and whole models to linear time."""
+"""Fitting filters to the attention that they replace: attention transfer, and the linearization of whole models."""
 
 from .data import text_batches
 from .head_choice import choose_heads

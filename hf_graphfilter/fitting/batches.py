@@ -1,4 +1,4 @@
-"""The batches of a fit: those to measure on, and the others again and again."""
+"""The batches of a fit: held-out ones to measure on, and the others, which are repeated."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Batches:
     """The batches of a fit, as inputs of the model, on its device.
 
     Args:
-        model: what reads them.
+        model: the model that reads the batches.
         data: mappings of model inputs, or tensors, the model's main input.
-        holdout: how many of ``data`` to measure on, or other batches for that.
-        labels: whether the model is given labels too.
+        holdout: number of batches to take from ``data`` and measure on, or the batches to measure on.
+        labels: whether the model receives labels too.
 
     Attributes:
         held: the batches to measure on.
@@ -63,20 +63,21 @@ class Batches:
                 "smaller holdout"
             )
         self._data, self._to_inputs = data, to_inputs
-        self._once = iter(data) is data  # an iterator gives each batch once: later stages go on where it is
+        self._once = iter(data) is data  # an iterator gives each batch once: later stages resume where it stands
         self._skip = 0 if self._once else count
         self._rest: Iterator[Batch] | None = None
 
     def stream(self) -> Iterator[Batch]:
-        """Return the batches for one stage, again and again; those of an iterator come once, in all stages together.
+        """Return an iterator over the batches for one stage, which repeats them.
 
-        Several processes share them.
+        If ``data`` is an iterator, each batch comes only once in all stages together. Several processes share the
+        batches.
         """
         if not self._once:
             return self._repeated()
         if self._rest is None:
             rest = self._repeated()
-            self._rest = chain([next(rest)], rest)  # or the error that there is none
+            self._rest = chain([next(rest)], rest)  # raises here if there is none
         return self._rest
 
     def _repeated(self) -> Iterator[Batch]:
@@ -90,16 +91,16 @@ class Batches:
 
 
 def split_holdout(data: Iterable[Any], holdout: int | Iterable[Any]) -> tuple[Iterable[Any], int | Iterable[Any]]:
-    """Split the rows of a ``DataLoader`` that shuffles into data and what to measure on; leave all else as it is.
+    """Split the rows of a ``DataLoader`` that shuffles into training and held-out batches; return other data unchanged.
 
-    The first batches of one pass of such a loader would come again, among all others, in the next.
+    The first batches of such a loader cannot be held out: their rows would come again in its next pass.
 
     Raises:
-        GraphFilterError: its sampler does not say which rows it draws from, or there are too few rows.
+        GraphFilterError: the sampler does not say which rows it draws from, or there are too few rows.
     """
     if not isinstance(holdout, int) or not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset):
         return data, holdout
-    batched = data.batch_sampler  # accelerate's loaders tell no other sampler
+    batched = data.batch_sampler  # accelerate's loaders have no other sampler
     plain = data if batched is None else batched if type(batched) is BatchSampler else None
     if plain is not None and isinstance(plain.sampler, SequentialSampler):
         return data, holdout
@@ -121,7 +122,7 @@ def split_holdout(data: Iterable[Any], holdout: int | Iterable[Any]) -> tuple[It
 
 
 def _rows_of(sampler: Sampler[int] | Any, dataset: Any) -> Sequence[int] | None:
-    """Return what a sampler draws from; None for one that goes by weights, or by another rule."""
+    """Return the rows that a sampler draws from; None for a sampler with weights or another rule."""
     if isinstance(sampler, SubsetRandomSampler):
         return sampler.indices
     whole = isinstance(sampler, (SequentialSampler, RandomSampler, DistributedSampler, LengthGroupedSampler))
@@ -129,10 +130,10 @@ def _rows_of(sampler: Sampler[int] | Any, dataset: Any) -> Sequence[int] | None:
 
 
 def inputs_of(model: nn.Module, batch: Any, labels: bool) -> Batch:
-    """Return what of a batch the model is given, on its device."""
+    """Return the entries of a batch that the model receives, on its device."""
     batch = to_device(batch, device_of(model))
     if isinstance(batch, Tensor):
-        first = next(iter(inspect.signature(model.forward).parameters))  # of timm and PyTorch
+        first = next(iter(inspect.signature(model.forward).parameters))  # for models of timm and PyTorch
         batch = {getattr(model, "main_input_name", first): batch}
     inputs = {name: x for name, x in batch.items() if labels or name not in LABELS}
     if "labels" in batch and "labels" not in inputs:
@@ -145,7 +146,7 @@ def inputs_of(model: nn.Module, batch: Any, labels: bool) -> Batch:
 
 
 def _read_by_decoder(model: nn.Module, inputs: Batch, labels: Any) -> Batch:
-    """Return what an encoder-decoder's decoder reads, made from labels, where the batch holds nothing else for it."""
+    """Make the inputs of a decoder from the labels, if the batch holds no others; return the entries to add."""
     config = getattr(model, "config", None)
     has_inputs = any(name.startswith("decoder_input") for name in inputs)
     if has_inputs or not isinstance(labels, Tensor) or not getattr(config, "is_encoder_decoder", False):
@@ -158,7 +159,7 @@ def _read_by_decoder(model: nn.Module, inputs: Batch, labels: Any) -> Batch:
     labels = labels.to(device_of(model))
     if shift is not None:
         tokens = shift(labels=labels)
-    else:  # Whisper and other models of speech, which shift labels in a function of their file
+    else:  # speech models (Whisper ...) have no such method, so their labels are shifted here
         tokens = torch.cat([labels.new_full((len(labels), 1), start), labels[:, :-1]], 1)
         tokens = tokens.masked_fill(tokens == -100, config.pad_token_id)  # type: ignore[union-attr]
     made = {"decoder_input_ids": tokens, "decoder_attention_mask": (labels != -100).long()}

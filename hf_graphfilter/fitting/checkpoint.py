@@ -21,23 +21,23 @@ from .objectives import Batch
 from .processes import total
 
 STATE_FILE, LOCK = "transfer.safetensors", ".lock"
-INPUTS = ("inputs-train", "inputs-held")  # folders of what a fit in blocks reads
-EARLIER_FILE = "transfer.json"  # in which earlier code kept what is not a tensor
-# of what is written beside the tensors
+INPUTS = ("inputs-train", "inputs-held")  # folders with the stored inputs of a fit in blocks
+EARLIER_FILE = "transfer.json"  # earlier versions kept everything but the tensors here
+# types of the values that are written beside the tensors
 NEEDED = {"settings": dict[str, Any], "stage": str, "finished": list[str], "step": int, "earlier_steps": int}
 NEEDED |= {"best": float, "stale": int, "history": list[list[float]], "before": dict[str, float]}
 LATER = {"used": int, "before_it": int, "stopped": str}  # the first release wrote none of these
 
 
 class Checkpoint:
-    """The parameters, moments and counters of a fit in one file of safetensors, replaced when the next one is whole."""
+    """The parameters, moments and counters of a fit, in one safetensors file that is replaced as a whole."""
 
     def __init__(self, directory: str | os.PathLike[str], settings: dict[str, Any]):
         self.directory, self.settings = Path(directory), settings
         self.finished: list[str] = []
 
     def write(self, stage: str, finished: bool, progress: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Replace what was written before; an interruption leaves that as it was."""
+        """Replace the file; after an interruption the earlier file is intact."""
         if finished:
             self.finished.append(stage)
         if not is_first_process():
@@ -47,7 +47,7 @@ class Checkpoint:
         (self.directory / EARLIER_FILE).unlink(missing_ok=True)
 
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """Return what was written, with the stages that are finished in ``finished``; None if nothing whole was."""
+        """Return the progress and the tensors, or None without an intact file; set ``finished`` to the ended stages."""
         try:
             found = self._read()
         except DamagedFileError as error:
@@ -72,7 +72,7 @@ class Checkpoint:
         pairs = progress["history"]
         if not all(map(is_number, counted)) or not pairs or any(len(pair) != 2 for pair in pairs):
             raise DamagedFileError(f"{file} is damaged: it counts {shown(progress)}")
-        # AdamW counts the steps too: of two files, each may be of another step
+        # AdamW counts the steps too: earlier versions wrote two files, which may be of different steps
         moments = [t for name, t in tensors.items() if name.startswith("step.") and t.numel()]
         if max((t.max().item() for t in moments), default=0) != progress["step"]:
             raise DamagedFileError(f"{file} is damaged: it is not of the step of its tensors")
@@ -80,8 +80,8 @@ class Checkpoint:
 
 
 def check_same(earlier: dict[str, Any], now: dict[str, Any], directory: Path) -> None:
-    """Raise if the settings of earlier progress, of which older code wrote less, are not those of this fit."""
-    before, now = ({"blocks": 1, **settings} for settings in (earlier, now))  # which only several are written as
+    """Raise an error if earlier progress has other settings than this fit; old versions recorded fewer settings."""
+    before, now = ({"blocks": 1, **settings} for settings in (earlier, now))  # written only if there are several blocks
     if changed := [name for name, value in before.items() if value != now.get(name)]:
         raise GraphFilterError(
             f"{directory} holds the progress of another transfer ({', '.join(changed)} differ): "
@@ -91,10 +91,10 @@ def check_same(earlier: dict[str, Any], now: dict[str, Any], directory: Path) ->
 
 @contextlib.contextmanager
 def exclusive(directory: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Keep other calls out of a directory of progress; the processes of one call share it.
+    """Lock a directory of progress against other calls; the processes of one call share the lock.
 
     Raises:
-        GraphFilterError: another call is at work there; in all processes.
+        GraphFilterError: another call uses the directory. The error is raised in all processes.
     """
     with contextlib.ExitStack() as held:
         problem: Exception | None = None
@@ -114,7 +114,7 @@ def is_kept(directory: Path) -> bool:
 
 
 def remove(directory: Path) -> None:
-    """Remove the progress of an interrupted fit, and no other file that lies there."""
+    """Remove the files of an interrupted fit from a directory, and leave other files there."""
     for place in (*directory.glob("*/"), directory):  # a folder for each stage
         inputs = place.glob("*") if place.name in INPUTS else ()
         names = STATE_FILE, EARLIER_FILE, LOCK
@@ -125,20 +125,20 @@ def remove(directory: Path) -> None:
 
 
 def marked(values: Iterable[Any]) -> str:
-    """Return a hash of some numbers of each tensor, which identifies a model or batches."""
+    """Return a hash of a few numbers of each tensor; it identifies a model or batches."""
     found = hashlib.sha256()
     for x in values:
         if isinstance(x, Tensor):
             try:
                 numbers = x.detach().flatten()[:: max(1, x.numel() // 16)].tolist()
-            except NotImplementedError:  # of quantized tensors that cannot be read like others
+            except NotImplementedError:  # some quantized tensors cannot be read like others
                 numbers = []
             found.update(repr((x.dtype, x.shape, numbers)).encode())
     return found.hexdigest()
 
 
 def fitted_to(model: nn.Module, held: list[Batch]) -> dict[str, str]:
-    """Return settings that identify the weights besides the filters', and the batches that are measured on."""
+    """Return settings that identify the weights outside the filters, and the held-out batches."""
     weights = (
         _fetch(model, name) if x.is_meta else x for name, x in model.state_dict().items() if f".{CHILD}." not in name
     )

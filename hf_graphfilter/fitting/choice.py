@@ -1,4 +1,4 @@
-"""Choose the layers that keep their attention: those whose restored attention gains most."""
+"""Choose the layers that keep their attention: those where restoring it lowers the loss most."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ..patching.layers import Layers, parse_layers, select_sites
 from ..patching.patch import patch_model, unpatch_model
 
 Choose = Literal["text", "retrieval", "both"]
-Losses = Sequence[float]  # of text, of retrieval, or of both
+Losses = Sequence[float]  # one loss (of text or retrieval), or both
 
 GREEDY = 3  # layers that are chosen one by one
 _AUTO = re.compile(r"auto:(\d+(?:\.\d+)?)%")
 
 
 def parse_share(layers: Any) -> float | None:
-    """Return the share of layers that ``"auto:75%"`` linearizes; None for what ``patch_model`` reads itself.
+    """Return the share of layers that ``"auto:75%"`` linearizes; None for the forms that ``patch_model`` reads.
 
     Raises:
-        GraphFilterError: a text that is neither a share nor one of ``patch_model``'s.
+        GraphFilterError: the text is neither a share nor a form that ``patch_model`` reads.
     """
     if not isinstance(layers, str):
         return None
@@ -43,7 +43,7 @@ def parse_share(layers: Any) -> float | None:
 
 
 def check_choose(choose: Any, share: float | None) -> None:
-    """Raise if ``choose`` is no way to choose layers, or if no layers are to be chosen."""
+    """Raise an error if ``choose`` is unknown, or is given although no layers are to be chosen."""
     if choose is not None and choose not in get_args(Choose):
         raise GraphFilterError(f"choose={shown(choose)}: use {', '.join(map(repr, get_args(Choose)))} or None")
     if choose is not None and share is None:
@@ -51,14 +51,15 @@ def check_choose(choose: Any, share: float | None) -> None:
 
 
 def count_kept(share: float, modules: int) -> int:
-    """Return how many modules keep their attention where a share of them, and at least one, is linearized."""
+    """Return how many modules keep their attention if a share of them (at least one) is linearized."""
     return modules - max(1, round(share * modules))
 
 
 def leave_sliding_windows(model: nn.Module, stack: str | None) -> Layers:
-    """Return all layers but those that see a sliding window: these are linear in time already.
+    """Return the choice of all layers without a sliding window, since a sliding window is linear in time already.
 
-    A warning says which are left. A model that has no others gets them all, and ``patch_model`` says why it cannot.
+    A warning names the layers that are left out. If all or no layers have such a window, return None (all layers); in
+    the first case ``patch_model`` then raises an error.
     """
     found, _ = host_of(model).find(model)
     sites = select_sites(found, None, stack) if found else []
@@ -76,20 +77,20 @@ def leave_sliding_windows(model: nn.Module, stack: str | None) -> Layers:
 def restore(
     names: Sequence[str], count: int, measure: Callable[[list[list[str]]], list[Losses]]
 ) -> tuple[list[str], dict[str, float]]:
-    """Choose the modules that get their attention back, by what the loss of the whole model gains.
+    """Choose the modules that get their attention back: those that lower the loss of the whole model most.
 
-    The first three are chosen one by one, each with the attention of those before it restored. The others follow by the
-    rank of one more measurement.
+    The first three are chosen one by one; each is measured with the attention of the earlier ones restored. One more
+    measurement ranks the remaining modules, and the best of them follow.
 
     Args:
-        names: of all modules, which are filters.
-        count: how many to choose.
-        measure: returns, for each list of modules, the losses of the model with the attention of these restored. Where
-            it gives two losses, the gains in each are divided by their standard deviation, and added.
+        names: the names of all modules, which have filters.
+        count: number of modules to choose.
+        measure: a function that returns the losses of the model for each list of modules whose attention is restored.
+            If there are two losses, the gains in each are divided by their standard deviation and added.
 
     Returns:
-        The chosen modules, the best first, and the gain of each module: of a chosen one when it was chosen, of the
-        others in the last measurement. A module whose restored attention gives NaN gains minus infinity.
+        The chosen modules, the best first, and the gain of each module. The gain of a chosen module is that at the time
+        of the choice; the gain of another is from the last measurement. It is minus infinity if a loss is NaN.
     """
     chosen: list[str] = []
     gains: dict[str, float] = {}
@@ -107,7 +108,7 @@ def restore(
 
 
 def _gains(before: Losses, losses: list[Losses]) -> list[float]:
-    """Return what each of ``losses`` is below ``before``; of several kinds, the sum at equal spread."""
+    """Return how far each of ``losses`` lies below ``before``; two kinds are scaled to equal spread and added."""
     gains = [0.0] * len(losses)
     for start, column in zip(before, zip(*losses, strict=True), strict=True):
         finite = [loss for loss in column if math.isfinite(loss)]

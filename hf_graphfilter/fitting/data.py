@@ -37,11 +37,12 @@ def text_batches(
         packed: whether to join all texts, with the tokenizer's end of text between them, and cut windows of exactly
             ``length`` tokens, as decoders are trained. Otherwise texts of similar length form a padded batch.
         seed: determines the order.
-        at_most: number of tokens after which no more texts are read: those that the budget and the held-out batches
-            take. The default reads all texts.
+        at_most: number of tokens after which no more texts are read, such as the budget plus the tokens of the
+            held-out batches. The default reads all texts.
 
     Raises:
-        GraphFilterError: there is no text, or not one window of it; a text is no string; the tokenizer knows no words.
+        GraphFilterError: there is no text, or too little for one window; an element of ``texts`` is no string; or the
+            tokenizer knows no words.
 
     Example:
         >>> from hf_graphfilter.demo import load_snippets, pretrained_path
@@ -108,7 +109,7 @@ def _checked(texts: Iterable[Any]) -> Iterator[str]:
 
 
 def _read(texts: Iterable[list[int]], at_most: int | None) -> Iterator[list[int]]:
-    """Yield encoded texts until they have ``at_most`` tokens together; the text after that is never asked for."""
+    """Yield encoded texts until they have ``at_most`` tokens in total; no further text is read."""
     read = 0
     for ids in texts:
         yield ids

@@ -29,9 +29,9 @@ class Fit:
 
     Args:
         model: a patched model.
-        batches: what to fit to and to measure on.
+        batches: the batches to fit to, and the held-out ones to measure on.
         rates: learning rates.
-        settings: what else determines the result; a checkpoint of other settings is refused.
+        settings: all other values that determine the result; a checkpoint with other settings raises an error.
         checkpoint: a directory that keeps the progress.
         progress: whether bars are shown.
         eval_every: steps between two measurements.
@@ -68,7 +68,7 @@ class Fit:
         return only_filters(self.model, self.modules)
 
     def exclusive(self) -> AbstractContextManager[None]:
-        """Keep other calls out of the directory of progress."""
+        """Lock the directory of progress against other calls."""
         return exclusive(self.checkpoint)
 
     def errors(self) -> dict[str, float]:
@@ -76,11 +76,11 @@ class Fit:
         return filter_errors(self.model, self.modules, self.batches.held)
 
     def original(self) -> Original:
-        """Return what computes the model's outputs with attention where the filters are."""
+        """Return a function that computes the model's outputs with attention in place of the filters."""
         return original_of(self.model, self.modules)
 
     def check_outputs(self, original: Original, distance: str) -> None:
-        """Raise if the model's outputs cannot be compared by ``distance``, before any long work."""
+        """Raise an error before long work if ``distance`` cannot compare the model's outputs."""
         with torch.no_grad():
             fit_end_to_end(self.model, original, distance, self.batches.held[0])
 
@@ -95,7 +95,7 @@ class Fit:
         self.fit_loss(name, budget, partial(fit_end_to_end, self.model, original, distance))
 
     def fit_loss(self, name: str, budget: int, step: Step) -> None:
-        """Minimise the loss of the whole model whose gradients ``step`` forms."""
+        """Minimise a loss of the whole model; ``step`` computes its gradients."""
         groups: list[Group] = self.rates.groups(self.modules, regression=False)
         if self.weights:
             groups.append((self.weights, self.rates.weights))

@@ -1,4 +1,4 @@
-"""Choose the heads that keep their attention: those that look at one far token where something must be retrieved."""
+"""Choose the heads that keep their attention: those that attend to one far token in a retrieval task."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHARE = re.compile(r"(\d+(?:\.\d+)?)%")
 
 
 def parse_heads(keep: Any) -> float | None:
-    """Return the share of heads that ``"20%"`` keeps; None for what the filter reads itself."""
+    """Return the share of heads that ``"20%"`` keeps; None for values that the filter reads itself."""
     if not isinstance(keep, str):
         return None
     found = _SHARE.fullmatch(keep)
@@ -37,13 +37,13 @@ def parse_heads(keep: Any) -> float | None:
 
 
 def check_heads(config: ReplacingConfig, heads: float | None, layers: float | None) -> None:
-    """Raise if both a share of the layers and heads are to keep their attention."""
+    """Raise an error if both layers and heads are to be chosen to keep their attention."""
     if layers is not None and (heads is not None or getattr(config, "keep", None)):
         raise GraphFilterError("layers='auto:75%' and keep= both choose what keeps its attention: give one of them")
 
 
 class _FarPeaks(Reader):
-    """A reader that sums the most attention that answers give to one far token, per key head."""
+    """A reader that sums, per key head, the largest attention weight that each answer gives to a far token."""
 
     def __init__(self, answers: Tensor, reach: int, sinks: int):
         at = torch.arange(len(answers))
@@ -62,15 +62,15 @@ class _FarPeaks(Reader):
 
 
 def score_heads(model: nn.Module, probes: Iterable[Batch], *, reach: int, sinks: int = 4) -> dict[int, list[float]]:
-    """Return how much attention each key head gives to one far token where a probe asks for an answer.
+    """Return how much attention each key head gives to a single far token at the answers of retrieval probes.
 
-    Attention that is spread over many far tokens does not count: the far part of a filter can replace it.
+    Attention spread over many far tokens does not count, since the far part of a filter can replace it.
 
     Args:
         model: a decoder, with or without filters, whose self-attention is all in one stack.
         probes: batches of token ids with labels, which are -100 except for the answers.
-        reach: number of tokens before each token that are near.
-        sinks: number of first tokens that are not far.
+        reach: number of preceding tokens that count as near.
+        sinks: number of tokens at the start of the text that do not count as far.
 
     Returns:
         For each layer, the largest weight of a far token in each of its key heads: the mean over its query heads,
@@ -96,21 +96,23 @@ def choose_heads(
     layers: Layers = None,
     stack: Literal["encoder", "decoder"] | None = None,
 ) -> Keep:
-    """Return the key heads of a decoder that ``keep=`` of ``far_field`` should keep, without training.
+    """Return the key heads of a decoder that ``keep=`` of ``far_field`` should keep; nothing is trained.
 
-    The heads are ranked by the most attention that they give, in retrieval probes, to one token beyond the near ones.
-    At least one head per layer is left to the filter.
+    The heads are ranked by the attention that they give to a single far token in retrieval probes. At least one head
+    per layer is left to the filter.
 
     Args:
         model: a decoder, with or without filters. It is left as it was.
-        held: batches of texts, of whose token ids the probes are made.
-        share: how much of all key heads to keep, such as 0.2 or ``"20%"``.
-        config: of the filter, whose window and sinks say which tokens are far; None for the default of ``far_field``.
+        held: batches of texts; the probes are made of their token ids.
+        share: share of all key heads to keep, such as 0.2 or ``"20%"``.
+        config: the config of the filter; its window and sinks determine which tokens are far. None stands for the
+            config that ``far_field`` has in ``linearize``.
         layers: layers that get the filter, as in ``patch_model``; by default all but those with a sliding window.
-        stack: the same.
+        stack: the stack that gets the filter, as in ``patch_model``.
 
     Raises:
-        GraphFilterError: the model is no decoder of one stack, the batches give no probes, or there are fewer heads.
+        GraphFilterError: the model is no decoder with one stack, no probes can be made of the batches, or ``share``
+            leaves no head for the filter in some layer.
     """
     if not isinstance(share, str) and not is_number(share):
         raise GraphFilterError(f"share must be a number such as 0.2, or text such as '20%', got {shown(share)}")

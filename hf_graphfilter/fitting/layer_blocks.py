@@ -29,14 +29,14 @@ from .transfer_report import TransferReport, mean
 
 
 class _End(Exception):
-    """The last layer of a block has run."""
+    """A signal that the last layer of a block has run; it ends the forward pass."""
 
 
 def find_stack(model: nn.Module, names: Iterable[str]) -> tuple[list[nn.Module], dict[str, int]]:
-    """Return the layers of which these modules are parts, and the number of the layer of each.
+    """Return the layers of the stack that holds these modules, and the number of each module's layer.
 
     Raises:
-        GraphFilterError: they are in several stacks, or in none.
+        GraphFilterError: the modules are in several stacks, or in none.
     """
     stacks, numbers = set(), {}
     for name in names:
@@ -58,15 +58,15 @@ def find_stack(model: nn.Module, names: Iterable[str]) -> tuple[list[nn.Module],
 
 
 class Block:
-    """Consecutive layers of a model, as a function of its inputs and of the hidden states before the first of them.
+    """Consecutive layers of a model, as a function of the model's inputs and the hidden states before these layers.
 
-    The layers before are passed by and those behind are not reached; the model itself makes masks and positions.
+    Earlier layers are skipped, and later ones are not run. The model itself makes masks and positions.
 
     Args:
         model: the whole model.
         layers: all of its layers.
         first, end: the range of this block's layers.
-        in_tuples: of each layer, whether it returns its hidden states within a tuple.
+        in_tuples: whether each layer returns its hidden states in a tuple.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], first: int, end: int, in_tuples: list[bool]):
@@ -74,7 +74,7 @@ class Block:
         self.first, self.end = first, end
 
     def __call__(self, **batch: Any) -> Tensor:
-        """Return the hidden states behind the last layer."""
+        """Return the hidden states after the last layer of the block."""
         hidden: Tensor | None = batch.pop(INPUT, None)
         found: list[Tensor] = []
 
@@ -97,7 +97,7 @@ class Block:
 
     @contextlib.contextmanager
     def resident(self) -> Iterator[None]:
-        """Keep the weights of the layers on the device where accelerate would fetch them for each forward pass."""
+        """Load offloaded weights of these layers once, where accelerate would fetch them for each forward pass."""
         held = []
         for layer in self.layers[self.first : self.end]:
             for module in layer.modules():
@@ -125,7 +125,7 @@ def _pass_by(in_tuple: bool, *inputs: Any, **named: Any) -> Any:
 
 @contextlib.contextmanager
 def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a module compute something else; accelerate, too, sets the forward of the instance."""
+    """Replace the forward of a module inside the ``with`` block, then restore it (accelerate may have set one, too)."""
     own = vars(module)
     before = own.get("forward")
     own["forward"] = forward
@@ -139,7 +139,7 @@ def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 def returns_tuples(model: nn.Module, layers: Sequence[nn.Module], batch: Batch) -> list[bool]:
-    """Return of each layer whether it returns a tuple; runs the model."""
+    """Run the model, and return for each layer whether its output is a tuple."""
     found: dict[int, bool] = {}
 
     def note(number: int, layer: nn.Module, inputs: Any, output: Any) -> None:
@@ -157,7 +157,7 @@ def fit_in_blocks(fit: Linearization, budget: int, count: int) -> None:
 
     Args:
         fit: the linearization.
-        budget: number of tokens, the same ones for each block.
+        budget: number of tokens; each block reads the same ones.
         count: number of blocks.
 
     Raises:
@@ -218,7 +218,7 @@ def _mean_error(block: Block, modules: dict[str, GraphFilter], held: Inputs, num
 
 
 def _join(reports: list[tuple[TransferReport, int]]) -> TransferReport:
-    """Return one report of all blocks, each with its number of layers: the measurements that all of them made."""
+    """Join the reports of the blocks, weighted by their numbers of filters; keep the measurements that all made."""
     joined = copy.copy(reports[-1][0])
     joined.steps = max(report.steps for report, _ in reports)
     joined.stopped = next((r.stopped for r, _ in reports if r.stopped != joined.stopped), joined.stopped)

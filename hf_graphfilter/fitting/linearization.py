@@ -30,7 +30,7 @@ from .settings import check_choices, read_config, read_rates, read_shares, split
 from .stages import Linearization
 from .weights import Train, check_trainable, recomputed, trained
 
-SHORT = 512  # tokens, up to which softmax attention is fast
+SHORT = 512  # number of tokens up to which softmax attention is fast
 
 
 def linearize(
@@ -62,47 +62,49 @@ def linearize(
     Args:
         model: a pretrained transformers model that is not patched, or a ``SentenceTransformer`` around one, in any
             precision, on any device.
-        data: batches: mappings of model inputs, or tensors, the model's main input. They are read again when they end,
-            except those of an iterator. For one budget, many small batches fit better than few large ones.
-        filter: a replacement filter, by name or as a config. By name it gets the options that fit pretrained attention
-            best, ``FilterConfig.for_conversion``, with ``options`` on top.
+        data: batches: mappings of model inputs, or tensors that are the model's main input. They are repeated when they
+            end, unless ``data`` is an iterator. For the same budget, many small batches fit better than few large ones.
+        filter: a replacement filter, by name or as a config. A name stands for the options that fit pretrained
+            attention best (``FilterConfig.for_conversion``); ``options`` override them.
         budget: number of tokens of all stages together, without padding; for images, the tokens that attention sees.
         stages: shares of the budget, in order. ``"attention"`` fits each layer to its original attention;
             ``"hidden"`` the hidden states of all layers; ``"logits"`` the output distribution (Kullback-Leibler
             divergence from the original's); ``"task"`` minimises the model's own loss on batches with labels. The
-            default is 0.7 of ``"attention"`` and 0.3 of ``"logits"``, or of ``"hidden"`` for a model without logits.
+            default is 0.7 for ``"attention"`` and 0.3 for ``"logits"`` (``"hidden"`` for a model without logits).
         train: what the stages after ``"attention"`` train: the ``"filters"``; ``"lora"``, the filters and low-rank
             adapters of the attention's projections, which are merged into the weights at the end (rounded, if the model
             is in half precision); or ``"all"`` weights.
         layers: which layers are linearized, as in ``patch_model``. The default is all but those that see a sliding
-            window, which are linear already: a warning names them. ``"auto:75%"`` makes these layers filters, and gives
-            a quarter of them their attention back after the first stage: those where that lowers the loss most.
+            window, which are linear already: a warning names them. With ``"auto:75%"`` all these layers get filters at
+            first. After the first stage a quarter of them get their attention back: those where that lowers the loss
+            most.
         choose: the loss that ``layers="auto:..."`` lowers. ``"text"``: the distance from the original's outputs on at
             most two held-out batches. ``"retrieval"``: the negative log-likelihood of the answers in six probes
             (dictionaries, pass keys, copying). The probes are made of the token ids of the held-out batches, and have
             at most 384 tokens, or four windows. ``"both"``: the gains in the two at equal spread, added. None means
             ``"both"`` for a decoder that predicts the next token, if its held-out batches are text with at least 32
-            different ids, and ``"text"`` otherwise. Each of the first three chosen layers costs one forward pass per
-            layer over these batches, and all others together cost one more.
-        stack: which stack of an encoder-decoder, as in ``patch_model``.
-        holdout: batches to measure on: how many to take from the start of ``data``, or the batches themselves. From a
-            ``DataLoader`` that shuffles, as many rows are taken.
-        rates: learning rates that differ from those of ``Rates``: ``{"attention": 2e-2}``.
-        rank: rank of the adapters.
+            different ids, and ``"text"`` otherwise. To choose each of the first three layers takes one forward pass per
+            candidate layer over these batches; to choose all others takes one more round.
+        stack: the stack of an encoder-decoder to linearize, as in ``patch_model``.
+        holdout: batches to measure on: how many to take from the start of ``data``, or the batches themselves. If
+            ``data`` is a ``DataLoader`` that shuffles, the rows of so many batches are drawn at random and held out.
+        rates: learning rates that differ from those of ``Rates``, such as ``{"attention": 2e-2}``.
+        rank: rank of the low-rank adapters.
         precision: ``"bf16"`` computes under autocast.
         gradient_checkpointing: whether to compute activations again in the backward pass, to save memory.
-        blocks: in how many parts, one after the other, the stage "attention" fits the layers. The inputs of a part are
-            kept on disk. Of a model that ``from_pretrained(device_map=...)`` offloads, one part is in memory at a time.
-        evaluations: number of measurements per stage, fewer if they would read more tokens than the stage itself. The
-            best state is kept.
+        blocks: number of parts into which the stage "attention" splits the layers. It fits them one after the other,
+            and keeps the inputs of a part on disk. If ``from_pretrained(device_map=...)`` offloaded the model, only one
+            part is in memory at a time.
+        evaluations: number of measurements per stage. It is lower if they would read more tokens than the stage itself.
+            The best state is kept.
         checkpoint: a directory that keeps the progress at every measurement. The same call resumes from it.
         progress: whether to show a progress bar.
-        **options: options of the filter, if it is given by name. ``keep="20%"`` of ``far_field`` leaves a fifth of the
-            key heads their attention, chosen by ``choose_heads`` before training.
+        **options: options of the filter, if it is given by name. With ``far_field`` and ``keep="20%"``, a fifth of the
+            key heads keep their attention; ``choose_heads`` chooses them before training.
 
     Returns:
-        ``ConversionReport``: the error of each layer and by context length, and measures of the model before, after,
-        and with each part of the filters switched off.
+        ``ConversionReport``: the error of each layer, the error by context length, and measures of the model before,
+        after, and with each part of the filters switched off.
 
     Raises:
         GraphFilterError: an argument is not possible, the filter does not replace attention, the model is patched
@@ -133,7 +135,7 @@ def linearize(
     started = time.monotonic()
     batches = Batches(model, data, holdout, labels="task" in shares)
     _warn_of_short_texts(model)
-    batches.stream()  # what it lacks is said before the model changes
+    batches.stream()  # raises before the model changes if a batch is missing
     if isinstance(layers, str):
         layers = None if share is not None else parse_layers(layers)
     if layers is None:
@@ -144,7 +146,7 @@ def linearize(
     patch_model(model, config, layers=layers, stack=stack)
     settings: dict[str, Any] = {"filter": config.to_dict(), "share": share, "train": train, "rank": rank}
     settings |= {"evaluations": evaluations, "precision": precision}
-    # "coefficients": progress that earlier code kept can be resumed
+    # under the name "coefficients", so that progress of earlier versions can be resumed
     settings["rates"] = {name: rate for name, rate in asdict(rates).items() if name != "filter_lr"}
     settings["rates"]["coefficients"] = rates.ratio
     gains: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Measure peak memory, of a GPU or of this process."""
+"""Measure the peak memory of a GPU or of this process."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 
 
 def begin_peak_memory(device: torch.device) -> float | None:
-    """Forget the peak so far, and return the memory in use now in MB.
+    """Reset the peak of the memory, and return the memory in use now in MB.
 
-    Return None where the peak cannot be forgotten, which on a CPU needs Linux.
+    Return None where the peak cannot be reset; on a CPU that needs Linux.
     """
     if device.type != "cpu":
-        with suppress(RuntimeError, NotImplementedError):  # of accelerators that keep no such numbers
+        with suppress(RuntimeError, NotImplementedError):  # raised by accelerators without such statistics
             torch.accelerator.reset_peak_memory_stats(device)
             return torch.accelerator.memory_allocated(device) / 2**20
         return None
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)  # what the C library keeps would hide what is used next
+        ctypes.CDLL(None).malloc_trim(0)  # memory that the C library holds back would hide later use
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
         return peak_memory(device)
@@ -29,7 +29,7 @@ def begin_peak_memory(device: torch.device) -> float | None:
 
 
 def peak_memory(device: torch.device) -> float:
-    """Return the peak in MB: allocated on the GPU, or else resident in this process, libraries included."""
+    """Return the peak in MB: memory allocated on the GPU, or resident memory of this process with its libraries."""
     if device.type != "cpu":
         with suppress(RuntimeError, NotImplementedError):
             return torch.accelerator.max_memory_allocated(device) / 2**20

@@ -24,10 +24,10 @@ class Squares(NamedTuple):
     """Sums of squares per token, each (batch, tokens), zero for padding.
 
     Attributes:
-        error: of the filter.
-        wanted: of the attention.
-        context: how many tokens the token sees.
-        scale: by which a loss is multiplied so that float16 holds its gradient.
+        error: of the difference between filter and attention.
+        wanted: of the output of attention.
+        context: number of tokens that the token sees.
+        scale: factor of a loss that keeps its gradient within the range of float16.
     """
 
     error: Tensor
@@ -47,7 +47,7 @@ def attending(
 ) -> Iterator[None]:
     """Let the modules compute their original attention.
 
-    ``observe(name, squares)`` receives how far the filters are from it, with gradients where ``fit``.
+    ``observe(name, squares)`` receives the errors of the filters, with gradients if ``fit``.
     """
 
     def attend(name: str, graph_filter: GraphFilter, shift: AttentionShift, value: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def attending(
     with contextlib.ExitStack() as back:
         for name, graph_filter in modules.items():
             own = vars(graph_filter)
-            earlier = own.get("forward")  # within another such context
+            earlier = own.get("forward")  # set by an enclosing context of this kind
             own["forward"] = partial(attend, name, graph_filter)
             back.callback(own.pop if earlier is None else own.__setitem__, "forward", *filter(None, [earlier]))
         yield
@@ -80,7 +80,7 @@ def _squares(shift: AttentionShift, approximation: Tensor, wanted: Tensor) -> Sq
 
 
 def regress(model: Run, modules: dict[str, GraphFilter], batch: Batch) -> dict[str, float]:
-    """Form the gradients of all filters on one batch, each as soon as its module has run, and return their errors."""
+    """Compute the gradients of all filters on one batch, each right after its module has run; return the errors."""
     losses: dict[str, Tensor] = {}
 
     def observe(name: str, squares: Squares) -> None:
@@ -103,15 +103,15 @@ def filter_errors(model: Run, modules: dict[str, GraphFilter], batches: Iterable
 def errors_by_context(
     model: Run, modules: dict[str, GraphFilter], batches: Iterable[Batch], bounds: list[int]
 ) -> tuple[dict[str, float], list[dict[str, float]]]:
-    """Return the errors of the filters, and the same by how many tokens a token sees.
+    """Return the errors of the filters, and the same errors by the number of tokens that a token sees.
 
-    The parts end at the bounds; the last part is what lies beyond the last bound.
+    Each part ends at a bound; the last part holds the tokens that see more than the last bound.
 
     Raises:
         GraphFilterError: no batch reaches one of the filters.
     """
     edges = torch.tensor(bounds)
-    # the last entry is the sum of all, not of the entries before it: the same, bit for bit, whatever the bounds
+    # the last entry sums all tokens directly, so that it is the same bit for bit whatever the bounds are
     sums = {name: torch.zeros(2, len(bounds) + 2, dtype=torch.float64) for name in modules}
 
     def observe(name: str, squares: Squares) -> None:
@@ -135,7 +135,7 @@ def errors_by_context(
 
 
 def original_of(model: nn.Module, modules: dict[str, GraphFilter]) -> Original:
-    """Return a function that runs the model with attention where the filters are."""
+    """Return a function that runs the model with attention in place of the filters."""
 
     @torch.no_grad()
     def run(batch: Batch) -> Outputs:
@@ -147,12 +147,12 @@ def original_of(model: nn.Module, modules: dict[str, GraphFilter]) -> Original:
 
 
 def always(outputs: Outputs) -> Original:
-    """Return a function that gives what the original model gave before, instead of running it again."""
+    """Return a function that returns these outputs of the original model, instead of running it again."""
     return lambda batch: outputs
 
 
 def fit_end_to_end(model: nn.Module, original: Original, of: str, batch: Batch) -> dict[str, float]:
-    """Form the gradients of one batch: the model with its filters against the model with its attention."""
+    """Compute the gradients of one batch, with the distance between filtered and original outputs as the loss."""
     wanted = original(batch)
     loss = DISTANCES[of](model(**batch, output_hidden_states=True), wanted, batch)
     backward(loss)
@@ -160,14 +160,14 @@ def fit_end_to_end(model: nn.Module, original: Original, of: str, batch: Batch) 
 
 
 def backward(loss: Tensor) -> None:
-    """Form the gradients, if there are any; outside autocast, which would narrow backward passes in float32 too."""
+    """Compute the gradients, if there are any, outside autocast, which would also narrow float32 backward passes."""
     if loss.requires_grad:
         with torch.autocast(loss.device.type, enabled=False):
             loss.backward()
 
 
 def logits_of(outputs: Outputs) -> Tensor:
-    """Return the logits in float32, with the classes last: those of a map are (batch, classes, height, width)."""
+    """Return the logits in float32 with the classes last; segmentation maps are (batch, classes, height, width)."""
     logits: Tensor = outputs["logits"].float()
     return logits.movedim(1, -1) if logits.dim() == 4 else logits
 

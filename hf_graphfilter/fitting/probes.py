@@ -1,4 +1,4 @@
-"""Make retrieval probes: sequences whose last tokens only follow from what stands far before them."""
+"""Make retrieval probes: sequences whose last tokens can only be predicted from tokens far before them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from .objectives import Batch
 
-COUNT = 2  # of each kind
-LONGEST = 384  # tokens, or four windows
+COUNT = 2  # probes of each kind
+LONGEST = 384  # length of a probe in tokens, or four windows if these are longer
 PAIRS = 50
 FEWEST = 32  # different token ids, below which random sequences repeat themselves
 TEXT = {"input_ids", "attention_mask", "token_type_ids", "position_ids", "labels", "use_cache"}
 
 
 def problem_of(held: list[Batch]) -> str:
-    """Return why probes cannot be made of these batches; empty if they can."""
+    """Return why no probes can be made of these batches, or an empty text if they can."""
     if others := sorted({name for batch in held for name in batch} - TEXT):
         return f"probes hold nothing but token ids, and the held-out batches hold {', '.join(others)}"
     if not held:
@@ -34,12 +34,12 @@ def make_probes(held: list[Batch], window: int, longest: int) -> list[Batch]:
 
     The probes are made of the token ids of the held-out batches, so that no tokenizer is needed. There are three kinds:
 
-    - a dictionary: pairs of two random tokens each, and the first halves of some of the pairs again;
-    - pass keys: the same with few pairs, scattered over text of the batches;
-    - copying: random tokens, and the same again.
+    - a dictionary: pairs of two random tokens, followed by the first tokens of some of the pairs;
+    - pass keys: the same with few pairs, which are scattered over text of the batches;
+    - copying: random tokens, followed by the same tokens again.
 
-    All answers are further back than the window. The random numbers are the same in each call, and leave the global
-    generator as it is.
+    All answers lie further back than the window. The random numbers are the same in each call, and do not change the
+    global generator.
 
     Args:
         held: batches of token ids, for which ``problem_of`` is empty.
@@ -95,7 +95,7 @@ def make_probes(held: list[Batch], window: int, longest: int) -> list[Batch]:
 def _probe(
     facts: list[Tensor], filler: Tensor, key: int, questions: int, window: int, draw: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Return facts among filler with some of the facts again, and labels: what follows the key of the latter."""
+    """Return facts among filler, followed by some of the facts again, and labels for the values of the latter."""
     before, *after = filler.tensor_split(len(facts) + 1)
     pieces, begins, length = [before], [], len(before)
     for fact, text in zip(facts, after, strict=True):

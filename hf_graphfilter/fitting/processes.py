@@ -26,7 +26,7 @@ def _device() -> torch.device:
 
 
 def mean_of(number: float) -> float:
-    """Return the mean of a number over the processes; NaN for all where one has NaN, so that all do the same next."""
+    """Return the mean of a number over the processes; NaN in one gives NaN in all, so that all decide the same."""
     count = process()[1]
     if count == 1:
         return number
@@ -36,7 +36,7 @@ def mean_of(number: float) -> float:
 
 
 def share(parameters: Iterable[nn.Parameter]) -> None:
-    """Give all processes the parameters of the first, since filters start at random."""
+    """Copy the parameters of the first process to all others, since filters start at random values."""
     if process()[1] > 1:
         for parameter in parameters:
             distributed.broadcast(parameter.data, 0)

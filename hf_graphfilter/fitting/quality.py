@@ -16,8 +16,8 @@ from ..errors import GraphFilterError
 from ..filters import GraphFilter
 from .objectives import Batch, Original, Outputs, logits_of, mask_of_logits
 
-AT_ONCE = 2**20  # logits of which copies are made at a time
-BOUNDS = [2**i for i in range(4, 17)]  # of the parts of a text, in tokens
+AT_ONCE = 2**20  # largest number of logits that are copied at a time
+BOUNDS = [2**i for i in range(4, 17)]  # ends of the parts of a text, in tokens
 RANGES = [f"{low + 1} to {high}" for low, high in itertools.pairwise([0, *BOUNDS])] + [f"over {BOUNDS[-1]}"]
 
 
@@ -25,8 +25,8 @@ class Comparison(NamedTuple):
     """Measures of two models, each for the ``"original"`` and the ``"converted"`` one.
 
     Attributes:
-        measures: by name.
-        by_position: of decoders of text, the perplexity by how many tokens of its text stand before a token.
+        measures: the measures by name.
+        by_position: for text decoders, the perplexity by the number of tokens before the predicted one.
     """
 
     measures: dict[str, dict[str, float]]
@@ -37,10 +37,11 @@ class Comparison(NamedTuple):
 def compare(model: nn.Module, original: Original, batches: list[Batch], causal: bool) -> Comparison:
     """Compare two models on the same batches.
 
-    Of models with logits: how often the likeliest class or token is the same (``agreement``, of 1), the mean
-    Kullback-Leibler ``divergence`` from the original in nats, and, of decoders of text, the ``perplexity``. Of others,
-    of the mean of each text's last hidden states: the ``cosine`` between the two models' (mean over the texts), and the
-    ``rank correlation`` (Spearman) of the similarities of all pairs of texts.
+    Measures of models with logits: ``agreement``, the share of cases where the likeliest class or token is the same;
+    ``divergence``, the mean Kullback-Leibler divergence from the original in nats; and, for text decoders, the
+    ``perplexity``. Other models are compared by the embedding of each text, the mean of its last hidden states:
+    ``cosine`` is that between the two models' embeddings (mean over the texts), ``rank correlation`` (Spearman) is that
+    of the similarities of all pairs of texts.
     """
     sums: dict[str, Tensor] = {}
     embedded: dict[str, list[Tensor]] = {"original": [], "converted": []}
@@ -54,7 +55,7 @@ def compare(model: nn.Module, original: Original, batches: list[Batch], causal: 
         else:
             for which, outputs in pair.items():
                 embedded[which].append(embeddings(outputs, batch))
-        del pair  # while the next outputs are formed
+        del pair  # frees the memory before the next outputs are computed
     if not sums:
         return Comparison(compare_embeddings(*(torch.cat(parts).double() for parts in embedded.values())), {})
     rows = sums["rows"]
@@ -89,7 +90,7 @@ def _of_logits(pair: Mapping[str, Outputs], batch: Batch, vocabulary: float) -> 
         "divergence": (divergence * there).sum(),
     }
     ids = batch.get("input_ids")
-    if ids is not None and w.shape[:-1] == ids.shape and w.shape[-1] >= vocabulary:  # of a token, and no class
+    if ids is not None and w.shape[:-1] == ids.shape and w.shape[-1] >= vocabulary:  # logits of tokens, not of classes
         shown = there[:, 1:] * there[:, :-1]
         before = torch.bucketize(there.cpu().cumsum(1)[:, :-1].flatten(), torch.tensor(BOUNDS))
 
@@ -105,7 +106,7 @@ def _of_logits(pair: Mapping[str, Outputs], batch: Batch, vocabulary: float) -> 
 
 
 def compare_logits(original: Tensor, converted: Tensor) -> tuple[Tensor, Tensor]:
-    """Return by row whether the likeliest entry is the same, and the divergence from the original in nats."""
+    """Return for each row whether the likeliest entry is the same, and the divergence from the original in nats."""
     agreement, divergence = [], []
     for wanted, found in zip(_rows(original), _rows(converted), strict=True):
         likely = wanted.log_softmax(-1)
@@ -119,7 +120,7 @@ def _at_once(logits: Tensor) -> int:
 
 
 def _rows(logits: Tensor) -> Sequence[Tensor]:
-    """Return the rows in parts, of which copies take little memory."""
+    """Return the rows in parts that are small enough to copy."""
     return logits.flatten(0, -2).split(_at_once(logits))
 
 
@@ -133,7 +134,7 @@ def embeddings(outputs: Outputs, batch: Batch) -> Tensor:
             "its parts by itself"
         )
     last = last.float()
-    last = last.flatten(2).mT if last.dim() == 4 else last  # of feature maps
+    last = last.flatten(2).mT if last.dim() == 4 else last  # feature maps to (batch, tokens, features)
     mask = mask_of(batch, "decoder" if "decoder_hidden_states" in outputs else "")
     if mask is None or mask.shape != last.shape[:2]:
         return last.mean(1).cpu()
@@ -154,7 +155,7 @@ def compare_embeddings(original: Tensor, converted: Tensor) -> dict[str, dict[st
 
 
 def _rank(values: Tensor) -> Tensor:
-    """Return the ranks of values, the mean rank for those that are equal up to rounding."""
+    """Return the ranks of the values; values that are equal up to rounding share their mean rank."""
     _, place, counts = values.double().round(decimals=6).unique(return_inverse=True, return_counts=True)
     return (counts.cumsum(0) - (counts - 1) / 2)[place].double()
 

@@ -53,20 +53,20 @@ class ConversionReport:
         before, after: relative L2 error ``|filter - attention| / |attention|`` of each linearized module, on the
             held-out batches.
         by_context: the mean error over the modules at the end, by the number of tokens that a token sees.
-        by_position: of decoders of text, the perplexity of the ``"original"`` and of the ``"converted"`` model on the
-            held-out batches, by how many tokens of its text stand before a token; empty in reports of earlier versions.
+        by_position: for text decoders, the perplexity of the ``"original"`` and of the ``"converted"`` model on the
+            held-out batches, by the number of tokens before the predicted one; empty in reports of earlier versions.
         errors_without: the mean error with a part of the filters switched off, by the part's name.
         measures: measures of the whole model.
-        stages: what each stage did: tokens, held-out error, why it ended.
+        stages: a report of each stage: tokens, held-out error, reason of its end.
         config: the config of the filter.
-        sensitivity: with ``layers="auto:..."``, what the loss falls by if this module gets its attention back, and all
-            others but those chosen before it are filters. It has the unit of the loss; with ``choose="both"`` it counts
-            standard deviations. A report without ``choose`` is of an earlier version. It holds the reverse: how far
-            the outputs move if only this module is a filter.
+        sensitivity: with ``layers="auto:..."``, how much the loss falls if the attention of this module is restored, in
+            addition to that of the modules chosen before it. The unit is that of the loss, or standard deviations with
+            ``choose="both"``. Reports of earlier versions, which have no ``choose``, hold the reverse: how far the
+            outputs move if only this module has a filter.
         parameters: number of parameters of the filters; 0 in reports of earlier versions.
         budget: number of tokens of all stages.
         seconds: wall-clock time of this call.
-        speed, decoding: what ``speed`` and ``decoding_speed`` measured, where ``time`` was called.
+        speed, decoding: the results of ``speed`` and ``decoding_speed``, if ``time`` was called.
         choose: with ``layers="auto:..."``, the loss that the layers were chosen by: ``"text"``, ``"retrieval"`` or
             ``"both"``.
     """
@@ -111,7 +111,7 @@ class ConversionReport:
         """Return the measure of that name.
 
         Raises:
-            GraphFilterError: it was not measured.
+            GraphFilterError: the report has no such measure.
         """
         found = {measure.name: measure for measure in self.measures}
         if name not in found:
@@ -198,15 +198,15 @@ class ConversionReport:
         return "\n\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold."""
+        """Return the report as a dictionary for JSON."""
         return {**asdict(self), "tokens": self.tokens, "error": self.error, "error_before": self.error_before}
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Self:
-        """Return the report that ``to_dict`` was called on, as ``conversion.json`` beside a checkpoint holds it.
+        """Return the report from a result of ``to_dict``, such as ``conversion.json`` beside a checkpoint.
 
         Raises:
-            DamagedFileError: a part is missing, or of another type.
+            DamagedFileError: a part is missing or has a wrong type.
         """
         known = {f.name for f in fields(cls)}
         kinds = {"measures": Measure, "speed": Speed, "decoding": Speed}

@@ -33,9 +33,9 @@ class Rates:
     """Peak learning rates.
 
     Attributes:
-        attention: for the filters' weights in the regression of each layer.
+        attention: for the filters' weights in the first stage, the regression of each layer to its attention.
         end_to_end: for the filters' weights in later stages.
-        filter_lr: for the filter coefficients in the regression; None for three times ``attention``. Later stages keep
+        filter_lr: for the filter coefficients in the first stage; None for three times ``attention``. Later stages keep
             the ratio of the two.
         weights: for the model's own weights, or their adapters.
     """
@@ -70,15 +70,15 @@ class Rates:
 
 @dataclass
 class Stage:
-    """What one stage fits, and for how long.
+    """The parameters that one stage fits, how it fits them, and for how long.
 
     Attributes:
-        budget: how many steps or tokens the stage has; the learning rates follow from it.
+        budget: number of steps or tokens of the stage; the schedule of the learning rates spans it.
         groups: the parameters, with their learning rates.
-        step: forms the gradients of a batch, and returns its errors by name.
-        measure: returns the held-out error.
-        start: the held-out error before the first step, where it is known.
-        size: returns what a batch takes of the budget.
+        step: a function that computes the gradients of a batch and returns its errors by name.
+        measure: a function that returns the held-out error.
+        start: the held-out error before the first step, if it is known.
+        size: a function that returns how much of the budget a batch uses.
         clip: the largest norm of the gradient.
         unit: what the budget counts, for the progress bar.
         betas: the moments of AdamW.
@@ -112,7 +112,7 @@ class StageRun:
     def fit(self, batches: Iterator[Batch], eval_every: float, patience: int | None, progress: bool) -> None:
         """Train until the budget is used, the batches end or nothing improves, and keep the best state."""
         if self.checkpoint is not None and self._restore(self.checkpoint):
-            next(islice(batches, self.step, self.step), None)  # those it has seen; the next stage may go on in them
+            next(islice(batches, self.step, self.step), None)  # skip seen batches; the next stage may use the rest
             if self.stage.name in self.checkpoint.finished:
                 self.report.steps += self.step
                 return
@@ -150,7 +150,7 @@ class StageRun:
             self._save(finished=True)
 
     def _advance(self, batch: Batch, bar: Any) -> str | None:
-        """Make one step, and return the name of a problem if there is one."""
+        """Make one step, and return a description of the problem if it fails."""
         self.optimizer.zero_grad()
         errors = self.stage.step(batch)
         size = total(self.stage.size(batch))
@@ -170,7 +170,7 @@ class StageRun:
         return None
 
     def _measure(self, error: float | None = None) -> float:
-        """Note the held-out error, measured unless it is given."""
+        """Record and return the held-out error; measure it unless it is given."""
         error = mean_of(self.stage.measure() if error is None else error)
         self.report.history.append((self.before + self.used, error))
         self.stale = 0 if error < 0.999 * self.best else self.stale + 1
@@ -207,13 +207,13 @@ class StageRun:
         self.checkpoint.write(self.stage.name, finished, progress, tensors)
 
     def _restore(self, checkpoint: Checkpoint) -> bool:
-        """Resume from the checkpoint; return False if it is not of this stage."""
+        """Resume from the checkpoint; return False if it holds no progress of this stage."""
         if (found := checkpoint.read()) is None:
             return False
         progress, tensors = found
         finished = self.stage.name in checkpoint.finished
         if progress["stage"] != self.stage.name:
-            if finished:  # a later stage has its results
+            if finished:  # the progress of a later stage includes its result
                 self.step = progress["earlier_steps"]
             return finished
         if any(f"best.{k}" not in tensors for k in self.parameters):  # earlier code chose layers by another rule
@@ -238,7 +238,10 @@ class StageRun:
 
 @contextlib.contextmanager
 def _interruptions(deferred: bool) -> Iterator[Callable[[], bool]]:
-    """Yield whether Ctrl-C was pressed, so that a step ends and is kept first; a second Ctrl-C ends at once."""
+    """Defer Ctrl-C, so that a step ends and is kept first, and yield a function that says whether it was pressed.
+
+    A second Ctrl-C ends the program at once.
+    """
     asked = False
 
     def note(*_: Any) -> None:

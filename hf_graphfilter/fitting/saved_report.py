@@ -19,11 +19,11 @@ CONVERSION_FILE = "conversion.json"
 
 
 def load_conversion(source: str | Path, **hub_options: Any) -> ConversionReport | None:
-    """Return what ``save_conversion`` wrote beside a checkpoint, in a folder or on the Hub; None if it wrote nothing.
+    """Load the report that ``save_conversion`` wrote beside a checkpoint; return None if there is none.
 
     Args:
-        source: the folder, or the id of the repository.
-        hub_options: ``revision``, ``token``, ``cache_dir`` ... of the download.
+        source: the folder of the checkpoint, or the id of its Hub repository.
+        hub_options: ``revision``, ``token``, ``cache_dir`` and other options of the download.
 
     Raises:
         GraphFilterError: the file is damaged, or there is no such folder or repository.
@@ -48,19 +48,20 @@ def load_conversion(source: str | Path, **hub_options: Any) -> ConversionReport 
 def save_conversion(
     model: nn.Module, report: ConversionReport, folder: str | Path, *, force: bool = False, **card: Any
 ) -> None:
-    """Write what a linearization measured beside its checkpoint.
+    """Write the report of a linearization beside its checkpoint.
 
-    That is ``conversion.json``, a card with its tables, and, where matplotlib is installed, its curves.
+    The files are ``conversion.json``, a model card with the tables, and, if matplotlib is installed, the curves.
 
     Args:
-        model: converted.
-        report: what ``linearize`` gave.
-        folder: of the checkpoint.
-        force: write over the text of a README that this package did not write, or that was edited since.
-        card: of ``create_model_card``.
+        model: the linearized model.
+        report: the report that ``linearize`` returned.
+        folder: the folder of the checkpoint.
+        force: overwrite a README that this package did not write, or that was edited since.
+        card: further arguments of ``create_model_card``.
 
     Raises:
-        GraphFilterError: the model is not patched, or such a README without ``force``. Nothing is written then.
+        GraphFilterError: the model is not patched, or there is such a README and ``force`` is not set. Nothing is
+            written then.
 
     Example:
         >>> import tempfile, torch

@@ -34,7 +34,7 @@ def read_config(filter: str | FilterConfig, options: dict[str, Any]) -> Replacin
 
 
 def read_rates(wanted: Any) -> Rates:
-    """Return the learning rates: those of ``Rates``, except where others are wanted."""
+    """Return the learning rates: the defaults of ``Rates``, replaced by those in ``wanted``."""
     names = [field.name for field in fields(Rates)]
     values = asdict(wanted) if isinstance(wanted, Rates) else wanted
     if not isinstance(values, Mapping) or not all(
@@ -48,7 +48,7 @@ def read_rates(wanted: Any) -> Rates:
 
 
 def read_shares(stages: Mapping[str, float] | None, budget: int) -> dict[str, float]:
-    """Return the shares of the budget; none where the usual ones are meant."""
+    """Return the shares of the budget, or an empty dictionary if ``stages`` is None (the usual shares)."""
     if type(budget) is not int or budget < 1:
         raise GraphFilterError(f"budget must be a number of tokens, at least 1, got {shown(budget)}")
     if stages is None:
@@ -72,7 +72,7 @@ def split_budget(shares: dict[str, float], budget: int) -> dict[str, int]:
 
 
 def check_choices(evaluations: int, rank: int, precision: str | None, train: str, blocks: int) -> None:
-    """Raise a ``GraphFilterError`` if one of these arguments of ``linearize`` has no such value."""
+    """Raise a ``GraphFilterError`` if one of these arguments of ``linearize`` has an invalid value."""
     if type(blocks) is not int or blocks < 1 or (blocks > 1 and process()[1] > 1):
         raise GraphFilterError(f"blocks must be a number >= 1, and 1 in several processes, got {shown(blocks)}")
     if not all(type(x) is int and x >= 1 for x in (evaluations, rank)):

@@ -31,10 +31,10 @@ class Speed:
     """Time and memory for one text of ``tokens`` tokens.
 
     Attributes:
-        original_ms, converted_ms: a forward pass, or a step of decoding after so many tokens, median.
-        ratio: of the two, median of ratios taken side by side.
-        original_mb, converted_mb: peak memory of it beyond what was in use before: of the GPU, or of this process, on
-            Linux; None elsewhere.
+        original_ms, converted_ms: median time of a forward pass, or of one decoding step after so many tokens.
+        ratio: converted over original, as the median of the ratios within each round.
+        original_mb, converted_mb: peak memory of the same, beyond the memory that was in use before. It is that of the
+            GPU, or on Linux that of this process; None elsewhere.
     """
 
     tokens: int
@@ -47,13 +47,13 @@ class Speed:
 
 @torch.no_grad()
 def speed(model: nn.Module, lengths: Iterable[int] | None = None, rounds: int = 5) -> list[Speed]:
-    """Time forward passes of a linearized text model and of a copy with its attention, taken in turn.
+    """Time forward passes of a linearized text model and of a copy with the original attention, in turn.
 
     Args:
-        model: converted; a copy is made beside it.
-        lengths: numbers of tokens, 128 to 16,384 if not given; those beyond the positions that the model knows are
-            left out, and beyond 4,096 where it knows none.
-        rounds: of each length.
+        model: the linearized model. A copy of it is made in memory.
+        lengths: numbers of tokens; by default powers of 2 from 128 to 16,384. Lengths beyond the positions of the model
+            are left out. For a model without a limit, the default ends at 4,096.
+        rounds: number of timed passes per length.
 
     Raises:
         GraphFilterError: the model takes no ``input_ids``, or no length is within its positions.
@@ -74,14 +74,14 @@ def speed(model: nn.Module, lengths: Iterable[int] | None = None, rounds: int = 
 def decoding_speed(
     model: nn.Module, contexts: Iterable[int] | None = None, rounds: int = 3, steps: int = 8
 ) -> list[Speed]:
-    """Time steps of decoding with a cache, of a linearized decoder and of a copy with its attention, taken in turn.
+    """Time decoding steps with a cache, of a linearized decoder and of a copy with the original attention, in turn.
 
     Args:
-        model: converted; a copy is made beside it.
-        contexts: numbers of tokens before, 100, 1,000 and 8,000 if not given; those beyond the positions that the model
-            knows are left out.
-        rounds: of each context.
-        steps: of a round, one token each.
+        model: the linearized model. A copy of it is made in memory.
+        contexts: numbers of tokens in the cache; by default 100, 1,000 and 8,000. Contexts beyond the positions of the
+            model are left out.
+        rounds: number of timed rounds per context.
+        steps: number of decoding steps per round, one token each.
 
     Raises:
         GraphFilterError: the model takes no ``input_ids``, or no context is within its positions.
@@ -94,7 +94,7 @@ def decoding_speed(
         >>> [row.tokens for row in decoding_speed(model, [64, 4096])]
         [64]
     """
-    chosen, vocabulary = _possible(model, contexts, CONTEXTS, steps * rounds + 2)  # one to begin with, one for memory
+    chosen, vocabulary = _possible(model, contexts, CONTEXTS, steps * rounds + 2)  # one step to warm up, one for memory
     found = []
     with _forms(model) as (forms, device):
         for n in chosen:
@@ -105,7 +105,7 @@ def decoding_speed(
 
 
 def _decoder(form: nn.Module, ids: torch.Tensor) -> Callable[[], object]:
-    """Return a function that makes one step after ``ids``; the first step is made."""
+    """Return a function that decodes one token after ``ids``; the first step has been made, to warm up."""
     cache = form(input_ids=ids, use_cache=True, **last_logits(form))[CACHE]
     step = lambda: form(input_ids=ids[:, :1], **{CACHE: cache}, use_cache=True)  # noqa: E731
     step()
@@ -113,7 +113,7 @@ def _decoder(form: nn.Module, ids: torch.Tensor) -> Callable[[], object]:
 
 
 def last_logits(model: nn.Module, count: int = 1) -> dict[str, int]:
-    """Return the argument that limits the logits to those of the last ``count`` tokens; none where there is none."""
+    """Return the argument that limits the logits to the last ``count`` tokens, if the model has such an argument."""
     return {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
@@ -122,11 +122,11 @@ def _possible(
 ) -> tuple[list[int], int]:
     """Return the lengths that leave room for ``more`` tokens, and the size of the vocabulary.
 
-    Where none of the usual lengths leaves room, the longest that does is returned.
+    If none of the usual lengths leaves room, return the longest length that does.
     """
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     vocabulary, most = getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
-    if most is None and lengths is None:  # no positions (T5): what the original makes of 16,384 tokens is no use
+    if most is None and lengths is None:  # no limit (T5), but the model was not made for 16,384 tokens
         most = UNBOUNDED
     lengths = list(lengths) if isinstance(lengths, Iterable) else lengths
     if lengths is not None and not (has_type(lengths, list[int]) and all(n >= 1 for n in lengths)):
@@ -143,7 +143,7 @@ def _possible(
 
 @contextlib.contextmanager
 def _forms(model: nn.Module) -> Iterator[tuple[dict[str, nn.Module], torch.device]]:
-    """Return the model and a copy with its attention, both in evaluation mode."""
+    """Yield the model and a copy with the original attention, both in evaluation mode, and their device."""
     forms = {"original": unpatch_model(copy.deepcopy(model)).eval(), "converted": model}
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -186,9 +186,9 @@ def taken_in_turn(
 def time_in_turn(
     calls: dict[str, Callable[[], object]], device: torch.device, rounds: int, times: int = 1, memory: bool = True
 ) -> tuple[dict[str, list[float]], dict[str, float | None]]:
-    """Time each of ``calls`` so many ``times`` per round, and run it once more for its ``memory``.
+    """Time each of ``calls``, which run ``times`` times per round, and run each once more to measure its memory.
 
-    Forgetting the peak gives pages back, which a timed call would have to take again.
+    Memory is measured in a separate run, since a reset of the peak frees pages that a timed call would need again.
 
     Returns:
         The milliseconds of each call, one number per round, and its peak memory in MB beyond what was in use before.

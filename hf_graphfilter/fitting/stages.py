@@ -1,4 +1,4 @@
-"""A linearization: its stages on one model, and what is measured at the end."""
+"""A linearization: its stages on one model, and the measurements at the end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from .report import ConversionReport, Measure
 from .run import Stage, StageRun
 from .transfer_report import TransferReport, mean
 
-TEXTS = 2  # held-out batches that layers are chosen by, at most
+TEXTS = 2  # largest number of held-out batches for the choice of layers
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -54,10 +54,10 @@ class Linearization(Fit):
         tokens: the budget of each stage, in their order.
         evaluations: how often a stage is measured, at most.
         precision: None or ``"bf16"``.
-        reports: what each stage did.
-        causal: whether all filters see earlier tokens only, in a model of one stack.
-        predicts: whether the model's logits are those of the next token.
-        probes: batches of retrieval probes, if layers are chosen by them.
+        reports: a report of each stage.
+        causal: whether the model has one stack and all its filters see earlier tokens only.
+        predicts: whether the model's logits predict the next token.
+        probes: batches of retrieval probes, if these decide which layers keep their attention.
     """
 
     def __init__(self, *args: Any, evaluations: int, precision: str | None, **options: Any):
@@ -71,7 +71,7 @@ class Linearization(Fit):
         self.causal = all(site.causal for site in fitted) and not config.is_encoder_decoder
 
     def begin(self, reach: int) -> None:
-        """Measure the filters before the first step; ``reach`` is how many tokens back attention is exact.
+        """Measure the filters before the first step; attention is exact for the last ``reach`` tokens.
 
         Raises:
             GraphFilterError: exact attention spans all held-out inputs.
@@ -103,25 +103,25 @@ class Linearization(Fit):
         self.reports[stage.name] = self.run_stage(stage, self.batches.stream(), stage.name)
 
     def run_stage(self, stage: Stage, batches: Iterator[Batch], folder: str) -> TransferReport:
-        """Run a stage, or a part of one, whose progress has a ``folder`` of its own."""
+        """Run a stage or a part of one, and keep its progress in its own ``folder``."""
         stage.step, stage.measure, stage.size = self._cast(stage.step), self._cast(stage.measure), self.size
-        stage.unit, stage.betas = "token", (0.9, 0.95)  # 0.999 would remember more steps than short stages have
+        stage.unit, stage.betas = "token", (0.9, 0.95)  # 0.999 would average over more steps than short stages have
         stage.clip = None if stage.name == "attention" else 1.0
         report, checkpoint = TransferReport(self.report.before), None
         if self.checkpoint is not None:
             so_far = {name: self.tokens[name] for name in [*self.reports, stage.name]}
             checkpoint = Checkpoint(self.checkpoint / folder, {**self.settings, "tokens": so_far})
-        measured = sum(map(self.size, self.batches.held))  # a small budget is not for measuring
+        measured = sum(map(self.size, self.batches.held))  # measure no more tokens than are fitted
         interval = max(1, stage.budget // self.evaluations, measured)
         StageRun(stage, report, checkpoint).fit(batches, interval, None, self.progress)
-        self.report.before |= report.before  # of the first call, where this one resumes
+        self.report.before |= report.before  # errors from the first call, if this one resumes
         return report
 
     def prepare_choice(self, choose: Choose | None, reach: int) -> Choose:
-        """Return by which losses the layers are chosen, and make the probes of retrieval; call ``check`` before.
+        """Return the losses that the layers are chosen by, and make the retrieval probes; ``check`` must run before.
 
         Raises:
-            GraphFilterError: ``choose`` asks for retrieval, and the model or the batches give none.
+            GraphFilterError: ``choose`` asks for retrieval, but the model or the batches do not allow probes.
         """
         if choose == "text":
             return choose
@@ -137,7 +137,7 @@ class Linearization(Fit):
             self.probes = [inputs_of(self.model, probe, labels=True) for probe in probes]
             problem = "" if probes else "the held-out batches are too short for probes of retrieval"
         if not problem:
-            for probe in self.probes:  # what would end the choice after all the first stage
+            for probe in self.probes:  # raise now rather than after the first stage
                 _task_loss(self.original()(probe))
             return choose or "both"
         if choose is not None:
@@ -145,7 +145,7 @@ class Linearization(Fit):
         return "text"
 
     def restore(self, choose: Choose, share: float, distance: str) -> tuple[list[str], dict[str, float]]:
-        """Return the modules that keep their attention where a share is linearized, and what each of all gains."""
+        """Return the modules that keep their attention if a share is linearized, and the gain of every module."""
         count = count_kept(share, len(self.modules))
         rounds = range(min(count, GREEDY + 1))
         measured = {"text": self.batches.held[:TEXTS], "retrieval": self.probes}
@@ -184,11 +184,11 @@ class Linearization(Fit):
         return run_cast
 
     def size(self, batch: Batch) -> int:
-        """Return the tokens of a batch, without padding; for images and sounds those that attention sees."""
+        """Return the number of tokens in a batch without padding; for images and audio, those that attention sees."""
         mask, ids = batch.get("attention_mask"), batch.get("input_ids")
         unmasked = int(mask.bool().sum()) if isinstance(mask, Tensor) and mask.dim() == 2 else None
         inputs = ids if ids is not None else next(x for x in batch.values() if isinstance(x, Tensor))
-        if ids is None and inputs.dim() == 2:  # a sound, and its mask, are longer than its tokens
+        if ids is None and inputs.dim() == 2:  # audio and its mask have more entries than attention has tokens
             count = round((inputs.numel() if unmasked is None else unmasked) * self.tokens_of_one / self.numbers_of_one)
         elif unmasked is not None:
             count = unmasked
@@ -199,12 +199,12 @@ class Linearization(Fit):
 
     @cached_property
     def tokens_of_one(self) -> int:
-        """The tokens that attention sees of an image, or of the longest sound of a batch."""
+        """The number of tokens that attention sees for an image, or for the longest audio of the first batch."""
         return self._longest(self.batches.held[:1])
 
     @cached_property
     def numbers_of_one(self) -> int:
-        """The samples of the longest sound of the first batch."""
+        """The number of samples in the longest audio of the first batch."""
         mask = self.batches.held[0].get("attention_mask")
         inputs = next(x for x in self.batches.held[0].values() if isinstance(x, Tensor))
         return int(inputs.shape[-1] if mask is None else mask.sum(-1).max())
@@ -249,10 +249,10 @@ class Linearization(Fit):
         )
 
     def check(self, stages: Iterable[str]) -> str:
-        """Return by what the model's outputs are compared, ``"logits"`` or ``"hidden"``; before any long work.
+        """Check the model's outputs before long work, and return which are compared: ``"logits"`` or ``"hidden"``.
 
         Raises:
-            GraphFilterError: the original gives NaN, or not what one of the stages or the final measures need.
+            GraphFilterError: the original gives NaN, or lacks an output that a stage or the final measures need.
         """
         original, batch, kind = self.original(), self.batches.held[0], type(self.model).__name__
         outputs = original(batch)
@@ -267,11 +267,11 @@ class Linearization(Fit):
         if "task" in stages:
             _task_loss(outputs)
         ends_in = "logits" if "logits" in outputs else "hidden"
-        del outputs, last  # of a large vocabulary
-        # What would end the last stage after all the others.
+        del outputs, last  # logits of a large vocabulary take much memory
+        # raise now rather than in the last stage
         self.predicts = "perplexity" in compare(self.model, original, [batch], self.causal).measures
         fitted = {*stages} or {ends_in}
-        for stage in (fitted | {ends_in} - {"logits"}) & {*DISTANCES}:  # that logits compare was seen
+        for stage in (fitted | {ends_in} - {"logits"}) & {*DISTANCES}:  # `compare` has just used the logits
             self.check_outputs(original, stage)
         return ends_in
 

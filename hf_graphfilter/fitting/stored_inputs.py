@@ -1,4 +1,4 @@
-"""Keep on disk what the blocks of a model read."""
+"""Keep the inputs of the blocks of a model on disk."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ..files import read_json, read_state, write_state, write_text
 from .checkpoint import check_same
 from .objectives import Batch
 
-INPUT = "input_of_the_block"  # among the inputs of the model
+INPUT = "input_of_the_block"  # key of the hidden states among the inputs of the model
 STATE = "inputs.json"
 
 
 class Inputs:
-    """Batches on disk, and for each the hidden states before the block that comes next.
+    """Batches on disk, each with the hidden states before the next block to fit.
 
     Args:
-        folder: where they lie.
-        device: where they are read to.
-        settings: what decides the batches, beside the data.
+        folder: the folder of the files.
+        device: the device that the batches are loaded to.
+        settings: all settings besides the data that determine the batches.
 
     Attributes:
-        count: how many batches there are.
-        passed: how many blocks are fitted and passed.
+        count: number of batches.
+        passed: number of blocks that are fitted, and whose outputs are stored.
     """
 
     def __init__(self, folder: Path, device: torch.device, settings: dict[str, Any]):
@@ -37,10 +37,10 @@ class Inputs:
         self.count = self.passed = 0
 
     def keep(self, batches: Iterable[Batch], budget: float, size: Callable[[Batch], int]) -> None:
-        """Write batches until their sizes reach the budget; what an interrupted call has written is taken as it is.
+        """Write batches until their sizes reach the budget, or reuse those of an interrupted call.
 
         Raises:
-            GraphFilterError: they are another call's, which has fitted a block.
+            GraphFilterError: the folder holds the batches of a call with other settings, which has fitted a block.
         """
         if (self.folder / STATE).is_file():
             state = read_json(self.folder / STATE, count=int, passed=int)
@@ -49,7 +49,7 @@ class Inputs:
                 check_same(settings, self.settings, self.folder)
             if settings == self.settings:
                 self.count, self.passed = state["count"], state["passed"]
-                next(itertools.islice(batches, self.count, self.count), None)  # later stages go on behind them
+                next(itertools.islice(batches, self.count, self.count), None)  # later stages get the batches after them
                 return
         used = 0.0
         for batch in batches:
@@ -62,7 +62,7 @@ class Inputs:
         self._note(0)
 
     def read(self, block: int) -> Iterator[Batch]:
-        """Yield the batches as inputs of a block; none of a block that was passed."""
+        """Yield the batches as inputs of a block; yield nothing for a block that is already passed."""
         for number in range(self.count if self.passed <= block else 0):
             plain, tensors = read_state(self._file(number))
             if block:
@@ -70,7 +70,7 @@ class Inputs:
             yield {**(plain or {}), **{name: tensor.to(self.device) for name, tensor in tensors.items()}}
 
     def pass_through(self, number: int, block: Callable[..., Tensor]) -> None:
-        """Write the hidden states behind ``block``, which has this ``number``, in place of those before it."""
+        """Replace the stored hidden states before ``block``, the block of this ``number``, by those after it."""
         if self.passed > number:
             return
         for i, batch in enumerate(self.read(number)):

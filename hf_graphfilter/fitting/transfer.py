@@ -49,9 +49,9 @@ def transfer_attention(
     Args:
         model: a patched model, in any precision, on any device. With ``init="blend"`` the branch of the filter is
             fitted and the gate stays. AGF needs ``correction=True`` to fit well, since query and key do not change.
-        dataloader: batches: mappings of model inputs, or tensors, the model's main input. Labels are left out. The
-            batches are read again when they end, except those of an iterator.
-        steps: number of batches of the regression, of all processes together; 0 skips it and runs the second stage
+        dataloader: batches: mappings of model inputs, or tensors that are the model's main input. Labels are left out.
+            The batches are repeated when they end, unless ``dataloader`` is an iterator.
+        steps: number of batches for the regression, over all processes together; 0 skips it and runs the second stage
             alone.
         lr: peak learning rate of AdamW, with a linear warm-up and a cosine decay to zero.
         filter_lr: peak learning rate of the filter coefficients (``theta`` ...).
@@ -60,8 +60,8 @@ def transfer_attention(
         end_to_end_steps: number of batches of the second stage; ``None`` for a quarter of ``steps``.
         end_to_end_lr: peak learning rate of the second stage.
         holdout: batches to measure on: how many to take from the start of ``dataloader``, or the batches themselves.
-            From a ``DataLoader`` that shuffles, as many rows are taken.
-        eval_every: batches between two measurements.
+            If it is a ``DataLoader`` that shuffles, the rows of so many batches are drawn at random and held out.
+        eval_every: number of batches between two measurements.
         patience: number of measurements without an improvement of 0.1 % after which a stage ends; ``None`` for no
             limit.
         checkpoint: a directory that keeps the progress at every measurement. The same call resumes from it.
@@ -96,11 +96,11 @@ def transfer_attention(
     check_rates(lr=lr, filter_lr=filter_lr)
     if end_to_end is not None:
         check_rates(end_to_end_lr=end_to_end_lr)
-        if not lr:  # the rate of the coefficients in the second stage is a multiple of it
+        if not lr:  # the second stage scales the rate of the coefficients by filter_lr / lr
             raise GraphFilterError("lr must be > 0 where a second stage follows, got 0")
     started = time.monotonic()
     rates = Rates(attention=lr, end_to_end=end_to_end_lr, filter_lr=filter_lr)
-    # "coefficient_lr": progress that was kept under this name can be resumed
+    # under the name "coefficient_lr", so that progress of earlier versions can be resumed
     settings: dict[str, Any] = {"steps": steps, "lr": lr, "coefficient_lr": filter_lr}
     settings["filters"] = [graph_filter.config.to_dict() for _, graph_filter in filters_of(model, required=True)]
     more = 0
@@ -138,7 +138,7 @@ def _check_arguments(steps: Any, end_to_end: Any, end_to_end_steps: Any, eval_ev
 
 
 def _refuse_equal(fit: Fit) -> None:
-    """Raise if all filters are functions of the attention at their start, which cannot come closer to it."""
+    """Raise an error if all filters equal their attention already, so that there is nothing to fit."""
     rounding = 4 * torch.finfo(next(p.dtype for p in fit.model.parameters() if p.is_floating_point())).eps
     if all(
         type(f).approximate is GraphFilter.approximate

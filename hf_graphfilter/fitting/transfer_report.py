@@ -18,8 +18,9 @@ class TransferReport:
         before, after: relative L2 error ``|filter - attention| / |attention|`` of each module on the held-out batches.
         steps: number of steps, both stages together.
         seconds: wall-clock time.
-        stopped: why it ended: ``"all steps made"``, ``"no improvement"``, or what became non-finite.
-        history: pairs of the step and the mean held-out error; for a linearization, of the tokens so far and the error.
+        stopped: why it ended: ``"all steps made"``, ``"no improvement"``, or a sentence on batches that ended or on a
+            number that became non-finite.
+        history: pairs of the step (in a linearization, the number of tokens) and the mean held-out error at that point.
     """
 
     before: dict[str, float]

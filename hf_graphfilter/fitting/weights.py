@@ -1,4 +1,4 @@
-"""The weights that a fit trains: the filters, and in the last stages also low-rank adapters or all weights."""
+"""The weights that a fit trains: the filters and, after the first stage, also low-rank adapters or all weights."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Trained(NamedTuple):
 
     Attributes:
         parameters: the weights by name.
-        original: runs the model as it was before.
-        merge: rounds what was trained to what will be saved.
+        original: a function that runs the original model.
+        merge: a function that merges adapters into the weights, so that they are rounded as in the saved model.
     """
 
     parameters: dict[str, nn.Parameter]
@@ -37,7 +37,7 @@ class Trained(NamedTuple):
 
 
 def check_trainable(model: nn.Module, kind: Train) -> None:
-    """Raise if these weights cannot be trained, before any long work."""
+    """Raise an error before long work if the weights of this kind cannot be trained."""
     if kind == "lora":
         with needs("peft", "train='lora'"):
             from peft.tuners.tuners_utils import BaseTunerLayer
@@ -54,7 +54,7 @@ def check_trainable(model: nn.Module, kind: Train) -> None:
 
 @contextlib.contextmanager
 def trained(model: nn.Module, modules: dict[str, GraphFilter], kind: Train, rank: int) -> Iterator[Trained]:
-    """Yield the weights that are trained; merge adapters into them afterwards, or restore all after an exception."""
+    """Yield the weights to train; merge the adapters at the end, or restore all weights after an exception."""
     if kind == "filters":
         yield Trained({}, original_of(model, modules))
     elif kind == "lora":
@@ -71,13 +71,13 @@ def _adapters(model: Any, modules: dict[str, GraphFilter], rank: int) -> Iterato
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=_projections(model, modules))
-    with warnings.catch_warnings():  # PEFT asks transformers by names that are to go
+    with warnings.catch_warnings():  # PEFT uses names that transformers has deprecated
         warnings.simplefilter("ignore", FutureWarning)
         adapted: Any = get_peft_model(model, config)
     for graph_filter in modules.values():
         graph_filter.requires_grad_(True)
     inside = original_of(model, modules)
-    earlier: list[tuple[Any, nn.Parameter]] = []  # the layers with adapters, once they are merged, and their weights
+    earlier: list[tuple[Any, nn.Parameter]] = []  # layers with merged adapters, and their earlier weights
 
     def original(batch: Batch) -> Outputs:
         with _holding(earlier) if earlier else adapted.disable_adapter():
@@ -87,7 +87,7 @@ def _adapters(model: Any, modules: dict[str, GraphFilter], rank: int) -> Iterato
         layers: list[Any] = [part.get_base_layer() for part in model.modules() if isinstance(part, BaseTunerLayer)]
         before = [(layer, layer.weight, layer.weight.data.clone()) for layer in layers]
         adapted.merge_and_unload()
-        for layer, weight, data in before:  # quantized layers get another parameter
+        for layer, weight, data in before:  # merging gives quantized layers a new parameter
             earlier.append((layer, nn.Parameter(data, requires_grad=False) if layer.weight is weight else weight))
 
     try:
@@ -109,7 +109,7 @@ def _adapters(model: Any, modules: dict[str, GraphFilter], rank: int) -> Iterato
 
 @contextlib.contextmanager
 def _holding(weights: list[tuple[Any, nn.Parameter]]) -> Iterator[None]:
-    """Let layers hold other weights."""
+    """Give layers other weights inside the ``with`` block."""
     held = [layer.weight for layer, _ in weights]
     try:
         for layer, weight in weights:
@@ -121,7 +121,7 @@ def _holding(weights: list[tuple[Any, nn.Parameter]]) -> Iterator[None]:
 
 
 def _projections(model: nn.Module, modules: dict[str, GraphFilter]) -> list[str]:
-    """Return the names of the linear layers of each module's attention, and of blocks that hold nothing else."""
+    """Return the names of the linear layers in the attention block of each module, below its numbered layer."""
     found = []
     for name in modules:
         block = name
@@ -147,7 +147,7 @@ def _all(model: nn.Module, modules: dict[str, GraphFilter]) -> Iterator[Trained]
 
 @contextlib.contextmanager
 def restored_on_error(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
-    """Give tensors their values again after an exception inside."""
+    """Set tensors back to these values after an exception inside the ``with`` block."""
     try:
         yield
     except BaseException:
@@ -159,9 +159,10 @@ def restored_on_error(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> It
 
 @contextlib.contextmanager
 def only_filters(model: nn.Module, modules: dict[str, GraphFilter]) -> Iterator[None]:
-    """Freeze all but the filters, in evaluation mode, and hold the filters in float32.
+    """Freeze all but the filters, in evaluation mode, and keep the filters in float32 inside the ``with`` block.
 
-    Half precision would lose small steps. Afterwards all is as it was; after an exception the filters are too.
+    Half precision would lose small steps. At the end modes, dtypes and ``requires_grad`` are restored; after an
+    exception the values of the filters are restored, too.
     """
     before = [(p, p.requires_grad, p.dtype) for p in model.parameters()]
     values = [(p, p.detach().clone()) for graph_filter in modules.values() for p in graph_filter.parameters()]
@@ -184,7 +185,7 @@ def only_filters(model: nn.Module, modules: dict[str, GraphFilter]) -> Iterator[
 
 @contextlib.contextmanager
 def recomputed(model: Any, wanted: bool) -> Iterator[None]:
-    """Switch gradient checkpointing on in evaluation mode, which transformers does not; dropout stays off."""
+    """Enable gradient checkpointing in evaluation mode, where transformers ignores it; dropout stays off."""
     if not wanted:
         yield
         return
@@ -195,9 +196,9 @@ def recomputed(model: Any, wanted: bool) -> Iterator[None]:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     rates = [(layer, k, v) for layer in layers for k, v in vars(layer).items() if "drop" in k and isinstance(v, float)]
     for layer in layers:
-        layer.training = True  # its parts are not
+        layer.training = True  # only the layer itself, not its parts
     for layer, name, _ in rates:
-        setattr(layer, name, 0.0)  # BART's layers drop out by themselves
+        setattr(layer, name, 0.0)  # BART's layers apply dropout themselves
     try:
         yield
     finally:

@@ -19,26 +19,27 @@ from .losses import real
 
 Kernel = Literal["dirichlet", "fejer", "jackson", "lanczos", "lorentz", "vekic", "wang"]
 
-LARGEST = 1_000_000  # K and M of a damping
+LARGEST = 1_000_000  # largest K and M of a damping
 
 
 def unitary(x: Tensor, lower: Tensor, upper: Tensor, phase: Tensor, *, inverse: bool = False) -> Tensor:
     """Apply the unitary matrix ``Phi = D H_l H_u`` to ``x`` in O(n d) time and memory, without an n x n matrix.
 
-    ``H_l = G_{N-1} ... G_1`` and ``H_u = G_1 ... G_{N-1}`` are products of Givens rotations G_i of the tokens i, i+1,
-    the one of ``lower``, the other of ``upper``; ``D = diag(exp(i phase))``.
+    ``H_l = G_{N-1} ... G_1`` and ``H_u = G_1 ... G_{N-1}`` are products of Givens rotations G_i of the tokens i and
+    i+1. The angles of ``H_l`` are ``lower``, those of ``H_u`` are ``upper``; ``D = diag(exp(i phase))``.
 
     Args:
         x: (batch, tokens, features) or (batch, heads, tokens, features), real or complex.
-        lower, upper: (batch, 3, tokens - 1), alpha, beta and gamma of Eq. 6 in radians; one set for all heads.
-        phase: (batch, tokens), radians.
-        inverse: ``Phi^-1 x``, which is the conjugate transpose.
+        lower, upper: (batch, 3, tokens - 1), the angles alpha, beta and gamma of Eq. 6 in radians, equal for all heads.
+        phase: (batch, tokens), in radians.
+        inverse: whether to apply ``Phi^-1`` instead, which is the conjugate transpose.
 
     Returns:
-        Shape of ``x``; complex128 where any input has double precision, else complex64 (half precision too).
+        A tensor of the shape of ``x``: complex128 if any input has double precision, else complex64 (also for half
+        precision).
 
     Raises:
-        GraphFilterError: shapes that do not fit, angles that are not real floating-point numbers.
+        GraphFilterError: shapes do not fit, or angles are not real floating-point numbers.
 
     Example:
         >>> import torch
@@ -59,15 +60,15 @@ def synvolution(value: Tensor, eigenvalues: Tensor, lower: Tensor, upper: Tensor
 
     Args:
         value: (batch, tokens, features) or (batch, heads, tokens, features), real or complex.
-        eigenvalues: (batch, tokens), radians.
-        lower, upper, phase: of Phi, see ``unitary``. As in every such filter D meets its inverse, so ``phase`` has no
-            influence, and a gradient of exactly zero.
+        eigenvalues: (batch, tokens), in radians.
+        lower, upper, phase: the angles of Phi, see ``unitary``. D and its inverse cancel out in this filter, so
+            ``phase`` has no influence on the result, and its gradient is exactly zero.
 
     Returns:
-        Shape of ``value``, dtype as in ``unitary``.
+        A tensor of the shape of ``value``, with the dtype as in ``unitary``.
 
     Raises:
-        GraphFilterError: as ``unitary``.
+        GraphFilterError: one of the errors of ``unitary``.
 
     Example:
         >>> import torch
@@ -98,15 +99,15 @@ def kernelution(
     """Apply ``Phi^-1 [exp(i p(eigenvalues)) * (Phi value)]`` with the Chebyshev series ``p(x) = sum_k g_k w_k T_k(x)``.
 
     Args:
-        value, eigenvalues, lower, upper, phase: as in ``synvolution``; the eigenvalues are meant to be in [-1, 1].
+        value, eigenvalues, lower, upper, phase: as in ``synvolution``; the eigenvalues should lie in [-1, 1].
         coefficients: w_k, (K+1,). There is no factor 1/2 at k = 0.
-        kernel, M, xi, a, b: the damping g_k, see ``gibbs_damping``.
+        kernel, M, xi, a, b: the kind and the parameters of the damping g_k, see ``gibbs_damping``.
 
     Returns:
-        Shape of ``value``, dtype as in ``unitary``, whatever that of the coefficients.
+        A tensor of the shape of ``value``, with the dtype as in ``unitary``, whatever the dtype of the coefficients is.
 
     Raises:
-        GraphFilterError: as ``unitary`` and ``gibbs_damping``, coefficients of another shape.
+        GraphFilterError: one of the errors of ``unitary`` or ``gibbs_damping``, or coefficients have another shape.
 
     Example:
         >>> import torch
@@ -134,16 +135,16 @@ def gibbs_damping(kernel: Kernel, K: int, *, M: int = 3, xi: float = 4.0, a: flo
     Args:
         kernel: ``"dirichlet"``, ``"fejer"``, ``"jackson"``, ``"lanczos"`` (with M), ``"lorentz"`` (xi), ``"vekic"`` or
             ``"wang"`` (a and b).
-        K: highest order, 0 to a million.
-        M: power, an integer, 1 to a million.
-        xi: resolution, a finite number that is not 0 (its limit there is ``"fejer"``).
-        a, b: ``exp(-(a k / (K+1))^b)``, finite, a >= 0 and b > 0.
+        K: highest order, from 0 to a million.
+        M: power, an integer from 1 to a million.
+        xi: resolution, a finite number that is not 0 (for xi to 0 the kernel becomes ``"fejer"``).
+        a, b: parameters of ``exp(-(a k / (K+1))^b)``, finite numbers with a >= 0 and b > 0.
 
     Returns:
-        (K+1,), float64.
+        The factors, (K+1,), float64.
 
     Raises:
-        GraphFilterError: an unknown kernel, K or a parameter of this kernel out of range.
+        GraphFilterError: the kernel is unknown, or K or a parameter of this kernel is out of range.
 
     Example:
         >>> gibbs_damping("fejer", 3)
@@ -187,7 +188,7 @@ def gibbs_damping(kernel: Kernel, K: int, *, M: int = 3, xi: float = 4.0, a: flo
 
 
 def kernel_polynomial_loss(coefficients: Tensor) -> Tensor:
-    """Return ``sum_k pi k^2 |w_k|^2``, by which higher orders cost more.
+    """Return the loss ``sum_k pi k^2 |w_k|^2``, which penalises high orders more.
 
     Args:
         coefficients: w_k, (K+1,), before any damping.
@@ -196,7 +197,7 @@ def kernel_polynomial_loss(coefficients: Tensor) -> Tensor:
         A scalar, float32 or wider.
 
     Raises:
-        GraphFilterError: coefficients of another shape, or not real floating-point numbers.
+        GraphFilterError: the coefficients have another shape, or are not real floating-point numbers.
 
     Example:
         >>> import torch

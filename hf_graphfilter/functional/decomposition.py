@@ -33,18 +33,18 @@ def agf(
     Args:
         u, sigma, v: (batch, heads, tokens, features), the projections before softmax and sigmoid.
         value: (batch, heads, tokens, value features).
-        theta: the coefficients as they enter the formula, (K+1,) or (heads, K+1).
-        basis, a, b: the polynomials T_k, see ``AGFConfig``.
-        mask: bool (batch, tokens), True for tokens that are there; the others have no influence. Where none is there
-            the output is zero.
-        causal: ``V`` is a softmax over the tokens so far (not in the paper).
+        theta: the coefficients of the formula, (K+1,) or (heads, K+1).
+        basis, a, b: the kind and the parameters of the polynomials T_k, see ``AGFConfig``.
+        mask: bool (batch, tokens), False for padding, which has no influence. For a row of only padding the output is
+            zero.
+        causal: whether the softmax of ``V`` runs only over the tokens so far (not in the paper).
 
     Returns:
-        (batch, heads, tokens, value features), dtype of ``value``. The softmaxes are float32 or wider.
+        (batch, heads, tokens, value features), with the dtype of ``value``. The softmaxes are float32 or wider.
 
     Raises:
-        GraphFilterError: shapes that do not fit, tensors that are not real floating-point numbers, an unknown basis, a,
-            b and k with a vanishing denominator.
+        GraphFilterError: shapes do not fit, tensors are not real floating-point numbers, the basis is unknown, or a
+            denominator of the polynomials vanishes for these a, b and k.
 
     Example:
         >>> import torch
@@ -90,23 +90,23 @@ def singularformer(
 
     It takes O(n r d) time and O(n (r + d)) memory.
 
-    ``alpha = softmax_r(scores)`` and ``alpha^ = softmax_tokens(scores)``, one for all heads.
+    Here ``alpha = softmax_r(scores)`` and ``alpha^ = softmax_tokens(scores)``, the same for all heads.
 
     Args:
         query: (batch, heads, tokens, features).
         key, value: (batch, heads or key heads, tokens, features); ``value`` may have other features.
         scores: (batch, tokens, r), ``X W_a + b_a``.
-        mask: bool (batch or 1, tokens), True for tokens that are there; the others have no influence. Where none is
-            there the output is zero.
-        previous: (batch, heads, r, r), the core of the layer before, to be added to this one's (residual attention).
-        scale: of the core; features ** -0.5 by default.
+        mask: bool (batch or 1, tokens), False for padding, which has no influence. For a row of only padding the output
+            is zero.
+        previous: (batch, heads, r, r), the core of the previous layer, to be added to this core (residual attention).
+        scale: factor of the core; features ** -0.5 by default.
 
     Returns:
-        The output (batch, heads, tokens, value features), dtype of ``value``; and ``core``, the scores before their
-        softmax with ``previous`` added, (batch, heads, r, r), float32 or wider, as are all softmaxes.
+        The output (batch, heads, tokens, value features), with the dtype of ``value``; and ``core``, (batch, heads, r,
+        r), the scores with ``previous`` added, before their softmax. The core and all softmaxes are float32 or wider.
 
     Raises:
-        GraphFilterError: shapes that do not fit, tensors that are not real floating-point numbers.
+        GraphFilterError: shapes do not fit, or tensors are not real floating-point numbers.
 
     Example:
         >>> import torch
@@ -132,7 +132,7 @@ def singularformer(
     gather = spectral.basis(scores.unsqueeze(1), -2, keys).squeeze(1).mT  # (batch, r, tokens)
 
     def pooled(x: Tensor) -> Tensor:
-        """One product for all heads: (batch, heads, tokens, features) to (batch, heads, r, features)."""
+        """Pool (batch, heads, tokens, features) to (batch, heads, r, features), with one product for all heads."""
         together = gather.to(x.dtype) @ x.transpose(1, 2).flatten(2)  # rotary positions may make the query wider
         return repeat_heads(together.unflatten(-1, (x.shape[1], -1)).transpose(1, 2), heads)
 
@@ -147,7 +147,7 @@ def singularformer(
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, scores: Tensor) -> tuple[int, int, int]:
-    def shapes() -> str:  # a compiler knows no text of sizes that are free
+    def shapes() -> str:  # a function, since a compiler cannot format symbolic sizes
         named = {"query": query, "key": key, "value": value, "scores": scores}
         return ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items())
 

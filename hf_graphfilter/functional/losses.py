@@ -21,12 +21,12 @@ def orthogonality_loss(
 
     Args:
         u, v: (batch, heads, tokens, features), the projections before their softmax over features and tokens.
-        mask: bool (batch, tokens), True for tokens that are there.
-        norm: ``"mean_abs"``, the mean absolute entry over batch, heads and features (the authors' code of AGF);
-            ``"frobenius"``, the Frobenius norm over n^2, n the tokens that are there (AGF, Eq. 11 as printed), mean
-            over batch and heads; or ``"off_diagonal"``, the mean square of the entries off the diagonal, which counts
-            as 0 (Singularformer, Eq. 15).
-        rho: the activation of both, see ``AGFConfig``.
+        mask: bool (batch, tokens), False for padding.
+        norm: ``"mean_abs"``: the mean absolute entry over batch, heads and features (the code of AGF's authors).
+            ``"frobenius"``: the Frobenius norm divided by n^2, where n is the number of tokens without padding, as a
+            mean over batch and heads (AGF, Eq. 11 as printed). ``"off_diagonal"``: the mean square of the entries,
+            where those on the diagonal count as 0 (Singularformer, Eq. 15).
+        rho: the activation of ``u`` and ``v``, see ``AGFConfig``.
 
     Returns:
         A scalar, float32 or wider.
@@ -69,7 +69,7 @@ def diagonal_loss(core: Tensor) -> Tensor:
         A scalar, float32 or wider.
 
     Raises:
-        GraphFilterError: a core that is not square, or not of real floating-point numbers.
+        GraphFilterError: the core is not square, or does not hold real floating-point numbers.
 
     Example:
         >>> import torch

@@ -40,19 +40,19 @@ def gfsa(
         key, value: (batch, heads or key heads, tokens, features).
         w_0, w_1, w_K: numbers, or tensors (heads,).
         K: order, >= 1.
-        mask: bool (batch, tokens), True for tokens that are there; or as in ``scaled_dot_product_attention``, with four
-            dimensions: bool (True for visible) or additive, broadcast to (batch, heads, queries, keys).
-        causal: whether a token sees only earlier ones; not together with a mask of queries by keys.
-        scale: of the scores; features ** -0.5 by default.
-        dropout: probability, drawn anew in each application of A.
+        mask: bool (batch, tokens), False for padding. Or four dimensions as in ``scaled_dot_product_attention``: bool
+            (True for visible) or additive, broadcast to (batch, heads, queries, keys).
+        causal: whether a token sees no later tokens; not together with a mask of queries by keys.
+        scale: factor of the scores; features ** -0.5 by default.
+        dropout: dropout probability; each application of A draws a new pattern.
         approximation: ``"taylor"`` as above, or ``"none"`` for ``w_K A^K``.
 
     Returns:
-        (batch, heads, tokens, features), dtype of ``value``.
+        (batch, heads, tokens, features), with the dtype of ``value``.
 
     Raises:
-        GraphFilterError: K < 1, an unknown approximation, other numbers of queries and keys, a mask or coefficients
-            of another shape.
+        GraphFilterError: K < 1, the approximation is unknown, the numbers of queries and keys differ, or the mask or
+            the coefficients have another shape.
 
     Example:
         >>> import torch
@@ -107,8 +107,8 @@ def apply_gfsa(
 ) -> Tensor:
     """Return ``w_0 value + w_1 S(value) + w_K P(value)``, see ``gfsa``; without the first term if w_0 is None.
 
-    While w_K is zero, as it starts, ``S`` is the model's own attention call, so that its outputs stay the same bit for
-    bit; asked on the CPU only, where there are faster forms.
+    While w_K is zero (its start value), ``S`` is the model's own attention call, so that the outputs stay the same bit
+    for bit. This is checked only on the CPU, where there are faster forms.
     """
     if K > 1:
         shift.exact = known_zero(w_K)
@@ -120,8 +120,8 @@ def apply_gfsa(
 
 
 def known_zero(coefficient: Tensor) -> bool:
-    """Return whether all are zero, or False where the answer would cost a synchronisation or a graph break."""
-    return on_plain_cpu(coefficient) and not any(coefficient.flatten().tolist())  # no operation: they are a few numbers
+    """Return whether all values are zero, or False if the answer would cost a synchronisation or a graph break."""
+    return on_plain_cpu(coefficient) and not any(coefficient.flatten().tolist())  # in Python: these are few numbers
 
 
 def _visible(mask: Tensor | None, query: Tensor) -> Tensor | None:

@@ -2,7 +2,7 @@
 
     from hf_graphfilter.graphs import GraphCollator, GraphDataset, from_smiles, prepare_graph
 
-``GraphCollator(config)`` makes a batch from plain dictionaries, PyTorch Geometric's ``Data`` or OGB's graphs.
+``GraphCollator(config)`` makes a batch from dictionaries, PyTorch Geometric's ``Data`` or OGB's graphs.
 ``prepare_graph`` finds the shortest paths of one graph, so that ``datasets.map`` can cache them.
 """
 

@@ -32,17 +32,17 @@ OTHER_CONFIG = (
 
 @dataclass
 class GraphCollator:
-    """Make a batch from graphs: the ``data_collator`` of a Trainer, the ``collate_fn`` of a DataLoader.
+    """Make a batch from graphs, as the ``data_collator`` of a Trainer or the ``collate_fn`` of a DataLoader.
 
-    It takes graphs as ``prepare_graph`` does, and those that ``prepare_graph`` has prepared. With a Trainer, set
+    It takes graphs in any form that ``prepare_graph`` reads, and also prepared graphs. With a Trainer, set
     ``remove_unused_columns=False`` for graphs that are not prepared.
 
     Args:
         config: The config of the model.
 
     Raises:
-        GraphFilterError: A graph that ``prepare_graph`` refuses, with its place in the batch; labels that some graphs
-            lack, that are not ``num_labels``, or that are all NaN.
+        GraphFilterError: A graph raises an error of ``prepare_graph`` (the message gives its place in the batch); or
+            labels are missing in some graphs, have another number than ``num_labels``, or are all NaN.
 
     Example:
         >>> config = GraphormerConfig(node_feature_sizes=[28], edge_feature_sizes=[4])
@@ -77,7 +77,7 @@ class GraphCollator:
             raise GraphFilterError(f"graph {place} of the batch: {error}") from error
 
     def _check_sizes(self, ready: list[Mapping[str, Any]], batch: Mapping[str, Tensor]) -> None:
-        """Raise for graphs that were prepared for another model: with features that it has no embedding for, say."""
+        """Raise an error for graphs prepared for another model, such as features without an embedding in this one."""
         for place, graph in enumerate(ready):
             if graph.get("directed", self.config.directed) != self.config.directed:
                 raise GraphFilterError(f"graph {place} of the batch {OTHER_CONFIG}")
@@ -90,7 +90,7 @@ class GraphCollator:
                 if graph[name].shape[1:] != shape:
                     raise GraphFilterError(f"graph {place} of the batch {OTHER_CONFIG}")
             beyond = (batch[name] >= torch.tensor(most)).flatten(1).any(1)
-            if name == "kind_edges":  # a graph with edges of which none has features was prepared without them
+            if name == "kind_edges":  # a graph whose edges all lack features was prepared without edge features
                 beyond |= (batch["in_degree"] > 0).any(1) & (batch[name] < 0).flatten(1).all(1)
             if beyond.any():
                 raise GraphFilterError(f"graph {int(beyond.int().argmax())} of the batch {OTHER_CONFIG}")
@@ -125,7 +125,7 @@ class GraphCollator:
 
 
 def _name_label(values: NDArray[np.float64], wrong: NDArray[np.bool_]) -> str:
-    """Return which graph has the first wrong labels, and these."""
+    """Return a text that names the first graph with wrong labels, and these labels."""
     place = int(wrong.argmax())
     return f"graph {place} of the batch has the label{'s' * (values.shape[1] > 1)} {values[place].tolist()}"
 

@@ -17,17 +17,17 @@ from ..models.graphormer.configuration import GraphormerConfig
 from .paths import prepare_graph
 
 PARTS = ("node_features", "in_degree", "out_degree", "pair_kinds", "kind_distances", "kind_edges")
-LISTED = 5  # of the graphs that were left out, in a message
+LISTED = 5  # number of skipped graphs that a message lists
 
 
 class GraphDataset(Dataset[dict[str, Any]]):
     """Graphs with their shortest paths, for a Trainer or a DataLoader with ``GraphCollator``.
 
-    All arrays are stored one behind the other, so a graph is read in microseconds. (The rows of a ``datasets.Dataset``
-    take longer to decode than the paths take to find.)
+    The arrays of all graphs are stored one after the other, so a graph is read in microseconds. (To decode a row of a
+    ``datasets.Dataset`` takes longer than to find the paths.)
 
     Args:
-        graphs: Graphs as ``prepare_graph`` takes them. They are read once, one at a time.
+        graphs: Graphs in any form that ``prepare_graph`` reads. They are read once, one at a time.
         config: The config of the model.
         on_error: What happens to a graph that cannot be read. ``"raise"`` raises an error with its number. ``"skip"``
             leaves it out and lists it in ``skipped``.
@@ -36,7 +36,8 @@ class GraphDataset(Dataset[dict[str, Any]]):
         skipped: (number, reason) of each graph that was left out.
 
     Raises:
-        GraphFilterError: A graph that ``prepare_graph`` refuses; no graphs; labels in some graphs only.
+        GraphFilterError: A graph raises an error of ``prepare_graph``, there are no graphs, or only some of them have
+            labels.
 
     Example:
         >>> config = GraphormerConfig(node_feature_sizes=[28], edge_feature_sizes=[4])
@@ -55,7 +56,7 @@ class GraphDataset(Dataset[dict[str, Any]]):
         ready: list[dict[str, Any]] = []
         for number, graph in enumerate(graphs):
             try:
-                if isinstance(graph, GraphFilterError):  # of a molecule that could not be read
+                if isinstance(graph, GraphFilterError):  # stands for a molecule that could not be read
                     raise graph
                 prepared = prepare_graph(graph, config)
                 if prepared.get("labels") is not None:
@@ -120,7 +121,7 @@ class GraphDataset(Dataset[dict[str, Any]]):
         return self._arrays["labels"][self._rows]
 
     def select(self, places: Sequence[int] | NDArray[np.bool_]) -> GraphDataset:
-        """Return these graphs, without a copy of their arrays: by their places, or by True or False for each graph."""
+        """Return some of the graphs without copying arrays; ``places`` holds indices, or True or False per graph."""
         chosen, wanted = object.__new__(type(self)), np.asarray(places)
         if wanted.size and wanted.dtype.kind not in "biu":
             raise GraphFilterError(f"graphs are selected by whole numbers, or by True and False, got {shown(places)}")
@@ -133,7 +134,7 @@ class GraphDataset(Dataset[dict[str, Any]]):
         return self.select(np.random.default_rng(seed).permutation(len(self)).tolist())
 
     def describe_skipped(self) -> str:
-        """Return how many graphs were left out, and why the first ones were: the end of a message, or nothing."""
+        """Return the end of a message: how many graphs were skipped, and why the first ones; empty if none were."""
         if not self.skipped:
             return ""
         listed = "; ".join(f"{number}: {reason}" for number, reason in self.skipped[:LISTED])

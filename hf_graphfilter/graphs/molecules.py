@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import GraphFilterError, needs, shown
 
-# the values of the features of an atom and a bond, in OGB's order; whatever is missing shares the last number
+# the values of the features of an atom and a bond, in OGB's order; all other values share the last number
 CHIRALITY = ("CHI_UNSPECIFIED", "CHI_TETRAHEDRAL_CW", "CHI_TETRAHEDRAL_CCW", "CHI_OTHER")
 HYBRIDIZATION = ("SP", "SP2", "SP3", "SP3D", "SP3D2")
 BOND = ("SINGLE", "DOUBLE", "TRIPLE", "AROMATIC")
@@ -28,7 +28,8 @@ def from_smiles(smiles: str) -> dict[str, Any]:
         smiles: The molecule in SMILES.
 
     Returns:
-        ``node_features`` (atoms, 9), ``edge_index`` (2, bonds in both directions), ``edge_features`` (the same, 3).
+        ``node_features`` (atoms, 9), ``edge_index`` (2, edges) with each bond in both directions, and ``edge_features``
+        (edges, 3).
 
     Raises:
         GraphFilterError: RDKit is missing (``pip install 'hf-graphfilter[graphs]'``), cannot read the text, or finds no

@@ -10,19 +10,19 @@ from numpy.typing import NDArray
 from ..models.graphormer.configuration import GraphormerConfig
 from .reading import Graph, find, read_graph, read_table
 
-HOPS = {"direct": 1, "none": 0}  # edges of a path that are read; "path" reads max_hops
+HOPS = {"direct": 1, "none": 0}  # number of edges that are read per path; "path" reads max_hops
 
 
 def count_hops(config: GraphormerConfig) -> int:
-    """Return the number of first edges of a path that the model reads."""
+    """Return how many edges the model reads from the start of each path."""
     return HOPS.get(config.edge_encoding, config.max_hops) if config.edge_feature_sizes else 0
 
 
 def prepare_graph(graph: Any, config: GraphormerConfig) -> dict[str, Any]:
     """Return the inputs of ``GraphormerModel`` for one graph, as NumPy arrays.
 
-    Of several shortest paths it takes the one whose edge features come first in dictionary order. So the result does
-    not depend on the order of nodes or edges.
+    If there are several shortest paths, it takes the one whose edge features come first in dictionary order. So the
+    result does not depend on the order of nodes or edges.
 
     Args:
         graph: A mapping with ``node_features`` (nodes, features), ``edge_index`` (2, edges), ``edge_features`` (edges,
@@ -33,8 +33,8 @@ def prepare_graph(graph: Any, config: GraphormerConfig) -> dict[str, Any]:
 
     Returns:
         ``node_features`` (nodes, features), ``in_degree`` and ``out_degree`` (nodes,), ``pair_kinds`` (nodes, nodes),
-        ``kind_distances`` (kinds,) and ``kind_edges`` (kinds, hops, features), all integers, ``directed`` of the
-        config, and ``labels`` where the graph has them.
+        ``kind_distances`` (kinds,) and ``kind_edges`` (kinds, hops, features), all integers; also ``directed`` from the
+        config, and ``labels`` if the graph has them.
 
     Raises:
         GraphFilterError: A part is missing, has another shape, or holds values that ``config`` has no embedding for.
@@ -64,8 +64,8 @@ def prepare_graph(graph: Any, config: GraphormerConfig) -> dict[str, Any]:
 def find_paths(graph: Graph, hops: int) -> dict[str, NDArray[np.int16]]:
     """Return the kind of each pair of nodes, and the distance and first ``hops`` edges of each kind.
 
-    The search goes by distance. A path of length d is the best path of length d - 1 and one more edge. The ranks of
-    paths in dictionary order are the order of (rank of the shorter path, edge), so no path is ever written out twice.
+    The search proceeds by distance: the best path of length d is a best path of length d - 1 plus one edge. The
+    dictionary order of paths is that of the pairs (rank of the shorter path, edge), so no path is written out twice.
     """
     count = len(graph.nodes)
     values, codes = np.unique(graph.edges, axis=0, return_inverse=True)
@@ -73,7 +73,7 @@ def find_paths(graph: Graph, hops: int) -> dict[str, NDArray[np.int16]]:
     distance, kinds, ranks = (np.full((count, count), start) for start in (-1, 0, 0))
     np.fill_diagonal(distance, 0)
     np.fill_diagonal(kinds, 1)
-    paths = np.full((1, max(hops, 1)), -1)  # of the pairs at this distance: a row per rank
+    paths = np.full((1, max(hops, 1)), -1)  # paths of the pairs at this distance, one row per rank
     lengths, edges = [np.array([-1, 0])], [paths, paths]
     length = known = 0
     while True:

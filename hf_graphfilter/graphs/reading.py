@@ -92,7 +92,7 @@ def read_table(value: Any, name: str, dtype: type | None = None) -> NDArray[Any]
     """Return numbers in any container as an array; None gives an empty one.
 
     Raises:
-        GraphFilterError: they are no numbers, or rows of different lengths.
+        GraphFilterError: ``value`` does not hold numbers, or holds rows of different lengths.
     """
     try:
         array = np.asarray([] if value is None else value, dtype=dtype)
@@ -146,7 +146,7 @@ def _edge_features(graph: Any, config: GraphormerConfig, edges: int) -> Integers
 
 
 def _check_directions(nodes: Integers, ends: Integers, edges: Integers, directed: bool) -> Graph:
-    """Return the graph with each edge once; of an undirected one in both directions."""
+    """Return the graph with each edge once, or once per direction if the graph is undirected."""
     count = len(nodes)
     rows = np.unique(np.concatenate([ends, edges.T]).T, axis=0)
     codes = rows[:, 0] * count + rows[:, 1]

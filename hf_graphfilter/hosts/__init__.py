@@ -1,6 +1,6 @@
-"""Hosts: the adapters to each library in which attention lives.
+"""Hosts: one adapter for each library whose attention can be filtered.
 
-A host is a file or folder per library that has all the functions of ``Host``.
+A host is a file or folder that defines all functions of ``Host`` for its library.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def host_of(model: object) -> Host:
     """Return the host of a model.
 
     Raises:
-        GraphFilterError: no host takes this kind of object.
+        GraphFilterError: no host supports this kind of model, or it is wrapped (by PEFT, ``torch.compile`` ...).
     """
     if any(cls.__module__.partition(".")[0] == "timm" for cls in type(model).__mro__):
         from . import timm

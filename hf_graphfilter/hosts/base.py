@@ -37,7 +37,7 @@ class Host(Protocol):
     def kind(self, module: nn.Module) -> type:
         """Return a type that all attention modules of one model share.
 
-        The parts of a composite model differ in it, as the towers of CLIP do.
+        The parts of a composite model, such as the towers of CLIP, have different types.
         """
 
     def read_record(self, model: nn.Module) -> dict[str, Any] | None:
@@ -89,8 +89,7 @@ def unwrapped(model: Any, *, running: bool = True) -> nn.Module:
 
     Args:
         model: a model, wrapped or not.
-        running: whether to unwrap what ``torch.compile`` and DDP make of a model, too. These are lost when the model
-            changes.
+        running: whether to unwrap ``torch.compile`` and DDP too, which do not follow changes of the model inside.
     """
     while True:
         if running and hasattr(model, "_orig_mod"):
@@ -114,7 +113,7 @@ def _is_of_peft(module: object) -> bool:
 
 
 def without_wrappers(model: nn.Module, name: str) -> str:
-    """Return a module's name without the wrappers around it and the modules that contain it: of PEFT, of PyTorch."""
+    """Return a module's name without the parts that come from wrappers of PEFT and PyTorch."""
     module: Any = model
     parts, wrapped = [], False
     for part in name.split("."):
@@ -177,9 +176,10 @@ def collect_sites(
 
     Args:
         model: any model of the library.
-        find_refusal: called with name and module; None means a site, "" a module that is no attention.
-        describe: called with name and module of a site; heads, causality and the other fields of ``AttentionSite``
-            that the library knows.
+        find_refusal: called with name and module. It returns None for a site, "" for a module that is no attention, and
+            otherwise the reason for the refusal.
+        describe: called with name and module of a site. It returns heads, causality and the other fields of
+            ``AttentionSite`` that the library knows.
     """
     sites: list[AttentionSite] = []
     refused, counts = {}, Counter[str]()
@@ -198,9 +198,9 @@ def collect_sites(
 
 
 def looks_like_attention(module: nn.Module) -> bool:
-    """Return whether a refused module is worth naming.
+    """Return whether a refused module should be reported.
 
-    It must own parameters, and its class or a base of it must be named attention.
+    One of its children must be a linear layer, and its class or a base class must be named attention.
     """
     names = " ".join(cls.__name__ for cls in type(module).__mro__)  # another library may have put its class on top
     return bool(re.search(r"attention|attn", names, re.I)) and any(

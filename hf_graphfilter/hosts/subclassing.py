@@ -31,7 +31,7 @@ def derive_filtered(base: Any, rebuild: Derive, run: Callable[..., Any]) -> Any:
 
 
 def swap_class(module: Any, derive: Derive) -> None:
-    """Give a module the subclass ``derive(class)``, and make a forward that does not come to the filter an error."""
+    """Give a module the subclass ``derive(class)``, and make a forward raise unless it runs the filter."""
     module.__class__ = derive(type(module))
     watch(module)
 
@@ -40,7 +40,8 @@ def restore_classes(modules: Iterable[Any], derive: Derive) -> None:
     """Remove the filters of modules, and undo ``swap_class`` where it was done.
 
     Raises:
-        GraphFilterError: something has derived another class from that of a module. All modules then stay as they are.
+        GraphFilterError: other code has derived a further class from a module's subclass. All modules then stay as they
+            are.
     """
     modules = list(modules)
     for module in modules:

@@ -1,10 +1,11 @@
 """The host for timm: it runs an attention module's own forward on a view of the module.
 
 timm has no attention interface; each module computes ``proj(attend(qkv(x)))`` in its ``forward``. A patched module gets
-a subclass of its class whose ``forward`` runs the original one on a view, in which ``qkv`` gives what we pass and
-``proj`` gives back what it gets. So ``S(signal)`` is the module's own attention, whatever it does with query and key
-(norms, position biases, shifted windows, rotary positions, fused or not), with another value. Where the module forms
-the matrix (unfused attention, the talking heads of CaiT), the view keeps it, and later applications multiply by it.
+a subclass of its class whose ``forward`` runs the original one on a view. In the view, ``qkv`` returns the tensor that
+we pass, and ``proj`` returns its input unchanged. So ``S(signal)`` is the module's own attention with another value,
+whatever the module does with query and key (norms, position biases, shifted windows, rotary positions, fused or not).
+If the module forms the matrix (unfused attention, the talking heads of CaiT), the view keeps it, and later applications
+multiply by it.
 
 Checkpoints: timm's ``save_for_hf(model, folder, safe_serialization=True)`` and ``push_to_hf_hub`` save a patched model
 as it is, with its record in ``pretrained_cfg``; ``checkpoints.timm`` loads it.
@@ -35,7 +36,7 @@ from .subclassing import derive_filtered, original_class, restore_classes, runs_
 from .watching import REPLACED, as_written, note_filter_runs
 
 LIBRARY = "timm"
-RECORD = "hf_graphfilter"  # the key in pretrained_cfg: timm refuses it by this name where we are not used to load
+RECORD = "hf_graphfilter"  # key in pretrained_cfg; timm's error names it if a model is loaded without this package
 
 
 # what besides query and key makes the scores of the forms that are honoured
@@ -172,7 +173,10 @@ class _BaseAttention:
     def apply_polynomial(
         self, value: Tensor, coefficients: Coefficients, exact: bool
     ) -> tuple[Tensor, list[Tensor]] | None:
-        """Return the joint form of several applications, where query and key alone make the scores and it is faster."""
+        """Return the result of a joint form of several applications, or None if there is no faster one.
+
+        Only query and key may enter the scores.
+        """
         module = self.module
         if _HONOURED[_class_name(module)] or not module.fused_attn:
             return None

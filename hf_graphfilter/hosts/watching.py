@@ -15,7 +15,7 @@ from .base import describe_site
 _runs = threading.local()  # latest: id of the module whose filter ran last in this thread, until its forward ends
 _RAN = "_graph_filter_ran"  # of a patched module: whether its filter ran in compiled code, which knows no threads
 _NOTICE = "graph_filter"  # the key of the hook that asks
-REPLACED = "its forward was replaced"  # how the reason begins for which such a module is refused
+REPLACED = "its forward was replaced"  # beginning of the reason for refusing such a module
 
 
 def running_forward(module: nn.Module) -> Any:
@@ -25,7 +25,7 @@ def running_forward(module: nn.Module) -> Any:
 
 
 def watch(module: nn.Module) -> None:
-    """Make each forward of a patched module that does not come to its filter an error."""
+    """Make a forward of a patched module raise unless it runs the filter."""
     object.__setattr__(module, _RAN, False)
     module._forward_hooks[_NOTICE] = _notice  # type: ignore[index]  # by name: the same in a model that was pickled
 

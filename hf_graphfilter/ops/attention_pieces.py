@@ -26,7 +26,8 @@ NARROW = 16  # features: a product with fewer columns is two to four times as fa
 class Piece(NamedTuple):
     """Some sequences with all their heads, or some heads of one.
 
-    ``shape`` has the numbers of both. ``range`` is where their matrices lie among all, one per sequence and head.
+    ``shape`` is (number of sequences, number of heads). ``range`` is the slice of their matrices among the matrices of
+    all sequences and heads.
     """
 
     sequences: slice
@@ -43,7 +44,7 @@ def split_rows(tokens: int, causal: bool) -> list[tuple[slice, slice]]:
 
 
 def split_batch(batch: int, heads: int, tokens: int, rows: int, width: int) -> Iterator[Piece]:
-    """Yield the pieces of a batch whose A has blocks of so many rows, and whose signals are ``width`` wide together."""
+    """Yield the pieces of a batch, given the ``rows`` of a block of A and the ``width`` of all signals together."""
     together = max(1, PIECE // (tokens * max(rows, width)))
     if together < heads:
         for sequence in range(batch):
@@ -77,13 +78,13 @@ def _is_narrow(tokens: int, features: int) -> bool:
 
 
 def take(x: Tensor, piece: Piece) -> Tensor:
-    """Return what belongs to a piece, of ``x`` (batch * heads, ...)."""
+    """Return the part of ``x`` (batch * heads, ...) that belongs to a piece."""
     place = piece.range
     return x if place.stop - place.start == x.shape[0] else x[place]
 
 
 def part_of_batch(x: Tensor, piece: Piece) -> Tensor:
-    """Return what belongs to a piece, of ``x`` (batch, heads, ...)."""
+    """Return the part of ``x`` (batch, heads, ...) that belongs to a piece."""
     return x if x.shape[:2] == piece.shape else x[piece.sequences, piece.heads]
 
 
@@ -98,7 +99,7 @@ def cut(x: Tensor, rows: slice) -> Tensor:
 
 
 class Block(NamedTuple):
-    """Views of the memory of a ``Workspace``: what a block of A reads and writes, by its rows or by what these see."""
+    """Views of the memory of a ``Workspace``: what a block of A reads and writes, at its rows or the tokens seen."""
 
     rows: slice
     seen: slice
@@ -119,7 +120,8 @@ class Block(NamedTuple):
 class Workspace:
     """The memory for one piece: a copy of its gradient, the gradients of K signals and their sum, the blocks of its A.
 
-    ``rows`` is the size of a block in use, which tells workspaces apart.
+    ``rows`` is the number of rows of a block. It is not read here, but distinguishes workspaces in the cache of
+    ``reuse``.
     """
 
     def __init__(
@@ -199,7 +201,7 @@ def find_workspace(
 
 
 def part_of_block(x: Tensor, piece: Piece, block: Block) -> Tensor:
-    """Return what belongs to a block, of a tensor (batch * heads, tokens, tokens)."""
+    """Return the part of a tensor (batch * heads, tokens, tokens) that belongs to a block."""
     return x[piece.range, block.rows, block.seen]
 
 

@@ -1,8 +1,8 @@
 """A polynomial of softmax attention, ``sum_k c_k A^k V``, with one matrix A for all applications, on the CPU.
 
 K calls of scaled_dot_product_attention form the scores K times. Here they are formed once per pass, and the backward
-pass does not form them at all. Intermediate results stay in the processor's cache and in memory that all layers share,
-which saves more than the products: see ``ops.attention_pieces``.
+pass does not form them at all. Intermediate results stay in the processor's cache and in memory that all layers share
+(``ops.attention_pieces``). That saves more time than the smaller number of products.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .random_masks import draw_masks, drop, scale_of_kept
 from .scores import has_empty_rows, softmax_backward_
 
 KEPT = 1 << 23  # entries of A that one call may keep for its backward pass; with more, A is formed again
-AS_NUMBERS = 1 << 22  # entries up to which a dropout mask is of numbers: faster to multiply, four times the memory
+AS_NUMBERS = 1 << 22  # entries up to which a dropout mask is kept as floats: faster to multiply, four times the memory
 
 
 def apply_polynomial(
@@ -81,16 +81,16 @@ class _Options(NamedTuple):
     scale: float
     causal: bool
     dropout: float
-    holds: bool  # A from the forward to the backward pass
-    empties: bool  # rows of A that attend to nothing
+    holds: bool  # whether A is kept for the backward pass
+    empties: bool  # whether A may have rows that attend to nothing
 
 
 class _Polynomial(torch.autograd.Function):
     """The sum ``c_0 V + S(W)`` with ``W = sum_k c_k X_{k-1}`` and ``X_k = S^k(V)``: K applications.
 
-    With ``g`` the gradient of the sum, that of W is ``S^T(g)``, and that of ``X_k`` is ``c_{k+1} S^T(g)`` plus what
-    application k+1 passes back. The gradient of A is a sum of products of these with what A was applied to. That of the
-    scores, through the softmax, is the gradient of an additive mask.
+    Let ``g`` be the gradient of the sum. The gradient of W is ``S^T(g)``, and the gradient of ``X_k`` is ``c_{k+1}
+    S^T(g)`` plus what application k+1 passes back. The gradient of A is a sum of products of these gradients with the
+    signals that A was applied to. The gradient of the scores, through the softmax, is also that of an additive mask.
     """
 
     @staticmethod
@@ -155,7 +155,7 @@ class _Polynomial(torch.autograd.Function):
             q, k, *inputs = (take(x, piece) for x in (queries, keys, *signals))
             terms = [None if c is None else take(c, piece) for c in factors]
             by_head(space.g, piece).copy_(part_of_batch(grad, piece))
-            # a row is read by itself and later rows: from the last block on, its gradient is complete in time
+            # only a row itself and later rows read it: going back from the last block, its gradient is complete in time
             matrices = [next(held) for _ in space.blocks] if holds else None
             for number in range(len(space.blocks) - 1, -1, -1):
                 block, first = space.blocks[number], number == len(space.blocks) - 1

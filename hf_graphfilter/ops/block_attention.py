@@ -1,6 +1,6 @@
 """Near and far field of attention over blocks of tokens: softmax over near blocks, running means over the far ones.
 
-All functions are made of plain operations, so that gradients, compilers and exports know them.
+All functions consist of PyTorch operations, so that gradients, compilers and exports work.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def split_blocks(x: Tensor, block: int) -> Tensor:
 def pad_tokens(x: Tensor, before: int, after: int) -> Tensor:
     """Add zeros before and after the tokens of x (batch, heads, tokens, features).
 
-    ``torch.nn.functional.pad`` stores its result in another order where it adds nothing, which compiled graphs with
-    any number of tokens do not know.
+    ``torch.nn.functional.pad`` is not used: if it adds nothing, it stores its result in another order, and a compiled
+    graph for any number of tokens does not expect that.
     """
     if not before and not after and on_plain_cpu(x):
         return x
@@ -64,7 +64,7 @@ def group_queries(x: Tensor, *, groups: int, before: int, after: int, block: int
 
 
 def list_neighbours(blocks: Tensor, dim: int, causal: bool) -> list[Tensor]:
-    """Return the block before each, the block itself and, unless ``causal``, the one after; to be joined.
+    """Return, for each block, the one before it, the block itself and, unless ``causal``, the one after it.
 
     Args:
         blocks: blocks along ``dim``.
@@ -91,7 +91,7 @@ def summarize_blocks(logits: Tensor, value: Tensor) -> FarMeans:
 
 
 def accumulate_blocks(blocks: FarMeans, past: FarMeans | None = None) -> FarMeans:
-    """Return the running means: for each block that of itself, of all blocks before it, and of ``past``.
+    """Return running means: for each block, the mean over itself, all blocks before it, and ``past``.
 
     ``past`` has one block. All factors are at most 1, so nothing overflows however far the weights lie apart.
     """
@@ -121,11 +121,11 @@ def _accumulate_chunk(mass: Tensor, mean: Tensor, start: Tensor, start_mean: Ten
 
 
 def far_of_blocks(blocks: FarMeans, past: FarMeans | None, causal: bool) -> FarMeans:
-    """Return for each block the means of all blocks that are no neighbours of it.
+    """Return for each block the means of all blocks that are not its neighbours.
 
     Args:
-        blocks: of each block alone.
-        past: means of what came before the first block, one block, in a causal module.
+        blocks: means of each block alone.
+        past: means of the tokens before the first block, as one block, in a causal module.
         causal: whether later blocks are left out.
     """
     before = accumulate_blocks(_shift(blocks, 2), past)
@@ -145,7 +145,7 @@ def _shift(blocks: FarMeans, by: int) -> FarMeans:
 
 
 def count_far(is_far: Tensor, causal: bool) -> Tensor:
-    """Count the tokens in blocks that are no neighbours of each block: (batch, blocks, block) to (batch, blocks)."""
+    """Count, for each block, the far tokens outside its neighbours: (batch, blocks, block) to (batch, blocks)."""
     counts = is_far.sum(-1).float()
     if causal:
         return functional.pad(counts.cumsum(-1), (2, 0))[:, : counts.shape[-1]]

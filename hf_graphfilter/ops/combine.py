@@ -16,9 +16,9 @@ Coefficients = Sequence[Tensor | None]  # one per term, (heads,), or None where 
 def combine(terms: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Return ``sum_k c_k x_k`` for terms (c_k, x_k): c_k (heads,), x_k (batch, heads, tokens, features).
 
-    Computed in the wider of the two dtypes and returned in that of the signals. Fewer passes over memory than the
-    separate operations, forward and backward; a term whose coefficient is 1 while the others are 0 comes out bit for
-    bit.
+    The sum is computed in the wider of the two dtypes and returned in that of the signals. It takes fewer passes over
+    memory than separate operations, forward and backward. If one coefficient is 1 and the others are 0, the result is
+    that signal bit for bit.
     """
     coefficients, signals = zip(*terms, strict=True)
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # a compiler fuses them itself, a trace keeps no others
@@ -85,7 +85,7 @@ class _Combine(torch.autograd.Function):
 
 
 class _CombineInTransforms(torch.autograd.Function):
-    """The same for ``torch.func``; the look at its signature takes longer than a small combination."""
+    """The same as ``_Combine`` for ``torch.func``, whose check of signatures takes longer than a small combination."""
 
     generate_vmap_rule = True
     backward = _Combine.backward

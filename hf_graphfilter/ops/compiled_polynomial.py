@@ -1,4 +1,4 @@
-"""A polynomial of softmax attention with A written out, which a compiler fuses: for graphs of ``torch.compile``."""
+"""A polynomial of softmax attention with A as a tensor, in operations that ``torch.compile`` fuses."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from .combine import Coefficients, combine
 from .exporting import is_exporting
 from .scores import additive
 
-# Entries of A up to which what Inductor compiled is faster than with calls of scaled_dot_product_attention, each of
-# which forms A anew. Measured on one processor with 2 threads: steps of 40 to 256 tokens, and forward passes of 40 and
-# 64. At 3.7 million entries both take as long.
+# Up to so many entries of A, the code that Inductor compiles from this form is faster than calls of
+# scaled_dot_product_attention, each of which forms A again. Measured on one processor with 2 threads: training steps
+# with 40 to 256 tokens, and forward passes with 40 and 64. At 3.7 million entries both take equally long.
 MOST_ENTRIES = 1 << 21
 
 
 def can_write_out(query: Tensor) -> bool:
-    """Return whether the graph that is being compiled is to hold A as a tensor: for the CPU, not when exporting."""
+    """Return whether the graph being compiled should hold A as a tensor: a small A on the CPU, and no export."""
     if not torch.compiler.is_compiling() or is_exporting():
         return False
     return query.device.type == "cpu" and query.shape[:3].numel() * query.shape[2] <= MOST_ENTRIES

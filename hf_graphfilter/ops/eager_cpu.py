@@ -1,4 +1,4 @@
-"""Where code may look at the numbers of a tensor and choose the form of a computation by them."""
+"""A check whether code may read the values of a tensor and choose the form of a computation by them."""
 
 from __future__ import annotations
 

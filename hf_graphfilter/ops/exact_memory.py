@@ -1,6 +1,6 @@
 """Exact memory beside a far field: the tokens that its means reproduce worst keep their keys and values.
 
-All functions are made of plain operations. Blocks follow one another, so a graph is bound to their number.
+All functions consist of PyTorch operations. They loop over the blocks, so a compiled graph fits one number of blocks.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def remember_blocks(
         exact: tokens from before the first block that are exact.
 
     Returns:
-        What queries of each block find: the means, and the exact tokens with the blocks along another dimension before
-        the tokens.
+        What the queries of each block attend to: the means, and the exact tokens. In the latter, blocks are a further
+        dimension before the tokens.
     """
     batch, heads, _, block, _ = key.shape
     counts = count_far(is_far, True)

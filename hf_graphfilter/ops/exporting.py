@@ -10,7 +10,7 @@ _SAID_OF_ANY_COMPILATION = torch.__version__.startswith("2.11.")
 def is_exporting() -> bool:
     """Return whether ``torch.export`` traces this call.
 
-    While it compiles, Dynamo of torch 2.11 takes ``torch.compiler.is_exporting()`` for True.
+    In torch 2.11, Dynamo treats ``torch.compiler.is_exporting()`` as True in every compilation.
     """
     if _SAID_OF_ANY_COMPILATION:
         return torch.compiler._is_exporting_flag

@@ -1,8 +1,8 @@
 """Products of Givens rotations as real matrices between phases.
 
 A rotation of two tokens (Eq. 6 of the Converter paper, its angles halved) is a real one between phases, ``G = diag(e^-i
-beta, e^i beta) R(gamma) diag(e^-i alpha, e^i alpha)``. A phase that both tokens have passes through R, so in a product
-of rotations of neighbouring tokens all phases move to the two ends: ``H = diag(e^i after) R_H diag(e^i before)``.
+beta, e^i beta) R(gamma) diag(e^-i alpha, e^i alpha)``. A phase that both tokens share commutes with R. So in a product
+of rotations of neighbouring tokens, all phases move to the two ends: ``H = diag(e^i after) R_H diag(e^i before)``.
 """
 
 from __future__ import annotations

@@ -16,11 +16,12 @@ Tensors = tuple[Tensor | None, ...]
 def first_order(backward: Callable[..., Tensors], *inputs: Any) -> Tensors:
     """Return ``backward(*inputs)``, gradients that must not be differentiated again; call it in ``backward``.
 
-    ``torch.func`` keeps the graph of every backward pass, so that ``once_differentiable`` would refuse its first
-    derivatives too; and without either, what is computed in place or from saved results has wrong second ones.
+    PyTorch's ``once_differentiable`` does not serve here: ``torch.func`` keeps the graph of every backward pass, so
+    even first derivatives would raise. Without any check, second derivatives would be wrong, since backward passes
+    compute in place or from saved results.
 
-    A compiled graph is not guarded: torch 2.14 cannot trace this function, whose number of inputs varies. Second
-    derivatives asked of a compiled graph are wrong, without an error.
+    A compiled graph is not checked: torch 2.14 cannot trace this function, whose number of inputs varies. Second
+    derivatives of a compiled graph are wrong, without an error.
     """
     if torch.compiler.is_dynamo_compiling():
         return backward(*inputs)

@@ -36,7 +36,7 @@ class HeadPart:
         object.__setattr__(self, "runs", tuple(runs))
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return what ``x`` has of these heads along ``dim``, which counts key heads or query heads."""
+        """Return the part of ``x`` for these heads along ``dim``, which counts key heads or query heads."""
         if len(self.chosen) == self.groups:
             return x
         each = x.shape[dim] // self.groups

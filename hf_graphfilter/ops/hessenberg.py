@@ -1,10 +1,10 @@
 """Unitary Hessenberg matrices, products of Givens rotations of neighbouring tokens, applied in linear time.
 
-``H_l = G_{N-1} ... G_1`` and ``H_u = G_1 ... G_{N-1}`` are first-order linear recurrences along the tokens, their
-coefficients one number per token, shared by all features: real ones between two phases per token, see ``ops.givens``.
-So real and imaginary part of a signal are only more features. The rotations of a block of tokens make one small matrix,
-all blocks are multiplied at once, and what a block passes to the next follows from a recurrence over the blocks. All is
-unitary, so the backward pass finds every intermediate signal again from the result, which alone is kept.
+``H_l = G_{N-1} ... G_1`` and ``H_u = G_1 ... G_{N-1}`` are first-order linear recurrences along the tokens. Their
+coefficients, one number per token, are the same for all features. Between two phases per token (``ops.givens``) they
+are real, so real and imaginary part of a signal are further features. The rotations of a block of tokens make one small
+matrix. All blocks are multiplied at once, and a recurrence over the blocks gives what each passes to the next. All is
+unitary, so the backward pass computes every intermediate signal again from the result, the only one that is kept.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _transform(
 ) -> Tensor:
     """Run the transform as a custom operator, which compiled and exported graphs hold whole, for any number of tokens.
 
-    Within it ``conj``, which only marks a tensor, would be without effect where a compiled graph calls it.
+    It must not use ``conj``, which only marks a tensor: the mark is lost when a compiled graph calls the operator.
     """
     signal = _Signal([x], lower, scale.dtype)
     signal.through(*_path(lower, upper, first, between, scale, forward, back))
@@ -66,7 +66,7 @@ def _transform(
 def _path(
     lower: Tensor, upper: Tensor, first: Tensor, between: Tensor, scale: Tensor, forward: bool, back: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the phases and the blocks that a signal meets; a phase comes first and last."""
+    """Return the phases and the blocks that act on a signal in turn; it begins and ends with a phase."""
     there, again = ([upper, lower], [first, between]) if forward else ([], [])
     if not back:
         return [*again, scale], there
@@ -189,18 +189,18 @@ class _Signal:
     ) -> list[Tensor]:
         """Apply the phases and between them the blocks, in place; steps go upwards and downwards in turn.
 
-        Every part of the blocks meets what it can while it lies in the processor's cache: a step, the phases that
-        follow, and what it passes on in the next step.
+        As much as possible is done with a part of the blocks while it lies in the processor's cache: a step, the phases
+        that follow, and what it passes on in the next step.
 
         Args:
             phases: (batch, tokens) each, one more than steps.
             steps: blocks.
-            undone: for the backward pass, where the features are those of a signal and of its gradient and every step
-                undoes another: what the gradient of that one's blocks is added to, and whether that one applied the
-                inverse of its blocks.
+            undone: for the backward pass, where the features hold a signal and its gradient, and each step undoes a
+                forward step: the tensor to which the gradient of the forward step's blocks is added, and whether that
+                step applied the inverse of its blocks.
 
         Returns:
-            Then the gradients of the angles that the phases undo, (batch, tokens) each.
+            In the backward pass, the gradients of the angles that the phases undo, (batch, tokens) each.
         """
         with torch.autocast(self.signal.device.type, enabled=False):
             return self._through(phases, steps, undone)

@@ -77,10 +77,10 @@ def _in_rows(x: Tensor) -> Tensor:
 
 
 class _Fields(torch.autograd.Function):
-    """The fused kernel, whose result and log-sum-exp take in one more key per query.
+    """The fused kernel, with one more key per query joined to its result and log-sum-exp.
 
-    Its backward pass is that of the kernel, given the result and the log-sum-exp over all keys: with them, it forms the
-    weights of the joint softmax.
+    The backward pass is the kernel's own. It receives the result and the log-sum-exp over all keys, from which it forms
+    the weights of the joint softmax.
     """
 
     @staticmethod

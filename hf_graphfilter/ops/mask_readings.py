@@ -1,4 +1,4 @@
-"""What is read of an attention mask, once for all layers that share it."""
+"""A cache of what was read from an attention mask, for all layers that share the mask."""
 
 from __future__ import annotations
 

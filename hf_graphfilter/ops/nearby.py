@@ -26,7 +26,8 @@ def attend_nearby(
     Args:
         query: (batch, heads, tokens, features), the last of the key tokens.
         key, value: (batch, heads, key tokens, features).
-        window: tokens on each side; only on the left where ``causal``. Those that are not there cost nothing.
+        window: number of tokens on each side (only the left if ``causal``). One longer than the text costs no
+            more, except in a compiled graph.
         scaling: of the scores.
         causal: whether later keys are left out.
         keys: bool (batch, key tokens), True for tokens that are there.
@@ -50,8 +51,8 @@ def attend_nearby(
     after = missing if causal else window + missing
     width = block + (window if causal else 2 * window)
 
-    def slices(x: Tensor) -> Tensor:  # (batch, heads, blocks, width, features), one overlapping slice a block
-        padded = functional.pad(x, (0, 0, window - past, after))  # less than nothing takes tokens away
+    def slices(x: Tensor) -> Tensor:  # (batch, heads, blocks, width, features), one overlapping slice per block
+        padded = functional.pad(x, (0, 0, window - past, after))  # negative padding removes tokens
         return padded.unfold(2, width, block).transpose(-1, -2)
 
     distance = torch.arange(width, device=key.device) - torch.arange(block, device=key.device)[:, None]

@@ -1,4 +1,4 @@
-"""Which form of a polynomial of attention is the fastest: a GPU kernel, one A on the CPU, or calls of attention."""
+"""The choice of the fastest form of a polynomial of attention: a GPU kernel, one A on the CPU, or several calls."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from .compiled_polynomial import can_write_out, write_out
 from .eager_cpu import on_plain_cpu
 from .heads import repeat_heads
 
-# Where K = 2 calls of scaled_dot_product_attention are slower, most of all with backward, by whether A is causal: up to
-# so many tokens, and from so many entries of A per block on, which repay the calls that a block takes. Measured with 2
-# to 384 matrices, 10 to 64 features, 2 to 4,096 tokens, with the code for AVX-512, for AVX2 and for neither. Without a
-# causal mask, more tokens are 5 to 20 % faster on a quiet machine and up to 40 % slower beside a busy process.
+# The range in which one A is faster than K = 2 calls of scaled_dot_product_attention, most of all with a backward pass.
+# MOST_TOKENS is the largest number of tokens, by whether A is causal. FEWEST_ENTRIES is the smallest number of entries
+# of A per block, which repays the calls that a block takes. Measured with 2 to 384 matrices, 10 to 64 features, 2 to
+# 4,096 tokens, with the code for AVX-512, for AVX2 and for neither. Beyond 1,024 tokens without a causal mask, one A is
+# 5 to 20 % faster on a quiet machine, but up to 40 % slower beside a busy process.
 MOST_TOKENS = {False: 1024, True: 4096}
 FEWEST_ENTRIES = 1 << 15
 
@@ -37,8 +38,8 @@ def polynomial_form(
 ) -> tuple[Tensor, list[Tensor]] | None:
     """Return ``apply_polynomial`` from a GPU kernel, the CPU or a compiler, or None if the caller must apply A K times.
 
-    Keys and values may have fewer heads than queries. Where PyTorch is restricted to ``SDPBackend.MATH`` it is None, as
-    whoever wants second derivatives needs.
+    Keys and values may have fewer heads than queries. The result is None if PyTorch is restricted to
+    ``SDPBackend.MATH``, whose calls are the only form with second derivatives.
     """
     if _is_restricted_to_math():
         return None
@@ -64,7 +65,7 @@ def _is_restricted_to_math() -> bool:
 
 
 def can_have_form(query: Tensor) -> bool:
-    """Return False where ``polynomial_form`` would return None whatever else it is given."""
+    """Return False if ``polynomial_form`` would return None for this query whatever its other arguments are."""
     on_cpu = query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64)
     return on_cpu or triton.chosen("gfsa", query)
 
@@ -79,10 +80,10 @@ def can_apply(
     dropout: float,
     exact: bool,
 ) -> bool:
-    """Return whether ``apply_polynomial`` is the faster form: on the CPU.
+    """Return whether ``apply_polynomial`` is the faster form, which it can be on the CPU only.
 
-    It equals calls of attention up to rounding, and draws other dropout masks. So where results are to be ``exact``, it
-    is for several applications with dropout only, which no single call of the model draws.
+    It equals calls of attention up to rounding, but draws other dropout masks. So if results must be ``exact``, it is
+    used only for several applications with dropout, since no call of the original model draws their masks.
 
     The answer is the same with and without gradients: checkpointing runs the forward pass in both ways, and must find
     the same numbers and draw the same masks.
@@ -97,7 +98,7 @@ def can_apply(
 def _are_alike(
     query: Tensor, key: Tensor, value: Tensor, coefficients: Coefficients, dropout: float, exact: bool
 ) -> bool:
-    """Return whether the inputs are of one kind and size that one A serves, to the accuracy that is asked for."""
+    """Return whether one A can serve all applications: inputs of one kind and size, and as exact as required."""
     dtype, tokens = query.dtype, query.shape[2]
     return (
         all(type(t) is Tensor and t.dtype == dtype for t in (query, key, value))

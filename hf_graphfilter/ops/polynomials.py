@@ -189,7 +189,7 @@ def polynomials(x: Tensor, steps: Recurrence) -> Iterator[Tensor]:
 def applied(operator: Callable[[Tensor], Tensor], once: Tensor, signal: Tensor, steps: Recurrence) -> Iterator[Tensor]:
     """Yield ``T_0(S) V, T_1(S) V, ... T_K(S) V``, given ``S(V)`` and ``V``, by K - 1 more applications of ``S``.
 
-    What float16 cannot hold becomes its largest number: an infinite one would be NaN in a sum where it counts for 0.
+    Numbers beyond float16 become its largest number, since infinity times a coefficient of 0 would be NaN.
 
     Example:
         >>> import torch

@@ -22,9 +22,9 @@ def draw_masks(shape: tuple[int, ...], dropout: float) -> Tensor:
 
 
 def drop(matrix: Tensor, keep: Tensor, dropout: float) -> Tensor:
-    """Return a matrix without the entries that are dropped, the others scaled so that the mean stays.
+    """Return a matrix with the dropped entries set to 0 and the others scaled, so that the mean stays.
 
-    It lies in scratch memory, and is lost at the next call.
+    The result lies in scratch memory, and the next call overwrites it.
     """
     return torch.mul(matrix, keep, out=scratch("dropped", matrix.shape, matrix.dtype)).mul_(scale_of_kept(dropout))
 

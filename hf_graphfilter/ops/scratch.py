@@ -1,7 +1,7 @@
 """Memory for intermediate results that every layer uses again.
 
-A fresh tensor of some MB is memory that the operating system hands out page by page, at each call anew. For short
-sequences that costs more than the products that fill it.
+For a new tensor of some MB, the operating system provides memory page by page, and again at each call. For short
+sequences that costs more time than the products that fill the tensor.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def reuse(make: Callable[..., _T], *arguments: Hashable) -> _T:
-    """Return ``make(*arguments)``, which consists of ``scratch`` tensors; what an earlier call made, if it is held."""
+    """Return ``make(*arguments)``, an object of ``scratch`` tensors, or the one that an earlier call made."""
     key = (make, *arguments)
     made = _held.made.get(key)
     if made is None:

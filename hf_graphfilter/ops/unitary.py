@@ -31,17 +31,17 @@ def filter_tokens(
 ) -> Tensor:
     """Return ``Phi^-1 [exp(i response) * (Phi value)]``, ``Phi = H_l^1 H_u^1 P ... H_l^L H_u^L P``, in O(L n d) time.
 
-    Tokens that are not there are moved behind the others, which keep their order, and take part in no rotation. So the
-    others get what they would get without them, wherever these stand.
+    Absent tokens (padding) are moved behind the present ones, which keep their order, and take part in no rotation. So
+    the present tokens get the same result as without the absent ones, wherever those stand.
 
     Args:
         value: (batch, heads, tokens, features), real or complex.
         response: (batch, sets, tokens), radians; one set for all heads, or one per head.
         angles: (batch, sets, orders, 6 or more, tokens), radians: alpha, beta and gamma of the lower rotations, then of
-            the upper. Those of a token are of its rotation with the next that is there.
-        there: bool (batch or 1, tokens), None where all are.
-        permutation: P of the tokens that are there. ``"stride"`` puts every second behind the others,
-            ``"bit_reversal"`` orders by the reversed binary digits of their places.
+            the upper. The angles of a token belong to its rotation with the next present token.
+        there: bool (batch or 1, tokens), True for present tokens; None if all are present.
+        permutation: order P of the present tokens. ``"stride"`` puts every second one behind the others,
+            ``"bit_reversal"`` orders them by the reversed binary digits of their places.
 
     Returns:
         Shape of ``value``; complex128 where any input has double precision, else complex64.
@@ -69,7 +69,7 @@ def filter_tokens(
         response = response.gather(-1, packed[:, None].expand_as(response))
         angles = angles.gather(-1, packed[:, None, None, None].expand_as(angles))
         signal = in_order(signal, packed)
-    # the last one turns by nothing: rotations fewer than tokens would bind an exported graph to more than two of these
+    # the last token rotates by 0: with one rotation fewer, an exported graph would accept only more than two tokens
     following = torch.ones_like(response[:, 0], dtype=torch.bool) if there is None else there
     angles = angles.where(pad(following, (0, 1))[:, None, None, None, 1:], 0)
     permuted = _order(permutation, tokens, there, angles.device)

@@ -26,16 +26,16 @@ def visibility(
 ) -> tuple[bool, Tensor | None]:
     """Reduce a mask to (causal, keys).
 
-    Every query sees the keys that are True; if causal, only the earlier ones of them.
+    Every query sees the keys that are True; if causal, only those up to its own position.
 
     Args:
         mask: None; (batch, keys), True or 1 for a token; or (batch or 1, heads or 1, queries, keys), bool with True
             for visible, or additive. A causal mask counts the queries as the last of the keys.
-        causal: what holds where the mask is None or (batch, keys), or can be read both ways.
+        causal: whether attention is causal if the mask does not say: it is None or (batch, keys), or fits both.
         queries: number of query tokens.
-        biased: the mask holds a bias of positions, to be left out.
-        declared_causal: what the mask is expected to be in a compiled or exported graph, which cannot branch on what
-            it holds; another mask is an error when the graph runs.
+        biased: whether the mask holds a bias of positions, which is ignored.
+        declared_causal: whether a compiled or exported graph expects a causal mask, since it cannot branch on the
+            values of the mask. Another mask is an error when the graph runs.
 
     Returns:
         causal, and keys: bool (batch or 1, keys), or None where all are visible.
@@ -74,7 +74,7 @@ def average(signal: Tensor, causal: bool, keys: Tensor | None) -> Tensor:
 
 
 def average_of_seen(signal: Tensor, seen: Tensor) -> Tensor:
-    """Return the mean over what each query sees, bool (batch or 1, 1, queries, keys), of any structure."""
+    """Return the mean of a signal over the keys that each query sees, bool (batch or 1, 1, queries, keys)."""
     wide = signal.float() if signal.element_size() < 4 else signal
     weights = seen.to(wide.dtype)
     with torch.autocast(signal.device.type, enabled=False):
@@ -84,7 +84,7 @@ def average_of_seen(signal: Tensor, seen: Tensor) -> Tensor:
 def seen_by_mask(mask: Tensor | None, batch: int) -> Tensor:
     """Return where a mask of queries by keys, bool or additive, lets a query see a key.
 
-    One of three dimensions, (windows, queries, keys), holds for the windows of every image in turn.
+    A mask of three dimensions, (windows, queries, keys), is repeated for the windows of every image.
     """
     assert mask is not None
     seen = mask if mask.dtype == torch.bool else mask > _FORBIDDEN_BY_BIAS
@@ -92,7 +92,7 @@ def seen_by_mask(mask: Tensor | None, batch: int) -> Tensor:
 
 
 def _reduce(mask: Tensor, queries: int, biased: bool, expected: bool) -> tuple[bool, Tensor | None]:
-    """Return the reading of a mask; of one that fits both (a single token that is not padding), the expected one."""
+    """Return (causal, keys) of a mask; if both kinds fit (a single token, no padding), causal is as ``expected``."""
     allowed, unbiased = _allowed(mask, biased)
     if not unbiased:
         raise GraphFilterError(BIAS)
@@ -116,7 +116,7 @@ def _expect(mask: Tensor, causal: bool, queries: int, biased: bool) -> Tensor:
 
 
 def _allowed(mask: Tensor, biased: bool) -> tuple[Tensor, Tensor | bool]:
-    """Return (what may be attended to, whether the mask holds nothing else)."""
+    """Return (where attention is allowed, whether the mask holds no bias)."""
     if mask.dtype == torch.bool:
         return mask, True
     allowed = mask > (_FORBIDDEN_BY_BIAS if biased else _FORBIDDEN)

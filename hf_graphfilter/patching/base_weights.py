@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from ..filters.core.attached import CHILD
 from ..hosts import Host
 
-SAMPLE = "_graph_filter_base_weights"  # of a model: sampled when it was patched or loaded
-_VALUES = 8  # per tensor: training changes nearly all of them
+SAMPLE = "_graph_filter_base_weights"  # attribute of a model: a sample taken when it was patched or loaded
+_VALUES = 8  # number of values per tensor; training changes nearly all of them
 _WRITTEN = 2
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def remember_weights(host: Host, model: nn.Module, *, again: bool = False) -> None:
-    """Keep a sample of the weights outside the filter, unless there is one; ``again`` replaces it."""
+    """Keep a sample of the weights outside the filter; an existing sample is replaced only with ``again``."""
     if again or SAMPLE not in vars(model):
-        for part in model.modules():  # patched before the model around it had its weights
+        for part in model.modules():  # a part that was patched before has an outdated sample
             vars(part).pop(SAMPLE, None)
         vars(model)[SAMPLE] = _sample(host, model)
 
@@ -27,7 +27,8 @@ def remember_weights(host: Host, model: nn.Module, *, again: bool = False) -> No
 def changed_weights(host: Host, model: nn.Module) -> list[str]:
     """Return the names of the parameters outside the filter that changed since ``remember_weights``.
 
-    Casts to another dtype and moves to another device are no change. Adapters are none either: they have files.
+    Casts to another dtype and moves to another device do not count. Adapters do not count either, since they are saved
+    in files of their own.
     """
     before: dict[str, Tensor] = vars(model).get(SAMPLE) or {}
     now = _sample(host, model) if before else {}
@@ -57,7 +58,7 @@ def differing_weights(written: object, host: Host, model: nn.Module) -> list[str
 
 
 def _sample(host: Host, model: nn.Module) -> dict[str, Tensor]:
-    """Return evenly spaced values of the parameters by their names without PEFT's wrappers.
+    """Return evenly spaced values of each parameter: name without PEFT's wrappers -> values.
 
     Parameters that are sharded, offloaded or quantized are left out.
     """
@@ -65,12 +66,12 @@ def _sample(host: Host, model: nn.Module) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         if is_whole(parameter) and f".{CHILD}." not in f".{name}":
             values = sample_evenly(parameter).to("cpu", copy=True)
-            sample.setdefault(host.relative_name(model, name), values)  # a wrapper holds it first
+            sample.setdefault(host.relative_name(model, name), values)  # PEFT's wrapper holds the original first
     return sample
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Return whether the values of a tensor are in it: not sharded, offloaded or quantized."""
+    """Return whether a tensor itself holds all its values: it is not sharded, offloaded or quantized."""
     if nn.parameter.is_lazy(tensor):
         return False
     return not (tensor.is_meta or type(tensor.data) is not Tensor or hasattr(tensor, "ds_id")) and tensor.numel() > 0
@@ -82,7 +83,7 @@ def sample_evenly(tensor: Tensor) -> Tensor:
 
 
 def round_values(values: Tensor) -> list[float]:
-    """Return values in the precision that a file keeps."""
+    """Return the values as floats, rounded to the six digits that a file keeps."""
     return [float(f"{x:.6g}") for x in values.tolist()]
 
 

@@ -68,7 +68,7 @@ def _select(group: str, sites: list[AttentionSite], layers: Layers) -> list[Atte
 
 
 def _index(i: Any, where: str, group: str, count: int) -> int:
-    # Python and PyTorch take True for 1, and several of them may be meant as a mask
+    # Python and PyTorch accept True as 1, but a list of bools may be meant as a mask
     if isinstance(i, bool) or str(getattr(i, "dtype", None)) == "torch.bool":
         raise TypeError(f"{i} is no index")
     if not -count <= (index := operator.index(i)) < count:

@@ -20,7 +20,7 @@ from .base_weights import SAMPLE
 from .layers import Layers, select_sites
 from .restore import attach, build_at
 
-STARTS = "_graph_filter_starts"  # of a model: its filters have start values, since an adapter brought its own
+STARTS = "_graph_filter_starts"  # attribute of a model whose filters have start values, since adapters hold others
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -34,18 +34,19 @@ def patch_model(
 ) -> M:
     """Replace self-attention by a graph filter, in place.
 
-    Every selected attention module gets one child, ``graph_filter``; no other parameter changes its name or value.
-    Cross-attention is never patched. Filters with random start values (AGF, Singularformer ...) draw them from torch's
-    generator: call ``transformers.set_seed`` first to get the same ones again.
+    Every selected attention module gets one child module, ``graph_filter``. Existing parameters keep their names and
+    values. Cross-attention is never patched. Some filters start at random values (AGF, Singularformer ...). Call
+    ``transformers.set_seed`` before ``patch_model`` to get the same values again.
 
     Args:
         model: a transformers ``PreTrainedModel`` whose attention runs through the attention interface, a
-            ``SentenceTransformer`` around one, a timm model, or any module with ``torch.nn.MultiheadAttention``. Pass
-            the whole model that will be saved, since it keeps the record; choose parts with ``layers`` and ``stack``.
+            ``SentenceTransformer`` around one, a timm model, or any module with ``torch.nn.MultiheadAttention`` or
+            ``GraphFilterAttention``. Pass the whole model that you will save, since the record of the patch is stored
+            in it. Choose parts with ``layers`` and ``stack``.
         filter: the name of a registered filter, or its config object. Default: ``"gfsa"``.
         layers: the layers to patch, counted from 0 within each stack: ``"all"``, ``"even"``, ``"odd"``, a list of
             indices (negative ones count from the end), a slice, or a predicate ``(index, module name) -> bool``. A
-            text names indices or a slice too: ``"0,2,-1"``, ``"2:8"``. Default: all layers.
+            string can also give indices, ``"0,2,-1"``, or a slice, ``"2:8"``. Default: all layers.
         stack: ``"encoder"`` or ``"decoder"`` to patch only that stack. Default: both.
         **options: options of the filter, if ``filter`` is a name.
 
@@ -54,7 +55,7 @@ def patch_model(
 
     Raises:
         GraphFilterError: an unknown filter or option, an empty or impossible selection, or a model that has nothing to
-            patch or is patched at these layers already. The model is then as it was.
+            patch or is already patched at these layers. The model then stays unchanged.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -69,7 +70,7 @@ def patch_model(
     if not sites:
         raise GraphFilterError(_nothing_to_patch(model, refused))
     if replaced := next((name for name, reason in refused.items() if reason.startswith(REPLACED)), None):
-        raise GraphFilterError(f"{replaced} cannot be patched: {refused[replaced]}")  # nor be left out in silence
+        raise GraphFilterError(f"{replaced} cannot be patched: {refused[replaced]}")  # and must not be skipped silently
     selected = select_sites(sites, layers, stack)
     for site in selected:
         if hasattr(site.module, CHILD):
@@ -80,8 +81,8 @@ def patch_model(
             )
     patched = (site for site in sites if (f := site.module._modules.get(CHILD)) and type(f.config) is type(config))
     config.check_sites([*patched, *selected])
-    filters = [build_at(config, site, model) for site in selected]  # all before the first change: no trace of failures
-    names = [*dict.fromkeys(host.relative_name(model, site.name) for site in selected)]  # once for PEFT's copies
+    filters = [build_at(config, site, model) for site in selected]  # build all first, so that a failure changes nothing
+    names = [*dict.fromkeys(host.relative_name(model, site.name) for site in selected)]  # PEFT's copies share one name
     record = extend_record(host.read_record(model), type(model).__name__, config, names)
     attach(host, model, list(zip(selected, filters, strict=True)), record)
     counts, kind = (len(selected), len(sites)), type(model).__name__
@@ -105,7 +106,7 @@ def unpatch_model(model: M) -> M:
     """
     wrapped, model = model, unwrapped(model, running=False)  # type: ignore[assignment]
     host = host_of(model)
-    patched = patched_modules(model, required=host.read_record(model) is None)  # parts may have lost them all
+    patched = patched_modules(model, required=host.read_record(model) is None)  # patched parts may have been removed
     host.detach(model, [module for _, module in patched])
     host.write_record(model, None)
     for attribute in (STARTS, SAMPLE):
@@ -116,9 +117,9 @@ def unpatch_model(model: M) -> M:
 
 @contextlib.contextmanager
 def restore_on_error(model: nn.Module) -> Iterator[None]:
-    """Restore a model after an exception inside: its modules, their attributes and what is trained.
+    """Restore the modules, attributes and ``requires_grad`` flags of a model if the block raises an exception.
 
-    The values of tensors are not kept.
+    The values of tensors are not restored.
     """
     modules = [*model.modules()]
     classes = [(module, type(module)) for module in modules]

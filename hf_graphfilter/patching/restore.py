@@ -20,22 +20,22 @@ from ..filters.core.record import read_groups
 from ..hosts import Host, host_of
 from .base_weights import remember_weights
 
-STARTED = "_started"  # of a filter built on meta: its buffers that are not saved, as __init__ makes them elsewhere
+STARTED = "_started"  # attribute of a filter built on meta: the values that __init__ gives its unsaved buffers
 
 
 def apply_record(model: nn.Module, complete: bool = False) -> None:
-    """Patch the modules that a saved record names and the model has, as ``from_pretrained`` does.
+    """Patch the modules of a model that its saved record names, as ``from_pretrained`` does.
 
-    Modules that are patched already stay as they are.
-
-    A sub-model sees only its own modules, and a record written with a task head is read without it.
+    Modules that are already patched stay as they are. If the model is only a part of the one that was saved, the names
+    of other modules are ignored. A model without a task head can read the record of one with a head.
 
     Args:
         model: a model whose config holds a record.
-        complete: whether the model must have every module that the record names. A model of the saved class must.
+        complete: whether the model must have every module that the record names. If the model has the class that was
+            saved, it must in any case.
 
     Raises:
-        GraphFilterError: an unknown version, filter or field, a record of another shape, or a missing module.
+        GraphFilterError: an unknown version, filter or field, a malformed record, or a missing module.
     """
     host = host_of(model)
     record: Any = host.read_record(model)
@@ -72,13 +72,12 @@ def attach(
 
 
 def resolve(host: Host, model: nn.Module, names: Iterable[str]) -> dict[str, AttentionSite]:
-    """Return the sites that the module names of a record, or of coefficients, mean in this model.
+    """Return the sites of this model by the module names of a record or of coefficients.
 
-    Other names are left out.
+    Names that the model does not have are left out.
 
-    A name is that of the module now, or in the release of the library that wrote it. The latter is the name that the
-    library still gives to the weights in checkpoints, or that of the parent module, which held the attention before it
-    became a separate module.
+    A name may come from an earlier release of the library. Then it is the name under which the library still saves the
+    weights, or the name of the parent module, if attention was not yet a module of its own.
     """
     sites, _ = host.find(model)
     here = {host.relative_name(model, site.name): site for site in sites}
@@ -93,7 +92,7 @@ def resolve(host: Host, model: nn.Module, names: Iterable[str]) -> dict[str, Att
 def check_resolved(
     host: Host, model: nn.Module, names: list[str], sites: dict[str, AttentionSite], complete: bool
 ) -> None:
-    """Raise if two names of a record lead to one module or, in a ``complete`` model, a name leads to none.
+    """Raise if two names of a record mean the same module, or if a ``complete`` model lacks a module.
 
     Raises:
         GraphFilterError: the first such name, with the nearest name that the model has.
@@ -120,9 +119,10 @@ def check_resolved(
 
 
 def build_at(config: FilterConfig, site: AttentionSite, model: nn.Module) -> GraphFilter:
-    """Build the filter of a site, with the training mode of its module, and the device and dtype of its weights.
+    """Build the filter of a site, with the training mode, device and dtype of its module.
 
-    A module without weights (``GraphFilterAttention``) has those of the module around it.
+    If the module has no weights (``GraphFilterAttention``), device and dtype are those of the nearest module around it
+    that has some.
     """
     graph_filter = build_filter(config, site)
     path = site.name.split(".")
@@ -132,14 +132,14 @@ def build_at(config: FilterConfig, site: AttentionSite, model: nn.Module) -> Gra
     dtype = like.dtype if like.is_floating_point() else None
     graph_filter.train(site.module.training)
     device = device_of(owner)
-    # a module of a model on meta may hold tensors that are not
+    # in a model on the meta device, a module may hold tensors that are not on it
     to_be_loaded = device is None or any(t.is_meta for t in (*graph_filter.parameters(), *graph_filter.buffers()))
     for tensor in graph_filter.coefficient_tensors().values():  # made in the default dtype, which may be half
         if tensor.is_floating_point() and tensor.element_size() < 4:
             tensor.data = tensor.data.float()
     if not to_be_loaded:
         return graph_filter.to(device=device, dtype=dtype)
-    # buffers that are not saved, and that reset_parameters may not set, are to have the values of __init__
+    # unsaved buffers get the values of __init__, since reset_parameters need not set them
     unsaved = {f"{n}.{k}".lstrip(".") for n, m in graph_filter.named_modules() for k in m._non_persistent_buffers_set}
     if unsaved:
         with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.device("cpu"):

@@ -23,13 +23,13 @@ class FilterRow:
     """One patched module.
 
     Attributes:
-        module: its name in the model.
+        module: the name of the attention module in the model.
         filter: the config of its filter.
         coefficients: the coefficients by name, as copies on the CPU, float32 or complex64.
-        backend: the attention implementation that computes ``S``; ``FORWARD_REPLACED`` if it is unknown, since the
-            module's forward or class was replaced after ``patch_model``.
+        backend: the attention implementation that computes ``S``. It is ``FORWARD_REPLACED`` if this is unknown,
+            because the module's forward or class was replaced after ``patch_model``.
         trained: the names of the coefficients that training changes; the others are fixed.
-        moved: mean distance of the learned coefficients from their start values; None where there are none.
+        moved: mean distance of the learned coefficients from their start values; None if the filter has none.
     """
 
     module: str
@@ -43,11 +43,11 @@ class FilterRow:
 class FilterStatus(list[FilterRow]):
     """The rows of ``filter_status``, which print as a table.
 
-    A coefficient is shown as its mean over the heads, with the spread, and "(fixed)" where training leaves it. "moved"
-    is the mean distance of the learned coefficients from their start values.
+    The table shows each coefficient as its mean over the heads ± its standard deviation, with "(fixed)" if training
+    does not change it. "moved" is the mean distance of the learned coefficients from their start values.
 
     Attributes:
-        left_alone: the attention modules that no filter can go into, by name, with the reason (cross-attention ...).
+        left_alone: the attention modules that cannot get a filter: name -> reason (cross-attention ...).
     """
 
     left_alone: Mapping[str, str] = MappingProxyType({})
@@ -89,8 +89,14 @@ def filter_status(model: nn.Module) -> FilterStatus:
         model: a patched model, wrapped or not, or a module of your own with patched models in it. An unpatched model
             gives an empty list.
 
+    Returns:
+        A list with one row per patched module. A row has the attributes ``module``, ``filter`` (its config),
+        ``coefficients`` (copies on the CPU), ``backend``, ``trained`` (the names of the coefficients that training
+        changes) and ``moved`` (their mean distance from the start values). The attribute ``left_alone`` of the list
+        names the attention modules that cannot get a filter, with the reason.
+
     Raises:
-        GraphFilterError: a module that is no model of a supported library and holds no filter.
+        GraphFilterError: the module is not a model of a supported library and holds no filter.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -116,7 +122,7 @@ def filter_status(model: nn.Module) -> FilterStatus:
 
 
 def _find_models(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module, Host]]:
-    """Return (its name as a prefix, model, host) of the models of libraries with filters, of which this may be one."""
+    """Return (name prefix, model, host) of the module itself if a host takes it, or else of its patched parts."""
     try:
         return [(prefix, model, host_of(model))]
     except GraphFilterError:
@@ -128,7 +134,7 @@ def _find_models(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Modul
 
 
 def has_moved(model: nn.Module) -> bool:
-    """Return whether a coefficient of any filter in a module is away from its start value."""
+    """Return whether any learned coefficient of the filters in a module differs from its start value."""
     return any(_distance_from_start(each, _read_coefficients(each)) for _, each in filters_of(model))
 
 
@@ -147,7 +153,7 @@ def _names_trained(graph_filter: GraphFilter) -> frozenset[str]:
 
 
 def _distance_from_start(graph_filter: GraphFilter, values: dict[str, Tensor]) -> float | None:
-    """Return the mean distance of the learned coefficients, which have these values, from where training starts."""
+    """Return the mean distance of the ``values`` of the learned coefficients from their start values."""
     with torch.random.fork_rng(devices=[]):
         start = copy_restarted(graph_filter).learned_coefficients()
     distances = [(values[name] - value).abs().flatten() for name, value in start.items()]

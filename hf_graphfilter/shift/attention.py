@@ -18,9 +18,9 @@ from .operator import DenseShift, PastRows, ShiftOperator
 
 
 class AttentionCall(NamedTuple):
-    """The facts that a host knows about one call of a model's attention when it begins.
+    """The fixed facts about one call of a model's attention.
 
-    They do not change during the call; ``AttentionShift`` holds what does.
+    ``AttentionShift`` holds the state that changes during the call.
 
     Attributes:
         attend: ``attend(key, value) -> (output, weights)``, the attention function with query, mask, scale and
@@ -38,17 +38,17 @@ class AttentionCall(NamedTuple):
             tokens.
         bias: (batch or 1, heads, query tokens, key tokens), added to the scores through a separate argument (T5);
             None where there is none.
-        visible: ``visible() -> (causal, keys)``: which tokens the mask leaves, see ``ops.visibility``. None: all.
+        visible: ``visible() -> (causal, keys)``: the tokens that the mask leaves, see ``ops.visibility``. None: all.
 
-    Faster forms, each None where there is none:
+    Faster forms, each None if it does not exist:
 
     Attributes:
         polynomial: ``polynomial(value, coefficients, exact) -> (sum, [S(value), ...])``, the sum as in
-            ``ShiftOperator.polynomial`` and all powers but the last; it returns None for what it cannot take.
-        few_rows: ``few_rows() -> matrix``, (batch, heads, query, key): the rows of ``A`` at the query tokens, formed
-            once and applied as often as the filter asks, unless ``exact``. It returns None where calls are faster.
-        part: ``part(heads) -> call``: the same call of some heads, each key head with its query heads.
-        weights_again: whether the weights that ``attend`` gives are ``A`` for all applications: none is dropped.
+            ``ShiftOperator.polynomial`` and all powers but the last. It returns None for inputs that it cannot take.
+        few_rows: ``few_rows() -> matrix``, (batch, heads, query, key): the rows of ``A`` at the query tokens. They are
+            computed once and applied as often as the filter asks, unless ``exact``. None where calls are faster.
+        part: ``part(heads) -> call``: the same call for some of the heads, each key head with its query heads.
+        weights_again: whether the weights that ``attend`` returns are ``A`` for all applications (no dropout).
     """
 
     attend: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -68,22 +68,23 @@ class AttentionCall(NamedTuple):
 class AttentionShift(ShiftOperator):
     """The shift operator ``S`` of a model, computed by the model's own attention function.
 
-    It needs O(n d) memory wherever the attention function itself does.
+    It needs O(n d) memory if the attention function itself does.
 
-    The first application takes the full value tensor, (batch, key heads, key tokens, features), and is the very call
-    that the model itself would make. Later applications take signals at the query tokens with one entry per head. Keys
-    are then repeated for grouped-query attention, and ``past_rows`` adds the earlier rows when decoding with a cache.
+    The first application takes the full value tensor, (batch, key heads, key tokens, features), and makes exactly the
+    call that the model itself would make. Later applications take signals at the query tokens with one entry per head.
+    For them, keys are repeated for grouped-query attention, and ``past_rows`` adds the earlier rows when decoding with
+    a cache.
 
     Args:
         call: the facts of the call. The shift has its ``query``, ``key``, ``hidden``, ``scaling`` and ``bias`` too.
-        past_rows: the earlier rows of signals, where the model decodes with a cache.
+        past_rows: the earlier rows of signals, if the model decodes with a cache.
         state: a dict of tensors, batch first, that the filter may fill when decoding; None without a cache.
-        earlier: what the filters of earlier layers left, where the filter asks for it (``GraphFilter.reads_earlier``).
+        earlier: the tensors that filters of earlier layers left, if this one asks (``GraphFilter.reads_earlier``).
 
     Attributes:
         applications: how often ``S`` was applied so far.
-        weights: (batch, heads, query, key), the weights of the first application, where the attention function
-            returns them.
+        weights: (batch, heads, query, key), the weights of the first application, if the attention function returns
+            them.
     """
 
     def __init__(
@@ -186,8 +187,8 @@ class AttentionShift(ShiftOperator):
     def seen(self) -> tuple[Tensor | None, bool]:
         """Return what each query sees as SDPA takes it: (keys, causal).
 
-        Keys are bool (batch or 1, 1, queries or 1, keys), None for all. Causal says, without such a matrix, whether a
-        query sees no later token.
+        ``keys`` is bool (batch or 1, 1, queries or 1, keys), or None if all are visible. ``causal`` is True if, in
+        addition, no query sees a later token; otherwise ``keys`` alone says what is visible.
         """
         structure, tokens, keys = self._structure(), self.query.shape[2], self.key.shape[2]
         if structure is None:
@@ -201,9 +202,9 @@ class AttentionShift(ShiftOperator):
         return (earlier if seen is None else earlier & seen), False
 
     def _structure(self) -> tuple[bool, Tensor | None] | None:
-        """Return ``visible()``, or None where the mask must be applied as a matrix.
+        """Return ``visible()``, or None if the mask must be applied as a matrix.
 
-        That is so in a compiled or traced graph, which cannot look into the mask.
+        That is the case in a compiled or traced graph, which cannot read the values of the mask.
         """
         by_queries = self.call.mask is not None and self.call.mask.dim() > 2
         if by_queries and (torch.compiler.is_compiling() or torch.jit.is_tracing()):
@@ -217,7 +218,7 @@ class AttentionShift(ShiftOperator):
 
     def all_rows(self, signal: Tensor) -> Tensor:
         rows = self._all_rows(signal)
-        self.applications += 1  # whose rows are kept by this number
+        self.applications += 1  # the cache keeps the rows under this number
         return rows
 
     def visible(self) -> tuple[bool, Tensor | None]:
@@ -232,21 +233,21 @@ class AttentionShift(ShiftOperator):
 
     @property
     def earlier(self) -> EarlierLayers:
-        """The tensors that filters of earlier layers left; empty where the model passed none on."""
+        """The tensors that filters of earlier layers left; empty if there are none."""
         if self._earlier is None:
             self._earlier = EarlierLayers()
         return self._earlier
 
     def restart(self, earlier: EarlierLayers | None = None) -> AttentionShift:
-        """Return the same operator before its first application and without a cache, to apply it again.
+        """Return the same operator without a cache and as before its first application, to apply it again.
 
-        ``earlier`` is what the filters of earlier layers left. ``S`` is then applied by calls of the attention function
-        alone, so that every look finds the same numbers.
+        ``earlier`` holds the tensors that the filters of earlier layers left. The new operator applies ``S`` only by
+        calls of the attention function, so that it gives the same numbers each time.
         """
         return AttentionShift(self.call._replace(polynomial=None, few_rows=None), earlier=earlier)
 
     def part(self, heads: HeadPart) -> AttentionShift:
-        """Return the operator of some heads, which computes nothing for the others and shares the state."""
+        """Return the operator for some of the heads; it computes nothing for other heads, and shares the state."""
         if self.call.part is None or self.key.shape[1] % heads.groups:
             found = f"attention with {self.key.shape[1]} key heads"
             raise GraphFilterError(f"{found} cannot be computed for some of {heads.groups} heads: leave out keep=")

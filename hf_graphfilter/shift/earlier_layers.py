@@ -11,9 +11,9 @@ from ..errors import GraphFilterError
 
 
 class _Left(NamedTuple):
-    name: str  # of the layer
+    name: str  # name of the layer
     kind: str
-    call: int  # of its attention
+    call: int  # number of the call of its attention
     tensor: Tensor
     with_gradient: bool
 
@@ -21,15 +21,15 @@ class _Left(NamedTuple):
 class EarlierLayers:
     """The tensors that the filters of a stack leave for later layers in one forward pass, in order.
 
-    A layer that gradient checkpointing runs again finds what it found before, and leaves nothing. Some modules apply
-    their attention several times, as vision towers do image by image. There each call finds what the calls with the
-    same number left.
+    If gradient checkpointing runs a layer again, the layer finds the same tensors as before, and leaves none. Some
+    modules apply their attention several times, such as vision towers, once per image. There each call finds the
+    tensors that the calls with the same number left.
     """
 
     def __init__(self) -> None:
         self._left: list[_Left] = []
         self._begun_in = _backward_pass()
-        self._calls: dict[tuple[str, int], int] = {}  # of each layer so far, in each pass
+        self._calls: dict[tuple[str, int], int] = {}  # number of calls so far, by layer and pass
         self._call = 0
 
     def begin_layer(self, name: str) -> None:
@@ -46,11 +46,11 @@ class EarlierLayers:
             self._left.append(_Left(name, kind, self._call, tensor, torch.is_grad_enabled()))
 
     def left_before(self, name: str, kind: str) -> list[Tensor]:
-        """Return what the layers before ``name`` with this kind of filter left; the nearest layer's tensor comes last.
+        """Return the tensors that layers before ``name`` with this kind of filter left; the nearest layer comes last.
 
         Raises:
-            GraphFilterError: a gradient would be lost, of this layer or of one before, that first ran without; or the
-                layer is run again, and has several places.
+            GraphFilterError: this layer or an earlier one first ran without gradients, so that a gradient would be
+                lost; or the layer is run again, but has several places.
         """
         left = [entry for entry in self._left if (entry.call, entry.kind) == (self._call, kind)]
         end = len(left)

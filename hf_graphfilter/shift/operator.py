@@ -32,9 +32,9 @@ class ShiftOperator(ABC):
     """The shift operator ``S``, which maps signals (batch, heads, tokens, features) to signals.
 
     Attributes:
-        exact: whether ``S(value)`` is to be bit for bit what the model's own call gives, as it must where a filter at
-            its start leaves the model as it was. Elsewhere a filter may set it to False before it applies ``S``: the
-            CPU then has faster forms, with other rounding.
+        exact: whether ``S(value)`` must equal the result of the model's own call bit for bit. A filter needs this if it
+            must not change the model at its start. Otherwise it may set ``exact`` to False before it applies ``S``: on
+            a CPU this allows faster forms with other rounding.
     """
 
     exact: bool = True
@@ -42,7 +42,7 @@ class ShiftOperator(ABC):
     @property
     @abstractmethod
     def rows(self) -> tuple[int, int]:
-        """The pair (heads, query tokens): the dimensions between batch and features of what ``S`` returns."""
+        """The pair (heads, query tokens): the middle dimensions of the signals that ``S`` returns."""
 
     @abstractmethod
     def __call__(self, signal: Tensor) -> Tensor:
@@ -56,11 +56,11 @@ class ShiftOperator(ABC):
         return signals
 
     def polynomial(self, value: Tensor, coefficients: Coefficients) -> Tensor:
-        """Return ``sum_k c_k S^k(value)``, in the faster form where there is one.
+        """Return ``sum_k c_k S^k(value)``, computed by a faster form if there is one.
 
         Args:
             value: (batch, key heads, key tokens, features).
-            coefficients: ``c_0 ... c_K`` with K >= 1, each (heads,) or None where the term is left out; ``c_K`` is not
+            coefficients: ``c_0 ... c_K`` with K >= 1, each (heads,), or None to leave out the term; ``c_K`` must not be
                 None.
 
         Returns:
@@ -79,7 +79,7 @@ class ShiftOperator(ABC):
         """Return the mean of a signal over the tokens that each query sees, as a uniform ``A`` would compute it.
 
         Args:
-            signal: at the key tokens: ``value``, or what ``all_rows`` returns for another signal.
+            signal: a signal at the key tokens: ``value``, or the result of ``all_rows`` for another signal.
 
         Returns:
             Shape (batch, heads of the signal, query tokens, features).
@@ -87,7 +87,7 @@ class ShiftOperator(ABC):
         raise GraphFilterError(f"{type(self).__name__} does not know which tokens a query sees")
 
     def all_rows(self, signal: Tensor) -> Tensor:
-        """Return a signal (batch, heads, query tokens, features) with its rows at the earlier tokens, when decoding."""
+        """Return a signal (batch, heads, query tokens, features); when decoding, add its rows at the earlier tokens."""
         return signal
 
 

@@ -1,7 +1,7 @@
-"""Imports the package in every Python process that ``hf-graphfilter run`` starts, directly or not.
+"""Import the package in every Python process that ``hf-graphfilter run`` starts, directly or indirectly.
 
-``run`` puts this folder on PYTHONPATH, and Python imports the first ``sitecustomize`` of its path when it starts. This
-one takes its folder off the path again and hands over to the one that it hides.
+``run`` puts this folder on PYTHONPATH, and Python imports the first ``sitecustomize`` on its path when it starts. This
+file removes its folder from the path, and then imports the ``sitecustomize`` that it hides, if there is one.
 """
 
 import os
@@ -19,6 +19,6 @@ except ModuleNotFoundError as error:  # a Python of another environment: there, 
 try:
     import sitecustomize  # noqa: F401
 except ModuleNotFoundError as error:
-    sys.modules[__name__] = _own  # the import of this file is to find it
+    sys.modules[__name__] = _own  # so that Python finds this file as the module that it imports
     if error.name != __name__:
         raise

@@ -1,4 +1,4 @@
-"""Check that a filter does all that the package promises of filters: ``check_filter``.
+"""Check that a filter does everything that the package promises for filters: ``check_filter``.
 
 It runs on tiny models with random weights, made here: an encoder, a causal decoder with grouped keys, an
 encoder-decoder, a vision model and an ``nn.TransformerEncoder``. Nothing is downloaded.
@@ -33,25 +33,25 @@ def check_filter(
     raise_on_failure: bool = True,
     **options: Any,
 ) -> FilterReport:
-    """Check a filter on tiny models: explicit matrices, decoding, files, copies and the compiler, in some seconds.
+    """Check a filter on tiny models in a few seconds: explicit matrices, decoding, files, copies and the compiler.
 
-    Random numbers are afterwards as they were; what ``torch.compile`` has compiled so far is forgotten.
+    The states of the random generators are restored afterwards. The cache of ``torch.compile`` is cleared.
 
     Args:
         filter: name of a registered filter, or its config object.
-        formula: the filter as an explicit matrix, ``formula(A, coefficients) -> H``: A and H (batch, heads, tokens,
-            tokens) in float64, coefficients as ``GraphFilter.coefficients`` gives them. The filter must then compute
-            ``H @ value``.
-        only: names of checks to run; ``config``, ``patching`` and ``forward``, which all others build on, are always
-            run.
-        raise_on_failure: raise if a check fails.
-        **options: options of the filter, when it is given by name.
+        formula: the filter as an explicit matrix, ``formula(A, coefficients) -> H``. A and H are (batch, heads, tokens,
+            tokens) in float64; the coefficients are those that ``GraphFilter.coefficients`` returns. The check is that
+            the filter computes ``H @ value``.
+        only: names of the checks to run. ``config``, ``patching`` and ``forward`` always run, since all others build on
+            them.
+        raise_on_failure: whether to raise an error if a check fails.
+        **options: options of the filter, if it is given by name.
 
     Returns:
-        ``FilterReport``, a row for each check: passed, failed, or does not apply, and why.
+        ``FilterReport``, with one row per check: passed, failed, or does not apply, and the reason.
 
     Raises:
-        GraphFilterError: an unknown filter, option or check; a check failed (all are named).
+        GraphFilterError: the filter, an option or a check is unknown, or checks failed (the message names all of them).
 
     Example:
         >>> report = check_filter("gfsa", K=2, only=["causality"])

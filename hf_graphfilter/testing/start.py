@@ -1,4 +1,4 @@
-"""Checks of a filter before it is used: its config, its parameters, its start."""
+"""Checks of a new filter: its config, its parameters, and its output at the start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _all_set(model: nn.Module, complaint: str) -> None:
 
 
 def _reset(model: nn.Module, complaint: str) -> None:
-    """Call ``reset_parameters`` of all filters, whose memory holds NaN before."""
+    """Fill the tensors of all filters with NaN, call ``reset_parameters``, and fail if a NaN is left."""
     for tensor in state(model).values():
         if tensor.is_floating_point():
             tensor.data.fill_(torch.nan)
@@ -59,7 +59,7 @@ def _patching(trial: Trial, _: Family) -> str:
 @check("start values", *ALL)
 def _start_values(trial: Trial, family: Family) -> None:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)  # then what torch.empty gives is NaN
+    torch.use_deterministic_algorithms(True)  # fills the result of torch.empty with NaN
     try:
         model = patch_model(family.build(), trial.config)
     finally:

@@ -1,4 +1,4 @@
-"""The parts of all checks: a trial of one filter, its rows, how a check fails, and helpers for patched models."""
+"""The common parts of all checks: the trial of a filter, rows of the report, exceptions, and helpers for models."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ..patching.patch import patch_model
 from ..tables import text_table
 from ..training.blend import set_blend
 
-# Models run in float64, but a filter may compute in float32: its rounding, grown over two layers of attention far from
-# uniform. What the checks look for changes outputs in the first digits.
+# Models run in float64, but a filter may compute in float32. Its rounding errors grow over two layers whose attention
+# is far from uniform. The mistakes that the checks look for change the first digits of the outputs.
 TOLERANCE = 1e-5
 TOKENS = 9
 PRETRAINED = ("encoder", "decoder", "encoder-decoder", "vision")  # models of transformers
@@ -31,7 +31,7 @@ ALL = (*PRETRAINED, "module")
 
 @dataclass(frozen=True)
 class CheckRow:
-    """One check: its name, how it ended, and in one sentence why it failed or does not apply."""
+    """The result of one check: its name, how it ended, and a sentence on why it failed or does not apply."""
 
     check: str
     outcome: Literal["passed", "failed", "does not apply"]
@@ -60,7 +60,7 @@ class DoesNotApply(Exception):
 class TorchEncoder(nn.Module):
     """A model around PyTorch's own attention, with the arguments and outputs of transformers.
 
-    Its layers may take PyTorch's fast path where they have no filter.
+    Layers without a filter may use PyTorch's fast path.
     """
 
     def __init__(self, config: dict[str, Any]):
@@ -83,7 +83,7 @@ class Family:
     config: Any
 
     def build(self, dtype: torch.dtype = torch.float64) -> Any:
-        """Return the model, the same at each call."""
+        """Return the model, with the same weights at each call."""
         torch.manual_seed(0)
         model = self.model_class(copy.deepcopy(self.config)).eval()
         with torch.no_grad():
@@ -126,11 +126,11 @@ def families() -> list[Family]:
 
 @dataclass(frozen=True)
 class Check:
-    """One check: what it is called, and what it runs."""
+    """A check: its name, the function that it runs, and the kinds of models that it needs."""
 
     name: str
     run: Callable[[Trial, Family], str | None]
-    kinds: tuple[str, ...]  # of models; none: it needs no model
+    kinds: tuple[str, ...]  # kinds of models; empty if the check needs no model
     basic: bool
 
 
@@ -205,5 +205,5 @@ def turn_on(module: nn.Module, scale: float = 0.3) -> None:
             if isinstance(part, GraphFilter):
                 for parameter in part.parameters():
                     parameter.add_(torch.randn(parameter.shape, generator=g, dtype=torch.float32) * scale)
-    with contextlib.suppress(GraphFilterError):  # no blend
+    with contextlib.suppress(GraphFilterError):  # raised without a blend
         set_blend(module, 0.5)

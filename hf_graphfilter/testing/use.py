@@ -32,7 +32,7 @@ DECODERS = ("decoder", "encoder-decoder")
 
 
 def _calls(trial: Trial, family: Family) -> list[tuple[GraphFilter, DenseShift, Tensor, Tensor]]:
-    """Return (filter, the shift as an explicit matrix, value, output) of each layer, for a padded batch."""
+    """Run a padded batch, and return (filter, shift as an explicit matrix, value, output) for each layer."""
     calls: list[tuple[GraphFilter, DenseShift, Tensor, Tensor]] = []
 
     def hook(graph_filter: Any, args: tuple[Any, ...], out: Tensor) -> None:
@@ -95,7 +95,7 @@ def _gradients(trial: Trial, family: Family) -> None:
     out = model(**family.inputs()).last_hidden_state
     out.backward(torch.randn(out.shape, dtype=out.dtype))
     learns: dict[str, bool] = {}
-    for _, graph_filter in filters_of(model):  # a decoder's layer may be without influence, all together are not
+    for _, graph_filter in filters_of(model):  # one layer of a decoder may have no influence, but not all of them
         for name, p in graph_filter.named_parameters():
             if p.grad is not None and not p.grad.isfinite().all():
                 raise Failed(f"the gradient of {name} is not finite")
@@ -205,7 +205,7 @@ def _save_and_load(trial: Trial, family: Family) -> None:
             tensor = state(again).get(name)
             if tensor is None or not torch.equal(tensor, expected.to(tensor.dtype)):
                 raise Failed(f"{name} is not what was saved")
-    twin = copy.deepcopy(loaded)  # read from a file, tensors lie at addresses where kernels may round differently
+    twin = copy.deepcopy(loaded)  # tensors from a file may be aligned differently, so that kernels round differently
     equal(output(twin, inputs), output(model, inputs), "the loaded model is not the one that was saved", 0)
 
 

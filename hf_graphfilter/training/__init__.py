@@ -2,7 +2,7 @@
 
 import lazy_loader
 
-# when asked for: the check of learning rates is loaded with accelerate, the others need the Trainer
+# loaded lazily: the check of learning rates is loaded with accelerate, and the other modules need the Trainer
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={

@@ -77,7 +77,7 @@ def drop_blend(model: M, *, force: bool = False) -> M:
     record = own_record(host, model)
     configs = [FilterConfig.from_dict(group["config"]) for group in record["filters"]]
     unblended = [replace(config, init="copy") if isinstance(config, ReplacingConfig) else config for config in configs]
-    # in place: the config of a model around this one holds this one's
+    # in place, since the config of an outer model may hold this config
     record["filters"] = [
         {**g, "config": config.to_dict()} for g, config in zip(record["filters"], unblended, strict=True)
     ]

@@ -23,7 +23,7 @@ class FilterCallback(TrainerCallback):
     """
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        from .optimizer import give_filter_rate  # which imports the Trainer, whose import imports this file
+        from .optimizer import give_filter_rate  # here, since the Trainer imports this file
 
         if trainer := find_caller(Trainer):
             give_filter_rate(type(trainer))
@@ -43,8 +43,8 @@ class FilterCallback(TrainerCallback):
 class LoggingCallback(TrainerCallback):
     """A callback whose numbers appear in ``log_history`` and in every reporter, as the Trainer's own do.
 
-    The Trainer passes its logs to the callbacks one after the other, the reporters first, and lets none add to them. So
-    this one moves to the front of the list when training begins, and also writes into the entry of ``log_history``.
+    The Trainer passes its logs to the callbacks one after the other, the reporters first, and no callback can add to
+    them. So this one moves to the front of the list when training begins, and also writes into ``log_history``.
 
     Class attributes:
         console: whether the callbacks that print the logs get the numbers too.
@@ -70,7 +70,7 @@ class LoggingCallback(TrainerCallback):
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        if logs is None or "loss" not in logs:  # a log of evaluation, or of the end
+        if logs is None or "loss" not in logs:  # a log of an evaluation, or the last one
             return
         self.logged = self.values()
         logs.update(self.logged)

@@ -27,8 +27,8 @@ from ..patching.status import filter_parameters, has_moved
 from ..wrappers import Function, wrap
 
 FILTER_LR = 1e-2
-FAST = 1e-3  # a rate that moves a coefficient by as much as filters were seen to need, within a thousand steps
-VARIABLE = "HF_GRAPHFILTER_LR"  # of the environment, which `hf-graphfilter run --filter-lr` writes
+FAST = 1e-3  # at this rate a coefficient can move as far in 1,000 steps as trained filters were seen to move
+VARIABLE = "HF_GRAPHFILTER_LR"  # environment variable, set by `hf-graphfilter run --filter-lr`
 REMEDY = "use FilterTrainingArguments(filter_lr=1e-2), filter_optimizer or parameter_groups"
 C = TypeVar("C")
 
@@ -71,9 +71,10 @@ def coefficient_ids(model: nn.Module) -> set[int]:
 
 
 def split_by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Return the parameters in lists of one device mesh each.
+    """Return the parameters in lists, one per device mesh.
 
-    A fused or foreach kernel takes the tensors of one mesh, or ordinary ones. Expert parallelism leaves both.
+    A fused or foreach kernel takes either tensors of one mesh or ordinary tensors. Expert parallelism gives a model
+    both.
     """
     meshes: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -115,10 +116,10 @@ def split_filter_groups(
 def find_rate_problem(
     model: nn.Module, optimizer: Any, steps: int | None = None, filter_lr: float | None = None
 ) -> str | None:
-    """Return a sentence if this training leaves the filter as it is, else None.
+    """Return a sentence that describes the problem if this training would not move the filter, else None.
 
     Args:
-        model: any model, wrapped or not; one without a filter has no such problem.
+        model: any model, wrapped or not. For a model without a filter the result is None.
         optimizer: an optimizer with ``param_groups``.
         steps: the number of steps that training takes, if it is known.
         filter_lr: the rate that the filter should have, if one was given.
@@ -161,15 +162,15 @@ def find_rate_problem(
 
 
 def _peak(group: dict[str, Any]) -> float:
-    """Return the learning rate that a schedule scales; that of an optimizer which sets its own is infinite."""
+    """Return the peak learning rate of a group; an optimizer that sets its own rate counts as infinitely fast."""
     rate = group.get("initial_lr", group["lr"])
     return math.inf if rate is None else float(rate)
 
 
 def find_caller(kind: type[C]) -> C | None:
-    """Return the nearest object of a class whose method called, or None."""
-    # the Trainer gives callbacks neither itself nor their handler, and to keep it would take a wrapper of its __init__
-    # The first frame is that of the caller: our own, once its locals were read, would keep all the others alive.
+    """Return the nearest object of a class that is ``self`` in the call stack, or None."""
+    # The Trainer passes callbacks neither itself nor their handler; to store it, its __init__ would have to be wrapped.
+    # Start at the frame of the caller: once the locals of our own frame are read, it would keep all others alive.
     frame = inspect.currentframe().f_back  # type: ignore[union-attr]
     while frame is not None and not isinstance(frame.f_locals.get("self"), kind):
         frame = frame.f_back
@@ -177,13 +178,13 @@ def find_caller(kind: type[C]) -> C | None:
 
 
 def prepare_with_rate(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run ``Accelerator.prepare``, and report a filter that the optimizer would not move in one line.
+    """Run ``Accelerator.prepare``, and log one line if the optimizer would not move the filter.
 
-    The rate of ``hf-graphfilter run --filter-lr`` is given to an optimizer that no schedule reads yet.
+    With ``hf-graphfilter run --filter-lr``, also set that rate in an optimizer that has no schedule yet.
     """
     optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
     models = [arg for arg in args if isinstance(arg, nn.Module)] or self._models
-    if optimizers and not _is_called_by_trainer():  # whose callback reports more exactly
+    if optimizers and not _is_called_by_trainer():  # the callback of the Trainer reports more exactly
         rate = rate_from_environment()
         for model in filter(coefficient_ids, models):
             own = {id(p) for p in model.parameters()}

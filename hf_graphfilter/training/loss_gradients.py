@@ -17,16 +17,16 @@ Options = Mapping[str, Mapping[str, Any]]
 
 
 def choose_weights(graph_filter: GraphFilter, losses: Iterable[str], weights: Weights) -> dict[str, float]:
-    """Return the weights of the losses that count.
+    """Return the weights of the losses of one filter, without those of weight 0.
 
-    A loss of weight 0 is not computed, and is no part of a mean.
+    A loss of weight 0 is not computed, and does not enter a mean.
     """
     chosen = {**graph_filter.config.penalties, **weights}
     return {name: chosen[name] for name in losses if chosen[name]}
 
 
 def find_rerun(model: nn.Module) -> list[nn.Module]:
-    """Return the layers whose first forward pass has no gradients where they are checkpointed."""
+    """Return the layers with reentrant gradient checkpointing, whose first forward pass has no gradients."""
     functions = {m: getattr(m, "_gradient_checkpointing_func", None) for m in model.modules()}
     return [m for m, f in functions.items() if f is not None and getattr(f, "keywords", {}).get("use_reentrant", True)]
 
@@ -36,8 +36,8 @@ class GradientAdder:
 
     def __init__(self, weights: Weights, options: Options, rerun: Sequence[nn.Module] = ()):
         self.weights, self.options, self.scale, self.rerun = weights, options, 1.0, rerun
-        self.applications = Counter[str]()  # of each loss in the last forward pass
-        self.others = Counter[str]()  # without gradients, for what compute_loss looks up, say
+        self.applications = Counter[str]()  # number of times each loss occurred in the last forward pass
+        self.others = Counter[str]()  # the same without gradients, such as for extra passes of compute_loss
         self.backward_began = False
         self.sums: dict[str, Tensor] = {}
         self.counts = Counter[str]()
@@ -47,7 +47,7 @@ class GradientAdder:
         if torch._C._current_graph_task_id() == -1:  # checkpointing runs a layer again, during the backward pass
             if self.backward_began:
                 self.applications, self.others, self.backward_began = Counter(), Counter(), False
-            # a pass of a reference switches checkpointing off
+            # a forward pass of a reference model switches checkpointing off
             counts = torch.is_grad_enabled() or any(getattr(m, "gradient_checkpointing", True) for m in self.rerun)
             counted = self.applications if counts else self.others
             counted.update(weights.keys())
@@ -74,6 +74,6 @@ class _AddGradient(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         name, weight, added = ctx.rest
         added.record(name, ctx.loss)
-        count = added.applications[name] or added.others[name]  # of a checkpointing that the model does not know of
+        count = added.applications[name] or added.others[name]  # `others` if checkpointing is not the model's own
         share = torch.full_like(ctx.loss, weight * added.scale / count)
         return grad, share, None, None, None

@@ -134,7 +134,7 @@ class _Factory:
         _check_trainable(model)
         trainer.optimizer_cls_and_kwargs, ours = None, trainer.optimizer_cls_and_kwargs
         try:
-            optimizer = Trainer.create_optimizer(trainer, model)  # the subclass's own has called us
+            optimizer = Trainer.create_optimizer(trainer, model)  # not the subclass's, which has called this function
         finally:
             trainer.optimizer, trainer.optimizer_cls_and_kwargs = None, ours
         split_filter_groups(optimizer, model, _rate(trainer.args, self.filter_lr))
@@ -142,7 +142,7 @@ class _Factory:
 
 
 def _rate(args: TrainingArguments, filter_lr: float | None = None) -> float:
-    """Return the rate from the environment, or the given one, or that of the arguments."""
+    """Return the first rate that is set: in the environment, in ``filter_lr``, in the arguments, or the default."""
     rates = (rate_from_environment(), filter_lr, given_rate(args))
     rate: float = next((rate for rate in rates if rate is not None), FILTER_LR)
     check_rates(filter_lr=rate)

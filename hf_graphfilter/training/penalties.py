@@ -1,9 +1,10 @@
 """The losses that a filter declares (``GraphFilter.penalised``), in the Trainer or in your own loop.
 
-The callback does not touch the loss that the Trainer computes. A filter passes its output on through an identity whose
-backward pass adds the gradient of weight * loss / applications. So it reaches the gradients exactly once whoever
-computes the loss (the model, label smoothing, ``compute_loss_func``), under both kinds of gradient checkpointing, and
-under DDP. Without callback or ``collect_penalties`` no loss is computed, and nothing is kept for one.
+The callback does not touch the loss that the Trainer computes. Instead, the output of a filter passes through an
+identity whose backward pass adds the gradient of weight * loss / applications. So the loss reaches the gradients
+exactly once, whoever computes the loss of the task (the model, label smoothing, ``compute_loss_func``), under both
+kinds of gradient checkpointing, and under DDP. Without the callback or ``collect_penalties`` no loss is computed or
+kept.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class RegularizerCallback(LoggingCallback):
         self.added = GradientAdder(self.weights, self.options, find_rerun(model))
         if trainer := find_caller(Trainer):
             step = trainer.training_step
-            inner = step.inner if isinstance(step, _Step) else step  # of a training that was interrupted
+            inner = step.inner if isinstance(step, _Step) else step  # left over from an interrupted training
             trainer.training_step = _Step(inner, filters, self.added)  # type: ignore[method-assign]
         else:
             record(filters, self.added)
@@ -74,7 +75,7 @@ class RegularizerCallback(LoggingCallback):
     ) -> None:
         scaler = getattr(optimizer, "scaler", None)  # float16: the gradients are scaled until the optimizer's step
         scale = 1.0 if scaler is None else scaler.get_scale()
-        # batches of this step: an epoch may end with fewer
+        # number of batches in this step; the last step of an epoch may have fewer
         batches = getattr(find_caller(Trainer), "current_gradient_accumulation_steps", args.gradient_accumulation_steps)
         self.added.scale = scale / batches
 

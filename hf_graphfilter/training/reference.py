@@ -16,9 +16,9 @@ from ..filters.core.replacing import ReplacingFilter
 def check_reference(trainer: Any) -> str | None:
     """Return a sentence if the reference model of a trainer has other filters than its model, else None.
 
-    TRL's trainers (DPO, KTO, GRPO, RLOO) make the reference from the folder that the model came from, which knows
-    nothing of filters that ``load_filter`` or ``patch_model`` put in afterwards. A filter that still is the original
-    attention makes no difference, and a run that resumes was checked when it began.
+    TRL's trainers (DPO, KTO, GRPO, RLOO) load the reference model from the folder that the model came from. That folder
+    has no filters that ``load_filter`` or ``patch_model`` added afterwards. Filters that still equal the original
+    attention are no problem, and a resumed run is not checked again.
     """
     model, reference = (getattr(trainer, name, None) for name in ("model", "ref_model"))
     if not isinstance(model, nn.Module) or not isinstance(reference, nn.Module) or model is reference:
@@ -42,13 +42,13 @@ def _describe(configs: list[Any]) -> str:
 
 
 def _is_original(graph_filter: GraphFilter) -> bool:
-    """Return whether a filter still is the original attention, as it started."""
+    """Return whether a filter still has its start values and with them equals the original attention."""
     tensors = graph_filter.state_dict(keep_vars=True)
     if any(map(is_sharded, tensors.values())) or not graph_filter.config.starts_as_original:
         return False
     if isinstance(graph_filter, ReplacingFilter):
-        return not graph_filter.gate.any()  # type: ignore[union-attr]  # it has one, since it starts as the original
+        return not graph_filter.gate.any()  # type: ignore[union-attr]  # has a gate, since it starts as the original
     with torch.random.fork_rng(devices=[]):
         first, second = (copy_restarted(graph_filter).state_dict() for _ in range(2))
-    fixed = [name for name, start in first.items() if torch.equal(start, second[name])]  # the others start at random
+    fixed = [name for name, start in first.items() if torch.equal(start, second[name])]  # others start at random values
     return all(torch.equal(tensors[name].cpu(), first[name]) for name in fixed)

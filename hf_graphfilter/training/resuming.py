@@ -21,7 +21,7 @@ from ..wrappers import Function, wrap
 
 
 def check_when_resuming(trainer_class: type) -> None:
-    """Make Trainers of this class compare filter and optimizer with those of a checkpoint when they load it.
+    """Make Trainers of this class check the filter and the optimizer groups of a checkpoint when they load it.
 
     A second call changes nothing.
     """
@@ -29,7 +29,7 @@ def check_when_resuming(trainer_class: type) -> None:
         "_load_from_checkpoint": _resume_with_filter,
         "_load_optimizer_and_scheduler": _resume_with_optimizer,
     }.items():
-        owner = next(c for c in trainer_class.__mro__ if name in vars(c))  # sentence-transformers' loads by itself
+        owner = next(c for c in trainer_class.__mro__ if name in vars(c))  # sentence-transformers overrides it
         wrap(owner, name, hook)
 
 
@@ -45,7 +45,7 @@ def _resume_with_filter(original: Function, self: Any, checkpoint: str, *args: A
 def _resume_with_optimizer(original: Function, self: Any, checkpoint: str | None, *args: Any, **kwargs: Any) -> Any:
     try:
         return original(self, checkpoint, *args, **kwargs)
-    except ValueError as error:  # PyTorch's, which counts groups and does not say whose they are
+    except ValueError as error:  # raised by PyTorch, without a word about the filter's group
         if "parameter group" not in str(error) or not isinstance(self.model, nn.Module) or not filters_of(self.model):
             raise
         raise GraphFilterError(
@@ -55,13 +55,13 @@ def _resume_with_optimizer(original: Function, self: Any, checkpoint: str | None
 
 
 def check_same_filter(model: Any, checkpoint: str) -> None:
-    """Raise if a checkpoint of a whole model has other filters than ``model`` in the same modules, or none."""
+    """Raise an error if a checkpoint of a whole model has no filters, or others than ``model`` in the same modules."""
     if not isinstance(model, nn.Module) or not filters_of(model):
         return
     try:
         record = json.loads(Path(checkpoint, "config.json").read_text(encoding="utf-8")).get(CHILD)
     except (OSError, ValueError, AttributeError):
-        return  # of adapters, say, which have a record of their own
+        return  # such as a checkpoint of adapters, which have their own record
     if record is None:
         if Path(checkpoint, "optimizer.pt").is_file():
             raise GraphFilterError(

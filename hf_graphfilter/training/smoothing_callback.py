@@ -24,16 +24,16 @@ class SmoothingCallback(LoggingCallback):
     The names are ``cosine/encoder/3``, ``high_frequency/...`` and ``effective_rank/...`` (see ``analysis.smoothing``
     and ``analysis.spectrum``). They appear in ``log_history`` and wherever the Trainer reports, but not on the console.
 
-    It costs a forward pass of the batches and a singular value decomposition of each layer's tokens every ``every``
-    steps, with the log that follows. If there are several processes, each measures its own copy. FSDP and ZeRO-3 are
-    not supported.
+    It measures with the first log, and then with the first log at least ``every`` steps later. A measurement costs a
+    forward pass of the batches and a singular value decomposition of each layer's tokens. Each of several processes
+    measures its own copy. FSDP and ZeRO-3 are not supported.
 
     Args:
         batches: a few batches, which stay in memory: dicts of the model's arguments, or tensors.
         every: number of steps between two measurements. Default: 500.
 
     Raises:
-        GraphFilterError: ``every`` is not a whole number of 1 or more, or the batches are none.
+        GraphFilterError: ``every`` is not a whole number of 1 or more, or there are no batches.
 
     Example:
         ``Trainer(model, args, callbacks=[SmoothingCallback(batches, every=500)])``
@@ -46,8 +46,8 @@ class SmoothingCallback(LoggingCallback):
             raise GraphFilterError(f"SmoothingCallback: every is a number of steps, 1 or more, got {shown(every)}")
         self.batches, self.every = list(check_batches(batches)), every
         for batch in self.batches:
-            to_device(batch, torch.device("cpu"))  # a mistake is said before any training
-        self.due = 0  # the step from which on the next log measures
+            to_device(batch, torch.device("cpu"))  # raises before training if a batch is invalid
+        self.due = 0  # first step at which a log measures again
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)

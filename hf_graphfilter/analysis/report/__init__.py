@@ -41,7 +41,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """Whether tokens grow alike, and whether that is usual; of a linearized model first what that brought."""
+        """Whether tokens grow alike, and whether that is usual; for a linearized model, its verdict comes first."""
         lines = verdict(self.measured, self.reference)
         return " ".join([self.conversion.verdict, *lines] if self.conversion else lines)
 
@@ -70,10 +70,10 @@ class Report:
         }
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write one page that needs nothing else, neither network nor script, and return its path.
+        """Write the report as one self-contained page, without scripts or network access, and return its path.
 
         Args:
-            path: file to write; its folder is made.
+            path: file to write; its folder is created if needed.
 
         Raises:
             GraphFilterError: the file cannot be written, or matplotlib is not installed.
@@ -84,8 +84,8 @@ class Report:
         """Write the figures as PNG files, and return their paths.
 
         Args:
-            folder: folder of the files; it is made.
-            names: names of the figures to write; all without it.
+            folder: folder of the files; it is created if needed.
+            names: names of the figures to write. Default: all.
 
         Raises:
             GraphFilterError: the report has no figure of such a name, or matplotlib is not installed.

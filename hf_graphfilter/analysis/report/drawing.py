@@ -42,7 +42,7 @@ def figures(
 
 
 def uses_gfsa(measurements: Measurements, reference: Measurements | None) -> bool:
-    """Return whether the report is about GFSA, to which alone the error of the approximation applies."""
+    """Return whether the report is about GFSA; the error of the approximation applies only to it."""
     return measurements.has_gfsa or (reference is not None and reference.has_gfsa)
 
 

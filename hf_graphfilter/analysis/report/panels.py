@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK = "#010203"  # drawn with, and then replaced by the colour of the page's text
+INK = "#010203"  # placeholder colour, which is replaced by the colour of the page's text
 MARGIN = 4  # pixels around a chart
 
 
 def split_figure(figure: Figure, name: str) -> Iterator[tuple[str, str]]:
-    """Yield (caption, SVG element) for each axes of the figure, with its colour bar; the figure is used up.
+    """Yield (caption, SVG element) for each axes of the figure, with its colour bar; the figure is changed.
 
     The caption is the label of the axes, or else its title. The ids in an element begin with ``name``.
     """
@@ -41,14 +41,14 @@ def split_figure(figure: Figure, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _caption(axes: Axes) -> str:
-    """Return the caption of the axes, without what matplotlib needs to draw it; a title is then no longer drawn."""
+    """Return the caption of the axes without matplotlib's escapes, and remove the title from the axes."""
     caption = (str(axes.get_label()) or axes.get_title()).replace(r"\$", "$")
     axes.set_title("")
     return caption
 
 
 def _embed(text: str, name: str, caption: str) -> str:
-    """Return the SVG as an element of a page: in the page's colours, of any size, with ids of its own."""
+    """Return the SVG as an element of a page: in the page's colours, scalable, and with unique ids."""
     text = text[text.index("<svg") :].replace(INK, "currentColor")
     text = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"|(<svg[^>]*?) height="[^"]*"', r"\1\2", text, count=1)
     text = re.sub(r'\bid="', f'id="{name}-', text)

@@ -12,10 +12,10 @@ class ReferenceValue:
     """The mean cosine of two tokens after the last layer of a stack of a pretrained model.
 
     Attributes:
-        model: its name; where the model has two stacks, followed by that of the stack.
+        model: name of the model; for a model with two stacks, the name of the stack follows.
         cosine: mean over the samples.
         samples: number of texts or images.
-        data: what these are.
+        data: description of the texts or images.
         date: day of the measurement.
     """
 

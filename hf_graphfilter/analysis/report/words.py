@@ -37,7 +37,7 @@ def verdict(measured: Measurements, reference: Measurements | None) -> list[str]
 def sentences(
     measured: Measurements, reference: Measurements | None, conversion: ConversionCost | None = None
 ) -> list[str]:
-    """Return the verdict of a conversion, that on the tokens, and then a sentence per finding."""
+    """Return all sentences: the verdict on a conversion, the verdict on the tokens, then one per finding."""
     lines = [conversion.verdict] if conversion else []
     lines += verdict(measured, reference)
     for stack, layers in _stacks(measured):
@@ -72,7 +72,7 @@ def sentences(
 def headings(
     measured: Measurements, reference: Measurements | None, conversion: ConversionCost | None
 ) -> dict[str, str]:
-    """Return for each figure, by its name, a sentence that says what it shows."""
+    """Return a sentence for each figure, by its name, that says what the figure shows."""
     where, layers = [*_stacks(measured)][-1]
     ranks = [measured.spectrum.bands[layer, "effective_rank"].mean.item() for layer in (layers[0], layers[-1])]
     found = {
@@ -106,7 +106,7 @@ def headings(
 
 
 def facts(measured: Measurements, reference: Measurements | None) -> dict[str, str]:
-    """Return what was measured, and with what: model, inputs, time, versions."""
+    """Return the facts about the measurement: model, filters, inputs, time and versions."""
     filters = [row.filter.filter for row in measured.status]
     names = ("hf_graphfilter", "torch", "transformers")
     return {
@@ -121,7 +121,7 @@ def facts(measured: Measurements, reference: Measurements | None) -> dict[str, s
 
 
 def _stacks(measured: Measurements) -> Iterator[tuple[str, list[Layer]]]:
-    """Yield (" in the decoder", or nothing if there is only one stack; its layers)."""
+    """Yield (text, layers) for each stack; the text is " in the decoder", or empty for a single stack."""
     stacks = list(dict.fromkeys(layer.stack for layer in measured.smoothing.layers()))
     for stack in stacks:
         yield f" in the {stack}" if len(stacks) > 1 else "", measured.smoothing.layers(stack)

@@ -49,7 +49,7 @@ def running_copy(wrapper: Any) -> str:
 
 
 def _in_a_copy_at_rest(model: nn.Module, name: str) -> bool:
-    """Return whether a module is in a copy of a whole module that PEFT keeps for an adapter that does not run."""
+    """Return whether a module lies in one of PEFT's copies that is not in use."""
     parts = name.split(".")
     for end, part in enumerate(parts):
         if part in ("original_module", "modules_to_save"):
@@ -105,7 +105,7 @@ def read_whole(graph_filter: GraphFilter, read: Callable[[GraphFilter], dict[str
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Return whether accelerate holds parameters of a module elsewhere, to which nothing can be copied."""
+    """Return whether accelerate has offloaded parameters of a module, so that nothing can be copied into them."""
     return any(
         hasattr(part, "_hf_hook") and parameter.is_meta
         for part in module.modules()

@@ -46,9 +46,9 @@ class GraphFilter(nn.Module):
     defines ``reset_parameters`` and ``forward``.
 
     Coefficients (``coefficient_names``) stay in float32 when the model is cast to bfloat16 or float16. They are few,
-    and half precision would lose small steps of the optimizer. The other parameters are weights, cast and trained as
-    the model's own. Both are real: a complex coefficient is a parameter (..., 2) that ``forward`` reads through
-    ``torch.view_as_complex``.
+    and half precision would lose small steps of the optimizer. The other parameters are weights, which are cast and
+    trained like those of the model. All parameters are real: store a complex coefficient as (..., 2), and read it
+    through ``torch.view_as_complex``.
 
     Args:
         config: the filter's config.
@@ -60,9 +60,9 @@ class GraphFilter(nn.Module):
         reads_hidden: whether ``forward`` reads ``shift.hidden``, the input of the attention module.
         reads_earlier: whether ``forward`` reads ``shift.earlier``, what the filters of earlier layers left.
             ``__init__`` may set it, and must then raise an error for a site without a ``stack_module``.
-        reads_mask: whether ``forward`` asks which tokens a query sees; some shifted windows of images do not say it.
+        reads_mask: whether ``forward`` asks which tokens a query sees; some models with shifted windows cannot say it.
         per_head: names of the parameters and buffers (heads, ...), if the filter has no others. Tensor parallelism then
-            gives each process the part of its heads.
+            gives each process the entries of its heads.
 
     Attributes:
         recorder: function that receives the losses of ``penalised``; None if nobody asks for them.
@@ -99,7 +99,7 @@ class GraphFilter(nn.Module):
         raise NotImplementedError
 
     def approximate(self, shift: ShiftOperator, value: Tensor) -> Tensor:
-        """Return what attention transfer fits to ``S(value)``, by default ``forward``, with the same shapes."""
+        """Return the output that attention transfer fits to ``S(value)``; by default, that of ``forward``."""
         return type(self).forward(self, shift, value)  # not the instance's, which transfer replaces
 
     def penalised(self, out: Tensor, **losses: Loss) -> Tensor:
@@ -110,8 +110,8 @@ class GraphFilter(nn.Module):
         Args:
             out: what ``forward`` returns.
             **losses: functions without arguments that return a scalar, by the names in ``FilterConfig.penalties``. They
-                are called, and the tensors that they hold are kept, only if ``RegularizerCallback`` or
-                ``collect_penalties`` asks.
+                are called only if ``RegularizerCallback`` or ``collect_penalties`` asks for them. Otherwise they cost
+                neither time nor memory.
         """
         if self.recorder is None or not self.training:
             return out
@@ -155,21 +155,21 @@ class GraphFilter(nn.Module):
         return {name: tensor.detach() for name, tensor in self.coefficient_tensors().items()}
 
     def learned_coefficients(self) -> dict[str, Tensor]:
-        """Return those of ``coefficients`` that are trained; theta_0 ... theta_K belong to the parameter theta."""
+        """Return the ``coefficients`` that are trained; theta_0 ... theta_K belong to the parameter theta."""
         learned = {name for name, _ in self.named_parameters()}
         return {k: v for k, v in self.coefficients().items() if k in learned or k.rpartition("_")[0] in learned}
 
     def branches(self) -> dict[str, Callable[[], AbstractContextManager[None]]]:
-        """Return the parts that can be switched off, by name, each with a context in which it is off.
+        """Return the parts that can be switched off: name -> context manager that switches the part off.
 
         ``analysis.branch_report`` reads them. By default there are none.
         """
         return {}
 
     def singular_response(self, values: Tensor) -> Tensor | None:
-        """Return what the filter makes of singular values in [0, 1], (heads, values).
+        """Return the response of the filter to singular values in [0, 1], (heads, values).
 
-        None, the default, means that this is not a function of the values and the coefficients alone.
+        None, the default, means that the response depends on more than the values and the coefficients.
         """
         return None
 
@@ -197,7 +197,7 @@ class FilterConfig:
 
     Class attributes:
         filter: the registered name, set by ``register_filter``.
-        version: of the serialised form; raise it when fields change meaning.
+        version: number of the serialised form; raise it when a field changes its meaning.
         module: the ``GraphFilter`` class that the config builds.
         citation: BibTeX of the source, for model cards.
         formula: what the filter computes, for tables of filters.
@@ -232,7 +232,7 @@ class FilterConfig:
         """Check what types cannot express, and raise a ``GraphFilterError`` that names the field."""
 
     def check_sites(self, sites: Sequence[AttentionSite]) -> None:
-        """Check the modules that get this filter together, and raise a ``GraphFilterError`` that names one."""
+        """Check all modules that get this filter, and raise a ``GraphFilterError`` that names an unfit one."""
 
     def build(self, site: AttentionSite) -> GraphFilter:
         """Return the filter's module for one attention module."""

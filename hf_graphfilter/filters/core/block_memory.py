@@ -1,4 +1,4 @@
-"""What a filter that works by blocks keeps of past tokens: sinks, the newest blocks, means and exact far tokens."""
+"""The memory of a filter that works by blocks: sinks, the newest blocks, means of far tokens, and exact far tokens."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from ...ops.exact_memory import ExactTokens
 class BlockMemory(NamedTuple):
     """A view of ``AttentionShift.state``, a dict of tensors, batch first.
 
-    ``key`` and ``value`` hold the sinks, once they are out of the newest blocks or there is a mask, then the far tokens
-    that stay exact, then the newest blocks. ``mass``, ``mean`` and ``log_count`` are those of the far field, once there
-    is one. ``is_token``, ``sink_there`` and ``sink_at`` say of each key whether and where it is, once there is a mask.
-    ``exact_there`` and ``exact_logits`` belong to the exact tokens.
+    ``key`` and ``value`` hold, in this order, the sinks, the far tokens that stay exact, and the newest blocks. The
+    sinks are stored separately once they have left the newest blocks or there is a mask. ``mass``, ``mean`` and
+    ``log_count`` describe the far field, once there is one. ``is_token``, ``sink_there`` and ``sink_at`` exist once
+    there is a mask: which keys are tokens, which sinks exist, and where. ``exact_there`` and ``exact_logits`` belong to
+    the exact tokens.
 
     Attributes:
         state: the dict, which changes.
@@ -54,7 +55,7 @@ class BlockMemory(NamedTuple):
         return self.state["key"].shape[2] - self.front if self.state else 0
 
     def find_sinks(self, key: Tensor, value: Tensor, is_token: Tensor | None) -> Sinks:
-        """Return the first tokens of the text, given those of this call; ``is_token`` is None where all are tokens."""
+        """Return the first tokens of the text, from the memory and this call; no ``is_token`` means no padding."""
         state = self.state
         if not state:
             if is_token is None:
@@ -78,7 +79,7 @@ class BlockMemory(NamedTuple):
         return key, value, torch.cat([before, is_token], 1)
 
     def add_mask(self, tokens: int) -> Tensor:
-        """Say of each past token that it is one, if nothing does yet, and return the same of ``tokens`` new ones."""
+        """Add a mask in which all past keys are tokens, if there is none; return one for ``tokens`` new tokens."""
         state, (batch, _, _, _) = self.state, self.state["key"].shape
         if "is_token" not in state:
             sinks = self.find_sinks(state["key"][:, :, :0], state["value"][:, :, :0], None)
@@ -88,7 +89,7 @@ class BlockMemory(NamedTuple):
         return state["is_token"].new_ones(batch, tokens)
 
     def add_token(self, sinks: Sinks, keys: Tensor, values: Tensor, is_token: Tensor) -> None:
-        """Keep ``keys``, those of the state and one more, of which ``is_token`` says whether it is one."""
+        """Keep ``keys``, which are those of the state and a new one; ``is_token`` is the mask of the new one."""
         self.state.update(sinks.flags(), is_token=torch.cat([self.state["is_token"], is_token], 1))
         self._write(sinks, self.exact, keys[:, :, self.front :], values[:, :, self.front :])
 
@@ -102,13 +103,13 @@ class BlockMemory(NamedTuple):
         count: Tensor,
         exact: ExactTokens | None = None,
     ) -> None:
-        """Keep the last whole block and what follows it, the sinks, and what is left of all earlier blocks.
+        """Keep the last whole block and what follows it, the sinks, and the summary of all earlier blocks.
 
         Args:
-            key, value, is_token: of the newest blocks and all tokens of this call.
-            sinks: as ``find_sinks`` returns them.
-            means, count: of the far field of each block, up to that of the next token.
-            exact: the same, of the far tokens that stay exact, the blocks along the dimension before the tokens.
+            key, value, is_token: rows of the newest blocks and of all tokens of this call.
+            sinks: the result of ``find_sinks``.
+            means, count: the far field of each block, up to the block of the next token.
+            exact: the exact far tokens of each block; the blocks lie along the dimension before the tokens.
         """
         batch, _, total, _ = key.shape
         following = total // self.window

@@ -20,14 +20,15 @@ C = TypeVar("C", bound="type[FilterConfig]")
 def register_filter(name: str) -> Callable[[C], C]:
     """Return a class decorator that registers a config class as ``name``.
 
-    ``patch_model`` and saved checkpoints then know the name. A package may also name its module under the entry point
-    group ``hf_graphfilter.filters``; it is then imported when a checkpoint or a user asks for the name.
+    ``patch_model`` and saved checkpoints then know the name. A package can also declare its module as an entry point of
+    the group ``hf_graphfilter.filters``. The module is then imported when a checkpoint or a user asks for the name.
 
     Args:
         name: what users pass to ``patch_model``, such as ``"gfsa"``.
 
     Raises:
-        GraphFilterError: the name is taken by another class, or the class has no module of its own.
+        GraphFilterError: the name is taken by another class, or the class is not a frozen dataclass that derives from
+            ``FilterConfig`` and sets ``module`` to its ``GraphFilter`` class.
     """
     if not isinstance(name, str) or not name:
         raise GraphFilterError(f"register_filter needs a name, got {shown(name)}: write @register_filter(NAME)")
@@ -86,7 +87,7 @@ def as_config(filter: str | FilterConfig, **options: Any) -> FilterConfig:
 
 
 def foreign_modules(configs: Iterable[FilterConfig]) -> list[str]:
-    """Return the modules that register the filters of other packages; none for what a script or notebook defines."""
+    """Return the modules of other packages that register these filters; those of a script or notebook are left out."""
     modules = {type(config).__module__ for config in configs}
     return sorted(m for m in modules if m.partition(".")[0] != __name__.partition(".")[0] and m != "__main__")
 

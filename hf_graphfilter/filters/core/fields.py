@@ -89,7 +89,7 @@ def describe(hint: Any) -> str:
 
 
 def _to_python(value: Any) -> Any:
-    """Return numbers of numpy as Python's, and a list, which JSON has instead, as a tuple."""
+    """Convert NumPy's numbers to Python's, and lists, which JSON has instead of tuples, to tuples."""
     if isinstance(value, (list, tuple)):
         return tuple(v if isinstance(v, (list, tuple)) else _to_python(v) for v in value)
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Replacement filters beside which some heads of a decoder keep their attention.
+"""Replacement filters for decoders in which some heads keep softmax attention.
 
 Source: Xiao et al., "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads" (ICLR
 2025), where the other heads see sinks and a window.
@@ -25,9 +25,10 @@ FORM = "must give key heads by layer, as {4: [0, 2]}"
 
 
 class KeepingFilter(ReplacingFilter):
-    """Base class of replacement filters that can leave some heads their attention; a subclass has ``filter_part``.
+    """Base class of replacement filters in which some heads can keep attention; a subclass defines ``filter_part``.
 
-    Parameters have the same shapes whatever is kept, and those of kept heads are not used. So files fit any ``keep``.
+    The shapes of the parameters do not depend on ``keep``; those of kept heads are not used. So a saved filter fits any
+    ``keep``.
 
     Attributes:
         part: the heads that are filtered.
@@ -45,7 +46,7 @@ class KeepingFilter(ReplacingFilter):
         self.part = HeadPart(site.key_heads, tuple(head for head in range(site.key_heads) if head not in heads))
 
     def filter_part(self, shift: AttentionShift, value: Tensor) -> Tensor:
-        """Return what ``filtered`` does, for the heads of ``part`` alone, which are all that ``shift`` has."""
+        """Return the output of the filter for the heads of ``part``, the only heads that ``shift`` has."""
         raise NotImplementedError
 
     def filtered(self, shift: AttentionShift, value: Tensor) -> Tensor:
@@ -65,7 +66,7 @@ class KeepingConfig(ReplacingConfig):
     Args:
         keep (dict, default None): Key heads that keep their attention to all tokens, by layer, as in ``{4: [0, 2]}``;
             decoders only. Layers are counted as in ``patch_model(layers=)``. The cache holds the keys and values of
-            these heads. The filter can be fitted without it.
+            these heads. The filter can be fitted without ``keep``.
     """
 
     keep: dict[int, tuple[int, ...]] | None = None
@@ -90,7 +91,7 @@ class KeepingConfig(ReplacingConfig):
 
 
 def _read_keep(keep: Any, name: str) -> Keep | None:
-    """Return ``keep`` with numbers for the keys, which are strings in JSON; None if it keeps nothing."""
+    """Return ``keep`` with integers as keys, which JSON turns into strings; None if no head is kept."""
     if keep is None:
         return None
     if isinstance(keep, str | float):

@@ -19,8 +19,8 @@ def overview(heads: int = 12, features: int = 64) -> list[list[str]]:
     """Return one row per registered filter, under ``HEADER``, with its default options.
 
     Args:
-        heads: of the module for which parameters are counted.
-        features: per head of that module.
+        heads: number of heads of the module for which parameters are counted.
+        features: number of features per head of that module.
     """
     return [row(name, get_filter(name), heads, features) for name in available_filters()]
 

@@ -81,7 +81,7 @@ class FromFirstLayer(PerHead):
         self.is_first = site.index == 0
 
     def first(self, shift: AttentionShift, values: Tensor) -> Tensor:
-        """Return the first layer's ``values``; the first layer itself leaves them for the others."""
+        """Return the values of the first layer; the first layer itself stores its ``values`` for the others."""
         left = shift.earlier.left_before(self.site_name, self.config.filter)
         if not left and not self.is_first:
             raise GraphFilterError(
@@ -89,7 +89,7 @@ class FromFirstLayer(PerHead):
                 "before it; train without dropping layers (layerdrop=0), or choose another filter"
             )
         first = left[0].to(values.device) if left else values  # of a model over several GPUs
-        if self.is_first:  # each time, where layers share their weights: checkpointing then finds its several places
+        if self.is_first:  # at each use, so that checkpointing sees all uses of a layer with shared weights
             shift.earlier.leave(self.site_name, first, self.config.filter)
         if first.shape[2] != values.shape[2]:
             raise GraphFilterError(

@@ -52,9 +52,9 @@ def describe_record(record: dict[str, Any]) -> str:
 
 
 def same_filters(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether two records put the same filters into the same modules, whatever their options without training.
+    """Return whether two records have the same filters in the same modules, ignoring options that need no training.
 
-    Such options (``ReplacingConfig.untrained``) change what a filter computes, and none of its coefficients.
+    Such options (``ReplacingConfig.untrained``) change what a filter computes, but none of its coefficients.
     """
     return _trained(one) == _trained(other)
 
@@ -74,8 +74,8 @@ def read_groups(record: Any, source: str, part: str = "") -> list[tuple[FilterCo
 
     Args:
         record: what was read from a file.
-        source: what errors call the file.
-        part: what errors call the record within it.
+        source: name of the file for error messages.
+        part: name of the record within the file, for error messages.
     """
     if not isinstance(record, dict) or record.get("version") != RECORD_VERSION:
         version = record.get("version") if isinstance(record, dict) else record

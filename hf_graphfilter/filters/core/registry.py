@@ -1,4 +1,4 @@
-"""The open registry: names of filters, and the modules that bring them."""
+"""The registry of filters: their names, and the import of modules that register more."""
 
 from __future__ import annotations
 

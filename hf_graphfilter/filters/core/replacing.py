@@ -1,4 +1,4 @@
-"""Replacement filters: made of query, key, value and the module's input, not of an attention matrix."""
+"""Replacement filters: they read query, key, value and the module's input, and no attention matrix."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ class ReplacingFilter(GraphFilter):
     Blend, window, attention transfer and the checks for unsupported models are inherited.
 
     ``filtered(shift, value)`` reads ``shift.query``, ``shift.key``, ``shift.hidden`` and ``shift.visible()``; its
-    shapes are those of ``forward``. When decoding, ``shift.state`` is a dict, and ``filtered`` must put into it what it
-    needs of the tokens so far.
+    shapes are those of ``forward``. When decoding, ``shift.state`` is a dict, in which ``filtered`` must store what it
+    needs to know about the tokens so far.
 
-    ``reset_parameters`` of a subclass calls that of this class, which sets the gate and the window's weights.
+    ``reset_parameters`` of a subclass must call ``super().reset_parameters()``, which sets the gate and the window's
+    weights.
 
     Class attributes:
         causal_form: whether the filter can keep a token from seeing later ones. If not, causal modules raise a
@@ -139,12 +140,12 @@ class ReplacingFilter(GraphFilter):
 
     @property
     def span(self) -> int:
-        """The number of tokens up to which every token of a text is within the window of all others."""
+        """The largest number of tokens at which the window of each token covers the whole text."""
         return self.config.window and self.config.window + 1
 
     @property
     def exact_span(self) -> int:
-        """The number of tokens up to which a text gets exact attention, whatever the filter has learned."""
+        """The largest number of tokens at which a text gets exact attention, whatever the filter has learned."""
         return self.span
 
     def _spans_all(self, shift: AttentionShift) -> bool:
@@ -170,9 +171,10 @@ class ReplacingConfig(FilterConfig):
     Args:
         init (str, default "copy"): How the filter starts. ``"copy"``: it replaces attention at once. ``"blend"``: the
             output is (1 - g) attention + g filter with one gate g per head that starts at 0, so the patched model
-            equals the original. ``BlendSchedule`` carries g to 1, and ``drop_blend`` then removes the attention.
-        window (int, default 0): Softmax attention over this many tokens on each side is mixed in, at most a million; 0
-            leaves it out. A window longer than the text costs as much as one that spans it.
+            equals the original. ``BlendSchedule`` raises g to 1, and ``drop_blend`` then removes the attention.
+        window (int, default 0): Number of tokens on each side over which softmax attention is mixed in, at most a
+            million; 0 for no window. A window longer than the text costs as much as one that spans it, except in a
+            compiled model.
         sinks (int, default 0): Number of first tokens of the text to which all other tokens attend too, at most a
             thousand. Decoders leave most of their attention beyond the window there (Xiao et al., Efficient Streaming
             Language Models with Attention Sinks, ICLR 2024). Sinks need a window.

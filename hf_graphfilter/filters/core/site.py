@@ -1,4 +1,4 @@
-"""The place of a filter: what it may know of an attention module of a model."""
+"""The place of a filter: what it may know about its attention module."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class AttentionSite:
         sliding_window: number of tokens that a token sees; None for all.
         in_windows: whether the module attends within windows of an image, whose tokens have another order in other
             layers.
-        stack_module: the module that runs the layers of the group and passes its further keyword arguments on to the
+        stack_module: the module that runs the layers of the group and passes extra keyword arguments on to the
             attention of each; None if there is none.
-        other_scores: what else besides query and key makes the scores (talking heads ...), "" for nothing.
+        other_scores: what besides query and key determines the scores (talking heads ...); "" for nothing else.
     """
 
     name: str

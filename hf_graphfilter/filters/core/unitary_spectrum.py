@@ -19,18 +19,18 @@ class Spectrum(nn.Module):
     to one eigenvalue and to the angles of a token (Eq. 4). So the eigenvalues are in [-1, 1], the angles in [-2 pi, 2
     pi].
 
-    Weights start as in Sitzmann et al. (2020), with omega_0 = 1, and with the bound of an inner layer, ``sqrt(6 /
-    features)``, for the first too. Its input is hundreds of normalised features, whose sum turns the sine once around;
-    omega_0 = 30 is meant for one to three coordinates in [-1, 1]. The linear layers compute in the dtype of their
-    weights. Sines, averages and results are float32 or wider.
+    Weights start as in Sitzmann et al. (2020), with two changes: omega_0 = 1, and the first layer has the bound of an
+    inner layer too, ``sqrt(6 / features)``. The reason is the input: omega_0 = 30 is meant for one to three coordinates
+    in [-1, 1]. Here it is hundreds of normalised features, whose sum already turns the sine once around. The linear
+    layers compute in the dtype of their weights. Sines, averages and results are float32 or wider.
 
     Args:
         features: number of features of a token.
-        hidden: number of outputs of each layer; the last has at least one for each number.
+        hidden: number of outputs of each layer; the last has at least one per eigenvalue or angle.
         sets: number of sets of eigenvalues and angles per token, such as one per head.
         orders: number of rotations per set, L of Eq. 7.
         phase: whether to make the seventh angle of a token, that of D. It has no influence on a filter, in which D
-            meets its inverse.
+            cancels with its inverse.
         eigenvalue_dropout: dropout of the hidden features of the first network, so its results keep their range.
         eigenvector_dropout: the same for the second network.
 
@@ -87,7 +87,7 @@ class Spectrum(nn.Module):
 
 
 def _siren(features: int, hidden: int, numbers: int) -> nn.Sequential:
-    """Return two layers whose outputs fall into as many groups of equal size as there are ``numbers``."""
+    """Return two layers whose outputs form ``numbers`` groups of equal size."""
     return nn.Sequential(nn.Linear(features, hidden), nn.Linear(hidden, max(hidden // numbers, 1) * numbers))
 
 
@@ -105,7 +105,7 @@ def damped_polynomial(eigenvalues: Tensor, w: Tensor, factors: tuple[float, ...]
 
 
 def reflect(zeta: Tensor) -> Tensor:
-    """Return ``zeta`` reflected into [0, 1] by a triangle wave, whose slope is 1 or -1 at the start, 1, too."""
+    """Return ``zeta`` reflected into [0, 1] by a triangle wave, whose slope is 1 or -1, also at the start value 1."""
     return ((zeta + 1).remainder(2) - 1).abs()
 
 

@@ -95,6 +95,6 @@ def _attend_sinks(
 
 
 def in_dtype_of(layer: nn.Module, x: Tensor) -> Tensor:
-    """Return ``x`` in the dtype that ``layer`` takes, which a quantized layer does not show."""
+    """Return ``x`` in the dtype of the layer's weight, or unchanged if the layer is quantized."""
     weight = layer.weight
     return x.to(weight.dtype) if isinstance(weight, Tensor) and weight.is_floating_point() else x

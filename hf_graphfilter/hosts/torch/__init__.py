@@ -2,10 +2,10 @@
 
 A patched ``MultiheadAttention`` gets a subclass of its class whose ``forward`` runs the filter; no class of PyTorch is
 changed. ``nn.TransformerEncoderLayer`` has a fast path that reads the weights of its attention and calls no forward. It
-leaves that path where a module inside has a hook, and every patched module has one (``hosts.watching``).
+does not use that path if a module inside has a hook, and every patched module has one (``hosts.watching``).
 
-Attention that calls ``scaled_dot_product_attention`` itself has no module to find. Its author writes
-``GraphFilterAttention`` in place of the call, which this host then finds as a module of its own.
+If your model calls ``scaled_dot_product_attention`` itself, there is no attention module to find. Write
+``GraphFilterAttention`` instead of the call; this host finds it as a module.
 """
 
 from .attaching import attach, backend, detach, kind, leads_to_filter

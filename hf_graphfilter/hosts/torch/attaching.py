@@ -1,4 +1,4 @@
-"""The way of a filter into a module, and out of it again."""
+"""Put a filter into a module, and take it out again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def attach(site: AttentionSite, graph_filter: GraphFilter) -> None:
 
 
 def detach(model: nn.Module, modules: Iterable[Any]) -> None:
-    """Undo ``attach`` of these modules; a ``GraphFilterAttention`` then computes plain attention."""
+    """Undo ``attach`` of these modules; a ``GraphFilterAttention`` then computes softmax attention."""
     restore_classes(modules, _filtered)
 
 

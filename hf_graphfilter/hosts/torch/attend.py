@@ -15,23 +15,25 @@ from .sdpa_call import SDPACall
 
 
 class GraphFilterAttention(nn.Module):
-    """Self-attention with a graph filter, in place of a call of ``scaled_dot_product_attention``.
+    """Self-attention with a graph filter, to be used instead of ``scaled_dot_product_attention``.
 
     It has no projections: the model makes query, key and value as before. The filter is the child ``graph_filter``, so
-    that the state dict of the model holds it. All that takes a patched model takes a model with such modules:
-    ``filter_status``, ``filter_optimizer``, ``save_filter``, ``unpatch_model`` ...
+    the state dict of the model holds it. A model with such modules counts as patched: ``filter_status``,
+    ``filter_optimizer``, ``save_filter``, ``unpatch_model`` and so on accept it.
 
     Args:
-        filter: the name of a registered filter, or its config object. None stands for plain attention, into which
-            ``patch_model`` puts a filter.
+        filter: the name of a registered filter, or its config object. None stands for softmax attention, to which
+            ``patch_model`` can add a filter later.
         heads: number of query heads.
         head_dim: number of features per head.
         key_heads: number of key and value heads; 0 stands for ``heads``.
-        hidden_size: number of features of the ``hidden`` that calls pass, for filters that read it. Default: none.
+        hidden_size: number of features of the argument ``hidden`` of ``forward``, for filters that read it. None if
+            calls do not pass it.
         **options: options of the filter, if ``filter`` is a name.
 
     Raises:
-        GraphFilterError: an unknown filter or option, or a filter that needs what this module does not have.
+        GraphFilterError: an unknown filter or option, numbers of heads that do not fit each other, or a filter that
+            needs something that this module does not have.
 
     Example:
         >>> import torch

@@ -20,10 +20,10 @@ _BESIDE_SELF = "multihead_attn"  # the cross-attention of nn.TransformerDecoderL
 
 
 def find(model: nn.Module) -> tuple[list[AttentionSite], dict[str, str]]:
-    """Return all self-attention modules, and the other attention modules with the reason.
+    """Return all self-attention modules, and the refused attention modules: name -> reason.
 
-    The layers of PyTorch declare which attention is self-attention. In other modules the name tells cross-attention;
-    what the name does not tell is an error at the call.
+    The layers of PyTorch declare which attention is self-attention. In other modules, cross-attention is recognised by
+    its name. If the name does not show it, the call raises an error.
     """
     sharded = any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
     return collect_sites(model, partial(_find_refusal, model, sharded), _describe)

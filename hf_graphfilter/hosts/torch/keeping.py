@@ -14,7 +14,7 @@ from ...filters.core.record import record_of
 from ...text import quoted
 from .attend import GraphFilterAttention
 
-RECORD = "_graph_filter_record"  # an attribute of the model: nothing of PyTorch saves it, and copies and pickles do
+RECORD = "_graph_filter_record"  # an attribute of the model: copies and pickles keep it, a state dict does not
 
 
 def read_record(model: nn.Module) -> dict[str, Any] | None:

@@ -24,9 +24,9 @@ class SDPACall:
         key: (batch, key heads, tokens, features).
         hidden: (batch, tokens, hidden size), the input of the attention; None where it is not known.
         mask: bool (True: may attend) or additive, broadcastable to (batch, heads, tokens, tokens); None for no mask.
-        keys: bool (batch, tokens), the tokens that are no padding, instead of a mask of them.
-        causal: whether a token sees only earlier ones, besides ``keys``. A mask then says the same, or is None.
-        declared_causal: what a mask is expected to be in a compiled graph, which cannot look into it.
+        keys: bool (batch, tokens), True for tokens that are not padding; ``mask`` then need not hide padding.
+        causal: whether a token sees only earlier ones, besides ``keys``. If so, ``mask`` is causal too, or None.
+        declared_causal: whether a compiled graph expects a causal mask, since it cannot look into the mask.
         dropout: probability with which an entry of ``A`` is dropped.
         scale: factor of the scores; None for 1 / sqrt(features).
         need_weights: whether to form ``A`` and keep it as weights.
@@ -89,7 +89,7 @@ class SDPACall:
     def apply_polynomial(
         self, value: Tensor, coefficients: Coefficients, exact: bool
     ) -> tuple[Tensor, list[Tensor]] | None:
-        """Return the joint form of several applications where it is faster."""
+        """Return the result of a joint form of several applications, or None if there is no faster one."""
         options: dict[str, Any] = {"scale": self.scale, "causal": self.is_causal, "dropout": self.dropout}
         return polynomial_form(self.query, self.key, value, self.mask, coefficients, exact=exact, **options)
 

@@ -1,11 +1,11 @@
 """The host for transformers: it works through the attention interface.
 
 Nearly every modelling file computes attention through ``ALL_ATTENTION_FUNCTIONS.get_interface(
-self.config._attn_implementation, eager)``. A patched module gets a shallow copy of its config whose implementation
-names our function; that function calls the one the user chose, which is still written in the model's own config. So
-masks, ``set_attn_implementation`` and the model's code stay as they are.
+self.config._attn_implementation, eager)``. A patched module gets a shallow copy of its config, whose implementation
+names our function. That function calls the implementation that the user chose, which the model's own config still
+names. So masks, ``set_attn_implementation`` and the model's code stay as they are.
 
-``checkpoints.transformers`` adds to ``PreTrainedModel`` what saving and loading need.
+``checkpoints.transformers`` extends the saving and loading of ``PreTrainedModel``.
 """
 
 import transformers.modeling_utils  # noqa: F401  # imports checkpoints.transformers, which needs the modules below whole

@@ -73,7 +73,7 @@ def _filter_of(module: nn.Module) -> Any:
 
 
 def _begin_call(module: nn.Module, graph_filter: Any, earlier: EarlierLayers | None) -> None:
-    """Count the call where the layers of the stack leave something for each other.
+    """Count the call if the layers of the stack pass tensors to each other.
 
     Raises:
         GraphFilterError: the filter reads what earlier layers left, and the model has not passed it on.

@@ -7,12 +7,12 @@ from typing import Any
 
 from transformers.models.auto import auto_factory, modeling_auto
 
-# they list classes that another auto class names better: Bart's is in the first two
+# general auto classes; another one often names the task better (Bart is in the first two)
 GENERAL = ("AutoModelForPreTraining", "AutoModelForMaskedLM", "AutoModelForMultimodalLM")
 
 
 def auto_classes(config: Any) -> dict[str, Any]:
-    """Return the model class by the name of the auto class, for all auto classes that load models of this config."""
+    """Return (name of the auto class -> model class) for all auto classes that load models of this config."""
     named = {name: getattr(value, "_model_mapping", None) for name, value in vars(modeling_auto).items()}
     return {
         name: auto_factory._get_model_class(config, mapping)

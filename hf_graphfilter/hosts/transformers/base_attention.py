@@ -26,8 +26,8 @@ from .implementation import BASE_CONFIG, CHOSEN, ENGINES, IMPLEMENTATION, SERVIN
 from .interface import attention_function, honours_softcap, is_textbook
 
 _UNFILTERED = (*ENGINES, IMPLEMENTATION)
-_MASKED = ("sdpa", "eager")  # whose masks say all that there is to say
-_SELECTED = {"indices", "block_indices"}  # of keys, by which a module shows each query a few
+_MASKED = ("sdpa", "eager")  # whose mask alone says which tokens a query sees
+_SELECTED = {"indices", "block_indices"}  # options by which a module selects a few keys per query
 _UNHONOURED = {"s_aux", "sinks", "softcap", "cache"}
 
 
@@ -88,7 +88,7 @@ class BaseAttention:
         return not self.module.training or self.options.get("dropout") == 0  # which a function may leave to its module
 
     def to_part(self, hidden: Tensor | None, heads: HeadPart) -> AttentionCall:
-        """Return the call of some heads, with what the mask and a learned bias have of them."""
+        """Return the call for some heads, with their part of the mask and of a learned bias."""
 
         def take(x: Any) -> Any:
             return heads.take(x) if isinstance(x, Tensor) and x.dim() == 4 and x.shape[1] > 1 else x
@@ -98,9 +98,9 @@ class BaseAttention:
         return BaseAttention(self.module, query, key, take(self.mask), options).to_call(hidden)
 
     def attend(self, key: Tensor, signal: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Call the attention function of the user's choice.
+        """Call the attention function that the user chose.
 
-        Keys with another number of heads than the module's have been repeated to one group per head.
+        If ``key`` has another number of heads than the module's keys, it was repeated to one key head per query head.
         """
         repeated = key is not self.key and key.shape[1] != self.key.shape[1]
         module: Any = _SingleGroup(self.module) if repeated else self.module
@@ -109,9 +109,9 @@ class BaseAttention:
         return self.function(module, self.query, key, signal, self.mask, **self.options)  # type: ignore[no-any-return]
 
     def _mask_selected(self) -> Any:
-        """Return the mask with the keys hidden that the module has not selected.
+        """Return the mask, in which keys that the module has not selected are hidden too.
 
-        The module does so itself if its backend is called "sdpa" or "eager"; ours has another name.
+        The module itself does this only if its backend is called "sdpa" or "eager", and ours has another name.
         """
         mask, keys = self.mask, self.key.shape[2]
         if (indices := self.options.pop("indices", None)) is not None:  # (batch, query tokens, selected)
@@ -144,7 +144,10 @@ class BaseAttention:
     def apply_polynomial(
         self, value: Tensor, coefficients: Coefficients, exact: bool
     ) -> tuple[Tensor, list[Tensor]] | None:
-        """Return the joint form of several calls where it is faster. It reads its options as transformers does."""
+        """Return the result of a joint form of several calls, or None if there is no faster one.
+
+        Options are read as transformers does.
+        """
         if self.options.get("position_bias") is not None:
             return None
         scale, dropout = self.options.get("scaling"), self.options.get("dropout", 0.0)
@@ -153,7 +156,10 @@ class BaseAttention:
         return polynomial_form(self.query, self.key, value, self.mask, coefficients, **options)
 
     def form_few_rows(self) -> Tensor | None:
-        """Return the matrix that SDPA applies, where it is faster. It reads its options as transformers does."""
+        """Return the attention matrix of a few query tokens, or None if calls of SDPA are faster.
+
+        Options are read as transformers does.
+        """
         if self.options.get("dropout") or self.options.get("position_bias") is not None:
             return None
         if not can_form_rows(self.query, self.key, self.mask):
@@ -237,7 +243,7 @@ class _OwnConfig(ModuleView):
 
 
 def _is_split() -> bool:
-    """Return whether PyTorch's context parallelism computes attention now, for which it replaces this function."""
+    """Return whether PyTorch's context parallelism is active, which replaces ``F.scaled_dot_product_attention``."""
     compiling = torch.compiler.is_compiling()  # which cannot read the name
     return not compiling and F.scaled_dot_product_attention.__module__.startswith("torch.distributed.")
 

@@ -22,7 +22,7 @@ from .state_layers import STATEFUL, StateLayer
 ARGUMENT = "graph_filter_cache"
 # what models and their outputs call a cache; transformers 5.24 gave it a new name
 NAME = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
-NAMES = {NAME, "past_key_values", "layer_past"}  # modules may still be handed one by an earlier name
+NAMES = {NAME, "past_key_values", "layer_past"}  # modules may receive it under an earlier name
 _DUMMY: Any = getattr(cache_utils, "DummyLayer", ())  # earlier releases give such a layer no place at all
 _SHARED = (
     "reads the keys and values of an earlier layer, and has no place in the cache for the memory of its filter: "
@@ -86,7 +86,7 @@ def recall(
 ) -> tuple[PastRows | None, dict[str, Tensor] | None]:
     """Return what the filter of ``module`` remembers in the cache ``past``: (rows of signals, state).
 
-    What it does not use is None, and both are without a cache.
+    A part that the filter does not use is None. Without a cache both are None.
 
     Raises:
         GraphFilterError: a kind of cache that cannot keep rows (static sliding windows, quantized ...), an export, or a

@@ -1,7 +1,8 @@
 """Layers of a key/value cache that also hold the memory of a filter.
 
-A polynomial of ``S`` needs the past rows of every signal that ``S`` was applied to, beside keys and values: O(n d)
-memory and work per token. On the layer, beam search and batch selection treat them as they treat keys and values.
+A polynomial of ``S`` needs the past rows of every signal that ``S`` was applied to, besides keys and values. This costs
+O(n d) memory, and O(n d) work per token. Since the rows are on the layer, beam search and batch selection treat them
+like keys and values.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class LayerMemory(_Layer):
 
     kept: dict[Any, Tensor]
     asked_at = -1  # how many tokens it had when the filter last asked
-    asked_twice = False  # the filter asked again for the same ones: of what it keeps, some is of the other time
+    asked_twice = False  # the filter asked again for the same tokens, so its rows are of two calls
     known: tuple[Any, Any] = (None, None)  # keys and values as the layer itself left them
-    replaced = False  # another has put others in their place since
+    replaced = False  # other code has replaced them since
 
     def forget(self) -> None:
         """Forget all tensors, and take the keys and values as they are."""
@@ -59,7 +60,7 @@ class LayerMemory(_Layer):
     def _change(self, change: Callable[..., Any], *args: Any, each: Any = None, **kwargs: Any) -> Any:
         """Let the layer ``change`` its keys and values, after a check whether other code replaced them.
 
-        ``each`` is what that means for a tensor that is kept beside them.
+        ``each`` makes the same change in a tensor that is kept besides them.
         """
         if not torch.compiler.is_compiling():
             self.replaced |= not (self.keys is self.known[0] and self.values is self.known[1])
@@ -73,7 +74,7 @@ class LayerMemory(_Layer):
         """Return whether the filter can use this layer.
 
         Raises:
-            GraphFilterError: it must, and cannot.
+            GraphFilterError: the filter needs the layer and cannot use it.
         """
         if torch.compiler.is_compiling():  # which would be bound to the number of tokens
             return True
@@ -184,7 +185,8 @@ class SignalRows(LayerMemory):
 def _in_place(kept: Tensor) -> bool:
     """Return whether rows may be written to an existing tensor.
 
-    Not if autograd may have saved it; and a compiled step would be bound to the number of rows.
+    They may not if autograd may have saved the tensor. In a compiled step they may not either, since the step would be
+    bound to the number of rows.
     """
     return (
         not torch.is_grad_enabled()

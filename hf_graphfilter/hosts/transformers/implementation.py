@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 IMPLEMENTATION = "hf_graphfilter"
-# in config.json: transformers without us quotes it in its error. "flash", "sdpa", "flex_attention", "/" mean something
+# written into config.json: without this package, transformers quotes it in its error. It must not contain "flash",
+# "sdpa", "flex_attention" or "/", which have a meaning for transformers
 CURE = (
     f"{IMPLEMENTATION} (pip install -U hf-graphfilter, then import hf_graphfilter before loading; any other value "
     "loads the model without its graph filter)"
@@ -22,9 +23,9 @@ SERVING = (
 
 
 def read_fields(config: Any, *names: str) -> Any:
-    """Return ``config.first.second ...`` past the ``__getattribute__`` of configs, which takes microseconds.
+    """Return ``config.first.second ...`` without the ``__getattribute__`` of configs, which takes microseconds.
 
-    A compiler reads them once, and as usual.
+    A compiler reads the fields only once, so it uses ``getattr``.
     """
     read: Any = getattr if torch.compiler.is_compiling() else object.__getattribute__
     for name in names:

@@ -30,7 +30,7 @@ def leads_to_filter(module: nn.Module) -> bool:
 def _interface_of(module_class: Any) -> tuple[dict[str, Any], str]:
     """Return (globals of the file, name of the eager function in it) of a module's ``forward``."""
     forwards: list[Any] = [inspect.unwrap(cls.forward) for cls in module_class.__mro__ if hasattr(cls, "forward")]
-    # of a class that a library has put in the place of the module's, and that calls it, the module's
+    # a library may have replaced the module's class by one that calls it: this finds the module's own forward
     forward = next((forward for forward in forwards if uses_interface(forward)), None)
     if forward is None:
         raise GraphFilterError(

@@ -20,7 +20,8 @@ from ...wrappers import Function
 from .implementation import CURE, IMPLEMENTATION
 from .sites import relative_name
 
-# what transformers checks by name in every model's __init__; the second stops who overrides the first as it proposes
+# settings that transformers checks in every model's __init__; the second one stops a user who overrides the first as
+# the error of transformers proposes
 _GUARDED = ("attn_implementation", "experts_implementation")
 _WRITTEN = (CHILD, *_GUARDED)
 _SHARED_CONFIG = "_graph_filter_shared_config"
@@ -43,7 +44,7 @@ def tag(model: PreTrainedModel, filters: Iterable[str]) -> None:
 
 
 def model_class(name: object) -> type[PreTrainedModel] | None:
-    """Return the model class of transformers, or our own, with this name, which a file gives, or None."""
+    """Return the model class of transformers or of this package with a name from a file, or None."""
     candidate = getattr(transformers, name, None) or find_class(name) if isinstance(name, str) else None
     return candidate if isinstance(candidate, type) and issubclass(candidate, PreTrainedModel) else None
 
@@ -117,10 +118,10 @@ def resolve_implementation(
 
 @contextlib.contextmanager
 def saved_config(model: PreTrainedModel, state: Any = None) -> Iterator[None]:
-    """Check that a model, and a ``state`` to be saved, are complete, and mark the configs of its parts meanwhile.
+    """Check that a model and the ``state`` to save are complete, and mark the configs of its parts inside the context.
 
-    Within, the config of every part that holds a filter has our names too: a tower can be loaded by itself, and what
-    the config of a composite says of implementations hides what those of its parts say.
+    Inside, the config of every part that holds a filter has our implementation names too, since a part (a tower) can
+    be loaded by itself. In the whole model, the names in its own config take precedence over those of its parts.
     """
     check_recorded(model)
     if state and not model._hf_peft_config_loaded:  # empty in all processes but the first

@@ -51,9 +51,9 @@ def attach(site: AttentionSite, graph_filter: GraphFilter) -> None:
 
 @functools.cache
 def _routed(base: Any) -> Any:
-    """Return the class of a patched module's config, which is copied and pickled as its base.
+    """Return the class of a patched module's config, which is copied and pickled through its base.
 
-    The implementation that the module reads from it at each call is ours, or an error.
+    At each call, the module reads our implementation from it. If another one was written into it, the call raises.
     """
 
     def read(self: Any) -> str:
@@ -78,7 +78,7 @@ def _rebuild(base: Any) -> Any:
 class _PassOn:
     """A forward pre-hook that passes cache and input to the attention function, as further keyword arguments.
 
-    It also reports the layer that begins to the pass.
+    It also reports to ``EarlierLayers`` that the layer begins.
     """
 
     def __init__(self, names: list[str]):

@@ -91,7 +91,7 @@ def _position_bias(model: nn.Module, name: str) -> bool:
 
 
 def _stack_module(model: nn.Module, name: str) -> nn.Module | None:
-    """Return the module that holds the list of layers around a module, if keyword arguments get from there to it."""
+    """Return the module that holds the list of layers around a module, if it passes keyword arguments down to it."""
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
     if not number:
@@ -108,7 +108,7 @@ def _takes_any_keyword(module: nn.Module) -> bool:
 
 @functools.cache
 def _hands_on(forward: Any) -> bool:
-    """Return whether a function takes any keyword argument, and uses those that it has no name for."""
+    """Return whether a function takes arbitrary keyword arguments, and uses them."""
     rest = next((p.name for p in inspect.signature(forward).parameters.values() if p.kind is p.VAR_KEYWORD), None)
     code = getattr(inspect.unwrap(forward), "__code__", None)
     if rest is None or code is None:

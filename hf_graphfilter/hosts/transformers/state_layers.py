@@ -1,6 +1,6 @@
-"""Layers of a key/value cache that keep the state of a filter that replaces attention.
+"""Layers of a key/value cache that keep the state of a replacement filter.
 
-Such a filter knows past tokens by a state of constant size, and needs no keys and values.
+Such a filter keeps past tokens in a state of constant size, and needs no keys and values.
 """
 
 from __future__ import annotations

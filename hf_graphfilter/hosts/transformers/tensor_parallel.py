@@ -23,7 +23,7 @@ def with_local_heads(
     Raises:
         GraphFilterError: the heads are not split by tensor parallelism, or the filter cannot be split with them.
     """
-    # another module holds a filter for each of PEFT's adapters
+    # it may be PEFT's wrapper, which holds one filter per adapter
     local, names = query.shape[1], graph_filter.per_head if isinstance(graph_filter, GraphFilter) else ()
     mesh = next((p.device_mesh for p in module.parameters() if hasattr(p, "device_mesh")), None)
     site = describe_site(module)

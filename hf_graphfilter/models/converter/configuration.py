@@ -35,33 +35,35 @@ class ConverterConfig(PreTrainedConfig):
     The defaults are those of the paper's classification of bytes (Table 8, "Text").
 
     Attributes:
-        vocab_size: tokens that ``input_ids`` may name; 384 is that of ``ByT5Tokenizer``, of bytes.
-        hidden_size: features of a token, which the paper calls embedding size (ES).
-        embedding_size: features of an embedding, projected to ``hidden_size`` if these differ; None for the same.
-        intermediate_size: hidden features of the gated feed-forward network, which the paper calls hidden size (HS).
-        num_hidden_layers: layers; one in all experiments of the paper.
+        vocab_size: size of the vocabulary; 384 is that of ``ByT5Tokenizer``, whose tokens are bytes.
+        hidden_size: number of features per token, which the paper calls embedding size (ES).
+        embedding_size: number of features per embedding, projected to ``hidden_size`` if they differ. None means the
+            same as ``hidden_size``.
+        intermediate_size: number of hidden features of the gated feed-forward network, which the paper calls hidden
+            size (HS).
+        num_hidden_layers: number of layers; 1 in all experiments of the paper.
         position_embedding: ``"gru"`` (two layers over the embeddings), ``"absolute"`` (learned), ``"sinusoidal"``, or
             ``"none"``.
-        max_position_embeddings: the longest input with ``"absolute"``; the others know no limit.
+        max_position_embeddings: the longest input with ``"absolute"``; the others have no limit.
         convolution: ``"kernelution"`` (Eq. 12), or ``"synvolution"`` (Eq. 8), which has no polynomial.
-        K: order of the polynomial of the eigenvalues, of Chebyshev's with learned coefficients.
-        kernel, M, xi, a, b: its damping, see ``functional.gibbs_damping``; ``"dirichlet"`` is none.
+        K: order of the Chebyshev polynomial of the eigenvalues, whose coefficients are learned.
+        kernel, M, xi, a, b: damping of the coefficients, see ``functional.gibbs_damping``; ``"dirichlet"`` means none.
         eta: weight of the kernel polynomial loss in training, in [0, 1): the loss is (1 - eta) task + eta times its
             mean over the layers (Eq. 14). Synvolution has no such loss.
-        pooling: of the tokens, for classification: ``"mean"``, ``"max"``, ``"mean_max"`` (both, side by side), or
+        pooling: how classification pools the tokens: ``"mean"``, ``"max"``, ``"mean_max"`` (both, side by side), or
             ``"cls"`` (the first token).
         num_sequences: 1, or 2 for the classification of pairs.
         interaction: how the features u and v of a pair are combined: ``"nli"`` for (u, v, u * v, u - v), or
             ``"concat"`` for (u, v).
-        position_dropout: between the layers of the GRU.
-        embedding_dropout: of the sum of the embeddings.
-        value_dropout: of real and imaginary part of the values.
-        feed_forward_dropout: of the hidden features of the feed-forward network.
-        eigenvalue_dropout, eigenvector_dropout: of the hidden features of the networks that make the eigenvalues and
-            the angles.
-        classifier_dropout: of the hidden features of the classification head.
-        initializer_range: standard deviation of embeddings and of the head of ``ConverterForMaskedLM``.
-        norm_eps: added to the norms that features are divided by.
+        position_dropout: dropout rate between the layers of the GRU.
+        embedding_dropout: dropout rate of the sum of the embeddings.
+        value_dropout: dropout rate of the real and imaginary parts of the values.
+        feed_forward_dropout: dropout rate of the hidden features of the feed-forward network.
+        eigenvalue_dropout, eigenvector_dropout: dropout rates of the hidden features of the networks that make the
+            eigenvalues and the angles.
+        classifier_dropout: dropout rate of the hidden features of the classification head.
+        initializer_range: standard deviation of the initial embeddings and of the head of ``ConverterForMaskedLM``.
+        norm_eps: number added to the norms by which features are divided.
 
     Raises:
         GraphFilterError: an unknown choice, a size below 1, K < 0, a parameter of the kernel out of range, an eta or a

@@ -62,7 +62,7 @@ class ConverterEmbeddings(nn.Module):
 
     def _positions(self, embeds: Tensor, mask: Tensor | None) -> Tensor:
         tokens, features = embeds.shape[1:]
-        if self.kind == "gru":  # by what was asked for: adapters and quantizers put modules of their own in its place
+        if self.kind == "gru":  # not by the module's class, which adapters and quantizers replace
             assert self.position is not None
             return recurrent(self.position, embeds, mask)
         if self.kind == "none":
@@ -85,7 +85,7 @@ class ConverterEmbeddings(nn.Module):
 def recurrent(gru: nn.Module, embeds: Tensor, mask: Tensor | None) -> Tensor:
     """Return the outputs of a GRU in float32 or wider.
 
-    It runs forwards, so that tokens moved to the front see no padding.
+    Tokens are moved in front of the padding first. Since the GRU runs forwards, they never see padding.
     """
     x = to_float32(embeds)
     if mask is not None:
@@ -215,7 +215,7 @@ def pooled(x: Tensor, mask: Tensor | None, pooling: str) -> Tensor:
 
 
 def say_what_labels_would_add(logits: Tensor, penalty: Tensor | None, labels: Tensor | None, eta: float) -> None:
-    """Warn where a loss that others compute is minimised, since it may lack the penalty of the layers."""
+    """Warn if the loss to minimise is not the model's own, since it may lack the penalty of the layers."""
 
     def say(gradient: Tensor) -> None:
         warnings.warn(

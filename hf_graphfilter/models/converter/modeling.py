@@ -76,10 +76,10 @@ class ConverterPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """Return False, so that transformers leaves the start of our modules to us.
+        """Return False, so that transformers lets ``_init_weights`` initialise all our modules.
 
-        For custom code it initialises only modules with parameters of their own. The modules around ours start them,
-        with functions that leave loaded parameters alone.
+        For custom code, it initialises only modules with parameters of their own. Some of our modules initialise the
+        modules inside them. They use functions that leave loaded parameters alone.
         """
         return False
 
@@ -93,7 +93,7 @@ class ConverterPreTrainedModel(PreTrainedModel):
     def _objective(self, task: Tensor, penalty: Tensor | None, labels: Tensor, count: Any = None) -> Tensor:
         """Return the objective of Eq. 14 from the loss of the task.
 
-        Where that is the sum over some of the ``count`` labels of a batch, divided by their number, so is the penalty.
+        If a batch holds only some of the ``count`` labels of a step, the penalty is weighted by their share.
         """
         if penalty is None:
             return task
@@ -108,12 +108,12 @@ class ConverterModel(ConverterPreTrainedModel):
     """Converter: an encoder whose layers mix tokens by learned unitary filters, in linear time, without attention.
 
     ``forward(input_ids, attention_mask, inputs_embeds)`` gives ``last_hidden_state`` (batch, tokens, hidden size).
-    ``attention_mask`` is (batch, tokens), 0 for padding, which may be anywhere; ``inputs_embeds`` is (batch, tokens,
-    embedding size). There are no attention matrices to be had.
+    ``attention_mask`` is (batch, tokens), 0 for padding, which may be anywhere. ``inputs_embeds`` is (batch, tokens,
+    embedding size). The model has no attention matrices.
 
     Raises:
-        GraphFilterError: a mask of another shape, ``output_attentions``, more tokens than absolute positions, none, not
-            exactly one of ``input_ids`` and ``inputs_embeds``; a cache, cross-attention, ``position_ids``.
+        GraphFilterError: both or neither of ``input_ids`` and ``inputs_embeds``; no token, or more tokens than absolute
+            positions; a mask of another shape; ``output_attentions``, a cache, cross-attention or ``position_ids``.
 
     Example:
         >>> import torch
@@ -167,13 +167,13 @@ class ConverterForSequenceClassification(ConverterPreTrainedModel):
     With ``num_sequences=2`` in the config, both sequences are encoded with the same weights and their features
     combined.
 
-    ``forward`` takes the inputs of ``ConverterModel``, for a pair also ``input_ids_2``, ``attention_mask_2`` and
-    ``inputs_embeds_2``, which may be of another length; and ``labels`` (batch,), or (batch, labels), as all models of
-    transformers (``problem_type``). In training the loss is that of Eq. 14, see ``eta`` of ``ConverterConfig``;
-    at evaluation it is that of the task alone.
+    ``forward`` takes the inputs of ``ConverterModel``. For a pair it also takes ``input_ids_2``, ``attention_mask_2``
+    and ``inputs_embeds_2``, which may have another length. ``labels`` are (batch,) or (batch, labels), as in all models
+    of transformers (``problem_type``). In training the loss is that of Eq. 14 (see ``eta`` of ``ConverterConfig``). In
+    evaluation it is the loss of the task alone.
 
     Raises:
-        GraphFilterError: as ``ConverterModel``; a second sequence missing, or not expected.
+        GraphFilterError: as for ``ConverterModel``; or a second sequence that is missing or not expected.
 
     Example:
         >>> import torch
@@ -234,11 +234,11 @@ class ConverterForSequenceClassification(ConverterPreTrainedModel):
 class ConverterForMaskedLM(ConverterPreTrainedModel):
     """Converter with a head that predicts tokens with the weights of the embeddings.
 
-    ``forward`` takes the inputs of ``ConverterModel``, and ``labels`` (batch, tokens), -100 where there is none. The
-    loss in training is that of Eq. 14.
+    ``forward`` takes the inputs of ``ConverterModel``, and ``labels`` (batch, tokens), -100 for tokens without a label.
+    The loss in training is that of Eq. 14.
 
     Raises:
-        GraphFilterError: as ``ConverterModel``.
+        GraphFilterError: as for ``ConverterModel``.
 
     Example:
         >>> import torch

@@ -154,7 +154,7 @@ class GraphormerConfig(PreTrainedConfig):
                 )
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Return what a file must hold; two labels, transformers' default, are not this config's."""
+        """Return the entries to save, always with the labels, whose default is not transformers' default of two."""
         return super().to_diff_dict() | {"id2label": self.id2label, "label2id": self.label2id}
 
 

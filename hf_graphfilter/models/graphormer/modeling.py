@@ -108,7 +108,7 @@ class GraphormerModel(GraphormerPreTrainedModel):
             kind_distances: (batch, kinds), the length of such a path, -1 for none.
             kind_edges: (batch, kinds, hops, features), the features of its first edges, -1 for none.
             attention_mask: (batch, nodes), 0 for padding; None for no padding.
-            kwargs: What transformers' encoder layers take, ``output_hidden_states`` among it.
+            kwargs: Options of transformers' encoder layers, such as ``output_hidden_states``.
 
         Returns:
             ``last_hidden_state`` (batch, 1 + nodes, hidden size), the virtual node first.

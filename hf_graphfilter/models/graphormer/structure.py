@@ -13,7 +13,7 @@ from .configuration import GraphormerConfig
 
 
 def first_rows(sizes: list[int]) -> list[int]:
-    """Return where the values of each feature begin in a table of all of them.
+    """Return the first row of each feature in a table with one row per value of all features.
 
     Example:
         >>> first_rows([28, 4, 2])
@@ -72,7 +72,7 @@ class PairBias(nn.Module):
             init.normal_(self.hops, std=self.spread)
 
     def forward(self, pair_kinds: Tensor, kind_distances: Tensor, kind_edges: Tensor, present: Tensor) -> Tensor:
-        """Return what is added to the scores, the virtual node first.
+        """Return the bias to add to the attention scores; the virtual node comes first.
 
         Args:
             pair_kinds: (batch, nodes, nodes), the kind of the path from node i to node j.

@@ -4,9 +4,9 @@
 set per token (AGF paper, Eq. 7-10). The causal form, which the paper does not have, takes the softmax over the tokens
 so far.
 
-Everything goes block by block, over batch and heads first and then along the tokens, forward and backward: the working
-set stays in the CPU's cache, and nothing but the inputs is kept for the backward pass. Softmaxes, masses and, in the
-causal form, all inner arithmetic are float32 or wider, whatever the inputs.
+All computation runs block by block, over batch and heads first and then along the tokens, forward and backward. So the
+working set stays in the CPU's cache, and only the inputs are kept for the backward pass. Softmaxes and masses are
+float32 or wider whatever the inputs, and so is all inner arithmetic of the causal form.
 """
 
 from .bidirectional import filter_all

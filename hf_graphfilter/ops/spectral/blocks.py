@@ -44,8 +44,9 @@ def blocks(x: Tensor, multiple: int = 1) -> list[list[Block]]:
     There is one list for every part of batch and heads. It holds the blocks of that part; their token counts are
     multiples of ``multiple``.
 
-    Sequences are kept whole where they are short, heads while a block has ``FEW`` tokens: projections store the heads
-    of a token side by side. A GPU takes all at once, and so does a compiler, whose graph would be bound to the number.
+    Short sequences are kept whole. Heads stay together as long as a block has ``FEW`` tokens, since projections store
+    the heads of a token side by side. A GPU gets a single block. So does a compiler, or its graph would fit only one
+    number of blocks.
     """
     if torch.compiler.is_compiling() or x.device.type != "cpu":
         return [[(slice(None), slice(None), slice(None))]]

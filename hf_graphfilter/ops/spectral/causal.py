@@ -18,7 +18,7 @@ from .factors import Left
 from .one_chunk import TINY, OneChunk
 
 CHUNK = 64  # tokens that are taken together
-_STEEP = 68.0  # e^-68 is above it
+_STEEP = 68.0  # e^-68 is above TINY
 
 
 def filter_causal(
@@ -31,19 +31,19 @@ def filter_causal(
 ) -> tuple[Tensor, CausalState | None]:
     """Filter causally: ``out_t = w_t (sum_{s<=t} e^{v_s} value_s^T / sum_{s<=t} e^{v_s})``, w the rows of ``U Sigma``.
 
-    O(n d (d + CHUNK)) time, O(n d) memory.
+    It takes O(n d (d + CHUNK)) time and O(n d) memory.
 
     Args:
         left, v, value, keys: as in ``filter_all``.
-        state: of the tokens before these; gradients flow through it.
-        goes_on: whether the state after the last token is asked for.
+        state: memory of the tokens before these; gradients flow through it.
+        goes_on: whether the state after the last token is needed.
 
     Returns:
         (batch, heads, tokens, value features), dtype of ``value``, and the state after the last token, or None.
 
-    Within a chunk every factor is taken relative to the largest logit so far, which no realistic input leaves; where
-    one does (a logit that rises by about 70 within ``CHUNK`` tokens), a form that is stable for all inputs takes over,
-    in linear time too but slower.
+    Within a chunk every factor is relative to the largest logit so far. That is in range for all realistic inputs. If a
+    logit rises by about 70 within ``CHUNK`` tokens, a form that is stable for all inputs takes over. It also takes
+    linear time, but is slower.
     """
     v, value = hide(v, value, keys)
     alone = state is None and not goes_on and 1 < v.shape[2] <= CHUNK and on_plain_cpu(v)
@@ -71,8 +71,8 @@ def filter_causal(
 def running_mass(v: Tensor) -> Tensor:
     """Return ``log sum_{s<=t} e^{v_s}`` for every token and feature, (batch, heads, tokens, features).
 
-    PyTorch's logcumsumexp takes many times as long as the sum of exponentials, which is used where no logit is so far
-    below the largest that its exponential would vanish.
+    The sum of exponentials is many times as fast as PyTorch's logcumsumexp. It is used unless a logit is so far below
+    the largest that its exponential would vanish.
     """
     if on_plain_cpu(v) and v.numel():
         top = v.detach().amax(2, keepdim=True)
@@ -92,7 +92,8 @@ def _one_token(w: Tensor, v: Tensor, value: Tensor, state: CausalState) -> tuple
 def _underflows(v: Tensor, keys: Tensor | None) -> bool:
     """Return whether a running mass can be too small a part of its chunk's mass to divide by.
 
-    Its logarithm is at least the smallest logit of the chunk, and the chunk's at most the largest plus log(CHUNK).
+    The logarithm of the running mass is at least the smallest logit of the chunk. The logarithm of the chunk's mass is
+    at most the largest logit plus log(CHUNK).
     """
     if not v.numel():
         return False

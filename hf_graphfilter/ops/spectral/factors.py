@@ -75,8 +75,8 @@ class Left(NamedTuple):
 def basis(x: Tensor, dim: int, keys: Tensor | None, rho: Rho = "softmax") -> Tensor:
     """Return ``U`` or ``V``: the softmax of ``x`` over the features (``dim`` -1) or over the tokens (``dim`` -2).
 
-    ``x`` is (batch, heads, tokens, features). The result is zero at tokens where ``keys`` is False. Another activation
-    ``rho`` than the softmax goes by entry.
+    ``x`` is (batch, heads, tokens, features). The result is zero at tokens where ``keys`` is False. Activations ``rho``
+    other than the softmax act on each entry.
     """
     if rho != "softmax":
         x = to_float32(x)

@@ -1,4 +1,4 @@
-"""The causal filter over so few tokens that they are one chunk, and none before or after them counts."""
+"""The causal filter over a single chunk of tokens, without a state before or after it."""
 
 from __future__ import annotations
 

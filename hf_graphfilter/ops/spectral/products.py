@@ -20,7 +20,7 @@ def multiply_all(rows: Tensor, v: Tensor, value: Tensor) -> Tensor:
 
 
 def multiply_causal(rows: Tensor, v: Tensor, value: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the same over the tokens so far, and ``v^T value`` over all of them, the state of decoding.
+    """Return ``multiply_all`` over the tokens so far, and the state of decoding, ``v^T value`` over all tokens.
 
     Args:
         rows, v, value: as in ``multiply_all``.

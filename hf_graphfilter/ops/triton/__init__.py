@@ -1,9 +1,9 @@
-"""Triton kernels for GPUs: other forms of what ``ops`` computes anyway, never required.
+"""Triton kernels for GPUs: other forms of what ``ops`` computes anyway. None is required.
 
-A kernel is used on a CUDA device where it is the faster form (``enabled.FASTER``; ``make bench-gpu`` says what belongs
-there) and can be launched. ``HF_GRAPHFILTER_KERNELS=1`` in the environment uses kernels wherever they apply, ``0``
-nowhere. With ``TRITON_INTERPRET=1`` the first of these holds for tensors on the CPU too: Triton's interpreter then runs
-the kernels, slowly.
+A kernel is used on a CUDA device if it can be launched and is the faster form. ``enabled.FASTER`` says when it is, and
+``make bench-gpu`` measures the numbers for it. The environment variable ``HF_GRAPHFILTER_KERNELS`` overrides the
+choice: ``1`` uses kernels wherever they apply, ``0`` nowhere. With ``TRITON_INTERPRET=1``, ``1`` also applies to
+tensors on the CPU, where Triton's interpreter runs the kernels, slowly.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def differentiate_combination(
     """Return the gradients of the coefficients and of the signals, or None where no kernel is used.
 
     Args:
-        grad: of what ``combine`` returned.
-        coefficients, signals: what it was given.
+        grad: gradient of the result of ``combine``.
+        coefficients, signals: the arguments of ``combine``.
         needs: which of the coefficients, then of the signals, need a gradient.
     """
     if torch.is_grad_enabled() or not chosen("combine", grad):  # these gradients have none themselves
@@ -78,9 +78,9 @@ def filter_causal(
     """Return the result and the state after the last token, or None where no kernel is used.
 
     Args:
-        rows: computes those of ``U Sigma``.
+        rows: function that computes the rows of ``U Sigma``.
         v, value: as in ``ops.spectral.filter_causal``.
-        mass, mean: the state before.
+        mass, mean: the state before the first token.
         tiny: the smallest running mass, relative to its chunk's, that is divided by.
     """
     if not chosen("agf", v):

@@ -1,8 +1,8 @@
 """The causal filter in the singular value domain: all chunks of tokens at once, and a scan over their states.
 
-The algorithm is that of ``ops.spectral.causal``, whose scan is a loop in Python: here ``_added`` forms what every chunk
-adds to the state, ``_scan`` carries the state from chunk to chunk, and ``_rows`` applies it. Backward the same happens
-from the end, with the running denominator as one more column of what is carried.
+The algorithm is that of ``ops.spectral.causal``, whose scan is a loop in Python. Here ``_added`` forms what every chunk
+adds to the state, ``_scan`` carries the state from chunk to chunk, and ``_rows`` applies it. The backward pass does the
+same from the end. There the running denominator is one more column of the state.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _added(
     V, X, Mass, States, Tiny, heads, chunks, count,
     F: tl.constexpr, BF: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return what a chunk adds to the state, F x E."""
+    """Write what a chunk adds to the state, F x E, into States."""
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     tokens = tl.program_id(0) * C + tl.arange(0, C)
     weights, _, _, after = _chunk(V, Mass, Tiny, batch, head, heads, chunks, tokens, count, F, BF)
@@ -135,10 +135,10 @@ def _gradients(
 ):  # fmt: skip
     """Compute the gradients of a chunk in two passes.
 
-    With ASKING: dw, and what the chunk asks of the tokens before it, into Later. Without: dv and dx, given what later
-    chunks ask.
+    With ASKING, it writes dw, and into Later what the chunk asks of the tokens before it. Without ASKING, it writes dv
+    and dx, given what later chunks ask.
 
-    LaterMass is the running denominator's column of what is asked.
+    LaterMass is the column of Later for the running denominator.
     """
     batch, head, row = tl.program_id(1) // heads, tl.program_id(1) % heads, tl.program_id(1)
     tokens, order = tl.program_id(0) * C + tl.arange(0, C), tl.arange(0, C)

@@ -49,9 +49,9 @@ def _gradients(
     Grad, signals, coefficients, grads, Sums, heads, chunks, programs, count,
     SIGNALS: tl.constexpr, COEFFICIENTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the signals, and the sums of each program that those of the coefficients consist of.
+    """Compute the gradients of the signals, and the sums of each program for the gradients of the coefficients.
 
-    SIGNALS, COEFFICIENTS: of which there is a gradient, a bit each.
+    SIGNALS, COEFFICIENTS: bit masks of the tensors that need a gradient.
     """
     batch, head, rows, program = _place(heads, chunks, ROWS)
     g = load(Grad, batch, head, rows, count, WIDTH, BLOCK).to(tl.float32)

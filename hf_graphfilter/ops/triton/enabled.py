@@ -16,9 +16,10 @@ from .interpreter import interpreted
 Kernel = Literal["combine", "gfsa", "agf"]
 SWITCH = "HF_GRAPHFILTER_KERNELS"
 OLDEST = (8, 0)  # compute capability that the kernels are compiled for
-# The size from which a kernel won, forward and backward, by the least compute capability of the GPU: tokens, for
-# combinations numbers of a signal. These read and write a tenth as much as PyTorch's operations do, which is faster on
-# any GPU unless it waits for launches. AGF's was measured on one of 9.0 (H200).
+# The size from which a kernel was faster, forward and backward, by the least compute capability of the GPU. The size is
+# the number of tokens; for combinations, the number of entries of a signal. Combinations read and write a tenth of what
+# PyTorch's operations do, which is faster on any GPU unless it waits for launches. The size for AGF was measured on a
+# GPU of capability 9.0 (H200).
 FASTER: dict[Kernel, dict[tuple[int, int], int]] = {"combine": {OLDEST: 1 << 21}, "agf": {(9, 0): 512}}
 
 
@@ -43,7 +44,7 @@ def chosen(kernel: Kernel, x: Tensor) -> bool:
 
 
 def _is_watched() -> bool:
-    """Return whether something looks at the operations of PyTorch, which would miss a kernel."""
+    """Return whether something intercepts PyTorch's operations (transforms, dispatch modes), which misses kernels."""
     return bool(
         torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack()

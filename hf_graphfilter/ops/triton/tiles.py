@@ -43,7 +43,7 @@ def store(x, batch, head, rows, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 def dot(a, b, PRECISION: tl.constexpr, total=None):
     """Return a b + total.
 
-    ``PRECISION`` is "ieee" in the interpreter alone, which multiplies the bits of bfloat16.
+    ``PRECISION`` is "ieee" only in the interpreter. It would multiply the raw bits of bfloat16, so these are converted.
     """
     if PRECISION == "ieee":
         a, b = a.to(tl.float32), b.to(tl.float32)

@@ -23,9 +23,9 @@ from torch.autograd.function import once_differentiable
 from ..heads import repeat_heads
 from .tiles import dot, fits, like, load, options, power, precision, store, strided, tile
 
-# Tokens of a program, other tokens at a time, warps and stages, forward and backward, by (bytes of a number, whether
-# there are more than 64 features): so that registers suffice, as the compiler reports them for sm_80 and sm_90, and
-# that 99 KB of shared memory do, all that sm_86 and sm_89 have.
+# Tokens of a program, other tokens at a time, warps and stages, forward and backward, by (bytes per number, whether
+# there are more than 64 features). With these, registers suffice, as the compiler reports for sm_80 and sm_90, and so
+# do 99 KB of shared memory, the limit of sm_86 and sm_89.
 BLOCKS = {
     (2, False): ((128, 64, 8, 2), (128, 32, 8, 2)),
     (2, True): ((64, 64, 8, 2), (64, 32, 8, 1)),
