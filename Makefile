@@ -73,7 +73,7 @@ figures: $(VENV)/installed-test
 	$(BIN)/python benchmarks/concepts.py
 	$(BIN)/python benchmarks/gallery.py
 
-# all that a GPU can answer, in ten minutes; run again, it goes on where it was stopped
+# all that a GPU can answer, in ten minutes; run it again to resume
 bench-gpu: $(VENV)/installed-test
 	$(BIN)/python benchmarks/gpu.py
 

@@ -1,14 +1,16 @@
 """Time and memory of AGF: ``python benchmarks/agf.py`` (CPU, and the GPU where there is one).
 
-attention: AGF against plain SDPA alone, n = 64 ... 65536, encoder and causal, one sequence; with it the fitted
-exponent of AGF's time in n between 4k and 64k, and the length from which it is the faster one. batch: in batches of
-about 8,192 tokens against the same formula in plain PyTorch operations, and of about 4,096 against SDPA. memory: the
-peak of the calls of attention, each in a process of its own. layers: a whole attention module in training, with and
-without the orthogonality loss. decoding: milliseconds a token of a causal AGF and of plain attention, by the length of
-the context.
+Sections:
 
-All forms are timed in turn within a round, ratios are taken within a round, and medians over the rounds are reported;
-every section writes benchmarks/results/agf-DEVICE-SECTION.csv with percentiles and hardware.
+attention: AGF against SDPA, n = 64 ... 65536, encoder and causal, one sequence; also the fitted exponent of AGF's time
+    in n between 4k and 64k, and the length from which AGF is faster.
+batch: batches of about 8,192 tokens against the same formula in PyTorch operations, and of about 4,096 against SDPA.
+memory: the peak memory of the calls of "attention", each in a separate process.
+layers: a whole attention module in training, with and without the orthogonality loss.
+decoding: milliseconds per token of causal AGF and of the original attention, by the length of the context.
+
+All forms are timed in turn within a round, ratios are taken within a round, and medians over the rounds are reported.
+Every section writes benchmarks/results/agf-DEVICE-SECTION.csv with percentiles and hardware.
 """
 
 from __future__ import annotations

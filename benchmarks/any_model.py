@@ -1,4 +1,4 @@
-"""Models of PyTorch's own attention, trained without and with GFSA by a loop of their own.
+"""Train models with PyTorch's own attention in a custom loop, without and with GFSA.
 
 ``text``: an ``nn.TransformerEncoder`` from scratch, which tells good from bad reviews among the film-review snippets of
 the package. ``images``: torchvision's ``VisionTransformer`` with the weights of DeiT-tiny, fine-tuned on folders of

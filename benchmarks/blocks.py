@@ -2,8 +2,8 @@
 
     python benchmarks/blocks.py --model ~/models/SmolLM2-135M --blocks 6
 
-Each way runs in a process of its own, the stage "attention" on the same random texts. The peak is that of the process
-above what it has after a small model of the same kind went the same way: imported libraries, and what they keep.
+Each way runs the stage "attention" on the same random texts, in a separate process. The peak is the memory beyond that
+of the process after a small model of the same kind was fitted the same way (imported libraries and their caches).
 """
 
 import argparse

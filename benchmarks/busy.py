@@ -1,12 +1,12 @@
-"""What a filter costs beside other processes: ``python benchmarks/busy.py`` (on the CPU).
+"""Measure the cost of a filter beside other processes: ``python benchmarks/busy.py`` (on the CPU).
 
-Training steps of shapes that users have, the baseline and filters in turn, while none, one or two other processes keep
-a core busy each. ``AGF, 32 x 256`` is attention alone, forward and with backward, beside the same formula in PyTorch
-operations. How memory happens to lie makes one process differ from another by some per cent, so the rounds of several
-processes are put together. The rows have the peak memory of a step, too.
+Training steps of typical shapes are timed, with the baseline and the filters in turn, while none, one or two other
+processes each keep a core busy. ``AGF, 32 x 256`` is attention alone (forward, and forward with backward), beside the
+same formula in PyTorch operations. The memory layout makes processes differ by some per cent, so the rounds of several
+processes are put together. The rows also have the peak memory of a step.
 
-With ``--compiled`` all models are compiled by ``torch.compile``, and the baseline that is not stands beside them. With
-``--waiting`` the baseline and one filter are measured in two ways of waiting: PyTorch's threads keep their cores while
+With ``--compiled`` all models are compiled by ``torch.compile``, and an uncompiled baseline is measured, too. With
+``--waiting`` the baseline and one filter are measured with two wait policies: PyTorch's threads keep their cores while
 they wait for each other, or leave them to other processes (``OMP_WAIT_POLICY=PASSIVE``).
 
 Writes benchmarks/results/busy-cpu.csv, compiled-cpu.csv or waiting-cpu.csv; ``--only SHAPE`` measures one and keeps the

@@ -5,10 +5,10 @@ film reviews of 256 to 512 tokens by filter and window, DeiT-Tiny on 20 classes 
 WikiText-2 with its perplexity, copying and retrieval from a long context, Flan-T5-small's encoder; LoLCATs' recipe (the
 Hedgehog feature map, a window of 64, adapters trained on the next token) beside ours.
 
-Data and weights are read from --shared (see its READMEs). Fits compute in bf16 where the processor has it, else in
-float32. A case that was interrupted goes on; one that is finished, with its model in --runs and its results in
-benchmarks/results/conversion/NAME.json, is left alone. --list shows them; --cards times the finished ones that have a
-card, and writes model_cards/.
+Data and weights are read from --shared (see its READMEs). Fits compute in bf16 if the processor supports it, else in
+float32. An interrupted case resumes. A finished case is not run again: its model is in --runs, its results are in
+benchmarks/results/conversion/NAME.json. --list shows all cases; --cards times the finished ones that have a card, and
+writes model_cards/.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Milliseconds a token when decoding with a cache, plain against GFSA: ``python benchmarks/decoding.py``.
+"""Time decoding with a cache per token, the baseline against GFSA: ``python benchmarks/decoding.py``.
 
-GPT-2's shape (12 layers, d 768), one sequence, random weights, after contexts of several lengths, with a dynamic and
-with a static cache, on a GPU also as a replayed graph. The caches are filled without running the context. Both forms
-are timed in turn within a round; ratios are taken within a round. Writes benchmarks/results/decoding-DEVICE.csv.
+The model has GPT-2's shape (12 layers, d 768) and random weights. One sequence is decoded after contexts of several
+lengths, with a dynamic and with a static cache, on a GPU also as a replayed graph. The caches are filled without
+running the context. Both forms are timed in turn within a round; ratios are taken within a round. The results, in
+milliseconds per token, are written to benchmarks/results/decoding-DEVICE.csv.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the embeddings of an encoder are good for: documents that are found, classes that are read from them."""
+"""Measure the embeddings of an encoder on retrieval and on classification by a linear probe."""
 
 from __future__ import annotations
 

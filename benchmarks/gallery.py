@@ -1,14 +1,19 @@
 """What attention and filters do in real models: ``python benchmarks/gallery.py`` (``make figures``).
 
-pretrained: MiniLM-L6, DeiT-Tiny, SmolLM2-135M and Flan-T5-small as they are. minilm: fine-tuned on movie-review
-snippets, plain and with GFSA; and pretrained with AGF in the place of attention, fitted to it. deit: 24 thin layers
-from scratch on CIFAR-10, plain, with GFSA and with AGF. language: GPT-2 of 12 narrow layers from scratch on PTB, plain
-and with all coefficients of GFSA learned, three seeds each: models of docs/league.md. zinc: Graphormer-slim from
-scratch, plain and with GFSA, as in recipes/configs/graphs/small.yaml. speech: Speech2Text from scratch on connected
-digits, plain and with GFSA, and the encoder of Whisper tiny.en. costs: time and peak memory of a report.
+Sections ("baseline" is the same model without a filter):
 
-Texts are film reviews, cut at 128 tokens, or PTB; images those of Tiny ImageNet or CIFAR-10. Data and weights are read
-from --shared and from HF_GRAPHFILTER_WEIGHTS (see --shared's READMEs). What --runs does not hold yet is trained (an
+pretrained: MiniLM-L6, DeiT-Tiny, SmolLM2-135M and Flan-T5-small, unchanged.
+minilm: MiniLM-L6 fine-tuned on movie-review snippets, baseline and GFSA; also pretrained, with attention replaced by
+    AGF and AGF fitted to it.
+deit: 24 thin layers from scratch on CIFAR-10, baseline, GFSA and AGF.
+language: GPT-2 with 12 narrow layers from scratch on PTB, baseline and GFSA with all coefficients learned, three seeds
+    each (models of docs/league.md).
+zinc: Graphormer-slim from scratch, baseline and GFSA, as in recipes/configs/graphs/small.yaml.
+speech: Speech2Text from scratch on connected digits, baseline and GFSA; also the encoder of Whisper tiny.en.
+costs: time and peak memory of a report.
+
+Texts are film reviews, cut at 128 tokens, or PTB; images are from Tiny ImageNet or CIFAR-10. Data and weights are read
+from --shared and from HF_GRAPHFILTER_WEIGHTS (see --shared's READMEs). Models that are not in --runs are trained (an
 hour on one core). Figures go to docs/figures, numbers to benchmarks/results/gallery-DEVICE-SECTION.csv.
 """
 

@@ -1,14 +1,18 @@
 """Time and memory of GFSA: ``python benchmarks/gfsa.py`` (CPU, and the GPU where there is one).
 
-start: the import, and patch_model on a BERT-base-shaped model. steps: whole training steps of BERT-base-, DeiT-S- and
-GPT-2-shaped models, plain against patched, without attention dropout and with the default of the model's config; on a
-GPU of two smaller models too, with all kernels and without any. compiled: the same without dropout, all by
-torch.compile. attention: attention alone, n = 128 ... 4096, causal and not: (a) plain SDPA, (b) GFSA, (c) a dense
-reference that forms A^2, and on a GPU (d) GFSA by all kernels and (e) by none; there in bfloat16, and steps under
-autocast. memory: the peak of the same calls, each in a process of its own.
+Sections:
 
-All forms are timed in turn within a round, ratios are taken within a round, and medians over the rounds are reported;
-every section writes benchmarks/results/gfsa-DEVICE-SECTION.csv with percentiles and hardware.
+start: the import, and patch_model on a model of BERT-base's shape.
+steps: whole training steps of models of the shapes of BERT-base, DeiT-S and GPT-2, the baseline against GFSA, without
+    attention dropout and with the default of the model's config. On a GPU also two smaller models, with all kernels and
+    without any; steps run under autocast there.
+compiled: the same without dropout, all compiled by torch.compile.
+attention: attention alone, n = 128 ... 4096, causal and not: (a) SDPA, (b) GFSA, (c) a dense reference that forms A^2,
+    and on a GPU, in bfloat16, also (d) GFSA with all kernels and (e) without kernels.
+memory: the peak memory of the calls of "attention", each in a separate process.
+
+All forms are timed in turn within a round, ratios are taken within a round, and medians over the rounds are reported.
+Every section writes benchmarks/results/gfsa-DEVICE-SECTION.csv with percentiles and hardware.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""All that a GPU can answer, in ten minutes: ``make bench-gpu``, or ``python benchmarks/gpu.py``.
+"""Run all measurements that need a GPU, in ten minutes: ``make bench-gpu``, or ``python benchmarks/gpu.py``.
 
-Correctness of the kernels on the device, training steps, attention, AGF up to 131,072 tokens, decoding with and without
-CUDA graphs, DeiT throughput, every filter in BERT-base, compiled steps, classifiers by length, and the tests marked
-gpu; each a process with a time limit of its
-own, the most wanted first. Whatever a section measured is in benchmarks/results as soon as it ends;
-gpu-DEVICE-sections.csv says how the sections ended, and a second run goes on with those that have not been done at this
-commit on this device.
+These are the correctness of the kernels on the device, training steps, attention, AGF up to 131,072 tokens, decoding
+with and without CUDA graphs, DeiT throughput, every filter in BERT-base, compiled steps, classifiers by length, and the
+tests marked gpu. Each section is a process with its own time limit; the most important ones come first. The results of
+a section are in benchmarks/results as soon as it ends. gpu-DEVICE-sections.csv says how the sections ended. A second
+run resumes with the sections that are not yet done at this commit on this device.
 
 At the end it says where kernels won, as lines of ``hf_graphfilter/ops/triton/enabled.py``.
 """
@@ -26,7 +25,7 @@ from measure import RESULTS, stamp, write
 HERE = Path(__file__).parent
 TESTS = HERE.parent / "tests"
 FIELDS = ["date", "device", "commit", "section", "outcome", "seconds", "torch"]
-WON = 0.97  # of the plain form's time, at least, is what a kernel must need
+WON = 0.97  # a kernel wins if it takes at most this share of the time without it
 PYTEST = ["-m", "pytest", "-q", "-p", "no:xdist", "-m"]
 
 

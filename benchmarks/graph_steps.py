@@ -1,7 +1,7 @@
 """Training steps of Graphormer-slim on ZINC, and what its graphs cost: ``python benchmarks/graph_steps.py``.
 
-steps: forward, backward and AdamW with the dropout of the paper, 64 and 256 graphs a step, plain and with filters.
-data: to find the paths of 1,000 graphs, and to make a batch of 256 of them, beside the plain step of 256.
+steps: forward, backward and AdamW with the dropout of the paper, 64 and 256 graphs per step, baseline and filters.
+data: the time to find the paths of 1,000 graphs and to make a batch of 256 of them, beside the baseline's step of 256.
 
 ZINC is read from ../shared/data, beside the checkout. All forms are timed in turn within a round, ratios are taken
 within a round, and medians over the rounds are reported; every section writes

@@ -2,9 +2,9 @@
 
 After Singularformer's Figures 8 and 9. Small classifiers of BBC news from scratch (recipes/configs/sequences/small.yaml
 on all of the training part, so that all read the same words) are compared by ``attention_correlation`` on texts of the
-test part. Two softmax models that differ in their seed, or in the place of their norms, say how alike models are that
-should be; models after one step say what is alike without training. What --runs does not hold yet is trained (40
-minutes on one core). Numbers go to benchmarks/results/likeness-DEVICE.csv.
+test part. Two references: softmax models that differ in their seed or in the place of their norms show how alike
+similar models are, and models after one step show how alike models are without training. Models that are not in --runs
+are trained (40 minutes on one core). Numbers go to benchmarks/results/likeness-DEVICE.csv.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
 """Filters of linear cost against softmax attention: ``python benchmarks/linear.py`` (on the GPU where there is one).
 
-attention: SDPA, AGF (K = 3), Singularformer (r = 64) and Synvolution (complex inside, its real part) alone, what they
-project from the input given; every token sees all, n = 256 ... 65536, one sequence. batch: the same in the shapes that
-fine-tuning has, about 4,096 tokens a batch. short: batches of 64, as in Singularformer's Table 3, around the lengths
-from which its paper finds it faster (144) and smaller (192). memory and short-memory: the peak of the calls of
-attention and short, each in a process of its own.
+Sections:
+
+attention: SDPA, AGF (K = 3), Singularformer (r = 64) and Synvolution (the real part of its complex result) alone, with
+    given projections of the input; every token sees all tokens, n = 256 ... 65536, one sequence.
+batch: the same in typical shapes of fine-tuning, about 4,096 tokens per batch.
+short: batches of 64, as in Singularformer's Table 3, around the lengths from which its paper finds it faster (144) and
+    smaller (192).
+memory, short-memory: the peak memory of the calls of "attention" and "short", each in a separate process.
 
 All forms are timed in turn within a round, ratios are taken within a round, and medians over the rounds are reported;
 every section writes benchmarks/results/linear-DEVICE-SECTION.csv with percentiles and hardware.

@@ -1,4 +1,4 @@
-"""What of ListOps can be told without working it out: ``python benchmarks/listops.py``.
+"""Measure how well simple rules answer ListOps without computing the value: ``python benchmarks/listops.py``.
 
 Expressions as recipes/generate.py makes them, short ones (50 to 200 tokens) and those of the Long Range Arena (500 to
 2,000). Each rule answers with what was most frequent in 10,000 expressions; its accuracy is that on 2,000 others.

@@ -1,4 +1,4 @@
-"""What the benchmarks share: one command line, times of several forms side by side, and peak memory.
+"""The common parts of the benchmarks: the command line, times of several forms side by side, and peak memory.
 
 A benchmark is a dictionary of sections for ``main``. A section yields rows, which ``Benchmark.time`` and
 ``Benchmark.peaks`` measure. All forms are timed in turn within a round and ratios are taken within a round.
@@ -141,7 +141,7 @@ def stamp(device: str, *libraries: str) -> dict[str, str]:
 
 
 def half(device: str) -> torch.dtype:
-    """Return what models are run in: on a GPU the dtype that its attention kernels are made for."""
+    """Return the dtype to run models in; on a GPU it is the one that its attention kernels are made for."""
     return torch.bfloat16 if device == "cuda" else torch.float32
 
 
@@ -201,7 +201,7 @@ def rounds(forms: dict[str, Call], device: str, seconds: float) -> dict[str, lis
 
 
 def percentiles(times: list[float], plain: list[float] | None) -> dict[str, float]:
-    """Return the fields of a row: times, and their ratios to the plain form where there is one."""
+    """Return the fields of a row: times, and their ratios to those of the baseline, if there is one."""
     fields = {"rounds": len(times)}
     names = {"p10_ms": times, "median_ms": times, "p90_ms": times}
     if plain:

@@ -1,9 +1,9 @@
-"""What each filter costs in training: ``python benchmarks/menu.py`` (on the GPU where there is one).
+"""Measure the cost of each filter in training: ``python benchmarks/menu.py`` (on the GPU if there is one).
 
-Whole training steps (forward, backward, AdamW) of BERT-base at 128 tokens, of GPT-2 at 1,024 and of the narrow language
-models of docs/league.md, without attention dropout, with each filter of the registry in all layers and its default
-options, beside the plain model; filters without a causal form in BERT only. Coefficients are moved off their start,
-where some filters are quicker.
+Whole training steps (forward, backward, AdamW) are timed for BERT-base at 128 tokens, GPT-2 at 1,024 and the narrow
+language models of docs/league.md, without attention dropout. Each registered filter is in all layers, with its default
+options, and is compared with the unpatched model; filters without a causal form are timed in BERT only. Coefficients
+are moved away from their start values, at which some filters are faster.
 
 Both are timed in turn within a round, ratios are taken within a round, and medians over the rounds are reported;
 writes benchmarks/results/menu-DEVICE-steps.csv with percentiles and hardware. ``--only FILTER`` or ``--only SHAPE``

@@ -1,9 +1,9 @@
-"""What a patched module costs beyond its arithmetic: microseconds a call, and memory in training.
+"""Measure what a patched module costs beyond its arithmetic: microseconds per call, and memory in training.
 
-Time: two layers of a tiny BERT, plain and patched in turn, so small that little else counts. ``route`` is a filter that
-only applies S, so that all of its difference is our way through the attention interface; the others add their own
-arithmetic. Memory: what four layers of BERT-base's width with AGF hold on to after a training step of 8 x 512 tokens
-without a callback, gradients aside.
+Time: two layers of a tiny BERT, unpatched and patched in turn; they are so small that little else matters. ``route`` is
+a filter that only applies S, so its difference is that of the way through the attention interface; the others add their
+own arithmetic. Memory: the memory that four layers of BERT-base's width with AGF still hold after a training step of
+8 x 512 tokens without a callback, without the gradients.
 
 ``--torch`` times layers of ``nn.TransformerEncoder`` instead: their fast path, the same layers without it, and patched.
 
@@ -35,7 +35,7 @@ FIELDS = ["date", "device", "torch", "transformers", "package", "form", "microse
 
 
 class Route(GraphFilter):
-    """``S(value)``, which is what the plain model computes."""
+    """A filter that returns ``S(value)``, the same as the unpatched model."""
 
     def forward(self, shift, value):
         return shift(value)

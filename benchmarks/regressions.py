@@ -1,13 +1,13 @@
-"""Which ratio of times or of peak memory got worse: ``python benchmarks/regressions.py [BEFORE [AFTER]]``.
+"""List the ratios of times or of peak memory that got worse: ``python benchmarks/regressions.py [BEFORE [AFTER]]``.
 
-BEFORE and AFTER are commits. Without AFTER, what is in the working tree; without BEFORE, what each file of
-benchmarks/results was before it last changed. Rows are compared by file, case, length, mask, pass and form, where both
-were measured on the same device.
+BEFORE and AFTER are commits. The default of AFTER is the working tree; that of BEFORE is, for each file of
+benchmarks/results, the version before its last change. Rows with the same file, case, length, mask, pass and form are
+compared, if both were measured on the same device.
 
-A ratio got worse where it rose and each median lies outside the other's p10 to p90. Files written before these were
-kept for ratios have those of the times alone; the ratio's are then taken to be as far apart as the times allow. Rounds
-of one process differ less than processes do, so a run on a busy machine can still be blamed. Peak memory is measured
-once: its ratio got worse where it rose by more than a tenth.
+A ratio of times got worse if it rose and each median lies outside the other's range from p10 to p90. Older files have
+these percentiles only for times, not for ratios; then the widest range that the times allow is used. Processes differ
+more than the rounds of one process, so a busy machine can still cause a false alarm. Peak memory is measured only once:
+its ratio got worse if it rose by more than a tenth.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from measure import RESULTS
 ROOT = RESULTS.parents[1]
 KEY = ("case", "n", "causal", "pass", "form")
 MEMORY = 1 / 11  # to each side of a ratio of peaks, so that a rise by a tenth is a change
-LEAST = 4.0  # MB of the plain form's peak, below which what else the process does counts
+LEAST = 4.0  # MB of the baseline's peak; below it, the rest of the process distorts the ratio
 Ratio = tuple[float, float, float]  # p10, median, p90
 
 
 def time_ratios(row: dict[str, str], plain: dict[str, str]) -> Ratio | None:
-    """Return the ratio of the times of a form to those of the plain one."""
+    """Return the ratio of the times of a form to those of the baseline."""
     if not row.get("ratio_to_plain") or not row.get("p10_ms"):
         return None
     low, high = row.get("ratio_p10"), row.get("ratio_p90")
@@ -40,7 +40,7 @@ def time_ratios(row: dict[str, str], plain: dict[str, str]) -> Ratio | None:
 
 
 def memory_ratios(row: dict[str, str], plain: dict[str, str]) -> Ratio | None:
-    """Return the ratio of the peak memory of a form to that of the plain one."""
+    """Return the ratio of the peak memory of a form to that of the baseline."""
     peaks = [float(x.get("peak_mb") or 0) for x in (row, plain)]
     if peaks[1] < LEAST or not peaks[0]:
         return None

@@ -1,4 +1,4 @@
-"""Made texts whose answer stands far back: needles, RULER's tasks, key-value pairs, copying; and how they are scored.
+"""Synthetic texts whose answer lies far back, and their scores: needles, RULER's tasks, key-value pairs, copying.
 
 The tasks of RULER (Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?", COLM
 2024, arXiv 2404.06654) are written from the descriptions in the paper, without its code: compare scores of models that
@@ -53,12 +53,12 @@ THINGS = re.findall(
 
 @dataclass(frozen=True)
 class Sample:
-    """A text and how it goes on.
+    """A text and its continuation.
 
     Attributes:
         prompt: the tokens of the text, which ends where the answer begins.
         answer: the tokens of the answer.
-        answers: words that may be answered in any order; none where the answer is one.
+        answers: words that may be answered in any order; empty if there is a single answer.
         partly: whether each token of the answer counts by itself.
     """
 
@@ -145,7 +145,7 @@ def niah_multikey_3(draw: Random, count: int) -> Text:
 
 
 def vt(draw: Random, count: int) -> Text:
-    """Variable tracking: a value that is handed on four times between lines of noise."""
+    """Variable tracking: a value that is passed on four times, between lines of noise."""
     names: list[str] = []
     while len(names) < 5:
         name = "".join(draw.choices(string.ascii_uppercase, k=5))

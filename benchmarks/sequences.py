@@ -1,13 +1,16 @@
 """Training steps of whole classifiers by length: ``python benchmarks/sequences.py`` (on the GPU where there is one).
 
-BERT-shaped classifiers, 2 layers of 128 features and 2 heads, with mean pooling (``recipes/classifier.py``): plain,
-GFSA (K = 3, w_K = 0.1), AGF (K = 3), Singularformer and Kernelution; and Converter, one layer of 64 features, with GRU
-and with sinusoidal positions. Random tokens, dropout as the models have it; of attention there is none, with it SDPA on
-a CPU keeps the whole matrix. Filters add the losses that they declare to the task's, as with the Trainer.
+The classifiers have BERT's shape, 2 layers of 128 features and 2 heads, with mean pooling (``recipes/classifier.py``):
+the baseline, GFSA (K = 3, w_K = 0.1), AGF (K = 3), Singularformer and Kernelution; also Converter, one layer of 64
+features, with GRU and with sinusoidal positions. Tokens are random. Dropout is that of the models, but none is applied
+to attention, since SDPA on a CPU would then keep the whole matrix. Filters add their losses to that of the task, as
+with the Trainer.
 
-steps: forward, backward and AdamW, one sequence a step, n = 1024 ... 32768, plain and GFSA on a CPU to 16384. batch:
-16,384 tokens a step. memory: the peak of two steps over the model and its inputs, with gradients and AdamW's state,
-each in a process of its own.
+steps: forward, backward and AdamW, one sequence per step, n = 1024 ... 32768; on a CPU the baseline and GFSA only to
+    16384.
+batch: 16,384 tokens per step.
+memory: the peak of two steps beyond the model and its inputs, with gradients and AdamW's state, each in a separate
+    process.
 
 All systems are timed in turn within a round, ratios are taken within a round, and medians over the rounds are reported;
 every section writes benchmarks/results/sequences-DEVICE-SECTION.csv with percentiles and hardware.

@@ -1,9 +1,9 @@
-"""Which replacement filter comes nearest to pretrained attention, by layer: ``python benchmarks/single_layers.py``.
+"""Fit replacement filters to single layers and compare their errors: ``python benchmarks/single_layers.py``.
 
 Query, key, value and output of some layers of SmolLM2-135M and of MiniLM are recorded on real texts. A filter is then
-fitted to each of these layers alone, with the same texts, steps and rates. No layer sees what another filter made.
-Compared are the relative squared errors on other texts, by seeds of the order of the texts and of new weights. It takes
-minutes where a conversion takes an hour.
+fitted to each of these layers alone, with the same texts, steps and rates. No layer receives the output of another
+filter. The relative squared errors on other texts are compared over seeds, which determine the order of the texts and
+the new weights. This takes minutes, while a conversion takes an hour.
 
 --shared has the texts. Every run is written to benchmarks/results/single-layers-DEVICE.csv when it ends.
 """

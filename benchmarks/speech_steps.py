@@ -1,4 +1,4 @@
-"""What filters cost in models of speech: ``python benchmarks/speech_steps.py``.
+"""Measure the cost of filters in speech models: ``python benchmarks/speech_steps.py``.
 
 steps: forward, backward and AdamW of Speech2Text in the sizes of recipes/configs/speech/small.yaml, with the CTC head
 left out, on batches of three and nine seconds.

@@ -1,14 +1,19 @@
-"""Filters in the place of pretrained attention, by their starts: ``python benchmarks/transfer.py --only SECTION``.
+"""Compare starts of filters that replace pretrained attention: ``python benchmarks/transfer.py --only SECTION``.
 
-minilm: attention transfer on a real encoder, by options of AGF; the chosen one longer. singular: the same for
-Singularformer, and Kernelution with and without a window. mixed: the same on long windows and on the task's own short
-texts, then end to end. finetune: that encoder fine-tuned on movie-review snippets and SST-2 from each start, with what
-the three before have fitted. gpt2: a small GPT-2, trained from scratch on WikiText-2, and its perplexity. smollm2: the
-perplexity of SmolLM2-135M. deit: DeiT-Tiny on 20 classes of Tiny ImageNet, with L layers patched.
+Sections:
+
+minilm: attention transfer on a real encoder, by options of AGF, and a longer transfer for the chosen options.
+singular: the same for Singularformer, and for Kernelution with and without a window.
+mixed: the same on long windows and on the short texts of the task, then end to end.
+finetune: this encoder, fine-tuned on movie-review snippets and SST-2 from each start, including the filters that the
+    three sections before have fitted.
+gpt2: perplexity of a small GPT-2, trained from scratch on WikiText-2.
+smollm2: perplexity of SmolLM2-135M.
+deit: DeiT-Tiny on 20 classes of Tiny ImageNet, with L layers patched.
 
 Data and weights are read from --shared (see its READMEs). Every section writes
-benchmarks/results/transfer-DEVICE-SECTION.csv, one measured value a row, after each run, so that an interrupted one is
-kept.
+benchmarks/results/transfer-DEVICE-SECTION.csv after each run, one measured value per row, so that an interrupted
+section keeps its results.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Throughput of image models of timm, plain against patched: ``python benchmarks/vision.py``.
+"""Measure the throughput of timm's image models, unpatched and patched: ``python benchmarks/vision.py``.
 
-Images a second in inference and in training (forward, backward, AdamW), GFLOPs of one image, and parameters, as in
-Tables 9 and 20 of the GFSA paper. Each pair is timed side by side in one process. Writes
+It reports images per second in inference and in training (forward, backward, AdamW), GFLOPs per image, and parameters,
+as in Tables 9 and 20 of the GFSA paper. Each pair is timed side by side in one process. The results are written to
 benchmarks/results/vision-DEVICE-throughput.csv.
 """
 

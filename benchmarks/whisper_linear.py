@@ -1,9 +1,9 @@
 """Whisper's encoder in linear time: ``python benchmarks/whisper_linear.py WEIGHTS DIGITS --window 64 --budget 240000``.
 
-WEIGHTS is a folder with an English Whisper and its tokenizer, DIGITS the free spoken digit data set. Sequences of 20 to
-32 digits by one speaker are its speech: 100 to fit on, 40 of other recordings, nine minutes, to transcribe before and
-after. A row with the word error rates, greedy, and the seconds of CPU for one encoder pass goes to
-benchmarks/results/speech-cpu-linear.csv, in place of an earlier one with the same options.
+WEIGHTS is a folder with an English Whisper and its tokenizer; DIGITS is the free spoken digit data set. The speech is
+sequences of 20 to 32 digits by one speaker. 100 of them are used to fit, and 40 of other recordings (nine minutes) are
+transcribed before and after. A row with the word error rates (greedy decoding) and the CPU seconds of one encoder pass
+is written to benchmarks/results/speech-cpu-linear.csv; it replaces an earlier row with the same options.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The flags of the recipes, besides those of the Trainer, and what both are where nothing is said."""
+"""The flags of the recipes besides those of the Trainer, and the defaults of both."""
 
 from dataclasses import dataclass
 
@@ -42,7 +42,7 @@ SMOKE = {
 
 @dataclass
 class FilterArguments:
-    """What every recipe takes."""
+    """The flags of every recipe."""
 
     model: str = HfArg(help="Hub id or folder; with --from_scratch also a model type such as gpt2.")
     task: str = HfArg(help="The task, see the top of this help.")
@@ -53,29 +53,29 @@ class FilterArguments:
     )
     filter_lr: float = HfArg(default=FILTER_LR, help="Learning rate of the filter coefficients.")
     layers: str = HfArg(default="all", help="Layers to patch: all, even, odd, 0,2,-1 or 2:8.")
-    seeds: list[int] = HfArg(default_factory=lambda: [1], help="One run a seed.")
-    max_train_samples: int | None = HfArg(default=None, help="Only the first ones after a shuffle.")
-    max_eval_samples: int | None = HfArg(default=None, help="Only the first ones of each evaluated part.")
-    held_out: float = HfArg(default=0.0, help="Evaluate on this share of the training part instead, to tune by.")
+    seeds: list[int] = HfArg(default_factory=lambda: [1], help="One run per seed.")
+    max_train_samples: int | None = HfArg(default=None, help="Number of training rows, taken after a shuffle.")
+    max_eval_samples: int | None = HfArg(default=None, help="Number of rows per evaluated part, from its start.")
+    held_out: float = HfArg(default=0.0, help="Share of the training part to evaluate on instead, for tuning.")
     smoke: bool = HfArg(default=False, help="A few rows and steps, to see that everything works.")
 
 
 @dataclass
 class RecipeArguments(FilterArguments):
-    """What a recipe of text takes besides the flags of the Trainer."""
+    """The flags of a text recipe, besides those of the Trainer."""
 
     tokenizer: str | None = HfArg(
-        default=None, help="Hub id or folder, if not the model's; words: --train_tokenizer trains one of whole words."
+        default=None, help="Hub id or folder, default: the model's; words: --train_tokenizer makes one of whole words."
     )
     train_tokenizer: int | None = HfArg(
-        default=None, help="Train a byte-level BPE with so many entries on the training part; 261 are the bytes alone."
+        default=None, help="Train a byte-level BPE of this size on the training part; 261 entries are the bytes alone."
     )
     from_scratch: list[str] = HfArg(
         default_factory=list,
-        help="No pretrained weights; fields of the model's config as NAME=VALUE: n_layer=6 n_embd=320.",
+        help="Train from scratch, with these fields of the model's config, NAME=VALUE: n_layer=6 n_embd=320.",
     )
-    max_length: int = HfArg(default=128, help="Tokens; longer texts are cut.")
-    early_stopping_patience: int | None = HfArg(default=None, help="Evaluations without improvement.")
+    max_length: int = HfArg(default=128, help="Maximum number of tokens; longer texts are cut.")
+    early_stopping_patience: int | None = HfArg(default=None, help="Evaluations without improvement until a stop.")
     stride: int | None = HfArg(
         default=None, help="Language models: step of the sliding window; half of --max_length if not given."
     )
@@ -83,7 +83,7 @@ class RecipeArguments(FilterArguments):
 
 @dataclass
 class GlueArguments(RecipeArguments):
-    """What the recipe of GLUE and one's own texts takes besides."""
+    """The further flags of the recipe for GLUE and your own texts."""
 
     dataset_name: str | None = HfArg(default=None, help="Data set of the Hub, OWNER/NAME, for texts and ratings.")
     dataset_config_name: str | None = HfArg(default=None, help="Configuration of --dataset_name.")
@@ -91,67 +91,65 @@ class GlueArguments(RecipeArguments):
 
 @dataclass
 class SequenceArguments(RecipeArguments):
-    """What the recipe of sequences takes besides."""
+    """The further flags of the recipe for sequences."""
 
     pooling: str | None = HfArg(
         default=None,
-        help="Head over all tokens, mean_max, mean, first or flatten (all side by side), instead of the model's own.",
+        help="Use a head over all tokens instead of the model's own: mean_max, mean, first or flatten (concatenated).",
     )
     positions: str | None = HfArg(
         default=None, help="With --pooling: gru, sinusoidal or none, instead of the encoder's learned positions."
     )
     embedding_dropout: float | None = HfArg(
-        default=None, help="With --pooling: of the embeddings; as in the layers if not given."
+        default=None, help="With --pooling: dropout of the embeddings; default: as in the layers."
     )
     validation: str = HfArg(
         default="auto",
-        help="fold (a fifth of the training part, the Nth with seed N), none, test (the test part: scores are then the "
-        "best of it), or auto: the data set's own part, or else a fold.",
+        help="Part to validate on: fold (a fifth of the training part, the Nth for seed N), none, test (the test part; "
+        "scores are then its best), or auto (the data set's own part, or else a fold).",
     )
-    pretrain: str | None = HfArg(default=None, help="denoise: before, restore hidden parts of the training inputs.")
-    pretrain_epochs: float = HfArg(default=10.0, help="Of --pretrain.")
-    pretrain_lr: float | None = HfArg(default=None, help="Of --pretrain; that of the training if not given.")
-    mask_ratio: float = HfArg(default=0.5, help="Part of the input that --pretrain hides.")
+    pretrain: str | None = HfArg(default=None, help="denoise: first learn to restore hidden parts of the inputs.")
+    pretrain_epochs: float = HfArg(default=10.0, help="Epochs of --pretrain.")
+    pretrain_lr: float | None = HfArg(default=None, help="Learning rate of --pretrain; default: that of the training.")
+    mask_ratio: float = HfArg(default=0.5, help="Share of the input that --pretrain hides.")
 
 
 @dataclass
 class CodeArguments(RecipeArguments):
-    """What the recipe of code takes besides."""
+    """The further flags of the recipe for source code."""
 
     pairs: str = HfArg(
         default="together",
-        help="Of clones: together (both functions in one sequence of --max_length tokens), or apart (each alone, as in "
+        help="How clones are read: together (both in one sequence of --max_length tokens), or apart (each alone, as in "
         "the paper).",
     )
 
 
 @dataclass
 class GraphArguments(FilterArguments):
-    """What the recipe of graphs takes besides the flags of the Trainer."""
+    """The flags of the recipe for graphs, besides those of the Trainer."""
 
     from_scratch: list[str] = HfArg(
         default_factory=list, help="Fields of the model's config as NAME=VALUE: num_hidden_layers=4 hidden_size=64."
     )
-    target: str | None = HfArg(default=None, help="Column of a table to predict; several by commas.")
+    target: str | None = HfArg(default=None, help="Column to predict; separate several by commas.")
     split: str | None = HfArg(
         default=None,
-        help="given (the column split, or the official one), random, or scaffold (molecules with one Murcko scaffold "
-        "stay together); the task's usual one if not given.",
+        help="How to split: given (the column split, or the official split), random, or scaffold (molecules with the "
+        "same Murcko scaffold stay together); default: the usual split of the task.",
     )
     bad_graphs: str = HfArg(default="skip", help="skip (and count) graphs that cannot be read, or error.")
-    standardize: bool | None = HfArg(
-        default=None, help="Predict standardised targets; the task's usual way if not given."
-    )
-    early_stopping_patience: int | None = HfArg(default=None, help="Evaluations without improvement.")
+    standardize: bool | None = HfArg(default=None, help="Predict standardised targets; default: as usual for the task.")
+    early_stopping_patience: int | None = HfArg(default=None, help="Evaluations without improvement until a stop.")
 
 
 @dataclass
 class SpeechArguments(FilterArguments):
-    """What the recipe of speech takes besides the flags of the Trainer."""
+    """The flags of the recipe for speech, besides those of the Trainer."""
 
     tokenizer: str | None = HfArg(
         default=None,
-        help="characters (of the training part; what a model from scratch has), words, or a Hub id or folder.",
+        help="characters (of the training part; the default from scratch), words, or a Hub id or folder.",
     )
     train_tokenizer: int | None = HfArg(
         default=None, help="Train a byte-level BPE (or --tokenizer words) of so many entries; 261 are the bytes alone."
@@ -159,15 +157,15 @@ class SpeechArguments(FilterArguments):
     from_scratch: list[str] = HfArg(
         default_factory=list, help="No pretrained weights; fields of the model's config as NAME=VALUE."
     )
-    language: str | None = HfArg(default=None, help="Of the speech, for multilingual Whisper: czech, or cs.")
+    language: str | None = HfArg(default=None, help="Spoken language, for multilingual Whisper: czech or cs.")
     normalize: str = HfArg(
         default="none", help="Transcripts: none (as they are), lower, or words (lower, without punctuation)."
     )
     ctc_weight: float | None = HfArg(
-        default=None, help="Of CTC in the loss of an encoder-decoder; 0.3 from scratch and 0 otherwise if not given."
+        default=None, help="Weight of CTC in an encoder-decoder's loss; default: 0.3 from scratch, otherwise 0."
     )
-    ctc_decode_weight: float = HfArg(default=0.0, help="Of CTC in the search of an encoder-decoder with a CTC head.")
-    max_seconds: float = HfArg(default=30.0, help="Longest recording.")
+    ctc_decode_weight: float = HfArg(default=0.0, help="Weight of CTC in the search, if the decoder has a CTC head.")
+    max_seconds: float = HfArg(default=30.0, help="Longest recording, in seconds.")
     too_long: str = HfArg(default="skip", help="skip (and count) longer recordings, or cut them.")
     join_seconds: float = HfArg(
         default=0.0, help="Join neighbouring training recordings up to this length; 30 suits Whisper, 0 joins none."
@@ -177,30 +175,30 @@ class SpeechArguments(FilterArguments):
         default_factory=lambda: [1.0], help="Speeds of the training part; 0.95 1 1.05 are three copies of it."
     )
     time_masks: int = HfArg(
-        default=2, help="SpecAugment: stretches of frames hidden; 0: none. Models of waveforms hide by their config."
+        default=2, help="SpecAugment: number of hidden stretches of frames. Models of waveforms use their config."
     )
-    time_width: int = HfArg(default=40, help="Frames of such a stretch at most, and a fifth of the recording.")
-    frequency_masks: int = HfArg(default=2, help="SpecAugment: stretches of frequencies that are hidden; 0: none.")
-    frequency_width: int = HfArg(default=27, help="Frequencies of such a stretch at most.")
-    early_stopping_patience: int | None = HfArg(default=None, help="Evaluations without improvement.")
+    time_width: int = HfArg(default=40, help="Largest width of such a stretch in frames; at most a fifth of all.")
+    frequency_masks: int = HfArg(default=2, help="SpecAugment: number of hidden stretches of frequencies.")
+    frequency_width: int = HfArg(default=27, help="Largest width of such a stretch, in frequencies.")
+    early_stopping_patience: int | None = HfArg(default=None, help="Evaluations without improvement until a stop.")
 
 
 @dataclass
 class ImageArguments(FilterArguments):
-    """The flags; the defaults are those of DeiT, which GFSA's DeiT models keep."""
+    """The flags of the recipe for images; the defaults are those of DeiT, also used for DeiT in the GFSA paper."""
 
     output_dir: str | None = None
     seed: int = 1
     pretrained: bool = HfArg(default=False, help="Start from the pretrained weights.")
     checkpoint: str | None = HfArg(default=None, help="Start from this file of weights (timm).")
     model_options: list[str] = HfArg(
-        default_factory=list, help="Of timm.create_model (depth=24 ...) or the config of transformers."
+        default_factory=list, help="Options of timm.create_model (depth=24 ...) or fields of a transformers config."
     )
-    img_size: int | None = HfArg(default=None, help="Pixels; the model's own if not given.")
+    img_size: int | None = HfArg(default=None, help="Image size in pixels; default: that of the model.")
     epochs: float = 300.0
     max_steps: int | None = HfArg(default=None, help="Optimizer steps; instead of --epochs.")
-    batch_size: int = HfArg(default=1024, help="Images a step, over all devices.")
-    device_batch_size: int = HfArg(default=128, help="Images at a time on one device; the rest accumulates.")
+    batch_size: int = HfArg(default=1024, help="Images per step, over all devices.")
+    device_batch_size: int = HfArg(default=128, help="Images at a time per device; gradients accumulate to a step.")
     eval_batch_size: int = 128
     learning_rate: float = 1e-3
     min_lr: float = 1e-5
@@ -220,7 +218,7 @@ class ImageArguments(FilterArguments):
     repeated_augmentation: int = HfArg(default=3, help="Times an image is seen, on several devices; 0: off.")
     crop_scale: float = HfArg(default=0.08, help="Smallest part of an image that a crop keeps; 1: no augmentation.")
     interpolation: str = "bicubic"
-    ema_decay: float = HfArg(default=0.0, help="Of an average of the weights, then evaluated and saved; 0: none.")
+    ema_decay: float = HfArg(default=0.0, help="Decay of an average of the weights, to evaluate and save; 0: none.")
     precision: str = HfArg(default="no", help="no, bf16 or fp16.")
     compile: bool = False
     workers: int = 8

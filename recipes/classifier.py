@@ -18,20 +18,21 @@ CONSTANT = 1e-6  # a channel of a smaller deviation is only centred
 
 
 class SequenceModel(PreTrainedModel):
-    """The encoder of a config and what it is given; the base of the models below.
+    """The encoder of a config and its inputs; the base class of the models below.
 
     Fields of the config, all kept in a checkpoint, and taken as keywords too:
 
-    ``positions``: ``"gru"`` (two layers over the embeddings, as Converter's), ``"sinusoidal"`` or ``"none"`` in the
-    place of the encoder's learned ones, whose table is zero and frozen; None leaves the encoder its own.
+    ``positions``: ``"gru"`` (two layers over the embeddings, as in Converter), ``"sinusoidal"`` or ``"none"``. They
+    replace the learned positions of the encoder, whose table is then zero and frozen. None keeps the learned positions.
 
-    ``channels``: of a series, (batch, steps, channels) given as ``inputs_embeds``, which a linear layer projects. The
-    mean and the deviation of each channel, by which it is normalised, are buffers (``normalise_by``).
+    ``channels``: number of channels of a series. Series are (batch, steps, channels), passed as ``inputs_embeds``, and
+    a linear layer projects them. Each channel is normalised by its mean and deviation, which are buffers
+    (``normalise_by``).
 
-    ``embedding_dropout``: of the embeddings, where the encoder has one number for them and its layers.
+    ``embedding_dropout``: dropout of the embeddings, if the encoder has only one number for them and its layers.
 
-    The encoder has the name that its own checkpoints give it, so that its weights are found in theirs, and in this
-    one's by ``AutoModel``.
+    The encoder has the name that it has in its own checkpoints. So its weights can be loaded from these, and
+    ``AutoModel`` can load them from checkpoints of this class.
     """
 
     config_class = AutoConfig
@@ -153,13 +154,18 @@ def learned_positions(encoder: nn.Module) -> nn.Embedding:
 
 
 class PooledClassifier(SequenceModel):
-    """The encoder, its token vectors pooled without padding, and a head.
+    """An encoder, a pooling of its token vectors without padding, and a head.
 
-    ``pooling``, kept in the config, names what the head takes: mean and maximum over the tokens side by side
-    (``mean_max``, the head of Singularformer's paper), their ``mean``, or the ``first`` token, for two dense layers
-    with a ReLU between; or all the tokens side by side (``flatten``, the head of Zerveas et al., 2021, for series), for
-    one. That takes at most ``config.flattened`` tokens. Of pairs (``config.num_sequences`` 2, the second sequence as
-    ``input_ids_2``) the head takes (u, v, u v, u - v), encoded with the same weights.
+    ``pooling``, kept in the config, names the input of the head:
+
+    - ``mean_max``: mean and maximum over the tokens, concatenated (the head of the Singularformer paper);
+    - ``mean``: the mean over the tokens;
+    - ``first``: the first token;
+    - ``flatten``: all tokens, concatenated (the head of Zerveas et al., 2021, for series), at most
+      ``config.flattened``.
+
+    The head has one dense layer for ``flatten``, else two with a ReLU between. If ``config.num_sequences`` is 2, the
+    second sequence is ``input_ids_2``, and the head takes (u, v, u v, u - v) of the two, which have the same encoder.
     """
 
     def __init__(self, config, **fields):

@@ -1,22 +1,24 @@
-"""Compare a graph filter with the plain model over the same seeds, or sweep its options.
+"""Compare a graph filter with the unpatched model over the same seeds, or sweep its options.
 
     python recipes/compare.py glue --config glue/bert.yaml --task cola --seeds 1 2 3 4 5
     python recipes/compare.py glue --config glue/bert.yaml --task cola --sweep K=2,3,4,5 layers=all,even
     python recipes/compare.py glue --config glue/minilm.yaml --task mrpc     # the `variants` of a YAML file
 
-The first word names the recipe; every flag of that recipe may follow. The baseline is the plain model (--filter none).
-It is compared with the settings given, or with the `variants` of the YAML file, or with every combination of the axes
-of --sweep (an option of the filter, or any setting: K, layers, filter_lr ...; without values, the `sweep` of the file).
+The first word names the recipe; every flag of that recipe may follow. The baseline is the unpatched model (--filter
+none). It is compared with the given settings, with the `variants` of the YAML file, or with every combination of the
+axes of --sweep. An axis is an option of the filter or any setting (K, layers, filter_lr ...); without values, --sweep
+uses the `sweep` of the file.
 
-Each finished run is kept in a results file at once, beside the folders of the runs (runs/glue/glue-cola.json, or in the
-folder --results): the same command goes on at the first missing run, --fresh begins again. --against shipped shows the
-results that come with the recipes beside your own. A figure is drawn beside the numbers: paired differences with their
-intervals, or the values of a sweep.
+Each finished run is written at once to a results file beside the folders of the runs (runs/glue/glue-cola.json, or in
+the folder --results). The same command resumes at the first missing run; --fresh begins again. --against shipped shows
+the results that come with the recipes beside your own. A figure shows paired differences with their intervals, or the
+values of a sweep.
 
-Several machines with one shared folder make one comparison: give the same command to each, at any time. With Slurm,
+Several machines with one shared folder work on one comparison: give the same command to each, at any time. With Slurm,
 --jobs 4 --slurm partition=gpu,gres=gpu:1 starts four such jobs (submitit; the names are those of sbatch).
 
-Many filters on many tasks, tuned alike: python recipes/compare.py league --help. Whole tables of papers: table --help
+To tune many filters alike on many tasks, see: python recipes/compare.py league --help. For the tables of papers, see:
+python recipes/compare.py table --help
 """
 
 if __name__ == "__main__":
@@ -50,7 +52,7 @@ NEEDED = {**RUN, "moved": dict[str, float], "filter_parameters": int}  # of each
 
 
 def read_other_results(against: str, name: str) -> tuple[Path, dict[str, Any]]:
-    """Return the results that the user's are shown beside, and their file."""
+    """Return other results, to show beside the user's own, and their file."""
     folder = records.RESULTS if against == "shipped" else Path(against)
     content = records.read_results(folder / name, **NEEDED)
     if not content["runs"]:
@@ -188,10 +190,10 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("recipe", choices=SCRIPTS)
     parser.add_argument("--sweep", nargs="*", help="axes of the sweep, NAME=VALUE,VALUE,...")
-    parser.add_argument("--variants", nargs="+", help="these of the YAML file's only, and the plain model")
-    parser.add_argument("--name", help="of the results file; RECIPE-TASK if not given")
-    parser.add_argument("--model_name", help="how tables call the model, if not by the last part of its path")
-    parser.add_argument("--results", type=Path, help="folder of the results file; that of the runs if not given")
+    parser.add_argument("--variants", nargs="+", help="only these of the YAML file, and the unpatched model")
+    parser.add_argument("--name", help="name of the results file; default: RECIPE-TASK")
+    parser.add_argument("--model_name", help="name of the model in tables; default: the last part of its path")
+    parser.add_argument("--results", type=Path, help="folder of the results file; default: that of the runs")
     parser.add_argument("--fresh", action="store_true", help="begin again; old results and runs are moved aside")
     parser.add_argument("--against", metavar="shipped|FOLDER", help="show these results beside one's own")
     return parser

@@ -1,9 +1,9 @@
-"""Write the data of tasks that are generated, in the layout that recipes/sequences.py reads.
+"""Generate the data of ListOps and dashed paths, in the layout that recipes/sequences.py reads.
 
     python recipes/generate.py listops DATA/listops-1000 --seed 1
     python recipes/generate.py dashed-paths DATA/dashed-paths --images 20000
 
-The same seed writes the same files. What is interrupted or refused leaves nothing behind.
+The same seed writes the same files. An interrupted or failed command leaves no files behind.
 """
 
 if __name__ == "__main__":
@@ -28,7 +28,7 @@ from recipes.sequence_tasks.dashed_paths import DashedPaths
 from recipes.sequence_tasks.expressions import Expressions
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
-Output = Annotated[Path, typer.Argument(help="A folder that is not there yet, or empty.")]
+Output = Annotated[Path, typer.Argument(help="A new or empty folder.")]
 Seed = Annotated[int, typer.Option(min=0)]
 
 
@@ -50,16 +50,16 @@ def write_folder(output: Path) -> Iterator[Path]:
 @app.command()
 def listops(
     output: Output,
-    train: Annotated[int, typer.Option(min=1, help="Expressions to train on.")] = 96_000,
-    validation: Annotated[int, typer.Option(min=1, help="To validate on.")] = 2_000,
-    test: Annotated[int, typer.Option(min=1, help="To test on.")] = 2_000,
-    max_depth: Annotated[int, typer.Option(min=2, help="Levels of a tree, the digits among them.")] = 10,
-    max_args: Annotated[int, typer.Option(min=2, help="Arguments of an operator.")] = 10,
-    min_length: Annotated[int, typer.Option(min=0, help="Expressions are longer, in tokens.")] = 500,
-    max_length: Annotated[int, typer.Option(min=2, help="And shorter.")] = 2_000,
+    train: Annotated[int, typer.Option(min=1, help="Number of expressions to train on.")] = 96_000,
+    validation: Annotated[int, typer.Option(min=1, help="Number of expressions to validate on.")] = 2_000,
+    test: Annotated[int, typer.Option(min=1, help="Number of expressions to test on.")] = 2_000,
+    max_depth: Annotated[int, typer.Option(min=2, help="Maximum number of levels of a tree, with the digits.")] = 10,
+    max_args: Annotated[int, typer.Option(min=2, help="Maximum number of arguments of an operator.")] = 10,
+    min_length: Annotated[int, typer.Option(min=0, help="All expressions have more tokens than this.")] = 500,
+    max_length: Annotated[int, typer.Option(min=2, help="All expressions have fewer tokens than this.")] = 2_000,
     seed: Seed = 0,
 ) -> None:
-    """ListOps by the published definition; what is not given is that of the Long Range Arena."""
+    """Generate ListOps by the published definition; the defaults are those of the Long Range Arena."""
     expressions = Expressions(max_depth, max_args, min_length, max_length)
     expressions.check(train + validation + test)
     with write_folder(output) as folder:
@@ -73,13 +73,13 @@ def listops(
 @app.command()
 def dashed_paths(
     output: Output,
-    images: Annotated[int, typer.Option(min=20, help="Half of them joined.")] = 20_000,
-    size: Annotated[int, typer.Option(min=16, max=512, help="Pixels of a side.")] = 32,
-    dashes: Annotated[int, typer.Option(min=1, help="Of a long path.")] = 9,
-    distractors: Annotated[int, typer.Option(min=0, help="Short paths.")] = 3,
+    images: Annotated[int, typer.Option(min=20, help="Number of images; half of them have joined discs.")] = 20_000,
+    size: Annotated[int, typer.Option(min=16, max=512, help="Side of an image, in pixels.")] = 32,
+    dashes: Annotated[int, typer.Option(min=1, help="Number of dashes of a long path.")] = 9,
+    distractors: Annotated[int, typer.Option(min=0, help="Number of short paths.")] = 3,
     seed: Seed = 0,
 ) -> None:
-    """Images of two discs that a dashed path joins or not: in the manner of Pathfinder, but not its images."""
+    """Generate images of two discs that a dashed path joins or does not join; they resemble Pathfinder's images."""
     paths = DashedPaths(size, dashes, distractors)
     next(paths.generate(1, seed))  # or what is asked for does not fit
     with write_folder(output) as folder:

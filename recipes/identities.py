@@ -1,4 +1,4 @@
-"""By which settings and files a run is known again."""
+"""The identity of a run: the settings and files that determine its result."""
 
 import functools
 import hashlib
@@ -28,13 +28,13 @@ READ = 256  # files of a folder whose contents are looked at, evenly chosen: of 
 
 
 def identity(values: dict[str, Any], folder: str = "") -> dict[str, Any]:
-    """Return the settings on which a run depends; of what is local, its name and a mark of what it holds.
+    """Return the settings that a run depends on; a local file is replaced by its name and a hash of its content.
 
     The rows of a batch are those of all processes together.
 
     Args:
-        values: of the run.
-        folder: in which its task is looked for, below ``data``.
+        values: the settings of the run.
+        folder: the folder below ``data`` that may hold the task.
     """
     settings = {k: list(v) if isinstance(v, tuple) else v for k, v in sorted(values.items()) if v is not None}
     chosen = {k: v for k, v in settings.items() if k not in INCIDENTAL and k != "seed"}

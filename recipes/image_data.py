@@ -155,7 +155,7 @@ def cut(data: Any, limit: int | None) -> Any:
 
 
 def batch_of_device(args: ImageArguments, devices: int) -> int:
-    """Images at a time on one device: of a step, some or all, so that steps are of as many as was asked for."""
+    """Return how many images one device takes at a time, so that a step has exactly as many as asked for."""
     size = max(1, min(args.device_batch_size, args.batch_size // devices))
     if args.batch_size % (size * devices):
         raise GraphFilterError(
@@ -166,7 +166,7 @@ def batch_of_device(args: ImageArguments, devices: int) -> int:
 
 
 def _keep_a_bit(transform: Any) -> None:
-    """timm's posterising asks for no bit at its strongest, which Pillow 13 refuses: one at least."""
+    """Let timm's posterising keep at least one bit: at its strongest it keeps none, an error in Pillow 13."""
     for part in getattr(transform, "transforms", ()):
         for op in itertools.chain(getattr(part, "ops", ()), *getattr(part, "policy", ())):
             if op.name.startswith("Posterize"):

@@ -120,7 +120,7 @@ def save(args: ImageArguments, model: nn.Module, folder: Path) -> None:
 
 
 def load(folder: Path) -> nn.Module:
-    """Load a saved checkpoint, patched or plain."""
+    """Load a saved checkpoint, patched or not."""
     config = json.loads((folder / "config.json").read_text())
     if "architecture" not in config:
         return load_model(folder)

@@ -7,10 +7,11 @@
     python recipes/imagenet.py --model facebook/deit-tiny-patch16-224 --pretrained --drop_path 0 --task folder \
         --data IMAGES
 
-Tasks: imagenet-1k, imagenet-100, cifar10, tiny-imagenet, and folder. Data comes from --data, a folder with one folder
-of images a class in train and in val (or validation, test), or for the first two from the Hub. Models are timm's by
-their names, and those of transformers by a folder or an id with a slash. Augmentation, schedule and mixing are timm's;
-accelerate runs it on one or many devices. The score is the top-1 accuracy on the validation part.
+Tasks: imagenet-1k, imagenet-100, cifar10, tiny-imagenet, and folder. Data comes from --data, a folder whose parts train
+and val (or validation, test) have one folder of images per class; the first two tasks can also come from the Hub. A
+name without a slash is a model of timm; a folder or an id with a slash is one of transformers. Augmentation, schedule
+and mixing are timm's; accelerate runs the training on one or many devices. The score is the top-1 accuracy on the
+validation part.
 """
 
 if __name__ == "__main__":
@@ -120,7 +121,7 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: Any) -> dict[st
 
 
 def save_state(accelerator: Accelerator, folder: Path, average: ModelEmaV3 | None, step: int) -> None:
-    """Write a checkpoint to go on from, its progress file last."""
+    """Write a checkpoint to resume from; its progress file is written last."""
     accelerator.wait_for_everyone()
     target = folder / f"checkpoint-{step}"
     accelerator.save_state(str(target))

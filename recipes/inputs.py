@@ -1,4 +1,4 @@
-"""What a classifier is given: tokens of one or two texts, pixels or series, and batches of them."""
+"""The inputs of a classifier: tokens of one or two texts, pixels or series, and batches of them."""
 
 from dataclasses import dataclass
 from typing import Any

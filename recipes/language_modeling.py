@@ -6,9 +6,9 @@
 Tasks: wikitext-2, wikitext-103, ptb; text, with --data a folder of train, valid and test files (.txt, or .jsonl with a
 field text); or any data set of the Hub with a column text, as OWNER/NAME or OWNER/NAME:CONFIG.
 
-The score is the perplexity a token of the tokenizer, by a sliding window: each window of --max_length tokens scores its
-last --stride tokens (the first one all of its own), so every token counts once, with max_length - stride before it
-(where these are equal, the first of each window has no score).
+The score is the perplexity per token, measured by a sliding window. Each window of --max_length tokens scores its last
+--stride tokens (the first window scores all its tokens). So every token counts once, with at least max_length - stride
+tokens before it. If the two flags are equal, the first token of each window has no score.
 """
 
 if __name__ == "__main__":
@@ -120,7 +120,7 @@ def compute(prediction):
 
 @torch.no_grad()
 def check_causal(model):
-    """Raise if what the model says of a token depends on those after it: its perplexity would say nothing."""
+    """Raise an error if the model's prediction of a token depends on later tokens, since perplexity is then void."""
     ids = torch.arange(8)[None] % model.config.get_text_config().vocab_size
     other = ids.clone()
     other[0, -1] = 0

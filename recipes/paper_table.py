@@ -1,15 +1,15 @@
-"""A whole table of a paper: its tasks as columns and their average, the variants as rows, the paper's rows below.
+"""Reproduce a whole table of a paper: one column per task and their average, the variants and the paper's rows.
 
     python recipes/compare.py table uea --config sequences/agf-uea.yaml --seeds 1 2 3
     python recipes/compare.py table lra --variants agf performer --seeds 1
     python recipes/compare.py table glue --config glue/roberta.yaml --show
 
-Each column is a comparison of compare.py, with its results file and its folders of runs, so finished runs are not done
-again, and the same command resumes. A task that cannot be run (data that are not there, say) does not stop the others.
---show runs nothing. Either way the table shows what is at hand, and what is missing is listed below it.
+Each column is a comparison of compare.py, with its own results file and folders of runs. So finished runs are not
+repeated, and the same command resumes. A task that cannot run (because its data are missing, for instance) does not
+stop the others. --show runs nothing. In both cases the table shows the existing results, and lists what is missing.
 
-Scores are means over seeds, in percent. p is that of the Wilcoxon signed-rank test across the columns, two-sided,
-against the row that the table names. With fewer than six columns it cannot be below 0.05.
+Scores are means over seeds, in percent. The p-value is that of the two-sided Wilcoxon signed-rank test across the
+columns, against the row that the table names. With fewer than six columns it cannot be below 0.05.
 """
 
 import argparse
@@ -168,13 +168,13 @@ def arguments() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("table", choices=TABLES)
-    parser.add_argument("--config", help="YAML file of the recipe; each table has one that is used if none is given")
-    parser.add_argument("--show", action="store_true", help="run nothing, show what is at hand")
-    parser.add_argument("--tasks", nargs="+", help="these tasks' runs only; the table keeps its columns")
-    parser.add_argument("--variants", nargs="+", help="these of the YAML file's only, and the plain model")
-    parser.add_argument("--versus", default=PLAIN, help="the variant that the test is against; the plain model")
-    parser.add_argument("--model_name", help="how tables call the model, if not by the last part of its path")
-    parser.add_argument("--results", type=Path, help="folder of the results files; that of the runs if not given")
+    parser.add_argument("--config", help="YAML file of the recipe; default: the one of the table")
+    parser.add_argument("--show", action="store_true", help="run nothing, show the existing results")
+    parser.add_argument("--tasks", nargs="+", help="run only these tasks; the table keeps all columns")
+    parser.add_argument("--variants", nargs="+", help="only these of the YAML file, and the unpatched model")
+    parser.add_argument("--versus", default=PLAIN, help="variant to test against; default: the unpatched model")
+    parser.add_argument("--model_name", help="name of the model in tables; default: the last part of its path")
+    parser.add_argument("--results", type=Path, help="folder of the results files; default: that of the runs")
     parser.add_argument("--fresh", action="store_true", help="begin again; old results and runs are moved aside")
     return parser
 

@@ -56,10 +56,10 @@ def pretrain(
     rows: Dataset,
     model: PreTrainedModel,
 ) -> dict[str, Any]:
-    """Train ``denoiser``, going on from its last checkpoint, and give ``model`` all that they share.
+    """Train ``denoiser`` from its last checkpoint, if there is one, and copy the weights that it shares to ``model``.
 
-    It is kept in a folder of the run, its record written last; found there finished, it is not trained again. Returns
-    that record.
+    The denoiser is kept in a folder of the run, with its record written last. If it is already finished there, it is
+    not trained again. Return the record.
     """
     folder = Path(training.output_dir, FOLDER)
     if (record := try_read(folder / RECORD, objective=str)) is not None:

@@ -171,7 +171,7 @@ def keeps_checkpoint(folder: Path) -> bool:
 
 
 def write_card(settings: Settings, folder: Path, record: dict[str, Any], values: dict[str, Any]) -> None:
-    """Write the model card of a saved run: its metrics, and how its setting compared with the plain model."""
+    """Write the model card of a saved run: its metrics, and how its setting compared with the unpatched model."""
     model = settings.recipe.load(folder)
     host = host_of(model)
     tag = host.pipeline_tag(model) or record.get("task_type")  # transformers does not know the pooling head

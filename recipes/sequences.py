@@ -3,13 +3,13 @@
     python recipes/sequences.py --config sequences/singularformer.yaml --task bbc --data DATA/bbc-news --seeds 1 2 3 4 5
     python recipes/sequences.py --config sequences/agf-uea.yaml --task JapaneseVowels --smoke
 
-Tasks: of the Long Range Arena listops, imdb (its Text), image, retrieval and pathfinder; multivariate time series of
-the UEA archive by their names; documents, long ones, DNA, and texts for any folder or table: recipes/README.md lists
+Tasks: listops, imdb (Text), image, retrieval and pathfinder of the Long Range Arena; multivariate time series of the
+UEA archive by their names; long and short documents, DNA, and texts in any folder or table. recipes/README.md lists
 them, with what --data must hold. recipes/generate.py makes listops, and images like those of pathfinder.
 
-Parts that a data set lacks are cut by fixed rules, alike for every model: --validation. The score is that of the test
-part; with load_best_model_at_end, of the epoch that validated best. --pretrain denoise lets the encoder restore hidden
-parts of the training inputs before.
+Parts that a data set lacks are cut by fixed rules, the same for every model (see --validation). The score is that of
+the test part; with load_best_model_at_end, it is that of the epoch with the best validation. With --pretrain denoise,
+the encoder first learns to restore hidden parts of the training inputs.
 """
 
 if __name__ == "__main__":
@@ -137,7 +137,7 @@ LENGTHS = {"nystromformer": landmarks_of, "reformer": chunks_of}
 
 
 def fields(args, tokenizer, data, longest):
-    """Of the model's config: what the head and the positions need to know of the data."""
+    """Return the fields of the model's config that the head and the positions need from the data."""
     columns = data["train"].column_names
     config = {"num_sequences": 2} if TOKENS[1] in columns else {}
     if args.pooling:

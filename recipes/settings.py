@@ -227,7 +227,7 @@ class Settings:
         return list_differences(self.defaults | a, self.defaults | b)
 
     def identity(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return what a run is known again by."""
+        """Return the identity of a run, see ``identities``."""
         rows = {k: v for k, v in self.defaults.items() if k == ROWS}
         return identity(rows | values, self.recipe.folders.get(values["task"], ""))
 

@@ -7,9 +7,9 @@ Tasks: defect and clone. Encoder models classify. Encoder-decoder models (CodeT5
 defect, the word true or false, as in the paper. For clones --pairs apart encodes each function alone and classifies the
 two vectors, as in the paper and the code that it follows; --pairs together has both in one sequence. Data comes
 from the Hub (CodeXGLUE), or with --data from a folder with the official files: train.jsonl, valid.jsonl and
-test.jsonl for defects; data.jsonl with train.txt, valid.txt and test.txt for clones. Where the folder has a test file
-only, it is cut into parts of its own (defects 70/10/20 by row; clones 60/10/30 by function, pairs across parts left
-out), and the record says so: such numbers are not comparable with those of the official split.
+test.jsonl for defects; data.jsonl with train.txt, valid.txt and test.txt for clones. If the folder has only a test
+file, this file is cut into parts (defects 70/10/20 by row; clones 60/10/30 by function, without pairs across parts).
+The record says so, since such results are not comparable with those of the official split.
 """
 
 if __name__ == "__main__":

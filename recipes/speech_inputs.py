@@ -1,4 +1,4 @@
-"""What a speech model is given: features, kept in a cache, and batches of them."""
+"""The inputs of a speech model: features, which are kept in a cache, and batches of them."""
 
 import hashlib
 import json

@@ -18,9 +18,9 @@ PLAIN = "plain"
 
 
 def summarise(content: dict[str, Any]) -> dict[str, Any]:
-    """Return for each variant the compared metric by seed, and paired differences to the plain model, of the loss too.
+    """Return for each variant the compared metric by seed, and its paired differences to the unpatched model.
 
-    They are taken over the seeds on which neither diverged.
+    Differences of the loss are included. They are taken over the seeds on which neither model diverged.
     """
     metrics = {"difference": content["metric"], "loss difference": f"{content['metric'].partition('/')[0]}/loss"}
     summary = {}
@@ -88,7 +88,7 @@ def format_interval(paired: dict[str, Any] | None) -> str:
 
 
 def plot_differences(content: dict[str, Any], file: Path) -> None:
-    """Draw the differences of each variant to the plain model: a dot per seed, their mean, and its 95 % interval."""
+    """Draw each variant's differences to the unpatched model: a dot per seed, the mean, and its 95 % interval."""
     variants = [name for name, summary in content["summary"].items() if summary.get("difference")]
     figure = make_figure(7, 1.6 + 0.45 * len(variants))
     axes = figure.subplots()
@@ -112,9 +112,9 @@ def plot_differences(content: dict[str, Any], file: Path) -> None:
 
 
 def plot_sweep(content: dict[str, Any], file: Path, variants: Iterable[str] | None = None) -> None:
-    """Draw the metric over the first axis of the sweep, a line per combination of the others, and the plain model.
+    """Draw the metric over the first axis of the sweep, a line per combination of the others, and the unpatched one.
 
-    Of runs that diverged nothing is drawn. ``variants``: the points of this sweep; all if not given.
+    Runs that diverged are not drawn. ``variants`` are the points of this sweep; the default is all.
     """
     points, axis = {}, ""
     for variant in content["summary"] if variants is None else variants:

@@ -71,10 +71,10 @@ def fit(
     mean_loss: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train, going on from the last checkpoint in the folder, evaluate the other parts of ``data``, and save.
+    """Train from the last checkpoint in the folder, if there is one, evaluate the other parts of ``data``, and save.
 
-    ``mean_loss``: the model returns the mean over the rows of a batch, and does not ask how many a whole step has. The
-    Trainer takes the loss of any model with ``**kwargs`` for one that does, and would multiply it.
+    ``mean_loss``: whether the loss is the mean over the rows of one batch, not over those of a whole step. For a model
+    with ``**kwargs`` the Trainer assumes the latter, and would scale the loss.
     """
     start = filter_status(model)
     options |= {"train_dataset": data["train"], "eval_dataset": data.get("validation"), "processing_class": tokenizer}

@@ -1,4 +1,4 @@
-"""What a comparison compares: the plain model, and the variants of a YAML file or the points of a sweep."""
+"""The variants of a comparison: the unpatched model, and those of a YAML file or the points of a sweep."""
 
 import itertools
 from collections.abc import Collection
@@ -23,7 +23,7 @@ def choose_variants(
     sweep: list[str] | None = None,
     only: list[str] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Return name to overrides, the plain model first; ``only`` names some of the YAML file's."""
+    """Return name to overrides, the unpatched model first; ``only`` selects variants of the YAML file."""
     plain = {PLAIN: {"filter": "none"}}
     chosen = _choose(settings, values, sections, sweep, only)
     changed = {key: name for name, overrides in chosen.items() for key in overrides}

@@ -1,4 +1,4 @@
-"""Fixtures. Warnings are errors, those that transformers logs too."""
+"""Fixtures. Warnings are errors, also warnings that transformers logs."""
 
 import gc
 import logging
@@ -23,7 +23,7 @@ import hf_graphfilter.logs  # noqa: F401  # else its logger has another parent u
 from hf_graphfilter import GraphFilterError
 from hf_graphfilter.filters.core.registry import CONFIG_CLASSES
 
-gc.disable()  # while tests are collected: an eighth of the suite's time went into looking for garbage among what stays
+gc.disable()  # while tests are collected: the search for garbage took an eighth of the suite's time
 torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # one: the tests run in parallel processes
 transformers_logging.disable_progress_bar()
 
@@ -56,7 +56,7 @@ def pytest_unconfigure():
     gc.unfreeze()
 
 
-SHORT_TEXTS = "a linearized model is hardly faster"  # true of all models of tests; test_conversion.py asks for it
+SHORT_TEXTS = "a linearized model is hardly faster"  # logged for all models of the tests; test_conversion.py checks it
 
 
 class _Records(logging.Handler):
@@ -82,7 +82,7 @@ def transformers_warnings():
 
 @pytest.fixture
 def ctrl_c():
-    """Ctrl-C is Python's own, whatever runs the tests."""
+    """Restore Python's handler of Ctrl-C, whatever runs the tests."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -99,7 +99,7 @@ def registry():
 
 @pytest.fixture(autouse=True)
 def seed():
-    """As ``transformers.set_seed``, but without the call that it keeps, with its stack, for a GPU that comes later."""
+    """Seed as ``transformers.set_seed``, but without its deferred call for a GPU, which would keep the stack alive."""
     random.seed(0)
     numpy.random.seed(0)
     (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(0)
@@ -107,7 +107,7 @@ def seed():
 
 @pytest.fixture(autouse=True)
 def feature(request, record_property):
-    """What a test marked ``feature`` shows, for docs/compatibility.md."""
+    """Record which feature a marked test shows, for docs/compatibility.md."""
     for name, value in described(request.node).items():
         record_property(name, value)
 

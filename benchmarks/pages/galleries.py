@@ -68,5 +68,5 @@ def likeness_table() -> str:
     for row in rows:
         body.setdefault((row["model"], row["other"]), []).append(f"{row['mean']} ({row['low']} to {row['high']})")
     header = ["model", "other", *dict.fromkeys(row["training"] for row in rows)]
-    about = f"Mean over {rows[0]['texts']} texts, and the range of the middle eight tenths."
+    about = f"Mean over {rows[0]['texts']} texts, with the range of the middle 80 %."
     return f"{about} {where(rows)}\n\n{markdown_table(header, [[*pair, *cells] for pair, cells in body.items()])}"

@@ -38,8 +38,8 @@ def blocks_table() -> str:
         numbers = [f"{whole:.0f}", f"{blocks:.0f}", f"{blocks / whole:.2f}", f"{time:.2f}"]
         body.append([row["model"], row["blocks"], row["tokens"], *numbers, row["difference"]])
     text = (
-        f"The stage `attention` with {int(rows[0]['budget']):,} tokens in texts of so many. Memory is the peak of the "
-        "process above what it takes after a small model, measurements of the whole model included; the difference is "
-        "the largest between the errors of a layer."
+        f"The stage `attention` with {int(rows[0]['budget']):,} tokens in all; the column *tokens* is the length of a "
+        "text. Memory is the peak of the process above what it takes after a small model. It includes measuring the "
+        "whole model. *Difference* is the largest difference between the errors of a layer in the two runs."
     )
     return f"{text} {where(rows)}\n\n{markdown_table(header, body)}"

@@ -97,14 +97,14 @@ def equal_time() -> str:
 
 
 def league_tables(name: str) -> str:
-    """Write the verdict, the tables of each stage, and how far plain was trained."""
+    """Write the verdict, the tables of each stage, and how long the unpatched model was trained."""
     league, found = read_league(name)
     made = [f"**{verdict(league, found)}**"]
     for number, stage in enumerate(league.stages, 1):
         if comparisons(league, found, stage):
             title = f"Stage {number}, seeds {min(stage.seeds)} to {max(stage.seeds)}" if len(league.stages) > 1 else ""
             made += [f"*{title}*" if title else "", markdown_table(*overview(league, found, stage))]
-            made += fold("in detail", *details(league, found, stage))
+            made += fold("Details", *details(league, found, stage))
             if len(league.choose_variants(found, stage)) <= FEW:
                 made += fold(
                     "filters among each other, not corrected for their number", *compare_filters(league, found, stage)
@@ -119,7 +119,8 @@ def league_tables(name: str) -> str:
         file = f"figures/league-{name}-{kind}.png"
         made += [f"![{title}]({file})"] if (ROOT / "docs" / file).is_file() else []
     header, rows = levels(league, found)
-    made += ["*How far plain was trained (the seeds of all stages)*", markdown_table(header, rows)] if rows else []
+    title = "*How far the baseline was trained (the seeds of all stages)*"
+    made += [title, markdown_table(header, rows)] if rows else []
     made += fold("tuning, on validation, one seed", *tuning(league, found))
     made += [f"{'; '.join(dict.fromkeys(machines))}. {days(dates)}."]
     return "\n\n".join(filter(None, made))

@@ -128,10 +128,10 @@ def linear_tables() -> str:
     parts = []
     peaks = {(row["n"], row["pass"], row["form"]): row["peak_mb"] for row in read("linear-cpu-memory")}
     captions = {
-        "attention": "One sequence, 12 heads of 64 features, r = 64, K = 3, random inputs, what the filters project "
-        "from the input given. Medians in ms; ratios are medians of ratios taken side by side; memory is the peak over "
-        "the inputs.",
-        "batch": "The same with about 4,096 tokens a batch.",
+        "attention": "One sequence, 12 heads of 64 features, r = 64, K = 3, random inputs. The projections of the "
+        "input are given, not timed. Times are medians in ms; ratios are medians of ratios taken side by side; memory "
+        "is the peak over the inputs.",
+        "batch": "The same with about 4,096 tokens per batch.",
     }
     for section, caption in captions.items():
         rows = read(f"linear-cpu-{section}")
@@ -163,9 +163,9 @@ def growth_tables() -> str:
     exponents = {form: f"n^{fit_growth(timed, False, steps[0]['pass'], form):.2f}" for form in SYSTEMS}
     return "\n\n".join(
         [
-            f"One sequence per step: seconds, peak MB, **time over plain's**. {where(steps)}",
+            f"One sequence per step: seconds, peak MB, **time over the baseline's**. {where(steps)}",
             by_length(steps, {"time from 4k on": exponents}),
-            f"16,384 tokens per step: seconds, **time over plain's**. {where(batches)}",
+            f"16,384 tokens per step: seconds, **time over the baseline's**. {where(batches)}",
             by_length(batches, {}),
         ]
     )
@@ -194,7 +194,8 @@ def scan_table() -> str:
         times = [forms[form]["median_ms"] for form in ("plain", "blocks")]
         body.append([case, which, f"{int(n):,}", *times, f"**{forms['blocks']['ratio_to_plain']}**"])
     header = ["", "pass", "n", "parallel scan of Algorithm 1 ms", "blocks ms", "ratio"]
-    return f"One sequence; medians, and of ratios taken side by side. {where(rows)}\n\n{markdown_table(header, body)}"
+    text = "One sequence. Times are medians; ratios are medians of ratios taken side by side."
+    return f"{text} {where(rows)}\n\n{markdown_table(header, body)}"
 
 
 def gibbs_table() -> str:

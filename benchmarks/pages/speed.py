@@ -65,13 +65,14 @@ def attention_table(rows: list[dict]) -> str:
 
 SECTIONS = {
     "steps": (
-        "Whole training steps (forward, backward, AdamW), patched over plain. Ratios are medians of pairs.",
+        "Whole training steps (forward, backward, AdamW). Ratios are those of a step with GFSA over the baseline's, "
+        "medians of pairs.",
         step_table,
     ),
     "attention": (
-        "Attention alone, 12 heads of 64 features, about 4,096 tokens a batch, K = 3. Times are medians in ms; ratios "
-        "are medians of ratios taken side by side, but for that to the dense form, of medians; memory is the peak over "
-        "the inputs, in MB.",
+        "Attention alone, 12 heads of 64 features, about 4,096 tokens per batch, K = 3. Times are medians in ms. "
+        "Ratios are medians of ratios taken side by side; the ratio to the dense form is one of medians. Memory is the "
+        "peak over the inputs, in MB.",
         attention_table,
     ),
     "start": ("The import in a fresh process, and patching.", start_table),
@@ -101,10 +102,11 @@ def gpu_tables() -> str:
     ]
     costs = sorted((over_plain(row), row["form"]) for row in menu)
     parts = [
-        "Training steps in bfloat16 (autocast), 16 times the batches of the CPU's table; MiniLM with 512 texts, the "
-        f"narrow GPT-2 with 16. {where(steps)}",
+        "Training steps in bfloat16 (autocast). Batches are 16 times those of the CPU's table; MiniLM has 512 texts "
+        f"and the narrow GPT-2 has 16. {where(steps)}",
         markdown_table(["step", "n", "plain ms", *FORMS.values()], rows),
-        f"BERT-base with 128 texts of 128 tokens, by filter: {', '.join(f'`{n}` {r:.2f}' for r, n in costs)}.",
+        "Training steps of BERT-base with 128 texts of 128 tokens, by filter:",
+        markdown_table(["filter", "time over the baseline's"], [[f"`{n}`", f"**{r:.2f}**"] for r, n in costs]),
         "Attention alone, 65,536 tokens a batch, bfloat16:",
         markdown_table(["pass", "mask", "n", "SDPA ms", *(f"{name} / SDPA" for name in FORMS.values())], alone),
         f"Causal AGF in place of attention, one sequence, bfloat16. {where(agf)}",
@@ -128,7 +130,8 @@ def decoding_table() -> str:
             cells[-1] += [f"**{forms['gfsa']['ratio_to_plain']}**"]
     header = ["context", "dynamic cache: plain ms", "GFSA ms", "ratio", "static cache: plain ms", "GFSA ms", "ratio"]
     return (
-        "One token of GPT-2's shape (12 layers, d 768), K = 3, with w_K = 0.1; medians in ms, and of the ratios. "
+        "One token of GPT-2's shape (12 layers, d 768), K = 3, with w_K = 0.1. Times are medians in ms; ratios are "
+        "medians. "
         f"{where(rows)}\n\n{markdown_table(header, cells)}"
     )
 
@@ -200,7 +203,7 @@ def vision_table() -> str:
 
 
 def menu_steps() -> str:
-    """Time over plain's, a column a shape."""
+    """Return the time over that of the baseline, one column per shape."""
     steps = read("menu-cpu-steps")
     found = {(row["form"], row["case"]): f"**{over_plain(row):.2f}**" for row in steps}
     shapes = list(dict.fromkeys(row["case"] for row in steps))

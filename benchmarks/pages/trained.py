@@ -57,7 +57,7 @@ def ablations_beside_paper() -> str:
 
 
 def mean_over_tasks(contents: list[dict]) -> str:
-    """Per variant: the difference to the plain model, mean over the tasks for every seed, then paired over seeds."""
+    """Return each variant's difference to the unpatched model: mean over tasks per seed, then paired over seeds."""
     rows = []
     for variant in [v for v in contents[0]["variants"] if v != PLAIN]:
         cells = [variant]

@@ -1,4 +1,4 @@
-"""Transfer to filters in the place of attention."""
+"""Tables of attention transfer to replacement filters."""
 
 from transfer import STARTS
 
@@ -16,9 +16,9 @@ def encoder_transfer(rows: list[dict], filter: str) -> list[str]:
             name = row["variant"] + ", then end to end" * (row["stage"] == "end to end")
             body.append([name, before[row["variant"]], f"**{row['value']}**", row["steps"], row["seconds"]])
     return [
-        "**MiniLM-L6, transfer on film reviews** (128 tokens a window, 8 a batch): mean over the layers of the "
-        "relative L2 error of the attention output, on held-out texts of the same kind; seconds with other work on "
-        f"the machine. {where(rows)}",
+        "**MiniLM-L6, transfer on film reviews** (windows of 128 tokens, 8 per batch). *Before* and *after* are the "
+        "relative L2 error of the attention output, a mean over the layers, on held-out texts of the same kind. The "
+        f"machine did other work meanwhile. {where(rows)}",
         markdown_table([filter, "before", "after", "steps", "seconds"], body),
     ]
 
@@ -33,16 +33,16 @@ def agf_transfer(device: str = "cpu") -> str:
         parts += encoder_transfer(rows, "AGF")
     if rows := read(f"transfer-{device}-finetune"):
         parts += [
-            "**MiniLM-L6 fine-tuned**, one epoch (2,000 snippets; 2,500 sentences of SST-2, its dev set), all with "
-            "window 4 and corrections; *mixed* is transferred on reviews and snippets, then end to end; accuracy in %, "
-            "mean ± standard deviation over the seeds, and the paired difference to the original with its 95 % "
-            f"interval. {where(rows)}",
+            "**MiniLM-L6 fine-tuned**, one epoch (2,000 snippets; 2,500 sentences of SST-2, its dev set). All filters "
+            "have window 4 and corrections. *Mixed* is transferred on reviews and snippets, then end to end. The table "
+            "shows the accuracy in %, mean ± standard deviation over the seeds, and the paired difference from the "
+            f"original with its 95 % interval. {where(rows)}",
             markdown_table(*finetune_table(rows)),
         ]
     for section, caption in (
         ("gpt2", "**A GPT-2 shape trained from scratch on WikiText-2**"),
         ("smollm2", "**SmolLM2-135M-Instruct, weights dequantised from four bits, on WikiText-2**"),
-        ("deit", "**DeiT-Tiny, its real weights, on 20 classes of Tiny ImageNet** (of these 20, 500 images)"),
+        ("deit", "**DeiT-Tiny, its real weights, on 20 classes of Tiny ImageNet** (500 images of these classes)"),
     ):
         if rows := read(f"transfer-{device}-{section}"):
             parts += [f"{caption}. {where(rows)}", markdown_table(*stage_table(rows))]

@@ -64,7 +64,7 @@ class League:
             raise GraphFilterError(f"the league {name}: `longer` is how many times as long, above 1: {self.longer!r}")
         if len({len(set(rates)) for rates in self.rates.values()}) != 1:
             raise GraphFilterError(f"the league {name} must give plain and filters as many rates, found {self.rates}")
-        relative = any(self.tune[name] == "learning_rate" for name in self.variants)  # to the rate of plain
+        relative = any(self.tune[name] == "learning_rate" for name in self.variants)  # to the baseline's rate
         if relative and len(only := self.rates["learning_rate"]) == 1 and only != [1]:
             raise GraphFilterError(f"the learning_rate {only[0]:g} would apply twice: give 1, and set it in the tasks")
         self.stages = [
@@ -104,7 +104,7 @@ class League:
 
     @cached_property
     def base(self) -> dict[str, dict[str, Any]]:
-        """The settings of the plain model on each task."""
+        """The settings of the unpatched model on each task."""
         by_task = {}
         for task, about in self.tasks.items():
             argv = ["--config", about["config"], "--task", self.name_task(task)]
@@ -207,9 +207,9 @@ class League:
         return [variant for variant in self.ranks(found, before) if variant != PLAIN][: stage.best]
 
     def scores(self, found: Records, stage: Stage) -> dict[str, dict[str, float]]:
-        """Return task to the mean score of plain and each variant, over the seeds that all have.
+        """Return task to the mean score of the unpatched model and each variant, over the seeds that all have.
 
-        Tasks without such a seed are left out. A variant that is refused has minus infinity.
+        Tasks without such a seed are left out. A variant that cannot run on the task has minus infinity.
         """
         playing, made = [PLAIN, *self.choose_variants(found, stage)], {}
         for task in stage.tasks:
@@ -223,7 +223,7 @@ class League:
         return made
 
     def ranks(self, found: Records, stage: Stage) -> dict[str, float]:
-        """Return the mean rank of plain and the variants over the tasks that all have played, 1 the best."""
+        """Return the mean rank of the unpatched model and the variants over the tasks that all have run; 1 is best."""
         by_task = [rank_scores(means) for means in self.scores(found, stage).values()]
         mean = {variant: fmean(ranks[variant] for ranks in by_task) for variant in (by_task[0] if by_task else ())}
         return dict(sorted(mean.items(), key=lambda x: x[1]))
@@ -242,7 +242,7 @@ class League:
                 yield run
 
     def _list_task_runs(self, found: Records, task: str, variants: list[str], seeds: tuple[int, ...]) -> Iterator[Run]:
-        """Yield the runs of a task: plain's tuning, that of the filters, which have its rate, then seed by seed."""
+        """Yield the runs of a task: tuning of the unpatched model, then of filters at its rate, then seed by seed."""
         playing = [PLAIN, *(v for v in variants if not self.find_refusal(found, task, v))]
         rates: dict[str, float | None] = {variant: self.choose_rate(found, task, variant) for variant in playing}
         if rates[PLAIN] is None:

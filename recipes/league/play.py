@@ -1,27 +1,27 @@
-"""A league of filters: many tasks, each filter's learning rate tuned alike, one resumable command on all cores.
+"""Compare many filters on many tasks: a league in which each filter's learning rate is tuned in the same way.
 
     python recipes/compare.py league --config small.yaml --data DATA --workers 2
 
 The YAML file names ``tasks`` (a recipe, its configuration, the folder of its data within --data, settings),
-``variants`` (overrides, as in the other comparisons; the plain model comes by itself), ``rates`` and ``stages``. On
-each task:
+``variants`` (overrides, as in the other comparisons; the unpatched model is added), ``rates`` and ``stages``. On each
+task:
 
-1. the plain model is trained once with each of ``rates.learning_rate``, times that of its configuration, and the best
-   on validation is kept for all;
-2. each variant is trained once with each of ``rates.filter_lr``, as many; the best on validation is kept. With ``tune:
-   learning_rate`` it is trained with the rate of the plain model times each of ``rates.learning_rate``;
-3. plain and variants are trained with the ``seeds`` of each stage and tested. A stage with ``best: N`` waits for the
-   tasks of the one before and takes the N variants of the best mean rank there, on all of its tasks.
+1. The unpatched model is trained once with each of ``rates.learning_rate``, times that of its configuration. The rate
+   that is best on validation is kept for all variants.
+2. Each variant is trained once with each of ``rates.filter_lr`` (as many values); the best rate on validation is kept.
+   With ``tune: learning_rate``, its rates are that of the unpatched model times each of ``rates.learning_rate``.
+3. The unpatched model and the variants are trained with the ``seeds`` of each stage, and tested. A stage with ``best:
+   N`` waits for the tasks of the stage before, and takes the N variants with the best mean rank there to all its tasks.
 
-Tuning has a seed of its own, 0, and looks at the validation part; a task without a test part holds out a tenth of the
-training part for it. A single rate needs no tuning. All runs of a task take the same steps over the same tokens. A
-filter that refuses a task is left out of it, and the sentence is kept. ``longer: 4`` trains the plain model so many
-times as long, to see what is left.
+Tuning uses the seed 0 and the validation part; a task without a test part holds out a tenth of the training part for
+it. A single rate needs no tuning. All runs of a task take the same steps over the same tokens. A filter that raises an
+error on a task is left out of it, and the message is kept. ``longer: 4`` trains the unpatched model four times as long,
+to see how much a longer training would gain.
 
-The workers share the cores (OMP_NUM_THREADS threads each, if that is set), and each has one of the GPUs, in turn. Each
-run is kept in the results file when it ends: the same command goes on, with other workers too. Several machines with
-one shared folder play one league: give the same command to each, at any time. A run is trained by the first that locks
-its folder. A league file that changed under finished runs is refused by the names of what changed.
+The workers share the cores (OMP_NUM_THREADS threads each, if that is set) and take turns at the GPUs. Each run is
+written to the results file when it ends, so the same command resumes, also with another number of workers. Several
+machines with one shared folder play one league: give the same command to each, at any time. A run is trained by the
+first command that locks its folder. If the league file changed under finished runs, an error names the changes.
 """
 
 import argparse
@@ -180,14 +180,14 @@ def arguments() -> argparse.ArgumentParser:
         prog="compare.py league", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", required=True, help="the league file, by path or by name in recipes/league/configs")
-    parser.add_argument("--data", type=Path, default=Path("data"), help="folder that the data of the tasks lie in")
+    parser.add_argument("--data", type=Path, default=Path("data"), help="folder with the data of the tasks")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="runs at a time; the cores are shared")
     parser.add_argument(
-        "--results", type=Path, default=Path("runs/league"), help="folder of the results file; of the runs: runs/league"
+        "--results", type=Path, default=Path("runs/league"), help="folder of the results file; runs are in runs/league"
     )
-    parser.add_argument("--figures", type=Path, help="folder of the figures; that of the results if not given")
+    parser.add_argument("--figures", type=Path, help="folder of the figures; default: that of the results")
     parser.add_argument("--fresh", action="store_true", help="begin again; old results and runs are moved aside")
-    parser.add_argument("--show", action="store_true", help="the standing so far, without training")
+    parser.add_argument("--show", action="store_true", help="show the results so far, without training")
     return parser
 
 

@@ -19,7 +19,7 @@ class Run(NamedTuple):
     rate: float  # of the model a factor, of the filter's coefficients the learning rate
 
     def order(self) -> tuple[Any, ...]:
-        """Return what runs are sorted by: task by task, seed by seed, the plain model first."""
+        """Return the sort key of a run: by task, then by seed, the unpatched model first."""
         return self.task, self.seed, self.variant != PLAIN, self.variant, self.rate
 
 

@@ -17,7 +17,7 @@ ROUNDING = 1e-9  # of scores of 0.1 to 1000: their spread is that of float64
 
 
 class Comparison(NamedTuple):
-    """A variant and plain on a task, over the seeds that both have."""
+    """A variant and the unpatched model on a task, over the seeds that both have."""
 
     task: str
     variant: str
@@ -26,8 +26,8 @@ class Comparison(NamedTuple):
     corrected: float  # by Holm's method, over all comparisons that the stage plans
     better: bool  # whichever way the metric goes
     missing: int  # seeds not yet run
-    diverged: int  # seeds on which the variant did, and plain did not
-    unpaired: int  # seeds on which plain did
+    diverged: int  # seeds on which the variant diverged, and the unpatched model did not
+    unpaired: int  # seeds on which the unpatched model diverged
 
     @property
     def is_significant(self) -> bool:
@@ -103,7 +103,7 @@ def last_stage(league: League, found: Records) -> Stage | None:
 
 
 def verdict(league: League, found: Records) -> str:
-    """Say what beat plain, and what was beaten, beyond the corrected p-value."""
+    """Say which variants are significantly better or worse than the unpatched model, after the correction."""
     stage = last_stage(league, found)
     if stage is None:
         return "Nothing can be said yet."
@@ -135,7 +135,7 @@ def metric_of(league: League, task: str) -> str:
 
 
 def overview(league: League, found: Records, stage: Stage) -> tuple[list[str], list[list[str]]]:
-    """Return (header, rows): plain's scores, and the differences to it; bold what stands after the correction."""
+    """Return (header, rows): scores of the unpatched model and differences to it, bold where significant."""
     made = {(c.task, c.variant): c for c in comparisons(league, found, stage)}
     ranks = {variant: f"{rank:.1f}" for variant, rank in league.ranks(found, stage).items()}
     tasks = [task for task in stage.tasks if read_values(league, found, task, PLAIN, stage.seeds)]
@@ -228,7 +228,7 @@ def tuning(league: League, found: Records) -> tuple[list[str], list[list[str]]]:
 
 
 def levels(league: League, found: Records) -> tuple[list[str], list[list[str]]]:
-    """Return (header, rows): how far plain was trained, and what it reaches when it is trained on."""
+    """Return (header, rows): how long the unpatched model was trained, and what longer training reaches."""
     rows, seeds = [], tuple(seed for stage in league.stages for seed in stage.seeds)
     for task in league.tasks:
         plain, longer = (read_values(league, found, task, variant, seeds) for variant in (PLAIN, LONGER))

@@ -127,12 +127,12 @@ def check_counts(rows: Dataset, labels: tuple[str, ...], needed: int, task: Task
 
 
 def load(name: str, folder: str | None, validation: str = "auto", fold: int = 0) -> Loaded:
-    """Training, validation and test part of a task.
+    """Return the training, validation and test part of a task.
 
     Args:
-        validation: "auto", the data set's own part, else a fold; "fold", always the ``fold`` of five of the training
-            part, to which the data set's own part is added; "test", the test part; "none", none: all the training part
-            is trained on.
+        validation: the part to validate on. "auto": the part of the data set, or else a fold. "fold": one of five folds
+            of the training part, with the data set's validation part added to it first. "test": the test part. "none":
+            no part, so the whole training part is trained on.
     """
     if validation not in VALIDATIONS:
         raise GraphFilterError(f"--validation {validation}: it is one of {', '.join(VALIDATIONS)}")

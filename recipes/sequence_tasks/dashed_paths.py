@@ -1,10 +1,10 @@
 """Images of dashed paths: do two discs lie at the ends of one path?
 
-A generator of our own, in the manner of Pathfinder (Linsley et al., 2018) and in its layout: its images are not
-those of the Long Range Arena, and accuracies on one say nothing about the other. An image has two long paths and a few
-short ones, none of which touch. Where the discs are joined they are at the two ends of a long path; where they are not,
-each is at the end of another long path. Of both kinds only those images are kept in which the other kind of pair is as
-far apart: the distance of the discs does not tell.
+The task and its layout follow Pathfinder (Linsley et al., 2018), but the images are not those of the Long Range Arena,
+and accuracies on one say nothing about the other. An image has two long paths and a few short ones, which do not touch.
+If the discs are joined, they are at the two ends of one long path; if not, they are at ends of two long paths. An image
+is kept only if the other choice of ends is as far apart, so that the distance of the discs does not give away the
+answer.
 """
 
 import math
