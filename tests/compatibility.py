@@ -34,13 +34,14 @@ TEXT = """# What works
 This page lists what works with which filter and model, feature by feature. The tests write it (`python
 tests/compatibility.py`).
 
-- A cell names the models that a feature was tested on. The coefficients of the filter are not at their start.
-- **works**: the results are those of the same model used directly (the tests say to what tolerance).
+- A cell names the models that a feature was tested on. In these tests the coefficients of the filter are not at their
+  start values.
+- **works**: the results equal those of the same patched model without the feature (the tests say to what tolerance).
 - **refused**: the call raises an error with the message [below](#refusals).
 - *not tested*: no test shows it.
-- "All" are {families}.
+- "All" means {families}.
 
-Every other architecture of transformers is in [coverage.md](coverage.md).
+All other architectures of transformers are in [Architectures](coverage.md).
 
 {summary}
 

@@ -43,6 +43,7 @@ NEEDS = {
     "singularformer": [],
     "converter": [],
     "linearize": [],
+    "evaluation": ["scipy"],
     "analysis": ["matplotlib"],
     "vision": ["timm"],
     "graphs": ["rdkit"],

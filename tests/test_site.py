@@ -116,3 +116,9 @@ def test_the_reference_holds_each_public_name_once(site):
     names = [anchor for name, page in pages.items() if name.startswith("reference/") for anchor in page.anchors]
     for public in hf_graphfilter.__all__:
         assert names.count(f"hf_graphfilter.{public}") == 1, public
+
+
+def test_the_index_of_the_reference_links_each_public_name(site):
+    _, pages = site
+    linked = {urlsplit(target).fragment for target in pages["reference/index.html"].targets}
+    assert {f"hf_graphfilter.{name}" for name in hf_graphfilter.__all__} - linked == set()

@@ -36,17 +36,25 @@ float64:
 - the gradients of every coefficient are finite;
 - the same holds again after saving and loading.
 
-"Decoding" names the filters with which decoding with the cache gives the tokens of a whole pass, where this holds of
-the unpatched model and the inputs made here. Inputs are the main input and what has no default. Of multimodal models
-this is the text part, so "run" may be less than "patched"; their vision towers have their own rows. The families of the
-common tester (README) are tested there besides, with every filter.
+The column "decoding" names the filters with which decoding with the cache gives the same tokens as one pass over the
+whole text. This is checked only where it holds for the unpatched model on these inputs.
+
+The inputs are the main input and those without a default. For multimodal models this is the text part, so "run" may be
+less than "patched modules"; their vision towers have their own rows. The families in [What works](compatibility.md) are
+also tested there, with every filter.
 """,
     "timm": """# Models of timm
 
-Of every file of timm and every kind of names in it the smallest model, with random weights, is patched with GFSA and
-compared in float64: identical at the start; with the filter on equal to explicit matrices, with fused and unfused
-attention; finite gradients of every coefficient; the same again after saving and loading. Written by
-`python tests/coverage/write.py timm`.
+This page says which models of timm work with a filter. A program checks them and writes this page
+(`python tests/coverage/write.py timm`).
+
+It takes the smallest model of every file of timm and of every kind of names in it, with random weights, patches it with
+GFSA, and compares in float64:
+
+- the outputs are identical at the start;
+- with the filter on, they equal explicit matrices, with fused and unfused attention;
+- the gradients of every coefficient are finite;
+- the same holds again after saving and loading.
 """,
 }
 PAGES = {
@@ -63,13 +71,13 @@ TEXT = """{introduction}
 
 ## Refused
 
-By name, when `patch_model` is called: nothing is silently unfiltered.
+`patch_model` raises a `GraphFilterError` with this reason, so nothing is silently unfiltered.
 
 {refused}
 
 ## Not tested here
 
-The unpatched model cannot be made or run here (inputs of its own, a backbone to download, too large ...).
+The unpatched model cannot be made or run here: it needs special inputs or a backbone to download, or is too large.
 
 {absent}
 """
