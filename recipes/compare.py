@@ -17,8 +17,8 @@ values of a sweep.
 Several machines with one shared folder work on one comparison: give the same command to each, at any time. With Slurm,
 --jobs 4 --slurm partition=gpu,gres=gpu:1 starts four such jobs (submitit; the names are those of sbatch).
 
-To tune many filters alike on many tasks, see: python recipes/compare.py league --help. For the tables of papers, see:
-python recipes/compare.py table --help
+Two further commands have their own --help: `compare.py league` tunes many filters alike on many tasks, and `compare.py
+table` reproduces a table of a paper.
 """
 
 if __name__ == "__main__":
