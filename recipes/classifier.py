@@ -83,7 +83,7 @@ class SequenceModel(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, *args, output_loading_info=False, **kwargs):
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        model._leave_out()  # what the checkpoint of a plain encoder has there
+        model._leave_out()  # what the checkpoint of an encoder without a head has there
         if "gru.weight_ih_l0" in info["missing_keys"]:
             model.gru.reset_parameters()  # transformers leaves them undefined
         if "mean" in info["missing_keys"]:

@@ -45,7 +45,15 @@ from recipes.errors import is_main_process, one_line_errors
 from recipes.league import play
 from recipes.records import RUN, list_missing, lock, lower_is_better, move_aside, tell
 from recipes.settings import Recipe, Settings
-from recipes.summary import as_comparison, compare_results, plot_differences, plot_sweep, summarise, summary_rows
+from recipes.summary import (
+    as_comparison,
+    compare_results,
+    name_variant,
+    plot_differences,
+    plot_sweep,
+    summarise,
+    summary_rows,
+)
 from recipes.variants import choose_variants
 
 NEEDED = {**RUN, "moved": dict[str, float], "filter_parameters": int}  # of each run, for the table
@@ -112,12 +120,12 @@ def compare(recipe: Recipe, argv: list[str], options: argparse.Namespace, consol
     tell(console, f"plan: {len(chosen)} variants x {seeds} = {len(wanted)} runs, {len(missing)} of them to do")
     for seed, variant in wanted:
         if (seed, variant) not in missing:
-            tell(console, f"{variant}, seed {seed}: at hand")
+            tell(console, f"{name_variant(variant)}, seed {seed}: at hand")
     seconds: list[float] = []
     waits = 0
     while missing:
         for seed, variant in missing:
-            tell(console, f"{variant}, seed {seed}")
+            tell(console, f"{name_variant(variant)}, seed {seed}")
             folder = root / variant.replace(" ", "-").replace("/", "-").replace(",", "") / f"seed-{seed}"
             began = time.monotonic()
             try:
@@ -178,7 +186,7 @@ def show(content: dict[str, Any], console: Console) -> None:
     console.print(table(narrow[0], narrow[1:], title=f"{content['model']} on {content['task']}"))
     for variant, summary in content["summary"].items():
         if "difference" in summary:
-            tell(console, f"{variant} - plain, {content['metric']}: {as_comparison(summary['difference'])}")
+            tell(console, f"{variant} - baseline, {content['metric']}: {as_comparison(summary['difference'])}")
     if lower_is_better(content["metric"]):
         tell(console, "lower is better")
 

@@ -32,7 +32,7 @@ from recipes import SCRIPTS, records
 from recipes.errors import NETWORK_ERRORS, is_main_process, line
 from recipes.records import RUN, tell
 from recipes.settings import Settings, read_yaml
-from recipes.summary import PLAIN, group_by_seed
+from recipes.summary import PLAIN, group_by_seed, name_variant
 from recipes.variants import drop_others
 
 PUBLISHED = Path(__file__).parent / "published"
@@ -117,13 +117,13 @@ def measured(found: dict[str, dict[str, Any]], columns: Sequence[Column]) -> lis
 
 def draw(columns: Sequence[Column], rows: Sequence[Row], against: str | None) -> tuple[list[str], list[list[str]]]:
     """Return (header, rows) of a table as text."""
-    reference = next((row for row in rows if row.name == against), None)
+    reference = next((row for row in rows if name_variant(row.name) == against), None)
     seeds = any(row.seeds for row in rows)
     header = ["", *(column.title for column in columns), "average"]
     header += ["seeds"] * seeds + [f"p against {against}"] * (reference is not None)
     body = []
     for row in rows:
-        cells = [row.name, *map(as_text, [*row.scores, row.average])]
+        cells = [name_variant(row.name), *map(as_text, [*row.scores, row.average])]
         if seeds:
             least, most = min(row.seeds, default=0), max(row.seeds, default=0)
             cells.append(f"{least}" if least == most else f"{least} to {most}")
@@ -152,8 +152,10 @@ def list_missing(
         absent = [name for name in wanted if name not in known or known[name].scores[at] is None]
         if absent:
             why = f": {reasons[column.task]}" if column.task in reasons else ""
-            lines.append(f"{column.title} has no {', '.join(absent)}{why}")
-        runs = [f"{name}, seed {seed}" for seed, name in unfinished.get(column.task, ()) if name not in absent]
+            lines.append(f"{column.title} has no {', '.join(map(name_variant, absent))}{why}")
+        runs = [
+            f"{name_variant(name)}, seed {seed}" for seed, name in unfinished.get(column.task, ()) if name not in absent
+        ]
         if runs:
             lines.append(f"{column.title} is not finished: {'; '.join(runs)}")
     return lines
@@ -172,7 +174,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--show", action="store_true", help="run nothing, show the existing results")
     parser.add_argument("--tasks", nargs="+", help="run only these tasks; the table keeps all columns")
     parser.add_argument("--variants", nargs="+", help="only these of the YAML file, and the unpatched model")
-    parser.add_argument("--versus", default=PLAIN, help="variant to test against; default: the unpatched model")
+    parser.add_argument("--versus", default=name_variant(PLAIN), help="variant to test against; default: the baseline")
     parser.add_argument("--model_name", help="name of the model in tables; default: the last part of its path")
     parser.add_argument("--results", type=Path, help="folder of the results files; default: that of the runs")
     parser.add_argument("--fresh", action="store_true", help="begin again; old results and runs are moved aside")
@@ -234,9 +236,10 @@ def show(
     rows += [Row(name, [None] * len(shape.columns)) for name in wanted if name not in {row.name for row in rows}]
     if options.variants:
         rows = [row for row in rows if row.name in wanted]
-    if options.versus not in {row.name for row in rows}:
-        raise GraphFilterError(f"--versus {options.versus}: the table has {', '.join(row.name for row in rows)}")
-    parts = {f"Measured, {options.table}": draw(shape.columns, rows, options.versus)}
+    versus, names = name_variant(options.versus), [name_variant(row.name) for row in rows]
+    if versus not in names:
+        raise GraphFilterError(f"--versus {versus}: the table has {', '.join(names)}")
+    parts = {f"Measured, {options.table}": draw(shape.columns, rows, versus)}
     for paper, content in shape.papers.items():
         parts[f"Printed: {paper}"] = draw(shape.columns, shape.printed(paper), content.get("against"))
     written = []

@@ -191,7 +191,7 @@ def write_card(settings: Settings, folder: Path, record: dict[str, Any], values:
     else:
         title = name.rpartition("/")[2]
         data = ModelCardData(library_name=host.LIBRARY, eval_results=results, model_name=title, base_model=base)
-        text = f"# {markdown_text(title)}\n\nThe plain {type(model).__name__}.\n\n{description}\n"
+        text = f"# {markdown_text(title)}\n\n{type(model).__name__}, without a graph filter.\n\n{description}\n"
         card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}")
     card.save(folder / "README.md")
 
@@ -205,7 +205,7 @@ def describe_comparison(settings: Settings, record: dict[str, Any], values: dict
         for run in content["runs"]:
             difference = summary.get(run["variant"], {}).get("difference")
             if difference and not settings.list_differences(run["settings"], record["settings"]):
-                return f" Against the plain model, {content['metric']}: {as_comparison(difference)}{where}."
+                return f" Compared with the baseline, {content['metric']}: {as_comparison(difference)}{where}."
     return ""
 
 

@@ -181,7 +181,7 @@ class Settings:
             try:
                 config = get_filter(name)
             except UnknownFilterError as error:
-                raise GraphFilterError(f"{error}: --import MODULE; --filter none is the plain model") from error
+                raise GraphFilterError(f"{error}: --import MODULE; --filter none is the baseline") from error
             config.from_options(**parse_options(values.get("filter_options", [])))
             parse_layers(values.get("layers", "all"))
         seeds = values.get("seeds", [1])

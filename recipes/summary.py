@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +15,17 @@ from hf_graphfilter.text import figure_text
 from recipes.records import get_value, lower_is_better
 from recipes.settings import Settings
 
-PLAIN = "plain"
+PLAIN = "plain"  # the name of the baseline in files
+
+
+def name_variant(variant: str) -> str:
+    """Return the name of a variant for readers.
+
+    Example:
+        >>> name_variant("plain, 1.15 times the steps"), name_variant("gfsa")
+        ('baseline, 1.15 times the steps', 'gfsa')
+    """
+    return re.sub(rf"^{PLAIN}\b", "baseline", variant)
 
 
 def summarise(content: dict[str, Any]) -> dict[str, Any]:
@@ -68,7 +79,7 @@ def summary_rows(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             for name, value in run["moved"].items():
                 if value:  # the others are fixed
                     moved.setdefault(name, []).append(value)
-        row = [variant, str(len(runs)), mean_and_sd([*values["values"].values()])]
+        row = [name_variant(variant), str(len(runs)), mean_and_sd([*values["values"].values()])]
         row += [format_interval(difference), p, format_interval(loss)]
         row += [", ".join(f"{name} {sum(v) / len(v):.4f}" for name, v in moved.items())]
         row += [str(runs[0]["filter_parameters"])]
@@ -132,7 +143,7 @@ def plot_sweep(content: dict[str, Any], file: Path, variants: Iterable[str] | No
         axes.errorbar(at, means, spread, marker="o", capsize=3, color=f"C{i}", label=name)
     plain = [x for x in content["summary"][PLAIN]["values"].values() if math.isfinite(x)]
     if plain:
-        axes.axhline(sum(plain) / len(plain), color="grey", linestyle="--", label="plain")
+        axes.axhline(sum(plain) / len(plain), color="grey", linestyle="--", label="baseline")
     seeds = len(content["summary"][PLAIN]["values"])
     title = f"{content['model']} on {content['task']}, {seeds} seeds"
     axes.set(xlabel=figure_text(axis), ylabel=figure_text(content["metric"]), title=figure_text(title))
@@ -144,10 +155,10 @@ def compare_results(settings: Settings, content: dict[str, Any], other: dict[str
     """Return (results by variant with the other ones below each, as a table; the settings in which they differ)."""
     mine, theirs = ({row[0]: row[1:4] for row in summary_rows(results)[1]} for results in (content, other))
     rows, differing = [], set()
-    for variant in dict.fromkeys([*mine, *theirs]):
-        rows.append([variant, *mine.get(variant, [""] * 3)])
-        rows += [["  other", *theirs[variant]]] if variant in theirs else []
-    for variant in mine.keys() & theirs.keys():
-        a, b = (next(r["settings"] for r in c["runs"] if r["variant"] == variant) for c in (content, other))
-        differing.update(settings.list_differences(a, b))
+    for name in dict.fromkeys([*mine, *theirs]):
+        rows.append([name, *mine.get(name, [""] * 3)])
+        rows += [["  other", *theirs[name]]] if name in theirs else []
+    for name in mine.keys() & theirs.keys():
+        runs = ((r for r in c["runs"] if name_variant(r["variant"]) == name) for c in (content, other))
+        differing.update(settings.list_differences(*(next(of_one)["settings"] for of_one in runs)))
     return table(["variant", "seeds", content["metric"].partition("/")[2], "difference"], rows), sorted(differing)

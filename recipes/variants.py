@@ -14,6 +14,7 @@ from recipes.summary import PLAIN
 SHARED = {"task", "data", "dataset_name", "dataset_config_name", "split", "target", "seed", "seeds", "held_out"}
 SHARED |= {"validation", "max_eval_samples", "output_dir", "smoke", "stride", "normalize"}
 FILTERS = OF_FILTERS | {"filter", "import"}
+BASELINE: dict[str, dict[str, Any]] = {PLAIN: {"filter": "none"}}
 
 
 def choose_variants(
@@ -24,7 +25,6 @@ def choose_variants(
     only: list[str] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Return name to overrides, the unpatched model first; ``only`` selects variants of the YAML file."""
-    plain = {PLAIN: {"filter": "none"}}
     chosen = _choose(settings, values, sections, sweep, only)
     changed = {key: name for name, overrides in chosen.items() for key in overrides}
     if fixed := sorted(changed.keys() & SHARED):
@@ -34,16 +34,16 @@ def choose_variants(
         )
     if others := sorted(changed.keys() - FILTERS):
         said = ", ".join(f"{key}={(settings.defaults | values).get(key)}" for key in others)
-        note(f"the plain model keeps {said}: differences from it may come from these settings too")
-    return plain | chosen
+        note(f"the baseline keeps {said}: differences from it may come from these settings too")
+    return BASELINE | chosen
 
 
 def _choose(
     settings: Settings,
     values: dict[str, Any],
     sections: dict[str, Any],
-    sweep: list[str] | None,
-    only: list[str] | None,
+    sweep: list[str] | None = None,
+    only: list[str] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Return name to overrides, of the variants or the points of the sweep."""
     if only is not None and (sweep is not None or not sections["variants"]):
@@ -81,7 +81,7 @@ def drop_others(
     """
     own = {
         name: settings.identity(settings.override(values, overrides))
-        for name, overrides in choose_variants(settings, values, sections).items()
+        for name, overrides in (BASELINE | _choose(settings, values, sections)).items()
     }
     other = [
         run

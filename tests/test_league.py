@@ -132,7 +132,7 @@ def test_a_refused_filter_is_left_out_of_the_task_and_said(trained, capsys):
     stages = [FILE["stages"][0], {"seeds": [4, 5, 6, 7], "best": 1}]
     own, found = league(stages=stages), played(trained, stages=stages)
     rows = standings.overview(own, found, own.stages[1])[1]
-    assert {row[0] for row in rows} == {"plain", "gfsa"}, "who does not play a stage is not shown in it"
+    assert {row[0] for row in rows} == {"baseline", "gfsa"}, "who does not play a stage is not shown in it"
 
 
 def test_a_refusal_is_forgotten_when_what_was_refused_changes(trained):
@@ -185,9 +185,9 @@ def test_ranks_and_comparisons_are_those_of_the_numbers(trained):
     assert gfsa.paired.pairs == 4
     text = standings.verdict(own, found)
     assert text.startswith(
-        "Of 1 comparisons with plain over 4 seeds, Holm-corrected at 5%: Better than plain: `gfsa` on ptb"
+        "1 comparison with the baseline over 4 seeds, Holm-corrected at 5%: Better than the baseline: `gfsa` on ptb"
     )
-    assert text.endswith("None is worse than plain.")
+    assert text.endswith("None is worse.")
     _, rows = standings.compare_filters(own, found, own.stages[0])
     assert [row[0] for row in rows] == ["`gated` - `gfsa`", "`neutreno` - `gfsa`", "`neutreno` - `gated`"]
     assert rows[0][2] == "+0.3, 3", "a difference, equal in three seeds"
@@ -196,7 +196,7 @@ def test_ranks_and_comparisons_are_those_of_the_numbers(trained):
     assert details["`gfsa`"][2:4] == ["0.01 of the filter", "4"]
     assert standings.levels(own, found)[1][1][-1] == "99.69"
     rates = {tuple(row[:2]): row[2:] for row in standings.tuning(own, found)[1]}
-    assert rates["reviews", "`plain`"][1].startswith("0.0002: **0.01")
+    assert rates["reviews", "`baseline`"][1].startswith("0.0002: **0.01")
     assert ("reviews", "`neutreno`") not in rates
     fewer = league(variants={name: value for name, value in FILE["variants"].items() if name != "gfsa"})
     left = [row for row in standings.tuning(fewer, found)[1] if row[0] == "reviews"]
@@ -279,7 +279,7 @@ def test_one_seed_that_diverged_is_never_better(trained):
     (gfsa,) = standings.comparisons(own, found, stage)
     assert (gfsa.paired.pairs, gfsa.diverged, gfsa.is_significant) == (3, 1, False)
     assert standings.verdict(own, found).endswith(
-        "None is better than plain. None is worse than plain. Diverged: `gfsa` on ptb, 1 seeds."
+        "None is better. None is worse. Diverged: `gfsa` on ptb, 1 seeds."
     )
 
 
@@ -289,7 +289,7 @@ def test_nothing_is_claimed_where_plain_diverged(trained, diverged):
     found[Run("ptb", "plain", 4, 2.0)]["metrics"] |= diverged
     (gfsa,) = standings.comparisons(own, found, own.stages[1])
     assert (gfsa.paired.pairs, gfsa.diverged, gfsa.unpaired, gfsa.is_significant) == (3, 0, 1, False)
-    assert standings.verdict(own, found).endswith("Diverged: plain on ptb, 1 seeds.")
+    assert standings.verdict(own, found).endswith("Diverged: the baseline on ptb, 1 seeds.")
 
 
 def test_nothing_is_claimed_before_its_seeds_are_there_and_all_planned_comparisons_count(trained):
@@ -314,7 +314,7 @@ def test_nothing_is_claimed_before_its_seeds_are_there_and_all_planned_compariso
     found = {run: r for run, r in found.items() if run.variant != "gated" or run.seed == TUNING_SEED}
     assert own.ranks(found, stage) == {}
     assert figures.draw(own, found, Path("runs")) == []
-    assert [row[0] for row in standings.overview(own, found, stage)[1]][:2] == ["plain", "gfsa"]
+    assert [row[0] for row in standings.overview(own, found, stage)[1]][:2] == ["baseline", "gfsa"]
 
 
 def test_runs_at_rates_that_are_no_longer_asked_for_are_not_counted(trained):
@@ -369,9 +369,9 @@ def test_plain_trained_longer_is_shown_whatever_the_seeds(trained):
     own, found = league(stages=stages), played(trained, stages=stages)
     assert {run.seed for run in found if run.variant == LONGER} == {11}
     header, rows = standings.levels(own, found)
-    assert header[-1] == "plain, 3 times as long"
+    assert header[-1] == "baseline, 3 times as long"
     assert all(row[-1] for row in rows)
-    assert standings.levels(league(longer=None), played(trained))[0][-1] == "plain"
+    assert standings.levels(league(longer=None), played(trained))[0][-1] == "baseline"
     league(stages=stages, longer=None).check(found)  # they are kept, and not counted
     tasks = {"ptb": {**FILE["tasks"]["ptb"], "settings": {"max_steps": -1, "num_train_epochs": 2}}}
     own = league(tasks=tasks, stages=[{"seeds": [1]}])
@@ -530,7 +530,7 @@ def test_two_commands_on_one_league(trained, capsys):
     played = len(trained)
     compare.main(["league", "--config", str(file), "--show"])
     assert len(trained) == played
-    assert "Better than plain: `gfsa` on ptb by 0.1 (perplexity)" in capsys.readouterr().out
+    assert "Better than the baseline: `gfsa` on ptb by 0.1 (perplexity)" in capsys.readouterr().out
     assert Path("runs/league/league-tiny-ranks.png").is_file()
     other = copy.deepcopy(FILE)
     other["tasks"]["ptb"]["settings"] = {"weight_decay": 0.5}
@@ -552,7 +552,7 @@ def test_two_commands_on_one_league(trained, capsys):
     [
         ({"tasks": {}}, "the league small needs 'tasks', a dict, found {}"),
         ({"task": {}}, "the league small has no 'task' .did you mean 'tasks'?"),
-        ({"rates": {"learning_rate": [1], "filter_lr": [1, 2]}}, "must give plain and filters as many rates"),
+        ({"rates": {"learning_rate": [1], "filter_lr": [1, 2]}}, "must give the baseline and filters as many rates"),
         (
             {
                 "rates": {"learning_rate": [0.5], "filter_lr": [1]},
@@ -694,7 +694,7 @@ def test_a_real_league_is_played_interrupted_and_gone_on_with(tmp_path):
     before = len(json.loads(file.read_text())["runs"])
     out = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
     assert f"{before} runs at hand" in out
-    assert "Of 1 comparisons with plain over 2 seeds" in out
+    assert "1 comparison with the baseline over 2 seeds" in out
     assert "kernelution, rate 0.01, tuning: refused: " in out
 
 
@@ -717,7 +717,7 @@ def test_two_commands_that_share_a_folder_play_one_league(tmp_path):
             time.sleep(0.1)
         for process in started[1:]:
             process.kill()
-        assert "Of 1 comparisons with plain over 3 seeds" in started[0].communicate()[0]
+        assert "1 comparison with the baseline over 3 seeds" in started[0].communicate()[0]
         for process in started[1:]:
             process.communicate()
         content = json.loads(file.read_text())

@@ -68,8 +68,8 @@ def test_rows_are_means_over_seeds_and_columns_may_have_their_own_metric():
     plain, gfsa = measured(found, shape.columns)
     assert (plain.name, plain.scores[5:7], plain.average) == ("plain", [50.0, None], None)
     assert gfsa.scores[5:7] == pytest.approx([85.0, 80.0])
-    header, body = draw(shape.columns, [plain, gfsa], "plain")
-    assert header[-2:] == ["seeds", "p against plain"]
+    header, body = draw(shape.columns, [plain, gfsa], "baseline")
+    assert header[-2:] == ["seeds", "p against baseline"]
     assert body[0][-2:] == ["0 to 1", ""]
     assert body[1][-2:] == ["2", "1.000 (1 of 9)"]
 
@@ -99,9 +99,9 @@ def test_the_table_is_run_shown_and_written(compared, tmp_path, capsys):
     compare.main(argv)
     assert compared == ["listops", "imdb", "retrieval", "image", "pathfinder"]
     text = (tmp_path / "mine" / "table-lra.md").read_text()
-    assert "| plain | 50.0 | 50.0 | 50.0 | 50.0 | – | – | 1 |  |" in text
+    assert "| baseline | 50.0 | 50.0 | 50.0 | 50.0 | – | – | 1 |  |" in text
     assert "| performer | 25.0 | 25.0 | 25.0 | 25.0 | – | – | 1 | 0.125 (4 of 5) |" in text
-    assert "- Pathfinder has no plain, agf, performer: no such folder" in text
+    assert "- Pathfinder has no baseline, agf, performer: no such folder" in text
     assert "| Nyströmformer | 37.2 |" in text
     assert "by hand" not in text
     assert "missing: ListOps has no agf" in " ".join(capsys.readouterr().out.split())
@@ -112,14 +112,16 @@ def test_the_table_is_run_shown_and_written(compared, tmp_path, capsys):
     capsys.readouterr()
     compare.main([*argv, "2", "--show"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "missing: Image is not finished: plain, seed 2; performer, seed 2" in said
+    assert "missing: Image is not finished: baseline, seed 2; performer, seed 2" in said
     text = (tmp_path / "mine" / "table-lra.md").read_text()
     compare.main([*argv, "--show", "--smoke"])
     assert (tmp_path / "mine" / "table-lra-smoke.md").is_file()
     assert (tmp_path / "mine" / "table-lra.md").read_text() == text
 
 
-@pytest.mark.parametrize(("flags", "message"), [(["--tasks", "cola"], "has listops"), (["--versus", "x"], "has plain")])
+@pytest.mark.parametrize(
+    ("flags", "message"), [(["--tasks", "cola"], "has listops"), (["--versus", "x"], "has baseline")]
+)
 def test_what_a_table_does_not_have(compared, flags, message):
     with pytest.raises(GraphFilterError, match=message):
         paper_table.main(["lra", "--show", *flags], compare.compare, Console(quiet=True))

@@ -838,7 +838,7 @@ def test_a_comparison_says_what_else_differs(capsys):
     choose_variants(settings, values, sections, ["K=2,3", "filter_lr=1e-3", "layers=all,even"])
     assert not capsys.readouterr().err
     choose_variants(settings, values, sections, ["learning_rate=1e-5,1e-2"])
-    assert f"the plain model keeps learning_rate={values['learning_rate']}" in capsys.readouterr().err
+    assert f"the baseline keeps learning_rate={values['learning_rate']}" in capsys.readouterr().err
 
 
 def test_the_filter_of_others_does_not_change_the_plain_model():
@@ -1316,7 +1316,7 @@ def test_the_card_says_what_was_measured_and_compared(cola, tmp_path, monkeypatc
     compare.main(["glue", *argv])
     for name, said in (
         ("gfsa", "validation/matthews_correlation: +0.0000 with one seed, which carries no claim.\n"),
-        ("none", "The plain Roberta"),
+        ("none", "RobertaForSequenceClassification, without a graph filter"),
     ):
         argv = [x.replace(str(tmp_path / "run"), str(tmp_path / name)) for x in argv] + ["--filter", name]
         runs.main(glue.RECIPE, [*argv, "--save_strategy", "steps", "--output_dir", str(tmp_path / name)])

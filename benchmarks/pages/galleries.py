@@ -4,6 +4,7 @@ import csv
 
 from hf_graphfilter.tables import markdown_table
 from pages.sources import ROOT, read, where
+from recipes.summary import name_variant
 
 REFERENCES = ROOT / "hf_graphfilter" / "data" / "gallery.csv"
 
@@ -26,7 +27,7 @@ def gallery(section: str) -> str:
     names = [name for name, _ in curves]
     body = []
     for (name, stack), found in curves.items():
-        cells = [name + (f", {stack}" if names.count(name) > 1 else ""), str(len(found["K=3"]))]
+        cells = [name_variant(name) + (f", {stack}" if names.count(name) > 1 else ""), str(len(found["K=3"]))]
         for quantity, (_, form) in GALLERY.items():
             values = found[quantity]
             furthest = max(values, key=lambda x: abs(x - values[0]))

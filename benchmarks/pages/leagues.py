@@ -22,7 +22,7 @@ from recipes.league.standings import (
     tuning,
     verdict,
 )
-from recipes.summary import PLAIN
+from recipes.summary import PLAIN, name_variant
 
 ALL_LAYERS = "gfsa, w_0 and w_1 too"
 FEW = 5  # filters, which are shown two by two
@@ -60,7 +60,7 @@ def answers() -> str:
     for name, question in QUESTIONS.items():
         league, found = read_league(name)
         header, body = overview(league, found, league.stages[-1])
-        baseline = next(row for row in body if row[0] == "plain")
+        baseline = next(row for row in body if row[0] == name_variant(PLAIN))
         stands = [
             [question, row[0], task, plain, cell]
             for row in body
@@ -89,7 +89,9 @@ def equal_time() -> str:
             baseline, values = zip(*pairs, strict=True)
             paired = paired_comparison(baseline, values)
             probabilities.append(float(stats.ttest_rel(values, baseline).pvalue))
-            rows.append([QUESTIONS[name], variant, titles[task], longer, paired.format("+.3g"), str(paired.pairs)])
+            rows.append(
+                [QUESTIONS[name], variant, titles[task], name_variant(longer), paired.format("+.3g"), str(paired.pairs)]
+            )
     p_values = zip(probabilities, holm(probabilities), strict=True)
     body = [[*row, f"{p:.3f}", f"{corrected:.3f}"] for row, (p, corrected) in zip(rows, p_values, strict=True)]
     header = ["question", "variant", "task", "baseline", "difference, 95 % interval", "pairs", "p (t)", "p (Holm)"]

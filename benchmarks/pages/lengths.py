@@ -67,7 +67,7 @@ def agf_speed(device: str = "cpu") -> str:
             "module, forward and backward",
             "n",
             "AGF ms",
-            "AGF / plain",
+            "AGF / baseline",
             "with orthogonality loss",
             "it adds, of medians",
         ],
@@ -75,7 +75,7 @@ def agf_speed(device: str = "cpu") -> str:
     )
     decoding = pivot(read(f"agf-{device}-decoding"), "n")
     decoding_table = markdown_table(
-        ["context", "plain, ms per token", "AGF, ms per token"],
+        ["context", "baseline, ms per token", "AGF, ms per token"],
         [[f"{int(n):,}", f["plain"]["median_ms"], f["agf"]["median_ms"]] for (n,), f in decoding.items()],
     )
     batches = read(f"agf-{device}-batch")
@@ -84,7 +84,7 @@ def agf_speed(device: str = "cpu") -> str:
             caption,
             "\n".join(parts),
             markdown_table(header, body),
-            "In batches, 12 heads of 64 features, K = 3: over the same formula in plain PyTorch operations with "
+            "In batches, 12 heads of 64 features, K = 3: over the same formula in PyTorch operations with "
             f"autograd, and over SDPA. {where(batches)}",
             batch_table(batches),
             f"Whole attention modules in training, 4,096 tokens a batch. {where(layers)}",
@@ -114,7 +114,7 @@ LINEAR = {"plain": "SDPA", "agf": "AGF", "singularformer": "Singularformer", "sy
 
 
 SYSTEMS = {
-    "plain": "plain (SDPA)",
+    "plain": "baseline (SDPA)",
     "gfsa": "GFSA",
     "agf": "AGF",
     "singularformer": "Singularformer",
@@ -156,7 +156,7 @@ def linear_tables() -> str:
 
 
 def growth_tables() -> str:
-    """Whole training steps by length: time, memory, time over plain; and the same tokens in batches."""
+    """Whole training steps by length: time, memory, time over the baseline's; and the same tokens in batches."""
     steps = with_memory(read("sequences-cpu-steps"), sources.RESULTS / "sequences-cpu-memory.csv")
     batches = read("sequences-cpu-batch")
     timed = [{**row, "n": int(row["n"]), "causal": False, "median_ms": float(row["median_ms"])} for row in steps]

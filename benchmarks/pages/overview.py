@@ -72,7 +72,7 @@ def compare_in_time(name: str) -> str:
     """Return perplexity of GFSA in three layers minus that of the baseline in equal time, with its interval."""
     league, runs = read_league(name)
     _, body = compare_filters(league, runs, league.stages[-1])
-    pair = next(row for row in body if row[0] == "`layers 0, 2 and 4` - `plain, 1.08 times the steps`")
+    pair = next(row for row in body if row[0] == "`layers 0, 2 and 4` - `baseline, 1.08 times the steps`")
     return pair[1].rpartition(", ")[0]
 
 

@@ -6,6 +6,7 @@ import itertools
 from hf_graphfilter.tables import markdown_table
 from pages import sources
 from pages.sources import MASKS, over_plain, pivot, read, where, with_memory
+from recipes.summary import name_variant
 
 
 def bench_tables() -> str:
@@ -38,7 +39,7 @@ def step_table(rows: list[dict]) -> str:
         ]
         for (case,), forms in pivot(rows, "case").items()
     ]
-    return markdown_table(["step", "n", "plain ms", "GFSA ms", "ratio"], body)
+    return markdown_table(["step", "n", "baseline ms", "GFSA ms", "ratio"], body)
 
 
 def by_mask(row: dict) -> tuple:
@@ -104,7 +105,7 @@ def gpu_tables() -> str:
     parts = [
         "Training steps in bfloat16 (autocast). Batches are 16 times those of the CPU's table; MiniLM has 512 texts "
         f"and the narrow GPT-2 has 16. {where(steps)}",
-        markdown_table(["step", "n", "plain ms", *FORMS.values()], rows),
+        markdown_table(["step", "n", "baseline ms", *FORMS.values()], rows),
         "Training steps of BERT-base with 128 texts of 128 tokens, by filter:",
         markdown_table(["filter", "time over the baseline's"], [[f"`{n}`", f"**{r:.2f}**"] for r, n in costs]),
         "Attention alone, 65,536 tokens a batch, bfloat16:",
@@ -128,7 +129,15 @@ def decoding_table() -> str:
             forms = cases[n, f"one token, {kind} cache"]
             cells[-1] += [f"{float(forms[form]['median_ms']):,.0f}" for form in ("plain", "gfsa")]
             cells[-1] += [f"**{forms['gfsa']['ratio_to_plain']}**"]
-    header = ["context", "dynamic cache: plain ms", "GFSA ms", "ratio", "static cache: plain ms", "GFSA ms", "ratio"]
+    header = [
+        "context",
+        "dynamic cache: baseline ms",
+        "GFSA ms",
+        "ratio",
+        "static cache: baseline ms",
+        "GFSA ms",
+        "ratio",
+    ]
     return (
         "One token of GPT-2's shape (12 layers, d 768), K = 3, with w_K = 0.1. Times are medians in ms; ratios are "
         "medians. "
@@ -140,7 +149,7 @@ def overhead_table() -> str:
     rows = read("overhead-cpu")
     packages = list(dict.fromkeys(row["package"] for row in rows))
     cells = {(row["package"], row["form"]): row for row in rows}
-    header = ["microseconds per layer beyond the plain model", *packages]
+    header = ["microseconds per layer beyond the baseline", *packages]
     forms = {"route": "a filter that only applies S", "gfsa": "GFSA", "agf": "AGF"}
     body = [[text, *(cells[package, form]["overhead"] for package in packages)] for form, text in forms.items()]
     held = [cells[package, "agf, after a training step"]["held_mb"] for package in packages]
@@ -159,7 +168,7 @@ REFERENCES = ("plain", "dense", "no kernel")  # forms that others are compared w
 
 
 def machines_tables() -> str:
-    """Ratios to the plain form on every machine: results stand in RESULTS, or in a folder below it for another one."""
+    """Return the ratios to the baseline on every machine; those of other machines stand in folders below RESULTS."""
     parts = []
     for name, caption in SIDE_BY_SIDE.items():
         here = sources.RESULTS.glob(f"{name.replace('*', 'cpu')}.csv")  # a GPU has a section of its own
@@ -182,14 +191,14 @@ def machines_tables() -> str:
         ]
         header = ["case", "n", "mask", "pass", "form", *(f"machine {i}" for i in range(1, len(by_machine) + 1))]
         machines = " ".join(f"Machine {i}: {text}" for i, text in enumerate(by_machine, 1))
-        parts += [f"{caption}, time over plain. {machines}", markdown_table(header, body)]
+        parts += [f"{caption}, time over the baseline's. {machines}", markdown_table(header, body)]
     return "\n\n".join(parts) or "Measured on one machine so far."
 
 
 def vision_table() -> str:
     rows = list(csv.DictReader((sources.RESULTS / "vision-cpu-throughput.csv").open()))
     pairs = [(a, b) for a, b in itertools.pairwise(rows) if a["form"] == "plain" and b["form"] == "gfsa"]
-    header = ["model", "K", "pass", "batch", "plain images/s", "GFSA images/s", "ratio", "GFLOPs", "parameters"]
+    header = ["model", "K", "pass", "batch", "baseline images/s", "GFSA images/s", "ratio", "GFLOPs", "parameters"]
     body = [
         [
             *(b["model"], b["K"], b["pass"], b["batch"], a["images_per_s"], b["images_per_s"]),
@@ -219,7 +228,7 @@ def steps_table(head: str, rows: list[dict[str, str]], column: str, unit: str = 
     body = []
     for name in dict.fromkeys(row["form"] for row in rows):
         cells = (forms[name] for forms in cases.values())
-        body.append([name, *(f"{float(c['median_ms']):,.0f} ms, **{over_plain(c):.2f}**" for c in cells)])
+        body.append([name_variant(name), *(f"{float(c['median_ms']):,.0f} ms, **{over_plain(c):.2f}**" for c in cells)])
     return markdown_table([head, *(f"{case}{unit}" for (case,) in cases)], body)
 
 
@@ -264,7 +273,7 @@ def graph_tables() -> str:
         return "Not measured yet."
     parts = [where(steps), steps_table("step", steps, "n", " graphs")]
     body = [[row["form"], f"{float(row['median_ms']):,.0f} ms", f"**{over_plain(row):.3f}**"] for row in data[1:]]
-    parts += [markdown_table(["data", "time", "over a plain step of 256 graphs"], body)]
+    parts += [markdown_table(["data", "time", "over the baseline's step of 256 graphs"], body)]
     return "\n\n".join(parts)
 
 

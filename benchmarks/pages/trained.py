@@ -74,7 +74,7 @@ def mean_over_tasks(contents: list[dict]) -> str:
             cells += [format_interval(dataclasses.asdict(paired)), f"{paired.p:.3f}"]
         rows.append([*cells, len(seeds)])
     tasks = ", ".join(content["task"] for content in contents)
-    header = ["variant", "metric, against plain", "p", "loss, against plain", "p", "seeds"]
+    header = ["variant", "metric, against the baseline", "p", "loss, against the baseline", "p", "seeds"]
     return f"**{contents[0]['model']}, mean over {tasks}**\n\n{markdown_table(header, rows)}"
 
 

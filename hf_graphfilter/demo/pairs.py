@@ -28,7 +28,7 @@ from .progress import show_bar
 from .snippets import Snippets, load_snippets, pretrained_path
 
 TEST_ROWS = 2000
-VARIANTS = ("plain", "gfsa")
+VARIANTS = {"plain": "baseline", "gfsa": "gfsa"}  # name in files: name in tables
 
 
 def run_demo(
@@ -74,7 +74,7 @@ def run_demo(
         for variant in VARIANTS:
             model, args = build_model(source, variant, seed, K), quiet_arguments(output / "trainer", seed)
             optimizer = filter_optimizer(args, filter_lr) if variant == "gfsa" else None
-            with show_bar(console, f"seed {seed}, {variant:5}", count_batches(args, train, test)) as advance:
+            with show_bar(console, f"seed {seed}, {VARIANTS[variant]:8}", count_batches(args, train, test)) as advance:
                 scores = fine_tune(model, args, train, test, tokenizer, optimizer, StepCallback(advance))
             runs.append({"variant": variant, "seed": seed, **scores})
         pair = time.perf_counter() - begun
@@ -122,5 +122,5 @@ def result_rows(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         runs = [r for r in results["runs"] if r["variant"] == variant]
         forms = (("pearson", ".4f"), ("accuracy", ".4f"), ("seconds", ".1f"))
         cells = [mean_and_sd([r[key] for r in runs], form) for key, form in forms]
-        rows.append([variant, str(len(runs)), *cells, str(results["added_parameters"][variant])])
+        rows.append([VARIANTS[variant], str(len(runs)), *cells, str(results["added_parameters"][variant])])
     return header, rows

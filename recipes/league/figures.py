@@ -10,6 +10,7 @@ from hf_graphfilter.text import figure_text
 from recipes.league.plan import League, Stage
 from recipes.league.records import Records, rank_scores
 from recipes.league.standings import LEVEL, last_stage
+from recipes.summary import name_variant
 
 
 def plot_ranks(league: League, found: Records, stage: Stage) -> Any:
@@ -24,8 +25,10 @@ def plot_ranks(league: League, found: Records, stage: Stage) -> Any:
         x, y = [ranks[v] for v in means], [y + off for y in range(len(means))]
         axes.plot(x, y, "o", color=colour, label=figure_text(task))
     axes.plot([*means.values()], range(len(means)), "k|", markersize=16, markeredgewidth=2.5, label="mean")
-    axes.set_yticks(range(len(means)), [*map(figure_text, means)])
-    axes.set(xlabel="rank among plain and the filters, 1 the best", title=f"Ranks by task, {len(stage.seeds)} seeds")
+    axes.set_yticks(range(len(means)), [figure_text(name_variant(variant)) for variant in means])
+    axes.set(
+        xlabel="rank among the baseline and the filters, 1 is best", title=f"Ranks by task, {len(stage.seeds)} seeds"
+    )
     axes.invert_yaxis()
     axes.grid(axis="y", alpha=0.3)
     axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))

@@ -63,7 +63,9 @@ class League:
         if self.longer is not None and not (isinstance(self.longer, int | float) and self.longer > 1):
             raise GraphFilterError(f"the league {name}: `longer` is how many times as long, above 1: {self.longer!r}")
         if len({len(set(rates)) for rates in self.rates.values()}) != 1:
-            raise GraphFilterError(f"the league {name} must give plain and filters as many rates, found {self.rates}")
+            raise GraphFilterError(
+                f"the league {name} must give the baseline and filters as many rates, found {self.rates}"
+            )
         relative = any(self.tune[name] == "learning_rate" for name in self.variants)  # to the baseline's rate
         if relative and len(only := self.rates["learning_rate"]) == 1 and only != [1]:
             raise GraphFilterError(f"the learning_rate {only[0]:g} would apply twice: give 1, and set it in the tasks")

@@ -54,6 +54,7 @@ from recipes.league.standings import show
 from recipes.ranks import list_gpus
 from recipes.records import move_aside, read_results, tell
 from recipes.settings import Settings, read_yaml
+from recipes.summary import name_variant
 
 CONFIGS = Path(__file__).parent / "configs"
 # of glibc: memory is not given back and cleared anew in every step, a sixth of the time of small models
@@ -168,7 +169,7 @@ def add_runs(league: League, file: Path, new: Mapping[Run, dict[str, Any]]) -> R
 
 
 def describe_run(league: League, run: Run, record: dict[str, Any], count: int) -> str:
-    name = f"{run.task}, {run.variant}, rate {run.rate:g}, {f'seed {run.seed}' if run.seed else 'tuning'}"
+    name = f"{run.task}, {name_variant(run.variant)}, rate {run.rate:g}, {f'seed {run.seed}' if run.seed else 'tuning'}"
     if "refused" in record:
         return f"{count}: {name}: refused: {record['refused']}"
     value = league.value(run, record)

@@ -9,7 +9,7 @@ from hf_graphfilter.console import Console, table
 from recipes.league.plan import LONGER, TUNING_SEED, League, Stage
 from recipes.league.records import Records, Run
 from recipes.records import get_value, lower_is_better, tell
-from recipes.summary import PLAIN
+from recipes.summary import PLAIN, name_variant
 
 LEVEL = 0.05
 OF = {"learning_rate": "model", "filter_lr": "filter"}
@@ -111,19 +111,20 @@ def verdict(league: League, found: Records) -> str:
     sentences = []
     for better, verb in ((True, "better"), (False, "worse")):
         names = "; ".join(
-            f"`{c.variant}` on {c.task} by {abs(c.paired.mean):.3g} ({metric_of(league, c.task)})"
+            f"`{name_variant(c.variant)}` on {c.task} by {abs(c.paired.mean):.3g} ({metric_of(league, c.task)})"
             for c in made
             if c.paired and c.is_significant and c.better == better
         )
-        sentences.append(f"{verb.capitalize()} than plain: {names}." if names else f"None is {verb} than plain.")
-    diverged = [f"`{c.variant}` on {c.task}, {c.diverged} seeds" for c in made if c.diverged]
-    diverged += dict.fromkeys(f"plain on {c.task}, {c.unpaired} seeds" for c in made if c.unpaired)
+        sentences.append(f"{verb.capitalize()} than the baseline: {names}." if names else f"None is {verb}.")
+    diverged = [f"`{name_variant(c.variant)}` on {c.task}, {c.diverged} seeds" for c in made if c.diverged]
+    diverged += dict.fromkeys(f"the baseline on {c.task}, {c.unpaired} seeds" for c in made if c.unpaired)
     if diverged:
         sentences.append(f"Diverged: {'; '.join(diverged)}.")
     complete = sum(not c.missing for c in made)
     done = "but these comparisons are" if complete == count else f"{complete} of {count} comparisons are"
     unfinished = f"Not finished yet, {done}. " if any(league.list_runs(found)) else ""
-    about = f"Of {count} comparisons with plain over {len(stage.seeds)} seeds, Holm-corrected at {LEVEL:.0%}"
+    compared = f"{count} comparison{'s' * (count != 1)} with the baseline"
+    about = f"{compared} over {len(stage.seeds)} seeds, Holm-corrected at {LEVEL:.0%}"
     return f"{unfinished}{about}: {' '.join(sentences)}"
 
 
@@ -155,7 +156,7 @@ def overview(league: League, found: Records, stage: Stage) -> tuple[list[str], l
             else:
                 cells.append("refused" if league.find_refusal(found, task, variant) else "")
         if any(cells):
-            rows.append([variant, *cells, ranks.get(variant, "")])
+            rows.append([name_variant(variant), *cells, ranks.get(variant, "")])
     return header, rows
 
 
@@ -179,7 +180,7 @@ def details(league: League, found: Records, stage: Stage) -> tuple[list[str], li
                 continue
             settings = league.select_runs(found, task, variant, stage.seeds)[min(values)]["settings"]
             rate = f"{settings[league.tune[variant]]:g} of the {OF[league.tune[variant]]}"
-            row = [task, f"`{variant}`", rate, f"{len(values)}", mean_and_sd([*values.values()], ".4g")]
+            row = [task, f"`{name_variant(variant)}`", rate, f"{len(values)}", mean_and_sd([*values.values()], ".4g")]
             comparison = made.get((task, variant))
             p = [comparison.p, comparison.corrected, comparison.paired.p] if comparison and comparison.paired else []
             rows.append([*row, *(f"{x:.3g}" for x in p), *[""] * (3 - len(p))])
@@ -199,15 +200,15 @@ def compare_filters(league: League, found: Records, stage: Stage) -> tuple[list[
             )
             cells.append(f"{paired.format('+.3g')}, {len(both)}" if paired else "")
         if any(cells):
-            rows.append([f"`{second}` - `{first}`", *cells])
+            rows.append([f"`{name_variant(second)}` - `{name_variant(first)}`", *cells])
     return ["difference, 95 % interval, seeds", *stage.tasks], rows
 
 
 def tuning(league: League, found: Records) -> tuple[list[str], list[list[str]]]:
     """Return (header, rows): the validation score of each learning rate, bold where it was chosen.
 
-    The rate is that of the filter's coefficients or, of plain and of filters without them, the model's. Variants that
-    were tuned and not chosen for the league come last.
+    The rate is that of the filter's coefficients or, for the baseline and filters without them, the model's. Variants
+    that were tuned and not chosen for the league come last.
     """
     rows = []
     for task in league.tasks:
@@ -223,7 +224,9 @@ def tuning(league: League, found: Records) -> tuple[list[str], list[list[str]]]:
                     mark = "**" if rate == best else ""
                     cells.append(f"{record['settings'][key]:g}: {mark}{score}{mark}")
             if cells:
-                rows.append([task, f"`{variant}`", *cells, *[""] * (len(league.rates["filter_lr"]) - len(cells))])
+                rows.append(
+                    [task, f"`{name_variant(variant)}`", *cells, *[""] * (len(league.rates["filter_lr"]) - len(cells))]
+                )
     return ["task", "filter", *(f"rate {i}" for i, _ in enumerate(league.rates["filter_lr"], 1))], rows
 
 
@@ -237,7 +240,8 @@ def levels(league: League, found: Records) -> tuple[list[str], list[list[str]]]:
             shown = (plain, longer) if league.longer else (plain,)
             scores = [mean_and_sd([*values.values()], ".4g") if values else "" for values in shown]
             rows.append([task, metric_of(league, task), steps, *scores])
-    return ["task", "metric", "steps", "plain", *[f"plain, {league.longer} times as long"] * bool(league.longer)], rows
+    names = ("baseline", *[f"baseline, {league.longer} times as long"] * bool(league.longer))
+    return ["task", "metric", "steps", *names], rows
 
 
 def show(league: League, found: Records, console: Console) -> None:
@@ -246,5 +250,5 @@ def show(league: League, found: Records, console: Console) -> None:
             for title, made in {"": overview, ", in detail": details}.items():
                 console.print(table(*made(league, found, stage), title=f"{league.name}, stage {number}{title}"))
     console.print(table(*tuning(league, found), title="tuning"))
-    console.print(table(*levels(league, found), title="how far plain was trained"))
+    console.print(table(*levels(league, found), title="how far the baseline was trained"))
     tell(console, verdict(league, found))
